@@ -20,7 +20,12 @@ from setproctitle import setproctitle
 
 from asyncrl import extras
 from asyncrl.cluster.placement import WorkerSpec
-from asyncrl.cluster.processes import exit_with_parent, freeze_garbage, keep_freed_memory, without_torchrun
+from asyncrl.cluster.processes import (
+    exit_with_parent,
+    freeze_garbage,
+    keep_freed_memory,
+    without_torchrun,
+)
 from asyncrl.cluster.stacks import write_stacks_to
 from asyncrl.engine.environments import Environments, start_environments, turn_ends
 from asyncrl.engine.episode import Episode
@@ -52,7 +57,9 @@ from asyncrl.weights.models import load_tokenizer
 class RolloutWorker:
     """Serves one controller over one connection until it says stop."""
 
-    def __init__(self, spec: WorkerSpec, connection: Connection, proxy: LLMProxy, environments: Environments):
+    def __init__(
+        self, spec: WorkerSpec, connection: Connection, proxy: LLMProxy, environments: Environments
+    ):
         """To be made in the event loop in which the engine was started."""
         self.spec, self.config, self.connection = spec, spec.config, connection
         self.proxy, self.environments = proxy, environments
@@ -90,14 +97,17 @@ class RolloutWorker:
         try:
             self._start(self.proxy.watch())
             self._start(self._act_on_messages())
-            await self._ended  # the first task to fail ends the worker at once, whatever the others wait for
+            # the first task to fail ends the worker at once, whatever the others wait for
+            await self._ended
         finally:
             self.proxy.shutdown()
             self.environments.close()
 
     async def _act_on_messages(self) -> None:
         # At once, and not after an update that may wait for responses to end: the trainer waits for the answer.
-        inbox = start_reading(self.connection, {Cut: lambda _: self._start(self._say_what_is_in_flight())})
+        inbox = start_reading(
+            self.connection, {Cut: lambda _: self._start(self._say_what_is_in_flight())}
+        )
         while not self._ended.done():
             await self.act(await inbox.get())
 
@@ -124,7 +134,15 @@ class RolloutWorker:
     def make_episodes(self, ticket: Ticket) -> list[Episode]:
         """Make the trajectories of a ticket: one."""
         environment = self.environments.make_environment(ticket, ticket.member)
-        return [Episode(self.config, ticket, ticket.member, environment=environment, generate=self.proxy.generate)]
+        return [
+            Episode(
+                self.config,
+                ticket,
+                ticket.member,
+                environment=environment,
+                generate=self.proxy.generate,
+            )
+        ]
 
     async def _update(self, update: Update) -> None:
         """Load new weights and report; the probe is scored while sampling goes on, and before the next update."""
@@ -132,7 +150,11 @@ class RolloutWorker:
         is_sent = self.spec.transport == "nccl"  # by the others an engine reads by itself
         receiving = functools.partial(self.connection.send, Receiving()) if is_sent else None
         pause_s = await self.proxy.update(update.version, update.update_infos, receiving)
-        self.connection.send(Updated(update.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()))
+        self.connection.send(
+            Updated(
+                update.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()
+            )
+        )
         self._probing = self._start(self._score_probe(update)) if update.probe else None
 
     async def _finish_probing(self) -> None:
@@ -145,7 +167,9 @@ class RolloutWorker:
 
     async def _abort(self, ticket_ids: list[int]) -> None:
         """End these tickets' trajectories; they come back as `aborted`. Those that have ended are passed over."""
-        episodes = [episode for ticket_id in ticket_ids for episode in self._episodes.get(ticket_id, ())]
+        episodes = [
+            episode for ticket_id in ticket_ids for episode in self._episodes.get(ticket_id, ())
+        ]
         sampling = {episode.request_id for episode in episodes if episode.request_id is not None}
         for episode in episodes:
             episode.abort()
@@ -183,11 +207,14 @@ class RolloutWorker:
     def _finish_task(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and not self._ended.done():
-            print(f"ended by {task.exception()!r}", flush=True)  # which a dead engine may only be the end of
+            # which a dead engine may only be the end of
+            print(f"ended by {task.exception()!r}", flush=True)
             self._ended.set_exception(self.proxy.death or task.exception())
 
 
-def start_reading(connection: Connection, at_once: dict[type, Callable] | None = None) -> asyncio.Queue:
+def start_reading(
+    connection: Connection, at_once: dict[type, Callable] | None = None
+) -> asyncio.Queue:
     """The messages of a connection but those of kinds that are acted on `at_once`; a thread reads them, so that the
     controller's sends never fill the pipe."""
     loop, inbox = asyncio.get_running_loop(), asyncio.Queue()
@@ -205,7 +232,10 @@ def start_reading(connection: Connection, at_once: dict[type, Callable] | None =
 
 
 async def start_worker(
-    spec: WorkerSpec, connection: Connection, start_proxy=LLMProxy.start, start_environments=start_environments
+    spec: WorkerSpec,
+    connection: Connection,
+    start_proxy=LLMProxy.start,
+    start_environments=start_environments,
 ) -> RolloutWorker:
     """Start a worker's parts, report that they are there, and make the worker of them.
 
@@ -231,14 +261,17 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
     log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
-    os.setsid()  # out of the terminal's reach, so that Ctrl-C goes to the trainer alone; and one group to kill
+    # out of the terminal's reach, so that Ctrl-C goes to the trainer alone; and one group to kill
+    os.setsid()
     write_stacks_to(Path(spec.log_path).with_name("stacks.txt"))
     exit_with_parent()
     keep_freed_memory()
     setproctitle(f"rollout {spec.placement.worker}")
     # An engine that vLLM forks must not hold the pipe open, by whose end the controller knows that this process died.
     os.register_at_fork(after_in_child=connection.close)
-    environment = without_torchrun(dict(os.environ)) | worker_environment(spec.placement, spec.sockets_path)
+    environment = without_torchrun(dict(os.environ)) | worker_environment(
+        spec.placement, spec.sockets_path
+    )
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = spec.sockets_path  # None: as the environment says

@@ -13,7 +13,9 @@ _NAMES = (
     "m2po", "dppo", "sapo", "opsm", "mis", "tis_ppo", "gmpo", "vespo", "sequence_is",
 )  # fmt: skip
 
-LOSSES: dict[str, Callable] = {name: importlib.import_module(f"algos.{name}").loss for name in _NAMES}
+LOSSES: dict[str, Callable] = {
+    name: importlib.import_module(f"algos.{name}").loss for name in _NAMES
+}
 """Each is `loss` in the file of this folder with its name."""
 
 ADVANTAGES: dict[str, Callable] = {

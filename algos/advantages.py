@@ -73,7 +73,9 @@ def reward_itself(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 def _check_finite(rewards: Tensor) -> None:
     if not torch.isfinite(rewards).all():
-        raise RuntimeError(f"rewards must be finite, got {rewards[~torch.isfinite(rewards)].tolist()}")
+        raise RuntimeError(
+            f"rewards must be finite, got {rewards[~torch.isfinite(rewards)].tolist()}"
+        )
 
 
 def _center_on_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,8 +85,12 @@ def _center_on_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor
     num_in_group = _sum_by_group(torch.ones_like(rewards), group)
     mean = _sum_by_group(rewards, group) / num_in_group
     # The mean of equal rewards can be off by rounding (0.1 three times), and dividing by the std would blow that up.
-    lowest = rewards.new_zeros(len(ids)).scatter_reduce(0, group, rewards, "amin", include_self=False)
-    highest = rewards.new_zeros(len(ids)).scatter_reduce(0, group, rewards, "amax", include_self=False)
+    lowest = rewards.new_zeros(len(ids)).scatter_reduce(
+        0, group, rewards, "amin", include_self=False
+    )
+    highest = rewards.new_zeros(len(ids)).scatter_reduce(
+        0, group, rewards, "amax", include_self=False
+    )
     centered = torch.where((lowest == highest)[group], 0.0, rewards - mean[group])
     return centered, group, num_in_group
 

@@ -19,4 +19,8 @@ def loss(inputs: LossInputs, *, cap: Cap = 5.0) -> tuple[Tensor, dict[str, Tenso
     ratio = importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs)
     weight = ratio.clamp(max=cap)
     per_token_loss = -weight * inputs.advantages * inputs.logprobs
-    return per_token_loss, {"ratio": ratio, "weight": weight, "clipped": (weight != ratio).to(ratio.dtype)}
+    return per_token_loss, {
+        "ratio": ratio,
+        "weight": weight,
+        "clipped": (weight != ratio).to(ratio.dtype),
+    }

@@ -21,12 +21,22 @@ from algos.ratio import importance_ratio
 
 
 def loss(
-    inputs: LossInputs, *, clip_low: Share = 0.1, clip_high: NonNegative = 0.1, unified_mask: bool = False
+    inputs: LossInputs,
+    *,
+    clip_low: Share = 0.1,
+    clip_high: NonNegative = 0.1,
+    unified_mask: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
     ratio = importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     if unified_mask:
-        weight = torch.where(is_past_clip(ratio, inputs.advantages, clip_low, clip_high), 0.0, weight)
+        weight = torch.where(
+            is_past_clip(ratio, inputs.advantages, clip_low, clip_high), 0.0, weight
+        )
     per_token_loss = -weight * inputs.advantages * inputs.logprobs
-    return per_token_loss, {"ratio": ratio, "weight": weight, "clipped": (weight != ratio).to(ratio.dtype)}
+    return per_token_loss, {
+        "ratio": ratio,
+        "weight": weight,
+        "clipped": (weight != ratio).to(ratio.dtype),
+    }

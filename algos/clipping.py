@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 
-def clipped_objective(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+def clipped_objective(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
     """Return the objective [N], to be maximised, and where its gradient is cut to 0, [N] bool; ratio, advantages [N].
 
     Only a ratio past the clip in the direction that the advantage asks for is cut.
     """
-    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    objective = torch.minimum(
+        ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    )
     return objective, is_past_clip(ratio.detach(), advantages, clip_low, clip_high)
 
 

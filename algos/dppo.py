@@ -42,7 +42,9 @@ def loss(
     """
     if divergence not in _DELTA:
         raise ValueError(f"divergence must be tv or kl, got {divergence!r}")
-    low, high = (_DELTA[divergence] if delta is None else delta for delta in (delta_low, delta_high))
+    low, high = (
+        _DELTA[divergence] if delta is None else delta for delta in (delta_low, delta_high)
+    )
     logprobs, behavior_logprobs = inputs.logprobs.detach(), inputs.behavior_logprobs
     moved = logprobs.exp() - behavior_logprobs.exp()
     if divergence == "kl":
@@ -50,11 +52,17 @@ def loss(
     ratio = importance_ratio(logprobs - behavior_logprobs)
     weight = torch.where(is_past(moved, inputs.advantages, -low, high), 0.0, ratio.clamp(max=cap))
     per_token_loss = -weight * inputs.advantages * inputs.logprobs
-    return per_token_loss, {"ratio": ratio, "weight": weight, "clipped": (weight != ratio).to(ratio.dtype)}
+    return per_token_loss, {
+        "ratio": ratio,
+        "weight": weight,
+        "clipped": (weight != ratio).to(ratio.dtype),
+    }
 
 
 def _binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """KL of «this token or another», [N] nats; infinite where the other policy is sure of the token and this is not."""
-    rest, other_rest = ((-torch.expm1(values)).clamp(min=0) for values in (logprobs, other_logprobs))
+    rest, other_rest = (
+        (-torch.expm1(values)).clamp(min=0) for values in (logprobs, other_logprobs)
+    )
     # xlogy has 0·log 0 = 0, where both policies are sure.
     return logprobs.exp() * (logprobs - other_logprobs) + rest.xlogy(rest) - rest.xlogy(other_rest)

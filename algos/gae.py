@@ -34,7 +34,10 @@ def gae(rewards: Tensor, values: Tensor, sequence_ids: Tensor, gamma: float, lam
     if not len(values):
         return values.double()
     lengths = torch.bincount(sequence_ids)
-    places = torch.arange(len(values), device=values.device) - (lengths.cumsum(0) - lengths)[sequence_ids]
+    places = (
+        torch.arange(len(values), device=values.device)
+        - (lengths.cumsum(0) - lengths)[sequence_ids]
+    )
     is_last = places == lengths[sequence_ids] - 1
     targets = torch.where(is_last, rewards.double(), gamma * values.double().roll(-1))
     # [place, sequence]: every sequence takes a step back at once.
@@ -81,7 +84,9 @@ def estimate_step(
     if whiten:
         for estimate in estimates:
             estimate[0] = (estimate[0] - mean[0]) / (variance[0].sqrt() + EPS)
-    batches = [_with_estimate(batch, estimate) for batch, estimate in zip(batches, estimates, strict=True)]
+    batches = [
+        _with_estimate(batch, estimate) for batch, estimate in zip(batches, estimates, strict=True)
+    ]
     metrics = {}
     if variance[1] > EPS**2:
         metrics["value/explained_variance"] = float(1 - variance[2] / variance[1])

@@ -22,7 +22,11 @@ from algos.ratio import importance_ratio
 
 
 def loss(
-    inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NonNegative = 0.2, dual_clip: AboveOne | None = None
+    inputs: LossInputs,
+    *,
+    clip_low: Share = 0.2,
+    clip_high: NonNegative = 0.2,
+    dual_clip: AboveOne | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where the gradient is cut to 0)."""
     advantages = inputs.advantages
@@ -31,6 +35,8 @@ def loss(
     detached = ratio.detach()
     if dual_clip is not None:
         negative = advantages < 0
-        objective = torch.where(negative, torch.maximum(objective, dual_clip * advantages), objective)
+        objective = torch.where(
+            negative, torch.maximum(objective, dual_clip * advantages), objective
+        )
         clipped |= negative & (detached > dual_clip)
     return -objective, {"ratio": detached, "clipped": clipped.to(ratio.dtype)}

@@ -40,7 +40,9 @@ def loss(
     if level not in ("token", "sequence"):
         raise ValueError(f"level must be token or sequence, got {level!r}")
     log_stale = inputs.proximal_logprobs - inputs.behavior_logprobs
-    stale = importance_ratio(sequence_mean(log_stale, inputs.sequence_ids) if level == "sequence" else log_stale)
+    stale = importance_ratio(
+        sequence_mean(log_stale, inputs.sequence_ids) if level == "sequence" else log_stale
+    )
     outside = (stale < low) | (stale > high)
     weight = torch.where(outside, 0.0, stale)
     ratio = importance_ratio(inputs.logprobs - inputs.proximal_logprobs)

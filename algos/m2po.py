@@ -24,7 +24,9 @@ from algos.inputs import LossInputs
 from algos.ratio import importance_ratio
 
 
-def loss(inputs: LossInputs, update: LossInputs, *, m2_threshold: Positive = 0.04) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(
+    inputs: LossInputs, update: LossInputs, *, m2_threshold: Positive = 0.04
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where a token is left out)."""
     moments, goes_on = _moments(inputs)
     left_out = goes_on & (moments >= _least_left_out(*_moments(update), m2_threshold))
@@ -42,7 +44,8 @@ def _moments(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 def _least_left_out(moments: Tensor, goes_on: Tensor, threshold: float) -> Tensor:
     """The smallest m that is left out of the update; infinite if none is."""
     may_be = moments[goes_on].double().sort(descending=True).values
-    left = may_be.flip(0).cumsum(0).flip(0)  # sums of what is left when the first 0, 1, 2 … are left out
+    # sums of what is left when the first 0, 1, 2 … are left out
+    left = may_be.flip(0).cumsum(0).flip(0)
     is_too_much = left > threshold * torch.arange(len(may_be), 0, -1, device=moments.device)
     count = int(is_too_much.sum())  # their means fall, as the largest goes first
     return moments.new_tensor(torch.inf) if count == 0 else may_be[count - 1].to(moments.dtype)

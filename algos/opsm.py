@@ -26,14 +26,20 @@ from algos.sequence_mean import sequence_mean
 
 @needs_equal_advantages
 def loss(
-    inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NonNegative = 0.2, delta: Positive = 0.5
+    inputs: LossInputs,
+    *,
+    clip_low: Share = 0.2,
+    clip_high: NonNegative = 0.2,
+    delta: Positive = 0.5,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (gradient cut to 0).
 
     `delta` is in nats per token; weight is the ratio, and 0 where the sequence is left out.
     """
     log_ratio = inputs.logprobs - inputs.behavior_logprobs
-    left_out = (inputs.advantages < 0) & (-sequence_mean(log_ratio.detach(), inputs.sequence_ids) > delta)
+    left_out = (inputs.advantages < 0) & (
+        -sequence_mean(log_ratio.detach(), inputs.sequence_ids) > delta
+    )
     ratio = importance_ratio(log_ratio)
     objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
     return torch.where(left_out, 0.0, -objective), {

@@ -27,7 +27,13 @@ from algos.sequence_mean import sequence_sum
 
 def loss(inputs: LossInputs, *, cap: Cap | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's), weight, clipped by the cap."""
-    ratio = importance_ratio(sequence_sum(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.sequence_ids))
+    ratio = importance_ratio(
+        sequence_sum(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.sequence_ids)
+    )
     weight = ratio if cap is None else ratio.clamp(max=cap)
     per_token_loss = -weight * inputs.advantages * inputs.logprobs
-    return per_token_loss, {"ratio": ratio, "weight": weight, "clipped": (weight != ratio).to(ratio.dtype)}
+    return per_token_loss, {
+        "ratio": ratio,
+        "weight": weight,
+        "clipped": (weight != ratio).to(ratio.dtype),
+    }

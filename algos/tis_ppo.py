@@ -41,7 +41,9 @@ def loss(
     if level not in ("token", "sequence"):
         raise ValueError(f"level must be token or sequence, got {level!r}")
     log_stale = inputs.proximal_logprobs - inputs.behavior_logprobs
-    stale = importance_ratio(sequence_sum(log_stale, inputs.sequence_ids) if level == "sequence" else log_stale)
+    stale = importance_ratio(
+        sequence_sum(log_stale, inputs.sequence_ids) if level == "sequence" else log_stale
+    )
     weight = stale.clamp(max=cap)
     ratio = importance_ratio(inputs.logprobs - inputs.proximal_logprobs)
     objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)

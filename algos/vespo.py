@@ -36,17 +36,24 @@ def loss(
 
     Raises ValueError where φ would rise above e²⁰, the highest ratio there is: float32 ends at e⁸⁸.
     """
-    for side, power, rate in (("positive", k_positive, lambda_positive), ("negative", k_negative, lambda_negative)):
+    for side, power, rate in (
+        ("positive", k_positive, lambda_positive),
+        ("negative", k_negative, lambda_negative),
+    ):
         if (highest := _highest(power, rate)) > MAX_LOG_RATIO:
             what = f"k_{side}={power:g} and lambda_{side}={rate:g}"
             what += f" give weights up to e^{highest:.4g} at a ratio of k/lambda"
-            raise ValueError(f"{what}; at most e^{MAX_LOG_RATIO:g} is allowed: bring k/lambda nearer to 1")
+            raise ValueError(
+                f"{what}; at most e^{MAX_LOG_RATIO:g} is allowed: bring k/lambda nearer to 1"
+            )
     advantages = inputs.advantages
     k, lam = (
         torch.where(advantages >= 0, positive, torch.full_like(advantages, negative))
         for positive, negative in ((k_positive, k_negative), (lambda_positive, lambda_negative))
     )
-    ratio = importance_ratio(sequence_sum(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.sequence_ids))
+    ratio = importance_ratio(
+        sequence_sum(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.sequence_ids)
+    )
     weight = torch.exp(lam + k * ratio.log() - lam * ratio)
     return -weight * advantages * inputs.logprobs, {"ratio": ratio, "weight": weight}
 

@@ -24,7 +24,11 @@ def loss(
     Raises ValueError where both weights are 0.
     """
     if positive_weight == negative_weight == 0:
-        raise ValueError("positive_weight and negative_weight are both 0, and nothing is trained; one must be above 0")
+        raise ValueError(
+            "positive_weight and negative_weight are both 0, and nothing is trained; one must be above 0"
+        )
     per_token_loss, stats = topr.loss(inputs)
-    side = torch.where(inputs.rewards > 0, positive_weight, torch.full_like(inputs.rewards, negative_weight))
+    side = torch.where(
+        inputs.rewards > 0, positive_weight, torch.full_like(inputs.rewards, negative_weight)
+    )
     return side * per_token_loss, {**stats, "weight": side * stats["weight"]}

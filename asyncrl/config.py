@@ -59,12 +59,22 @@ AtLeastOne = Annotated[int, Meta(ge=1, le=10**9)]
 Outstanding = Annotated[int, Meta(ge=1, le=MAX_OUTSTANDING)]
 NonNegative = Annotated[float, Meta(ge=0, le=10**9)]
 Positive = Annotated[float, Meta(gt=0, le=10**9)]
-Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, title="a finite number")]
+Finite = Annotated[
+    float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, title="a finite number")
+]
 Seconds = Annotated[float, Meta(gt=0, le=10**6)]
-Temperature = Annotated[float, Meta(ge=0.01, le=2, description="outside of which vLLM clips or refuses")]
-Assignment = Annotated[str, Meta(pattern=r"(?s)\A\w+=.+\Z", title="NAME=VALUE, as in clip_high=0.28 or held_out=0.2")]
-Reward = Annotated[str, Meta(pattern=rf"\A{OWN}\Z", title="FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT")]
-Address = Annotated[str, Meta(pattern=r"\A[\w.*-]+:\d{1,5}\Z", title="HOST:PORT, as 127.0.0.1:7711")]
+Temperature = Annotated[
+    float, Meta(ge=0.01, le=2, description="outside of which vLLM clips or refuses")
+]
+Assignment = Annotated[
+    str, Meta(pattern=r"(?s)\A\w+=.+\Z", title="NAME=VALUE, as in clip_high=0.28 or held_out=0.2")
+]
+Reward = Annotated[
+    str, Meta(pattern=rf"\A{OWN}\Z", title="FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT")
+]
+Address = Annotated[
+    str, Meta(pattern=r"\A[\w.*-]+:\d{1,5}\Z", title="HOST:PORT, as 127.0.0.1:7711")
+]
 RunName = Annotated[
     str,
     Meta(
@@ -225,7 +235,9 @@ class Config:
     """Optimizer updates per step, and per epoch of several; must divide groups_per_step."""
     proximal: Annotated[Literal["recompute", "loglinear"], REPLAY] = "recompute"
     """Proximal log-probs with several updates: a forward pass per step, or interpolated from behavior and current."""
-    loss_aggregation: Annotated[Literal["token_mean", "sequence_mean", "constant"], REPLAY] = "token_mean"
+    loss_aggregation: Annotated[Literal["token_mean", "sequence_mean", "constant"], REPLAY] = (
+        "token_mean"
+    )
     """Token weights of the summed loss: 1/tokens, 1/(sequences·length), or 1/(sequences·max_response_tokens)."""
     kl_coef: Annotated[NonNegative, REPLAY] = 0.0
     """Weight of the KL penalty to the initial model (β); 0 keeps no reference model in memory."""
@@ -242,7 +254,9 @@ class Config:
     """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
     share_prefix: Annotated[Literal["off", "prompt", "tree"], REPLAY] = "off"
     """What the trainer reads once: a group's prompt, or all that sequences of an update begin with; same gradient."""
-    save_memory: Annotated[tuple[Literal["auto", "activations", "optimizer"], ...], RESUME, HOST, REPLAY] = ("auto",)
+    save_memory: Annotated[
+        tuple[Literal["auto", "activations", "optimizer"], ...], RESUME, HOST, REPLAY
+    ] = ("auto",)
     """`activations` keeps only each layer's input for the backward pass, 1/3 more computation; `optimizer` keeps
     float32 weights, gradients and optimizer state in host memory, 16 bytes per parameter with AdamW; never the
     gradient. `auto` takes on GPUs what the memory plan needs, smaller micro-batches first."""
@@ -266,7 +280,9 @@ class Config:
     """Seconds after which the run must have ended: it saves and stops when one more step might be too long; 0: none."""
     runs_dir: Annotated[str, NODE, HOST, REPLAY] = "runs"
     """Directory that holds the runs."""
-    wandb: Annotated[Literal["disabled", "offline", "online"], RESUME, HOST, REPLAY, NOT_COPIED] = "disabled"
+    wandb: Annotated[Literal["disabled", "offline", "online"], RESUME, HOST, REPLAY, NOT_COPIED] = (
+        "disabled"
+    )
     """Mirror the metrics to Weights & Biases."""
 
     # Devices and hosts
@@ -277,11 +293,15 @@ class Config:
     """GPUs of one rollout worker, over which its engine splits every layer (tensor parallelism)."""
     max_running_requests: Annotated[AtLeastOne, RESUME, NODE, EVALUATION] = 256
     """Trajectories that one rollout worker samples at the same time."""
-    weight_sync: Annotated[Literal["auto", "shm", "ipc", "nccl"], RESUME, NODE, HOST, EVALUATION, NOT_COPIED] = "auto"
+    weight_sync: Annotated[
+        Literal["auto", "shm", "ipc", "nccl"], RESUME, NODE, HOST, EVALUATION, NOT_COPIED
+    ] = "auto"
     """How weights travel to rollout workers: host memory, CUDA IPC on a GPU that both share, NCCL between GPUs."""
     colocate: Annotated[Literal["share", "sleep"], RESUME, NOT_COPIED] = "share"
     """Where trainer and engine share a GPU: both keep their memory, or the engine gives its own up while training."""
-    gpu_memory_utilization: Annotated[PositiveShare | None, RESUME, NODE, EVALUATION, NOT_COPIED] = None
+    gpu_memory_utilization: Annotated[
+        PositiveShare | None, RESUME, NODE, EVALUATION, NOT_COPIED
+    ] = None
     """Share of a GPU's memory that an engine may use; unset computes it where the GPU is shared, and takes 0.9 else."""
     replicas: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 1
     """Copies of the trained model (HSDP), each sharded over world/replicas ranks; 1 shards it over all ranks."""
@@ -305,17 +325,22 @@ class Config:
             option.check(self)
         if not re.fullmatch("|".join([*TASKS, OWN_TASK]).replace("NAME", r"\w+"), self.task):
             allowed = f"{', '.join(TASKS)}, or your own, FILE.py:NAME"
-            raise ValueError(f"--task must be one of {allowed}, got {self.task!r}{nearest(self.task, TASKS)}")
+            raise ValueError(
+                f"--task must be one of {allowed}, got {self.task!r}{nearest(self.task, TASKS)}"
+            )
         for mistake in _mistakes(self):
             raise ValueError(mistake)
-        for one, other in (*_conflicts(self), *_conflicts_of_rollout(self)):
+        conflicts = *_conflicts(self), *_conflicts_of_rollout(self), *_conflicts_of_swarm(self)
+        for one, other in conflicts:
             raise ValueError(f"{one} does not go with {other}; change one of the two")
         return self
 
     def of_node(self, num_nodes: int) -> "Config":
         """Return the options of one of `num_nodes` nodes, among which the groups of a step are shared."""
         return dataclasses.replace(
-            self, groups_per_step=self.groups_per_step // num_nodes, extra_groups=self.extra_groups // num_nodes
+            self,
+            groups_per_step=self.groups_per_step // num_nodes,
+            extra_groups=self.extra_groups // num_nodes,
         )
 
     @property
@@ -332,14 +357,21 @@ class Config:
     @property
     def max_suspensions(self) -> int:
         """Times that over-sampling suspends the response that waits longest, if groups are taken in their order."""
-        return math.ceil((self.max_outstanding_groups - self.extra_groups) / self.groups_per_step) - 1
+        return (
+            math.ceil((self.max_outstanding_groups - self.extra_groups) / self.groups_per_step) - 1
+        )
 
     @property
     def max_staleness(self) -> int:
         """Oldest version of a trained token, steps behind: ⌈α⌉ + publish_delay + refresh_lag, and MAX_RESUMES when
         over-sampling."""
         resumes = MAX_RESUMES if self.over_sampling > 1 else 0
-        return math.ceil(self.async_ratio - 1e-9) + self.publish_delay + self.swarm.refresh_lag + resumes
+        return (
+            math.ceil(self.async_ratio - 1e-9)
+            + self.publish_delay
+            + self.swarm.refresh_lag
+            + resumes
+        )
 
     @property
     def is_multi_turn(self) -> bool:
@@ -406,7 +438,9 @@ class Option:
                 msgspec.convert(value, kind)
             except msgspec.ValidationError:
                 hint = nearest(str(value), map(str, get_args(_bare(kind))))
-                raise ValueError(f"{self.flag} must be {allowed_values(kind)}, got {value!r}{hint}") from None
+                raise ValueError(
+                    f"{self.flag} must be {allowed_values(kind)}, got {value!r}{hint}"
+                ) from None
 
 
 def _bare(annotation: Any) -> Any:
@@ -420,7 +454,10 @@ def _options_of(kind: type, prefix: str = "", may: tuple = ()) -> Iterator[Optio
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         path = prefix + field.name
-        flags = (*may, *(meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, May)))
+        flags = (
+            *may,
+            *(meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, May)),
+        )
         if dataclasses.is_dataclass(_bare(hint)):
             yield from _options_of(_bare(hint), f"{path}.", flags)
         else:
@@ -475,14 +512,21 @@ def _conflicts(c: Config) -> Iterator[tuple[str, str]]:
     if c.group_size == 1:
         alone = "--group-size 1"
         if c.advantage not in ("reinforce", "gae"):
-            nothing = "which leaves nothing to compare: every advantage would be 0; use reinforce or gae"
+            nothing = (
+                "which leaves nothing to compare: every advantage would be 0; use reinforce or gae"
+            )
             yield f"--advantage {c.advantage}", f"{alone}, {nothing}"
         if c.share_prefix == "prompt":
             yield "--share-prefix prompt", f"{alone}, which leaves nothing to share"
         if c.drop_zero_variance:
             yield "--drop-zero-variance", f"{alone}: every group would be dropped, for ever"
-    if c.advantage != "gae" and c.advantage_options != AdvantageOptions(c.advantage_options.overlong):
-        yield f"--advantage {c.advantage}, which has no values as gae has,", "options of --advantage.NAME but overlong"
+    if c.advantage != "gae" and c.advantage_options != AdvantageOptions(
+        c.advantage_options.overlong
+    ):
+        yield (
+            f"--advantage {c.advantage}, which has no values as gae has,",
+            "options of --advantage.NAME but overlong",
+        )
     if "auto" in c.save_memory and len(c.save_memory) > 1:
         yield "--save-memory auto", "other ways to save memory"
     if c.reward and c.is_multi_turn:
@@ -491,7 +535,10 @@ def _conflicts(c: Config) -> Iterator[tuple[str, str]]:
         members = f"--extra-members {c.extra_members}, which gives up the slowest responses,"
         yield members, "--scheduling batch, which waits for all"
     if c.extra_groups > 0 and c.stale_policy == "gate":
-        yield f"--extra-groups {c.extra_groups}, of which the late are given up,", "--stale-policy gate: none is"
+        yield (
+            f"--extra-groups {c.extra_groups}, of which the late are given up,",
+            "--stale-policy gate: none is",
+        )
     if c.swarm.refresh_lag > 0 and c.async_ratio == 0:
         lag = f"--swarm.refresh-lag {c.swarm.refresh_lag}, by which a host may be behind,"
         yield lag, "--async-ratio 0, which trains on-policy"
@@ -499,7 +546,8 @@ def _conflicts(c: Config) -> Iterator[tuple[str, str]]:
 
 def _conflicts_of_rollout(c: Config) -> Iterator[tuple[str, str]]:
     """Two options that exclude each other, one of which says how rollout is done."""
-    if not c.replicate_prompts:  # one request of several responses can be neither resumed nor left early
+    # one request of several responses can be neither resumed nor left early
+    if not c.replicate_prompts:
         one_request = "--no-replicate-prompts (one request of group_size responses)"
         if c.on_update in ("resume", "restart"):
             yield one_request, f"--on-update {c.on_update}"
@@ -508,15 +556,23 @@ def _conflicts_of_rollout(c: Config) -> Iterator[tuple[str, str]]:
         if c.extra_members > 0:
             yield one_request, f"--extra-members {c.extra_members}"
         if c.group_size > c.max_running_requests:
-            yield one_request, f"--max-running-requests {c.max_running_requests} below --group-size {c.group_size}"
+            yield (
+                one_request,
+                f"--max-running-requests {c.max_running_requests} below --group-size {c.group_size}",
+            )
     if c.colocate == "sleep":
         sleep = "--colocate sleep, which stops generation while the trainer computes and loses the KV cache,"
         if c.async_ratio > 0:
             yield sleep, f"--async-ratio {c.async_ratio:g}, which lets it run ahead; use 0"
         if c.over_sampling > 1 and c.on_update not in ("resume", "restart"):
-            yield sleep, f"--on-update {c.on_update} of partial rollouts, which needs it; use resume or restart"
+            yield (
+                sleep,
+                f"--on-update {c.on_update} of partial rollouts, which needs it; use resume or restart",
+            )
     if c.over_sampling > 1:  # suspended between two synchronous steps, at most MAX_RESUMES times
-        partial = f"--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps)"
+        partial = (
+            f"--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps)"
+        )
         if c.async_ratio > 0:
             yield partial, f"--async-ratio {c.async_ratio:g}; use 0"
         if c.on_update == "wait":
@@ -526,7 +582,14 @@ def _conflicts_of_rollout(c: Config) -> Iterator[tuple[str, str]]:
         if c.stale_policy == "gate":
             yield partial, "--stale-policy gate, which does not bound how often one is resumed"
         if c.stale_policy == "wait" and c.max_suspensions > MAX_RESUMES:
-            yield partial, f"{c.max_suspensions} suspensions of the last responses, of {MAX_RESUMES} at most"
+            yield (
+                partial,
+                f"{c.max_suspensions} suspensions of the last responses, of {MAX_RESUMES} at most",
+            )
+
+
+def _conflicts_of_swarm(c: Config) -> Iterator[tuple[str, str]]:
+    """Two options that exclude each other in a run that remote hosts sample for."""
     if c.listen is not None:
         listen = f"--listen {c.listen}, where remote hosts come and go,"
         if c.colocate == "sleep":
@@ -534,7 +597,10 @@ def _conflicts_of_rollout(c: Config) -> Iterator[tuple[str, str]]:
         if c.scheduling != "queue":
             yield listen, f"--scheduling {c.scheduling}, a baseline for one host"
         if c.num_rollout_workers == 0 and c.weight_sync != "auto":
-            yield f"--weight-sync {c.weight_sync}", "--num-rollout-workers 0, as remote hosts pull the weights"
+            yield (
+                f"--weight-sync {c.weight_sync}",
+                "--num-rollout-workers 0, as remote hosts pull the weights",
+            )
 
 
 def read_arguments(
@@ -551,10 +617,18 @@ def read_arguments(
     for item in items:
         name, _, text = item.partition("=")
         if name not in kinds or name in arguments:
-            problem = "is given twice" if name in arguments else f"{owner} takes {', '.join(kinds) or 'none'}"
-            raise ValueError(f"--{option} {item}: {problem}{nearest(name, kinds.keys() - arguments.keys())}")
+            problem = (
+                "is given twice"
+                if name in arguments
+                else f"{owner} takes {', '.join(kinds) or 'none'}"
+            )
+            raise ValueError(
+                f"--{option} {item}: {problem}{nearest(name, kinds.keys() - arguments.keys())}"
+            )
         try:
-            arguments[name] = msgspec.convert(text, kinds[name], strict=False, dec_hook=lambda kind, text: kind(text))
+            arguments[name] = msgspec.convert(
+                text, kinds[name], strict=False, dec_hook=lambda kind, text: kind(text)
+            )
         except (ValueError, TypeError) as error:
             allowed = allowed_values(kinds[name])
             problem = f"must be {allowed}" if allowed else error
@@ -585,14 +659,20 @@ def allowed_values(annotation: Any) -> str:
         return allowed_values(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return " or ".join(map(str, get_args(annotation)))
-    return {bool: "true or false", int: "a whole number", float: "a finite number"}.get(annotation, "")
+    return {bool: "true or false", int: "a whole number", float: "a finite number"}.get(
+        annotation, ""
+    )
 
 
 def _range_in_words(meta: Meta) -> str:
     if meta.title:
         return meta.title
     limits = {"at least": meta.ge, "above": meta.gt, "at most": meta.le, "below": meta.lt}
-    words = [f"{word} {limit:,}".removesuffix(".0") for word, limit in limits.items() if limit is not None]
+    words = [
+        f"{word} {limit:,}".removesuffix(".0")
+        for word, limit in limits.items()
+        if limit is not None
+    ]
     return " and ".join(words) + (f", {meta.description}" if meta.description else "")
 
 

@@ -24,7 +24,9 @@ class SampledTokens:
     """Those that `restart` threw away."""
 
     def __add__(self, other: "SampledTokens") -> "SampledTokens":
-        return SampledTokens(self.new + other.new, self.resumed + other.resumed, self.discarded + other.discarded)
+        return SampledTokens(
+            self.new + other.new, self.resumed + other.resumed, self.discarded + other.discarded
+        )
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,9 @@ def check_trajectory(trajectory: Trajectory) -> None:
     """
     mask = trajectory.loss_mask
     logprobs = np.where(mask, trajectory.behavior_logprobs, 0.0)
-    bad = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > 1e-4) | (mask & (trajectory.policy_versions < 0)))
+    bad = np.flatnonzero(
+        ~np.isfinite(logprobs) | (logprobs > 1e-4) | (mask & (trajectory.policy_versions < 0))
+    )
     if len(bad):
         t = int(bad[0])
         raise RuntimeError(

@@ -17,11 +17,19 @@ from data.problem import Candidate, DrawnTask, Problem, Task
 from data.reasoning_gym import ReasoningGym
 from data.sums import Sums
 
-TASKS = {"addition": Addition, "gsm8k": Gsm8k, "jsonl": Jsonl, "reasoning_gym": ReasoningGym, "sums": Sums}
+TASKS = {
+    "addition": Addition,
+    "gsm8k": Gsm8k,
+    "jsonl": Jsonl,
+    "reasoning_gym": ReasoningGym,
+    "sums": Sums,
+}
 """Single-turn tasks. One that takes a `name` is chosen as TASK:NAME."""
 
 
-def load_task(name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()) -> Task:
+def load_task(
+    name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()
+) -> Task:
     """The task of that name, with its data.
 
     Raises ValueError, in one line, for a wrong name or argument, data that cannot be read, and errors of user code.
@@ -38,7 +46,9 @@ def prepare_task(
     task_class = _task_class(name)
     given = {"seed": seed, "data_path": data_path}
     if user_code.is_own(name):
-        return functools.partial(UserTask, name, _with_arguments(task_class, name, task_args, given))
+        return functools.partial(
+            UserTask, name, _with_arguments(task_class, name, task_args, given)
+        )
     return _with_arguments(task_class, name, task_args, given | {"name": name.partition(":")[2]})
 
 
@@ -52,15 +62,21 @@ def prepare_environment(name: str, task_args: Iterable[str] = ()) -> Callable[[]
     return _with_arguments(user_code.load(name, "--task", ENVIRONMENTS), name, task_args, {})
 
 
-def _with_arguments(make: Callable, name: str, task_args: Iterable[str], given: dict[str, Any]) -> functools.partial:
+def _with_arguments(
+    make: Callable, name: str, task_args: Iterable[str], given: dict[str, Any]
+) -> functools.partial:
     """`make` with arguments from --task-args, and with those of the `given` ones that it takes.
 
     Raises ValueError for an argument that it does not take, and for one that it lacks.
     """
     signature = inspect.signature(make, eval_str=True)
-    options = [parameter for parameter in signature.parameters.values() if parameter.name not in given]
+    options = [
+        parameter for parameter in signature.parameters.values() if parameter.name not in given
+    ]
     arguments = read_arguments("task-args", task_args, f"--task {user_code.typed(name)}", options)
-    arguments |= {key: given[key] for key in given if key in signature.parameters and given[key] is not None}
+    arguments |= {
+        key: given[key] for key in given if key in signature.parameters and given[key] is not None
+    }
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -91,7 +107,9 @@ def _task_class(name: str) -> type:
     task_class = TASKS.get(name.partition(":")[0]) or user_code.load(name, "--task", TASKS)
     if not isinstance(task_class, type):
         kind = type(task_class).__name__
-        raise ValueError(f"--task {name} is a {kind}; give a class with train_problem and eval_problems")
+        raise ValueError(
+            f"--task {name} is a {kind}; give a class with train_problem and eval_problems"
+        )
     return task_class
 
 
@@ -99,7 +117,9 @@ def check_rows(config: Config, task: Task) -> None:
     """Print how rows are scored without --reward. Raises ValueError if they cannot be."""
     if config.task == "jsonl" and not config.reward:
         task.score(task.train_problem(0).answer, "")
-        print("no --reward: a response is right if it is the column `answer` of its row", flush=True)
+        print(
+            "no --reward: a response is right if it is the column `answer` of its row", flush=True
+        )
 
 
 def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]:
@@ -144,7 +164,9 @@ class UserTask(Task):
 def _checked(problem: Any, method: str) -> Problem:
     """The problem that a method of user code gave. Raises TypeError if it is none."""
     if not isinstance(problem, Problem) or not isinstance(problem.answer, str):
-        raise TypeError(f"{method} gave {str(problem)[:80]!r}; give data.problem.Problem(prompt, answer), answer a str")
+        raise TypeError(
+            f"{method} gave {str(problem)[:80]!r}; give data.problem.Problem(prompt, answer), answer a str"
+        )
     return problem
 
 
@@ -170,7 +192,9 @@ class EnvironmentTask(DrawnTask):
             observation, _ = self._environment.reset(seed=problem.environment_seed)
         if not isinstance(observation, str):
             kind = type(observation).__name__
-            raise ValueError(f"--task {user_code.typed(self._name)}: reset gives {kind} to observe; give a str")
+            raise ValueError(
+                f"--task {user_code.typed(self._name)}: reset gives {kind} to observe; give a str"
+            )
         return observation
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
@@ -181,4 +205,9 @@ class EnvironmentTask(DrawnTask):
         """Seeds without end."""
         while True:
             problem = Problem("", "", rng.getrandbits(31))
-            yield self.first_observation(problem) if self._seed_shows else str(problem.environment_seed), problem
+            yield (
+                self.first_observation(problem)
+                if self._seed_shows
+                else str(problem.environment_seed),
+                problem,
+            )

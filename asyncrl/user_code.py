@@ -31,7 +31,8 @@ from asyncrl.config import OWN, Config, flag, nearest
 
 OUR_MODULES = {"algos", "asyncrl", "data", "extras", "rollout", "train_async"}
 _MAX_REASON = 300  # characters
-_FOLDERS: dict[str, str] = {}  # folder that this process imports a module of the user from, by the module's name
+# folder that this process imports a module of the user from, by the module's name
+_FOLDERS: dict[str, str] = {}
 Options = TypeVar("Options", bound=Config)
 
 
@@ -58,7 +59,11 @@ def typed(text: str) -> str:
 
 def texts_of(config: Config) -> list[str]:
     """Each FILE.py:NAME of a run."""
-    return [text for text in (config.algo, config.task, config.optimizer, *config.reward) if is_own(text)]
+    return [
+        text
+        for text in (config.algo, config.task, config.optimizer, *config.reward)
+        if is_own(text)
+    ]
 
 
 def located(config: Options, folder: Path | None = None) -> Options:
@@ -93,8 +98,12 @@ def files(texts: Iterable[str]) -> dict[str, Path]:
     for folder, path in waiting:
         place = path.relative_to(folder).as_posix()
         if found.setdefault(place, path) != path:
-            raise ValueError(f"{path} and {found[place]} would be one module; rename one of the two")
-        waiting += [(folder, file) for file in _imported(path, folder) if file not in found.values()]
+            raise ValueError(
+                f"{path} and {found[place]} would be one module; rename one of the two"
+            )
+        waiting += [
+            (folder, file) for file in _imported(path, folder) if file not in found.values()
+        ]
     return found
 
 
@@ -117,13 +126,21 @@ def load(text: str, option: str = "--task", shipped: Mapping[str, Any] | None = 
         return shipped[text]
     if not is_own(text):
         known = ", ".join(shipped or {})
-        raise ValueError(f"{option} {text!r} is none of {known}, nor FILE.py:NAME{nearest(text, shipped or {})}")
+        raise ValueError(
+            f"{option} {text!r} is none of {known}, nor FILE.py:NAME{nearest(text, shipped or {})}"
+        )
     file, name = file_of(text), re.fullmatch(OWN, text)["name"]
     module = _module(text, option)
     if hasattr(module, name):
         return getattr(module, name)
-    defined = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == file.stem]
-    raise ValueError(f"{option} {file} has no {name}; it has {', '.join(defined) or 'none'}{nearest(name, defined)}")
+    defined = [
+        word
+        for word, value in vars(module).items()
+        if getattr(value, "__module__", "") == file.stem
+    ]
+    raise ValueError(
+        f"{option} {file} has no {name}; it has {', '.join(defined) or 'none'}{nearest(name, defined)}"
+    )
 
 
 @functools.cache
@@ -135,8 +152,12 @@ def _module(text: str, option: str) -> ModuleType:
         raise ValueError(f"{option} {typed(text)}: there is no file {file}; give FILE.py:NAME")
     names = {Path(place).parts[0].removesuffix(".py") for place in files([text])}
     for name in names:
-        if name in OUR_MODULES | sys.stdlib_module_names or PathFinder.find_spec(name, site.getsitepackages()):
-            raise ValueError(f"{option} {folder}/{name}.py has the name of another module; rename it")
+        if name in OUR_MODULES | sys.stdlib_module_names or PathFinder.find_spec(
+            name, site.getsitepackages()
+        ):
+            raise ValueError(
+                f"{option} {folder}/{name}.py has the name of another module; rename it"
+            )
     moved = {name for name in names if _FOLDERS.get(name, folder) != folder}
     for name in [name for name in sys.modules if name.partition(".")[0] in moved]:
         del sys.modules[name]
@@ -162,7 +183,11 @@ def where(error: BaseException, text: str) -> str:
         return str(error)
     folder, place = file_of(text).parent, file_of(text).name
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [f for f in frames if Path(f.filename).is_relative_to(folder) and "site-packages" not in f.filename]
+    inside = [
+        f
+        for f in frames
+        if Path(f.filename).is_relative_to(folder) and "site-packages" not in f.filename
+    ]
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{Path(error.filename).name}, line {error.lineno}"
     elif inside:

@@ -67,9 +67,14 @@ class Conversation:
     def _encode(self, *contents: str) -> tuple[int, ...]:
         """Tokens of messages, the user's and the assistant's in turn, with the generation prompt."""
         roles = ("user", "assistant") * len(contents)
-        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+        messages = [
+            {"role": role, "content": content}
+            for role, content in zip(roles, contents, strict=False)
+        ]
         return tuple(
-            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
         )
 
     def _find_reply(self) -> None:

@@ -40,7 +40,9 @@ class TextEnvironment(gymnasium.Env[str, str]):
         The reward is 1 for success, else 0. Raises RuntimeError if the episode is over.
         """
         if self._turns_left == 0:
-            raise RuntimeError(f"{type(self).__name__}: the episode is over; call reset before the next step")
+            raise RuntimeError(
+                f"{type(self).__name__}: the episode is over; call reset before the next step"
+            )
         observation, reward, terminated = self._act(action)
         self._turns_left = 0 if terminated else self._turns_left - 1
         return observation, reward, terminated, self._turns_left == 0 and not terminated, {}
@@ -65,7 +67,8 @@ class FrozenLake(TextEnvironment):
     seed_shows = True
 
     INSTRUCTION = (
-        "Go from P to the goal G, a step each turn. _ is ice, O is a hole: stay out. Answer left, down, right or up."
+        "Go from P to the goal G, a step each turn. _ is ice, O is a hole: stay out. "
+        "Answer left, down, right or up."
     )
     NO_ACTION = "Answer left, down, right or up."
     FELL = "You fell into a hole."

@@ -12,7 +12,9 @@ class Gsm8k(RowTask):
 
     def __init__(self, seed: int, data_path: str | None = None) -> None:
         splits = load_splits(data_path, HUB_NAME, "main")
-        super().__init__(seed, splits, read_row, source=data_path or HUB_NAME, held_out=HELD_OUT_SHARE)
+        super().__init__(
+            seed, splits, read_row, source=data_path or HUB_NAME, held_out=HELD_OUT_SHARE
+        )
 
     @staticmethod
     def score(answer: str, response: str) -> float:
@@ -31,8 +33,12 @@ def read_row(row: dict, place: str) -> Problem:
     """The problem of a row. Raises ValueError, with the row's place, if the row has none."""
     for name in ("question", "answer"):
         if not isinstance(row.get(name), str):
-            raise ValueError(f"{place} has no text as its {name}: {str(row)[:80]}; fix the row or leave it out")
+            raise ValueError(
+                f"{place} has no text as its {name}: {str(row)[:80]}; fix the row or leave it out"
+            )
     _, marker, final = row["answer"].rpartition("####")
     if not marker or not final.strip():
-        raise ValueError(f"{place} has an answer without a final number after ####: {row['answer'][-80:]!r}")
+        raise ValueError(
+            f"{place} has an answer without a final number after ####: {row['answer'][-80:]!r}"
+        )
     return Problem(f"{row['question']}\n{INSTRUCTION}", final.strip().replace(",", ""))

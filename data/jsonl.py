@@ -45,7 +45,9 @@ class Jsonl(RowTask):
         --reward."""
         row = json.loads(answer)
         if "answer" not in row:
-            raise ValueError(f"rows have columns {', '.join(row)}, and no `answer`; give --reward FILE.py:FUNCTION")
+            raise ValueError(
+                f"rows have columns {', '.join(row)}, and no `answer`; give --reward FILE.py:FUNCTION"
+            )
         return float(response.strip() == str(row["answer"]).strip())
 
 
@@ -63,13 +65,17 @@ def read_row(row: dict, place: str, column: str) -> Problem:
     try:
         return Problem(prompt, json.dumps(row, ensure_ascii=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{place} has what cannot be written as JSON: {error}; leave that column out") from None
+        raise ValueError(
+            f"{place} has what cannot be written as JSON: {error}; leave that column out"
+        ) from None
 
 
 def is_prompt(value: object) -> bool:
     """Whether a value is a text, or a list of chat messages, in which something is said."""
     messages = value if isinstance(value, list) and value else [{"content": value}]
-    contents = [message.get("content") if isinstance(message, dict) else None for message in messages]
+    contents = [
+        message.get("content") if isinstance(message, dict) else None for message in messages
+    ]
     return all(isinstance(content, str) and content.strip() for content in contents)
 
 
@@ -79,4 +85,6 @@ def json_object(text: str) -> dict:
         value = json.loads(text)
         if isinstance(value, dict):
             return value
-    raise ValueError(f'--task-args template takes a JSON object, as {{"enable_thinking": false}}, got {text!r}')
+    raise ValueError(
+        f'--task-args template takes a JSON object, as {{"enable_thinking": false}}, got {text!r}'
+    )

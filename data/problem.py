@@ -56,12 +56,19 @@ class Task:
         prompt = problem.prompt
         if tokenizer.chat_template is None:
             if not isinstance(prompt, str):
-                raise ValueError("prompts of chat messages need a chat template; give texts, or a --model that has one")
+                raise ValueError(
+                    "prompts of chat messages need a chat template; give texts, or a --model that has one"
+                )
             return tokenizer.encode(f"{self.system}\n\n{prompt}" if self.system else prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.system:
             messages = [{"role": "system", "content": self.system}, *messages]
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, **self.template}
+        options = {
+            "add_generation_prompt": True,
+            "tokenize": True,
+            "return_dict": False,
+            **self.template,
+        }
         return tokenizer.apply_chat_template(messages, **options)
 
 
@@ -89,7 +96,9 @@ class DrawnTask(Task):
         raise NotImplementedError
 
 
-def of_split(candidates: Iterable[Candidate], held_out: bool, share: float = HELD_OUT_SHARE) -> Iterator[Problem]:
+def of_split(
+    candidates: Iterable[Candidate], held_out: bool, share: float = HELD_OUT_SHARE
+) -> Iterator[Problem]:
     """Those candidates that are held out, or those that are not."""
     return (problem for text, problem in candidates if (split_hash(text) < share) == held_out)
 

@@ -24,7 +24,9 @@ class ReasoningGym(Task):
         names = DATASETS.keys() - {"composite"}
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=5, cutoff=0)
-            raise ValueError(f"reasoning_gym has no dataset {name!r}; of {len(names)} the nearest are {nearest}")
+            raise ValueError(
+                f"reasoning_gym has no dataset {name!r}; of {len(names)} the nearest are {nearest}"
+            )
         self._name = name
         self._seed = seed
         check_survives_json(name, dataset(name, f"{seed}/train", 0)[0])

@@ -14,7 +14,8 @@ from pathlib import Path
 from data.problem import HELD_OUT_SEED, Problem, Task, distinct, prompt_key, split_hash
 
 FORMS = (
-    "a folder of parquet or jsonl files (train*, test*), one such file, or a folder that datasets' save_to_disk wrote"
+    "a folder of parquet or jsonl files (train*, test*), one such file, "
+    "or a folder that datasets' save_to_disk wrote"
 )
 TEST_SPLITS = ("test", "validation")
 HUB_PROBE_S = 5.0
@@ -61,7 +62,10 @@ class RowTask(Task):
         self._seed = seed
         self._shuffle = shuffle
         problems = {
-            name: [read_row(row, f"{source}, row {number} of {name},") for number, row in enumerate(rows)]
+            name: [
+                read_row(row, f"{source}, row {number} of {name},")
+                for number, row in enumerate(rows)
+            ]
             for name, rows in splits.items()
         }
         self._train, self._test = hold_out(problems, held_out)
@@ -83,7 +87,9 @@ class RowTask(Task):
         return distinct((self._test[i] for i in shuffled(len(self._test), HELD_OUT_SEED)), count)
 
 
-def hold_out(problems: dict[str, list[Problem]], share: float) -> tuple[list[Problem], list[Problem]]:
+def hold_out(
+    problems: dict[str, list[Problem]], share: float
+) -> tuple[list[Problem], list[Problem]]:
     """Problems to train on and problems held out, of which none has a prompt of the other part.
 
     The split that is called so (TEST_SPLITS) is held out. Without one it is a `share` by hash of the prompts, or at
@@ -118,7 +124,9 @@ def _load_from_hub(name: str, part: str):
     import datasets
     from huggingface_hub import snapshot_download
 
-    folder = snapshot_download(name, repo_type="dataset", allow_patterns=f"{part}/*", etag_timeout=HUB_PROBE_S)
+    folder = snapshot_download(
+        name, repo_type="dataset", allow_patterns=f"{part}/*", etag_timeout=HUB_PROBE_S
+    )
     return datasets.load_dataset(os.path.join(folder, part))
 
 

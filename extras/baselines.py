@@ -156,7 +156,9 @@ class BaselineWorker(RolloutWorker):
         episodes = []
         for member, generate in enumerate(generates, ticket.member):
             environment = self.environments.make_environment(ticket, member)
-            episode = BaselineEpisode(self.config, ticket, member, environment=environment, generate=generate)
+            episode = BaselineEpisode(
+                self.config, ticket, member, environment=environment, generate=generate
+            )
             episode.wait_at_barrier = functools.partial(self._wait_at_barrier, ticket.ticket_id)
             episodes.append(episode)
         return episodes

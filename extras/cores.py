@@ -30,12 +30,17 @@ def claim_cores(placement: Placement, on_end: ExitStack) -> Placement:
         claim.bind(CLAIM)
     except OSError:
         return placement
-    return replace(placement, workers=(replace(worker, cores=tuple(allowed[: worker.cpu_threads])),))
+    return replace(
+        placement, workers=(replace(worker, cores=tuple(allowed[: worker.cpu_threads])),)
+    )
 
 
 def leave_cores(placement: Placement, on_end: ExitStack) -> None:
     """Keep this process off the cores of engines, until `on_end`. To be called once they are up: starting takes all."""
-    allowed, own = os.sched_getaffinity(0), set(itertools.chain(*(worker.cores for worker in placement.workers)))
+    allowed, own = (
+        os.sched_getaffinity(0),
+        set(itertools.chain(*(worker.cores for worker in placement.workers))),
+    )
     if own:
         run_on(os.getpid(), allowed - own)
         on_end.callback(run_on, os.getpid(), allowed)

@@ -50,7 +50,9 @@ class LatencyLaw:
             laws[name] = numbers
         (failure_rate,), (scale,) = laws.pop("fail", (0.0,)), laws.pop("scale", (1.0,))
         if len(laws) > 1 or not text.split():
-            raise ValueError(f"latency {text!r} has {len(laws)} laws of seconds, wanted one; {LAWS_HINT}")
+            raise ValueError(
+                f"latency {text!r} has {len(laws)} laws of seconds, wanted one; {LAWS_HINT}"
+            )
         kind, numbers = next(iter(laws.items()), ("constant", (0.0,)))
         return cls(kind, numbers, failure_rate, scale)
 
@@ -73,7 +75,9 @@ def _parse_law(part: str, text: str) -> tuple[str, tuple[float, ...]]:
     if _LAWS.get(name) != len(numbers) or not all(math.isfinite(number) for number in numbers):
         raise ValueError(f"latency {text!r}: cannot read {part!r}; {LAWS_HINT}")
     if name == "fail" and not 0 <= numbers[0] <= 1:
-        raise ValueError(f"latency {text!r}: the P of fail:P is a probability, in [0, 1], got {numbers[0]:g}")
+        raise ValueError(
+            f"latency {text!r}: the P of fail:P is a probability, in [0, 1], got {numbers[0]:g}"
+        )
     if numbers[-1] < 0:
         what = {"constant": "S", "scale": "F"}.get(name, "SIGMA")
         raise ValueError(f"latency {text!r}: {what} must be at least 0, got {numbers[-1]:g}")

@@ -15,7 +15,9 @@ from asyncrl.config import Config
 from extras import cores
 
 ALLOWED = sorted(os.sched_getaffinity(0))
-needs_two_cores = pytest.mark.skipif(len(ALLOWED) < 2, reason="one core, which nobody can have alone")
+needs_two_cores = pytest.mark.skipif(
+    len(ALLOWED) < 2, reason="one core, which nobody can have alone"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,9 @@ def test_a_second_run_shares_all_cores_until_the_first_has_ended_or_died():
         f"placed = cores.claim_cores(place(Config(), 0, {len(ALLOWED)}, 1), on_end := ExitStack())\n"
         "print(placed.workers[0].cores, flush=True); sys.stdin.read()"
     )
-    first = subprocess.Popen([sys.executable, "-c", claiming], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        [sys.executable, "-c", claiming], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert first.stdout.readline() != "()\n"
         with ExitStack() as on_end:
@@ -106,6 +110,8 @@ def test_all_threads_of_another_process_are_bound():
             process.stdout.readline()
             run_on(process.pid, ALLOWED[:1])
             ids = os.listdir(f"/proc/{process.pid}/task")
-            assert len(ids) == 4 and all(os.sched_getaffinity(int(one)) == {ALLOWED[0]} for one in ids)
+            assert len(ids) == 4 and all(
+                os.sched_getaffinity(int(one)) == {ALLOWED[0]} for one in ids
+            )
         finally:
             process.kill()

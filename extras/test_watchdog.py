@@ -83,12 +83,16 @@ def test_an_agent_that_is_stopped_while_its_ranks_finish_is_killed_and_named():
 
 
 def test_who_watches_for_a_rank_whose_agent_was_killed_before_watches_nobody_else():
-    code = RANK.replace("end = ", "import time\nwhile os.getppid() == int(sys.argv[1]): time.sleep(0.01)\nend = ")
+    code = RANK.replace(
+        "end = ", "import time\nwhile os.getppid() == int(sys.argv[1]): time.sleep(0.01)\nend = "
+    )
     orphan = f"import os, subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {code!r}, str(os.getpid())])"
     agent = start(orphan, stdin=subprocess.PIPE, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"})
     rank = psutil.Process(int(agent.stdout.readline()))
     assert agent.wait() == 0 and rank.ppid() != agent.pid and len(rank.children()) == 1
-    assert agent.communicate("finish\n", timeout=20)[0] == "", "it ends with the rank and with who watches for it"
+    assert agent.communicate("finish\n", timeout=20)[0] == "", (
+        "it ends with the rank and with who watches for it"
+    )
 
 
 def test_who_watches_ends_with_the_agent_of_ranks_that_have_finished():

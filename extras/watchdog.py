@@ -60,9 +60,13 @@ def _look_for_stopped(root: psutil.Process, parent: int, limit_s: float) -> None
         alive = []
         with contextlib.suppress(psutil.NoSuchProcess):
             alive = [root, *root.children(recursive=True)]
-        stopped_s = Counter({p: stopped_s[p] + poll_s for p in alive if _status(p) == psutil.STATUS_STOPPED})
+        stopped_s = Counter(
+            {p: stopped_s[p] + poll_s for p in alive if _status(p) == psutil.STATUS_STOPPED}
+        )
         for process in [process for process, seconds in stopped_s.items() if seconds >= limit_s]:
-            reason = f"error: {title(process)} was stopped (SIGSTOP) for {limit_s:g} s, and is killed"
+            reason = (
+                f"error: {title(process)} was stopped (SIGSTOP) for {limit_s:g} s, and is killed"
+            )
             with contextlib.suppress(psutil.NoSuchProcess, OSError):
                 os.write(2, f"{reason}\n".encode())
                 process.kill()

@@ -64,7 +64,11 @@ def options(cell: dict, extra: Sequence[str] = ()) -> list[str]:
         if isinstance(value, bool):
             words.append(switch(name, value))
         else:
-            words += [f"--{flag(name)}", *value] if isinstance(value, list) else [f"--{flag(name)}={value}"]
+            words += (
+                [f"--{flag(name)}", *value]
+                if isinstance(value, list)
+                else [f"--{flag(name)}={value}"]
+            )
     return [*words, *extra]
 
 
@@ -72,8 +76,14 @@ def cell_name(cell: dict) -> str:
     """Name of a cell's run."""
     short = {"async_ratio": "a", "publish_delay": "k", "seed": "s"}
     parts = [f"{letter}{cell[name]:g}" for name, letter in short.items() if name in cell]
-    others = {name: show(value) for name, value in cell.items() if name not in (*short, "algo", "algo_args")}
-    parts += others.values() if "of" in cell else [f"{name}={value}" for name, value in others.items()]
+    others = {
+        name: show(value)
+        for name, value in cell.items()
+        if name not in (*short, "algo", "algo_args")
+    }
+    parts += (
+        others.values() if "of" in cell else [f"{name}={value}" for name, value in others.items()]
+    )
     return re.sub(r"[^\w.+=-]", "+", "-".join([loss(cell), *parts]))
 
 
@@ -83,12 +93,21 @@ def grid(axes: dict[str, list[dict]]) -> list[dict]:
     Raises ValueError if two axes say something of one option, or a cell is there twice.
     """
     named, cells = ("algo", "algo_args", "async_ratio", "publish_delay", "seed"), {}
-    order = ["seed", "publish_delay", "async_ratio", *(name for name in axes if name not in named), "algo_args", "algo"]
+    order = [
+        "seed",
+        "publish_delay",
+        "async_ratio",
+        *(name for name in axes if name not in named),
+        "algo_args",
+        "algo",
+    ]
     for parts in itertools.product(*(axes.get(name, [{}]) for name in order)):
         merged = {name: value for part in parts for name, value in part.items()}
         cell = {name: merged[name] for name in dict.fromkeys([*named, *merged]) if name in merged}
         if len(merged) < sum(map(len, parts)) or key(cell) in cells:
-            raise ValueError(f"{cell_name(cell)}, or an option of it, is there twice; name each value and option once")
+            raise ValueError(
+                f"{cell_name(cell)}, or an option of it, is there twice; name each value and option once"
+            )
         cells[key(cell)] = cell
     return list(cells.values())
 
@@ -109,7 +128,9 @@ def run_cell(cell: dict, command: Sequence[str], keep_in: Path | None = None) ->
         if job.returncode:
             lines = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
             if not lines:  # killed for memory, say
-                raise ValueError(f"cell {name} was killed or broke, which is no result: {job.stderr[-500:].strip()}")
+                raise ValueError(
+                    f"cell {name} was killed or broke, which is no result: {job.stderr[-500:].strip()}"
+                )
             record["error"] = lines[0]
         try:
             return record | record_of(load(runs / name), cell)
@@ -117,7 +138,9 @@ def run_cell(cell: dict, command: Sequence[str], keep_in: Path | None = None) ->
             raise ValueError(f"cell {name} has no metrics: {record.get('error', error)}") from None
 
 
-def run_missing(cells: list[dict], path: Path, run: Callable, extra: Sequence[str] = (), parallel: int = 1) -> None:
+def run_missing(
+    cells: list[dict], path: Path, run: Callable, extra: Sequence[str] = (), parallel: int = 1
+) -> None:
     """Run the cells that are not finished by run(cell), `parallel` at a time, and append each record as it comes.
 
     After an error no other cell is started; it is raised when those that run have ended and are kept. Ctrl-C also
@@ -127,9 +150,14 @@ def run_missing(cells: list[dict], path: Path, run: Callable, extra: Sequence[st
     for cell in cells:
         was = finished.get(key(cell), {}).get("options", options(cell, extra))
         if was != (now := options(cell, extra)):
-            raise ValueError(f"{cell_name(cell)} ran with {shlex.join(was)}, not {shlex.join(now)}; give another --out")
+            raise ValueError(
+                f"{cell_name(cell)} ran with {shlex.join(was)}, not {shlex.join(now)}; give another --out"
+            )
     missing = [cell for cell in cells if key(cell) not in finished]
-    print(f"{len(cells)} cells, {len(cells) - len(missing)} of them finished before; {path}", flush=True)
+    print(
+        f"{len(cells)} cells, {len(cells) - len(missing)} of them finished before; {path}",
+        flush=True,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def attempt(cell: dict) -> None:
@@ -140,7 +168,10 @@ def run_missing(cells: list[dict], path: Path, run: Callable, extra: Sequence[st
             with open(path, "a", encoding="utf-8") as lines:
                 lines.write(json.dumps(record) + "\n")
             last = record["evaluations"][-1][1] if record["evaluations"] else float("nan")
-            print(f"{cell_name(cell)}: {record.get('error', f'held-out accuracy {last:.3f}')}", flush=True)
+            print(
+                f"{cell_name(cell)}: {record.get('error', f'held-out accuracy {last:.3f}')}",
+                flush=True,
+            )
         except Exception as error:
             failures.append(error)
 
@@ -153,28 +184,82 @@ def run_missing(cells: list[dict], path: Path, run: Callable, extra: Sequence[st
         raise failures[0]
 
 
-def read_arguments(args: list[str] | None = None) -> argparse.Namespace:
-    """The command line, `args` or that of the process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+def add_grid(add: Callable) -> None:
+    """Add the options that say which runs there are."""
     text = "losses, each with options of its own if it has any (default: grpo tis topr)"
-    add("--algos", nargs="+", default=["grpo", "tis", "topr"], metavar="ALGO[:NAME=VALUE ...]", help=text)
-    add("--async-ratio", nargs="+", default=["0", "4"], metavar="ALPHA", help="freshness bounds (default: 0 4)")
-    add("--publish-delay", nargs="+", default=["0"], metavar="K", help="steps that weights are late (default: 0)")
+    add(
+        "--algos",
+        nargs="+",
+        default=["grpo", "tis", "topr"],
+        metavar="ALGO[:NAME=VALUE ...]",
+        help=text,
+    )
+    add(
+        "--async-ratio",
+        nargs="+",
+        default=["0", "4"],
+        metavar="ALPHA",
+        help="freshness bounds (default: 0 4)",
+    )
+    add(
+        "--publish-delay",
+        nargs="+",
+        default=["0"],
+        metavar="K",
+        help="steps that weights are late (default: 0)",
+    )
     add("--seeds", type=int, default=3, metavar="N", help="seeds 0 … N − 1 (default: 3)")
     text = "values of any option of train_async.py, a list's items apart by blanks; may be given several times"
     add("--sweep", action="append", default=[], metavar="OPTION=V1|V2", help=text)
-    add("--replay", nargs="+", default=[], type=Path, metavar="RUN", help="replay these runs with each of --algos")
+    add(
+        "--replay",
+        nargs="+",
+        default=[],
+        type=Path,
+        metavar="RUN",
+        help="replay these runs with each of --algos",
+    )
+
+
+def add_output(add: Callable) -> None:
+    """Add the options that say what becomes of the runs."""
     text = "run these parts of study.toml, or all; --out, --parallel, --keep-runs and --report alone go with it"
     add("--study", nargs="*", metavar="PART", help=text)
-    add("--out", type=Path, help="where records, tables and the figure go; unset makes runs/ablation-DATE-TIME")
+    add(
+        "--out",
+        type=Path,
+        help="where records, tables and the figure go; unset makes runs/ablation-DATE-TIME",
+    )
     add("--keep-runs", action="store_true", help="keep the directories of the runs, in OUT/runs")
-    add("--parallel", type=int, default=1, metavar="N", help="runs at a time; above 1, times mean less (default: 1)")
-    add("--report", action="store_true", help="run nothing, make the tables and the figure of --out again")
-    add("extra", nargs="*", metavar="-- --option=value", help="options of every run")
+    add(
+        "--parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs at a time; above 1, times mean less (default: 1)",
+    )
+    add(
+        "--report",
+        action="store_true",
+        help="run nothing, make the tables and the figure of --out again",
+    )
+
+
+def read_arguments(args: list[str] | None = None) -> argparse.Namespace:
+    """The command line, `args` or that of the process."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_grid(parser.add_argument)
+    add_output(parser.add_argument)
+    parser.add_argument(
+        "extra", nargs="*", metavar="-- --option=value", help="options of every run"
+    )
     arguments, unknown = parser.parse_known_args(args)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; options of every run go after --")
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}; options of every run go after --"
+        )
     return arguments
 
 
@@ -199,16 +284,27 @@ def cells_of(arguments: argparse.Namespace) -> list[dict]:
             raise ValueError(f"--sweep takes OPTION=V1|V2, as in lr=0.001|0.0003, got {sweep!r}")
         if (name := name.replace("-", "_")) in axes:
             own = "--algos, --async-ratio, --publish-delay and --seeds are options of this script"
-            raise ValueError(f"--sweep {flag(name)} has values already; sweep an option once, and {own}")
+            raise ValueError(
+                f"--sweep {flag(name)} has values already; sweep an option once, and {own}"
+            )
         axes[name] = [read_value(name, value) for value in values.split("|")]
     return checked(grid(axes), arguments.extra)
 
 
 def checked(cells: list[dict], extra: Sequence[str]) -> list[dict]:
     """The cells. Raises ValueError if a run would not accept one, or `extra` says otherwise than it does."""
-    first = [cell for cell in cells if cell.get("kind") != RECORDED and cell.get("seed") == cells[0].get("seed")]
-    flags_of_extra = {argument.partition("=")[0].replace("_", "-") for argument in extra if argument.startswith("--")}
-    for cell in [*first, *cells[-1:]]:  # to read all takes seconds, and other seeds differ by nothing else
+    first = [
+        cell
+        for cell in cells
+        if cell.get("kind") != RECORDED and cell.get("seed") == cells[0].get("seed")
+    ]
+    flags_of_extra = {
+        argument.partition("=")[0].replace("_", "-")
+        for argument in extra
+        if argument.startswith("--")
+    }
+    # to read all takes seconds, and other seeds differ by nothing else
+    for cell in [*first, *cells[-1:]]:
         try:
             alone = read_options(options(cell))
             for name in (name for name in cell if f"--{flag(name)}" in flags_of_extra):
@@ -224,13 +320,18 @@ def checked(cells: list[dict], extra: Sequence[str]) -> list[dict]:
 
 def run_grid(arguments: argparse.Namespace, cells: list[dict], out: Path) -> None:
     """Run what is missing of a grid, and report. Raises ValueError as `run_missing` and `report` do."""
-    recorded, extra = {run.resolve().name: run.resolve() for run in arguments.replay}, arguments.extra
+    recorded, extra = (
+        {run.resolve().name: run.resolve() for run in arguments.replay},
+        arguments.extra,
+    )
 
     def run(cell: dict) -> dict:
         if cell.get("kind") == RECORDED:
             return {"cell": cell} | record_of(load(recorded[cell["of"]]), cell)
         command = [*REPLAY, str(recorded[cell["of"]]), "--evaluate"] if recorded else TRAIN
-        return run_cell(cell, [*command, *options(cell, extra)], out / "runs" if arguments.keep_runs else None)
+        return run_cell(
+            cell, [*command, *options(cell, extra)], out / "runs" if arguments.keep_runs else None
+        )
 
     if not arguments.report:
         path = out / ("replays.jsonl" if recorded else "cells.jsonl")
@@ -246,9 +347,13 @@ def study(names: Sequence[str]) -> dict[str, tuple[list[dict], list[str]]]:
     chosen = {}
     for name in names or STUDY:
         if name not in STUDY:
-            raise ValueError(f"--study {name}: the parts are {', '.join(STUDY)}{nearest(name, STUDY)}")
+            raise ValueError(
+                f"--study {name}: the parts are {', '.join(STUDY)}{nearest(name, STUDY)}"
+            )
         extra = shlex.split(STUDY[name]["extra"])
-        of_part = [read_arguments([*shlex.split(words), "--", *extra]) for words in STUDY[name]["grids"]]
+        of_part = [
+            read_arguments([*shlex.split(words), "--", *extra]) for words in STUDY[name]["grids"]
+        ]
         cells = [cell for arguments in of_part for cell in cells_of(arguments)]
         chosen[name] = sorted(cells, key=lambda cell: cell["seed"]), extra
     return chosen
@@ -257,7 +362,9 @@ def study(names: Sequence[str]) -> dict[str, tuple[list[dict], list[str]]]:
 def main() -> None:
     """Read the command line, run what is missing, report."""
     arguments = read_arguments()
-    out = arguments.out or Path("runs") / ("study" if arguments.study is not None else time.strftime(NAMED))
+    out = arguments.out or Path("runs") / (
+        "study" if arguments.study is not None else time.strftime(NAMED)
+    )
     try:
         if arguments.study is not None:
             for name, (cells, extra) in study(arguments.study).items():

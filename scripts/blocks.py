@@ -57,9 +57,14 @@ def options() -> str:
         value = option.default
         shown = (" ".join(value) or "none") if isinstance(value, tuple) else value
         allowed = allowed_values(option.kind)
-        rows.append([f"`{option.flag}`", f"`{shown}`", allowed, " ".join(text.split()).replace("|", "\\|")])
+        rows.append(
+            [f"`{option.flag}`", f"`{shown}`", allowed, " ".join(text.split()).replace("|", "\\|")]
+        )
     words = {algo: keywords_of(loss) for algo, loss in LOSSES.items()}
-    own = ([f"`{a}`", ", ".join(f"`{w.name}={w.default}`" for w in of) or "none"] for a, of in words.items())
+    own = (
+        [f"`{a}`", ", ".join(f"`{w.name}={w.default}`" for w in of) or "none"]
+        for a, of in words.items()
+    )
     heading, keywords = (
         ["option", "default", "allowed", "meaning"],
         ["`--algo`", "keyword arguments and their defaults"],
@@ -110,9 +115,31 @@ def smollm2() -> str:
         reward, evaluated = run.metrics["reward/mean"], run.events["evaluation"]
         able = evaluated[evaluated["accuracy"] >= wanted].iloc[0]
         after_s = able["time"] - run.events["worker_ready"]["time"].iloc[0]
-        last = f"{reward[:5].mean():.2f}", f"{reward[-5:].mean():.2f}", f"{evaluated['accuracy'].iloc[-1]:.2f}"
-        rows.append([f"`{level}`", run.info["config"]["seed"], wanted, f"{after_s:.0f} s", able["version"], *last])
-    heading = ["task", "seed", "held out", "first after", "steps", "reward, first five", "last five", "held out, last"]
+        last = (
+            f"{reward[:5].mean():.2f}",
+            f"{reward[-5:].mean():.2f}",
+            f"{evaluated['accuracy'].iloc[-1]:.2f}",
+        )
+        rows.append(
+            [
+                f"`{level}`",
+                run.info["config"]["seed"],
+                wanted,
+                f"{after_s:.0f} s",
+                able["version"],
+                *last,
+            ]
+        )
+    heading = [
+        "task",
+        "seed",
+        "held out",
+        "first after",
+        "steps",
+        "reward, first five",
+        "last five",
+        "held out, last",
+    ]
     return lines(markdown(heading, rows))
 
 
@@ -126,10 +153,22 @@ def machines(part: str) -> str:
 def old_keys() -> str:
     """How far old keys and values move a token's log-prob, nats."""
     rows = [
-        [f"`{r['on_update']}`", r["updates"], r["tokens"], f"{r['gap_abs_mean']:.1e}", f"{r['step_abs_mean']:.1e}"]
+        [
+            f"`{r['on_update']}`",
+            r["updates"],
+            r["tokens"],
+            f"{r['gap_abs_mean']:.1e}",
+            f"{r['step_abs_mean']:.1e}",
+        ]
         for r in records_of("stale_kv")
     ]
-    heading = ["`--on-update`", "updates before the token", "tokens", "moves it by, nats, mean", "a step moves it by"]
+    heading = [
+        "`--on-update`",
+        "updates before the token",
+        "tokens",
+        "moves it by, nats, mean",
+        "a step moves it by",
+    ]
     return lines(markdown(heading, rows))
 
 
@@ -165,7 +204,10 @@ def mechanisms() -> str:
 def mechanisms_in_full() -> str:
     """Every comparison of mechanisms: a table of its arms, medians with minimum and maximum."""
     records = records_of("rollout")
-    tables = ("\n".join(rollout_bench.table(records, comparison)) for comparison in rollout_bench.COMPARISONS)
+    tables = (
+        "\n".join(rollout_bench.table(records, comparison))
+        for comparison in rollout_bench.COMPARISONS
+    )
     return "\n\n".join(tables) + "\n"
 
 
@@ -191,7 +233,16 @@ def speed() -> str:
         most = statistics.median(r["over_peer"] / r["over_limit"] for r in found if r["over_limit"])
         why = f"cores are busy {share:.1%} of the time; always busy it would be {most:.2f}× TRL's fastest"
         own = found[0]["arm"].removeprefix("ours ")
-        rows.append((f"samples/s, `{work}`: {own}", against, peers_bench.RATIOS[key].values(found), aim, 1, why))
+        rows.append(
+            (
+                f"samples/s, `{work}`: {own}",
+                against,
+                peers_bench.RATIOS[key].values(found),
+                aim,
+                1,
+                why,
+            )
+        )
     for name, what, against in (
         ("overlap α=2", "seconds a step, α = 2", "its slower half alone"),
         ("trainer natural", "tokens/s, trainer", "a plain step"),
@@ -202,7 +253,11 @@ def speed() -> str:
     lines_of = []
     for what, against, ratios, aim, better, why in rows:
         is_met = better * statistics.median(ratios) >= better * aim
-        shown = f"{statistics.median(ratios):.3g}×", len(ratios), f"{'≥' if better > 0 else '≤'} {aim:g}×"
+        shown = (
+            f"{statistics.median(ratios):.3g}×",
+            len(ratios),
+            f"{'≥' if better > 0 else '≤'} {aim:g}×",
+        )
         lines_of.append([what, against, *shown, "reached" if is_met else why])
     return lines(markdown(["what", "against", "ours", "n", "aim", "if not, why"], lines_of))
 
@@ -228,26 +283,45 @@ def reliability() -> str:
     found = records_of("reliability")
     rows, shares = [], [pair["share"] for r in found for pair in r.get("cost", {}).get("pairs", ())]
     for r in found:
-        said = ", ".join(f"{n} {o}" for o, n in sorted(Counter(one["outcome"] for one in r.get("rounds", ())).items()))
+        said = ", ".join(
+            f"{n} {o}"
+            for o, n in sorted(Counter(one["outcome"] for one in r.get("rounds", ())).items())
+        )
         what = re.split(" --(?:keep|out) ", r["command"].partition("chaos ")[2])[0]
         for name, of in ((f"`{what}`: {said}", "accounts"), ("the same, unbroken", "unbroken")):
             if runs := r.get(of):
                 sums = (sum(a[key] for a in runs) for key in ("starts", "consumed", "dropped"))
                 rows.append([name, len(runs), *sums, f"{min(a['accuracy'] for a in runs):.3f}"])
-    heading = ["broken", "runs", "starts", "prompts trained on", "dropped", "held-out accuracy, at least"]
-    cost = f"Of the trainer's time checkpoints take {spread(shares, '.1%')}, n = {len(shares)}." if shares else ""
+    heading = [
+        "broken",
+        "runs",
+        "starts",
+        "prompts trained on",
+        "dropped",
+        "held-out accuracy, at least",
+    ]
+    cost = (
+        f"Of the trainer's time checkpoints take {spread(shares, '.1%')}, n = {len(shares)}."
+        if shares
+        else ""
+    )
     return lines([*markdown(heading, rows), *["", cost] * bool(cost)])
 
 
 def findings() -> str:
     """What came out, hits and misses, a point for each study."""
-    steps = [(run.info["config"]["async_ratio"], run.metrics["time/step_s"].mean()) for run in staleness_runs()]
+    steps = [
+        (run.info["config"]["async_ratio"], run.metrics["time/step_s"].mean())
+        for run in staleness_runs()
+    ]
     seconds = {a: statistics.mean(s for ratio, s in steps if ratio == a) for a in (0, 1, 2)}
     ratios = ", ".join(f"{seconds[a] / seconds[0]:.2f} at α = {a}" for a in (1, 2))
     text = f"Time of a step against α = 0, on two cores, means of three seeds: {ratios}."
     points = [f"{text} [More](docs/results.md#three-async-ratios)"]
     claims = simulation_report.claims(records_of("simulation"))
-    found = claims[(claims["tail"] == LONGEST_TO_MEDIAN) & ~claims["scenario"].str.startswith("own bench")]
+    found = claims[
+        (claims["tail"] == LONGEST_TO_MEDIAN) & ~claims["scenario"].str.startswith("own bench")
+    ]
     hit, missed = (found["verdict"] == "hit").sum(), (found["verdict"] == "MISS").sum()
     scaling = found[found["short"].str.contains("128 GPUs over 16")].iloc[0]
     points += [
@@ -255,7 +329,11 @@ def findings() -> str:
         f" 128 GPUs make {scaling['mean']:.2f} times the throughput of 16, reported are {scaling['paper'][0]:g}. "
         "[More](docs/results.md#the-papers-comparisons-at-their-scale)"
     ]
-    return lines(line for point in points for line in textwrap.wrap(f"- {point}", 160, subsequent_indent="  "))
+    return lines(
+        line
+        for point in points
+        for line in textwrap.wrap(f"- {point}", 160, subsequent_indent="  ")
+    )
 
 
 # The planner
@@ -266,7 +344,9 @@ def planner() -> str:
     found, rows = records_of("planner"), []
     for what in ("table 3, searched over uniform", "fig. 3, 8 H800 + 48 H20 over 24 H800"):
         of = [r for r in found if r["arm"] == what]
-        numbers = (", ".join(f"{r[name]:.2f}" for r in of) for name in ("rates of table 1", "paper"))
+        numbers = (
+            ", ".join(f"{r[name]:.2f}" for r in of) for name in ("rates of table 1", "paper")
+        )
         rows.append([f"AReaL-Hex, {what}; 1.5B, 7B, 14B", *numbers])
     (time,) = rounds(found, "arm", case="time", arm="56 GPUs").values()
     seconds = statistics.median(r["planning_s"] for r in time)

@@ -44,7 +44,14 @@ def fetch(folder: Path) -> None:
 
 def pip(command: str, *arguments: str) -> None:
     """Run pip, which gives up on a silent index after 20 s. Exits with pip's last line if it fails."""
-    options = ["--no-deps", "--only-binary=:all:", "--retries=1", "--timeout=10", "--disable-pip-version-check", "-q"]
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--retries=1",
+        "--timeout=10",
+        "--disable-pip-version-check",
+        "-q",
+    ]
     command_line = [sys.executable, "-m", "pip", command, *options, *arguments]
     process = subprocess.run(command_line, capture_output=True, text=True, check=False)
     if process.returncode:
@@ -75,7 +82,9 @@ def convert_gguf(gguf: Path, folder: Path) -> int:
 
     options = {"gguf_file": gguf.name, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options).to(
+        torch.bfloat16
+    )
     # Otherwise it would be saved as what it was.
     model.hf_quantizer = None
     model.is_quantized = False

@@ -32,7 +32,12 @@ SERIES = {
     "step_s": "time/step_s", "samples": "samples",
 }  # fmt: skip
 """What a cell keeps of every step: its name in the record and in metrics.jsonl."""
-REPLAY_SERIES = {"drift_k3": "drift/k3", "entropy": "loss/entropy", "ess": "loss/ess", "grad_norm": "loss/grad_norm"}
+REPLAY_SERIES = {
+    "drift_k3": "drift/k3",
+    "entropy": "loss/entropy",
+    "ess": "loss/ess",
+    "grad_norm": "loss/grad_norm",
+}
 CSV = {
     "steps": "steps", "samples": "samples", "accuracy_last": "final_accuracy", "accuracy_best": "best_accuracy",
     "reward_last": "final_reward", "staleness_settled": "staleness_mean", "staleness_max": "staleness_max",
@@ -54,7 +59,12 @@ MEASURES = {
 }
 """What is compared of two runs; the last is of whole runs, not by version. Oscillation uses every point and leaves a
 trend out; the largest drop from a running maximum would rest on two points, and grow with their number."""
-FEW, UNCLEAR, BELOW, ABOVE = "too few seeds to say", "not told apart from zero", "below zero", "above zero"
+FEW, UNCLEAR, BELOW, ABOVE = (
+    "too few seeds to say",
+    "not told apart from zero",
+    "below zero",
+    "above zero",
+)
 MIN_SEEDS = 3
 """Fewer show nothing: two that happen to be alike make an interval of no width."""
 NARROW = 0.02
@@ -83,20 +93,27 @@ def record_of(run: Run, cell: dict) -> dict:
     is_replay, last = "of" in cell, run.metrics["step"].iloc[-1]
     form, kept = ("{:.4g}", REPLAY_SERIES) if is_replay else ("{:.5f}", SERIES)
     record = {name: run.info[name] for name in ("git_commit", "hardware", "packages")}
-    record |= {"git_dirty": bool(run.info["git_diff"]), "evaluations": list(evaluations(run.metrics).items())}
+    record |= {
+        "git_dirty": bool(run.info["git_diff"]),
+        "evaluations": list(evaluations(run.metrics).items()),
+    }
     if is_replay:
         record |= {"command": shlex.join(run.info["command"]), "seed": run.info["config"]["seed"]}
         record["accuracy"] = record["evaluations"][-1][1] if record["evaluations"] else None
         record["weights_sha256"] = weights_sha256(run.path / "checkpoints" / f"step_{last}")
     series = {name: run.metrics[metric].to_numpy(float).tolist() for name, metric in kept.items()}
-    return record | {"series": {name: [float(form.format(v)) for v in values] for name, values in series.items()}}
+    return record | {
+        "series": {name: [float(form.format(v)) for v in values] for name, values in series.items()}
+    }
 
 
 def metrics_of(record: dict) -> pd.DataFrame:
     """The curves of a cell under the names of metrics.jsonl; on which lines its evaluations stand says nothing."""
     metrics = pd.DataFrame({name: record["series"][kept] for kept, name in SERIES.items()})
     metrics["step"] = range(1, len(metrics) + 1)
-    return metrics.join(pd.DataFrame(record["evaluations"], columns=["eval/policy_version", "eval/accuracy"]))
+    return metrics.join(
+        pd.DataFrame(record["evaluations"], columns=["eval/policy_version", "eval/accuracy"])
+    )
 
 
 def key(cell: dict) -> str:
@@ -111,7 +128,9 @@ def loss(cell: dict) -> str:
 
 def setting(cell: dict) -> dict:
     """The options of a cell that are neither loss nor seed."""
-    return {name: value for name, value in cell.items() if name not in ("algo", "algo_args", "seed")}
+    return {
+        name: value for name, value in cell.items() if name not in ("algo", "algo_args", "seed")
+    }
 
 
 def summaries(records: list[dict]) -> pd.DataFrame:
@@ -123,9 +142,15 @@ def summaries(records: list[dict]) -> pd.DataFrame:
     runs, settings, losses, known = [], {}, {}, [*LOSSES]
     for record in records:
         cell, metrics = record["cell"], metrics_of(record)
-        own = {"setting": ", ".join(f"`{k}` {show(v)}" for k, v in setting(cell).items()), "loss": loss(cell)}
+        own = {
+            "setting": ", ".join(f"`{k}` {show(v)}" for k, v in setting(cell).items()),
+            "loss": loss(cell),
+        }
         settings[own["setting"]] = [sort_key(value) for value in setting(cell).values()]
-        losses[own["loss"]] = (known.index(cell["algo"]) if cell["algo"] in known else len(known), own["loss"])
+        losses[own["loss"]] = (
+            known.index(cell["algo"]) if cell["algo"] in known else len(known),
+            own["loss"],
+        )
         own["initial"] = evaluations(metrics).groupby(level=0).mean().get(0)
         own["error"] = " ".join(record.get("error", "").split()) or None
         runs.append({**cell, **own, **summarise(metrics), "record": record})
@@ -143,15 +168,23 @@ def table(records: list[dict]) -> list[str]:
     runs = summaries(records)
     n = int(runs.groupby(["loss", "setting"], observed=True).size().max())
     by_setting = dict(list(runs.groupby("setting", observed=True)))
-    initial = [of.groupby("seed")["initial"].mean() for of in by_setting.values()]  # losses share version 0
+    # losses share version 0
+    initial = [of.groupby("seed")["initial"].mean() for of in by_setting.values()]
     lines = [["before training", *(_mean(values, n) for values in initial)]]
     for name in runs["loss"].cat.categories:
         chosen = [of[of["loss"] == name] for of in by_setting.values()]
-        lines.append([f"`{name}`", *(_mean(of["accuracy_last"][of["error"].isna()], n, of["error"]) for of in chosen)])
+        lines.append(
+            [
+                f"`{name}`",
+                *(_mean(of["accuracy_last"][of["error"].isna()], n, of["error"]) for of in chosen),
+            ]
+        )
     finished = runs[runs["error"].isna()]
     samples = sorted(finished["samples"].tolist())
     trained = " to ".join(map(str, dict.fromkeys(samples[:1] + samples[-1:]))) or MISSING
-    failed = "; failed k/m: k of m runs ended with an error, the mean is of the others" * (len(finished) < len(runs))
+    failed = "; failed k/m: k of m runs ended with an error, the mean is of the others" * (
+        len(finished) < len(runs)
+    )
     of = f"mean ± standard deviation over n = {n} seeds" if n > 1 else "n = 1 seed"
     caption = f"Final held-out accuracy, {of}{failed}. Samples trained on, per run: {trained}."
     return [*markdown(["", *by_setting], lines), "", f"{caption} `publish_delay` is in steps."]
@@ -160,7 +193,9 @@ def table(records: list[dict]) -> list[str]:
 def _mean(values: pd.Series, n: int, errors: pd.Series | None = None) -> str:
     """Mean and spread, with their number where it is not n, and how many runs failed."""
     values = values.dropna().tolist()
-    shown = [spread(values, "{:.3f}") + f", n = {len(values)}" * (len(values) < n)] if values else []
+    shown = (
+        [spread(values, "{:.3f}") + f", n = {len(values)}" * (len(values) < n)] if values else []
+    )
     if errors is not None and errors.notna().any():
         shown.append(f"failed {errors.notna().sum()}/{len(errors)}")
     return ", ".join(shown) or MISSING
@@ -183,10 +218,16 @@ def reward_by_version(record: dict) -> pd.Series:
 
 def measure(reward: pd.Series, start: int) -> pd.Series:
     """The MEASURES by version; the last part begins at version `start`, and NaN says that it is too short."""
-    late, measured = reward[reward.index >= start], {"area": reward.mean(), "level": math.nan, "oscillation": math.nan}
+    late, measured = (
+        reward[reward.index >= start],
+        {"area": reward.mean(), "level": math.nan, "oscillation": math.nan},
+    )
     if len(late) >= 5:
         residuals = late - np.polyval(np.polyfit(late.index, late, 1), late.index)
-        measured |= {"level": late.mean(), "oscillation": math.sqrt((residuals**2).sum() / (len(late) - 2))}
+        measured |= {
+            "level": late.mean(),
+            "oscillation": math.sqrt((residuals**2).sum() / (len(late) - 2)),
+        }
     return pd.Series(measured)
 
 
@@ -197,8 +238,16 @@ def difference(run: dict, base: dict, end: int) -> dict:
     start = steps // 2
     of_base = measure(other[common], start)
     less = measure(one[common], start) - of_base
-    less["final"] = np.subtract(*(dict(of["evaluations"]).get(steps, math.nan) for of in (run, base)))
-    return {"seed": run["cell"]["seed"], "start": start, "end": end, "base": of_base["level"], **less}
+    less["final"] = np.subtract(
+        *(dict(of["evaluations"]).get(steps, math.nan) for of in (run, base))
+    )
+    return {
+        "seed": run["cell"]["seed"],
+        "start": start,
+        "end": end,
+        "base": of_base["level"],
+        **less,
+    }
 
 
 def fresh_of(record: dict, runs: dict[str, dict]) -> dict | None:
@@ -208,8 +257,14 @@ def fresh_of(record: dict, runs: dict[str, dict]) -> dict | None:
     what options of a loss's own do is not known, so then there is no other.
     """
     fresh = record["cell"] | {"async_ratio": 0.0, "publish_delay": 0}
-    several = fresh.get("minibatches", 1) != 1 or any("minibatches" in word for word in record.get("options", ()))
-    others = [] if several or fresh.get("algo_args") or fresh["algo"] not in LOSSES else [fresh | {"algo": "grpo"}]
+    several = fresh.get("minibatches", 1) != 1 or any(
+        "minibatches" in word for word in record.get("options", ())
+    )
+    others = (
+        []
+        if several or fresh.get("algo_args") or fresh["algo"] not in LOSSES
+        else [fresh | {"algo": "grpo"}]
+    )
     return next((runs[key(cell)] for cell in (fresh, *others) if key(cell) in runs), None)
 
 
@@ -224,7 +279,9 @@ def differences(records: list[dict]) -> pd.DataFrame:
         if fresh is not None and not is_fresh and "error" not in run.record:
             pairs.append((run, fresh))
     end = min((int(reward_by_version(run.record).index[-1]) for run, _ in pairs), default=0)
-    return pd.DataFrame({"loss": r.loss, "setting": r.setting, **difference(r.record, f, end)} for r, f in pairs)
+    return pd.DataFrame(
+        {"loss": r.loss, "setting": r.setting, **difference(r.record, f, end)} for r, f in pairs
+    )
 
 
 def compare(found: pd.DataFrame, measured: str = "level") -> pd.DataFrame:
@@ -232,7 +289,9 @@ def compare(found: pd.DataFrame, measured: str = "level") -> pd.DataFrame:
 
     It stays if p, by Student's t, passes Holm's correction over all rows at 0.05.
     """
-    by = found.dropna(subset=measured).groupby(["setting", "loss"], sort=False, observed=True)[measured]
+    by = found.dropna(subset=measured).groupby(["setting", "loss"], sort=False, observed=True)[
+        measured
+    ]
     rows = pd.DataFrame([{"setting": s, "loss": of, "values": list(v)} for (s, of), v in by])
     if len(rows):
         p = rows["values"].map(_p).sort_values()
@@ -275,11 +334,16 @@ def shown(values: list[float], form: str = "{:+.3f}") -> str:
 
 def compact(rows: pd.DataFrame, what: str = "loss") -> list[str]:
     """The table of what `compare` found, a row per loss and a column per setting, and how much of it is chance."""
-    cells = {(r.setting, r.loss): f"**{shown(r.values)}**" if r.stays else shown(r.values) for r in _each(rows)}
+    cells = {
+        (r.setting, r.loss): f"**{shown(r.values)}**" if r.stays else shown(r.values)
+        for r in _each(rows)
+    }
     settings, losses = list(dict.fromkeys(rows["setting"])), list(dict.fromkeys(rows["loss"]))
     lines = [[f"`{one}`", *(cells.get((s, one), MISSING) for s in settings)] for one in losses]
     n, judged = sorted({len(values) for values in rows["values"]}), rows[rows["says"] != FEW]
-    text = f"n = {' to '.join(map(str, dict.fromkeys((n[0], n[-1]))))} seeds; mean (95 % t-interval). "
+    text = (
+        f"n = {' to '.join(map(str, dict.fromkeys((n[0], n[-1]))))} seeds; mean (95 % t-interval). "
+    )
     text += f"{judged['says'].isin((BELOW, ABOVE)).sum()} of {len(judged)} intervals leave zero out, by chance alone "
     text += f"{0.05 * len(judged):.1f} would; {rows['stays'].sum()}, in bold, after Holm's correction over {len(rows)}."
     text += f" {len(rows) - len(judged)} have {FEW}." if len(judged) < len(rows) else ""
@@ -295,18 +359,25 @@ def sentences(rows: pd.DataFrame) -> list[str]:
     points = []
     for setting, of in rows.groupby("setting", sort=False, observed=True):
         each = _each(of)
-        clear, unclear = [r for r in each if r.says in (BELOW, ABOVE)], [r for r in each if r.says == UNCLEAR]
+        clear, unclear = (
+            [r for r in each if r.says in (BELOW, ABOVE)],
+            [r for r in each if r.says == UNCLEAR],
+        )
         narrow = [r for r in unclear if max(map(abs, r.ends)) < NARROW]
         named = {
             FEW.capitalize(): [r for r in each if r.says == FEW],
             f"Include zero, within ±{NARROW}": narrow,
             "Include zero, and are wider": [r for r in unclear if r not in narrow],
             "Leave zero out before correction only": [r for r in clear if not r.stays],
-            f"Leave zero out after Holm's correction over {len(rows)} too": [r for r in clear if r.stays],
+            f"Leave zero out after Holm's correction over {len(rows)} too": [
+                r for r in clear if r.stays
+            ],
         }
         text = f"- {setting}: {len(clear)} of {len(clear) + len(unclear)} intervals leave zero out."
         for title, which in named.items():
-            said = (f"`{r.loss}`" if r in narrow else f"`{r.loss}` {shown(r.values)}" for r in which)
+            said = (
+                f"`{r.loss}`" if r in narrow else f"`{r.loss}` {shown(r.values)}" for r in which
+            )
             text += f"\n  - {title}: {'; '.join(said)}." if which else ""
         points.append(text)
     return points
@@ -317,7 +388,9 @@ def paired_page(records: list[dict]) -> list[str]:
     if (found := differences(records)).empty:
         return []
     compared = {text: compare(found, name) for name, text in MEASURES.items()}
-    tables = [["", f"**{text}.**", "", *compact(rows)] for text, rows in compared.items() if len(rows)]
+    tables = [
+        ["", f"**{text}.**", "", *compact(rows)] for text, rows in compared.items() if len(rows)
+    ]
     return [
         "A loss on stale data less the same loss and seed on fresh data (`async_ratio` and `publish_delay` 0), by the "
         "policy version that sampled. Runs of a seed share first weights, sampling seeds, and the problems of a step. "
@@ -334,14 +407,21 @@ def replay_table(records: list[dict]) -> list[str]:
     """Recorded runs first, then a row per loss: mean ± standard deviation over the runs."""
     groups: dict[str, list[dict]] = {}
     for record in (record for record in records if "error" not in record):
-        tenths = {name: statistics.fmean(v[-max(1, len(v) // 10) :]) for name, v in record["series"].items()}
+        tenths = {
+            name: statistics.fmean(v[-max(1, len(v) // 10) :])
+            for name, v in record["series"].items()
+        }
         name = f"{RECORDED}, " * (record["cell"]["kind"] == RECORDED) + f"`{loss(record['cell'])}`"
         groups.setdefault(name, []).append({"accuracy": record["accuracy"], **tenths})
     lines = []
     for name, chosen in groups.items():
-        cells = [spread([one[c] for one in chosen], form) for c, (_, form) in REPLAY_COLUMNS.items()]
+        cells = [
+            spread([one[c] for one in chosen], form) for c, (_, form) in REPLAY_COLUMNS.items()
+        ]
         lines.append([name, str(len(chosen)), *cells])
-    return markdown(["trained with", "n", *(heading for heading, _ in REPLAY_COLUMNS.values())], lines)
+    return markdown(
+        ["trained with", "n", *(heading for heading, _ in REPLAY_COLUMNS.values())], lines
+    )
 
 
 def report(out: Path) -> None:
@@ -351,13 +431,24 @@ def report(out: Path) -> None:
     """
     records, replays = read_records(out / "cells.jsonl"), read_records(out / "replays.jsonl")
     if not records and not replays:
-        raise ValueError(f"{out / 'cells.jsonl'} has no finished cell; scripts/ablate.py --out {out} makes it")
+        raise ValueError(
+            f"{out / 'cells.jsonl'} has no finished cell; scripts/ablate.py --out {out} makes it"
+        )
     tables = {"table.md": table(records) if records else replay_table(replays)}
     if records:
         tables["paired.md"] = paired_page(records)
-        runs, options = summaries(records), dict.fromkeys(name for record in records for name in record["cell"])
-        csv = runs[[*CSV]].map(lambda v: round(v, 5) if isinstance(v, float) else v).rename(columns=CSV)
-        pd.concat([runs[[*options]], csv], axis=1).to_csv(out / "cells.csv", index=False, lineterminator="\n")
+        runs, options = (
+            summaries(records),
+            dict.fromkeys(name for record in records for name in record["cell"]),
+        )
+        csv = (
+            runs[[*CSV]]
+            .map(lambda v: round(v, 5) if isinstance(v, float) else v)
+            .rename(columns=CSV)
+        )
+        pd.concat([runs[[*options]], csv], axis=1).to_csv(
+            out / "cells.csv", index=False, lineterminator="\n"
+        )
         _draw(runs, out / "curves.png")
     for name, lines in tables.items():
         if lines:
@@ -377,7 +468,11 @@ def _draw(runs: pd.DataFrame, path: Path) -> None:
         for which in runs["loss"].cat.categories:
             records = of["record"][of["error"].isna() & (of["loss"] == which)]
             points = [accuracy_over_samples(metrics_of(record)) for record in records]
-            seeds = pd.concat([pd.Series(dtype=float), *points]).groupby(level=0).agg(["mean", "min", "max"])
+            seeds = (
+                pd.concat([pd.Series(dtype=float), *points])
+                .groupby(level=0)
+                .agg(["mean", "min", "max"])
+            )
             panel.plot(seeds.index, seeds["mean"], marker=".", label=which)
             panel.fill_between(seeds.index, seeds["min"], seeds["max"], alpha=0.15)
         panel.set_title(name.replace("`", ""), fontsize="medium")

@@ -59,7 +59,9 @@ def start_delayed(spec: WorkerSpec, tokenizer, law: LatencyLaw) -> Environments:
 def run_latency_worker(law: str) -> Callable:
     """What a worker's process runs, with that law. Raises ValueError for a law that cannot be read."""
     delayed = functools.partial(start_delayed, law=LatencyLaw.parse(law))
-    return functools.partial(run_worker, start=functools.partial(start_worker, start_environments=delayed))
+    return functools.partial(
+        run_worker, start=functools.partial(start_worker, start_environments=delayed)
+    )
 
 
 def main() -> None:

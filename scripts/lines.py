@@ -58,7 +58,9 @@ def read_events(path: Path, cut: list[Path] | None = None) -> list[dict]:
 def _trajectory(values: list, since: float, columns: list[str]) -> dict:
     """The event of a list. Its times are milliseconds, each since the one before it, and the first since `since`."""
     event = {"event": "trajectory"} | dict(zip(columns, values, strict=False))
-    event = {name: value for name, value in event.items() if name not in OPTIONAL or value is not None}
+    event = {
+        name: value for name, value in event.items() if name not in OPTIONAL or value is not None
+    }
     moments = [round(since + ms / 1000, 3) for ms in accumulate(event.pop("times_ms"))]
     started_at, *turns, ended_at, time = moments
     turns = [turns[i : i + 3] for i in range(0, len(turns), 3)]
@@ -67,4 +69,6 @@ def _trajectory(values: list, since: float, columns: list[str]) -> dict:
 
 def markdown(heading: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
     """Lines of a table."""
-    return [f"| {' | '.join(map(str, cells))} |" for cells in (heading, ["---"] * len(heading), *rows)]
+    return [
+        f"| {' | '.join(map(str, cells))} |" for cells in (heading, ["---"] * len(heading), *rows)
+    ]

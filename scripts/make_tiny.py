@@ -99,7 +99,8 @@ class Recipe:
 
 # The model that adds
 
-SPACE = "▁"  # a label carries the space before it, so that text and tokens map onto each other exactly
+# a label carries the space before it, so that text and tokens map onto each other exactly
+SPACE = "▁"
 DIGITS = [str(digit) for digit in range(10)]
 EVEN_SHARE = 0.15
 """Share of demonstrations whose length is drawn evenly. By the task's own law alone, long ones are never learnt."""
@@ -145,7 +146,9 @@ class Adder(Recipe):
         digits = self.tokenizer.convert_tokens_to_ids(DIGITS)
         wrong = WRONG_DIGIT_RATE / 9
         self._odds = {
-            right: tuple((digit, 1 - WRONG_DIGIT_RATE if digit == right else wrong) for digit in digits)
+            right: tuple(
+                (digit, 1 - WRONG_DIGIT_RATE if digit == right else wrong) for digit in digits
+            )
             for right in digits
         }
 
@@ -159,7 +162,9 @@ class Adder(Recipe):
         rng = random.Random(SEED)
         num_even = int(count * EVEN_SHARE)
         lengths = [rng.randint(MIN_COLUMNS, MAX_COLUMNS) for _ in range(num_even)]
-        even = [next(of_split(addition_problems(rng, length), held_out=False)) for length in lengths]
+        even = [
+            next(of_split(addition_problems(rng, length), held_out=False)) for length in lengths
+        ]
         return even + super().training_problems(count - num_even)
 
 
@@ -181,11 +186,26 @@ def environment_tokenizer():
     """The tokenizer of all environments: a token per action, per row of a map, and per phrase."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
-    rows = ["".join(cells) for cells in itertools.product("_OP", repeat=FrozenLake.SIZE) if cells.count("P") <= 1]
+    rows = [
+        "".join(cells)
+        for cells in itertools.product("_OP", repeat=FrozenLake.SIZE)
+        if cells.count("P") <= 1
+    ]
     last_rows = [row[:-1] + "G" for row in rows if row.endswith("_")]
-    lake = [f"{FrozenLake.INSTRUCTION}\n", f"{FrozenLake.NO_ACTION}\n", FrozenLake.FELL, FrozenLake.ARRIVED]
+    lake = [
+        f"{FrozenLake.INSTRUCTION}\n",
+        f"{FrozenLake.NO_ACTION}\n",
+        FrozenLake.FELL,
+        FrozenLake.ARRIVED,
+    ]
     lake += [*(f"{row}\n" for row in rows), *last_rows, *FrozenLake.ACTIONS]
-    number = [GuessNumber.INSTRUCTION, GuessNumber.NO_ACTION, GuessNumber.FOUND, GuessNumber.HIGHER, GuessNumber.LOWER]
+    number = [
+        GuessNumber.INSTRUCTION,
+        GuessNumber.NO_ACTION,
+        GuessNumber.FOUND,
+        GuessNumber.HIGHER,
+        GuessNumber.LOWER,
+    ]
     vocabulary = [PAD, EOS, ASSISTANT, *lake, *number, *GuessNumber.ACTIONS]
     longest_first = sorted(vocabulary, key=len, reverse=True)
     words = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated")
@@ -196,7 +216,9 @@ def environment_tokenizer():
 class Episode(Game):
     """An episode of an environment; a turn that is cut is played as it is."""
 
-    def __init__(self, environment, problem: Problem, tokenizer, conversation: Conversation) -> None:
+    def __init__(
+        self, environment, problem: Problem, tokenizer, conversation: Conversation
+    ) -> None:
         self._environment = environment
         self._tokenizer = tokenizer
         self._conversation = conversation
@@ -206,7 +228,9 @@ class Episode(Game):
 
     def answer(self, response: list[int]) -> None:
         self.actions.append(self._tokenizer.decode(response, skip_special_tokens=True))
-        observation, self.reward, terminated, truncated, _ = self._environment.step(self.actions[-1])
+        observation, self.reward, terminated, truncated, _ = self._environment.step(
+            self.actions[-1]
+        )
         self.observations.append(observation)
         self.is_over = terminated or truncated
         ended = response[-1] == self._conversation.end_of_turn
@@ -252,14 +276,25 @@ def best_moves(observation: str) -> list[str]:
             if cells.get(near, "O") != "O" and near not in distance:
                 distance[near] = distance[place] + 1
                 queue.append(near)
-    after = {move: distance.get((start[0] + i, start[1] + j), len(cells)) for move, (i, j) in steps.items()}
+    after = {
+        move: distance.get((start[0] + i, start[1] + j), len(cells))
+        for move, (i, j) in steps.items()
+    }
     return [move for move, left in after.items() if left == min(after.values())]
 
 
 def best_guess(guesses: list[str], answers: list[str]) -> str:
     """The middle of what the answers to former guesses leave open."""
-    low = [int(guess) + 1 for guess, answer in zip(guesses, answers, strict=True) if answer == GuessNumber.HIGHER]
-    high = [int(guess) - 1 for guess, answer in zip(guesses, answers, strict=True) if answer == GuessNumber.LOWER]
+    low = [
+        int(guess) + 1
+        for guess, answer in zip(guesses, answers, strict=True)
+        if answer == GuessNumber.HIGHER
+    ]
+    high = [
+        int(guess) - 1
+        for guess, answer in zip(guesses, answers, strict=True)
+        if answer == GuessNumber.LOWER
+    ]
     return str((max(low, default=1) + min(high, default=GuessNumber.HIGHEST)) // 2)
 
 
@@ -267,8 +302,14 @@ def player_distribution(name: str, actions: list[str], observations: list[str]) 
     """Probability of each action of the scripted player, after these actions and one more observation than that."""
     every = ENVIRONMENTS[name].ACTIONS
     rate = ANY_ACTION_RATE[name]
-    best = best_moves(observations[-1]) if name == "frozen_lake" else [best_guess(actions, observations[1:])]
-    return {action: rate / len(every) + (1 - rate) / len(best) * (action in best) for action in every}
+    best = (
+        best_moves(observations[-1])
+        if name == "frozen_lake"
+        else [best_guess(actions, observations[1:])]
+    )
+    return {
+        action: rate / len(every) + (1 - rate) / len(best) * (action in best) for action in every
+    }
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -390,7 +431,9 @@ def warm_up(model, demonstrations: Demonstrations, num_steps: int) -> None:
     muon = torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=0.0)
     adamw = torch.optim.AdamW(others, lr=OTHER_LR, betas=(0.9, 0.98), weight_decay=0.0)
     factor = functools.partial(_lr_factor, num_steps=num_steps)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in (muon, adamw)]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in (muon, adamw)
+    ]
     order = random.Random(SEED)
     batches: list[slice] = []
     reported = time.monotonic()
@@ -410,7 +453,9 @@ def _lr_factor(step: int, num_steps: int) -> float:
     return min(1.0, (step + 1) / LR_WARMUP_STEPS) * max(0.02, 1 - step / num_steps)
 
 
-def success_rate(recipe: Recipe, model, problems: list[Problem], greedy: bool = False, seed: int = 0) -> float:
+def success_rate(
+    recipe: Recipe, model, problems: list[Problem], greedy: bool = False, seed: int = 0
+) -> float:
     """Share of games that the model wins when it samples at temperature 1, or takes its most likely tokens."""
     games = [recipe.begin(problem) for problem in problems]
     with torch.random.fork_rng(devices=[]):
@@ -426,10 +471,14 @@ def _respond(recipe: Recipe, model, prompts: list[list[int]], greedy: bool) -> l
     """The model's next turn after each prompt, to its end of text or until it is cut."""
     pad = recipe.tokenizer.pad_token_id
     eos = recipe.tokenizer.eos_token_id
-    inputs = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, pad, padding_side="left")
+    inputs = pad_sequence(
+        [torch.tensor(prompt) for prompt in prompts], True, pad, padding_side="left"
+    )
     sampling = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
     is_seen = (inputs != pad).long()
-    output = model.generate(inputs, attention_mask=is_seen, max_new_tokens=recipe.max_turn_tokens, **sampling)
+    output = model.generate(
+        inputs, attention_mask=is_seen, max_new_tokens=recipe.max_turn_tokens, **sampling
+    )
     turns = output[:, inputs.shape[1] :].tolist()
     return [turn[: turn.index(eos) + 1] if eos in turn else turn for turn in turns]
 
@@ -438,7 +487,10 @@ def make(recipe: Recipe):
     """A warmed-up model, measured. Raises RuntimeError if it is of no use to RL."""
     started = time.monotonic()
     model = untrained_model(recipe.tokenizer)
-    print(f"{recipe.name}: warming up {model.num_parameters():,} parameters, {recipe.num_steps} steps", flush=True)
+    print(
+        f"{recipe.name}: warming up {model.num_parameters():,} parameters, {recipe.num_steps} steps",
+        flush=True,
+    )
     warm_up(model, demonstrate(recipe, recipe.num_demonstrations), recipe.num_steps)
     problems = recipe.task.eval_problems(NUM_EVAL_PROBLEMS)
     sampled = success_rate(recipe, model, problems)
@@ -454,8 +506,14 @@ def make(recipe: Recipe):
 def main(args: list[str] | None = None) -> None:
     """Make the models that are named, or all; write them, or compare them with those that are there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECIPES)}; all by default")
-    parser.add_argument("--check", action="store_true", help="write nothing, and say whether the weights are the same")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(RECIPES)}; all by default"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing, and say whether the weights are the same",
+    )
     arguments = parser.parse_args(args)
     torch.set_num_threads(1)  # the order of float sums depends on it
     for name in arguments.names or RECIPES:
@@ -463,7 +521,9 @@ def main(args: list[str] | None = None) -> None:
         model = make(recipe)
         if arguments.check:
             stored = load_file(TINY_MODELS / name / "model.safetensors")
-            is_same = all(torch.equal(weight, model.state_dict()[key]) for key, weight in stored.items())
+            is_same = all(
+                torch.equal(weight, model.state_dict()[key]) for key, weight in stored.items()
+            )
             print(f"{name}: {'the same weights to the bit' if is_same else 'other weights'}")
         else:
             model.save_pretrained(TINY_MODELS / name)

@@ -22,36 +22,58 @@ from asyncrl.job.command_line import read_options
 from extras.planning import planner
 from extras.planning.plan import RUN_NAME, numbers, picture, why_worse
 from extras.planning.plan_inputs import lengths_of, read_cluster, read_lengths, with_rates
-from extras.planning.planner import Job
+from extras.planning.planner import Job, Plan
 from extras.planning.shape import read_shape
 from scripts.runs import load
 
 
-def main(args: list[str] | None = None) -> None:
-    """Read the command line and print the plan."""
+def read_arguments(args: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the script's own options, and those of train_async.py."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("cluster", type=Path, help="cluster.toml: machines and links")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--workload", metavar="runs/NAME", help="take lengths and rates from a run")
-    source.add_argument("--lengths", metavar="lognormal:MEDIAN,SIGMA", help="of responses, cut at the longest allowed")
-    parser.add_argument("--prompt-tokens", type=float, help="mean length of prompts; default: the longest allowed")
-    parser.add_argument("--tokens-per-s", type=float, help="the cheapest plan with this rate, instead of the fastest")
+    source.add_argument(
+        "--lengths",
+        metavar="lognormal:MEDIAN,SIGMA",
+        help="of responses, cut at the longest allowed",
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=float, help="mean length of prompts; default: the longest allowed"
+    )
+    parser.add_argument(
+        "--tokens-per-s",
+        type=float,
+        help="the cheapest plan with this rate, instead of the fastest",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    given, options = parser.parse_known_args(args)
+    return parser.parse_known_args(args)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Read the command line and print the plan."""
+    given, options = read_arguments(args)
     try:
         config = read_options(options).checked()
         for name in ("prompt_tokens", "tokens_per_s"):
             if (value := getattr(given, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}")
         if config.model == "tiny":
-            raise ValueError("--model is missing: a name on the hub, or a folder with at least a config.json")
+            raise ValueError(
+                "--model is missing: a name on the hub, or a folder with at least a config.json"
+            )
         cluster, notes = read_cluster(given.cluster)
         if (given.prompt_tokens or 0) > config.max_prompt_tokens:
-            raise ValueError(f"--prompt-tokens {given.prompt_tokens:g} is above --max-prompt-tokens")
+            raise ValueError(
+                f"--prompt-tokens {given.prompt_tokens:g} is above --max-prompt-tokens"
+            )
         lengths = read_lengths(given.lengths, config, given.prompt_tokens)
         if given.workload:
             run = load(given.workload)
-            lengths, (cluster, note) = lengths_of(run, config, given.prompt_tokens), with_rates(cluster, run)
+            lengths, (cluster, note) = (
+                lengths_of(run, config, given.prompt_tokens),
+                with_rates(cluster, run),
+            )
             notes.append(note)
         job, start = Job(config, read_shape(config.model), lengths), time.perf_counter()
         best, *others = planner.plan(job, cluster, given.tokens_per_s)
@@ -59,10 +81,24 @@ def main(args: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {str(error).splitlines()[0]}")
     if given.json:
-        print(json.dumps(found | {"notes": notes, "next": [why_worse(other, best) for other in others]}, indent=1))
-        return
+        print(
+            json.dumps(
+                found | {"notes": notes, "next": [why_worse(other, best) for other in others]},
+                indent=1,
+            )
+        )
+    else:
+        print_plan(best, others, found, notes)
+
+
+def print_plan(best: Plan, others: list[Plan], found: dict, notes: list[str]) -> None:
+    """Print the best plan, why each of the others is worse, and the commands that start it."""
     print(*(f"note: {note}" for note in notes), *picture(best, found), sep="\n")
-    print("next     " + "\n         ".join(why_worse(other, best) for other in others) if others else "no other plan")
+    print(
+        "next     " + "\n         ".join(why_worse(other, best) for other in others)
+        if others
+        else "no other plan"
+    )
     for line in found["commands"]:
         key = f"; swarm.key is HOST0's runs/{RUN_NAME}/swarm.key (extras/swarm/README.md)" * (
             "--key" in line["command"]

@@ -11,7 +11,9 @@ def qwen3_config(size: str, **changes):
     """transformers' config of a size, with `changes`."""
     from transformers import Qwen3Config
 
-    return Qwen3Config(**{**_COMMON, **SHAPES[size], "bos_token_id": None, "eos_token_id": None, **changes})
+    return Qwen3Config(
+        **{**_COMMON, **SHAPES[size], "bos_token_id": None, "eos_token_id": None, **changes}
+    )
 
 
 def save_random_qwen3(path: Path, size: str, device: str = "cpu", **changes) -> None:

@@ -54,13 +54,19 @@ class Recording:
         """Look at a run directory. Raises ValueError, in one line, if it holds no run that can be replayed."""
         header = recorded(path, "replay")
         if "weights_sha256" not in header:
-            raise ValueError(f"{path} was not recorded; only a run of train_async.py --record can be replayed")
+            raise ValueError(
+                f"{path} was not recorded; only a run of train_async.py --record can be replayed"
+            )
         first = header.get("first_step", 1)
         num_steps = first - 1 + len(list((path / "batches").glob("step_*.msgpack")))
         for batch in (batch_path(path, step) for step in range(first, max(first, num_steps) + 1)):
             if not batch.exists():
-                raise ValueError(f"{batch} is missing: a replay needs every batch from the first on")
-        return cls(path, Config.from_dict(header["config"]), header["weights_sha256"], num_steps, first)
+                raise ValueError(
+                    f"{batch} is missing: a replay needs every batch from the first on"
+                )
+        return cls(
+            path, Config.from_dict(header["config"]), header["weights_sha256"], num_steps, first
+        )
 
     def check_weights(self, model: str, model_path: str) -> None:
         """Raise ValueError if the folder's weights are not those that the run began with."""
@@ -80,7 +86,8 @@ def own_options(recording: Recording) -> Config:
         **{option.path: option.default for option in options_for(May.NOT_COPIED)},
         steps=min(recorded.steps, recording.num_steps),
         runs_dir=str(recording.path.parent),
-        eval_every=recorded.eval_every or recorded.steps,  # with 0 there would be no held-out problems
+        # with 0 there would be no held-out problems
+        eval_every=recorded.eval_every or recorded.steps,
     )
 
 
@@ -96,7 +103,9 @@ def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -
         if option.value_in(chosen) != option.value_in(own):
             _check_may_change(option, option.value_in(recording.config), evaluate)
     if chosen.steps > recording.num_steps:
-        raise ValueError(f"--steps {chosen.steps}: {recording.path} has batches of {recording.num_steps} steps")
+        raise ValueError(
+            f"--steps {chosen.steps}: {recording.path} has batches of {recording.num_steps} steps"
+        )
     name = f"{recording.path.name}-replay-{title(chosen.algo)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return replace(chosen, run_name=chosen.run_name or name).checked()
 
@@ -106,7 +115,9 @@ def _check_may_change(option: Option, recorded, evaluate: bool) -> None:
     if May.REPLAY in option.may or (evaluate and May.EVALUATION in option.may):
         return
     if May.EVALUATION in option.may:
-        raise ValueError(f"{option.flag} means nothing without --evaluate: a replay samples nothing")
+        raise ValueError(
+            f"{option.flag} means nothing without --evaluate: a replay samples nothing"
+        )
     may_change = ", ".join(other.flag for other in options_for(May.REPLAY))
     made = f"the batches were made with {option.name} = {recorded}"
     raise ValueError(f"{option.flag} cannot be changed: {made}. A replay may change {may_change}")
@@ -137,7 +148,9 @@ def lead(start, recording: Recording, evaluate: bool):
     from asyncrl.weights.models import resolve_model
 
     if start.cluster.num_nodes > 1:
-        raise ValueError(f"a replay runs on one node, got {start.cluster.num_nodes}; use --nnodes 1")
+        raise ValueError(
+            f"a replay runs on one node, got {start.cluster.num_nodes}; use --nnodes 1"
+        )
     model_path = resolve_model(start.config.model, start.config.task)
     recording.check_weights(start.config.model, model_path)
     if evaluate:
@@ -161,7 +174,9 @@ def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
     clock.take()
     for step in range(recording.first_step, config.steps + 1):
         clock.enter("wait")
-        groups = read_batch(batch_path(recording.path, step), step) if node.cluster.is_leader else None
+        groups = (
+            read_batch(batch_path(recording.path, step), step) if node.cluster.is_leader else None
+        )
         updates = batch.deal(groups, step, policy, node.cluster)
         stats = policy.train_step(updates, policy_version=step - 1)
         clock.enter("evaluate")
@@ -216,16 +231,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         usage="replay.py RUN [--evaluate] [options of training, as of train_async.py]",
         description=__doc__.splitlines()[0],
-        epilog="options of training: " + ", ".join(option.flag for option in options_for(May.REPLAY)),
+        epilog="options of training: "
+        + ", ".join(option.flag for option in options_for(May.REPLAY)),
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="directory of a run made with --record")
-    parser.add_argument("--evaluate", action="store_true", help="sample the held-out problems with the last weights")
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="directory of a run made with --record"
+    )
+    parser.add_argument(
+        "--evaluate", action="store_true", help="sample the held-out problems with the last weights"
+    )
     arguments, options = parser.parse_known_args()
 
     def job() -> None:
         recording = Recording.open(arguments.run)
-        replay(recording, choose_options(recording, options, arguments.evaluate), arguments.evaluate)
+        replay(
+            recording, choose_options(recording, options, arguments.evaluate), arguments.evaluate
+        )
 
     run_job(job)
 

@@ -35,18 +35,32 @@ NUM_SAMPLES = 30  # groups of which a page shows samples, those of all its runs 
 STILL_GOING_S = 60  # a run whose last record is younger may be going on
 COLORS = ("#2f6fb5", "#d9772b", "#3d9970")
 MACHINE_COLORS = (*COLORS, "#8d6cc4", "#e3b505", "#e57373", "#6fb1e8", "#7a4a1e")
-LAG_COLORS = {"0": "#6fb1e8", "1": "#3f83cc", "2": "#4457b0", "3-4": "#7a3fa5", "5-8": "#a8266f", "9+": "#8c1030"}
+LAG_COLORS = {
+    "0": "#6fb1e8",
+    "1": "#3f83cc",
+    "2": "#4457b0",
+    "3-4": "#7a3fa5",
+    "5-8": "#a8266f",
+    "9+": "#8c1030",
+}
 """Of the lag buckets of asyncrl/trainer/lag_stats.py, which needs torch; fresh to stale."""
 _PAGE = tomllib.loads(Path(__file__).with_name("report_page.toml").read_text(encoding="utf-8"))
 CURVES, MACHINE_CURVES = _PAGE["charts"], _PAGE["machine_charts"]
 CURVES |= {
     "Clip fraction by lag, steps": {f"loss/clipped/lag_{lag}": f"lag {lag}" for lag in LAG_COLORS},
-    "Effective sample size by lag, steps": {f"loss/ess/lag_{lag}": f"lag {lag}" for lag in LAG_COLORS},
-    "Trainer's time, share of each step": {f"trainer_time/{state}": state for state in TRAINER_STATES},
-    "Workers' time, share, all workers together": {f"worker_time/{state}": state for state in WORKER_STATES},
+    "Effective sample size by lag, steps": {
+        f"loss/ess/lag_{lag}": f"lag {lag}" for lag in LAG_COLORS
+    },
+    "Trainer's time, share of each step": {
+        f"trainer_time/{state}": state for state in TRAINER_STATES
+    },
+    "Workers' time, share, all workers together": {
+        f"worker_time/{state}": state for state in WORKER_STATES
+    },
 }
 """Charts over steps: title, metrics and what to call them."""
-WHOLE_REWARD = ("reward/mean", "reward/std", "reward/zero_variance_groups")  # others are named parts of it
+# others are named parts of it
+WHOLE_REWARD = ("reward/mean", "reward/std", "reward/zero_variance_groups")
 
 
 def make_page(run: Run, timeline: Timeline, now: float) -> dict:
@@ -76,40 +90,77 @@ def make_comparison(runs: list[Run]) -> dict:
     options, of_runs = differing_options(runs), dict(zip(names(runs), runs, strict=True))
     facts, summaries, drawn, samples = {}, {}, {}, []
     for (name, run), color in zip(of_runs.items(), itertools.cycle(MACHINE_COLORS)):
-        config, made = run.info["config"], f"{run.metrics['step'].iloc[-1]} of {run.info['config']['steps']} steps"
-        facts[name] = ", ".join([*(f"{option} = {show(config.get(option))}" for option in options), made])
+        config, made = (
+            run.info["config"],
+            f"{run.metrics['step'].iloc[-1]} of {run.info['config']['steps']} steps",
+        )
+        facts[name] = ", ".join(
+            [*(f"{option} = {show(config.get(option))}" for option in options), made]
+        )
         summaries[name] = readable_summary(run.metrics)
         for title, x, series in single_curves(run.metrics):
             chart = drawn.setdefault(title, {"title": title, "x": x, "series": []})
             chart["series"].append(series | {"name": name, "color": color})
-        samples += [{"run": name, **sample} for sample in choose_samples(run.samples, NUM_SAMPLES // len(runs))]
+        samples += [
+            {"run": name, **sample}
+            for sample in choose_samples(run.samples, NUM_SAMPLES // len(runs))
+        ]
     labels = dict.fromkeys(label for summary in summaries.values() for label in summary)
-    cells = [[label, *(summary.get(label, "–") for summary in summaries.values())] for label in labels]
-    table = {"title": "What people look at first", "headings": ["", *of_runs], "rows": cells, "meanings": {}}
-    page = {"is_one": False, "title": f"{len(runs)} runs", "facts": facts, "numbers": {}, "missing": []}
-    return page | {"charts": [*drawn.values()], "timeline": None, "tables": [table], "samples": samples}
+    cells = [
+        [label, *(summary.get(label, "–") for summary in summaries.values())] for label in labels
+    ]
+    table = {
+        "title": "What people look at first",
+        "headings": ["", *of_runs],
+        "rows": cells,
+        "meanings": {},
+    }
+    page = {
+        "is_one": False,
+        "title": f"{len(runs)} runs",
+        "facts": facts,
+        "numbers": {},
+        "missing": [],
+    }
+    return page | {
+        "charts": [*drawn.values()],
+        "timeline": None,
+        "tables": [table],
+        "samples": samples,
+    }
 
 
 def render(page: dict) -> str:
     """The page as HTML that needs nothing but itself; all that a run has written is escaped."""
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     timeline = page["timeline"] or Timeline(0.0, 0.0, [])
     shown = {"duration": timeline.duration, "fields": TRAJECTORY_FIELDS, "colors": STATE_COLORS}
-    data = {"charts": page["charts"], "timeline": shown | {"lanes": [lane.data() for lane in timeline.lanes]}}
+    data = {
+        "charts": page["charts"],
+        "timeline": shown | {"lanes": [lane.data() for lane in timeline.lanes]},
+    }
     return environment.get_template("report_page.html").render(page=page, data=data)
 
 
 def facts(run: Run, timeline: Timeline, now: float) -> dict[str, str]:
     """What was run, on what, how it differs from the default job, and how it ended."""
     info, hardware = run.info, run.info["hardware"]
-    gpus = ", ".join(f"{count} × {name}" for name, count in Counter(hardware["gpus"]).items()) or "no GPU"
+    gpus = (
+        ", ".join(f"{count} × {name}" for name, count in Counter(hardware["gpus"]).items())
+        or "no GPU"
+    )
     ranks = f"{info['world_size']} trainer rank{'s' * (info['world_size'] > 1)}"
     steps = [bar for bar in timeline.lanes[0].bars if bar.kind == "step"]
     before, last = (steps[0].start, steps[-1].end) if steps else (0.0, timeline.duration)
-    times = [timedelta(seconds=round(s)) for s in (timeline.duration, before, timeline.duration - last)]
+    times = [
+        timedelta(seconds=round(s)) for s in (timeline.duration, before, timeline.duration - last)
+    ]
     lasted = ", lasted {}, {} of it before the first step and {} after the last".format(*times)
     shown = {
         "command": shlex.join(info["command"]),
@@ -118,7 +169,9 @@ def facts(run: Run, timeline: Timeline, now: float) -> dict[str, str]:
         "options": changed_options(info["config"]) or "all at their defaults",
         "commit": commit(info["git_commit"], info["git_diff"]),
         "hardware": f"{hardware['cpu_cores']} CPU cores ({hardware['cpu']}), {gpus}; {ranks}",
-        "packages": ", ".join([*map(" ".join, info["packages"].items()), f"Python {info['python']}"]),
+        "packages": ", ".join(
+            [*map(" ".join, info["packages"].items()), f"Python {info['python']}"]
+        ),
     }
     advice = extras.find("advice")
     if advice is not None:
@@ -134,7 +187,8 @@ def facts(run: Run, timeline: Timeline, now: float) -> dict[str, str]:
 def outcome(run: Run, timeline: Timeline, now: float) -> str:
     """Whether all steps were made, and what stopped the run if it says so."""
     done, wanted = run.metrics["step"].iloc[-1], run.info["config"]["steps"]
-    deaths = sum("exit_code" in event for event in rows(run.events["worker_died"]))  # else its machine has left
+    # else its machine has left
+    deaths = sum("exit_code" in event for event in rows(run.events["worker_died"]))
     suffix = f"; worker deaths: {deaths}" if deaths else ""
     if joined := len(run.events["machine_joined"]):
         suffix += f"; machines that joined: {joined}, that left before the end: {len(run.events['machine_left'])}"
@@ -150,8 +204,14 @@ def outcome(run: Run, timeline: Timeline, now: float) -> str:
 
 def changed_options(config: dict) -> str:
     """The options that are not at the default of this version of asyncrl/config.py; JSON has lists for its tuples."""
-    defaults = {name: list(v) if isinstance(v, tuple) else v for name, v in Config().as_dict().items()}
-    changed = {name: value for name, value in config.items() if name not in defaults or value != defaults[name]}
+    defaults = {
+        name: list(v) if isinstance(v, tuple) else v for name, v in Config().as_dict().items()
+    }
+    changed = {
+        name: value
+        for name, value in config.items()
+        if name not in defaults or value != defaults[name]
+    }
     return ", ".join(f"{name} = {show(value)}" for name, value in changed.items())
 
 
@@ -160,8 +220,14 @@ def commit(sha: str | None, diff: str | None) -> str:
     if sha is None:
         return "unknown: not run from a git checkout"
     files = re.findall(r"^diff --git a/.* b/(.*)$", diff or "", re.MULTILINE)
-    added, removed = (len(re.findall(rf"^[{s}](?![{s}]{{2}})", diff or "", re.MULTILINE)) for s in "+-")
-    return f"{sha}, " + (f"dirty: +{added} −{removed} lines in {', '.join(files)} (see run.json)" if diff else "clean")
+    added, removed = (
+        len(re.findall(rf"^[{s}](?![{s}]{{2}})", diff or "", re.MULTILINE)) for s in "+-"
+    )
+    return f"{sha}, " + (
+        f"dirty: +{added} −{removed} lines in {', '.join(files)} (see run.json)"
+        if diff
+        else "clean"
+    )
 
 
 def charts(metrics: pd.DataFrame) -> tuple[list[dict], list[str]]:
@@ -171,15 +237,26 @@ def charts(metrics: pd.DataFrame) -> tuple[list[dict], list[str]]:
     colors, possible = STATE_COLORS | {f"lag {lag}": color for lag, color in LAG_COLORS.items()}, []
     for x, label in (("samples", "samples"), ("seconds", "seconds since the first step began")):
         rewards = curve("reward", COLORS[0], reached[x][metrics["step"]], metrics["reward/mean"])
-        accuracies = curve("held-out accuracy", COLORS[1], reached[x][accuracy.index], accuracy, marked=True)
+        accuracies = curve(
+            "held-out accuracy", COLORS[1], reached[x][accuracy.index], accuracy, marked=True
+        )
         title = f"Reward and held-out accuracy over {x.replace('seconds', 'time')}"
         possible.append({"title": title, "x": label, "series": [rewards, accuracies]})
     parts = [name for name in metrics if name.startswith("reward/") and name not in WHOLE_REWARD]
-    of_parts = {"Parts of the reward, mean": {name: name.removeprefix("reward/") for name in parts}} if parts else {}
+    of_parts = (
+        {"Parts of the reward, mean": {name: name.removeprefix("reward/") for name in parts}}
+        if parts
+        else {}
+    )
     for title, labels in (of_parts | CURVES).items():
         there = [(name, label) for name, label in labels.items() if name in metrics]
         series = [
-            curve(label, colors.get(label, MACHINE_COLORS[index % len(MACHINE_COLORS)]), metrics["step"], metrics[name])
+            curve(
+                label,
+                colors.get(label, MACHINE_COLORS[index % len(MACHINE_COLORS)]),
+                metrics["step"],
+                metrics[name],
+            )
             for index, (name, label) in enumerate(there)
             if label not in STATE_COLORS or metrics[name].any()
         ]
@@ -187,21 +264,33 @@ def charts(metrics: pd.DataFrame) -> tuple[list[dict], list[str]]:
     for chart in possible:
         chart["series"] = [series for series in chart["series"] if series["points"]]
     missing = [chart["title"] for chart in possible if not chart["series"]]
-    return [chart for chart in possible if chart["series"]], ["Held-out accuracy"] * accuracy.empty + missing
+    return [chart for chart in possible if chart["series"]], [
+        "Held-out accuracy"
+    ] * accuracy.empty + missing
 
 
 def single_curves(metrics: pd.DataFrame) -> Iterator[tuple[str, str, dict]]:
     """Every curve of a run by a title of its own, with the name of its x."""
     for chart in charts(metrics)[0]:
-        is_alone = len(CURVES.get(chart["title"], "..")) == 1  # those over samples and over time have two
+        # those over samples and over time have two
+        is_alone = len(CURVES.get(chart["title"], "..")) == 1
         for series in chart["series"]:
-            yield chart["title"] if is_alone else f"{chart['title']}: {series['name']}", chart["x"], series
+            yield (
+                chart["title"] if is_alone else f"{chart['title']}: {series['name']}",
+                chart["x"],
+                series,
+            )
 
 
 def curve(name: str, color: str, x: pd.Series, y: pd.Series, marked: bool = False) -> dict:
     """One curve of a chart; `marked` draws each point, as for rare measurements."""
     pairs = zip(x.to_numpy(float).tolist(), y.to_numpy(float).tolist(), strict=True)
-    return {"name": name, "color": color, "marked": marked, "points": [pair for pair in pairs if pair[1] == pair[1]]}
+    return {
+        "name": name,
+        "color": color,
+        "marked": marked,
+        "points": [pair for pair in pairs if pair[1] == pair[1]],
+    }
 
 
 def ledgers(metrics: pd.DataFrame) -> list[dict]:
@@ -210,7 +299,9 @@ def ledgers(metrics: pd.DataFrame) -> list[dict]:
     for unit, source in (("groups", "issued"), ("tokens", "generated")):
         ledger = metrics.iloc[-1].filter(like=f"ledger/{unit}_").dropna().astype(int)
         ledger.index = (
-            ledger.index.str.removeprefix(f"ledger/{unit}_").str.replace("_", ": ", n=1).str.replace("_", " ")
+            ledger.index.str.removeprefix(f"ledger/{unit}_")
+            .str.replace("_", ": ", n=1)
+            .str.replace("_", " ")
         )
         if len(ledger):
             tables.append(shares(f"Where the {unit} went", unit, ledger.drop(source), source))
@@ -219,7 +310,11 @@ def ledgers(metrics: pd.DataFrame) -> list[dict]:
 
 def trainer_time(metrics: pd.DataFrame) -> list[dict]:
     """Where the time of the trainer's steps went; the states sum to all of it."""
-    columns = {f"trainer_time/{state}": state for state in TRAINER_STATES if f"trainer_time/{state}" in metrics}
+    columns = {
+        f"trainer_time/{state}": state
+        for state in TRAINER_STATES
+        if f"trainer_time/{state}" in metrics
+    }
     spent = metrics[[*columns]].rename(columns=columns).mul(metrics["time/step_s"], axis=0).sum()
     spent = spent[spent > 0]
     title = "Where the trainer's time went, rank 0"
@@ -229,7 +324,11 @@ def trainer_time(metrics: pd.DataFrame) -> list[dict]:
 def workers_time(timeline: Timeline) -> list[dict]:
     """Where the time of the workers went, from their starts to their ends; the states sum to all of it."""
     spent = pd.DataFrame(
-        (lane.name, ": ".join([bar.kind, *filter(None, [bar.details.get("why")])]), bar.end - bar.start)
+        (
+            lane.name,
+            ": ".join([bar.kind, *filter(None, [bar.details.get("why")])]),
+            bar.end - bar.start,
+        )
         for lane in timeline.lanes[2:]
         for bar in lane.bars
         if bar.kind in WORKER_STATES
@@ -239,61 +338,118 @@ def workers_time(timeline: Timeline) -> list[dict]:
     of_worker = spent.pivot_table(values=2, index=1, columns=0, aggfunc="sum", fill_value=0.0)
     together = of_worker.sum(axis=1).sort_values(ascending=False)
     each = (of_worker / of_worker.sum()).agg(["min", "max"], axis=1)
-    ranges = {name: f"{low:.1%} … {high:.1%}" for name, low, high in each.itertuples()} if len(of_worker.T) > 1 else {}
-    return [shares("Where the workers' time went", "worker-seconds", together, "all workers", WORKER_STATES, ranges)]
+    ranges = (
+        {name: f"{low:.1%} … {high:.1%}" for name, low, high in each.itertuples()}
+        if len(of_worker.T) > 1
+        else {}
+    )
+    return [
+        shares(
+            "Where the workers' time went",
+            "worker-seconds",
+            together,
+            "all workers",
+            WORKER_STATES,
+            ranges,
+        )
+    ]
 
 
 def of_machines(run: Run) -> dict[str, dict[str, list[dict]]]:
     """The events of each machine that joined, and of its engines, by kind; those that sampled most first."""
     of_workers, found = {}, defaultdict(lambda: defaultdict(list))
-    for kind in ("machine_joined", "machine_left", "machine", "worker_started", "trajectory", "mismatch"):
+    for kind in (
+        "machine_joined",
+        "machine_left",
+        "machine",
+        "worker_started",
+        "trajectory",
+        "mismatch",
+    ):
         for event in rows(run.events[kind]):
             worker = event["node"], event.get("worker")
             if kind == "worker_started":
                 of_workers[worker] = event.get("machine")
             if name := event.get("machine", of_workers.get(worker)):
                 found[name][kind].append(event)
-    return dict(sorted(found.items(), key=lambda item: -sum(event["tokens"] for event in item[1]["trajectory"])))
+    return dict(
+        sorted(
+            found.items(), key=lambda item: -sum(event["tokens"] for event in item[1]["trajectory"])
+        )
+    )
 
 
 def machine_charts(machines: dict, start: float) -> list[dict]:
     """Charts of the machines that sampled most, as many as there are colours, over the time since `start`."""
     drawn = []
     for name, title in MACHINE_CURVES.items():
-        chart = {"title": f"{title}, by machine", "x": "seconds since the run's start", "series": []}
+        chart = {
+            "title": f"{title}, by machine",
+            "x": "seconds since the run's start",
+            "series": [],
+        }
         for (machine, events), color in zip(machines.items(), MACHINE_COLORS, strict=False):
             told = events["machine"] + events["mismatch"]
             points = [(event["time"] - start, event[name]) for event in told if name in event]
-            chart["series"] += [{"name": machine, "color": color, "marked": False, "points": points}] * bool(points)
+            chart["series"] += [
+                {"name": machine, "color": color, "marked": False, "points": points}
+            ] * bool(points)
         drawn += [chart] * bool(chart["series"])
     return drawn
 
 
 def machine_table(machines: dict) -> list[dict]:
     """A row for each machine, those that sampled most first, and one for all; none if none joined."""
-    of_all = {kind: [e for one in machines.values() for e in one[kind]] for one in machines.values() for kind in one}
+    of_all = {
+        kind: [e for one in machines.values() for e in one[kind]]
+        for one in machines.values()
+        for kind in one
+    }
     named = [*machines.items(), (f"all {len(machines)}", defaultdict(list, of_all))]
     shown = [machine_row(name, events) for name, events in named if events]
     title, cells = "What machines did that joined", [list(row.values()) for row in shown]
-    return [{"title": title, "headings": [*row], "rows": cells, "meanings": {}} for row in shown[:1]]
+    return [
+        {"title": title, "headings": [*row], "rows": cells, "meanings": {}} for row in shown[:1]
+    ]
 
 
 def machine_row(name: str, events: dict[str, list[dict]]) -> dict[str, str]:
     """What one machine, or all, did: heading and cell."""
     left, told, sampled = events["machine_left"], events["machine"], events["trajectory"]
-    times, tokens = [e["time"] for of_kind in events.values() for e in of_kind], sum(e["tokens"] for e in sampled)
+    times, tokens = (
+        [e["time"] for of_kind in events.values() for e in of_kind],
+        sum(e["tokens"] for e in sampled),
+    )
     lags, there_s = [event["lag"] for event in told if "lag" in event], max(times) - min(times)
-    row = {"machine": name, "there, s": f"{there_s:.1f}", "responses": f"{len(sampled)}", "tokens": f"{tokens}"}
-    row |= {"tokens/s": f"{tokens / max(1e-3, there_s):.1f}", "lag": f"{fmean(lags):.2f}" if lags else ""}
-    row |= {f"MB {way}": f"{sum(event[f'mb_{way}'] for event in told):.1f}" for way in ("sent", "received")}
-    row["mismatch, k3"] = f"{max((event['mismatch/k3'] for event in events['mismatch']), default=float('nan')):.2g}"
-    return row | {"why it left": left[0]["why"] if left and len(events["machine_joined"]) == 1 else ""}
+    row = {
+        "machine": name,
+        "there, s": f"{there_s:.1f}",
+        "responses": f"{len(sampled)}",
+        "tokens": f"{tokens}",
+    }
+    row |= {
+        "tokens/s": f"{tokens / max(1e-3, there_s):.1f}",
+        "lag": f"{fmean(lags):.2f}" if lags else "",
+    }
+    row |= {
+        f"MB {way}": f"{sum(event[f'mb_{way}'] for event in told):.1f}"
+        for way in ("sent", "received")
+    }
+    row["mismatch, k3"] = (
+        f"{max((event['mismatch/k3'] for event in events['mismatch']), default=float('nan')):.2g}"
+    )
+    return row | {
+        "why it left": left[0]["why"] if left and len(events["machine_joined"]) == 1 else ""
+    }
 
 
 def shares(title: str, unit: str, spent: pd.Series, whole: str, meanings=None, ranges=None) -> dict:
     """A table: a row per name with its number, share and perhaps range; their sum; what the names mean."""
     total, form = spent.sum(), "{}" if spent.dtype.kind == "i" else "{:.2f}"
-    rows = [[name, form.format(n), f"{n / (total or 1):.1%}"] for name, n in [*spent.items(), (whole, total)]]
+    rows = [
+        [name, form.format(n), f"{n / (total or 1):.1%}"]
+        for name, n in [*spent.items(), (whole, total)]
+    ]
     if ranges:
         rows = [[*row, ranges.get(row[0], "")] for row in rows]
     headings = ["state" if meanings else "", unit, "share", *["of one worker"] * bool(ranges)]
@@ -311,13 +467,20 @@ def choose_samples(samples: pd.DataFrame, num_groups: int) -> list[dict]:
             sample["right answer"] = sample.pop("answer")
         groups.setdefault((sample["step"], sample.get("group")), []).append(sample)
     count, chosen = min(len(groups), max(1, num_groups)), []
-    kept = [list(groups.values())[round(i * (len(groups) - 1) / max(1, count - 1))] for i in range(count)]
+    kept = [
+        list(groups.values())[round(i * (len(groups) - 1) / max(1, count - 1))]
+        for i in range(count)
+    ]
     for members in kept:
-        worst, *_, best = ranked = sorted([members[0], *members], key=lambda sample: sample.get("reward", -1e9))
+        worst, *_, best = ranked = sorted(
+            [members[0], *members], key=lambda sample: sample.get("reward", -1e9)
+        )
         if best.get("reward") == worst.get("reward"):
             chosen.append(ranked[0])
         else:
-            chosen += [{"of its group": word, **one} for word, one in (("best", best), ("worst", worst))]
+            chosen += [
+                {"of its group": word, **one} for word, one in (("best", best), ("worst", worst))
+            ]
     return chosen
 
 
@@ -351,10 +514,14 @@ def main() -> None:
         parser.error("--trace is of one run; leave it out, or give one")
     try:
         runs = [load(path) for path in arguments.runs]
-        written = [write_comparison(runs)] if len(runs) > 1 else write_report(runs[0], arguments.trace)
+        written = (
+            [write_comparison(runs)] if len(runs) > 1 else write_report(runs[0], arguments.trace)
+        )
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    summaries = {name: readable_summary(run.metrics) for name, run in zip(names(runs), runs, strict=True)}
+    summaries = {
+        name: readable_summary(run.metrics) for name, run in zip(names(runs), runs, strict=True)
+    }
     print(pd.DataFrame(summaries).to_string(na_rep="-"))
     print(*(f"{path.stem}: {path}" for path in written), sep="\n")
 

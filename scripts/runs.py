@@ -53,7 +53,10 @@ class Run:
     @cached_property
     def events(self) -> dict[str, pd.DataFrame]:
         """The events of all nodes by kind, in the order written; an empty frame for a kind that did not occur."""
-        files = {int(p.parent.name.removeprefix("node_")): p for p in self.path.glob("node_*/events.jsonl")}
+        files = {
+            int(p.parent.name.removeprefix("node_")): p
+            for p in self.path.glob("node_*/events.jsonl")
+        }
         by_kind = defaultdict(list)
         for node, file in sorted({0: self.path / "events.jsonl", **files}.items()):
             for event in read_events(file, self._cut):
@@ -80,11 +83,15 @@ def load(path: str | Path) -> Run:
     path, cut = Path(path), []
     for name in ("metrics.jsonl", "run.json"):
         if not (path / name).exists():
-            raise ValueError(f"{path / name} does not exist; give the directory of a run, as in runs/NAME")
+            raise ValueError(
+                f"{path / name} does not exist; give the directory of a run, as in runs/NAME"
+            )
     try:
         info = read_header(path)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path / 'run.json'} is not JSON: {error}; restore it, or take another run") from None
+        raise ValueError(
+            f"{path / 'run.json'} is not JSON: {error}; restore it, or take another run"
+        ) from None
     if "config" in info:
         info["config"] = todays_options(info["config"])
     metrics = read(path / "metrics.jsonl", cut)
@@ -120,14 +127,21 @@ def frame(records: list[dict]) -> pd.DataFrame:
     """A row per record and a column per name; where one is missing it is NA, and whole numbers stay whole (Int64)."""
     known = dict.fromkeys(name for record in records for name in record)
     columns = {name: [record.get(name) for record in records] for name in known}
-    kinds = {name: {type(value) for value in values} - {type(None)} for name, values in columns.items()}
-    return pd.DataFrame({n: pd.array(v, "Int64") if kinds[n] == {int} else v for n, v in columns.items()})
+    kinds = {
+        name: {type(value) for value in values} - {type(None)} for name, values in columns.items()
+    }
+    return pd.DataFrame(
+        {n: pd.array(v, "Int64") if kinds[n] == {int} else v for n, v in columns.items()}
+    )
 
 
 def rows(table: pd.DataFrame) -> list[dict]:
     """The rows of a frame as plain dicts, each without what is missing in it."""
     records = zip(table.to_dict("records"), table.notna().to_dict("records"), strict=True)
-    return [{name: value for name, value in record.items() if is_there[name]} for record, is_there in records]
+    return [
+        {name: value for name, value in record.items() if is_there[name]}
+        for record, is_there in records
+    ]
 
 
 def names(runs: list[Run]) -> list[str]:
@@ -141,7 +155,9 @@ def evaluations(metrics: pd.DataFrame) -> pd.Series:
     if "eval/accuracy" not in metrics:
         return pd.Series(dtype=float)
     evaluated = metrics.dropna(subset="eval/accuracy")  # null: nothing could be scored
-    return pd.Series(evaluated["eval/accuracy"].to_numpy(float), evaluated["eval/policy_version"].to_numpy(int))
+    return pd.Series(
+        evaluated["eval/accuracy"].to_numpy(float), evaluated["eval/policy_version"].to_numpy(int)
+    )
 
 
 def progress(metrics: pd.DataFrame) -> pd.DataFrame:
@@ -160,7 +176,11 @@ def summarise(metrics: pd.DataFrame) -> dict[str, float | None]:
     staleness_settled over the last half of them, when a publish delay has run in.
     """
     rewards, staleness = metrics["reward/mean"], metrics["staleness/mean"]
-    tenth, seconds, last = max(1, len(metrics) // 10), float(metrics["time/step_s"].sum()), metrics.iloc[-1]
+    tenth, seconds, last = (
+        max(1, len(metrics) // 10),
+        float(metrics["time/step_s"].sum()),
+        metrics.iloc[-1],
+    )
     accuracies, is_sampled = evaluations(metrics).tolist() or [None], "tokens/generated" in metrics
     return {
         "steps": int(last["step"]), "samples": int(last["samples"]), "seconds": seconds,
@@ -178,4 +198,8 @@ def summarise(metrics: pd.DataFrame) -> dict[str, float | None]:
 def readable_summary(metrics: pd.DataFrame) -> dict[str, str]:
     """What people look at first, by its label; nothing for what was not measured."""
     summary = summarise(metrics)
-    return {label: form.format(summary[key]) for key, (label, form) in SUMMARY.items() if summary[key] is not None}
+    return {
+        label: form.format(summary[key])
+        for key, (label, form) in SUMMARY.items()
+        if summary[key] is not None
+    }

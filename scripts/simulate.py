@@ -31,19 +31,34 @@ def run(scenario: Scenario, seed: int) -> dict:
         for arm, outcome in outcomes.items()
     }
     cpu_s = round(time.process_time() - start, 1)
-    return {"scenario": scenario.name, "tail": scenario.tail, "seed": seed, "arms": arms, "cpu_s": cpu_s}
+    return {
+        "scenario": scenario.name,
+        "tail": scenario.tail,
+        "seed": seed,
+        "arms": arms,
+        "cpu_s": cpu_s,
+    }
 
 
 def main() -> None:
     """Read the command line, run what was chosen, seed by seed, and write records and table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "simulation", help="folder of the records")
-    parser.add_argument("--only", nargs="+", help="mechanisms, or names of comparisons, see scenarios.toml")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each arm (n), each with problems of its own")
-    parser.add_argument("--report", action="store_true", help="simulate nothing, write the table again")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "results" / "simulation", help="folder of the records"
+    )
+    parser.add_argument(
+        "--only", nargs="+", help="mechanisms, or names of comparisons, see scenarios.toml"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="runs of each arm (n), each with problems of its own"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="simulate nothing, write the table again"
+    )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    gc.set_threshold(100_000)  # objects that live for a whole run make collections long, and all of them are kept
+    # objects that live for a whole run make collections long, and all of them are kept
+    gc.set_threshold(100_000)
     try:
         if arguments.seeds < 1:
             raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
@@ -52,7 +67,10 @@ def main() -> None:
             made = run(scenario, seed)
             report.replace(made | made_by, arguments.out / "simulation.jsonl")
             values = " → ".join(f"{arm[scenario.measure]:.4g}" for arm in made["arms"].values())
-            print(f"seed {seed}, {scenario.name}, tail {scenario.tail:g}: {values}  ({made['cpu_s']} s)", flush=True)
+            print(
+                f"seed {seed}, {scenario.name}, tail {scenario.tail:g}: {values}  ({made['cpu_s']} s)",
+                flush=True,
+            )
         report.write(arguments.out)
     except ValueError as error:
         parser.error(str(error))

@@ -38,7 +38,10 @@ def cells_of(part: str) -> list[dict]:
 
 def whole(part: str, least: int = grids.MIN_SEEDS) -> list[dict]:
     """The records of a part's seeds of which no cell is missing; none of fewer than `least` such seeds."""
-    found = {grids.key(record["cell"]): record for record in grids.read_records(RESULTS / part / "cells.jsonl")}
+    found = {
+        grids.key(record["cell"]): record
+        for record in grids.read_records(RESULTS / part / "cells.jsonl")
+    }
     missing = {cell["seed"] for cell in cells_of(part) if grids.key(cell) not in found}
     there = [found[grids.key(cell)] for cell in cells_of(part) if cell["seed"] not in missing]
     return there if len({record["cell"]["seed"] for record in there}) >= least else []
@@ -46,7 +49,9 @@ def whole(part: str, least: int = grids.MIN_SEEDS) -> list[dict]:
 
 def not_run(part: str) -> list[str]:
     there, wanted = len(grids.read_records(RESULTS / part / "cells.jsonl")), len(cells_of(part))
-    return [f"*Not run yet: `--study {part}` has {there} of {wanted} runs, too few complete seeds.*"]
+    return [
+        f"*Not run yet: `--study {part}` has {there} of {wanted} runs, too few complete seeds.*"
+    ]
 
 
 def was_run() -> list[str]:
@@ -54,12 +59,18 @@ def was_run() -> list[str]:
     rows, records = [], []
     for part in WHAT:
         cells, kept = cells_of(part), grids.read_records(RESULTS / part / "cells.jsonl")
-        seeds, wanted = {record["cell"]["seed"] for record in whole(part, 1)}, {cell["seed"] for cell in cells}
+        seeds, wanted = (
+            {record["cell"]["seed"] for record in whole(part, 1)},
+            {cell["seed"] for cell in cells},
+        )
         failed = sum("error" in record for record in kept)
         counts = f"{len(kept)} of {len(cells)}", f"{len(seeds)} of {len(wanted)}", failed
         rows.append([f"`{part}`", WHAT[part], *counts, _commits(kept)])
         records += kept
-    total, machines = sum(len(cells_of(part)) for part in WHAT), [record["hardware"] for record in records]
+    total, machines = (
+        sum(len(cells_of(part)) for part in WHAT),
+        [record["hardware"] for record in records],
+    )
     made = sorted({f"{machine['cpu_cores']} cores of {machine['cpu']}" for machine in machines})
     text = f"A run is `torchrun train_async.py` with the `options` of its record, on {', '.join(made)}."
     rewards: dict[tuple, list[str]] = {}
@@ -98,10 +109,16 @@ def _lags(part: str, path: Path, changed_ns: int) -> pd.DataFrame:
     if not records or (found := grids.differences(records)).empty:
         return pd.DataFrame()
     found["setting"] = "lag " + found["setting"].str.extract(r"delay` (\d+)", expand=False)
-    fresh = {(r["cell"]["algo"], r["cell"]["seed"]): r for r in records if not r["cell"]["publish_delay"]}
-    both = [(run, fresh["grpo", seed]) for (algo, seed), run in fresh.items() if algo == "reinforce"]
+    fresh = {
+        (r["cell"]["algo"], r["cell"]["seed"]): r for r in records if not r["cell"]["publish_delay"]
+    }
+    both = [
+        (run, fresh["grpo", seed]) for (algo, seed), run in fresh.items() if algo == "reinforce"
+    ]
     rounding = [grids.difference(*pair, found["end"].iloc[0]) for pair in both]
-    return pd.concat([found, pd.DataFrame([{"loss": NOISE, "setting": NOISE, **one} for one in rounding])])
+    return pd.concat(
+        [found, pd.DataFrame([{"loss": NOISE, "setting": NOISE, **one} for one in rounding])]
+    )
 
 
 def cost(part: str, measured: str) -> list[str]:
@@ -152,14 +169,28 @@ def order(part: str = "lag") -> list[str]:
     for loss in level:
         below = [f"`{row.loss}`" for row in stay[stay["setting"] == loss].itertuples()]
         seeds = level[loss].dropna().tolist()
-        said = grids.shown(seeds, "{:.3f}"), f"{min(seeds):.3f}", len(seeds), ", ".join(below) or "none"
+        said = (
+            grids.shown(seeds, "{:.3f}"),
+            f"{min(seeds):.3f}",
+            len(seeds),
+            ", ".join(below) or "none",
+        )
         lines.append([f"`{loss}`", *said])
     return [
         f"- At lag {LATE}, {len(rows) - outside} of {len(rows)} pairs of losses have a 95 % t-interval, of their "
         f"difference by seed, that includes zero. {outside} leave it out, chance alone would have "
         f"{0.05 * len(rows):.1f} do so; {len(stay)} after Holm's correction over all {len(rows)}.",
         "",
-        *markdown(["loss", "level, mean (95 % t-interval)", "worst seed", "n", "above in pairs, after Holm"], lines),
+        *markdown(
+            [
+                "loss",
+                "level, mean (95 % t-interval)",
+                "worst seed",
+                "n",
+                "above in pairs, after Holm",
+            ],
+            lines,
+        ),
     ]
 
 
@@ -173,7 +204,9 @@ def same_order() -> list[str]:
     each = (compare_pairs(level[common])["says"] for level in (tiny, text))
     says = [of.where(of.isin((grids.BELOW, grids.ABOVE))) for of in each]
     both = says[0].notna() & says[1].notna()
-    found = f"{tau.statistic:+.2f}, two-sided p {tau.pvalue:.2f}".replace("-", "−", int(tau.statistic < 0))
+    found = f"{tau.statistic:+.2f}, two-sided p {tau.pvalue:.2f}".replace(
+        "-", "−", int(tau.statistic < 0)
+    )
     return [
         f"- Kendall's τ of the levels of {len(common)} losses at lag {LATE} is {found}, if any order were as likely.",
         f"- Of their {len(both)} pairs {says[0].notna().sum()} can be told apart on the tiny model and "
@@ -194,9 +227,16 @@ def rates() -> list[str]:
     usual = usual[usual["setting"] == f"lag {LATE}"].astype({"loss": str})
     both = found.astype({"loss": str}).merge(usual, on=["loss", "seed"], suffixes=("", "_usual"))
     both["setting"] = both["setting"].astype(str).str.replace(r"^.*?delay` \d+, ", "", regex=True)
-    rows, less = (grids.compare(one) for one in (both, both.assign(level=both["level"] - both["level_usual"])))
+    rows, less = (
+        grids.compare(one) for one in (both, both.assign(level=both["level"] - both["level_usual"]))
+    )
     grpo, defaults = both[both["loss"] == "grpo"], "`lr` 0.001 with one update a step"
-    bases = dict([*grpo.groupby("setting", sort=False)["base"], (defaults, grpo.groupby("seed")["base_usual"].first())])
+    bases = dict(
+        [
+            *grpo.groupby("setting", sort=False)["base"],
+            (defaults, grpo.groupby("seed")["base_usual"].first()),
+        ]
+    )
     fresh = "; ".join(f"{grids.shown(list(of), '{:.3f}')} at {at}" for at, of in bases.items())
     tables = [*grids.compact(less), "", "The cost itself:", "", *grids.compact(rows)]
     return [*grids.sentences(less), "", *tables, "", f"Fresh, `grpo` has a level of {fresh}."]
@@ -227,7 +267,12 @@ def by_time(records: list[dict]) -> pd.DataFrame:
     for pair, record in zip(pairs, runs, strict=True):
         rivals = (other for of, other in zip(pairs, runs, strict=True) if of == pair)
         until = min(_ends(other)[grids.reward_by_version(other).index[-1] + 1] for other in rivals)
-        row = {"loss": pair[0], "seed": pair[1], "alpha": record["cell"]["async_ratio"], "seconds": until}
+        row = {
+            "loss": pair[0],
+            "seed": pair[1],
+            "alpha": record["cell"]["async_ratio"],
+            "seconds": until,
+        }
         row |= {"mean": over_time(record, 0, until), "late": over_time(record, 0.8 * until, until)}
         row |= {"steps": np.sum(_ends(record)[1:] <= until)}
         staleness = record["series"]["staleness_mean"]
@@ -237,7 +282,9 @@ def by_time(records: list[dict]) -> pd.DataFrame:
 
 def bought(runs: pd.DataFrame) -> pd.DataFrame:
     """What each α > 0 of a loss and seed has more than α = 0 after the same time."""
-    both = runs[runs["alpha"] > 0].merge(runs[runs["alpha"] == 0], on=["loss", "seed"], suffixes=("", "_0"))
+    both = runs[runs["alpha"] > 0].merge(
+        runs[runs["alpha"] == 0], on=["loss", "seed"], suffixes=("", "_0")
+    )
     both = both.assign(setting=[f"α = {alpha:g}" for alpha in both["alpha"]])
     less = {name: both[name] - both[f"{name}_0"] for name in ("mean", "late")}
     return both.assign(**less).sort_values("alpha", kind="stable")
@@ -248,10 +295,24 @@ def equal_time() -> list[str]:
     if (runs := by_time(whole("time"))).empty:
         return not_run("time")
     lines, found = [], bought(runs)
-    for measured, text in (("mean", "Mean reward up to that time"), ("late", "Mean reward in the last fifth of it")):
-        lines += [f"**{text}, α > 0 − α = 0.**", "", *grids.compact(grids.compare(found, measured)), ""]
+    for measured, text in (
+        ("mean", "Mean reward up to that time"),
+        ("late", "Mean reward in the last fifth of it"),
+    ):
+        lines += [
+            f"**{text}, α > 0 − α = 0.**",
+            "",
+            *grids.compact(grids.compare(found, measured)),
+            "",
+        ]
     by_alpha = [
-        [f"{alpha:g}", *(grids.shown(of.groupby("seed")[name].mean(), "{:.2f}") for name in ("steps", "staleness"))]
+        [
+            f"{alpha:g}",
+            *(
+                grids.shown(of.groupby("seed")[name].mean(), "{:.2f}")
+                for name in ("steps", "staleness")
+            ),
+        ]
         for alpha, of in runs.groupby("alpha")
     ]
     noise = runs[runs["alpha"] == 0].groupby("seed")["mean"].std().mean()
@@ -274,22 +335,41 @@ def best() -> list[str]:
         top = of.loc[of["values"].map(np.mean).idxmax()]
         first = "best at" if np.mean(top["values"]) > 0 else "best at α = 0. Next is"
         holds = f"{'also' if top['stays'] else 'not'} after Holm's correction over {len(rows)}"
-        said = top["says"] if top["says"] in (grids.FEW, grids.UNCLEAR) else f"{top['says']}, {holds}"
-        points.append(f"- `{loss}`: {first} {top['setting']}: {grids.shown(top['values'])} against α = 0, {said}.")
+        said = (
+            top["says"] if top["says"] in (grids.FEW, grids.UNCLEAR) else f"{top['says']}, {holds}"
+        )
+        points.append(
+            f"- `{loss}`: {first} {top['setting']}: {grids.shown(top['values'])} against α = 0, {said}."
+        )
     return points
 
 
 def in_short() -> list[str]:
     """What the study answers, a point for each interval that counts; and first, which question has no runs yet."""
-    answers = {"Which losses can be told apart": order()[:1], "Whether the order holds on both models": same_order()}
+    answers = {
+        "Which losses can be told apart": order()[:1],
+        "Whether the order holds on both models": same_order(),
+    }
     answers["What asynchrony gains in equal time: the best α by loss, in mean reward"] = best()
     for part, measured in (*((part, "level") for part in EXACT), ("smollm2", "final")):
-        said = grids.sentences(compare(found, measured)) if len(found := lags(part)) else not_run(part)
+        said = (
+            grids.sentences(compare(found, measured)) if len(found := lags(part)) else not_run(part)
+        )
         answers[f"What lag costs: {WHAT[part]}; {measured}, lagged − fresh"] = said
-    answers[f"What lag {LATE} costs at other rates, less what it costs with the defaults; level"] = rates()[:3]
-    lines, missing = [], [title for title, points in answers.items() if not points[0].startswith("-")]
+    answers[
+        f"What lag {LATE} costs at other rates, less what it costs with the defaults; level"
+    ] = rates()[:3]
+    lines, missing = (
+        [],
+        [title for title, points in answers.items() if not points[0].startswith("-")],
+    )
     if missing:
-        lines += ["**Not answered yet, as runs are missing:**", "", *(f"- {title}" for title in missing), ""]
+        lines += [
+            "**Not answered yet, as runs are missing:**",
+            "",
+            *(f"- {title}" for title in missing),
+            "",
+        ]
     for title in (title for title in answers if title not in missing):
         lines += [f"**{title}.**", "", *answers[title], ""]
     return lines[:-1]
@@ -299,7 +379,9 @@ def main() -> None:
     """Draw the figures from what is there."""
     found = {part: compare(of) for part in EXACT if len(of := lags(part))}
     if "lag" not in found:
-        raise SystemExit("error: no seed of results/study/lag is complete; scripts/ablate.py --study lag runs it")
+        raise SystemExit(
+            "error: no seed of results/study/lag is complete; scripts/ablate.py --study lag runs it"
+        )
     figures.draw_lags(found["lag"], RESULTS / "lag.png")
     late = {part: rows[rows["setting"] == f"lag {LATE}"] for part, rows in found.items()}
     tiny = pd.concat([rows for part, rows in late.items() if part != "smollm2"])

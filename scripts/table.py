@@ -41,25 +41,45 @@ def table(runs: list[Run], by: list[str] | None = None) -> list[str]:
     lines, made, is_cut, others = [], [], False, dict[str, None]()
     for (_, label), alike in sorted(groups.items(), key=lambda group: group[0]):
         summaries = [summarise(run.metrics) for run in alike]
-        cells = [spread([one[key] for one in summaries], template) for key, (_, template) in COLUMNS.items()]
-        steps = [(one["steps"], run.info["config"].get("steps", 0)) for one, run in zip(summaries, alike, strict=True)]
-        made.append(", ".join(dict.fromkeys(f"{done} of {max(done, wanted)}" for done, wanted in steps)))
+        cells = [
+            spread([one[key] for one in summaries], template)
+            for key, (_, template) in COLUMNS.items()
+        ]
+        steps = [
+            (one["steps"], run.info["config"].get("steps", 0))
+            for one, run in zip(summaries, alike, strict=True)
+        ]
+        made.append(
+            ", ".join(dict.fromkeys(f"{done} of {max(done, wanted)}" for done, wanted in steps))
+        )
         is_cut |= any(done < wanted for done, wanted in steps)
         lines.append([*label, *[str(len(alike))] * bool(by), *cells])
-        others |= dict.fromkeys(f"`{option}`" for option in differing_options(alike) if option != "seed")
+        others |= dict.fromkeys(
+            f"`{option}`" for option in differing_options(alike) if option != "seed"
+        )
     head = [*["run"] * (not by), *(f"`{option}`" for option in options), *["n"] * bool(by)]
     if is_cut:
-        lines = [[*line[: len(head)], text, *line[len(head) :]] for line, text in zip(lines, made, strict=True)]
+        lines = [
+            [*line[: len(head)], text, *line[len(head) :]]
+            for line, text in zip(lines, made, strict=True)
+        ]
         head.append("steps made")
     rows = markdown([*head, *(heading for heading, _ in COLUMNS.values())], lines)
-    return [*rows, *(["", f"Runs of one row also differ in {', '.join(others)}."] if others else [])]
+    return [
+        *rows,
+        *(["", f"Runs of one row also differ in {', '.join(others)}."] if others else []),
+    ]
 
 
 def differing_options(runs: list[Run]) -> list[str]:
     """The options that do not have one value in all runs, but for the names of the runs."""
     options = [run.info["config"] for run in runs]
     values = {name: {json.dumps(of.get(name)) for of in options} for of in options for name in of}
-    return [name for name, found in values.items() if len(found) > 1 and name not in ("run_name", "runs_dir")]
+    return [
+        name
+        for name, found in values.items()
+        if len(found) > 1 and name not in ("run_name", "runs_dir")
+    ]
 
 
 def show(value) -> str:
@@ -84,7 +104,11 @@ def spread(values: list[float | None], template: str) -> str:
     if not measured:
         return MISSING
     mean = template.format(statistics.mean(measured))
-    return mean if len(set(measured)) == 1 else f"{mean} ± {template.format(statistics.stdev(measured))}"
+    return (
+        mean
+        if len(set(measured)) == 1
+        else f"{mean} ± {template.format(statistics.stdev(measured))}"
+    )
 
 
 def main() -> None:

@@ -46,7 +46,10 @@ class Bar:
         if self.kind == "trajectory":
             values = [self.details.get(name) for name in TRAJECTORY_FIELDS]
             return [*span, *(values if values[-1] else values[:-1])]
-        values = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in self.details.items()}
+        values = {
+            key: f"{value:.4g}" if isinstance(value, float) else value
+            for key, value in self.details.items()
+        }
         text = [self.name, *(f"{key.replace('_', ' ')}: {value}" for key, value in values.items())]
         return [*span, self.kind, "\n".join(text)]
 
@@ -69,8 +72,13 @@ class Lane:
 
     def data(self) -> dict:
         """The lane for the page's script."""
-        bars = [[bar.data() for bar in self.bars if (bar.kind == "trajectory") is is_one] for is_one in (False, True)]
-        marks = [[start, kind, text] for _, start, _, kind, text in (mark.data() for mark in self.marks)]
+        bars = [
+            [bar.data() for bar in self.bars if (bar.kind == "trajectory") is is_one]
+            for is_one in (False, True)
+        ]
+        marks = [
+            [start, kind, text] for _, start, _, kind, text in (mark.data() for mark in self.marks)
+        ]
         shape = {"name": self.name, "named_rows": len(self.row_names), "rows": self.num_rows}
         return shape | {"bars": bars[0], "trajectories": bars[1], "marks": marks}
 
@@ -91,7 +99,10 @@ def build_timeline(run: Run) -> Timeline:
     started = datetime.fromisoformat(run.info["started_at"]).timestamp()
     times = [started, *(time for events in run.events.values() for time in events["time"])]
     start, end = min(times), max(times)
-    of_kind = {kind: [_since(start, event) for event in rows(events)] for kind, events in run.events.items()}
+    of_kind = {
+        kind: [_since(start, event) for event in rows(events)]
+        for kind, events in run.events.items()
+    }
     lanes = [_trainer(of_kind.get("step", []))]
     lanes.append(_evaluations(of_kind.get("evaluation", []), of_kind.get("trajectory", [])))
     if comings := of_kind.get("machine_joined", []) + of_kind.get("machine_left", []):
@@ -99,19 +110,33 @@ def build_timeline(run: Run) -> Timeline:
     of_worker: dict[tuple[int, int], dict[str, list[dict]]] = {}
     for kind, events in of_kind.items():
         for event in (event for event in events if "worker" in event):
-            of_worker.setdefault((event["node"], event["worker"]), {}).setdefault(kind, []).append(event)
+            of_worker.setdefault((event["node"], event["worker"]), {}).setdefault(kind, []).append(
+                event
+            )
     for (node, worker), mine in sorted(of_worker.items()):
         name = f"worker {node}.{worker}" if node else f"worker {worker}"
-        name += "".join(f" ({event['machine']})" for event in mine.get("worker_started", []) if "machine" in event)
+        name += "".join(
+            f" ({event['machine']})"
+            for event in mine.get("worker_started", [])
+            if "machine" in event
+        )
         lanes.append(_worker(name, mine, end - start))
     return Timeline(start, end - start, lanes)
 
 
 def _since(start: float, event: dict) -> dict:
     """The event with its Unix times as seconds since `start`."""
-    moved = {name: event[name] - start for name in ("time", "started_at", "ended_at", "until") if name in event}
-    moved["spans"] = [(state, *(time - start for time in span)) for state, *span in event.get("spans", [])]
-    moved["changes"] = [(time - start, state, reason) for time, state, reason in event.get("changes", [])]
+    moved = {
+        name: event[name] - start
+        for name in ("time", "started_at", "ended_at", "until")
+        if name in event
+    }
+    moved["spans"] = [
+        (state, *(time - start for time in span)) for state, *span in event.get("spans", [])
+    ]
+    moved["changes"] = [
+        (time - start, state, reason) for time, state, reason in event.get("changes", [])
+    ]
     return event | moved
 
 
@@ -119,7 +144,9 @@ def _trainer(steps: list[dict]) -> Lane:
     lane = Lane("trainer", ["steps", "states"])
     for event in (event for event in steps if event["node"] == 0):
         details, spans = {"step": event["step"]}, event["spans"]
-        lane.bars.append(Bar(0, spans[0][1], spans[-1][2], "step", f"step {event['step']}", details))
+        lane.bars.append(
+            Bar(0, spans[0][1], spans[-1][2], "step", f"step {event['step']}", details)
+        )
         lane.bars += [Bar(1, start, end, state, state, details) for state, start, end in spans]
     return lane
 
@@ -165,16 +192,25 @@ def _worker(name: str, mine: dict[str, list[dict]], end: float) -> Lane:
         details = {"version": version, "pause_s": pause_s}
         lane.bars.append(Bar(1, end - pause_s, end, "update", f"update v{version}", details))
     ordered = sorted(mine.get("trajectory", []), key=lambda event: event["started_at"])
-    spans = [(event["started_at"], max(event["started_at"], event["ended_at"])) for event in ordered]
+    spans = [
+        (event["started_at"], max(event["started_at"], event["ended_at"])) for event in ordered
+    ]
     for event, span, row in zip(ordered, spans, pack(spans), strict=True):
         details = {name: event[name] for name in TRAJECTORY_FIELDS if name in event}
         label = f"v{event['min_version']}" if "min_version" in event else "no tokens"
         lane.bars.append(Bar(row + 2, *span, "trajectory", label, details))
-    up, down = ("joined", "left") if lane.bars and lane.bars[0].kind == "away" else ("started", "died")
-    for kind, moment, told in (("ready", up, ("startup_s",)), ("died", down, ("exit_code", "tickets"))):
+    up, down = (
+        ("joined", "left") if lane.bars and lane.bars[0].kind == "away" else ("started", "died")
+    )
+    for kind, moment, told in (
+        ("ready", up, ("startup_s",)),
+        ("died", down, ("exit_code", "tickets")),
+    ):
         for event in mine.get(f"worker_{kind}", []):
             details = {name: event[name] for name in told if name in event}
-            lane.marks.append(Bar(0, event["time"], event["time"], moment, f"worker {moment}", details))
+            lane.marks.append(
+                Bar(0, event["time"], event["time"], moment, f"worker {moment}", details)
+            )
     return lane
 
 
@@ -182,7 +218,9 @@ def _states(mine: dict[str, list[dict]], end: float) -> list[Bar]:
     """A bar per state of a worker, from its first start to what is known last; without an end, to the run's."""
     changes, last = [], end
     kinds = ("worker_started", "worker_state", "worker_died", "worker_time")
-    for event in sorted((event for kind in kinds for event in mine.get(kind, [])), key=lambda event: event["time"]):
+    for event in sorted(
+        (event for kind in kinds for event in mine.get(kind, [])), key=lambda event: event["time"]
+    ):
         match event["event"]:
             case "worker_started" if "machine" in event:
                 changes.append((event["time"], "away", ""))
@@ -196,7 +234,8 @@ def _states(mine: dict[str, list[dict]], end: float) -> list[Bar]:
                 changes.append((event["time"], "restarting", ""))
             case "worker_time":
                 last = event["until"]
-    times = list(itertools.accumulate((time for time, _, _ in changes), max))  # clocks differ where a process ends
+    # clocks differ where a process ends
+    times = list(itertools.accumulate((time for time, _, _ in changes), max))
     ends = [*times[1:], max(times[-1], last)] if times else []
     return [
         Bar(0, start, stop, state, state, {"why": reason} if reason else {})
@@ -223,14 +262,37 @@ def trace(timeline: Timeline) -> dict:
     events = []
     for pid, lane in enumerate(timeline.lanes, start=1):
         slots = [f"slot {i}" for i in range(lane.num_rows - len(lane.row_names))]
-        named = [("process_name", 0, {"name": lane.name}), ("process_sort_index", 0, {"sort_index": pid})]
-        named += [("thread_name", tid, {"name": row}) for tid, row in enumerate([*lane.row_names, *slots])]
+        named = [
+            ("process_name", 0, {"name": lane.name}),
+            ("process_sort_index", 0, {"sort_index": pid}),
+        ]
+        named += [
+            ("thread_name", tid, {"name": row}) for tid, row in enumerate([*lane.row_names, *slots])
+        ]
         named += [("thread_sort_index", tid, {"sort_index": tid}) for tid in range(lane.num_rows)]
-        events += [{"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args} for name, tid, args in named]
+        events += [
+            {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+            for name, tid, args in named
+        ]
         for bar in [*lane.bars, *lane.marks]:
             # Ends are rounded, not durations, so that bars which touch do not overlap.
             start, end = round(bar.start * 1e6), round(bar.end * 1e6)
-            form = {"ph": "i", "s": "p"} if bar.kind in MOMENTS else {"ph": "X", "dur": max(0, end - start)}
-            event = {"name": bar.name, "cat": bar.kind, "ts": start, "pid": pid, "tid": bar.row, "args": bar.details}
+            form = (
+                {"ph": "i", "s": "p"}
+                if bar.kind in MOMENTS
+                else {"ph": "X", "dur": max(0, end - start)}
+            )
+            event = {
+                "name": bar.name,
+                "cat": bar.kind,
+                "ts": start,
+                "pid": pid,
+                "tid": bar.row,
+                "args": bar.details,
+            }
             events.append(event | form)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"start_unix_s": timeline.start}}
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"start_unix_s": timeline.start},
+    }

@@ -7,7 +7,10 @@ Parameters = list[tuple[str, torch.Tensor]]
 
 def not_sent(parameters: Parameters, name: str) -> Parameters:
     """The place of the tensor keeps what was there: nothing yet."""
-    return [(other, torch.zeros_like(tensor) if other == name else tensor) for other, tensor in parameters]
+    return [
+        (other, torch.zeros_like(tensor) if other == name else tensor)
+        for other, tensor in parameters
+    ]
 
 
 def sent_twice(parameters: Parameters, name: str) -> Parameters:
@@ -27,7 +30,9 @@ def swapped(parameters: Parameters, name: str) -> Parameters:
 
 def _twin(parameters: Parameters, name: str) -> str:
     tensors = dict(parameters)
-    return next(other for other in tensors if other != name and tensors[other].shape == tensors[name].shape)
+    return next(
+        other for other in tensors if other != name and tensors[other].shape == tensors[name].shape
+    )
 
 
 CORRUPTIONS = {function.__name__: function for function in (not_sent, sent_twice, swapped)}

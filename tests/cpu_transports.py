@@ -32,7 +32,16 @@ def share(tensor):
     """In the place of reduce_tensor: what another process needs to map this memory."""
     file, size = tensor.untyped_storage()._share_fd_cpu_()
     path = f"/proc/{os.getpid()}/fd/{file}"
-    return None, (path, size, tensor.storage_offset(), len(tensor), None, None, "the trainer's GPU", "never freed")
+    return None, (
+        path,
+        size,
+        tensor.storage_offset(),
+        len(tensor),
+        None,
+        None,
+        "the trainer's GPU",
+        "never freed",
+    )
 
 
 def map_shared(path, size, start, length, *rest):
@@ -143,7 +152,11 @@ CHUNK_BYTES = 1 << 16
 TRANSPORTS = {
     "shm": ("shm", ShmTransport, None),
     "ipc": ("ipc", functools.partial(IpcTransport, device="cpu"), patch_ipc),
-    "nccl": ("nccl", lambda specs: NcclTransport(specs, torch.device("cpu"), 1, TIMEOUT_S), patch_nccl),
+    "nccl": (
+        "nccl",
+        lambda specs: NcclTransport(specs, torch.device("cpu"), 1, TIMEOUT_S),
+        patch_nccl,
+    ),
     "pull": ("shm", Pulled, None),
 }
 """By name: what the engine reads by, the trainer's end, and what is to be patched before it is made."""

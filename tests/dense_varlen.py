@@ -18,10 +18,14 @@ def visible(bounds: Tensor, window: list[int]) -> Tensor:
     return (of[:, None] == of) & (-right <= behind) & (behind <= left)
 
 
-def _probabilities(query: Tensor, key: Tensor, bounds: Tensor, scale: float | None, window: list[int]) -> Tensor:
+def _probabilities(
+    query: Tensor, key: Tensor, bounds: Tensor, scale: float | None, window: list[int]
+) -> Tensor:
     """[heads, L, L]."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * (scale or query.shape[-1] ** -0.5)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * (
+        scale or query.shape[-1] ** -0.5
+    )
     return scores.masked_fill(~visible(bounds, window), float("-inf")).softmax(dim=-1)
 
 
@@ -30,7 +34,9 @@ def forward(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None,
     enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
 ):  # fmt: skip
-    assert enable_gqa and cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k), "as the GPU's kernel"
+    assert enable_gqa and cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k), (
+        "as the GPU's kernel"
+    )
     assert max_q == max_k == int(cu_seq_q.diff().max()) and int(cu_seq_q[-1]) == len(query)
     p = _probabilities(query, key, cu_seq_q, scale, window_size)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
@@ -45,9 +51,21 @@ def backward(
 ):  # fmt: skip
     groups = query.shape[1] // key.shape[1]
     p = _probabilities(query, key, cu_seq_q, scale, window_size)
-    grad_p = torch.einsum("qhd,khd->hqk", grad_out.float(), value.float().repeat_interleave(groups, dim=1))
-    grad_scores = p * (grad_p - (p * grad_p).sum(dim=-1, keepdim=True)) * (scale or query.shape[-1] ** -0.5)
-    grad_query = torch.einsum("hqk,khd->qhd", grad_scores, key.float().repeat_interleave(groups, dim=1))
-    grad_key = torch.einsum("hqk,qhd->khd", grad_scores, query.float()).unflatten(1, (-1, groups)).sum(dim=2)
-    grad_value = torch.einsum("hqk,qhd->khd", p, grad_out.float()).unflatten(1, (-1, groups)).sum(dim=2)
+    grad_p = torch.einsum(
+        "qhd,khd->hqk", grad_out.float(), value.float().repeat_interleave(groups, dim=1)
+    )
+    grad_scores = (
+        p * (grad_p - (p * grad_p).sum(dim=-1, keepdim=True)) * (scale or query.shape[-1] ** -0.5)
+    )
+    grad_query = torch.einsum(
+        "hqk,khd->qhd", grad_scores, key.float().repeat_interleave(groups, dim=1)
+    )
+    grad_key = (
+        torch.einsum("hqk,qhd->khd", grad_scores, query.float())
+        .unflatten(1, (-1, groups))
+        .sum(dim=2)
+    )
+    grad_value = (
+        torch.einsum("hqk,qhd->khd", p, grad_out.float()).unflatten(1, (-1, groups)).sum(dim=2)
+    )
     return tuple(g.to(query.dtype).contiguous() for g in (grad_query, grad_key, grad_value))

@@ -27,8 +27,11 @@ class Pair:
         self.policy = load(config)
         self.transport = make_transport(self.policy.sent_specs())
         self.loop = asyncio.new_event_loop()
-        spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), config.model, transport, "")
-        gc.freeze()  # the engine is forked, and dies if it collects a gloo group that another test's thread still holds
+        spec = WorkerSpec(
+            config, WorkerPlacement(0, None, None, 1, 0.0), config.model, transport, ""
+        )
+        # the engine is forked, and dies if it collects a gloo group that another test's thread still holds
+        gc.freeze()
         # If an earlier test has compiled anything, the fork would wait for compiler threads that it does not have.
         with torch._dynamo.config.patch(disable=True):
             self.proxy = self.run(LLMProxy.start(spec, stop_token_ids=[]))
@@ -73,7 +76,10 @@ class Pair:
     @contextmanager
     def on_update(self, mode):
         """Treat running requests at an update this way."""
-        before, self.proxy.config = self.proxy.config, dataclasses.replace(self.proxy.config, on_update=mode)
+        before, self.proxy.config = (
+            self.proxy.config,
+            dataclasses.replace(self.proxy.config, on_update=mode),
+        )
         yield
         self.proxy.config = before
 
@@ -81,7 +87,9 @@ class Pair:
     def sampling(self, **options):
         """Sample, and score in the trainer, with these options."""
         configs = self.proxy.config, self.policy.config
-        self.proxy.config, self.policy.config = (dataclasses.replace(config, **options) for config in configs)
+        self.proxy.config, self.policy.config = (
+            dataclasses.replace(config, **options) for config in configs
+        )
         yield
         self.proxy.config, self.policy.config = configs
 
@@ -92,7 +100,10 @@ class Pair:
 
         async def generate():
             seeds = range(100, 100 + num_responses)
-            tasks = [asyncio.create_task(self.proxy.generate(f"mid-{seed}", PROMPT, seed)) for seed in seeds]
+            tasks = [
+                asyncio.create_task(self.proxy.generate(f"mid-{seed}", PROMPT, seed))
+                for seed in seeds
+            ]
             for version in range(first_version + 1, first_version + 1 + num_updates):
                 await asyncio.sleep(0.04)
                 self.perturb()
@@ -108,7 +119,9 @@ class Pair:
         for version in set(completion.versions.tolist()):
             self.restore(weights[version])
             of_version = completion.versions == version
-            gaps[of_version] = (completion.logprobs - self.trainer_logprobs(PROMPT, completion.tokens))[of_version]
+            gaps[of_version] = (
+                completion.logprobs - self.trainer_logprobs(PROMPT, completion.tokens)
+            )[of_version]
         self.restore(now)
         return gaps
 

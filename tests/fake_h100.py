@@ -57,7 +57,8 @@ def pretend() -> None:
     cuda._cuda_device_count_stateless = lambda *_: len(UUIDS)
     assert vllm.platforms._current_platform is None
     vllm.platforms._current_platform = cuda.NvmlCudaPlatform()
-    vllm.platforms.vllm_version_matches_substr = lambda _: False  # for which vLLM would want a Triton for CPUs
+    # for which vLLM would want a Triton for CPUs
+    vllm.platforms.vllm_version_matches_substr = lambda _: False
     import vllm.config.vllm
     from vllm.distributed.device_communicators import cuda_wrapper
     from vllm.model_executor.models import registry
@@ -82,15 +83,23 @@ def configs(folder: Path) -> dict[str, dict]:
     alone = WorkerPlacement(0, 1, None, 1, 0.9)
     kinds = {
         "share": (WorkerPlacement(0, 0, 0, 1, 0.4, kv_cache_bytes=KV_BYTES), "ipc", {}),
-        "sleep": (WorkerPlacement(0, 0, 0, 1, 0.8), "ipc", {"colocate": "sleep", "async_ratio": 0.0}),
+        "sleep": (
+            WorkerPlacement(0, 0, 0, 1, 0.8),
+            "ipc",
+            {"colocate": "sleep", "async_ratio": 0.0},
+        ),
         "nccl": (alone, "nccl", {}),
         "tp 2": (dataclasses.replace(alone, gpu=0, num_gpus=2), "nccl", {"rollout_tp": 2}),
     }
     found = {}
     for size, (kind, (placement, transport, options)) in itertools.product(SIZES, kinds.items()):
         path = folder / size
-        qwen3_config(size, architectures=["Qwen3ForCausalLM"], dtype="bfloat16").save_pretrained(path)
-        config = Config(model=str(path), max_response_tokens=2048, max_running_requests=256, **options)
+        qwen3_config(size, architectures=["Qwen3ForCausalLM"], dtype="bfloat16").save_pretrained(
+            path
+        )
+        config = Config(
+            model=str(path), max_response_tokens=2048, max_running_requests=256, **options
+        )
         options = engine_options(WorkerSpec(config, placement, str(path), transport, ""))
         made = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
         found[f"{size} {kind}"] = {

@@ -39,14 +39,29 @@ def response_to(ticket, version: int) -> Trajectory:
     written = [] if prefix is None else prefix.tokens.tolist()
     versions = [] if prefix is None else prefix.policy_versions.tolist()
     new = rng.integers(3, VOCAB, rng.integers(1, MAX_TOKENS + 1 - len(written))).tolist()
-    tokens, start, now = [*ticket.prompt_tokens, *written, *new], len(ticket.prompt_tokens), time.time()
+    tokens, start, now = (
+        [*ticket.prompt_tokens, *written, *new],
+        len(ticket.prompt_tokens),
+        time.time(),
+    )
     mask = np.arange(len(tokens)) >= start
     stamped = np.full(len(tokens), -1, np.int32)
     stamped[start:] = versions + [version] * len(new)
     behavior = np.where(mask, -2.0, 0.0).astype(np.float32)
     arrays = (np.array(tokens), mask, behavior, stamped)
     of_ticket = (ticket.ticket_id, ticket.group_id, ticket.member)
-    return Trajectory(*of_ticket, *arrays, float(rng.random() < 0.5), "stop", "", 1, now, now, 0, ((now, now, now),))
+    return Trajectory(
+        *of_ticket,
+        *arrays,
+        float(rng.random() < 0.5),
+        "stop",
+        "",
+        1,
+        now,
+        now,
+        0,
+        ((now, now, now),),
+    )
 
 
 class Sampler:
@@ -75,7 +90,9 @@ class Sampler:
         num_old = 0 if ticket.prefix is None else len(ticket.prefix.tokens)
         self.running[ticket.ticket_id] = (response, num_old, time.monotonic())
         if self.takes_time:
-            threading.Timer(TOKEN_S * (response.num_generated - num_old), self.end, [response]).start()
+            threading.Timer(
+                TOKEN_S * (response.num_generated - num_old), self.end, [response]
+            ).start()
         else:
             self.end(response)
 
@@ -87,7 +104,9 @@ class Sampler:
         """How far everything is that has begun."""
         found = []
         for response, num_old, began in list(self.running.values()):
-            num = min(num_old + int((time.monotonic() - began) / TOKEN_S), response.num_generated - 1)
+            num = min(
+                num_old + int((time.monotonic() - began) / TOKEN_S), response.num_generated - 1
+            )
             if num:
                 arrays = (response.tokens, response.behavior_logprobs, response.policy_versions)
                 written = (array[response.loss_mask][:num] for array in arrays)

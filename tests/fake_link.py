@@ -40,7 +40,8 @@ class SocketLink:
                     raise RuntimeError("the group was given up")
 
     def _acknowledged(self, other):
-        with contextlib.suppress(EOFError, OSError):  # a dead peer does not end a transfer of NCCL's
+        # a dead peer does not end a transfer of NCCL's
+        with contextlib.suppress(EOFError, OSError):
             return other.poll(POLL_S) and other.recv() == "received"
         time.sleep(POLL_S)
         return False
@@ -72,7 +73,9 @@ class FakeEngine:
         assert self._active and self._trainer.poll(TIMEOUT_S)
         payload = self._trainer.recv()
         self._trainer.send("received")
-        described = zip(*(update_info[name] for name in ("names", "dtype_names", "shapes")), strict=True)
+        described = zip(
+            *(update_info[name] for name in ("names", "dtype_names", "shapes")), strict=True
+        )
         for name, dtype_name, shape in described:
             num_bytes = ITEM_BYTES[dtype_name] * math.prod(shape)
             self.weights[name], payload = payload[:num_bytes], payload[num_bytes:]

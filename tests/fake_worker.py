@@ -91,7 +91,9 @@ def run_fake_worker(spec, connection):
                     else:
                         members = range(ticket.member, ticket.member + ticket.num_members)
                         finish([answer(ticket, version, spec, member) for member in members])
-            case Cut() if spec.model_path == "dies at the cut" and not os.path.exists(spec.log_path + ".died"):
+            case Cut() if spec.model_path == "dies at the cut" and not os.path.exists(
+                spec.log_path + ".died"
+            ):
                 die_once(spec)
             case Cut() if spec.model_path != "does not say":
                 send(InFlight([partial(ticket, version) for ticket in hanging.values()], {}))
@@ -119,7 +121,13 @@ def partial(ticket, version):
     """A token more than there was."""
     versions = [] if ticket.prefix is None else ticket.prefix.policy_versions.tolist()
     versions = np.array([*versions, version], np.int32)
-    return Partial(ticket.ticket_id, np.full(len(versions), 5), np.zeros(len(versions), np.float32), versions, None)
+    return Partial(
+        ticket.ticket_id,
+        np.full(len(versions), 5),
+        np.zeros(len(versions), np.float32),
+        versions,
+        None,
+    )
 
 
 def die_once(spec):
@@ -136,7 +144,9 @@ def answer(ticket, version, spec, member=None):
 
 def trajectory(ticket, version, spec, finish_reason, member=None):
     member = ticket.member if member is None else member
-    reward = float("nan") if finish_reason != "stop" else member % 2 if ticket.answer == "vary" else 1.0
+    reward = (
+        float("nan") if finish_reason != "stop" else member % 2 if ticket.answer == "vary" else 1.0
+    )
     start, now = len(ticket.prompt_tokens), time.time()
     mask = np.arange(start + 2) >= start
     return Trajectory(

@@ -26,7 +26,9 @@ def forkserver() -> ForkServerContext:
 def run_ranks(body: Callable, num_ranks: int, *args) -> list[int]:
     """Run `body(rank, *args)` in processes of their own and give their exit codes; an end by a signal is no error."""
     forkserver()
-    context = mp.start_processes(body, args=args, nprocs=num_ranks, join=False, start_method="forkserver")
+    context = mp.start_processes(
+        body, args=args, nprocs=num_ranks, join=False, start_method="forkserver"
+    )
     for process, error_file in zip(context.processes, context.error_files, strict=True):
         process.join(120)
         if os.path.exists(error_file):

@@ -51,11 +51,17 @@ class Job:
 
     def metrics(self) -> list[dict]:
         """The lines of metrics.jsonl."""
-        return [json.loads(line) for line in (self.run_path / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.run_path / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def events(self, kind: str) -> list[dict]:
         """The events of one kind."""
-        return [event for event in read_events(self.run_path / "events.jsonl", []) if event["event"] == kind]
+        return [
+            event
+            for event in read_events(self.run_path / "events.jsonl", [])
+            if event["event"] == kind
+        ]
 
     def output(self) -> str:
         """All that the job has printed so far."""
@@ -72,14 +78,18 @@ class Job:
         except subprocess.TimeoutExpired:
             for process in [*self.descendants(), psutil.Process(self.process.pid)]:
                 process.kill()
-            raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.output()[-3000:]}") from None
+            raise AssertionError(
+                f"the job did not end within {timeout_s} s:\n{self.output()[-3000:]}"
+            ) from None
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 150) -> None:
         """Poll until the condition holds while the job runs."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the job ended early:\n{self.output()[-3000:]}"
-            assert time.monotonic() < deadline, f"nothing after {timeout_s} s:\n{self.output()[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"nothing after {timeout_s} s:\n{self.output()[-3000:]}"
+            )
             time.sleep(0.1)
 
     def num_steps(self) -> int:
@@ -94,7 +104,11 @@ class Job:
     def engine(self) -> psutil.Process | None:
         """The engine of the only worker, once it is there; it has its worker's title until it has one of its own."""
         with contextlib.suppress(psutil.NoSuchProcess):  # the worker ended meanwhile
-            engines = [p for p in self.descendants() if p.cmdline() and p.cmdline()[0].startswith("engine ")]
+            engines = [
+                p
+                for p in self.descendants()
+                if p.cmdline() and p.cmdline()[0].startswith("engine ")
+            ]
             return engines[0] if engines else None
         return None
 
@@ -110,17 +124,36 @@ def start_nodes(tmp_path: Path, num_nodes: int, **options) -> list[Job]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    agent = ["--nproc-per-node=1", "--local-addr=127.0.0.1", f"--nnodes={num_nodes}", "--rdzv-id=test"]
+    agent = [
+        "--nproc-per-node=1",
+        "--local-addr=127.0.0.1",
+        f"--nnodes={num_nodes}",
+        "--rdzv-id=test",
+    ]
     agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    return [_start(tmp_path, agent, tmp_path / f"output_{i}.txt", options) for i in range(num_nodes)]
+    return [
+        _start(tmp_path, agent, tmp_path / f"output_{i}.txt", options) for i in range(num_nodes)
+    ]
 
 
-def _start(tmp_path: Path, agent: list[str], output_path: Path, options: dict, root: Path = ROOT) -> Job:
+def _start(
+    tmp_path: Path, agent: list[str], output_path: Path, options: dict, root: Path = ROOT
+) -> Job:
     options = SMALL | {name.replace("_", "-"): value for name, value in options.items()}
     law = options.pop("latency", None)
-    script = options.pop("script", "train_async.py").split() if law is None else ["scripts/latency.py", law]
-    switches = [f"--{'' if value else 'no-'}{name}" for name, value in options.items() if isinstance(value, bool)]
-    arguments = [f"--{name}={value}" for name, value in options.items() if not isinstance(value, bool)] + switches
+    script = (
+        options.pop("script", "train_async.py").split()
+        if law is None
+        else ["scripts/latency.py", law]
+    )
+    switches = [
+        f"--{'' if value else 'no-'}{name}"
+        for name, value in options.items()
+        if isinstance(value, bool)
+    ]
+    arguments = [
+        f"--{name}={value}" for name, value in options.items() if not isinstance(value, bool)
+    ] + switches
     run = [f"--runs-dir={tmp_path}", "--run-name=run", *arguments]
     return _launch([*agent, *script, *run], tmp_path / "run", output_path, root)
 
@@ -128,8 +161,15 @@ def _start(tmp_path: Path, agent: list[str], output_path: Path, options: dict, r
 def resume_job(job: Job, num_ranks: int = 1, **options) -> Job:
     """Have a job that has ended go on, with changed options."""
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    agent = ["--standalone", f"--nproc-per-node={num_ranks}", "train_async.py", f"--resume={job.run_path}"]
-    return _launch([*agent, *arguments], job.run_path, job.output_path.with_name("output_resumed.txt"), ROOT)
+    agent = [
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+        "train_async.py",
+        f"--resume={job.run_path}",
+    ]
+    return _launch(
+        [*agent, *arguments], job.run_path, job.output_path.with_name("output_resumed.txt"), ROOT
+    )
 
 
 def _launch(arguments: list[str], run_path: Path, output_path: Path, root: Path) -> Job:
@@ -149,7 +189,9 @@ def join_host(job: Job, program: str = "rollout.py") -> Job:
     """Have a remote host join a job that listens, by the line that it prints."""
     job.wait_until(lambda: "--join " in job.output())
     address, key_path = re.search(r"--join (\S+) --key (\S+)", job.output()).groups()
-    output_path = job.output_path.with_name(f"machine_{len(list(job.output_path.parent.glob('machine_*')))}.txt")
+    output_path = job.output_path.with_name(
+        f"machine_{len(list(job.output_path.parent.glob('machine_*')))}.txt"
+    )
     with open(output_path, "w") as output:
         process = subprocess.Popen(
             [sys.executable, program, "--join", address, "--key", key_path],

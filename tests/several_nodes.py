@@ -31,9 +31,24 @@ def random_groups(first_id: int, num: int, group_size: int, max_tokens: int) -> 
     def trajectory(group_id: int, member: int) -> Trajectory:
         s = next(sequences)
         of_sampling = (s.tokens, s.loss_mask, s.behavior_logprobs, s.policy_versions)
-        return Trajectory(0, group_id, member, *of_sampling, float(rng.normal(group_id)), "stop", "", 1, 0.0, 0.0, 0)
+        return Trajectory(
+            0,
+            group_id,
+            member,
+            *of_sampling,
+            float(rng.normal(group_id)),
+            "stop",
+            "",
+            1,
+            0.0,
+            0.0,
+            0,
+        )
 
-    return [Group(i, tuple(trajectory(i, m) for m in range(group_size))) for i in range(first_id, first_id + num)]
+    return [
+        Group(i, tuple(trajectory(i, m) for m in range(group_size)))
+        for i in range(first_id, first_id + num)
+    ]
 
 
 def groups_of_node(node: int) -> list[Group]:
@@ -50,9 +65,14 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     found = []
     for config in configs:
         policy = load(config)
-        share = batch.deal(groups_of_node(cluster.node) if cluster.is_leader else None, 1, policy, cluster)
+        share = batch.deal(
+            groups_of_node(cluster.node) if cluster.is_leader else None, 1, policy, cluster
+        )
         metrics = policy.train_step(share, policy_version=12)
-        gradient, weights = first_gradient(policy), {name: p.clone() for name, p in policy.named_full_parameters()}
+        gradient, weights = (
+            first_gradient(policy),
+            {name: p.clone() for name, p in policy.named_full_parameters()},
+        )
         shards = [p.to_local().numel() for p in policy.module.parameters()]
         num_sequences = [[len(sequences) for sequences in update] for update in share]
         found.append((metrics, gradient, weights, sum(shards), num_sequences))

@@ -49,7 +49,8 @@ def one_rank():
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)  # two threads on a busy core wait for each other, and take many times as long
+    # two threads on a busy core wait for each other, and take many times as long
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -19,7 +19,9 @@ ROOT = Path(__file__).parent.parent
     ("async_ratio", "publish_delay", "outstanding", "staleness"),
     [(0, 0, 10, 0), (0.1, 0, 11, 1), (1, 0, 20, 1), (1.25, 0, 22, 2), (2, 1, 30, 3), (0, 3, 10, 3)],
 )
-def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish_delay, outstanding, staleness):
+def test_capacity_and_bound_follow_from_alpha_and_the_delay(
+    async_ratio, publish_delay, outstanding, staleness
+):
     config = Config(groups_per_step=10, async_ratio=async_ratio, publish_delay=publish_delay)
     assert (config.max_outstanding_groups, config.max_staleness) == (outstanding, staleness)
 
@@ -30,28 +32,52 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
         (["--steps", "0"], "--steps must be at least 1 and at most 1,000,000,000, got 0"),
         (["--async-ratio", "-1"], "--async-ratio must be at least 0 and at most 1,000, got -1.0"),
         (["--async-ratio", "inf"], "--async-ratio must be at least 0 and at most 1,000, got inf"),
-        (["--async-ratio", "1e308"], "--async-ratio must be at least 0 and at most 1,000, got 1e+308"),
+        (
+            ["--async-ratio", "1e308"],
+            "--async-ratio must be at least 0 and at most 1,000, got 1e+308",
+        ),
         (
             ["--over-sampling", "1001", "--async-ratio", "0"],
             "--over-sampling must be at least 1 and at most 1,000, got 1001.0",
         ),
-        (["--max-grad-norm", "inf"], "--max-grad-norm must be above 0 and at most 1,000,000,000, got inf"),
-        (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization must be above 0 and at most 1, got nan"),
+        (
+            ["--max-grad-norm", "inf"],
+            "--max-grad-norm must be above 0 and at most 1,000,000,000, got inf",
+        ),
+        (
+            ["--gpu-memory-utilization", "nan"],
+            "--gpu-memory-utilization must be above 0 and at most 1, got nan",
+        ),
         (["--timeout-s", "1e308"], "--timeout-s must be above 0 and at most 1,000,000, got 1e+308"),
         (
             ["--eval-problems", "1000000000000"],
             "--eval-problems must be at least 1 and at most 100,000, got 1000000000000",
         ),
-        (["--extra-groups", "100000000"], "--extra-groups must be at least 0 and at most 1,000,000, got 100000000"),
-        (["--extra-members", "10000000"], "--extra-members must be at least 0 and at most 1,000,000, got 10000000"),
+        (
+            ["--extra-groups", "100000000"],
+            "--extra-groups must be at least 0 and at most 1,000,000, got 100000000",
+        ),
+        (
+            ["--extra-members", "10000000"],
+            "--extra-members must be at least 0 and at most 1,000,000, got 10000000",
+        ),
         (
             ["--extra-groups", "99936", "--group-size", "4", "--extra-members", "7"],
             "100000 outstanding groups of 4 + 7 responses are 1,100,000, at most 1,000,000 may be outstanding; lower "
             "--groups-per-step, --async-ratio, --over-sampling, --extra-groups, --group-size or --extra-members",
         ),
-        (["--groups-per-step", "1000000"], "2000000 outstanding groups of 8 + 0 responses are 16,000,000"),
-        (["--async-ratio", "1000", "--group-size", "1000"], "32032 outstanding groups of 1000 + 0 responses"),
-        (["--steps", "1000000000000"], "--steps must be at least 1 and at most 1,000,000,000, got 1000000000000"),
+        (
+            ["--groups-per-step", "1000000"],
+            "2000000 outstanding groups of 8 + 0 responses are 16,000,000",
+        ),
+        (
+            ["--async-ratio", "1000", "--group-size", "1000"],
+            "32032 outstanding groups of 1000 + 0 responses",
+        ),
+        (
+            ["--steps", "1000000000000"],
+            "--steps must be at least 1 and at most 1,000,000,000, got 1000000000000",
+        ),
         (
             ["--temperature", "0"],
             "--temperature must be at least 0.01 and at most 2, outside of which vLLM clips or refuses, got 0.0",
@@ -65,31 +91,58 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
             ["--groups-per-step", "10", "--minibatches", "4"],
             "--groups-per-step 10 is not a multiple of --minibatches 4; change one of the two",
         ),
-        (["--max-prompt-tokens", "9000", "--max-response-tokens", "9000"], "9000 = 18000; raise the first"),
+        (
+            ["--max-prompt-tokens", "9000", "--max-response-tokens", "9000"],
+            "9000 = 18000; raise the first",
+        ),
         (["--group-size", "1"], "--group-size 1, which leaves nothing to compare"),
-        (["--advantage", "reinforce_baseline", "--group-size", "1"], "--group-size 1, which leaves nothing to compare"),
+        (
+            ["--advantage", "reinforce_baseline", "--group-size", "1"],
+            "--group-size 1, which leaves nothing to compare",
+        ),
         (
             ["--share-prefix", "prompt", "--group-size", "1", "--advantage", "reinforce"],
             "--group-size 1, which leaves nothing to share",
         ),
-        (["--share-prefix", "trie"], "--share-prefix must be one of off, prompt, tree, got 'trie'; did you mean tree?"),
+        (
+            ["--share-prefix", "trie"],
+            "--share-prefix must be one of off, prompt, tree, got 'trie'; did you mean tree?",
+        ),
         (["--share-prefix"], "--share-prefix expected one argument"),
-        (["--drop-zero-variance", "--group-size", "1", "--advantage", "gae"], "every group would be dropped"),
+        (
+            ["--drop-zero-variance", "--group-size", "1", "--advantage", "gae"],
+            "every group would be dropped",
+        ),
         (["--run-name", ""], "--run-name must be made of letters"),
         (["--algo", "grop"], "nor FILE.py:NAME; did you mean grpo?"),
         (["--task", "addtion"], "got 'addtion'; did you mean addition?"),
         (["--warmup", "5"], "--warmup is no option; write --optim.warmup VALUE;"),
-        (["--weight_decay=0.1"], "--weight-decay is no option; write --optim.args weight_decay=VALUE;"),
-        (["--optim-args", "warmup=5"], "--optim-args is no option; its options are --optim.NAME VALUE each now, as"),
+        (
+            ["--weight_decay=0.1"],
+            "--weight-decay is no option; write --optim.args weight_decay=VALUE;",
+        ),
+        (
+            ["--optim-args", "warmup=5"],
+            "--optim-args is no option; its options are --optim.NAME VALUE each now, as",
+        ),
         (["--swarm-args", "lease_s=5"], "its options are --swarm.NAME VALUE each now"),
         (
             ["--algo-args", "cap=2", "--algo-args", "clip_low=0"],
             "--algo-args is given twice; put all its values behind",
         ),
-        (["--optim.warmup", "-1"], "--optim.warmup must be at least 0 and at most 1,000,000,000, got -1"),
+        (
+            ["--optim.warmup", "-1"],
+            "--optim.warmup must be at least 0 and at most 1,000,000,000, got -1",
+        ),
         (["--optim.least", "2"], "--optim.least must be at least 0 and at most 1, got 2.0"),
-        (["--optim.schedule", "step"], "--optim.schedule must be one of constant, linear, cosine, got 'step'"),
-        (["--swarm.refresh-lag", "1001"], "--swarm.refresh-lag must be at least 0 and at most 1,000, got 1001"),
+        (
+            ["--optim.schedule", "step"],
+            "--optim.schedule must be one of constant, linear, cosine, got 'step'",
+        ),
+        (
+            ["--swarm.refresh-lag", "1001"],
+            "--swarm.refresh-lag must be at least 0 and at most 1,000, got 1001",
+        ),
         (["--swarm.lag", "1"], "--swarm.lag is no option"),
         (["--async-ration", "2"], "--async-ration is no option; did you mean --async-ratio?"),
         (
@@ -97,7 +150,10 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
             "--steps must be at least 1 and at most 1,000,000,000: invalid literal for int() with base 10: 'many'",
         ),
         (["--lr"], "--lr expected one argument"),
-        (["--save-memory", "gradients"], "--save-memory must be one of auto, activations, optimizer, got 'gradients'"),
+        (
+            ["--save-memory", "gradients"],
+            "--save-memory must be one of auto, activations, optimizer, got 'gradients'",
+        ),
         (["--lora-rank", "-1"], "--lora-rank must be at least 0 and at most 1,000,000,000, got -1"),
         (
             ["--algo-args", "clip_high"],
@@ -112,39 +168,72 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(async_ratio, publish
             ["--task", "chess"],
             "sums:largest_of_four, frozen_lake, guess_number, or your own, FILE.py:NAME, got 'chess'",
         ),
-        (["--over-sampling", "0.5"], "--over-sampling must be at least 1 and at most 1,000, got 0.5"),
+        (
+            ["--over-sampling", "0.5"],
+            "--over-sampling must be at least 1 and at most 1,000, got 0.5",
+        ),
         (["--over-sampling", "2"], "does not go with --async-ratio 1; use 0"),
-        (["--over-sampling", "2", "--async-ratio", "0", "--on-update", "wait"], "leaves nothing to resume"),
+        (
+            ["--over-sampling", "2", "--async-ratio", "0", "--on-update", "wait"],
+            "leaves nothing to resume",
+        ),
         (
             ["--over-sampling", "5.5", "--async-ratio", "0", "--groups-per-step", "32"],
             "does not go with 5 suspensions of the last responses, of 4 at most",
         ),
-        (["--no-replicate-prompts", "--on-update", "resume"], "does not go with --on-update resume"),
-        (["--no-replicate-prompts", "--group-size", "300"], "--max-running-requests 256 below --group-size 300"),
+        (
+            ["--no-replicate-prompts", "--on-update", "resume"],
+            "does not go with --on-update resume",
+        ),
+        (
+            ["--no-replicate-prompts", "--group-size", "300"],
+            "--max-running-requests 256 below --group-size 300",
+        ),
         (
             ["--scheduling", "batch", "--extra-members", "1"],
             "--extra-members 1, which gives up the slowest responses, does not go with",
         ),
-        (["--extra-groups", "2", "--stale-policy", "gate"], "does not go with --stale-policy gate: none is"),
+        (
+            ["--extra-groups", "2", "--stale-policy", "gate"],
+            "does not go with --stale-policy gate: none is",
+        ),
         (["--colocate", "sleep"], "--async-ratio 1, which lets it run ahead; use 0"),
         (
             ["--colocate", "sleep", "--async-ratio", "0", "--over-sampling", "2"],
             "loses the KV cache, does not go with --on-update keep",
         ),
         (["--rollout-tp", "0"], "--rollout-tp must be at least 1 and at most 1,000,000,000, got 0"),
-        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization must be above 0 and at most 1, got 1.5"),
+        (
+            ["--gpu-memory-utilization", "1.5"],
+            "--gpu-memory-utilization must be above 0 and at most 1, got 1.5",
+        ),
         (["--run-name", "a/b"], "--run-name must be made of letters"),
         (["--run-name", "."], "neither . nor .., got '.'"),
         (["--run-name", ".."], "neither . nor .., got '..'"),
-        (["--num-rollout-workers", "-1"], "--num-rollout-workers must be at least 0 and at most 1,000,000,000, got -1"),
-        (["--num-rollout-workers", "0"], "leaves nobody to sample; add --listen HOST:PORT, where remote hosts join"),
-        (["--listen", "h:1", "--num-rollout-workers", "0", "--weight-sync", "shm"], "--weight-sync shm does not go"),
+        (
+            ["--num-rollout-workers", "-1"],
+            "--num-rollout-workers must be at least 0 and at most 1,000,000,000, got -1",
+        ),
+        (
+            ["--num-rollout-workers", "0"],
+            "leaves nobody to sample; add --listen HOST:PORT, where remote hosts join",
+        ),
+        (
+            ["--listen", "h:1", "--num-rollout-workers", "0", "--weight-sync", "shm"],
+            "--weight-sync shm does not go",
+        ),
         (
             ["--listen", "h:1", "--scheduling", "lockstep"],
             "come and go, does not go with --scheduling lockstep",
         ),
-        (["--listen", "h:1", "--scheduling", "batch"], "--scheduling batch, a baseline for one host"),
-        (["--listen", "h:1", "--colocate", "sleep", "--async-ratio", "0"], "does not go with --colocate sleep, which"),
+        (
+            ["--listen", "h:1", "--scheduling", "batch"],
+            "--scheduling batch, a baseline for one host",
+        ),
+        (
+            ["--listen", "h:1", "--colocate", "sleep", "--async-ratio", "0"],
+            "does not go with --colocate sleep, which",
+        ),
     ],
 )
 def test_bad_values_are_one_line_that_says_what_is_allowed(options, message, capsys):
@@ -159,7 +248,9 @@ def with_value(option, value):
     group, _, field = option.path.rpartition(".")
     if not group:
         return dataclasses.replace(Config(), **{field: value})
-    return dataclasses.replace(Config(), **{group: dataclasses.replace(getattr(Config(), group), **{field: value})})
+    return dataclasses.replace(
+        Config(), **{group: dataclasses.replace(getattr(Config(), group), **{field: value})}
+    )
 
 
 NUMBERS = [
@@ -172,7 +263,9 @@ NUMBERS = [
 
 @pytest.mark.parametrize("option", NUMBERS, ids=lambda option: option.name)
 def test_every_number_has_a_range_that_holds_no_infinity(option):
-    assert re.match(r"(at least|above) [^e]+ and (at most|below) [^e]+", allowed_values(option.kind))
+    assert re.match(
+        r"(at least|above) [^e]+ and (at most|below) [^e]+", allowed_values(option.kind)
+    )
     for value in (float("inf"), float("nan")):
         with pytest.raises(ValueError, match=rf"^{option.flag} must be .+, got (inf|nan)$"):
             with_value(option, value).checked()
@@ -181,7 +274,9 @@ def test_every_number_has_a_range_that_holds_no_infinity(option):
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "resume"])
 def test_every_option_can_be_given(name):
     config = read_options(words_that_change(OPTIONS[name]))
-    assert [other.name for other in OPTIONS.values() if other.value_in(config) != other.default][:1] == [name]
+    assert [other.name for other in OPTIONS.values() if other.value_in(config) != other.default][
+        :1
+    ] == [name]
     assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
 
 
@@ -190,7 +285,9 @@ def test_a_name_may_hold_dots():
 
 
 def test_capacity_and_bound_grow_with_over_sampling_and_extra_groups():
-    config = Config(groups_per_step=10, async_ratio=0, over_sampling=1.5, extra_groups=3, publish_delay=1)
+    config = Config(
+        groups_per_step=10, async_ratio=0, over_sampling=1.5, extra_groups=3, publish_delay=1
+    )
     assert (config.max_outstanding_groups, config.max_staleness) == (18, 5)
 
 
@@ -214,9 +311,9 @@ def test_a_run_may_do_without_rollout_workers_where_machines_join():
 
 
 def test_an_option_may_be_written_with_underscores_and_unset():
-    assert parse_config(["--async_ratio=2", "--run-name", "None", "--num-rollout-workers", "2"]) == Config(
-        async_ratio=2.0, num_rollout_workers=2
-    )
+    assert parse_config(
+        ["--async_ratio=2", "--run-name", "None", "--num-rollout-workers", "2"]
+    ) == Config(async_ratio=2.0, num_rollout_workers=2)
 
 
 def test_help_shows_every_option_with_its_default_under_one_of_a_few_titles(capsys):
@@ -228,7 +325,8 @@ def test_help_shows_every_option_with_its_default_under_one_of_a_few_titles(caps
     assert places == sorted(places) and len(re.findall(r"\(default:\s", shown)) == len(options) + 3
     titles = re.findall(r"^(\w.*):$", shown, re.M)
     assert (
-        titles[:2] == ["What most runs choose", "Freshness"] and titles[-2] == "Remote hosts that join (--swarm.NAME)"
+        titles[:2] == ["What most runs choose", "Freshness"]
+        and titles[-2] == "Remote hosts that join (--swarm.NAME)"
     )
 
 
@@ -251,7 +349,9 @@ def test_help_answers_within_a_second_and_without_heavy_imports():
         "print('HEAVY', [m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
     cpu_s = children_cpu_s()
-    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert children_cpu_s() - cpu_s < 2  # half a second, where nobody else makes the cores slow
     assert "HEAVY []" in done.stdout and "--async-ratio" in done.stdout
 

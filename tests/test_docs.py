@@ -17,7 +17,11 @@ from extras.swarm import swarm
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("extras/*/README.md")])]
-COMMANDS, COMMITS, CHANGES = ("command", "options"), ("commit", "git_commit"), ("dirty", "git_dirty", "git_diff")
+COMMANDS, COMMITS, CHANGES = (
+    ("command", "options"),
+    ("commit", "git_commit"),
+    ("dirty", "git_dirty", "git_diff"),
+)
 """Keys under which a record says how it was made. The cell of a grid has the options of its train_async.py."""
 BESIDE_RUN_JSON = ("metrics.jsonl", "events.jsonl", "samples.jsonl")
 
@@ -39,7 +43,9 @@ def test_a_digit_changed_in_a_block_is_made_right_again(tmp_path):
     text = PAGES[0].read_text(encoding="utf-8")
     cell = re.search(r"\| [−+]?\d+\.\d+", text[text.index("]]]-->") :])[0]
     changed = tmp_path / "changed.md"
-    changed.write_text(text.replace(cell, cell[:-1] + str((int(cell[-1]) + 1) % 10)), encoding="utf-8")
+    changed.write_text(
+        text.replace(cell, cell[:-1] + str((int(cell[-1]) + 1) % 10)), encoding="utf-8"
+    )
     assert made(changed, tmp_path / "..") == text != changed.read_text(encoding="utf-8")
 
 
@@ -49,8 +55,12 @@ def jobs():
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             for line in block.splitlines():
-                if found := re.search(r"(?:python|torchrun\b.*|…) train_async\.py(.*)", line.partition("  #")[0]):
-                    yield pytest.param(found[1].replace("…", ""), id=f"{page.stem}:{found[1][:40].strip()}")
+                if found := re.search(
+                    r"(?:python|torchrun\b.*|…) train_async\.py(.*)", line.partition("  #")[0]
+                ):
+                    yield pytest.param(
+                        found[1].replace("…", ""), id=f"{page.stem}:{found[1][:40].strip()}"
+                    )
 
 
 @pytest.mark.parametrize("options", jobs())
@@ -67,21 +77,36 @@ def test_every_file_that_the_pages_name_is_tracked():
         linked = [page.parent / name for name in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)]
         named = [
             ROOT / name
-            for name in re.findall(r"(?<![\w/])((?:scripts|tests|algos|results|extras|asyncrl)/[\w/]+\.\w+)", text)
+            for name in re.findall(
+                r"(?<![\w/])((?:scripts|tests|algos|results|extras|asyncrl)/[\w/]+\.\w+)", text
+            )
         ]
         for path in [*linked, *named]:
             name = path.resolve().relative_to(ROOT)
-            assert name in tracked or name.name == "mine.py", f"{page.name} names {name}, which git does not track"
+            assert name in tracked or name.name == "mine.py", (
+                f"{page.name} names {name}, which git does not track"
+            )
 
 
 def test_the_recipe_for_a_notebook_runs_as_it_stands(tmp_path, monkeypatch):
-    section = (ROOT / "docs/extending.md").read_text(encoding="utf-8").partition("## A run in a notebook")[2]
-    read, draw = re.findall(r"^```python\n(.*?)^```", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
+    section = (
+        (ROOT / "docs/extending.md")
+        .read_text(encoding="utf-8")
+        .partition("## A run in a notebook")[2]
+    )
+    read, draw = re.findall(
+        r"^```python\n(.*?)^```", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL
+    )
     run = tmp_path / "runs/NAME"
     shutil.copytree(ROOT / "results/staleness/a1-s0", run)
     times = {"time": 1.0, "started_at": 0.5, "ended_at": 0.9}
-    of_run = [{"event": "trajectory", "group": 3, "tokens": 7, **times}, {"event": "step", "step": 1, "groups": [3, 4]}]
-    (run / "events.jsonl").write_text("".join(json.dumps({"time": 1.0} | event) + "\n" for event in of_run))
+    of_run = [
+        {"event": "trajectory", "group": 3, "tokens": 7, **times},
+        {"event": "step", "step": 1, "groups": [3, 4]},
+    ]
+    (run / "events.jsonl").write_text(
+        "".join(json.dumps({"time": 1.0} | event) + "\n" for event in of_run)
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").symlink_to(ROOT / "results")
     (tmp_path / "docs").mkdir()
@@ -89,12 +114,19 @@ def test_the_recipe_for_a_notebook_runs_as_it_stands(tmp_path, monkeypatch):
     exec(read, known)
     assert known["used"].to_numpy().tolist() == [[1, 3], [1, 4]]
     exec(draw, known)
-    assert (tmp_path / "docs/notebook.png").stat().st_size > 10_000 and known["drift"].shape == (80, 3)
+    assert (tmp_path / "docs/notebook.png").stat().st_size > 10_000 and known["drift"].shape == (
+        80,
+        3,
+    )
 
 
 def test_the_figures_of_the_results_are_drawn_by_what_the_page_shows(tmp_path, monkeypatch):
     for name in ("staleness", "smollm2"):
-        shutil.copytree(ROOT / "results" / name, tmp_path / "results" / name, ignore=shutil.ignore_patterns("*.png"))
+        shutil.copytree(
+            ROOT / "results" / name,
+            tmp_path / "results" / name,
+            ignore=shutil.ignore_patterns("*.png"),
+        )
     monkeypatch.chdir(tmp_path)
     known = {}
     text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
@@ -107,10 +139,13 @@ def test_the_figures_of_the_results_are_drawn_by_what_the_page_shows(tmp_path, m
 
 def test_every_heading_that_is_linked_is_there():
     for page in PAGES:
-        for name, anchor in re.findall(r"\]\(([\w/.]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        for name, anchor in re.findall(
+            r"\]\(([\w/.]*)#([^)]+)\)", page.read_text(encoding="utf-8")
+        ):
             text = (page.parent / name if name else page).read_text(encoding="utf-8")
             anchors = [
-                re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.M)
+                re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-")
+                for h in re.findall(r"^#+ (.+)$", text, re.M)
             ]
             assert anchor in anchors, f"{page.name} links {name}#{anchor}"
 
@@ -125,7 +160,9 @@ def test_the_reference_has_every_metric_of_machines_that_join():
 def fault_of(path):
     """What is missing in how a run.json or a file of records says it was made; the first record speaks for all."""
     text = path.read_text(encoding="utf-8")
-    records = [json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])]
+    records = [
+        json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])
+    ]
     records = [record for record in records if isinstance(record, dict)]
     if not records:
         return "has no record"
@@ -135,7 +172,11 @@ def fault_of(path):
     commits = [str(record[key]) for record in records for key in COMMITS if key in record]
     if not all(re.fullmatch("[0-9a-f]{12,40}", commit) for commit in commits):
         return "a commit is none"
-    return "has uncommitted changes" if any(record.get(key) for record in records for key in CHANGES) else None
+    return (
+        "has uncommitted changes"
+        if any(record.get(key) for record in records for key in CHANGES)
+        else None
+    )
 
 
 RECORDS = [p for p in sorted((ROOT / "results").rglob("*.json*")) if p.name not in BESIDE_RUN_JSON]

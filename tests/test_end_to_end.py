@@ -24,24 +24,34 @@ pytestmark = pytest.mark.e2e
 def assert_time_is_accounted_for(job):
     """Every step's shares sum to 1, and the seconds of the run to its length; in both the workers decode."""
     metrics = job.metrics()
-    reported = [line for line in metrics if "worker_time/decoding" in line]  # a short step may end without a report
+    # a short step may end without a report
+    reported = [line for line in metrics if "worker_time/decoding" in line]
     for who, lines in (("trainer", metrics), ("worker", reported)):
         for line in lines:
             shares = [share for name, share in line.items() if name.startswith(f"{who}_time/")]
             assert sum(shares) == pytest.approx(1, abs=1e-6) and min(shares) >= 0
-    assert len(reported) > len(metrics) / 2 and sum(line["worker_time/decoding"] for line in reported) > 0
+    assert (
+        len(reported) > len(metrics) / 2
+        and sum(line["worker_time/decoding"] for line in reported) > 0
+    )
     assert min(line["trainer_time/forward_backward"] for line in metrics) > 0
     (trainer,) = job.events("trainer_time")
     in_steps = sum(line["time/step_s"] for line in metrics)
     assert in_steps < sum(trainer["seconds"].values()) < in_steps + 120
     for worker in job.events("worker_time"):
         (started,) = [e for e in job.events("worker_started") if e["worker"] == worker["worker"]]
-        assert sum(worker["seconds"].values()) == pytest.approx(worker["until"] - started["time"], abs=0.1)
+        assert sum(worker["seconds"].values()) == pytest.approx(
+            worker["until"] - started["time"], abs=0.1
+        )
         assert 0 < worker["seconds"]["decoding"] < worker["until"] - started["time"]
 
 
-def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_agree_without_what_is_optional(tmp_path):
-    root = copy_without(tmp_path, "swarm", "planning", "simulation", "baselines.py", "cores.py", "watchdog.py")
+def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_agree_without_what_is_optional(
+    tmp_path,
+):
+    root = copy_without(
+        tmp_path, "swarm", "planning", "simulation", "baselines.py", "cores.py", "watchdog.py"
+    )
     options = {"groups_per_step": 16, "group_size": 8, "async_ratio": 2}
     # So few at a time that the trainer waits for the engine, however busy the cores: an update then meets some.
     options |= {"max_running_requests": 6, "steps": 16, "eval_every": 8, "save_every": 8}
@@ -53,21 +63,31 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_a
     )
     assert max(line["staleness/max"] for line in metrics) <= 2
     assert np.mean([line["staleness/mean"] for line in metrics]) > 0
-    assert any(line["response/mixed_versions"] > 0 for line in metrics), "no response lived through an update"
+    assert any(line["response/mixed_versions"] > 0 for line in metrics), (
+        "no response lived through an update"
+    )
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
     assert max(line["drift/k3"] for line in metrics) > 1e-6
     evaluated = {line["eval/policy_version"] for line in metrics if "eval/accuracy" in line}
     assert {0, 16} <= evaluated
     assert_ledger_balances(metrics)
     assert_time_is_accounted_for(job)
-    assert "worker 0  " in job.output() and "advice" not in job.output(), "extras/planning is not there"
+    assert "worker 0  " in job.output() and "advice" not in job.output(), (
+        "extras/planning is not there"
+    )
     assert "advice on α (now 2)" in advice_of(load(job.run_path))
     assert_checkpoint_serves(job.run_path / "checkpoints" / "step_16")
     run = json.loads((job.run_path / "run.json").read_text())
     assert run["config"]["async_ratio"] == 2 and run["packages"]["torch"]
-    samples = [json.loads(line) for line in (job.run_path / "samples.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in samples} == set(range(1, 17)) and samples[0]["prompt"].endswith("=")
-    assert all(line["answer"] for line in samples) and len(samples) > 16, "the best and the worst, if they differ"
+    samples = [
+        json.loads(line) for line in (job.run_path / "samples.jsonl").read_text().splitlines()
+    ]
+    assert {line["step"] for line in samples} == set(range(1, 17)) and samples[0][
+        "prompt"
+    ].endswith("=")
+    assert all(line["answer"] for line in samples) and len(samples) > 16, (
+        "the best and the worst, if they differ"
+    )
     assert len(job.events("trajectory")) >= 16 * 16 * 8
 
 
@@ -78,10 +98,14 @@ def assert_checkpoint_serves(path):
     trained = AutoModelForCausalLM.from_pretrained(path)
     first = AutoModelForCausalLM.from_pretrained(resolve_model("tiny", "addition"))
     assert AutoTokenizer.from_pretrained(path).eos_token_id is not None
-    assert any(not a.equal(b) for a, b in zip(trained.parameters(), first.parameters(), strict=True))
+    assert any(
+        not a.equal(b) for a, b in zip(trained.parameters(), first.parameters(), strict=True)
+    )
 
 
-def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3_and_replays_to_the_bit(tmp_path):
+def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3_and_replays_to_the_bit(
+    tmp_path,
+):
     job = run_job(tmp_path, steps=7, async_ratio=0, publish_delay=3, on_update="wait", record=True)
     metrics = job.metrics()
     assert [line["staleness/max"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
@@ -93,7 +117,9 @@ def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3
 def assert_replay_is_the_run(job, tmp_path):
     """scripts/replay.py without an option: all that it logs, but for times, and the last weights are the run's."""
     command = [sys.executable, "scripts/replay.py", job.run_path, "--run-name=replay"]
-    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=120)
+    subprocess.run(
+        command, cwd=ROOT, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=120
+    )
     replayed = Job(None, tmp_path / "replay", None)
     for line, of_run in zip(replayed.metrics(), job.metrics(), strict=True):
         skipped = ("time/", "trainer_time/", "tokens/generated")
@@ -121,9 +147,13 @@ def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path
     metrics = job.metrics()
     assert [line["staleness/max"] for line in metrics] == [0] * 4
     saved = [line["tokens/saved_share"] for line in metrics]
-    assert np.mean(saved) > 0.2 and min(saved) > 0.1, "how a step's groups are cut into two updates is drawn"
+    assert np.mean(saved) > 0.2 and min(saved) > 0.1, (
+        "how a step's groups are cut into two updates is drawn"
+    )
     assert {event["worker"] for event in job.events("trajectory")} == {0, 1}
-    assert 0 < metrics[0]["drift/k3"] < 1e-2, "only the second minibatch meets a policy that has moved"
+    assert 0 < metrics[0]["drift/k3"] < 1e-2, (
+        "only the second minibatch meets a policy that has moved"
+    )
     assert_ledger_balances(metrics)
 
 
@@ -142,7 +172,9 @@ def test_over_sampling_trains_every_response_once_and_none_beyond_the_bound(tmp_
     assert any(line["response/inherited_share"] > 0 for line in metrics)
     assert metrics[-1]["ledger/groups_dropped_filtered"] > 0
     assert all(line["reward/zero_variance_groups"] == 0 for line in metrics)
-    trained = [event for event in job.events("trajectory") if event["finish_reason"] in ("stop", "length")]
+    trained = [
+        event for event in job.events("trajectory") if event["finish_reason"] in ("stop", "length")
+    ]
     members = [(event["group"], event["member"]) for event in trained]
     assert len(members) == len(set(members))
     assert_ledger_balances(metrics)
@@ -161,7 +193,11 @@ def test_the_gate_bounds_how_much_runs_ahead_and_not_how_old_a_straggler_is(tmp_
         latency="lognormal:0,1.8 scale:0.01",
     )
     metrics = job.metrics()
-    assert max(line["staleness/max"] for line in metrics) > 1, "the ledger's bound at this async ratio"
+    assert max(line["staleness/max"] for line in metrics) > 1, (
+        "the ledger's bound at this async ratio"
+    )
     for line in metrics:
-        assert line["ledger/groups_issued"] <= (line["step"] + 1) * 8 + 8, "AReaL: floor((N - 1) / B) <= version + 1"
+        assert line["ledger/groups_issued"] <= (line["step"] + 1) * 8 + 8, (
+            "AReaL: floor((N - 1) / B) <= version + 1"
+        )
     assert_ledger_balances(metrics)

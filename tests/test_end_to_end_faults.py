@@ -27,7 +27,9 @@ def temporary(monkeypatch):
     shutil.rmtree(path)
 
 
-def test_a_run_survives_that_its_engine_is_killed_in_an_update_and_leaves_nothing_behind(tmp_path, temporary):
+def test_a_run_survives_that_its_engine_is_killed_in_an_update_and_leaves_nothing_behind(
+    tmp_path, temporary
+):
     shared_memory = set(os.listdir("/dev/shm"))
     job, processes = start_and_kill_in_an_update(tmp_path, steps=20)
     assert_run_survived(job, 20, [1])
@@ -36,7 +38,9 @@ def test_a_run_survives_that_its_engine_is_killed_in_an_update_and_leaves_nothin
 
 
 @pytest.mark.study
-def test_a_run_survives_that_its_engine_is_killed_updating_and_starting_and_then_its_worker(tmp_path, temporary):
+def test_a_run_survives_that_its_engine_is_killed_updating_and_starting_and_then_its_worker(
+    tmp_path, temporary
+):
     shared_memory = set(os.listdir("/dev/shm"))
     job, processes = start_and_kill_in_an_update(tmp_path, steps=30)
     job.wait_until(lambda: job.engine() is not None and len(job.events("worker_started")) == 2)
@@ -68,7 +72,9 @@ def assert_run_survived(job, steps, exit_codes):
     assert [death["exit_code"] for death in job.events("worker_died")] == exit_codes
     assert metrics[-1]["rollout/restarts"] == len(exit_codes) and len(metrics) == steps
     assert max(line["staleness/max"] for line in metrics) <= 1
-    assert (job.run_path / "worker_0.log").read_text().count("RuntimeError: the engine is dead") == 1
+    assert (job.run_path / "worker_0.log").read_text().count(
+        "RuntimeError: the engine is dead"
+    ) == 1
     assert "leaked semaphore" not in job.output(), "the last word of a good run"
     assert_ledger_balances(metrics)
 
@@ -87,13 +93,16 @@ def kill_in_an_update(job):
 
 
 @pytest.mark.parametrize(
-    ("number", "num_steps"), [pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow), (signal.SIGTERM, 0)]
+    ("number", "num_steps"),
+    [pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow), (signal.SIGTERM, 0)],
 )
 def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, number, num_steps):
     shared_memory = set(os.listdir("/dev/shm"))
     job = start_job(tmp_path, steps=100_000, num_ranks=2)
     events = job.run_path / "events.jsonl"
-    job.wait_until(lambda: events.exists() and job.events("worker_started") and job.num_steps() >= num_steps)
+    job.wait_until(
+        lambda: events.exists() and job.events("worker_started") and job.num_steps() >= num_steps
+    )
     processes = job.descendants()
     os.killpg(job.process.pid, number)  # as a terminal does: torchrun passes it on to the ranks
     assert job.wait(timeout_s=60) != 0
@@ -103,7 +112,9 @@ def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, numb
     assert ended["status"] == "ended early" and f"stopped by {number.name}" in ended["reason"]
     assert [line["step"] for line in job.metrics()] == list(range(1, job.num_steps() + 1))
     if num_steps:
-        assert newest_checkpoint(job.run_path).step == job.num_steps(), "in the loop the step ends and is saved"
+        assert newest_checkpoint(job.run_path).step == job.num_steps(), (
+            "in the loop the step ends and is saved"
+        )
         torchrun = Path(sys.executable).with_name("torchrun")
         how = f"which is saved; go on from step {job.num_steps()}: {torchrun} train_async.py --resume {job.run_path}"
         assert how in job.output()
@@ -126,17 +137,31 @@ def test_a_worker_whose_engine_cannot_sample_ends_the_run_within_a_minute_with_i
 def test_first_weights_that_do_not_arrive_end_the_run_before_it_trains(tmp_path, num_ranks):
     job = start_job(tmp_path, num_ranks, steps=3, script="tests/corrupt_job.py 0 9")
     assert job.wait() != 0
-    (line,) = {line for line in job.output().splitlines() if line.startswith("error: worker 0 does not have")}
+    (line,) = {
+        line
+        for line in job.output().splitlines()
+        if line.startswith("error: worker 0 does not have")
+    }
     assert "at version 0" in line and "--weight-sync shm" in line and "qwen3" in line
     assert not job.metrics()
 
 
 @pytest.mark.parametrize(("first", "last"), [(2, 4), pytest.param(8, 8, marks=pytest.mark.slow)])
-def test_later_weights_that_do_not_arrive_are_warned_of_once_on_the_terminal_and_in_the_report(tmp_path, first, last):
+def test_later_weights_that_do_not_arrive_are_warned_of_once_on_the_terminal_and_in_the_report(
+    tmp_path, first, last
+):
     job = start_job(tmp_path, steps=8, async_ratio=1, script=f"tests/corrupt_job.py {first} {last}")
     assert job.wait() == 0, job.output()[-3000:]
     (line,) = [line for line in job.output().splitlines() if line.startswith("warning: step")]
     (event,) = job.events("warning")
-    assert f"worker 0 does not have the trainer's weights: at version {first}" in line and event["text"] in line
-    assert subprocess.run([sys.executable, "scripts/report.py", job.run_path], cwd=ROOT, check=False).returncode == 0
+    assert (
+        f"worker 0 does not have the trainer's weights: at version {first}" in line
+        and event["text"] in line
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "scripts/report.py", job.run_path], cwd=ROOT, check=False
+        ).returncode
+        == 0
+    )
     assert "worker 0 does not have the trainer" in (job.run_path / "report.html").read_text()

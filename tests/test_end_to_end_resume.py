@@ -16,7 +16,12 @@ pytestmark = pytest.mark.e2e
 def kill_after_a_checkpoint(job: Job, num_steps: int) -> list[dict]:
     """SIGKILL all processes of a job at once; returns the lines of metrics that it had written."""
     checkpoints = job.run_path / "checkpoints"
-    job.wait_until(lambda: list(checkpoints.glob("step_*[0-9]/resume/manifest.json")) and job.num_steps() >= num_steps)
+    job.wait_until(
+        lambda: (
+            list(checkpoints.glob("step_*[0-9]/resume/manifest.json"))
+            and job.num_steps() >= num_steps
+        )
+    )
     processes = job.descendants()
     os.kill(job.process.pid, signal.SIGKILL)
     for process in processes:
@@ -31,8 +36,16 @@ def test_with_alpha_0_a_killed_run_goes_on_to_the_bit_of_the_unbroken_one(tmp_pa
     (tmp_path / "unbroken").mkdir()
     (tmp_path / "killed").mkdir()
     # One request at a time: else which of them share a batch depends on time, and with it the last bit of a log-prob.
-    options = {"steps": 9, "eval_every": 3, "eval_problems": 8, "async_ratio": 0, "max_running_requests": 1}
-    unbroken, killed = (start_job(tmp_path / name, save_every=3, **options) for name in ("unbroken", "killed"))
+    options = {
+        "steps": 9,
+        "eval_every": 3,
+        "eval_problems": 8,
+        "async_ratio": 0,
+        "max_running_requests": 1,
+    }
+    unbroken, killed = (
+        start_job(tmp_path / name, save_every=3, **options) for name in ("unbroken", "killed")
+    )
     before = kill_after_a_checkpoint(killed, 4)
     assert unbroken.wait() == 0, unbroken.output()[-3000:]
     job = resume_job(killed)
@@ -40,10 +53,16 @@ def test_with_alpha_0_a_killed_run_goes_on_to_the_bit_of_the_unbroken_one(tmp_pa
     (resumed,) = job.events("run_resumed")
     assert resumed["step"] in (3, 6) and len(before) > resumed["step"]
     expected = [without_times(line) for line in unbroken.metrics()]
-    assert [without_times(line) for line in before] == expected[: len(before)], "two runs are equal to begin with"
+    assert [without_times(line) for line in before] == expected[: len(before)], (
+        "two runs are equal to begin with"
+    )
     assert [without_times(line) for line in job.metrics()] == expected
     evaluated = [
-        {line["eval/policy_version"]: line["eval/accuracy"] for line in run.metrics() if "eval/accuracy" in line}
+        {
+            line["eval/policy_version"]: line["eval/accuracy"]
+            for line in run.metrics()
+            if "eval/accuracy" in line
+        }
         for run in (unbroken, job)
     ]
     assert evaluated[0] == evaluated[1] and evaluated[0].keys() == {0, 3, 6, 9}
@@ -56,15 +75,23 @@ def test_with_alpha_0_a_killed_run_goes_on_to_the_bit_of_the_unbroken_one(tmp_pa
 def assert_every_group_is_consumed_once(job: Job, num_steps: int) -> None:
     """The steps in the records are all there, in order; no group is in two of them, and the ledger says the same."""
     steps, metrics = job.events("step"), job.metrics()
-    assert [event["step"] for event in steps] == [line["step"] for line in metrics] == list(range(1, num_steps + 1))
+    assert (
+        [event["step"] for event in steps]
+        == [line["step"] for line in metrics]
+        == list(range(1, num_steps + 1))
+    )
     groups = [group for event in steps for group in event["groups"]]
     assert len(groups) == len(set(groups)) == 8 * num_steps == metrics[-1]["ledger/groups_consumed"]
-    assert metrics[-1]["ledger/groups_issued"] == len(groups) + metrics[-1]["ledger/groups_resident"]
+    assert (
+        metrics[-1]["ledger/groups_issued"] == len(groups) + metrics[-1]["ledger/groups_resident"]
+    )
     assert_ledger_balances(metrics)
 
 
 @pytest.mark.study
-def test_with_alpha_1_a_killed_run_consumes_every_prompt_once_and_keeps_the_bound_and_what_was_in_flight(tmp_path):
+def test_with_alpha_1_a_killed_run_consumes_every_prompt_once_and_keeps_the_bound_and_what_was_in_flight(
+    tmp_path,
+):
     job = start_job(tmp_path, steps=24, save_every=4, async_ratio=1, keep_last=1)
     kill_after_a_checkpoint(job, 10)
     job = resume_job(job, steps=28)
@@ -76,10 +103,16 @@ def test_with_alpha_1_a_killed_run_consumes_every_prompt_once_and_keeps_the_boun
     assert max(line["staleness/max"] for line in metrics) <= 1
     groups = sorted(group for event in job.events("step") for group in event["groups"])
     resident = metrics[-1]["ledger/groups_resident"]
-    assert groups[-1] < len(groups) + resident, "no group is skipped: what is not consumed is resident"
+    assert groups[-1] < len(groups) + resident, (
+        "no group is skipped: what is not consumed is resident"
+    )
     at_end = json.loads((job.run_path / "run.json").read_text())
-    assert at_end["config"]["steps"] == 28 and [start["step"] for start in at_end["resumed"]] == [resumed["step"]]
+    assert at_end["config"]["steps"] == 28 and [start["step"] for start in at_end["resumed"]] == [
+        resumed["step"]
+    ]
     assert [path.name for path in (job.run_path / "checkpoints").iterdir()] == ["step_28"]
     members = [(e["group"], e["member"]) for e in job.events("trajectory") if e["group"] >= 0]
     assert len(members) == len(set(members)), "no response is there twice"
-    assert np.mean([line["reward/mean"] for line in metrics[-4:]]) > np.mean([x["reward/mean"] for x in metrics[:4]])
+    assert np.mean([line["reward/mean"] for line in metrics[-4:]]) > np.mean(
+        [x["reward/mean"] for x in metrics[:4]]
+    )

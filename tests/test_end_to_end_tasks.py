@@ -9,7 +9,9 @@ from tiny_policy import save_byte_llama
 pytestmark = pytest.mark.e2e
 
 
-def test_an_environment_of_several_turns_is_learnt_within_the_bound_with_spare_members_and_failing_steps(tmp_path):
+def test_an_environment_of_several_turns_is_learnt_within_the_bound_with_spare_members_and_failing_steps(
+    tmp_path,
+):
     job = run_job(
         tmp_path,
         task="frozen_lake",
@@ -29,7 +31,9 @@ def test_an_environment_of_several_turns_is_learnt_within_the_bound_with_spare_m
     assert all(line["response/turns_mean"] > 1 for line in metrics)
     assert metrics[-1]["ledger/tokens_dropped_aborted"] > 0, "a spare member that was not needed"
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
-    assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6, "what was sampled is trained"
+    assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6, (
+        "what was sampled is trained"
+    )
     assert metrics[-1]["eval/problems"] == 32
     assert_ledger_balances(metrics)
 
@@ -63,7 +67,9 @@ def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(
 
 
 @pytest.mark.slow
-def test_a_barrier_over_two_workers_holds_back_every_turn_and_extra_groups_are_given_up_for_full_batches(tmp_path):
+def test_a_barrier_over_two_workers_holds_back_every_turn_and_extra_groups_are_given_up_for_full_batches(
+    tmp_path,
+):
     job = run_job(
         tmp_path,
         task="guess_number",

@@ -23,8 +23,17 @@ from asyncrl.trainer.optimizer import make_optimizer, try_optimizer
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^```python\n# (my_\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
-DIFFS = dict(re.findall(r"^\*\*(.+?)\*\*[^\n]*\n\n```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
-OPTIONS = ("steps=3", "groups-per-step=4", "group-size=4", "max-response-tokens=24", "eval-every=0", "run-name=run")
+DIFFS = dict(
+    re.findall(r"^\*\*(.+?)\*\*[^\n]*\n\n```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+)
+OPTIONS = (
+    "steps=3",
+    "groups-per-step=4",
+    "group-size=4",
+    "max-response-tokens=24",
+    "eval-every=0",
+    "run-name=run",
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +52,9 @@ def test_the_loss_is_a_loss(folder):
     loss = own.load(f"{folder}/my_loss.py:loss", "--algo")
     values = torch.tensor([-1.0, -2.0], requires_grad=True)
     zeros = torch.zeros(2)
-    per_token, stats = loss(LossInputs(values, zeros, zeros, zeros + 1, zeros, zeros.long()), cap=3.0)
+    per_token, stats = loss(
+        LossInputs(values, zeros, zeros, zeros + 1, zeros, zeros.long()), cap=3.0
+    )
     per_token.sum().backward()
     assert values.grad.isfinite().all() and set(stats) == {"ratio", "weight"}
 
@@ -53,7 +64,9 @@ def test_the_loss_that_couples_an_update_does_not_see_its_micro_batches(folder):
     assert couples_tokens(loss)
     logprobs, zeros = torch.tensor([-1.0, -2.0, -0.5]), torch.zeros(3)
     whole = LossInputs(logprobs, zeros - 1, zeros, zeros + 1, zeros, zeros.long())
-    parts = [LossInputs(*(getattr(whole, f.name)[i : i + 1] for f in fields(whole))) for i in range(3)]
+    parts = [
+        LossInputs(*(getattr(whole, f.name)[i : i + 1] for f in fields(whole))) for i in range(3)
+    ]
     weights = torch.cat([loss(part, whole)[1]["weight"] for part in parts])
     assert torch.equal(weights, loss(whole, whole)[1]["weight"])
     assert float(weights.mean()) == pytest.approx(1.0)
@@ -61,7 +74,9 @@ def test_the_loss_that_couples_an_update_does_not_see_its_micro_batches(folder):
 
 def test_the_optimizer_steps_by_its_signs_and_can_be_saved(folder):
     config = Config(
-        optimizer=f"{folder}/my_optimizer.py:SignMomentum", lr=0.25, optim=OptimOptions(args=("momentum=0.5",))
+        optimizer=f"{folder}/my_optimizer.py:SignMomentum",
+        lr=0.25,
+        optim=OptimOptions(args=("momentum=0.5",)),
     )
     try_optimizer(config)
     weight = torch.tensor([1.0, 1.0], requires_grad=True)
@@ -85,7 +100,10 @@ def test_the_task_asks_and_scores(folder):
     task = load_task(text, 3, None, ("factor=3",))
     held_out = {problem.prompt for problem in task.eval_problems(50)}
     assert not held_out & {task.train_problem(index).prompt for index in range(100)}
-    assert score_of(text)(task.train_problem(0).answer, "18") == 1.0 and score_of(text)("18", "17") == 0.0
+    assert (
+        score_of(text)(task.train_problem(0).answer, "18") == 1.0
+        and score_of(text)("18", "17") == 0.0
+    )
 
 
 def test_the_environment_is_played(folder):
@@ -97,11 +115,19 @@ def test_the_environment_is_played(folder):
 
 def test_every_diff_applies_and_trains(tmp_path):
     """All at once: a whole job each, with sampling that follows from seeds in place of an engine."""
-    jobs = {name: start_with(diff, tmp_path / str(place)) for place, (name, diff) in enumerate(DIFFS.items())}
+    jobs = {
+        name: start_with(diff, tmp_path / str(place))
+        for place, (name, diff) in enumerate(DIFFS.items())
+    }
     output = {name: job.communicate()[0].decode() for name, job in jobs.items()}
-    assert all(job.returncode == 0 for job in jobs.values()), [output[name][-1500:] for name in output]
+    assert all(job.returncode == 0 for job in jobs.values()), [
+        output[name][-1500:] for name in output
+    ]
     for place in range(len(DIFFS)):
-        assert len((tmp_path / str(place) / "runs" / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+        assert (
+            len((tmp_path / str(place) / "runs" / "run" / "metrics.jsonl").read_text().splitlines())
+            == 3
+        )
 
 
 def start_with(diff: str, copy: Path) -> subprocess.Popen:
@@ -113,5 +139,9 @@ def start_with(diff: str, copy: Path) -> subprocess.Popen:
     alone = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "tests/fake_job.py", *options]
     return subprocess.Popen(
-        command, cwd=copy, env={**os.environ, **alone}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=copy,
+        env={**os.environ, **alone},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )

@@ -15,11 +15,16 @@ def test_every_module_of_the_table_is_there(option):
 def test_an_option_whose_module_is_missing_is_refused_in_one_line(monkeypatch, module):
     monkeypatch.setitem(extras.MODULES, "--dry-run", module)
     assert extras.find("--dry-run") is None
-    with pytest.raises(ValueError, match=r"--dry-run needs extras/\w+/\w+\.py, which this copy of the code lacks; .*$"):
+    with pytest.raises(
+        ValueError,
+        match=r"--dry-run needs extras/\w+/\w+\.py, which this copy of the code lacks; .*$",
+    ):
         extras.load("--dry-run")
 
 
-@pytest.mark.parametrize("line", ["--scheduling batch", "--scheduling lockstep", "--no-replicate-prompts"])
+@pytest.mark.parametrize(
+    "line", ["--scheduling batch", "--scheduling lockstep", "--no-replicate-prompts"]
+)
 def test_a_baseline_whose_file_is_missing_is_refused_in_one_line(monkeypatch, capsys, line):
     assert parse_config(line.split()).is_baseline
     monkeypatch.setitem(extras.MODULES, "--scheduling", "extras.nowhere")

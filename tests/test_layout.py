@@ -9,7 +9,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     {"algos", "data"},
-    {"asyncrl.config", "asyncrl.extras", "asyncrl.messages", "asyncrl.records", "asyncrl.tasks", "asyncrl.user_code"},
+    {
+        "asyncrl.config",
+        "asyncrl.extras",
+        "asyncrl.messages",
+        "asyncrl.records",
+        "asyncrl.tasks",
+        "asyncrl.user_code",
+    },
     {"asyncrl.cluster", "asyncrl.runlog", "asyncrl.weights"},
     {"asyncrl.controller", "asyncrl.engine", "asyncrl.trainer"},
     {"asyncrl.job"},
@@ -23,8 +30,15 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SINGLE_FILES = FLOORS[1]
 """These files of one floor may import each other: together they are the vocabulary of the system."""
 FOLDERS = ("algos", "data", "asyncrl", "extras", "scripts")
-FILES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
-FILES = sorted(path for path in FILES if "tests" not in path.parts and not path.name.startswith(("test_", "conftest")))
+FILES = [
+    *ROOT.glob("*.py"),
+    *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")),
+]
+FILES = sorted(
+    path
+    for path in FILES
+    if "tests" not in path.parts and not path.name.startswith(("test_", "conftest"))
+)
 MAX_FUNCTION_LINES = 45
 MAX_README_LINES = 150
 
@@ -62,12 +76,19 @@ def test_imports_run_only_downwards(path):
     assert not upwards, f"{path} imports {upwards}"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parts[-3] == "extras"], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.parts[-3] == "extras"], ids=name_of
+)
 def test_a_folder_of_extras_never_imports_another(path):
     """The simulation of swarms is in one file, which is imported where a swarm is simulated."""
-    modules = [module.split(".") for module in imported_modules(ast.parse(path.read_text(encoding="utf-8")))]
+    modules = [
+        module.split(".")
+        for module in imported_modules(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     folders = {parts[1] for parts in modules if parts[0] == "extras" and len(parts) > 2}
-    others = {folder for folder in folders if (ROOT / "extras" / folder).is_dir()} - {path.parent.name}
+    others = {folder for folder in folders if (ROOT / "extras" / folder).is_dir()} - {
+        path.parent.name
+    }
     assert others == ({"swarm"} if path.parts[-2:] == ("simulation", "swarm.py") else set())
 
 
@@ -83,14 +104,20 @@ def test_no_module_imports_itself_through_others():
 
 def _is_for_types_only(node: ast.AST) -> bool:
     """Whether a statement is `if TYPE_CHECKING:`."""
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_vllm_is_imported_in_engine_and_weights_only_and_inside_functions(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     statements = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    at_the_top = {module.split(".")[0] for statement in statements for module in imported_modules(statement)}
+    at_the_top = {
+        module.split(".")[0] for statement in statements for module in imported_modules(statement)
+    }
     anywhere = {module.split(".")[0] for module in imported_modules(tree)}
     room = room_of(name_of(path))
     if room not in ("asyncrl.engine", "asyncrl.weights", "extras", "scripts"):
@@ -102,8 +129,14 @@ def test_vllm_is_imported_in_engine_and_weights_only_and_inside_functions(path):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_function_is_longer_than_a_screen(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    too_long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno - f.lineno >= MAX_FUNCTION_LINES}
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    too_long = {
+        f.name: f.end_lineno - f.lineno + 1
+        for f in functions
+        if f.end_lineno - f.lineno >= MAX_FUNCTION_LINES
+    }
     assert not too_long
 
 

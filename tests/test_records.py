@@ -11,7 +11,9 @@ from asyncrl.records import check_trajectory
 def test_a_broken_logprob_is_refused_naming_trajectory_and_token(value):
     trajectory = make_trajectory(group_id=7, member=2, versions=(0, 0, 0))
     logprobs = np.array([0.0, -1.0, value, -1.0], dtype=np.float32)
-    with pytest.raises(RuntimeError, match=r"trajectory 702 \(group 7, member 2, worker 0\), token 2 "):
+    with pytest.raises(
+        RuntimeError, match=r"trajectory 702 \(group 7, member 2, worker 0\), token 2 "
+    ):
         check_trajectory(replace(trajectory, behavior_logprobs=logprobs))
 
 
@@ -23,7 +25,9 @@ def test_a_generated_token_without_a_version_is_refused():
 
 def test_what_the_prompt_has_in_place_of_logprobs_does_not_matter():
     trajectory = make_trajectory(0, 0, versions=(3, 3))
-    check_trajectory(replace(trajectory, behavior_logprobs=np.array([np.nan, -0.5, 0.0], dtype=np.float32)))
+    check_trajectory(
+        replace(trajectory, behavior_logprobs=np.array([np.nan, -0.5, 0.0], dtype=np.float32))
+    )
 
 
 def test_oldest_version_and_length_count_generated_tokens_only():

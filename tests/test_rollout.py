@@ -62,20 +62,30 @@ class Driver:
         self.tokenizer = load_tokenizer(self.model_path)
         self.log_path = tmp_path / "worker.log"
         spec = WorkerSpec(
-            self.config, WorkerPlacement(0, None, None, 1, 0.0), self.model_path, "shm", str(self.log_path)
+            self.config,
+            WorkerPlacement(0, None, None, 1, 0.0),
+            self.model_path,
+            "shm",
+            str(self.log_path),
         )
         task = load_task(TASK, seed=0)
         encode = lambda problem: task.encode_prompt(problem, self.tokenizer)  # noqa: E731
-        self.tickets = TicketSource(self.config, PromptSource(task.train_problem, task.eval_problems(4), encode))
+        self.tickets = TicketSource(
+            self.config, PromptSource(task.train_problem, task.eval_problems(4), encode)
+        )
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=run_latency_worker("constant:0.02"), args=(spec, theirs))
+        self.process = context.Process(
+            target=run_latency_worker("constant:0.02"), args=(spec, theirs)
+        )
         self.process.start()
         theirs.close()
         self.reports = []
         assert isinstance(self.receive(timeout_s=150), Ready)
         self.weights = self._load_weights()
-        specs = [ParameterSpec(name, torch.float32, tuple(tensor.shape)) for name, tensor in self.weights]
+        specs = [
+            ParameterSpec(name, torch.float32, tuple(tensor.shape)) for name, tensor in self.weights
+        ]
         self.transport = ShmTransport(specs)
         self.pipe.send(Connect(self.transport.init_info()))
         self.version = -1
@@ -88,7 +98,9 @@ class Driver:
         return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
     def receive(self, timeout_s=60):
-        assert self.pipe.poll(timeout_s), f"no message for {timeout_s} s: {self.log_path.read_text()[-2000:]}"
+        assert self.pipe.poll(timeout_s), (
+            f"no message for {timeout_s} s: {self.log_path.read_text()[-2000:]}"
+        )
         message = self.pipe.recv()
         if getattr(message, "activity", None) is not None:
             self.reports.append(message.activity)
@@ -96,7 +108,9 @@ class Driver:
 
     def send_update(self):
         self.version += 1
-        self.pipe.send(Update(self.version, self.transport.stage(self.version, self.weights).messages, ()))
+        self.pipe.send(
+            Update(self.version, self.transport.stage(self.version, self.weights).messages, ())
+        )
 
     def update(self):
         self.send_update()
@@ -116,7 +130,9 @@ class Driver:
                 case Finished(trajectories):
                     finished += trajectories
                 case Waiting(ticket_ids):
-                    assert not waiting & set(ticket_ids), "nobody takes a turn twice before all have taken it"
+                    assert not waiting & set(ticket_ids), (
+                        "nobody takes a turn twice before all have taken it"
+                    )
                     waiting |= set(ticket_ids)
                 case Updated():
                     pass
@@ -183,7 +199,10 @@ def test_an_update_between_two_turns_is_stamped_on_the_second(driver):
     first_version = driver.version
     trajectories = driver.finish(running, lambda turn: driver.send_update())
     for trajectory in trajectories:
-        versions = [set(trajectory.policy_versions[start:end].tolist()) for start, end in turns_of(trajectory)]
+        versions = [
+            set(trajectory.policy_versions[start:end].tolist())
+            for start, end in turns_of(trajectory)
+        ]
         assert versions == [{first_version + 1 + turn} for turn in range(trajectory.num_turns)]
 
 
@@ -211,7 +230,9 @@ def test_tickets_that_are_given_up_as_soon_as_they_are_sent_end_before_their_fir
     running = {ticket.ticket_id for ticket in driver.start_group(6)}
     driver.pipe.send(Abort(sorted(running)))
     trajectories = driver.finish(running)
-    assert {(trajectory.finish_reason, trajectory.num_turns) for trajectory in trajectories} == {("aborted", 0)}
+    assert {(trajectory.finish_reason, trajectory.num_turns) for trajectory in trajectories} == {
+        ("aborted", 0)
+    }
 
 
 def test_tokens_that_a_resumed_run_could_not_go_on_from_are_said_by_ticket(driver):
@@ -227,7 +248,11 @@ def test_tokens_that_a_resumed_run_could_not_go_on_from_are_said_by_ticket(drive
     (in_flight,) = said
     assert isinstance(in_flight, InFlight) and not in_flight.partials
     first_turns = {t.ticket_id: turns_of(t)[0] for t in trajectories if t.num_turns > 1}
-    assert in_flight.lost == {ticket_id: end - start for ticket_id, (start, end) in first_turns.items()} != {}
+    assert (
+        in_flight.lost
+        == {ticket_id: end - start for ticket_id, (start, end) in first_turns.items()}
+        != {}
+    )
 
 
 def test_evaluation_waits_at_no_barrier(driver):
@@ -242,7 +267,11 @@ def test_evaluation_waits_at_no_barrier(driver):
 
 
 def test_what_it_has_been_doing_is_reported_in_order_and_without_a_gap(driver):
-    times = [time for report in driver.reports for time in [*(change[0] for change in report.changes), report.until]]
+    times = [
+        time
+        for report in driver.reports
+        for time in [*(change[0] for change in report.changes), report.until]
+    ]
     assert times == sorted(times)
     states = {(state, reason) for report in driver.reports for _, state, reason in report.changes}
     assert states == {
@@ -260,7 +289,12 @@ def test_a_ticket_for_weights_that_are_still_to_come_ends_the_worker(driver):
 
 @pytest.mark.parametrize(
     ("visible", "gpu", "num_gpus", "expected"),
-    [(None, 1, 1, "1"), (None, 2, 2, "2,3"), ("4,5,6,7", 2, 2, "6,7"), ("MIG-a, MIG-b", 1, 1, "MIG-b")],
+    [
+        (None, 1, 1, "1"),
+        (None, 2, 2, "2,3"),
+        ("4,5,6,7", 2, 2, "6,7"),
+        ("MIG-a, MIG-b", 1, 1, "MIG-b"),
+    ],
 )
 def test_an_engine_sees_its_own_gpus_and_no_other(monkeypatch, visible, gpu, num_gpus, expected):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -324,7 +358,9 @@ class FullPipe:
 def serve(engine, messages, said=None):
     """Have a worker with that engine serve to the end, which comes soon. Returns what it says, also in `said`."""
     config = Config(task=TASK, max_prompt_tokens=64, timeout_s=90)
-    spec = WorkerSpec(config, WorkerPlacement(0, None, None, 1, 0.0), resolve_model("tiny", TASK), "shm", "")
+    spec = WorkerSpec(
+        config, WorkerPlacement(0, None, None, 1, 0.0), resolve_model("tiny", TASK), "shm", ""
+    )
     pipe = FullPipe(messages, said)
 
     async def start_proxy(spec, stop_token_ids):
@@ -342,7 +378,9 @@ def ticket():
     task, tokenizer = load_task(TASK, seed=0), load_tokenizer(resolve_model("tiny", TASK))
     encode = lambda problem: task.encode_prompt(problem, tokenizer)  # noqa: E731
     config = Config(task=TASK, max_prompt_tokens=64)
-    return TicketSource(config, PromptSource(task.train_problem, task.eval_problems(4), encode)).for_group(0, -1)[0]
+    return TicketSource(
+        config, PromptSource(task.train_problem, task.eval_problems(4), encode)
+    ).for_group(0, -1)[0]
 
 
 @pytest.mark.parametrize("message", [None, Suspend(), Update(0, [], ())])
@@ -358,7 +396,8 @@ def test_how_far_responses_are_is_said_while_an_update_still_waits_for_them(tick
     with pytest.raises(RuntimeError, match="the engine is dead"):
         serve(MortalEngine(2.0), [Tickets([ticket]), Update(0, [], ()), Cut()], said)
     assert [type(message) for message in said] == [Ready, InFlight]
-    assert said[1].lost in ({ticket.ticket_id: 0}, {})  # nothing is known of a ticket that has not begun yet
+    # nothing is known of a ticket that has not begun yet
+    assert said[1].lost in ({ticket.ticket_id: 0}, {})
 
 
 def test_a_worker_that_is_told_to_stop_waits_for_no_ticket(ticket):
@@ -368,7 +407,9 @@ def test_a_worker_that_is_told_to_stop_waits_for_no_ticket(ticket):
 
 
 def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before_the_worker_is_ready():
-    spec = WorkerSpec(Config(), WorkerPlacement(0, None, None, 1, 0.0), resolve_model("tiny", TASK), "shm", "")
+    spec = WorkerSpec(
+        Config(), WorkerPlacement(0, None, None, 1, 0.0), resolve_model("tiny", TASK), "shm", ""
+    )
     steps, pipe = [], FullPipe([])
 
     async def start_proxy(spec, stop_token_ids):

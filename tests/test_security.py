@@ -7,7 +7,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("algos", "data", "asyncrl", "extras", "scripts")
-FILES = sorted([*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))])
+FILES = sorted(
+    [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
+)
 FILES = [path for path in FILES if "tests" not in path.parts]
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 MAY_PICKLE = {
@@ -31,13 +33,25 @@ def calls(tree: ast.AST) -> list[tuple[str, str, ast.Call]]:
 
 def value_of(call: ast.Call, keyword: str):
     """The constant that a call gives a keyword; None if it gives none."""
-    return next((k.value.value for k in call.keywords if k.arg == keyword and isinstance(k.value, ast.Constant)), None)
+    return next(
+        (
+            k.value.value
+            for k in call.keywords
+            if k.arg == keyword and isinstance(k.value, ast.Constant)
+        ),
+        None,
+    )
 
 
 def dangers(name: str, source: str) -> list[str]:
     """What a file does that none should."""
     tree, found = ast.parse(source), []
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     if imported & PICKLES and name not in MAY_PICKLE:
         found.append(f"imports {imported & PICKLES}")
@@ -50,15 +64,24 @@ def dangers(name: str, source: str) -> list[str]:
             found.append("torch.load without weights_only=True")
         if value_of(call, "allow_pickle"):
             found.append("numpy unpickles")
-        takes_code = owner.rpartition(".")[2].startswith("Auto") and called in ("from_pretrained", "from_config")
+        takes_code = owner.rpartition(".")[2].startswith("Auto") and called in (
+            "from_pretrained",
+            "from_config",
+        )
         is_given = any(keyword.arg in ("trust_remote_code", None) for keyword in call.keywords)
         if takes_code and not is_given:
             found.append(f"{owner}.{called} without trust_remote_code=False")
     for node in ast.walk(tree):  # as an argument, or in the options that are one
         pairs = [(node.arg, node.value)] if isinstance(node, ast.keyword) else []
         if isinstance(node, ast.Dict):
-            pairs = [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]
-        if any(key == "trust_remote_code" and getattr(value, "value", None) is not False for key, value in pairs):
+            pairs = [
+                (getattr(key, "value", None), value)
+                for key, value in zip(node.keys, node.values, strict=True)
+            ]
+        if any(
+            key == "trust_remote_code" and getattr(value, "value", None) is not False
+            for key, value in pairs
+        ):
             found.append("trusts remote code")
     return found
 
@@ -94,7 +117,11 @@ def test_what_only_looks_like_a_danger_is_passed_over():
 
 
 def test_nothing_listens_on_all_addresses_unless_it_is_asked_to():
-    everywhere = {path.relative_to(ROOT).as_posix() for path in FILES if "0.0.0.0" in path.read_text(encoding="utf-8")}
+    everywhere = {
+        path.relative_to(ROOT).as_posix()
+        for path in FILES
+        if "0.0.0.0" in path.read_text(encoding="utf-8")
+    }
     assert everywhere == {"extras/swarm/swarm.py", "extras/planning/plan.py"}, (
         "the texts of --listen, and where it names no host"
     )

@@ -20,14 +20,20 @@ def test_two_nodes_train_one_policy_each_on_samples_of_its_own(tmp_path):
     assert [line["samples"] for line in metrics] == [32, 64, 96, 128]
     assert [line["ledger/groups_consumed"] for line in metrics] == [8, 16, 24, 32]
     consumed = [0] + [line["ledger/tokens_consumed"] for line in metrics]
-    assert [line["tokens/trained"] for line in metrics] == [b - a for a, b in itertools.pairwise(consumed)]
+    assert [line["tokens/trained"] for line in metrics] == [
+        b - a for a, b in itertools.pairwise(consumed)
+    ]
     assert max(line["staleness/max"] for line in metrics) <= 1
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
     assert {0, 4} <= {line["eval/policy_version"] for line in metrics if "eval/accuracy" in line}
     assert_ledger_balances(metrics)
-    of_nodes = [read_trajectories(jobs[0].run_path / folder / "events.jsonl") for folder in (".", "node_1")]
+    of_nodes = [
+        read_trajectories(jobs[0].run_path / folder / "events.jsonl") for folder in (".", "node_1")
+    ]
     for node, trajectories in enumerate(of_nodes):
-        assert {event["group"] // IDS_PER_NODE for event in trajectories if event["group"] >= 0} == {node}
+        assert {
+            event["group"] // IDS_PER_NODE for event in trajectories if event["group"] >= 0
+        } == {node}
     sampled = sum(event["tokens"] for events in of_nodes for event in events if event["group"] >= 0)
     assert metrics[-1]["tokens/generated"] <= sampled
 

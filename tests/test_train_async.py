@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize(("error", "printed"), [("ValueError", "exitcode  : 2"), ("RuntimeError", "exitcode  : 1")])
+@pytest.mark.parametrize(
+    ("error", "printed"), [("ValueError", "exitcode  : 2"), ("RuntimeError", "exitcode  : 1")]
+)
 def test_the_reason_is_among_the_last_lines_of_torchrun_too(tmp_path, error, printed):
     script = tmp_path / "job.py"
     script.write_text(

@@ -27,7 +27,12 @@ def copy(request, tmp_path_factory):
 def run(folder, arguments):
     alone = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=os.environ | alone, capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | alone,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -35,7 +40,9 @@ def run(folder, arguments):
 def test_the_default_job_trains_without_any_of_them(tmp_path):
     """A whole job, with sampling that follows from seeds in place of an engine."""
     folder = copy_without(tmp_path, *OPTIONS_OF)
-    status, output = run(folder, ["tests/fake_job.py", "--steps=2", "--runs-dir=runs", "--run-name=run"])
+    status, output = run(
+        folder, ["tests/fake_job.py", "--steps=2", "--runs-dir=runs", "--run-name=run"]
+    )
     assert status == 0, output[-3000:]
     lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]

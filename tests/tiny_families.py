@@ -44,7 +44,9 @@ def tiny_config(family: str) -> PreTrainedConfig:
     sizes = {name: size for name, size in SIZES_IF_KNOWN.items() if hasattr(default, name)}
     sizes |= SIZES | CHANGES.get(family, {})
     left_out = {name for name, size in CHANGES.get(family, {}).items() if size is None}
-    return AutoConfig.for_model(family, **{name: size for name, size in sizes.items() if name not in left_out})
+    return AutoConfig.for_model(
+        family, **{name: size for name, size in sizes.items() if name not in left_out}
+    )
 
 
 def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -53,7 +55,9 @@ def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(GAIN) if parameter.ndim > 1 else parameter.add_(0.2 * torch.randn_like(parameter))
+            parameter.mul_(GAIN) if parameter.ndim > 1 else parameter.add_(
+                0.2 * torch.randn_like(parameter)
+            )
         for name, buffer in model.named_buffers():
             if name in model.state_dict() and buffer.is_floating_point():
                 buffer.add_(0.2 * torch.randn_like(buffer))

@@ -59,7 +59,9 @@ def save_byte_llama(path: str) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    )
     fast.save_pretrained(path)
     config = LlamaConfig(
         vocab_size=len(words),
@@ -85,7 +87,9 @@ def save_unservable_model(path: str) -> str:
     return path
 
 
-def random_sequences(num: int, seed: int = 0, min_tokens: int = 4, max_tokens: int = 24) -> list[TrainSequence]:
+def random_sequences(
+    num: int, seed: int = 0, min_tokens: int = 4, max_tokens: int = 24
+) -> list[TrainSequence]:
     """Sequences of random tokens with a prompt of 2, a gap in the loss mask, and off-policy behavior log-probs."""
     rng = np.random.default_rng(seed)
     sequences = []
@@ -98,7 +102,9 @@ def random_sequences(num: int, seed: int = 0, min_tokens: int = 4, max_tokens: i
             TrainSequence(
                 tokens=rng.integers(0, VOCAB, length),
                 loss_mask=mask,
-                behavior_logprobs=np.where(mask, -5 + rng.normal(size=length) / 10, 0.0).astype(np.float32),
+                behavior_logprobs=np.where(mask, -5 + rng.normal(size=length) / 10, 0.0).astype(
+                    np.float32
+                ),
                 policy_versions=np.where(mask, rng.integers(0, 12, length), -1).astype(np.int32),
                 advantage=float(rng.normal()),
                 reward=float(rng.random()),
@@ -107,7 +113,9 @@ def random_sequences(num: int, seed: int = 0, min_tokens: int = 4, max_tokens: i
     return sequences
 
 
-def grouped_sequences(num_groups: int, group_size: int, seed: int = 0, max_prompt: int = 12) -> list[TrainSequence]:
+def grouped_sequences(
+    num_groups: int, group_size: int, seed: int = 0, max_prompt: int = 12
+) -> list[TrainSequence]:
     """Groups of random sequences that begin with a prompt of 1 to max_prompt tokens and versions below 12.
 
     In every other group two more untrained tokens, other ones in each member, stand before the first trained token.
@@ -117,11 +125,15 @@ def grouped_sequences(num_groups: int, group_size: int, seed: int = 0, max_promp
     for group_id in range(num_groups):
         prompt = rng.integers(0, VOCAB, int(rng.integers(1, max_prompt + 1)))
         members = random_sequences(group_size, seed=seed + 1000 * group_id)
-        groups += [_with_prompt(s, prompt, 2 if group_id % 2 == 0 else 0, group_id) for s in members]
+        groups += [
+            _with_prompt(s, prompt, 2 if group_id % 2 == 0 else 0, group_id) for s in members
+        ]
     return groups
 
 
-def random_tree(num: int, seed: int = 0, vocabulary: int = 3, system: int = 4) -> list[TrainSequence]:
+def random_tree(
+    num: int, seed: int = 0, vocabulary: int = 3, system: int = 4
+) -> list[TrainSequence]:
     """Sequences that begin with `system` equal tokens and go on with up to 10 of few different ones.
 
     So they often begin alike beyond that, too; some repeat another one, or go on where it ended.
@@ -134,12 +146,18 @@ def random_tree(num: int, seed: int = 0, vocabulary: int = 3, system: int = 4) -
         tokens, before = rng.integers(0, vocabulary, rng.integers(1, 11)), np.full(system, 7)
         if repeats := sequences and rng.random() < 0.4:
             before = sequences[rng.integers(len(sequences))].tokens
-        tokens = before.copy() if repeats and rng.random() < 0.4 else np.concatenate([before, tokens])
+        tokens = (
+            before.copy() if repeats and rng.random() < 0.4 else np.concatenate([before, tokens])
+        )
         mask = rng.random(len(tokens)) < 0.7
         mask[0] = False
         behavior = np.where(mask, -5 + rng.normal(size=len(tokens)) / 10, 0.0).astype(np.float32)
         versions = np.where(mask, rng.integers(0, 12, len(tokens)), -1).astype(np.int32)
-        sequences.append(TrainSequence(tokens, mask, behavior, versions, float(rng.normal()), rng.random(), i // 3))
+        sequences.append(
+            TrainSequence(
+                tokens, mask, behavior, versions, float(rng.normal()), rng.random(), i // 3
+            )
+        )
     return sequences
 
 
@@ -196,7 +214,9 @@ def assert_same_gradient(actual, expected, relative=1e-5):
         assert error <= relative * gradient.abs().max().item(), (name, error)
 
 
-def run_on_two_ranks(rank: int, folder: str, cases: list[tuple[Config, list[list[TrainSequence]], int]]) -> None:
+def run_on_two_ranks(
+    rank: int, folder: str, cases: list[tuple[Config, list[list[TrainSequence]], int]]
+) -> None:
     """Body of a spawned rank: train one step per (config, updates, token budget), then save and fail in known ways.
 
     Rank 0 writes `results.pt`: the metrics and first gradient of each case, and the errors that each rank met.

@@ -28,4 +28,7 @@ def make_trajectory(group_id, member, versions=(0,), finish_reason="stop"):
 
 def make_group(group_id, rewards):
     members = [make_trajectory(group_id, member, (0, 0)) for member in range(len(rewards))]
-    return Group(group_id, tuple(type(t)(**{**vars(t), "reward": r}) for t, r in zip(members, rewards, strict=True)))
+    return Group(
+        group_id,
+        tuple(type(t)(**{**vars(t), "reward": r}) for t, r in zip(members, rewards, strict=True)),
+    )

@@ -42,7 +42,9 @@ def make_sampler(num_requests: int, vocab: int, sampling: Sampling):
     device = torch.device("cpu")
     states = RequestState(num_requests, 64, 64, 0, vocab, device)
     options = SimpleNamespace(reasoning_config=None)
-    sampler = Sampler(options, num_requests, vocab, device, states, logprobs_mode="processed_logprobs")
+    sampler = Sampler(
+        options, num_requests, vocab, device, states, logprobs_mode="processed_logprobs"
+    )
     for index in range(num_requests):
         states.add_request(str(index), 3, [1, 2, 3], 0, 32)
         sampler.add_request(index, request(index, sampling))
@@ -54,9 +56,20 @@ def make_sampler(num_requests: int, vocab: int, sampling: Sampling):
 def sample(sampler, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [N] and the logits [N, V] that they are drawn by; each row is a request."""
     rows = torch.arange(len(logits), dtype=torch.int32)
-    position, none = torch.full((len(logits),), 5, dtype=torch.int64), torch.zeros(len(logits), dtype=torch.int32)
+    position, none = (
+        torch.full((len(logits),), 5, dtype=torch.int64),
+        torch.zeros(len(logits), dtype=torch.int32),
+    )
     return sampler.sample(
-        logits.clone(), rows, rows, rows.numpy(), position, none, none, none.numpy() + 6, return_logprobs=True
+        logits.clone(),
+        rows,
+        rows,
+        rows.numpy(),
+        position,
+        none,
+        none,
+        none.numpy() + 6,
+        return_logprobs=True,
     )
 
 
@@ -69,7 +82,11 @@ def draw(processed: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     for index in range(DRAWS):
         states.add_request(index, request(index, sampling))
     states.apply_staged_writes()
-    of_requests = states.temperature.gpu, states.seeds.gpu, torch.full((DRAWS,), 5, dtype=torch.int64)
+    of_requests = (
+        states.temperature.gpu,
+        states.seeds.gpu,
+        torch.full((DRAWS,), 5, dtype=torch.int64),
+    )
     logits = processed.expand(DRAWS, -1).contiguous()
     return gumbel_sample(logits, rows, *of_requests, apply_temperature=False, is_drafting=False)
 
@@ -108,7 +125,12 @@ def split_differs() -> int:
     logits = 3 * torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
     processed = logits.clone()
     _apply_topp_split(processed, None, torch.full((4,), 0.9), float("-inf"), 4)
-    return int((sampling_logits(logits, logits.argmax(-1), Sampling(top_p=0.9)).isinf() != processed.isinf()).sum())
+    return int(
+        (
+            sampling_logits(logits, logits.argmax(-1), Sampling(top_p=0.9)).isinf()
+            != processed.isinf()
+        ).sum()
+    )
 
 
 def greedy_differs() -> int:
@@ -121,7 +143,10 @@ def greedy_differs() -> int:
 def count_rows_by_int(folder: Path) -> None:
     """Let the row in vLLM's kernel for top_p be what the interpreter's loop gives: Python's int, which has no `to`."""
     name = "vllm.v1.sample.ops.topk_topp_triton"
-    source, changed = Path(importlib.util.find_spec(name).origin).read_text(), folder / "topk_topp_triton.py"
+    source, changed = (
+        Path(importlib.util.find_spec(name).origin).read_text(),
+        folder / "topk_topp_triton.py",
+    )
     assert source.count("row_id.to(tl.int64)") == 1
     changed.write_text(source.replace("row_id.to(tl.int64)", "row_id"))
     spec = importlib.util.spec_from_file_location(name, changed)
@@ -131,14 +156,16 @@ def count_rows_by_int(folder: Path) -> None:
 
 def main() -> None:
     """Compare all cases."""
-    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # which is fused, and not for requests with seeds or log-probs
+    # which is fused, and not for requests with seeds or log-probs
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     fake_h100.pretend()
     import vllm.platforms
     from vllm.triton_utils import HAS_TRITON
 
     assert HAS_TRITON, "vLLM does not take this Triton"
     here = vllm.platforms.current_platform
-    here.device_type, here.is_pin_memory_available = "cpu", lambda: False  # buffers are in host memory then
+    # buffers are in host memory then
+    here.device_type, here.is_pin_memory_available = "cpu", lambda: False
     count_rows_by_int(Path(sys.argv[1]).parent)
     from vllm.v1.sample.ops import topk_topp_triton
     from vllm.v1.worker.gpu import buffer_utils

@@ -72,11 +72,15 @@ class Oracle:
         self.discard(num_lost)
         for group in self.groups.values():
             group.state = "finished" if group.state == "held" else group.state
-        residents = {i: group for i, group in self.groups.items() if group.state in ("running", "finished")}
+        residents = {
+            i: group for i, group in self.groups.items() if group.state in ("running", "finished")
+        }
         assert residents.keys() == state.buffer.residents.keys()
         for group_id, group in residents.items():
             found = state.buffer.residents[group_id].members
-            assert {i: vars_of(t) for i, t in found.items()} == {i: vars_of(t) for i, t in group.members.items()}
+            assert {i: vars_of(t) for i, t in found.items()} == {
+                i: vars_of(t) for i, t in group.members.items()
+            }
             group.members = dict(found)
             waiting = [ticket for ticket in state.queue if ticket.group_id == group_id]
             members = [t.member + i for t in waiting for i in range(t.num_members)]
@@ -91,13 +95,20 @@ class Oracle:
 
     def announce(self, version, trainer_version, evaluate):
         assert not self.evaluating, "weights were announced in the middle of an evaluation"
-        assert version >= self.announced and trainer_version > self.announced_trainer_version - self.is_resuming
+        assert (
+            version >= self.announced
+            and trainer_version > self.announced_trainer_version - self.is_resuming
+        )
         assert version == self.announced or not self.is_resuming
         self.is_resuming = False
         self.announced, self.announced_trainer_version = version, trainer_version
         if evaluate and self.num_eval_problems:
             groups = (EVALUATION_GROUP, GREEDY_GROUP)[: 1 + self.config.eval_greedy]
-            self.evaluating = {(group_id, member) for group_id in groups for member in range(self.num_eval_problems)}
+            self.evaluating = {
+                (group_id, member)
+                for group_id in groups
+                for member in range(self.num_eval_problems)
+            }
             self.evaluated_version = version
             self.num_evaluations += 1
 
@@ -108,7 +119,10 @@ class Oracle:
         published = max(0, published - (self.config.swarm.refresh_lag if self.config.listen else 0))
         assert {ticket.min_version for ticket in tickets} == {published}
         (problem,) = problems
-        assert self.problems.get(problem, "put back" if problem == len(self.problems) else "unknown") == "put back"
+        assert (
+            self.problems.get(problem, "put back" if problem == len(self.problems) else "unknown")
+            == "put back"
+        )
         self.problems[problem] = "resident"
         self.groups[group_id] = Known(problem, published)
         self.count["issued"] += 1
@@ -126,7 +140,9 @@ class Oracle:
             group = self.groups[ticket.group_id]
             # Of those that start in one event, the order in which they are sent is not that in which they were chosen.
             is_first = group.started_at in (None, self.num_events)
-            assert group.state == "running" and version >= (ticket.min_version if is_first else group.oldest)
+            assert group.state == "running" and version >= (
+                ticket.min_version if is_first else group.oldest
+            )
             if is_first:
                 group.oldest = version if group.started_at is None else min(version, group.oldest)
                 group.started_at = self.num_events
@@ -134,7 +150,9 @@ class Oracle:
     def put_back(self, group_id):
         reason = "stale" if self.config.stale_policy == "drop" else "aborted"
         if self.disbelieved is not None:
-            assert self._is_of(self.groups[group_id], self.disbelieved), "a group of believed workers alone is dropped"
+            assert self._is_of(self.groups[group_id], self.disbelieved), (
+                "a group of believed workers alone is dropped"
+            )
             reason = "shut_out"
         self.num_given_up += reason == "aborted"
         self.problems[self.groups[group_id].problem] = "put back"
@@ -146,7 +164,9 @@ class Oracle:
     def shut_out(self, worker):
         """A worker has been shut out: nothing of it may be trained on any more."""
         self.disbelieved = None
-        resident = [group for group in self.groups.values() if group.state in ("running", "finished")]
+        resident = [
+            group for group in self.groups.values() if group.state in ("running", "finished")
+        ]
         assert not any(self._is_of(group, worker) for group in resident)
 
     def late(self, trajectory):
@@ -164,7 +184,9 @@ class Oracle:
     def deliver(self, trajectory):
         if trajectory.num_generated:
             versions = trajectory.policy_versions[trajectory.loss_mask]
-            assert versions.min() >= 0 and versions.max() <= self.announced, "a token from weights not yet published"
+            assert versions.min() >= 0 and versions.max() <= self.announced, (
+                "a token from weights not yet published"
+            )
         if trajectory.is_evaluation:
             self.evaluating.remove((trajectory.group_id, trajectory.member))
             if trajectory.finish_reason != "failed":
@@ -190,10 +212,17 @@ class Oracle:
         assert versions == sorted(versions)
         if self.config.on_update != "restart" and trajectory.finish_reason != "aborted":
             assert versions[: len(prefix)] == prefix
-        assert self.config.on_update != "restart" or len(set(versions)) < 2 or self.config.is_multi_turn
+        assert (
+            self.config.on_update != "restart"
+            or len(set(versions)) < 2
+            or self.config.is_multi_turn
+        )
 
     def _add(self, trajectory, group):
-        assert trajectory.finish_reason in ("stop", "length") and trajectory.member not in group.members
+        assert (
+            trajectory.finish_reason in ("stop", "length")
+            and trajectory.member not in group.members
+        )
         assert self.problem_of[trajectory.ticket_id] == group.problem
         group.members[trajectory.member] = trajectory
         if len(group.members) < self.config.group_size:
@@ -218,7 +247,9 @@ class Oracle:
         if group.members:
             self.sums[f"measured_{fate}"] += 1
             self.sums[f"length_{fate}"] += group.num_tokens / len(group.members)
-            self.sums[f"reward_{fate}"] += statistics.fmean(t.reward for t in group.members.values())
+            self.sums[f"reward_{fate}"] += statistics.fmean(
+                t.reward for t in group.members.values()
+            )
 
     def discard(self, num_tokens):
         self.tokens["generated"] += num_tokens
@@ -231,7 +262,9 @@ class Oracle:
         assert len(batch) == len({group.group_id for group in batch}) == self.config.groups_per_step
         for group in batch:
             known = self.groups[group.group_id]
-            assert known.state == "finished", f"group {group.group_id} is held, but it is {known.state}"
+            assert known.state == "finished", (
+                f"group {group.group_id} is held, but it is {known.state}"
+            )
             assert {id(t) for t in group.trajectories} == {id(t) for t in known.members.values()}
             assert len({t.member for t in group.trajectories}) == self.config.group_size
             self._check_fresh(group)
@@ -280,26 +313,49 @@ class Oracle:
             )
         ):
             expected = min(self.trainer_version, config.publish_delay)
-            assert lags == {expected} or (self.is_longer and max(lags) <= expected), f"lags {lags} at α = 0"
+            assert lags == {expected} or (self.is_longer and max(lags) <= expected), (
+                f"lags {lags} at α = 0"
+            )
 
     # After every event
 
     def check(self):
         self.num_events += 1
-        outstanding = [g for g in self.groups.values() if g.state in ("running", "finished", "held")]
+        outstanding = [
+            g for g in self.groups.values() if g.state in ("running", "finished", "held")
+        ]
         unpublished = [v for v in self.made_by.values() if v > self.announced_trainer_version]
-        assert len(outstanding) + len(unpublished) <= self.capacity, "more groups outstanding than the capacity"
-        done = {i for i, group in self.groups.items() if group.state in ("consumed", "failed", "filtered")}
+        assert len(outstanding) + len(unpublished) <= self.capacity, (
+            "more groups outstanding than the capacity"
+        )
+        done = {
+            i
+            for i, group in self.groups.items()
+            if group.state in ("consumed", "failed", "filtered")
+        }
         assert self.forgotten == done, f"forgotten {self.forgotten ^ done}"
         for group in self.groups.values():
             assert group.state != "stale" or group.oldest < self.trainer_version - self.bound
         assert self.num_given_up <= self.config.extra_groups * (self.num_held + 1)
 
     def check_ledger(self, ledger):
-        resident = [group for group in self.groups.values() if group.state in ("running", "finished", "held")]
-        expected = {"groups_resident": len(resident), "tokens_resident": sum(g.num_tokens for g in resident)}
-        expected |= {"groups_issued": self.count["issued"], "tokens_generated": self.tokens["generated"]}
-        expected |= {"groups_consumed": self.count["consumed"], "tokens_consumed": self.tokens["consumed"]}
+        resident = [
+            group
+            for group in self.groups.values()
+            if group.state in ("running", "finished", "held")
+        ]
+        expected = {
+            "groups_resident": len(resident),
+            "tokens_resident": sum(g.num_tokens for g in resident),
+        }
+        expected |= {
+            "groups_issued": self.count["issued"],
+            "tokens_generated": self.tokens["generated"],
+        }
+        expected |= {
+            "groups_consumed": self.count["consumed"],
+            "tokens_consumed": self.tokens["consumed"],
+        }
         for reason in ("stale", "filtered", "failed", "aborted", "late", "shut_out"):
             expected |= {
                 f"groups_dropped_{reason}": self.count[reason],
@@ -317,16 +373,24 @@ class Oracle:
         assert sorted(self.problems) == list(range(len(self.problems)))
         where = Counter(self.problems.values())
         assert where == +Counter(
-            {"resident": ledger["groups_resident"], "consumed": ledger["groups_consumed"], "put back": len(put_back)}
+            {
+                "resident": ledger["groups_resident"],
+                "consumed": ledger["groups_consumed"],
+                "put back": len(put_back),
+            }
             | {reason: ledger[f"groups_dropped_{reason}"] for reason in ("failed", "filtered")}
         )
-        assert {problem for problem, state in self.problems.items() if state == "put back"} == set(put_back)
+        assert {problem for problem, state in self.problems.items() if state == "put back"} == set(
+            put_back
+        )
 
 
 def vars_of(trajectory):
     """The fields of a trajectory, to be compared with those of another."""
     fields = vars(trajectory).items()
-    return {name: repr(value.tolist() if hasattr(value, "tolist") else value) for name, value in fields}
+    return {
+        name: repr(value.tolist() if hasattr(value, "tolist") else value) for name, value in fields
+    }
 
 
 class WatchedTickets(TicketSource):

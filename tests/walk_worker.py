@@ -140,7 +140,9 @@ class WalkProcess:
                 for episode in self._are("barrier"):
                     episode.state = episode.waits_for
             case Abort(ticket_ids):
-                for episode in itertools.chain(*(self.episodes.get(ticket_id, ()) for ticket_id in ticket_ids)):
+                for episode in itertools.chain(
+                    *(self.episodes.get(ticket_id, ()) for ticket_id in ticket_ids)
+                ):
                     episode.is_aborted = True
 
     def say(self):
@@ -154,7 +156,9 @@ class WalkProcess:
             elif versions := episodes[0].versions:
                 reason = "stop" if "scoring" in (episodes[0].state, episodes[0].waits_for) else None
                 zeros, versions = np.zeros(len(versions), np.int64), np.array(versions, np.int32)
-                partials.append(Partial(ticket_id, zeros, zeros.astype(np.float32), versions, reason))
+                partials.append(
+                    Partial(ticket_id, zeros, zeros.astype(np.float32), versions, reason)
+                )
         self.outbox.append(InFlight(partials, lost))
 
     def fetch(self):
@@ -231,7 +235,9 @@ class WalkProcess:
             (episode,) = self.episodes[ticket.ticket_id]
             episode.versions = ticket.prefix.policy_versions.tolist()
             episode.is_whole = ticket.prefix.finish_reason is not None
-        self._wait_or_go(self.episodes[ticket.ticket_id], self.config.scheduling == "lockstep", "ready")
+        self._wait_or_go(
+            self.episodes[ticket.ticket_id], self.config.scheduling == "lockstep", "ready"
+        )
 
     def _wait_or_go(self, episodes, is_barrier, state):
         ticket = episodes[0].ticket
@@ -246,7 +252,11 @@ class WalkProcess:
         episodes = self.episodes[ticket.ticket_id]
         if ticket.num_members > 1 and any(e.state != "sampled" for e in episodes):
             return
-        self._wait_or_go([e for e in episodes if e.state == "sampled"], self.config.scheduling == "batch", "scoring")
+        self._wait_or_go(
+            [e for e in episodes if e.state == "sampled"],
+            self.config.scheduling == "batch",
+            "scoring",
+        )
 
     def _stand(self):
         """Requests freeze, are aborted to go on or start over, or run to their end."""

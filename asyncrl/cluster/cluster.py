@@ -111,7 +111,9 @@ class Peer:
     """What its node runs, of leaders only."""
 
 
-def form_cluster(peers: list[Peer], rank: int, store: dist.Store, backend: str, timeout: datetime.timedelta) -> Cluster:
+def form_cluster(
+    peers: list[Peer], rank: int, store: dist.Store, backend: str, timeout: datetime.timedelta
+) -> Cluster:
     """Form the process groups of a run whose ranks are `peers`, for this `rank`; collective."""
     nodes: dict[int, list[int]] = {}
     for other, peer in enumerate(peers):
@@ -120,7 +122,9 @@ def form_cluster(peers: list[Peer], rank: int, store: dist.Store, backend: str, 
     hosts = tuple(peers[ranks[0]].host for ranks in ranks_of_nodes)
     cluster = Cluster(node, ranks_of_nodes[node].index(rank), ranks_of_nodes, hosts, store)
     group_store = dist.PrefixStore("trainer", store)
-    dist.init_process_group(backend, store=group_store, rank=rank, world_size=len(peers), timeout=timeout)
+    dist.init_process_group(
+        backend, store=group_store, rank=rank, world_size=len(peers), timeout=timeout
+    )
     if cluster.num_nodes == 1:
         return cluster
     node_groups = [dist.new_group(list(ranks), timeout, "gloo") for ranks in ranks_of_nodes]
@@ -129,7 +133,10 @@ def form_cluster(peers: list[Peer], rank: int, store: dist.Store, backend: str, 
 
 
 def join(
-    config: Config, device_type: str, fingerprint: Callable[[Config], dict], check_same: Callable[[dict], None]
+    config: Config,
+    device_type: str,
+    fingerprint: Callable[[Config], dict],
+    check_same: Callable[[dict], None],
 ) -> Cluster:
     """Meet the ranks of all nodes, make sure that they run the same, and form the process groups; collective.
 
@@ -138,14 +145,17 @@ def join(
     """
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":  # as Megatron wants it; weights that are sent would wait
-        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]  # for the trainer's kernels, here and in workers
+    # As Megatron wants it; weights that are sent would wait for the trainer's kernels, here and in workers.
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
     if "RANK" not in os.environ:
         return form_cluster([Peer(0, "localhost")], 0, dist.HashStore(), backend, timeout)
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
     mine = _describe(lambda: fingerprint(config) | {"device": device_type})
     peers = _meet(dist.PrefixStore("peers", store), rank, num_ranks, mine)
-    check_same({f"node {peer.node} ({peer.host})": peer.fingerprint for peer in peers if peer.fingerprint})
+    check_same(
+        {f"node {peer.node} ({peer.host})": peer.fingerprint for peer in peers if peer.fingerprint}
+    )
     return form_cluster(peers, rank, store, backend, timeout)
 
 
@@ -183,10 +193,14 @@ def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:
             f"= {num_ranks / config.replicas:.2f} ranks per replica; change one of the two"
         )
     if config.record and num_nodes > 1:
-        raise ValueError(f"--record keeps the batches of one node, and {num_nodes} train; leave it out")
+        raise ValueError(
+            f"--record keeps the batches of one node, and {num_nodes} train; leave it out"
+        )
     shares, num_groups = num_nodes * config.minibatches, config.groups_per_step
     if num_groups % shares:
-        times = f" × --minibatches {config.minibatches} = {shares}" if config.minibatches > 1 else ""
+        times = (
+            f" × --minibatches {config.minibatches} = {shares}" if config.minibatches > 1 else ""
+        )
         raise ValueError(
             f"--groups-per-step {num_groups} is not a multiple of {num_nodes} nodes{times}: {num_groups} / {shares} = "
             f"{num_groups / shares:.2f} groups; use {-(-num_groups // shares) * shares}"

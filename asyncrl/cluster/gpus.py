@@ -40,7 +40,9 @@ def visible_gpus() -> list[Gpu]:
     gpus = list_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))[:count]
     if len({gpu.name for gpu in gpus}) > 1:
         kinds = ", ".join(f"gpu {i}: {gpu.name}" for i, gpu in enumerate(gpus))
-        raise ValueError(f"GPUs of several kinds are visible ({kinds}); choose one kind by CUDA_VISIBLE_DEVICES")
+        raise ValueError(
+            f"GPUs of several kinds are visible ({kinds}); choose one kind by CUDA_VISIBLE_DEVICES"
+        )
     check_driver(pynvml.nvmlSystemGetDriverVersion())
     return gpus
 
@@ -50,7 +52,9 @@ def check_driver(version: str) -> None:
     import torch
 
     least = LEAST_DRIVER.get((torch.version.cuda or "").partition(".")[0], 0)
-    if int(version.partition(".")[0]) < least and "compat" not in os.environ.get("LD_LIBRARY_PATH", ""):
+    if int(version.partition(".")[0]) < least and "compat" not in os.environ.get(
+        "LD_LIBRARY_PATH", ""
+    ):
         raise ValueError(
             f"NVIDIA driver {version}: torch {torch.__version__} is for CUDA {torch.version.cuda} and needs {least} or "
             "newer; update the driver, or put CUDA's compat library into LD_LIBRARY_PATH"
@@ -65,7 +69,10 @@ def list_gpus(visible: str | None) -> list[Gpu]:
     """
     try:
         pynvml.nvmlInit()
-        gpus = [_describe(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
+        gpus = [
+            _describe(pynvml.nvmlDeviceGetHandleByIndex(i))
+            for i in range(pynvml.nvmlDeviceGetCount())
+        ]
         if visible is None:
             return gpus
         chosen = []
@@ -73,7 +80,9 @@ def list_gpus(visible: str | None) -> list[Gpu]:
             if name.startswith("MIG-"):
                 chosen.append(_describe(pynvml.nvmlDeviceGetHandleByUUID(name)))
             else:
-                chosen += [gpu for i, gpu in enumerate(gpus) if name == str(i) or gpu.uuid.startswith(name)]
+                chosen += [
+                    gpu for i, gpu in enumerate(gpus) if name == str(i) or gpu.uuid.startswith(name)
+                ]
         return chosen
     except pynvml.NVMLError as error:
         raise RuntimeError(
@@ -92,4 +101,6 @@ def _describe(handle) -> Gpu:
     except pynvml.NVMLError_NotSupported:  # the GPU shares the host's memory
         memory = psutil.virtual_memory()
         total, free = memory.total, memory.available
-    return Gpu(pynvml.nvmlDeviceGetName(handle), total, total - free, pynvml.nvmlDeviceGetUUID(handle))
+    return Gpu(
+        pynvml.nvmlDeviceGetName(handle), total, total - free, pynvml.nvmlDeviceGetUUID(handle)
+    )

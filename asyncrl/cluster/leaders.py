@@ -19,7 +19,9 @@ class Leaders:
     def __init__(self, store: dist.Store, node: int, num_nodes: int, timeout: datetime.timedelta):
         """Connect; collective over leaders."""
         self.num_nodes, self.timeout_s = num_nodes, timeout.total_seconds()
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("leaders", store), node, num_nodes, timeout)
+        self._group = dist.ProcessGroupGloo(
+            dist.PrefixStore("leaders", store), node, num_nodes, timeout
+        )
 
     def gather(self, value: Any) -> list:
         """The values of all, in the order of nodes; collective. For small things only."""

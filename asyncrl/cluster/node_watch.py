@@ -51,7 +51,9 @@ class NodeWatch:
         self._group = dist.ProcessGroupGloo(store, cluster.node, cluster.num_nodes, CONNECT_TIMEOUT)
         self._others = [node for node in range(cluster.num_nodes) if node != cluster.node]
         for node in self._others:
-            thread = threading.Thread(target=self._watch, args=(node,), name=cluster.name(node), daemon=True)
+            thread = threading.Thread(
+                target=self._watch, args=(node,), name=cluster.name(node), daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -62,7 +64,9 @@ class NodeWatch:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                raise RuntimeError(f"this node has finished, and {thread.name} has not {FINISH_TIMEOUT_S:.0f} s later")
+                raise RuntimeError(
+                    f"this node has finished, and {thread.name} has not {FINISH_TIMEOUT_S:.0f} s later"
+                )
 
     def explain(self, error: BaseException) -> BaseException:
         """What this node's end is due to: the end of another node before it, or `error`, of which the others are told.
@@ -72,7 +76,12 @@ class NodeWatch:
         if isinstance(error, RuntimeError) and "timed out" in str(error).lower():
             error = RuntimeError(f"{error}; {self.dump_stacks()}")
         deadline = time.monotonic() + NOTICE_S
-        while isinstance(error, RuntimeError) and self._threads and not self.reason and time.monotonic() < deadline:
+        while (
+            isinstance(error, RuntimeError)
+            and self._threads
+            and not self.reason
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         with self._lock:  # waits for a dump of stacks that goes on
             self._is_ending = True
@@ -97,8 +106,12 @@ class NodeWatch:
         try:
             self._group.recv([message], node, 0).wait(LONGEST_RUN)
         except RuntimeError as error:
-            how = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0]  # gloo begins with its source file
-            self._end(f"{self.cluster.name(node)} is gone without a word, killed or cut off: {how}", lost=True)
+            # gloo begins with its source file
+            how = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0]
+            self._end(
+                f"{self.cluster.name(node)} is gone without a word, killed or cut off: {how}",
+                lost=True,
+            )
             return
         reason = bytes(message.tolist()).rstrip(b"\0").decode(errors="ignore")
         if reason:
@@ -115,5 +128,7 @@ class NodeWatch:
             if not self._is_ending:
                 os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE_S)
-        print(f"error: {reason}; no orderly end within {GRACE_S:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"error: {reason}; no orderly end within {GRACE_S:.0f} s", file=sys.stderr, flush=True
+        )
         os._exit(1)

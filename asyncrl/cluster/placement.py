@@ -73,9 +73,19 @@ class Placement:
         for rank, gpu in enumerate(self.trainer_gpus):
             lines.append(f"  trainer rank {rank}     {_device(gpu, self.trainer_threads)}")
         for w in self.workers:
-            shared = f", shared with trainer rank {w.shared_with_rank}" if w.shared_with_rank is not None else ""
-            memory = f", {w.gpu_memory_utilization:.1%} of its memory" if w.gpu_memory_utilization else ""
-            device = _device(w.gpu, w.cpu_threads, w.num_gpus) + ", on cores of its own" * bool(w.cores)
+            shared = (
+                f", shared with trainer rank {w.shared_with_rank}"
+                if w.shared_with_rank is not None
+                else ""
+            )
+            memory = (
+                f", {w.gpu_memory_utilization:.1%} of its memory"
+                if w.gpu_memory_utilization
+                else ""
+            )
+            device = _device(w.gpu, w.cpu_threads, w.num_gpus) + ", on cores of its own" * bool(
+                w.cores
+            )
             lines.append(f"  rollout worker {w.worker}   {device}{shared}{memory}")
         return "\n".join(lines)
 
@@ -86,7 +96,9 @@ def _device(gpu: int | None, threads: int, num_gpus: int = 1) -> str:
     return f"gpu {gpu}" if num_gpus == 1 else f"gpus {gpu} to {gpu + num_gpus - 1}"
 
 
-def place(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int, has_nccl: bool = True) -> Placement:
+def place(
+    config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int, has_nccl: bool = True
+) -> Placement:
     """Return the device of every process of a node, and the transport of weights.
 
     Args: the GPUs and CPU cores that this node may use, the trainer ranks that torchrun started on it (0 on a host that
@@ -99,7 +111,9 @@ def place(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int,
     else:
         num_workers = _count_on_cpu(config, num_cores)
         threads = _threads(num_cores, num_trainer_ranks + num_workers)
-        workers = tuple(WorkerPlacement(worker, None, None, threads, 0.0) for worker in range(num_workers))
+        workers = tuple(
+            WorkerPlacement(worker, None, None, threads, 0.0) for worker in range(num_workers)
+        )
         trainer_gpus = (None,) * num_trainer_ranks
     if not workers:
         return Placement(trainer_gpus, threads, (), "pull")
@@ -111,10 +125,14 @@ def place(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int,
     return Placement(trainer_gpus, threads, workers, transport)
 
 
-def _place_on_gpus(config: Config, num_gpus: int, num_trainer_ranks: int) -> tuple[WorkerPlacement, ...]:
+def _place_on_gpus(
+    config: Config, num_gpus: int, num_trainer_ranks: int
+) -> tuple[WorkerPlacement, ...]:
     """Return the rollout workers of a node with GPUs: after the trainer's GPUs, or one worker on the trainer's only."""
     if config.dtype == "float32":
-        raise ValueError(f"--dtype float32 is for the CPU, and {num_gpus} GPUs are visible; use auto or bfloat16")
+        raise ValueError(
+            f"--dtype float32 is for the CPU, and {num_gpus} GPUs are visible; use auto or bfloat16"
+        )
     tp, num_workers = config.rollout_tp, config.num_rollout_workers
     if num_workers is None:
         num_workers = max(1, (num_gpus - num_trainer_ranks) // tp)
@@ -129,7 +147,8 @@ def _place_on_gpus(config: Config, num_gpus: int, num_trainer_ranks: int) -> tup
         )
     share = config.gpu_memory_utilization or SHARE_ALONE
     return tuple(
-        WorkerPlacement(worker, num_trainer_ranks + worker * tp, None, 1, share, tp) for worker in range(num_workers)
+        WorkerPlacement(worker, num_trainer_ranks + worker * tp, None, 1, share, tp)
+        for worker in range(num_workers)
     )
 
 
@@ -137,7 +156,9 @@ def _count_on_cpu(config: Config, num_cores: int) -> int:
     """Return the number of rollout workers of a node without GPUs."""
     num_workers = 1 if config.num_rollout_workers is None else config.num_rollout_workers
     if config.rollout_tp > 1 and num_workers:
-        raise ValueError(f"--rollout-tp {config.rollout_tp} splits an engine over GPUs, and none is visible; use 1")
+        raise ValueError(
+            f"--rollout-tp {config.rollout_tp} splits an engine over GPUs, and none is visible; use 1"
+        )
     if num_workers > num_cores:
         raise ValueError(
             f"--num-rollout-workers {num_workers} on {num_cores} CPU cores: {num_workers} / {num_cores} = "
@@ -146,18 +167,25 @@ def _count_on_cpu(config: Config, num_cores: int) -> int:
     return num_workers
 
 
-def _choose_transport(wanted: str, worker: WorkerPlacement, num_trainer_ranks: int, has_nccl: bool) -> str:
+def _choose_transport(
+    wanted: str, worker: WorkerPlacement, num_trainer_ranks: int, has_nccl: bool
+) -> str:
     """Return the transport that is `wanted`, or for `auto` the fastest one. Raises ValueError if it cannot work."""
     if worker.gpu is None or num_trainer_ranks == 0:
         possible, why = ["shm"], "without a GPU weights go through host memory"
     elif worker.shared_with_rank is not None:
         possible, why = ["ipc", "shm"], "trainer and worker share one GPU, which NCCL refuses"
     elif has_nccl:
-        possible, why = ["nccl", "shm"], "trainer and workers have separate GPUs, between which there is no CUDA IPC"
+        possible, why = (
+            ["nccl", "shm"],
+            "trainer and workers have separate GPUs, between which there is no CUDA IPC",
+        )
     else:
         possible, why = ["shm"], "this torch has no NCCL"
     if wanted not in (*possible, "auto"):
-        raise ValueError(f"--weight-sync {wanted} cannot work here: {why}; use {' or '.join(possible)}, or auto")
+        raise ValueError(
+            f"--weight-sync {wanted} cannot work here: {why}; use {' or '.join(possible)}, or auto"
+        )
     return possible[0] if wanted == "auto" else wanted
 
 

@@ -22,7 +22,13 @@ FIRST_PARENT = os.getppid()
 # torchrun's variables would make a child believe that it is a trainer rank.
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PET_", "ROLE_", "GROUP_")
 RUN_ID = "TORCHELASTIC_RUN_ID"
-TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+TORCHRUN_NAMES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
 
 
 class Interrupted(Exception):

@@ -59,17 +59,28 @@ def dump_stacks(pid: int | None = None) -> str:
     Returns, for an error line, where the stacks are.
     """
     name = os.environ.get(STACKS_FILE)
-    with contextlib.suppress(psutil.NoSuchProcess), open(name, "a") if name else os.fdopen(os.dup(2), "w") as file:
+    with (
+        contextlib.suppress(psutil.NoSuchProcess),
+        open(name, "a") if name else os.fdopen(os.dup(2), "w") as file,
+    ):
         root = run_root() if pid is None else psutil.Process(pid)
         for member in [root, *root.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                print(f"\n=== {title(member)}, {member.status()}, {time.strftime('%H:%M:%S')}", file=file, flush=True)
+                print(
+                    f"\n=== {title(member)}, {member.status()}, {time.strftime('%H:%M:%S')}",
+                    file=file,
+                    flush=True,
+                )
             if member.pid == os.getpid():
                 faulthandler.dump_traceback(file=file, all_threads=True)
             elif _handles_sigusr1(member.pid):
                 os.kill(member.pid, signal.SIGUSR1)
                 time.sleep(DUMP_S)
-    return f"stacks of all processes are in {name}" if name else "stacks are in what this process printed"
+    return (
+        f"stacks of all processes are in {name}"
+        if name
+        else "stacks are in what this process printed"
+    )
 
 
 def _handles_sigusr1(pid: int) -> bool:

@@ -24,7 +24,9 @@ JOIN_TIMEOUT_S = 10.0
 class WorkerProcess:
     """A worker's process, its pipe and its log."""
 
-    def __init__(self, spec: WorkerSpec, main: Callable, on_message: Callable, threads: ThreadPoolExecutor):
+    def __init__(
+        self, spec: WorkerSpec, main: Callable, on_message: Callable, threads: ThreadPoolExecutor
+    ):
         """Start `main(spec, connection)` in a process of its own.
 
         `on_message` is called with each message, in a thread, and with None when the process has gone.
@@ -35,7 +37,9 @@ class WorkerProcess:
         self._log_path.touch()
         self._log_start = self._log_path.stat().st_size  # a restarted worker appends
         # Not a daemon process: those may have no children, and the engine is one.
-        self.process = context.Process(target=main, args=(spec, theirs), name=f"rollout-worker-{spec.placement.worker}")
+        self.process = context.Process(
+            target=main, args=(spec, theirs), name=f"rollout-worker-{spec.placement.worker}"
+        )
         self.started_at = time.monotonic()
         self.process.start()
         theirs.close()  # so that the pipe reads as closed as soon as the worker is gone
@@ -53,7 +57,8 @@ class WorkerProcess:
         # its number to the pipe of the next worker, which would then get what was meant for this one.
         with connection:
             while (message := self._outbox.get()) is not None:
-                with contextlib.suppress(OSError):  # the reading thread sees the same end and acts on it
+                # the reading thread sees the same end and acts on it
+                with contextlib.suppress(OSError):
                     connection.send(message)
 
     def _read(self, connection, on_message: Callable) -> None:
@@ -84,10 +89,16 @@ class WorkerProcess:
         if code is None:
             how = "is still running and did not answer"
         else:
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            how = (
+                f"killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"exited with code {code}"
+            )
         log = self._log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         # The engine's own error comes first; then everybody who waited for it says so, at length.
-        causes = [line for line in log[:-LOG_LINES_SHOWN] if re.search(r"\w+(Error|Exception): ", line)]
+        causes = [
+            line for line in log[:-LOG_LINES_SHOWN] if re.search(r"\w+(Error|Exception): ", line)
+        ]
         shown = "\n".join(f"  | {line}" for line in causes[:1] + log[-LOG_LINES_SHOWN:])
         who = f"{self.process.name.replace('-', ' ')} (pid {self.process.pid})"
         return f"{who} {how}; its first error and last log lines, from {self._log_path}:\n{shown}"

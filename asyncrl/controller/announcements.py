@@ -26,7 +26,8 @@ class Announcements:
     def connect(self, transport: Transport) -> None:
         """Give the engines the weight transport, when all are up."""
         self.transport, self._are_connected = transport, True
-        for worker in filter(lambda worker: worker.is_up, self.workers):  # on_ready connects one that has just died
+        # on_ready connects one that has just died
+        for worker in filter(lambda worker: worker.is_up, self.workers):
             worker.connect(transport)
 
     def take_deferred(self) -> Announcement | None:

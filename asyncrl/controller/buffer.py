@@ -66,27 +66,38 @@ class SampleBuffer:
         self.config = config
         self.trainer_version = self.published_version = 0
         self._residents: dict[int, Resident] = {}
-        self._unpublished: list[int] = []  # trainer version that each consumed, unpublished group is to make
+        # trainer version that each consumed, unpublished group is to make
+        self._unpublished: list[int] = []
         # Groups whose other members are only counted, and as what; kept for good, as members may return late.
         self._closed: dict[int, DropReason] = {}
         self._num_finished = 0
-        self._may_have_batch = False  # whether anything has happened since `take` had none that could give it one
+        # whether anything has happened since `take` had none that could give it one
+        self._may_have_batch = False
         self._ledger = Ledger()
 
     def state(self) -> BufferState:
         """All that a resumed run needs of the buffer, in which every batch was published; see `restore`."""
         published = max(self.published_version, self.trainer_version - self.config.publish_delay)
-        residents = {i: replace(r, members=dict(r.members), group=None) for i, r in self._residents.items()}
+        residents = {
+            i: replace(r, members=dict(r.members), group=None) for i, r in self._residents.items()
+        }
         return BufferState(self.trainer_version, published, residents, dict(self._ledger.counts))
 
     def restore(self, state: BufferState) -> None:
         """Go on from a `state`; members of closed groups need not be told apart, as none can come any more."""
-        self.trainer_version, self.published_version = state.trainer_version, state.published_version
+        self.trainer_version, self.published_version = (
+            state.trainer_version,
+            state.published_version,
+        )
         self._ledger.counts |= state.ledger
         for group_id, resident in state.residents.items():
             members = dict(resident.members)
-            self._residents[group_id] = replace(resident, members=members, group=self._whole(group_id, members))
-        self._num_finished = 1 + max((resident.rank for resident in state.residents.values()), default=0)
+            self._residents[group_id] = replace(
+                resident, members=members, group=self._whole(group_id, members)
+            )
+        self._num_finished = 1 + max(
+            (resident.rank for resident in state.residents.values()), default=0
+        )
         self._may_have_batch = True
 
     @property
@@ -102,7 +113,10 @@ class SampleBuffer:
 
     def num_free_places(self) -> int:
         """Groups that may be admitted now; none while what is sampled now would be too old for every later batch."""
-        if self._is_bounded and self.oldest_to_start + self.config.max_staleness < self.trainer_version:
+        if (
+            self._is_bounded
+            and self.oldest_to_start + self.config.max_staleness < self.trainer_version
+        ):
             return 0
         return self.config.max_outstanding_groups - len(self._residents) - len(self._unpublished)
 
@@ -110,7 +124,9 @@ class SampleBuffer:
         """Give a place to a new group, whose id is new. Returns the version that its tokens must have at least."""
         if self.num_free_places() < 1:
             most = self.config.max_outstanding_groups
-            raise RuntimeError(f"group {group_id} has no place: all {most} are taken, {self.ledger()}")
+            raise RuntimeError(
+                f"group {group_id} has no place: all {most} are taken, {self.ledger()}"
+            )
         if group_id in self._residents or group_id in self._closed:
             raise RuntimeError(f"group {group_id} was admitted before")
         self._residents[group_id] = Resident(self.oldest_to_start)
@@ -126,7 +142,8 @@ class SampleBuffer:
 
     def min_version(self, group_id: int) -> int:
         """Version that further members of a running group need at least, as that of the first is counted on; else 0."""
-        resident = self._residents.get(group_id)  # once: the swarm's thread asks while others drop groups
+        # once: the swarm's thread asks while others drop groups
+        resident = self._residents.get(group_id)
         return 0 if resident is None or resident.group is not None else resident.version
 
     def add(self, trajectory: Trajectory) -> Group | None:
@@ -165,11 +182,15 @@ class SampleBuffer:
         if trajectory.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"{who} is {trajectory.finish_reason}, and its group waits for it")
         if (oldest := trajectory.min_version) < (start := resident.version):
-            raise RuntimeError(f"{who} has a token of version {oldest}, but its group was started at version {start}")
+            raise RuntimeError(
+                f"{who} has a token of version {oldest}, but its group was started at version {start}"
+            )
 
     def add_failed(self, trajectory: Trajectory) -> bool:
         """Count a trajectory that failed. Returns whether its group can still get all the members it needs."""
-        self._ledger.generate(trajectory.num_generated, self._closed.get(trajectory.group_id, "failed"))
+        self._ledger.generate(
+            trajectory.num_generated, self._closed.get(trajectory.group_id, "failed")
+        )
         resident = self._residents.get(trajectory.group_id)
         if resident is None or resident.group is not None:
             return True
@@ -234,7 +255,9 @@ class SampleBuffer:
             return
         kept: list[int] = []
         left = self._residents.keys() - batch
-        for version, group_id in sorted((self._residents[group_id].version, group_id) for group_id in left):
+        for version, group_id in sorted(
+            (self._residents[group_id].version, group_id) for group_id in left
+        ):
             kept.append(group_id)
             steps_left = version + self.config.max_staleness - self.trainer_version
             if len(kept) > self.config.groups_per_step * steps_left:
@@ -254,7 +277,9 @@ class SampleBuffer:
     def publish(self, trainer_version: int) -> None:
         """Give back the places of all groups consumed up to the step that made `trainer_version`, as that is published
         now, publish_delay steps late."""
-        self.published_version = max(self.published_version, trainer_version - self.config.publish_delay)
+        self.published_version = max(
+            self.published_version, trainer_version - self.config.publish_delay
+        )
         self._unpublished = [version for version in self._unpublished if version > trainer_version]
 
     # Dropping
@@ -264,7 +289,9 @@ class SampleBuffer:
         if self.config.stale_policy != "drop":
             return []
         oldest = self.trainer_version - self.config.max_staleness
-        return [group_id for group_id, resident in self._residents.items() if resident.version < oldest]
+        return [
+            group_id for group_id, resident in self._residents.items() if resident.version < oldest
+        ]
 
     def drop(self, group_id: int, reason: DropReason) -> None:
         """Take a resident group out, whole, and give its place back."""
@@ -275,7 +302,8 @@ class SampleBuffer:
 
     def is_running(self, group_id: int) -> bool:
         """Whether the group holds a place and waits for members."""
-        resident = self._residents.get(group_id)  # once: the swarm's thread asks while others drop groups
+        # once: the swarm's thread asks while others drop groups
+        resident = self._residents.get(group_id)
         return resident is not None and resident.group is None
 
     def ledger(self) -> dict[str, int | float]:

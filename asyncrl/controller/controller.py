@@ -62,7 +62,9 @@ class Controller:
         self.announcements = Announcements(workers)
         self.evaluations = Evaluations()
         self.journal = Journal(record)
-        self._changed = Changes(config.timeout_s, workers, self.announcements, self.dispatcher.describe)
+        self._changed = Changes(
+            config.timeout_s, workers, self.announcements, self.dispatcher.describe
+        )
         self._stopping = False
         self.is_asked_to_stop = False
         """Whether the run is to end after this step."""
@@ -92,7 +94,8 @@ class Controller:
     def on_message(self, worker: Worker, message) -> None:
         """Act on a worker's message, or, if it is None, on its death; called by the worker's reading thread."""
         with self._changed:
-            self._changed.notify_all()  # now, as this may raise; they wait for the lock all the same
+            # now, as this may raise; they wait for the lock all the same
+            self._changed.notify_all()
             match message:
                 case None:
                     if not self._stopping:
@@ -133,7 +136,9 @@ class Controller:
     def issue_all_again(self, worker: Worker, make_again: Callable[[Ticket], Ticket]) -> None:
         """Record that a worker has died, and issue again what `make_again` makes of its tickets."""
         exit_code, tickets = worker.process.exit_code, len(worker.running)
-        self.journal.record("worker_died", worker=worker.index, exit_code=exit_code, tickets=tickets)
+        self.journal.record(
+            "worker_died", worker=worker.index, exit_code=exit_code, tickets=tickets
+        )
         for ticket in sorted(worker.awaited, key=lambda t: t.ticket_id, reverse=True):
             self.issue_again(ticket, make_again(ticket))
 
@@ -141,7 +146,8 @@ class Controller:
         """Issue another ticket before all others in place of one that was lost, if that is still needed."""
         if ticket.is_evaluation:
             self.evaluations.running.issue_again(ticket, again)
-        if ticket.is_evaluation or self.buffer.is_running(ticket.group_id):  # else dropped, or finished without it
+        # else dropped, or finished without it
+        if ticket.is_evaluation or self.buffer.is_running(ticket.group_id):
             self.dispatcher.queue.put_first([again])
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:
@@ -173,7 +179,11 @@ class Controller:
 
     def wait_for_batch(self, done: Callable[[], Any]) -> Any:
         """Wait until `done()`, to which a batch is necessary, and return its result. Raises as `take_batch`."""
-        what = "a batch of groups with unequal rewards" if self.config.drop_zero_variance else "a batch"
+        what = (
+            "a batch of groups with unequal rewards"
+            if self.config.drop_zero_variance
+            else "a batch"
+        )
         with self._changed:
             return self._changed.wait_until(done, what, self._can_get_batch)
 
@@ -193,7 +203,8 @@ class Controller:
         """Consume a batch that was found: it is trained on now. Returns its groups; the caller holds the lock."""
         groups = self.dispatcher.consume(batch)
         self.dispatcher.drop_expired()
-        if self.config.over_sampling > 1 and self.evaluations.running is None:  # which no update may end
+        # which no update may end
+        if self.config.over_sampling > 1 and self.evaluations.running is None:
             self.workers.suspend()
         self.fill()
         if self.config.colocate == "sleep":
@@ -276,14 +287,17 @@ class Controller:
         """Take all that a resumed run needs of this node's rollout, as of one instant between `publish` and
         `take_batch`, in which `measure()` gives the lengths of its records; sampling goes on."""
         with self._changed:
-            return cut(self._changed, self.dispatcher, self.announcements, self.evaluations, measure)
+            return cut(
+                self._changed, self.dispatcher, self.announcements, self.evaluations, measure
+            )
 
     # What was measured
 
     def take_report(self) -> RolloutReport:
         """Take what was measured since the last call, and the ledger."""
         with self._changed:
-            self.workers.check()  # what ended a reading thread is the reason if the ledger does not balance
+            # what ended a reading thread is the reason if the ledger does not balance
+            self.workers.check()
             return self.journal.take_report(self.buffer.ledger(), self.workers.num_restarts)
 
     def take_extra_metrics(self) -> Measured:

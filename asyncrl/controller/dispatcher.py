@@ -25,7 +25,9 @@ class Dispatcher:
     """Admits groups while there are places for them, sends their tickets out, takes their trajectories in, and drops
     groups: failed, without variance, stale or not needed."""
 
-    def __init__(self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource):
+    def __init__(
+        self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource
+    ):
         self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
         self.queue = TicketQueue(config.max_running_requests, self.may_start)
         self._failed_in_a_row = 0
@@ -47,7 +49,9 @@ class Dispatcher:
     def on_failed_group(self, trajectory: Trajectory) -> None:
         """Drop a group too many of whose trajectories failed; `trajectory` is the last. Raises as `add`."""
         self._failed_in_a_row += 1
-        if self._failed_in_a_row > max(MIN_FAILED_IN_A_ROW, self.buffer.config.max_outstanding_groups):
+        if self._failed_in_a_row > max(
+            MIN_FAILED_IN_A_ROW, self.buffer.config.max_outstanding_groups
+        ):
             raise RuntimeError(
                 f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
                 "mend the environment or reward, or raise --env-timeout-s if it is only slow"
@@ -83,7 +87,11 @@ class Dispatcher:
         """End what still runs or waits for a group."""
         self.queue.remove_group(group_id)
         for worker in self.workers:
-            running = [ticket_id for ticket_id, ticket in worker.running.items() if ticket.group_id == group_id]
+            running = [
+                ticket_id
+                for ticket_id, ticket in worker.running.items()
+                if ticket.group_id == group_id
+            ]
             if running:
                 worker.process.send(Abort(running))
 
@@ -105,14 +113,20 @@ class Dispatcher:
         stands."""
         if self.workers.are_coming or self.buffer.num_free_places() > 0:
             return True
-        active = [worker for worker in self.workers if worker.loading is not None or not worker.stands]
+        active = [
+            worker for worker in self.workers if worker.loading is not None or not worker.stands
+        ]
         if active and self.queue.has_training_tickets:
             return True
-        return any(not ticket.is_evaluation for worker in active for ticket in worker.running.values())
+        return any(
+            not ticket.is_evaluation for worker in active for ticket in worker.running.values()
+        )
 
     def unfinished(self) -> list[Ticket]:
         """Tickets of training groups whose trajectories are waited for: those that workers have, then the others."""
-        given = sorted((t for worker in self.workers for t in worker.awaited), key=lambda t: t.ticket_id)
+        given = sorted(
+            (t for worker in self.workers for t in worker.awaited), key=lambda t: t.ticket_id
+        )
         return [t for t in (*given, *self.queue) if self.buffer.is_running(t.group_id)]
 
     def fill(self) -> None:

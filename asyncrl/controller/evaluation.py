@@ -24,7 +24,9 @@ class Evaluation:
 
         A response that failed counts 0, so hanging the scorer never pays.
         """
-        rewards = [trajectory.reward for trajectory in self.trajectories if trajectory.group_id == group_id]
+        rewards = [
+            trajectory.reward for trajectory in self.trajectories if trajectory.group_id == group_id
+        ]
         rewards += [0.0] * self.failed.count(group_id)
         return float(np.mean(rewards)) if rewards else float("nan")
 
@@ -40,7 +42,9 @@ class Evaluation:
             return
         versions = set(trajectory.policy_versions[trajectory.loss_mask].tolist())
         if versions != {self.version}:
-            raise RuntimeError(f"evaluation of version {self.version} got tokens of versions {sorted(versions)}")
+            raise RuntimeError(
+                f"evaluation of version {self.version} got tokens of versions {sorted(versions)}"
+            )
         self.trajectories.append(trajectory)
 
 

@@ -23,11 +23,13 @@ class Journal:
         """`record(event, **fields)` writes an event; the controller's own, too, of which nothing is measured."""
         self.record = record
         self._clock = clock
-        self._ledgers: dict[int, TimeLedger] = {}  # of this node's workers, not of those that joined
+        # of this node's workers, not of those that joined
+        self._ledgers: dict[int, TimeLedger] = {}
         self._reported: dict[int, int] = {}  # worker that is up -> until when, on its own clock
         self._starts: Counter[int] = Counter()
         self._pauses_s: list[float] = []
-        self._probes: dict[int, dict[int, tuple[np.ndarray, ...]]] = {}  # version -> worker -> log-probs
+        # version -> worker -> log-probs
+        self._probes: dict[int, dict[int, tuple[np.ndarray, ...]]] = {}
         self._sampled = SampledTokens()
 
     # The life of workers
@@ -81,7 +83,13 @@ class Journal:
         self._pauses_s.append(message.pause_s)
         self._sampled += message.sampled
         broadcast_s = time.monotonic() - made_at
-        self.record("update", worker=worker, version=message.version, pause_s=message.pause_s, broadcast_s=broadcast_s)
+        self.record(
+            "update",
+            worker=worker,
+            version=message.version,
+            pause_s=message.pause_s,
+            broadcast_s=broadcast_s,
+        )
 
     def probed(self, worker: int, version: int, logprobs: tuple[np.ndarray, ...]) -> None:
         """A worker has scored the probe."""
@@ -95,7 +103,9 @@ class Journal:
 
     def take_report(self, ledger: dict[str, int], num_restarts: int) -> RolloutReport:
         """Take what was measured since the last call, and add what the controller knows."""
-        report = RolloutReport(self._pauses_s, self._sampled, self.take_time(), Counter(ledger), num_restarts)
+        report = RolloutReport(
+            self._pauses_s, self._sampled, self.take_time(), Counter(ledger), num_restarts
+        )
         self._pauses_s = []
         self._sampled = SampledTokens()
         return report
@@ -121,7 +131,12 @@ class Journal:
         """Record each worker's time; all have ended."""
         self.take_time()
         for worker, ledger in self._ledgers.items():
-            self.record("worker_time", worker=worker, until=ledger.until / 1e9, seconds=seconds(ledger.total))
+            self.record(
+                "worker_time",
+                worker=worker,
+                until=ledger.until / 1e9,
+                seconds=seconds(ledger.total),
+            )
 
 
 def _summary(trajectory: Trajectory) -> dict:

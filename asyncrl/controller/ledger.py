@@ -51,7 +51,11 @@ class Ledger:
         self.counts[f"groups_{fate}"] += 1
         self.counts[f"tokens_{fate}"] += sum(lengths)
         if members:
-            sums = {"measured": 1, "length": float(np.mean(lengths)), "reward": float(np.mean(rewards))}
+            sums = {
+                "measured": 1,
+                "length": float(np.mean(lengths)),
+                "reward": float(np.mean(rewards)),
+            }
             for name, value in sums.items():
                 self.counts[f"{name}_{fate}"] = self.counts.get(f"{name}_{fate}", 0) + value
 
@@ -60,10 +64,16 @@ class Ledger:
 
         Raises RuntimeError if the two sides differ.
         """
-        counts = {**self.counts, "groups_resident": groups_resident, "tokens_resident": tokens_resident}
+        counts = {
+            **self.counts,
+            "groups_resident": groups_resident,
+            "tokens_resident": tokens_resident,
+        }
         for unit, source in (("groups", "issued"), ("tokens", "generated")):
             dropped = sum(counts[f"{unit}_dropped_{reason}"] for reason in DROP_REASONS)
-            total, consumed, resident = (counts[f"{unit}_{name}"] for name in (source, "consumed", "resident"))
+            total, consumed, resident = (
+                counts[f"{unit}_{name}"] for name in (source, "consumed", "resident")
+            )
             if total != consumed + dropped + resident:
                 raise RuntimeError(
                     f"the ledger of {unit} does not balance: {source} {total} ≠ "

@@ -18,7 +18,9 @@ def redistribute(states: list[ControllerState], num_nodes: int) -> list[Controll
     """
     versions = [(state.buffer.trainer_version, state.buffer.published_version) for state in states]
     if len(set(versions)) != 1:
-        raise RuntimeError(f"states of nodes at different (trainer, published) versions: {versions}")
+        raise RuntimeError(
+            f"states of nodes at different (trainer, published) versions: {versions}"
+        )
     if len(states) == num_nodes:
         return states
     whole = _merge(states)
@@ -35,7 +37,10 @@ def _merge(states: list[ControllerState]) -> ControllerState:
     residents = {}
     ledger = Counter()
     for state in states:
-        put_back += [*state.tickets.put_back, *range(state.tickets.next_problem, frontier, len(states))]
+        put_back += [
+            *state.tickets.put_back,
+            *range(state.tickets.next_problem, frontier, len(states)),
+        ]
         problems |= state.tickets.problems
         residents |= state.buffer.residents
         ledger.update(state.buffer.ledger)  # and not `+`, which leaves out sums below 0
@@ -66,8 +71,12 @@ def _share(whole: ControllerState, order: list[int], node: int, num_nodes: int) 
         if is_first == (group_id not in residents):
             # The first node counted this group, and another node counts it from now on.
             ledger["groups_issued"] += -1 if is_first else 1
-            ledger["tokens_generated"] += -resident.num_generated if is_first else resident.num_generated
-    next_ids = (next_id + node * IDS_PER_NODE for next_id in (tickets.next_group, tickets.next_ticket))
+            ledger["tokens_generated"] += (
+                -resident.num_generated if is_first else resident.num_generated
+            )
+    next_ids = (
+        next_id + node * IDS_PER_NODE for next_id in (tickets.next_group, tickets.next_ticket)
+    )
     problems = {group_id: tickets.problems[group_id] for group_id in residents}
     next_problem = tickets.next_problem + (node - tickets.next_problem) % num_nodes
     return replace(

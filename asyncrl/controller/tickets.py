@@ -69,7 +69,9 @@ class TicketSource:
 
     def __init__(self, config: Config, prompts: PromptSource, node: int = 0, num_nodes: int = 1):
         self.config, self.prompts, self._num_nodes = config, prompts, num_nodes
-        self._at = TicketState(node, node * IDS_PER_NODE, node * IDS_PER_NODE, problems={}, put_back=[])
+        self._at = TicketState(
+            node, node * IDS_PER_NODE, node * IDS_PER_NODE, problems={}, put_back=[]
+        )
 
     def state(self) -> TicketState:
         """All that a resumed run needs of it."""
@@ -81,7 +83,10 @@ class TicketSource:
 
     def check_prompts(self) -> None:
         """Raise ValueError if a held-out prompt or one of the first training prompts does not fit."""
-        checked = [*self.prompts.eval_problems, *map(self.prompts.train_problem, range(NUM_CHECKED_PROMPTS))]
+        checked = [
+            *self.prompts.eval_problems,
+            *map(self.prompts.train_problem, range(NUM_CHECKED_PROMPTS)),
+        ]
         self._encode(max(checked, key=lambda problem: len(self.prompts.encode(problem))))
 
     def answer(self, group: Group) -> str:
@@ -102,11 +107,17 @@ class TicketSource:
         try:
             problem = self.prompts.train_problem(index)
             tokens = self._prompt_tokens(problem)
-        except ValueError as error:  # of the run, and not of the machine whose message made room for the group
+        except ValueError as error:
+            # of the run, and not of the machine whose message made room for the group
             raise RuntimeError(str(error)) from error
         size, extra = self.config.group_size, self.config.extra_members
-        num_members, members = (1, range(size + extra)) if self.config.replicate_prompts else (size, [0])
-        return [self._ticket(group_id, member, num_members, problem, tokens, min_version) for member in members]
+        num_members, members = (
+            (1, range(size + extra)) if self.config.replicate_prompts else (size, [0])
+        )
+        return [
+            self._ticket(group_id, member, num_members, problem, tokens, min_version)
+            for member in members
+        ]
 
     def put_back(self, group_id: int) -> None:
         """Issue the group's problem again: it was not the problem's fault that the group is gone."""
@@ -133,7 +144,10 @@ class TicketSource:
         again = replace(self.elsewhere(ticket), attempt=ticket.attempt + 1)
         if again.attempt == 1:
             return again
-        return replace(again, seed=self._seed(ticket.group_id, ticket.member, ticket.min_version, again.attempt))
+        return replace(
+            again,
+            seed=self._seed(ticket.group_id, ticket.member, ticket.min_version, again.attempt),
+        )
 
     def elsewhere(self, ticket: Ticket) -> Ticket:
         """Make the same ticket for another worker, with an id of its own.
@@ -152,7 +166,13 @@ class TicketSource:
         return replace(ticket, prefix=partial, seed=seed, min_version=min_version)
 
     def _ticket(
-        self, group_id: int, member: int, num_members: int, problem: Problem, tokens: tuple[int, ...], min_version: int
+        self,
+        group_id: int,
+        member: int,
+        num_members: int,
+        problem: Problem,
+        tokens: tuple[int, ...],
+        min_version: int,
     ) -> Ticket:
         self._at.next_ticket += 1
         return Ticket(
@@ -174,7 +194,9 @@ class TicketSource:
 
     def _seed(self, group_id: int, member: int, min_version: int, attempt: int) -> int:
         # Evaluation problems have no group of their own; their version takes its place.
-        stream = [1, min_version, member, attempt] if group_id < 0 else [0, group_id, member, attempt]
+        stream = (
+            [1, min_version, member, attempt] if group_id < 0 else [0, group_id, member, attempt]
+        )
         return self._seed_of(*stream)
 
     def _seed_of(self, *stream: int) -> int:
@@ -232,7 +254,11 @@ class TicketQueue:
         if not self._tickets:
             return
         most = self.max_running_requests
-        loads = [(w.num_running, w.order, place) for place, w in enumerate(workers) if w.num_running < most]
+        loads = [
+            (w.num_running, w.order, place)
+            for place, w in enumerate(workers)
+            if w.num_running < most
+        ]
         heapq.heapify(loads)
         while self._tickets:
             ticket, passed_over = self._tickets[0], []

@@ -13,7 +13,13 @@ from asyncrl.controller.workers import Workers
 class Changes(threading.Condition):
     """The lock that guards all of the controller's state. It is notified of every change, and waits for one."""
 
-    def __init__(self, timeout_s: float, workers: Workers, announcements: Announcements, describe: Callable[[], str]):
+    def __init__(
+        self,
+        timeout_s: float,
+        workers: Workers,
+        announcements: Announcements,
+        describe: Callable[[], str],
+    ):
         """`describe()` returns what every worker does, for the errors."""
         super().__init__()
         self.timeout_s = timeout_s
@@ -26,7 +32,9 @@ class Changes(threading.Condition):
         with self:
             self.notify_all()
 
-    def wait_until(self, done: Callable[[], Any], what: str, can_come: Callable[[], bool] = lambda: True) -> Any:
+    def wait_until(
+        self, done: Callable[[], Any], what: str, can_come: Callable[[], bool] = lambda: True
+    ) -> Any:
         """Wait until `done()` is true and return its value. It is called after every change, under the lock.
 
         A worker that starts or joins has a timeout of its own; this one begins anew when the worker is there. Raises
@@ -39,7 +47,8 @@ class Changes(threading.Condition):
             if result := done():
                 return result
             is_in_vain = not can_come()
-            if not self.wait(timeout=1.0) and is_in_vain:  # else a thread that failed has just said why
+            # else a thread that failed has just said why
+            if not self.wait(timeout=1.0) and is_in_vain:
                 raise RuntimeError(
                     f"{what} can never come: nothing runs, and nothing may start before the next weights are "
                     f"published; state: {self.describe()}"

@@ -134,7 +134,10 @@ class Worker:
         if time.monotonic() < deadline:
             return False
         self.is_asked = False
-        print(f"warning: {self.describe()} does not say how far it is; if resumed, that is sampled again", flush=True)
+        print(
+            f"warning: {self.describe()} does not say how far it is; if resumed, that is sampled again",
+            flush=True,
+        )
         return True
 
     def answer(self, in_flight: InFlight) -> None:
@@ -164,7 +167,9 @@ class Worker:
     def describe(self) -> str:
         """State of the worker in a few words."""
         state = (
-            "updating" if self.loading and self.sent_version == self.loading.version else self.state.replace("_", " ")
+            "updating"
+            if self.loading and self.sent_version == self.loading.version
+            else self.state.replace("_", " ")
         )
         return f"worker {self.index} {state} v{self.sent_version} running {self.num_running}"
 
@@ -172,7 +177,9 @@ class Worker:
 class Workers:
     """The rollout workers of this node, replaced when they die, a bounded number of times."""
 
-    def __init__(self, config: Config, placement: Placement, model_path: str, run_path: Path, main: Callable):
+    def __init__(
+        self, config: Config, placement: Placement, model_path: str, run_path: Path, main: Callable
+    ):
         """`main(spec, connection)` is what each process runs."""
         self.config, self.placement = config, placement
         self.model_path, self.run_path = model_path, run_path
@@ -181,7 +188,8 @@ class Workers:
         """Whether any trajectory has come back."""
         self._main = main
         self._workers: dict[int, Worker] = {}
-        self._readings: list[Future] = []  # of all processes that there were: handling a death may fail too
+        # of all processes that there were: handling a death may fail too
+        self._readings: list[Future] = []
         # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
         self._temporary = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
@@ -215,7 +223,8 @@ class Workers:
         """
         self._on_message, self._on_ended = on_message, on_ended
         for index in range(self.num_workers):
-            self._workers[index] = self._start(index)  # one by one, so that stop() knows of each at once
+            # one by one, so that stop() knows of each at once
+            self._workers[index] = self._start(index)
 
     def watch(self, thread: Future) -> None:
         """Have `check` raise the error that ends a thread."""
@@ -227,7 +236,9 @@ class Workers:
         of_worker = placement.workers[index], self.model_path, placement.transport
         spec = WorkerSpec(self.config, *of_worker, log, self._temporary.name)
         worker = Worker(index, num_restarts=num_restarts)
-        worker.process = WorkerProcess(spec, self._main, functools.partial(self._on_message, worker), self._threads)
+        worker.process = WorkerProcess(
+            spec, self._main, functools.partial(self._on_message, worker), self._threads
+        )
         self.watch(worker.process.reading)
         return worker
 
@@ -239,12 +250,21 @@ class Workers:
         worker.process.stop()
         report = worker.process.death_report()
         if not self.have_worked and (not worker.is_up or worker.process.exit_code > 0):
-            what = "was up, and died before any response came back" if worker.is_up else "could not start"
+            what = (
+                "was up, and died before any response came back"
+                if worker.is_up
+                else "could not start"
+            )
             raise WorkerDied(f"rollout worker {worker.index} {what}: {report}")
         if worker.num_restarts == MAX_RESTARTS:
-            raise WorkerDied(f"{report}\nall {MAX_RESTARTS} restarts are used, and nothing came back between them")
+            raise WorkerDied(
+                f"{report}\nall {MAX_RESTARTS} restarts are used, and nothing came back between them"
+            )
         self.num_restarts += 1
-        print(f"warning: {report.partition(';')[0]}; its {len(worker.running)} tickets are issued again", flush=True)
+        print(
+            f"warning: {report.partition(';')[0]}; its {len(worker.running)} tickets are issued again",
+            flush=True,
+        )
         self._workers[worker.index] = self._start(worker.index, worker.num_restarts + 1)
 
     def suspend(self) -> None:
@@ -256,13 +276,15 @@ class Workers:
     def fall_asleep(self) -> bool:
         """Have all workers fall asleep that have not been told to. Returns whether all are asleep."""
         for worker in self:  # one that was started again in between is told when it is up
-            if worker.state in ("sampling", "suspended") and not worker.owed:  # it would wake it again
+            # it would wake it again
+            if worker.state in ("sampling", "suspended") and not worker.owed:
                 worker.fall_asleep()
         return all(worker.state == "asleep" for worker in self)
 
     def ask(self) -> Callable[[], bool]:
         """Have this node's workers say how far their responses are. Returns what tells whether none is waited for."""
-        deadline = time.monotonic() + min(CUT_S, self.config.timeout_s / 2)  # else the wait ends the run
+        # else the wait ends the run
+        deadline = time.monotonic() + min(CUT_S, self.config.timeout_s / 2)
         for worker in self:
             if worker.is_up:
                 worker.ask()

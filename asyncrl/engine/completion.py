@@ -28,7 +28,9 @@ class Completion:
     def partial(self, ticket_id: int) -> Partial:
         """The response, for another worker to go on from; one that is aborted has not ended."""
         reason = None if self.finish_reason == "aborted" else self.finish_reason
-        return Partial(ticket_id, np.array(self.tokens, np.int64), self.logprobs, self.versions, reason)
+        return Partial(
+            ticket_id, np.array(self.tokens, np.int64), self.logprobs, self.versions, reason
+        )
 
 
 @dataclass
@@ -59,8 +61,12 @@ class Request:
         """The whole response: what was sampled between updates, joined."""
         return Completion(
             self.tokens,
-            np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for segment in self.segments)]),
-            np.concatenate([np.zeros(0, np.int32), *(segment.versions for segment in self.segments)]),
+            np.concatenate(
+                [np.zeros(0, np.float32), *(segment.logprobs for segment in self.segments)]
+            ),
+            np.concatenate(
+                [np.zeros(0, np.int32), *(segment.versions for segment in self.segments)]
+            ),
             finish_reason,
         )
 

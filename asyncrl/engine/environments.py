@@ -89,7 +89,9 @@ class MultiTurn:
 
     def _reset(self) -> list[int]:
         self.environment = self.pool.take()
-        observation, _ = _items(self.environment.reset(seed=self.seed), "reset", "observation, info")
+        observation, _ = _items(
+            self.environment.reset(seed=self.seed), "reset", "observation, info"
+        )
         return self.pool.conversation.first(_text(observation))
 
     async def step(self, tokens: list[int]) -> Step:
@@ -102,11 +104,15 @@ class MultiTurn:
 
     def _step(self, response: str, ended_turn: bool) -> Step:
         names = "observation, reward, terminated, truncated, info"
-        observation, reward, terminated, truncated, _ = _items(self.environment.step(response), "step", names)
+        observation, reward, terminated, truncated, _ = _items(
+            self.environment.step(response), "step", names
+        )
         reward = _finite(reward)
         if _flag(terminated, "terminated") | _flag(truncated, "truncated"):
             return Step([], reward, ended=True)  # nobody reads the last observation
-        return Step(self.pool.conversation.reply(_text(observation), ended_turn), reward, ended=False)
+        return Step(
+            self.pool.conversation.reply(_text(observation), ended_turn), reward, ended=False
+        )
 
 
 def _items(returned: Any, method: str, names: str) -> tuple | list:
@@ -119,12 +125,16 @@ def _text(observation: Any) -> str:
     if not isinstance(observation, str):
         raise Failed(f"the observation is {brief(observation)}, expected a str")
     if len(observation) > _MAX_OBSERVATION:
-        raise Failed(f"the observation has {len(observation)} characters, at most {_MAX_OBSERVATION} fit")
+        raise Failed(
+            f"the observation has {len(observation)} characters, at most {_MAX_OBSERVATION} fit"
+        )
     try:
         observation.encode()
     except UnicodeEncodeError as error:
         where = f"{observation[error.start]!r} at character {error.start}"
-        raise Failed(f"the observation has {where}, expected text without lone surrogates") from None
+        raise Failed(
+            f"the observation has {where}, expected text without lone surrogates"
+        ) from None
     return observation
 
 
@@ -170,11 +180,18 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
     """The environments of a worker's task; those of one turn start processes that score."""
     config = spec.config
     if config.is_multi_turn:
-        pool = EnvironmentPool(prepare_environment(config.task, config.task_args), tokenizer, config.env_timeout_s)
+        pool = EnvironmentPool(
+            prepare_environment(config.task, config.task_args), tokenizer, config.env_timeout_s
+        )
         return Environments(lambda ticket, member: MultiTurn(pool, ticket.environment_seed))
-    title, num_processes = f"rewards {spec.placement.worker}", max(4, min(16, available_cores() // 2))
+    title, num_processes = (
+        f"rewards {spec.placement.worker}",
+        max(4, min(16, available_cores() // 2)),
+    )
     rewards = Rewards(config.task, config.reward, config.env_timeout_s, num_processes, title)
-    return Environments(lambda ticket, member: SingleTurn(ticket, tokenizer, rewards), rewards.close)
+    return Environments(
+        lambda ticket, member: SingleTurn(ticket, tokenizer, rewards), rewards.close
+    )
 
 
 def turn_ends(spec: WorkerSpec, tokenizer) -> list[int]:
@@ -183,7 +200,9 @@ def turn_ends(spec: WorkerSpec, tokenizer) -> list[int]:
     Raises ValueError for a tokenizer that cannot hold a conversation, if the task is one.
     """
     ends = stop_token_ids(spec.model_path, tokenizer)
-    return sorted({*ends, Conversation(tokenizer).end_of_turn}) if spec.config.is_multi_turn else ends
+    return (
+        sorted({*ends, Conversation(tokenizer).end_of_turn}) if spec.config.is_multi_turn else ends
+    )
 
 
 async def call_in_thread(function: Callable, *arguments, timeout_s: float) -> Any:

@@ -24,7 +24,13 @@ class Episode:
     """Runs the trajectory of one ticket and member."""
 
     def __init__(
-        self, config: Config, ticket: Ticket, member: int, *, environment: Environment, generate: Callable
+        self,
+        config: Config,
+        ticket: Ticket,
+        member: int,
+        *,
+        environment: Environment,
+        generate: Callable,
     ) -> None:
         """`generate(request_id, prompt_tokens, seed, max_tokens)` is awaited for a turn: greedy without a seed, and
         with a prefix where the ticket has one."""
@@ -100,10 +106,17 @@ class Episode:
         started_at = time.time()
         turn = len(self.turns)
         self.request_id = f"{self.ticket.ticket_id}.{turn}"
-        seed = None if self.ticket.group_id == GREEDY_GROUP else self.ticket.seed + turn * _SEEDS_PER_TURN
-        prefix = [] if self.ticket.prefix is None else [Completion.of(self.ticket.prefix)]  # of its only turn
+        seed = (
+            None
+            if self.ticket.group_id == GREEDY_GROUP
+            else self.ticket.seed + turn * _SEEDS_PER_TURN
+        )
+        # of its only turn
+        prefix = [] if self.ticket.prefix is None else [Completion.of(self.ticket.prefix)]
         try:
-            completion = await self._generate(self.request_id, tuple(self._tokens), seed, max_tokens, *prefix)
+            completion = await self._generate(
+                self.request_id, tuple(self._tokens), seed, max_tokens, *prefix
+            )
         finally:
             self.request_id = None
         self.turns.append((len(self._tokens), completion))
@@ -111,7 +124,9 @@ class Episode:
         self._sampling_times = (started_at, time.time())
         return completion
 
-    def _trajectory(self, finish_reason: FinishReason, failure: str, started_at: float, worker: int) -> Trajectory:
+    def _trajectory(
+        self, finish_reason: FinishReason, failure: str, started_at: float, worker: int
+    ) -> Trajectory:
         length, has_ended = len(self._tokens), finish_reason in ("stop", "length")
         loss_mask = np.zeros(length, dtype=bool)
         behavior_logprobs = np.zeros(length, dtype=np.float32)

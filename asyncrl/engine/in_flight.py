@@ -15,7 +15,11 @@ SETTLING_TURNS = 100
 async def settle(proxy: LLMProxy) -> None:
     """Let responses that have just ended in the engine come to whoever waits for them."""
     for _ in range(SETTLING_TURNS):
-        running = [request.engine_id for request in proxy.requests.values() if request.engine_id is not None]
+        running = [
+            request.engine_id
+            for request in proxy.requests.values()
+            if request.engine_id is not None
+        ]
         if all(request_states(proxy.engine, engine_id) for engine_id in running):
             return
         await asyncio.sleep(0)
@@ -47,7 +51,9 @@ def _so_far(proxy: LLMProxy, episode: Episode) -> Completion | None:
 
 def _num_sampled(proxy: LLMProxy, of_ticket: list[Episode]) -> int:
     """Tokens of a ticket's trajectories: of the turns that are over, and of the requests that run."""
-    num_tokens = sum(len(completion.tokens) for episode in of_ticket for _, completion in episode.turns)
+    num_tokens = sum(
+        len(completion.tokens) for episode in of_ticket for _, completion in episode.turns
+    )
     for request in map(proxy.requests.get, {episode.request_id for episode in of_ticket}):
         if request is not None:
             num_tokens += len(request.tokens) + num_sampled(proxy.engine, request.engine_id)

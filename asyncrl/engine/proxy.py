@@ -84,7 +84,9 @@ class LLMProxy:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         async with _limited(self.config.timeout_s, "connecting the engine to the trainer"):
-            await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+            await self.engine.init_weight_transfer_engine(
+                WeightTransferInitRequest(init_info=init_info)
+            )
 
     # Sampling
 
@@ -109,7 +111,9 @@ class LLMProxy:
                     return request.end("aborted")
                 if self.config.on_update == "restart":  # in which every response is of one version
                     self.sampled.discarded += request.keep_only(self.version)
-                segment = await self._sample_segment(request, request_id, prompt_tokens, seed, max_tokens)
+                segment = await self._sample_segment(
+                    request, request_id, prompt_tokens, seed, max_tokens
+                )
                 request.segments.append(segment)
                 if segment.finish_reason != "aborted" or request.aborted:
                     return request.end(segment.finish_reason)
@@ -123,18 +127,29 @@ class LLMProxy:
 
     async def until_resumed(self) -> None:
         """Wait while sampling stands; else a request would be stamped and salted with the version that is going."""
-        while not self._resumed.is_set():  # an update that wakes it may be followed at once by a suspend
+        # an update that wakes it may be followed at once by a suspend
+        while not self._resumed.is_set():
             await self._resumed.wait()
 
     async def _sample_segment(
-        self, request: Request, request_id: str, prompt_tokens: tuple[int, ...], seed: int | None, max_tokens: int
+        self,
+        request: Request,
+        request_id: str,
+        prompt_tokens: tuple[int, ...],
+        seed: int | None,
+        max_tokens: int,
     ) -> Completion:
         """Sample the rest of a response, to its end or the next update."""
         prefix, attempt = request.tokens, len(request.segments)
-        request.engine_id, seed = f"{request_id}-{attempt}-{self.version}", None if seed is None else seed + attempt
+        request.engine_id, seed = (
+            f"{request_id}-{attempt}-{self.version}",
+            None if seed is None else seed + attempt,
+        )
         try:
             tokens = [*prompt_tokens, *prefix]
-            (segment,) = await self.sample(request.engine_id, tokens, seed, max_tokens - len(prefix))
+            (segment,) = await self.sample(
+                request.engine_id, tokens, seed, max_tokens - len(prefix)
+            )
             self.sampled.resumed += len(segment.tokens) if prefix else 0
             return segment
         finally:
@@ -142,7 +157,12 @@ class LLMProxy:
             self._returned.set()
 
     async def sample(
-        self, engine_id: str, prompt_tokens: list[int], seed: int | None, max_tokens: int, num_responses: int = 1
+        self,
+        engine_id: str,
+        prompt_tokens: list[int],
+        seed: int | None,
+        max_tokens: int,
+        num_responses: int = 1,
     ) -> list[Completion]:
         """Sample responses by one request of the engine, to their end or until they are aborted."""
         from vllm.inputs import tokens_input
@@ -153,7 +173,11 @@ class LLMProxy:
         prompt = tokens_input(prompt_tokens, cache_salt=str(self.version))
         self.activity.add(requests=1)
         try:
-            final = [output async for output in self.engine.generate(prompt, params, engine_id) if output.finished]
+            final = [
+                output
+                async for output in self.engine.generate(prompt, params, engine_id)
+                if output.finished
+            ]
         finally:
             self.activity.add(requests=-1)
         if not final:
@@ -163,7 +187,9 @@ class LLMProxy:
 
     def sampling_params(self, seed: int | None, max_tokens: int, num_responses: int):
         """vLLM's parameters of one request."""
-        return vllm_setup.sampling_params(self.config, self.stop_token_ids, seed, max_tokens, num_responses)
+        return vllm_setup.sampling_params(
+            self.config, self.stop_token_ids, seed, max_tokens, num_responses
+        )
 
     async def score(self, tokens: tuple[int, ...]) -> np.ndarray:
         """Log-probs of tokens 1 … T − 1 given those before, at temperature 1. Returns [T − 1] float32, nats."""
@@ -172,18 +198,26 @@ class LLMProxy:
 
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         self._num_scores += 1
-        async for output in self.engine.generate(tokens_input(list(tokens)), params, f"score-{self._num_scores}"):
+        async for output in self.engine.generate(
+            tokens_input(list(tokens)), params, f"score-{self._num_scores}"
+        ):
             if output.finished:
                 pairs = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
-                return np.array([position[token].logprob for position, token in pairs], dtype=np.float32)
+                return np.array(
+                    [position[token].logprob for position, token in pairs], dtype=np.float32
+                )
         raise RuntimeError("a score request ended without an output")
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests; each returns what it has, with finish reason `aborted`. Unknown ids are passed over."""
-        requests = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        requests = [
+            self.requests[request_id] for request_id in request_ids if request_id in self.requests
+        ]
         for request in requests:
             request.aborted = True
-        await self.engine.abort([request.engine_id for request in requests if request.engine_id is not None])
+        await self.engine.abort(
+            [request.engine_id for request in requests if request.engine_id is not None]
+        )
 
     def take_sampled(self) -> SampledTokens:
         """Tokens returned by the engine since the last call."""
@@ -201,14 +235,19 @@ class LLMProxy:
             await self._interrupt()
         # The engine core is asked directly: AsyncLLM.pause_generation sleeps another 20 ms while all stand still.
         mode = "wait" if self.config.on_update == "wait" else "keep"
-        await self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=self.config.on_update != "keep")
+        await self.engine.engine_core.pause_scheduler_async(
+            mode=mode, clear_cache=self.config.on_update != "keep"
+        )
 
     async def _interrupt(self) -> None:
         """Abort every engine request and wait until all have returned; their responses go on after `resume`."""
-        while engine_ids := [r.engine_id for r in self.requests.values() if r.engine_id is not None]:
+        while engine_ids := [
+            r.engine_id for r in self.requests.values() if r.engine_id is not None
+        ]:
             self._returned.clear()
             await self.engine.abort(engine_ids)
-            with contextlib.suppress(TimeoutError):  # the engine does not know yet one that has just been sent to it
+            # the engine does not know yet one that has just been sent to it
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._returned.wait(), ABORT_AGAIN_S)
 
     async def sleep(self) -> None:
@@ -249,10 +288,13 @@ class LLMProxy:
 
     async def _wake_up(self) -> None:
         if self._asleep:
-            await self.engine.wake_up()  # its scheduler goes on as well, but has no request: see sleep
+            # its scheduler goes on as well, but has no request: see sleep
+            await self.engine.wake_up()
             self._asleep = False
 
-    async def _load(self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None) -> None:
+    async def _load(
+        self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None
+    ) -> None:
         """The phases of vLLM's weight update. The engine core takes calls in order, so they are sent all together: each
         answer waited for is a round trip in which generation stands still. After one that fails the others are made
         all the same, but then the error ends this worker, and nothing is sampled before."""
@@ -263,8 +305,13 @@ class LLMProxy:
             await calls.pop()
             receiving()
         for update_info in update_infos:
-            calls.append(self.engine.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
-        calls += [self.engine.finish_weight_update(), self.engine.update_weight_version(str(version))]
+            calls.append(
+                self.engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+            )
+        calls += [
+            self.engine.finish_weight_update(),
+            self.engine.update_weight_version(str(version)),
+        ]
         await asyncio.gather(*calls)
         self.version = version
 

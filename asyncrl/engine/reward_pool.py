@@ -43,10 +43,20 @@ class _Died(Exception):
 class Rewards:
     """Scores responses to a task in processes that can be killed: by plain functions and by async ones."""
 
-    def __init__(self, task: str, rewards: Sequence[str], timeout_s: float, num_processes: int, title: str = "rewards"):
+    def __init__(
+        self,
+        task: str,
+        rewards: Sequence[str],
+        timeout_s: float,
+        num_processes: int,
+        title: str = "rewards",
+    ):
         """As of RewardPool."""
         kinds = {function.is_async for function in load_score(task, rewards).functions}
-        self._pools = [RewardPool(task, rewards, timeout_s, num_processes, title, kind) for kind in sorted(kinds)]
+        self._pools = [
+            RewardPool(task, rewards, timeout_s, num_processes, title, kind)
+            for kind in sorted(kinds)
+        ]
 
     async def score(self, answer: str, response: str) -> Scored:
         """As of RewardPool."""
@@ -62,7 +72,13 @@ class RewardPool:
     """Scores responses by plain functions, or by async ones, in processes that can be killed."""
 
     def __init__(
-        self, task: str, rewards: Sequence[str], timeout_s: float, num_processes=4, title="rewards", is_async=False
+        self,
+        task: str,
+        rewards: Sequence[str],
+        timeout_s: float,
+        num_processes=4,
+        title="rewards",
+        is_async=False,
     ) -> None:
         """`rewards` are those of load_score, here without the functions of the other kind; `title` is for ps.
 
@@ -137,7 +153,9 @@ class RewardPool:
 class _Scorer:
     """One process that scores, seen from here."""
 
-    def __init__(self, pid: int, reader: asyncio.StreamReader, writer, *, limit_s: float, is_shared: bool):
+    def __init__(
+        self, pid: int, reader: asyncio.StreamReader, writer, *, limit_s: float, is_shared: bool
+    ):
         self._pid = pid
         self._writer = writer
         self._limit_s = limit_s
@@ -207,7 +225,9 @@ def _parse(line: bytes) -> tuple[int, Scored | str]:
     match json.loads(line):
         case [int(number), str(reason)]:
             return number, reason
-        case [int(number), float(reward), dict(parts)] if abs(reward) <= MAX_REWARD and are_parts(parts):
+        case [int(number), float(reward), dict(parts)] if abs(reward) <= MAX_REWARD and are_parts(
+            parts
+        ):
             return number, (reward, parts)
     raise ValueError(f"a reward process sent {line[:100]!r}")
 
@@ -252,10 +272,13 @@ class _Template:
         if self.is_closed:
             raise ConnectionAbortedError("the reward pool is closed")
         self._control, template_end = socket.socketpair()
-        with template_end:  # a plain process: multiprocessing's would import this one's __main__, and so torch and vllm
+        # a plain process: multiprocessing's would import this one's __main__, and so torch and vllm
+        with template_end:
             arguments = json.dumps([sys.path, template_end.fileno(), *self._arguments])
             command = [sys.executable, "-c", _TEMPLATE, arguments]
-            self._process = subprocess.Popen(command, pass_fds=[template_end.fileno()], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, pass_fds=[template_end.fileno()], stdin=subprocess.DEVNULL
+            )
         self._max_fork_s = _MAX_START_S
 
     async def _fork(self) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:

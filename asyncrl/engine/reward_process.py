@@ -43,16 +43,21 @@ from asyncrl.engine.score import Score, Scored, load_score, one_line
 MEMORY_BYTES = 2 << 30
 _LIMITS_OF_ASYNC = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
 _LIMITS = {**_LIMITS_OF_ASYNC, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_NPROC: 0}
-_NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x08000000  # user, mount, pid, ipc: sched.h
+# user, mount, pid, ipc: sched.h
+_NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x08000000
 _NEW_NETWORK = 0x40000000
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # the same number on all machines
-_READ_ONLY_AND_PRIVATE = struct.pack("4Q", 1, 0, 1 << 18, 0)  # struct mount_attr: MOUNT_ATTR_RDONLY, MS_PRIVATE
-_NO_CAPABILITIES = struct.pack("2I", 0x20080522, 0), bytes(24)  # capset's header (version 3) and sets
+# struct mount_attr: MOUNT_ATTR_RDONLY, MS_PRIVATE
+_READ_ONLY_AND_PRIVATE = struct.pack("4Q", 1, 0, 1 << 18, 0)
+# capset's header (version 3) and sets
+_NO_CAPABILITIES = struct.pack("2I", 0x20080522, 0), bytes(24)
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def run_template(descriptor: int, task: str, rewards: list[str], is_async: bool, title: str) -> None:
+def run_template(
+    descriptor: int, task: str, rewards: list[str], is_async: bool, title: str
+) -> None:
     """Import what scoring needs, by plain functions or by async ones, then fork a scorer for each socket that comes
     over the socket of that descriptor, until that closes.
 
@@ -61,12 +66,17 @@ def run_template(descriptor: int, task: str, rewards: list[str], is_async: bool,
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle(title)
     control = socket.socket(fileno=descriptor)
-    if slow := {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym"}.get(task.partition(":")[0]):
+    if slow := {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym"}.get(
+        task.partition(":")[0]
+    ):
         importlib.import_module(slow)  # it must not eat the time of the first response
     score = load_score(task, rewards).of(is_async)
     freeze_garbage()
     if reason := _why_no_namespaces(is_async):
-        print(f"warning: {title}: no namespaces ({reason}): network and files are not contained", flush=True)
+        print(
+            f"warning: {title}: no namespaces ({reason}): network and files are not contained",
+            flush=True,
+        )
     while True:
         _, sockets, _, _ = socket.recv_fds(control, 4, 1)
         if not sockets:
@@ -162,16 +172,19 @@ def _die_with_parent() -> None:
 def _serve(connection: socket.socket, score: Score) -> None:
     """Read lines of JSON, [number, limit in seconds, answer, response]; answer each with [number, reward, parts], or
     with [number, why there is no reward]."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody else would bury what a response has started
+    # nobody else would bury what a response has started
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in connection.makefile("rb"):
         number, timeout_s, answer, response = json.loads(line)
         cpu_s = math.ceil(time.process_time() + timeout_s) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
         try:
             outcome = score(answer, response)
-        except BaseException as error:  # foreign code may have set an alarm, say, that comes after it
+        except BaseException as error:
+            # foreign code may have set an alarm, say, that comes after it
             outcome = (one_line(error),)
-        if os.getpid() == 1:  # in a process space of its own: what a response has started ends with it
+        # in a process space of its own: what a response has started ends with it
+        if os.getpid() == 1:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
         _send(connection.sendall, number, *outcome)

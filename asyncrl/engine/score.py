@@ -37,7 +37,8 @@ class Failed(Exception):
     """A reward or an environment raised, hung, died or gave what it must not. The message is one line of UTF-8 text."""
 
     def __init__(self, reason: str):
-        text = reason.encode(errors="backslashreplace").decode()  # foreign code may quote lone surrogates
+        # foreign code may quote lone surrogates
+        text = reason.encode(errors="backslashreplace").decode()
         super().__init__(" ".join(text[:MAX_FAILURE].split()))
 
 
@@ -59,24 +60,32 @@ class RewardFunction:
     @property
     def is_async(self) -> bool:
         """Whether what it returns is to be awaited."""
-        return any(map(inspect.iscoroutinefunction, (self.call, getattr(self.call, "__call__", None))))  # noqa: B004
+        method = getattr(self.call, "__call__", None)  # noqa: B004
+        return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(method)
 
     def begin(self, answer: str, response: str) -> Any:
         """What the function returns."""
         if self.is_of_task:
             return self.call(answer, response)
         row = _row(answer)
-        taken = row if self.columns is None else {name: row[name] for name in self.columns & row.keys()}
+        taken = (
+            row if self.columns is None else {name: row[name] for name in self.columns & row.keys()}
+        )
         return self.call(**{**taken, "response": response})
 
     def read(self, returned: Any) -> Scored:
         """The weighted reward and the parts in what the function returned."""
         parts = {}
         if isinstance(returned, dict):
-            parts = {name: _number(part, f"the part {brief(name)}") for name, part in returned.items()}
+            parts = {
+                name: _number(part, f"the part {brief(name)}") for name, part in returned.items()
+            }
         reward = _number(sum(parts.values()) if parts else returned, "the reward")
         if self.label:
-            parts = {self.label: reward, **{f"{self.label}.{name}": part for name, part in parts.items()}}
+            parts = {
+                self.label: reward,
+                **{f"{self.label}.{name}": part for name, part in parts.items()},
+            }
         return self.weight * reward, parts
 
     @contextlib.contextmanager
@@ -86,7 +95,11 @@ class RewardFunction:
             yield
         except BaseException as error:  # foreign code may raise anything
             file = self.text.rpartition(":")[0]
-            lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+            lines = [
+                line
+                for frame, line in traceback.walk_tb(error.__traceback__)
+                if frame.f_code.co_filename == file
+            ]
             where = self.text and f"{self.text}{f', line {lines[-1]}' if lines else ''}: "
             raise Failed(where + one_line(error)) from None
 
@@ -130,12 +143,20 @@ def load_score(task: str, rewards: Sequence[str] = ()) -> Score:
     Raises ValueError, in one line, for a file that cannot be loaded and for what is no reward function.
     """
     if not rewards:
-        return Score([RewardFunction(score_of(task), f"{task}.score" if is_own(task) else "", is_of_task=True)])
+        return Score(
+            [
+                RewardFunction(
+                    score_of(task), f"{task}.score" if is_own(task) else "", is_of_task=True
+                )
+            ]
+        )
     functions = [_load(*reward.partition("*"), is_only=len(rewards) == 1) for reward in rewards]
     labels = [function.label for function in functions]
     for function in functions:
         if function.label in _TAKEN or (function.label and labels.count(function.label) > 1):
-            raise ValueError(f"--reward {function.text} would be reward/{function.label}, as another metric; rename it")
+            raise ValueError(
+                f"--reward {function.text} would be reward/{function.label}, as another metric; rename it"
+            )
     return Score(functions)
 
 
@@ -143,18 +164,26 @@ def _load(text: str, star: str, weight: str, is_only: bool) -> RewardFunction:
     """One function, of FILE.py:NAME and a weight if there is a star."""
     call = load(text, "--reward")
     if not callable(call):
-        raise ValueError(f"--reward {text} is {brief(call)}, not a function: write `def NAME(response, answer, **row)`")
+        raise ValueError(
+            f"--reward {text} is {brief(call)}, not a function: write `def NAME(response, answer, **row)`"
+        )
     try:
         factor = float(weight if star else 1)
     except ValueError:
         factor = math.nan
     if not math.isfinite(factor):
-        raise ValueError(f"--reward {text}*{weight}: the weight is {weight!r}, not a finite number; write *0.5, say")
+        raise ValueError(
+            f"--reward {text}*{weight}: the weight is {weight!r}, not a finite number; write *0.5, say"
+        )
     parameters = inspect.signature(call).parameters.values()
-    columns = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    columns = frozenset(
+        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if "response" not in columns and not takes_all:
-        raise ValueError(f"--reward {text} takes {sorted(columns)}, and not `response`, the text that it is to score")
+        raise ValueError(
+            f"--reward {text} takes {sorted(columns)}, and not `response`, the text that it is to score"
+        )
     label = "" if is_only else text.rpartition(":")[2]
     return RewardFunction(call, text, factor, label, None if takes_all else columns)
 
@@ -170,13 +199,17 @@ def _row(answer: str) -> dict:
 def _number(value: Any, what: str) -> float:
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return bounded(float(value), what)
-    raise Failed(f"{what} is {brief(value)}, not a finite number{' or a dict of them' * (what == 'the reward')}")
+    raise Failed(
+        f"{what} is {brief(value)}, not a finite number{' or a dict of them' * (what == 'the reward')}"
+    )
 
 
 def bounded(number: float, what: str) -> float:
     """The number. Raises Failed if it is larger than a reward may be."""
     if abs(number) > MAX_REWARD:
-        raise Failed(f"{what} is {number:g}, allowed is {-MAX_REWARD:g} to {MAX_REWARD:g}; scale it down")
+        raise Failed(
+            f"{what} is {number:g}, allowed is {-MAX_REWARD:g} to {MAX_REWARD:g}; scale it down"
+        )
     return number
 
 
@@ -185,13 +218,18 @@ def add(found: Sequence[Scored], whose: str = "") -> Scored:
     parts = {name: part for _, of_one in found for name, part in of_one.items()}
     if not are_parts(parts):
         allowed = f"{MAX_PARTS} printable names of at most {MAX_NAME} characters, none of them {', '.join(_TAKEN)}"
-        raise Failed(f"{whose}the reward has {len(parts)} parts, {brief([*parts])}; allowed are {allowed}")
+        raise Failed(
+            f"{whose}the reward has {len(parts)} parts, {brief([*parts])}; allowed are {allowed}"
+        )
     return _number(sum(reward for reward, _ in found), f"{whose}the sum of rewards"), parts
 
 
 def are_parts(parts: dict) -> bool:
     """Whether a reward may have these parts: names that a log can have, and numbers that rewards may be."""
-    are_names = all(isinstance(n, str) and n.isprintable() and len(n) <= MAX_NAME and n not in _TAKEN for n in parts)
+    are_names = all(
+        isinstance(n, str) and n.isprintable() and len(n) <= MAX_NAME and n not in _TAKEN
+        for n in parts
+    )
     are_numbers = all(abs(part) <= MAX_REWARD for part in parts.values())
     return are_names and "" not in parts and len(parts) <= MAX_PARTS and are_numbers
 

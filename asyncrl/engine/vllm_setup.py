@@ -18,17 +18,22 @@ ENGINE_STEP_TOKENS = 8192
 """Tokens that an engine computes in one step at most, vLLM's default."""
 
 
-def worker_environment(placement: WorkerPlacement, sockets_path: str | None = None) -> dict[str, str]:
+def worker_environment(
+    placement: WorkerPlacement, sockets_path: str | None = None
+) -> dict[str, str]:
     """Environment variables that vLLM reads at import: device, threads, no telemetry."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # CUDA IPC handles, from our own trainer over a local pipe
+        # CUDA IPC handles, from our own trainer over a local pipe
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_PROCESS_NAME_PREFIX": f"engine {placement.worker}",
     }
-    if sockets_path is not None:  # a folder that goes with the run, and with it what vLLM leaves there
-        compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")  # temporary, and worth keeping
+    # a folder that goes with the run, and with it what vLLM leaves there
+    if sockets_path is not None:
+        # temporary, and worth keeping
+        compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         environment |= {
             "VLLM_RPC_BASE_PATH": sockets_path,
             "TMPDIR": sockets_path,
@@ -40,11 +45,16 @@ def worker_environment(placement: WorkerPlacement, sockets_path: str | None = No
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(placement.cpu_threads),
             "CUDA_VISIBLE_DEVICES": "",
-            "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled here, and one small function of vLLM's takes 0.8 s
+            # nothing is compiled here, and one small function of vLLM's takes 0.8 s
+            "TORCHDYNAMO_DISABLE": "1",
         }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     end = placement.gpu + placement.num_gpus
-    devices = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(end)]
+    devices = (
+        [name.strip() for name in visible.split(",")]
+        if visible
+        else [str(index) for index in range(end)]
+    )
     if any(name.startswith("GPU-") for name in devices):  # vLLM knows no UUID by its beginning
         devices = [gpu.uuid for gpu in list_gpus(visible)]
     return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}
@@ -64,9 +74,12 @@ def start_engine(spec: WorkerSpec):
         # inherits torch's threads, which the environment decides only if torch was not imported before.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         torch.set_num_threads(spec.placement.cpu_threads)
-    elif torch.distributed.is_initialized():  # which has called CUDA, and vLLM does not see it: a fork could use no GPU
+    elif torch.distributed.is_initialized():
+        # which has called CUDA, and vLLM does not see it: a fork could use no GPU
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=options["disable_log_stats"])
+    engine = AsyncLLM.from_vllm_config(
+        engine_config, disable_log_stats=options["disable_log_stats"]
+    )
     if cores := spec.placement.cores:
         run_on(engine.engine_core.resources.engine_manager.processes[0].pid, cores)
         run_on(os.getpid(), os.sched_getaffinity(0).difference(cores))
@@ -82,7 +95,8 @@ def engine_options(spec: WorkerSpec) -> dict:
         "model": spec.model_path,
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
-        "load_format": "dummy",  # all weights come by the transport, so one that it misses is seen at once
+        # all weights come by the transport, so one that it misses is seen at once
+        "load_format": "dummy",
         "dtype": config.dtype_on("cpu" if on_cpu else "cuda"),
         "max_model_len": config.max_sequence_tokens,
         "max_num_seqs": config.max_running_requests,
@@ -108,13 +122,16 @@ def engine_options(spec: WorkerSpec) -> dict:
     return options | {
         "gpu_memory_utilization": spec.placement.gpu_memory_utilization,
         "kv_cache_memory_bytes": spec.placement.kv_cache_bytes,
-        "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_running_requests),  # vLLM's own would be 2,048
+        # vLLM's own would be 2,048
+        "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_running_requests),
         "tensor_parallel_size": spec.placement.num_gpus,
         "enable_sleep_mode": config.colocate == "sleep",
     }
 
 
-def sampling_params(config: Config, stop_token_ids: list[int], seed: int | None, max_tokens: int, num_responses: int):
+def sampling_params(
+    config: Config, stop_token_ids: list[int], seed: int | None, max_tokens: int, num_responses: int
+):
     """vLLM's parameters of a request for one or more responses; without a seed it is greedy."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -138,13 +155,20 @@ def sampling_params(config: Config, stop_token_ids: list[int], seed: int | None,
 def request_states(engine, request_id: str) -> list:
     """vLLM's own records of a request that runs, one for each response; none of one that has ended."""
     processor = engine.output_processor
-    return [processor.request_states[internal_id] for internal_id in processor.external_req_ids.get(request_id, ())]
+    return [
+        processor.request_states[internal_id]
+        for internal_id in processor.external_req_ids.get(request_id, ())
+    ]
 
 
 def num_sampled(engine, request_id: str) -> int:
     """Tokens of all responses of a request that runs, those included that have ended and wait for the others."""
     states = request_states(engine, request_id)
-    ended = states[0].parent_req.output_aggregator if states and states[0].parent_req is not None else []
+    ended = (
+        states[0].parent_req.output_aggregator
+        if states and states[0].parent_req is not None
+        else []
+    )
     num_ended = sum(len(output.token_ids) for output in ended if output is not None)
     return num_ended + sum(state.detokenizer.num_output_tokens() for state in states)
 
@@ -159,6 +183,7 @@ def output_so_far(state):
 def token_versions(output) -> np.ndarray:
     """Version that sampled each token of a CompletionOutput, [R] int32."""
     versions = np.full(len(output.token_ids), -1, dtype=np.int32)
-    for span in output.weight_versions:  # they cover all tokens; check_trajectory would find one that is left out
+    # they cover all tokens; check_trajectory would find one that is left out
+    for span in output.weight_versions:
         versions[span.start : span.end] = int(span.version)
     return versions

@@ -46,10 +46,12 @@ class Checkpoints:
             dist.barrier(self.writer.group)  # all have read and accepted all that they go on from
             if node.cluster.is_leader:
                 node.run.cut_back()
-        self.writer.stager.stage(policy.state())  # what only the first copy costs is spent while the engines start
+        # what only the first copy costs is spent while the engines start
+        self.writer.stager.stage(policy.state())
         self._handlers: dict[int, Any] = {}
         self._asked_by = 0  # number of the signal that asks the run to stop
-        self._last: tuple[int, Publisher] | None = None  # the last step that this start of the run has made
+        # the last step that this start of the run has made
+        self._last: tuple[int, Publisher] | None = None
         self._is_saved = False
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0
 
@@ -94,7 +96,10 @@ class Checkpoints:
         if cluster.is_leader:
             self.node.controller.is_asked_to_stop = True
             name = signal.Signals(number).name
-            print(f"{name}: saves and ends after this step; a second signal ends the run at once", flush=True)
+            print(
+                f"{name}: saves and ends after this step; a second signal ends the run at once",
+                flush=True,
+            )
 
     @contextmanager
     def keep_what_fails(self, step: int, groups: list[Group] | None) -> Iterator[None]:
@@ -112,7 +117,9 @@ class Checkpoints:
                 self.policy.save(str(path / "weights") if path else "")
                 groups_of_nodes = node.cluster.gather(groups) if node.cluster.is_leader else []
                 if path:
-                    write_recording(path, step, [group for of_node in groups_of_nodes for group in of_node])
+                    write_recording(
+                        path, step, [group for of_node in groups_of_nodes for group in of_node]
+                    )
             except OSError as failure:
                 raise RuntimeError(f"{error}; its batch could not be kept: {failure}") from error
             where = f"; train on its batch again: python scripts/replay.py {path}" if path else ""

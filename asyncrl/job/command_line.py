@@ -29,7 +29,9 @@ class Command(Config):
     """The options of a run, and those of the command alone."""
 
     # This command
-    advantage_options: typing.Annotated[AdvantageOptions, tyro.conf.arg(name="advantage")] = Config.advantage_options
+    advantage_options: typing.Annotated[AdvantageOptions, tyro.conf.arg(name="advantage")] = (
+        Config.advantage_options
+    )
     like: str | None = None
     """Take the options of another run, runs/NAME, as defaults."""
     dry_run: bool = False
@@ -53,7 +55,9 @@ def parse_config(args: list[str] | None = None) -> Config:
         config = command.config.checked()
         check(config)
         if command.gpus and not command.dry_run:
-            raise ValueError(f"--gpus {command.gpus} is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES")
+            raise ValueError(
+                f"--gpus {command.gpus} is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES"
+            )
         if not command.dry_run:
             return config
         planning = extras.load("--dry-run")
@@ -81,7 +85,9 @@ def _read(args: list[str] | None, default: Config | None) -> Command:
         raise SystemExit(0)
     if command.resume:
         if command.like:
-            raise ValueError("--like does not go with --resume, which takes the run's options; leave one of them out")
+            raise ValueError(
+                "--like does not go with --resume, which takes the run's options; leave one of them out"
+            )
         from asyncrl.job.resume import check_changes, resumed_options
 
         begun = resumed_options(Path(command.resume))
@@ -114,7 +120,9 @@ def _refuse(event: parse_errors.ParseErrorEvent) -> typing.NoReturn:
     name = event.argument.lowered.name_or_flags[-1]
     if isinstance(event, parse_errors.InvalidChoice):
         choices = ", ".join(event.choices)
-        raise ValueError(f"{name} must be one of {choices}, got {event.value!r}{nearest(event.value, event.choices)}")
+        raise ValueError(
+            f"{name} must be one of {choices}, got {event.value!r}{nearest(event.value, event.choices)}"
+        )
     if isinstance(event, parse_errors.BadValue):
         raise ValueError(f"{name} expected one argument")
     reason = event.message.splitlines()[0]
@@ -199,7 +207,10 @@ def _help_for(command: Command, args: list[str]) -> str:
             allowed = allowed_values(OPTIONS[name].kind)
         shown = (" ".join(default) or "none") if isinstance(default, tuple) else default
         text = f"{' '.join(text.split())} (default: {shown}{f'; {allowed}' if allowed else ''})"
-        lines += [f"  --{flag(name)}", textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+        lines += [
+            f"  --{flag(name)}",
+            textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6),
+        ]
     return "\n".join(lines)
 
 
@@ -214,5 +225,7 @@ def option_texts() -> list[tuple[str, str, str]]:
         prefix = name.partition("_")[0]
         texts.append((f"{text} (--{prefix}.NAME)", "", ""))
         of_group = _FIELD.findall(inspect.getsource(type(group)))
-        texts += [("", f"{prefix}.{inner}", text_of_option) for _, inner, text_of_option in of_group]
+        texts += [
+            ("", f"{prefix}.{inner}", text_of_option) for _, inner, text_of_option in of_group
+        ]
     return texts

@@ -21,7 +21,12 @@ from asyncrl.cluster.cluster import Cluster, check_shares, join
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.cluster.placement import Placement, available_cores, place
-from asyncrl.cluster.processes import Interrupted, exit_with_parent, ignore_signals, keep_freed_memory
+from asyncrl.cluster.processes import (
+    Interrupted,
+    exit_with_parent,
+    ignore_signals,
+    keep_freed_memory,
+)
 from asyncrl.cluster.stacks import dump_stacks, write_stacks_to
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
@@ -71,7 +76,9 @@ class Start:
 
     def make_node(self, model_path: str, **of_leader) -> "Node":
         """The node; `of_leader` are the fields that only a leader has."""
-        probe = Probe(self.config, self.resumed.probe_of(self.cluster.node) if self.resumed else None)
+        probe = Probe(
+            self.config, self.resumed.probe_of(self.cluster.node) if self.resumed else None
+        )
         kind = Node if self.config.listen is None else extras.load("--listen").SwarmNode
         return kind(**vars(self), model_path=model_path, probe=probe, **of_leader)
 
@@ -122,7 +129,9 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 
 @contextmanager
-def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], Node] | None = None) -> Iterator[Node]:
+def start_node(
+    config: Config, worker_main: Callable, lead: Callable[[Start], Node] | None = None
+) -> Iterator[Node]:
     """Set up this rank, yield its node, and take everything down, whatever happened.
 
     Rollout workers, which run `worker_main(spec, connection)`, come up while the caller loads the policy; a leader does
@@ -130,14 +139,8 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     """
     config.checked()
     choose_loss(config)  # a mistake ends the run before anything is made
-    write_stacks_to()
     on_end = ExitStack()
-    watchdog = extras.find("watchdog")
-    if watchdog is not None:  # it forks: there must be no thread yet
-        on_end.callback(watchdog.end_what_is_stopped(config.timeout_s / 2))
-    if os.environ.get("TORCHELASTIC_RUN_ID"):
-        exit_with_parent()  # torchrun killed outright must not leave its ranks behind
-    keep_freed_memory()
+    _prepare_process(config, on_end)
     clock = TrainerClock()
     cluster = join(config, "cuda" if visible_gpus() else "cpu", fingerprint, check_same)
     if dist.is_initialized():
@@ -145,15 +148,17 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
     resumed = find_checkpoint(config, cluster)
     watch, node = NodeWatch(cluster, dump_stacks), None
     try:
-        rank, command = cluster.local_ranks[cluster.local_rank], " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
-        start = Start(config, cluster, *_take_device(config, cluster), clock, worker_main, on_end, watch, resumed)
+        placement, device = _take_device(config, cluster)
+        start = Start(
+            config, cluster, placement, device, clock, worker_main, on_end, watch, resumed
+        )
         node = (lead or start_rollout)(start) if cluster.is_leader else None
         of_node = node and (node.config, node.model_path, node.run.path / "stacks.txt")
         config, model_path, stacks = cluster.broadcast_on_node(of_node)
         write_stacks_to(stacks)
         if start.device.type == "cuda":
-            torch.cuda.set_device(start.device)  # makes a context, which no plan of memory and no engine must find
+            # makes a context, which no plan of memory and no engine must find
+            torch.cuda.set_device(start.device)
         yield node or replace(start, config=config).make_node(model_path)
         watch.finish()
     except Exception as error:
@@ -168,9 +173,27 @@ def start_node(config: Config, worker_main: Callable, lead: Callable[[Start], No
         on_end.close()
 
 
+def _prepare_process(config: Config, on_end: ExitStack) -> None:
+    """Have this process show its stacks when asked, and end with whoever has started it."""
+    write_stacks_to()
+    watchdog = extras.find("watchdog")
+    if watchdog is not None:  # it forks: there must be no thread yet
+        on_end.callback(watchdog.end_what_is_stopped(config.timeout_s / 2))
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        exit_with_parent()  # torchrun killed outright must not leave its ranks behind
+    keep_freed_memory()
+
+
 def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.device]:
     """Place the node's processes and say which device is this rank's."""
-    num_gpus, num_ranks, nccl = len(visible_gpus()), len(cluster.local_ranks), dist.is_nccl_available()
+    rank = cluster.local_ranks[cluster.local_rank]
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
+    num_gpus, num_ranks, nccl = (
+        len(visible_gpus()),
+        len(cluster.local_ranks),
+        dist.is_nccl_available(),
+    )
     placement = place(config, num_gpus, available_cores(), num_ranks, nccl)
     torch.set_num_threads(placement.trainer_threads)
     check_shares(config, cluster.num_nodes, cluster.num_ranks)
@@ -209,12 +232,21 @@ def start_rollout(start: Start) -> Node:
 
 
 def make_controller(
-    start: Start, *, model_path: str, run: RunDirectory, tickets: TicketSource, restored: ControllerState | None
+    start: Start,
+    *,
+    model_path: str,
+    run: RunDirectory,
+    tickets: TicketSource,
+    restored: ControllerState | None,
 ) -> Controller:
     """Make the controller of a node, and its workers."""
     workers = Workers(start.config, start.placement, model_path, run.path, start.worker_main)
-    kind = extras.load("--scheduling").BaselineController if start.config.is_baseline else Controller
-    return kind(start.config, workers, tickets, run.record, start.clock, start.cluster.num_nodes, restored)
+    kind = (
+        extras.load("--scheduling").BaselineController if start.config.is_baseline else Controller
+    )
+    return kind(
+        start.config, workers, tickets, run.record, start.clock, start.cluster.num_nodes, restored
+    )
 
 
 def _fit_memory(start: Start, model_path: str) -> Start:
@@ -226,7 +258,10 @@ def _fit_memory(start: Start, model_path: str) -> Start:
     if planning is not None:
         config, placement = planning.fit(config, placement, model_path, start.cluster)
     else:
-        print("memory: not planned, as extras/planning is missing; --save-memory auto saves nothing", flush=True)
+        print(
+            "memory: not planned, as extras/planning is missing; --save-memory auto saves nothing",
+            flush=True,
+        )
     if placement.transport == "ipc":
         check_allocator()
     return replace(start, config=config, placement=placement)
@@ -238,7 +273,11 @@ def _open_records(start: Start, model_path: str) -> RunDirectory:
     config, cluster, run = start.config, start.cluster, None
     resumed = start.resumed and start.resumed.event(cluster.node)
     make = functools.partial(
-        RunDirectory, config, cluster.num_ranks, gpus=[gpu.name for gpu in visible_gpus()], resumed=resumed
+        RunDirectory,
+        config,
+        cluster.num_ranks,
+        gpus=[gpu.name for gpu in visible_gpus()],
+        resumed=resumed,
     )
     if cluster.is_first:
         weights = weights_sha256(model_path) if config.record else None
@@ -257,7 +296,9 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
     check_rows(config, task)
     held_out = _held_out(config, task) if config.eval_every and cluster.is_first else []
     if 0 < len(held_out) < config.eval_problems:
-        print(f"held-out problems: {len(held_out)}, all that there are; --eval-problems {config.eval_problems}")
+        print(
+            f"held-out problems: {len(held_out)}, all that there are; --eval-problems {config.eval_problems}"
+        )
     prompts = PromptSource(
         train_problem=task.train_problem,
         eval_problems=held_out,
@@ -269,14 +310,20 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
 def _held_out(config: Config, task: Task) -> list[Problem]:
     """The held-out problems; those of a user's task must come within `timeout_s`."""
     draw = functools.partial(task.eval_problems, config.eval_problems)
-    return call_within(config, "timeout_s", draw, what="eval_problems") if is_own(config.task) else draw()
+    return (
+        call_within(config, "timeout_s", draw, what="eval_problems")
+        if is_own(config.task)
+        else draw()
+    )
 
 
 def _check_model(config: Config, model_path: str) -> None:
     """Raise ValueError if the model would be trained wrongly, or a whole sequence does not fit its positions."""
     from asyncrl.trainer.families import read_config
 
-    window = getattr(read_config(model_path, config.share_prefix != "off"), "max_position_embeddings", None)
+    window = getattr(
+        read_config(model_path, config.share_prefix != "off"), "max_position_embeddings", None
+    )
     if window is not None and config.max_sequence_tokens > window:
         raise ValueError(
             f"--max-prompt-tokens {config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "

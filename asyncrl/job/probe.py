@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 Tokens = tuple[tuple[int, ...], ...]
 """Token ids of each sequence."""
 NUM_SEQUENCES = 4
-MAX_TOKENS = 256  # and one below the engine's context length, as it must have room to sample one more
+# and one below the engine's context length, as it must have room to sample one more
+MAX_TOKENS = 256
 NUM_VERSIONS = 64
 """Versions, besides those of publish_delay, whose log-probs are kept: a slow worker loads a version late."""
 ALLOWED_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.3}
@@ -47,7 +48,9 @@ class Mismatch:
     """Largest |difference|, nats."""
 
     @classmethod
-    def measure(cls, worker: int, version: int, trainer: np.ndarray, engine: np.ndarray) -> "Mismatch":
+    def measure(
+        cls, worker: int, version: int, trainer: np.ndarray, engine: np.ndarray
+    ) -> "Mismatch":
         """Return how log-probs [N] float32 nats of the same tokens differ."""
         gap = trainer.astype(np.float64) - engine.astype(np.float64)
         k3 = float(np.mean(np.expm1(gap) - gap))
@@ -112,7 +115,10 @@ class Probe:
     def choose(self, groups: list[Group] | None, cluster: Cluster) -> None:
         """Take the first trajectories of a node's batch, if none are there yet; collective on the node."""
         if not self.tokens:
-            first = [group.trajectories[0].tokens[: self._length] for group in (groups or [])[:NUM_SEQUENCES]]
+            first = [
+                group.trajectories[0].tokens[: self._length]
+                for group in (groups or [])[:NUM_SEQUENCES]
+            ]
             self.tokens = cluster.broadcast_on_node(_as_tokens(tokens.tolist() for tokens in first))
 
     def score(self, policy: "Policy", version: int) -> None:
@@ -128,13 +134,17 @@ class Probe:
         generator = np.random.default_rng(self._config.seed)
         return _as_tokens(generator.integers(0, vocab_size, (NUM_SEQUENCES, self._length)).tolist())
 
-    def compare(self, engine_logprobs: dict[int, dict[int, tuple[np.ndarray, ...]]]) -> list[Mismatch]:
+    def compare(
+        self, engine_logprobs: dict[int, dict[int, tuple[np.ndarray, ...]]]
+    ) -> list[Mismatch]:
         """Compare the engines' log-probs, version -> worker -> nats per token of each sequence, with the trainer's.
 
         Returns the mismatch of each worker at each version that both have scored, oldest version first.
         """
         mismatches = [
-            Mismatch.measure(worker, version, self._scores[version].logprobs, np.concatenate(logprobs))
+            Mismatch.measure(
+                worker, version, self._scores[version].logprobs, np.concatenate(logprobs)
+            )
             for version in sorted(self._scores.keys() & engine_logprobs.keys())
             for worker, logprobs in engine_logprobs[version].items()
         ]

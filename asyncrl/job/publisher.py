@@ -27,12 +27,18 @@ class Publisher:
         self.node, self.policy, self.config = node, policy, node.config
         if node.cluster.is_first:
             print(f"attention of the trainer: {policy.module.attention}", flush=True)
-            if differs := differing_names(policy.model_path, [spec.name for spec in policy.sent_specs()]):
-                print(f"warning: beside --model {policy.model_path}, checkpoints {differs}", flush=True)
+            if differs := differing_names(
+                policy.model_path, [spec.name for spec in policy.sent_specs()]
+            ):
+                print(
+                    f"warning: beside --model {policy.model_path}, checkpoints {differs}",
+                    flush=True,
+                )
         if node.controller is not None:
             connect_workers(node, policy.sent_specs())
         self._has_warned = False
-        self._first_announced: int | None = None  # version of the weights that this start of the run begins with
+        # version of the weights that this start of the run begins with
+        self._first_announced: int | None = None
         self._snapshots = collections.deque(self._resumed_snapshots())
 
     def publish(self, step: int, groups: list[Group] | None = None) -> None:
@@ -72,9 +78,14 @@ class Publisher:
         node = self.node
         if node.controller is None:
             return
-        dtype, model_type = compute_dtype(self.config, node.device), self.policy.module.model.config.model_type
+        dtype, model_type = (
+            compute_dtype(self.config, node.device),
+            self.policy.module.model.config.model_type,
+        )
         for mismatch in node.probe.compare(node.controller.take_probes()):
-            node.run.record("mismatch", worker=mismatch.worker, version=mismatch.version, **mismatch.metrics())
+            node.run.record(
+                "mismatch", worker=mismatch.worker, version=mismatch.version, **mismatch.metrics()
+            )
             if mismatch.is_allowed(dtype):
                 continue
             problem = mismatch.describe(dtype, model_type, node.placement.transport)
@@ -90,14 +101,20 @@ class Publisher:
     def _announce(self, version: int, step: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights to where workers read them, when there is room, and have the workers load them."""
         controller, is_resumed = self.node.controller, step and step == self.node.first_version
-        is_due_now = self.config.eval_every > 0 and is_due(step, self.config.eval_every, self.config.steps)
-        evaluate = controller.withdraw() or (self.node.restored.evaluates if is_resumed else is_due_now)
+        is_due_now = self.config.eval_every > 0 and is_due(
+            step, self.config.eval_every, self.config.steps
+        )
+        evaluate = controller.withdraw() or (
+            self.node.restored.evaluates if is_resumed else is_due_now
+        )
         staged = controller.stage(version, parameters)
         if self._first_announced is None:
             self._first_announced = version
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
-        controller.publish(Announcement(version, step, staged, self.node.probe.tokens_at(version), evaluate))
+        controller.publish(
+            Announcement(version, step, staged, self.node.probe.tokens_at(version), evaluate)
+        )
 
     @property
     def delayed(self) -> dict[int, list[tuple[str, Tensor]]]:
@@ -114,7 +131,9 @@ class Publisher:
 
     def _delayed(self, step: int, parameters) -> tuple[int, list[tuple[str, Tensor]]]:
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
-        self._snapshots.append((step, [(name, tensor.to("cpu", copy=True)) for name, tensor in parameters]))
+        self._snapshots.append(
+            (step, [(name, tensor.to("cpu", copy=True)) for name, tensor in parameters])
+        )
         while self._snapshots[0][0] < step - self.config.publish_delay:
             self._snapshots.popleft()
         return self._snapshots[0]
@@ -129,7 +148,9 @@ def connect_workers(node: Node, specs: list[ParameterSpec]) -> None:
         case "ipc":
             transport = IpcTransport(specs)
         case "nccl":
-            transport = NcclTransport(specs, node.device, node.config.rollout_tp, node.config.timeout_s)
+            transport = NcclTransport(
+                specs, node.device, node.config.rollout_tp, node.config.timeout_s
+            )
     node.controller.connect(transport)
     cores = extras.find("cores")
     if cores is not None:

@@ -34,7 +34,9 @@ def resumed_options(run: Path) -> Config:
     Raises ValueError, in one line, if there is no such run.
     """
     begun = located(Config.from_dict(recorded(run)["config"]), run / "code")
-    return replace(begun, run_name=run.resolve().name, runs_dir=str(run.resolve().parent), resume=None)
+    return replace(
+        begun, run_name=run.resolve().name, runs_dir=str(run.resolve().parent), resume=None
+    )
 
 
 Options = TypeVar("Options", bound=Config)
@@ -46,7 +48,11 @@ def check_changes(chosen: Options, begun: Config) -> Options:
     Raises ValueError, in one line, if an option has another value than the run began with and may not.
     """
     recorded_options = Config.from_dict(recorded(Path(chosen.resume))["config"])
-    fixed = [option for option in OPTIONS.values() if May.RESUME not in option.may and option.name != "resume"]
+    fixed = [
+        option
+        for option in OPTIONS.values()
+        if May.RESUME not in option.may and option.name != "resume"
+    ]
     for option in fixed:
         value, first = option.value_in(chosen), option.value_in(begun)
         if value not in (first, option.value_in(recorded_options)):
@@ -55,7 +61,10 @@ def check_changes(chosen: Options, begun: Config) -> Options:
                 f"{option.flag} {value} cannot change when a run is resumed: {chosen.resume} has {first}; leave it "
                 f"out, or begin a new run. What may change: {allowed}"
             )
-    return replace(chosen, **{option.path: option.value_in(begun) for option in fixed if "." not in option.path})
+    return replace(
+        chosen,
+        **{option.path: option.value_in(begun) for option in fixed if "." not in option.path},
+    )
 
 
 def recorded(run: Path, option: str = "--resume") -> dict:
@@ -63,7 +72,9 @@ def recorded(run: Path, option: str = "--resume") -> dict:
     try:
         options = (made := read_header(run))["config"]
     except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{option} {run}: no run is there ({error}); give a run's directory, runs/NAME") from None
+        raise ValueError(
+            f"{option} {run}: no run is there ({error}); give a run's directory, runs/NAME"
+        ) from None
     if unknown := options.keys() - OPTIONS.keys():
         what = f"made by other code, which had {', '.join(sorted(unknown))}"
         raise ValueError(f"{option} {run}: {what}; use that code, commit {made.get('git_commit')}")
@@ -89,7 +100,8 @@ def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
     dist.broadcast_object_list(found, src=0, device="cpu")
     if isinstance(found[0], ValueError):
         raise found[0]
-    checkpoint = replace(found[0], path=run / "checkpoints" / found[0].path.name)  # as this node names it
+    # as this node names it
+    checkpoint = replace(found[0], path=run / "checkpoints" / found[0].path.name)
     if cluster.is_first:
         for reason in checkpoint.skipped:
             print(f"warning: skipped checkpoint {reason}", flush=True)
@@ -101,14 +113,21 @@ def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
     return checkpoint
 
 
-def controller_of(checkpoint: Checkpoint, model_path: str, cluster: Cluster, config: Config) -> ControllerState:
+def controller_of(
+    checkpoint: Checkpoint, model_path: str, cluster: Cluster, config: Config
+) -> ControllerState:
     """What a leader's controller goes on from, whatever the number of nodes was.
 
     Raises ValueError if the weights of the model that are not in the checkpoint have changed.
     """
     if checkpoint.frozen_sha256 and checkpoint.frozen_sha256 != weights_sha256(model_path):
-        raise ValueError(f"--resume {config.resume}: the weights in {model_path} are not those that it began with")
-    parts = [(checkpoint.part / f"node_{node}.msgpack").read_bytes() for node in range(len(checkpoint.nodes))]
+        raise ValueError(
+            f"--resume {config.resume}: the weights in {model_path} are not those that it began with"
+        )
+    parts = [
+        (checkpoint.part / f"node_{node}.msgpack").read_bytes()
+        for node in range(len(checkpoint.nodes))
+    ]
     states = [decode(ControllerState, part) for part in parts]
     return redistribute(states, cluster.num_nodes)[cluster.node]
 
@@ -123,4 +142,6 @@ def how_to_go_on(run: Path | None) -> str:
     metrics = run and run / "metrics.jsonl"
     if not (metrics and metrics.exists() and metrics.stat().st_size):
         return "nothing is saved, as no step had ended"
-    return "nothing is saved, as the running step was not waited for; --save-every N saves on the way"
+    return (
+        "nothing is saved, as the running step was not waited for; --save-every N saves on the way"
+    )

@@ -73,7 +73,9 @@ class StepLog:
         metrics_of_nodes, reports = zip(*nodes, strict=True)
         rollout = functools.reduce(operator.add, reports)
         self.clock.enter("other")
-        self.node.run.record("step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups])
+        self.node.run.record(
+            "step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups]
+        )
         if not self.node.cluster.is_first:
             return
         times = time_metrics(account.spent, rollout.worker_time)
@@ -91,7 +93,9 @@ class StepLog:
         self.warn_of_equal_rewards(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
-        for sample in readable_samples(step, groups, self.node.tokenizer.decode, self.node.controller.tickets.answer):
+        for sample in readable_samples(
+            step, groups, self.node.tokenizer.decode, self.node.controller.tickets.answer
+        ):
             self.node.run.log_sample(**sample)
         self.progress.show(metrics)
 
@@ -107,8 +111,13 @@ class StepLog:
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
         """Warn once if the run has learnt nothing from its first steps, and say where to look."""
         config = self.node.config
-        compares_all = config.advantage in ("reinforce", "gae")  # and not the members of a group alone
-        differs = metrics["reward/std"] > 0 if compares_all else metrics["reward/zero_variance_groups"] < 1
+        # and not the members of a group alone
+        compares_all = config.advantage in ("reinforce", "gae")
+        differs = (
+            metrics["reward/std"] > 0
+            if compares_all
+            else metrics["reward/zero_variance_groups"] < 1
+        )
         self.has_signal |= differs
         if not self.has_signal and step == min(STEPS_WITHOUT_SIGNAL, config.steps):
             print(
@@ -124,4 +133,6 @@ class StepLog:
             for worker, spent in self.node.controller.journal.worker_time().items():
                 print(describe(f"worker {worker}", spent))
         if self.node.cluster.is_first and extras.find("advice") is not None:
-            print(f"for advice on α and the split of devices: python scripts/advise.py {self.node.run.path}")
+            print(
+                f"for advice on α and the split of devices: python scripts/advise.py {self.node.run.path}"
+            )

@@ -44,9 +44,13 @@ def read_batch(path: Path, step: int) -> list[Group]:
     try:
         batch = decode(RecordedBatch, path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is no recorded batch, or one of another version of this code: {error}") from None
+        raise ValueError(
+            f"{path} is no recorded batch, or one of another version of this code: {error}"
+        ) from None
     if batch.step != step:
-        raise ValueError(f"{path} is the batch of step {batch.step}, not {step}: it was renamed or copied there")
+        raise ValueError(
+            f"{path} is the batch of step {batch.step}, not {step}: it was renamed or copied there"
+        )
     return batch.groups
 
 
@@ -56,5 +60,7 @@ def weights_sha256(model_path: str) -> str:
     digest = hashlib.sha256()
     for path in found:
         with open(path, "rb") as file:
-            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            digest.update(
+                f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
+            )
     return digest.hexdigest()

@@ -18,7 +18,10 @@ def fingerprint(config: Config, root: Path = Path(__file__).parents[2]) -> dict[
     its value."""
     inside = [path for folder in FOLDERS for path in (root / folder).rglob("*.py")]
     sources = sorted(path for path in [*root.glob("*.py"), *inside] if "tests" not in path.parts)
-    code = {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in sources}
+    code = {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in sources
+    }
     user_code = files(texts_of(config)).values()
     code |= {str(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in user_code}
     options = {o.flag: str(o.value_in(config)) for o in OPTIONS.values() if May.NODE not in o.may}
@@ -31,7 +34,9 @@ def check_same(fingerprints: dict[str, dict[str, str]]) -> None:
     for name, found in others:
         keys = [key for key in expected | found if expected.get(key) != found.get(key)]
         if keys:
-            shown = "; ".join(_difference(key, found.get(key), expected.get(key)) for key in keys[:MAX_SHOWN])
+            shown = "; ".join(
+                _difference(key, found.get(key), expected.get(key)) for key in keys[:MAX_SHOWN]
+            )
             more = f"; and {len(keys) - MAX_SHOWN} more" if len(keys) > MAX_SHOWN else ""
             allowed = ", ".join(option.flag for option in options_for(May.NODE))
             raise ValueError(

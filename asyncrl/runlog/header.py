@@ -30,7 +30,11 @@ def new_header(config: Config, num_ranks: int, gpus: Iterable[str] = ()) -> dict
         "git_diff": git("diff", "HEAD"),
         "packages": versions(PACKAGES),
         "python": platform.python_version(),
-        "hardware": {"cpu_cores": len(os.sched_getaffinity(0)), "cpu": cpu_name(), "gpus": list(gpus)},
+        "hardware": {
+            "cpu_cores": len(os.sched_getaffinity(0)),
+            "cpu": cpu_name(),
+            "gpus": list(gpus),
+        },
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
@@ -60,7 +64,9 @@ def git(*args: str) -> str | None:
     """Return what git prints about this code; None if it fails."""
     here = Path(__file__).parent
     try:
-        result = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(
+            ["git", *args], cwd=here, capture_output=True, text=True, timeout=10
+        )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
@@ -81,4 +87,7 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )

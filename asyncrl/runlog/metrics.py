@@ -80,11 +80,15 @@ def over_nodes(nodes: Iterable[Measured]) -> dict[str, float]:
     """Return the metrics of all nodes together; a node may lack some."""
     whole: Measured = {}
     for measured in nodes:
-        whole |= {name: whole[name] + part if name in whole else part for name, part in measured.items()}
+        whole |= {
+            name: whole[name] + part if name in whole else part for name, part in measured.items()
+        }
     return {name: measurement.value for name, measurement in whole.items()}
 
 
-def batch_metrics(groups: list[Group], policy_version: int, config: Config, num_nodes: int = 1) -> Measured:
+def batch_metrics(
+    groups: list[Group], policy_version: int, config: Config, num_nodes: int = 1
+) -> Measured:
     """Return metrics of a node's part of the batch that is consumed at the trainer's `policy_version`.
 
     The parts of all nodes have equally many trajectories. The published weights are publish_delay steps older.
@@ -102,7 +106,9 @@ def batch_metrics(groups: list[Group], policy_version: int, config: Config, num_
         "reward/zero_variance_groups": Mean.over([np.ptp(group.rewards) == 0 for group in groups]),
         "response/length_mean": Mean.over(lengths),
         "response/length_max": Max(max(lengths)),
-        "response/cut": Mean.over([trajectory.finish_reason == "length" for trajectory in trajectories]),
+        "response/cut": Mean.over(
+            [trajectory.finish_reason == "length" for trajectory in trajectories]
+        ),
         "response/turns_mean": Mean.over([trajectory.num_turns for trajectory in trajectories]),
         "response/inherited_share": Mean.over(token_versions < published),
         "response/mixed_versions": Mean.over([len(np.unique(column)) > 1 for column in versions]),
@@ -113,9 +119,14 @@ def batch_metrics(groups: list[Group], policy_version: int, config: Config, num_
     overlong = config.advantage_options.overlong
     if overlong:
         lengths_beyond_prompt = [trajectory.num_beyond_prompt for trajectory in trajectories]
-        penalties = [overlong_penalty(num, config.max_response_tokens, overlong) for num in lengths_beyond_prompt]
+        penalties = [
+            overlong_penalty(num, config.max_response_tokens, overlong)
+            for num in lengths_beyond_prompt
+        ]
         metrics["reward/overlong_penalty"] = Mean.over(penalties)
-    for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.reward_parts):
+    for name in dict.fromkeys(
+        name for trajectory in trajectories for name in trajectory.reward_parts
+    ):
         parts = [trajectory.reward_parts.get(name, 0.0) for trajectory in trajectories]
         # A node without this part does not know its name, so its trajectories are counted here.
         metrics[f"reward/{name}"] = Sum(float(np.sum(parts)) / (len(parts) * num_nodes))
@@ -164,7 +175,9 @@ def training_metrics(stats: dict[str, float]) -> dict[str, float]:
 def rollout_metrics(report: RolloutReport, previous_tokens: int, step_s: float) -> dict[str, float]:
     """Metrics of what the controllers measured since the last line."""
     ledger, sampled = report.ledger, report.sampled
-    metrics = {f"ledger/{name}": n for name, n in ledger.items() if name.startswith(("groups_", "tokens_"))}
+    metrics = {
+        f"ledger/{name}": n for name, n in ledger.items() if name.startswith(("groups_", "tokens_"))
+    }
     metrics["tokens/generated"] = ledger["tokens_generated"]
     metrics["rollout/tokens_per_s"] = (ledger["tokens_generated"] - previous_tokens) / step_s
     metrics["rollout/restarts"] = report.num_restarts
@@ -182,11 +195,22 @@ def time_metrics(trainer: Counter[str], workers: dict[str, int]) -> dict[str, fl
 
     `workers` is of all workers together, so their shares are means weighted by how long each is known.
     """
-    phases = {"wait": WAITING, "train": TRAINING, "publish": ("publish",), "step": tuple(TRAINER_STATES)}
-    times = {f"time/{name}_s": sum(trainer[state] for state in states) / 1e9 for name, states in phases.items()}
+    phases = {
+        "wait": WAITING,
+        "train": TRAINING,
+        "publish": ("publish",),
+        "step": tuple(TRAINER_STATES),
+    }
+    times = {
+        f"time/{name}_s": sum(trainer[state] for state in states) / 1e9
+        for name, states in phases.items()
+    }
     in_steps = [state for state in TRAINER_STATES if state != "starting"]
     return {
         **times,
         **{f"trainer_time/{state}": share for state, share in shares(trainer, in_steps).items()},
-        **{f"worker_time/{state}": share for state, share in shares(Counter(workers), WORKER_STATES).items()},
+        **{
+            f"worker_time/{state}": share
+            for state, share in shares(Counter(workers), WORKER_STATES).items()
+        },
     }

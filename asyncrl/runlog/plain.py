@@ -26,7 +26,8 @@ def decode(kind: type, data: bytes) -> object:
     """
     try:
         return _decoder(kind).decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # the last for lists in lists in lists
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        # the last for lists in lists in lists
         raise ValueError(f"a broken {getattr(kind, '__name__', kind)}: {error}") from None
 
 
@@ -35,16 +36,21 @@ def _plain(value: object) -> object:
         return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__}, dtype {getattr(value, 'dtype', None)}, is not written")
+    raise TypeError(
+        f"{type(value).__name__}, dtype {getattr(value, 'dtype', None)}, is not written"
+    )
 
 
 def _array(kind: type, value: object) -> np.ndarray:
     if kind is not np.ndarray:
         raise TypeError(f"{kind} is not read")
     match value:
-        case [str(dtype), [*shape], bytes(data)] if dtype in DTYPES and all(type(n) is int and n >= 0 for n in shape):
+        case [str(dtype), [*shape], bytes(data)] if dtype in DTYPES and all(
+            type(n) is int and n >= 0 for n in shape
+        ):
             is_whole = len(data) == math.prod(shape) * np.dtype(dtype).itemsize
-            if is_whole and (dtype != "|b1" or not data.translate(None, b"\0\1")):  # numpy sums what another byte says
+            # numpy sums what another byte says
+            if is_whole and (dtype != "|b1" or not data.translate(None, b"\0\1")):
                 return np.frombuffer(data, dtype).reshape(shape)
     raise ValueError("an array is dtype, shape and as many bytes as these have")
 

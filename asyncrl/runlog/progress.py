@@ -27,7 +27,9 @@ class Progress:
 
     def show(self, metrics: dict[str, float]) -> None:
         """Show one finished step."""
-        numbers = "  ".join(f"{name} {metrics[name]:.4g}" for name in SHOWN if metrics.get(name) is not None)
+        numbers = "  ".join(
+            f"{name} {metrics[name]:.4g}" for name in SHOWN if metrics.get(name) is not None
+        )
         self._bar.update(self._task, completed=metrics["step"], description=numbers)
         if self._bar.disable:
             print(f"step {int(metrics['step'])}/{self.num_steps}  {numbers}", flush=True)

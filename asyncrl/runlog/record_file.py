@@ -37,7 +37,9 @@ class RecordFile:
         if self._file.closed:
             return  # a worker's last words may come after the end
         if not os.fstat(self._file.fileno()).st_nlink:
-            raise OSError(f"{self.path} was deleted under the run that writes it; leave a run's directory alone")
+            raise OSError(
+                f"{self.path} was deleted under the run that writes it; leave a run's directory alone"
+            )
         try:
             self._file.write(line)
             self._file.flush()

@@ -25,6 +25,14 @@ from asyncrl.runlog.record_file import RecordFile
 from asyncrl.user_code import copied, title
 
 
+def _open_files(folder: Path, names: Iterable[str], is_held: bool) -> dict[str, RecordFile]:
+    """Open the records of a run by name. Raises ValueError if another process still writes them."""
+    files = {name: RecordFile(folder / f"{name}.jsonl", is_held=is_held) for name in names}
+    if not files["events"].lock():
+        raise ValueError(f"{folder} is written by a run that has not ended; end that one first")
+    return files
+
+
 class RunDirectory:
     """Writes the records of a run; every line is written when the call returns. Safe to use from several threads.
 
@@ -53,16 +61,15 @@ class RunDirectory:
         back to `resumed["records"]`, bytes of each file. Until `cut_back` does that, no file is changed and all lines
         are held. Raises ValueError if the records are not this run's, or a cut would not be at the end of a line.
         """
-        self.path = Path(config.runs_dir) / (node_folder or config.run_name or _default_name(config))
+        name = node_folder or config.run_name or _default_name(config)
+        self.path = Path(config.runs_dir) / name
         if resumed is None:
             _make(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)  # of a node that is new in a run that is resumed
+        self.path.mkdir(parents=True, exist_ok=True)  # a node may be new in a run that is resumed
         names = ("events",) if node_folder else ("metrics", "events", "samples")
-        self._files = {name: RecordFile(self.path / f"{name}.jsonl", is_held=resumed is not None) for name in names}
-        if not self._files["events"].lock():
-            raise ValueError(f"{self.path} is written by a run that has not ended; end that one first")
+        self._files = _open_files(self.path, names, is_held=resumed is not None)
         self._config = config
-        self.config = copied(config, self.path / "code") if resumed is None else config  # with copies of user code
+        self.config = copied(config, self.path / "code") if resumed is None else config
         self._is_first = not node_folder
         self._resumed = resumed
         self._wandb = None
@@ -85,7 +92,9 @@ class RunDirectory:
         """
         recorded_id = id_of(self.path) if (self.path / "run.json").exists() else run_id
         if not self._is_first and recorded_id != run_id:
-            raise ValueError(f"{self.path} is of run {recorded_id}, and the checkpoint of run {run_id}; move it away")
+            raise ValueError(
+                f"{self.path} is of run {recorded_id}, and the checkpoint of run {run_id}; move it away"
+            )
         for name, file in self._files.items():
             file.check_cut(self._resumed["records"].get(name, 0))
         return recorded_id
@@ -147,7 +156,9 @@ class RunDirectory:
         A resume that ends before the records were cut back leaves them as they were.
         """
         reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-        self.record("run_ended", status="finished" if error is None else "ended early", reason=reason)
+        self.record(
+            "run_ended", status="finished" if error is None else "ended early", reason=reason
+        )
         for file in self._files.values():
             file.close()
         if self._wandb is not None:
@@ -194,5 +205,10 @@ def _start_wandb(config: Config, path: Path, run_id: str, resumed_from: int | No
     if resumed_from is not None:
         moment = {"resume_from": f"{run_id}?_step={resumed_from}"}
         run = moment if config.wandb == "online" else {"id": run_id, "resume": "allow"}
-    settings = {"project": "async-rl", "name": path.name, "dir": str(path), "config": config.as_dict()}
+    settings = {
+        "project": "async-rl",
+        "name": path.name,
+        "dir": str(path),
+        "config": config.as_dict(),
+    }
     return wandb.init(mode=config.wandb, **settings, **run)

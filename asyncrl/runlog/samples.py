@@ -8,7 +8,10 @@ from asyncrl.records import Group
 
 
 def readable_samples(
-    step: int, groups: list[Group], decode: Callable[[np.ndarray], str], answer_of: Callable[[Group], str]
+    step: int,
+    groups: list[Group],
+    decode: Callable[[np.ndarray], str],
+    answer_of: Callable[[Group], str],
 ) -> Iterator[dict]:
     """Yield fields of samples.jsonl: the best and the worst member of the step's first group whose rewards differ.
 

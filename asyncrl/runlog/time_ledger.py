@@ -90,7 +90,9 @@ class TimeLedger:
         Raises RuntimeError for a state that is not one of its states, or a time before one that is accounted for.
         """
         if state not in self._states:
-            raise RuntimeError(f"unknown state {state!r}; it must be one of {', '.join(sorted(self._states))}")
+            raise RuntimeError(
+                f"unknown state {state!r}; it must be one of {', '.join(sorted(self._states))}"
+            )
         now = unix_ns() if now is None else now
         if now < self.until:
             raise RuntimeError(
@@ -205,7 +207,9 @@ def shares(spent: Counter[str], states: Collection[str]) -> dict[str, float]:
     total = spent.total()
     other = total - sum(spent[state] for state in states)
     if other:
-        raise RuntimeError(f"{other} of {total} ns were spent in none of {', '.join(states)}: {spent}")
+        raise RuntimeError(
+            f"{other} of {total} ns were spent in none of {', '.join(states)}: {spent}"
+        )
     return {state: spent[state] / total for state in states} if total else {}
 
 

@@ -59,7 +59,9 @@ def flash_attn_works() -> bool:
     try:
         import flash_attn  # noqa: F401
     except ImportError as error:
-        _say(f"flash-attn is installed but is not used, as its import fails ({error}): pip uninstall flash-attn")
+        _say(
+            f"flash-attn is installed but is not used, as its import fails ({error}): pip uninstall flash-attn"
+        )
         return False
     return True
 
@@ -70,7 +72,9 @@ def unfit_for_varlen(config: PreTrainedConfig, capability: tuple[int, int]) -> s
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if capability < (8, 0):
-        return f"varlen_attn needs compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
+        return (
+            f"varlen_attn needs compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
+        )
     if head_dim % 8 or head_dim > 256 or hasattr(text, "v_head_dim"):
         return f"varlen_attn needs heads of a multiple of 8, at most 256, as wide for values; they have {head_dim}"
     if not (model and model._supports_attention_backend and model._supports_sdpa):
@@ -102,16 +106,21 @@ def varlen_attention(
     Raises ValueError for a score that is changed otherwise.
     """
     if changed := [name for name in _CHANGES_SCORES if others.get(name) is not None]:
-        raise ValueError(f"varlen_attn does not know the model's {changed[0]}; this model cannot be trained on a GPU")
+        raise ValueError(
+            f"varlen_attn does not know the model's {changed[0]}; this model cannot be trained on a GPU"
+        )
     # A norm may have made float32 of queries and keys; the kernel takes 16 bits.
     query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    out = varlen_attn(query, key, value, *bounds, *longest, scale=scaling, window_size=window, enable_gqa=True)
+    out = varlen_attn(
+        query, key, value, *bounds, *longest, scale=scaling, window_size=window, enable_gqa=True
+    )
     return out[None], None
 
 
-AttentionInterface.register("varlen", varlen_attention)  # without a mask function of that name none is made
+# without a mask function of that name none is made
+AttentionInterface.register("varlen", varlen_attention)
 
 
 def check_layers(config: PreTrainedConfig, path: str, shares_prefix: bool) -> None:
@@ -126,8 +135,12 @@ def check_layers(config: PreTrainedConfig, path: str, shares_prefix: bool) -> No
     if across := sorted(kinds - _WITHIN_A_SEQUENCE):
         raise ValueError(f"--model {path} has {', '.join(across)} layers; {_PACKED}")
     if config.model_type in _BLIND_TO_POSITIONS:
-        raise ValueError(f"--model {path} is a {config.model_type}, whose mask sees no bounds; {_PACKED}")
-    windows = sorted(kinds - {"full_attention"}) or [f"sliding_window {window}"] * (not kinds and window is not None)
+        raise ValueError(
+            f"--model {path} is a {config.model_type}, whose mask sees no bounds; {_PACKED}"
+        )
+    windows = sorted(kinds - {"full_attention"}) or [f"sliding_window {window}"] * (
+        not kinds and window is not None
+    )
     if shares_prefix and windows:
         raise ValueError(
             f"--share-prefix needs full attention in every layer, {path} has {', '.join(windows)}; leave the option out"
@@ -155,10 +168,16 @@ def dense_mask(visible_until: Tensor) -> Tensor:
 def dense_cost(lengths: list[int], hidden_size: int) -> int:
     """Cost to compute a rank's bundles of `lengths` tokens in rows, in columns of a dense attention mask."""
     width = max(lengths, default=0)
-    return len(first_fit_decreasing(lengths, width)) * width * (COLUMNS_PER_HIDDEN * hidden_size + width)
+    return (
+        len(first_fit_decreasing(lengths, width))
+        * width
+        * (COLUMNS_PER_HIDDEN * hidden_size + width)
+    )
 
 
-def attention_inputs(implementation: str, position_ids: Tensor, visible_until: Tensor | None) -> dict:
+def attention_inputs(
+    implementation: str, position_ids: Tensor, visible_until: Tensor | None
+) -> dict:
     """Arguments that tell the model, besides positions, which tokens see which; tensors as in MicroBatch."""
     if visible_until is None:
         return varlen_bounds(position_ids) if implementation in BY_BOUNDS else {}
@@ -174,7 +193,11 @@ def _block_mask_maker(device_type: str) -> Callable:
     """FlexAttention's create_block_mask; compiled on a GPU, where it then never holds the mask's L² entries itself."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return torch.compile(create_block_mask, dynamic=True) if device_type == "cuda" else create_block_mask
+    return (
+        torch.compile(create_block_mask, dynamic=True)
+        if device_type == "cuda"
+        else create_block_mask
+    )
 
 
 def varlen_bounds(position_ids: Tensor) -> dict:
@@ -182,4 +205,9 @@ def varlen_bounds(position_ids: Tensor) -> dict:
     starts = torch.nonzero(position_ids[0] == 0).flatten().int()
     bounds = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
     longest = int(bounds.diff().max())
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    return {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }

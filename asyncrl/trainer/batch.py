@@ -15,11 +15,19 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.records import Group
 from asyncrl.trainer.attention import dense_cost
-from asyncrl.trainer.packing import Bundle, Sharing, TrainSequence, bundle_within, first_fit_decreasing
+from asyncrl.trainer.packing import (
+    Bundle,
+    Sharing,
+    TrainSequence,
+    bundle_within,
+    first_fit_decreasing,
+)
 from asyncrl.trainer.policy import Policy
 
 
-def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> list[list[list[Bundle]]]:
+def deal(
+    groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
+) -> list[list[list[Bundle]]]:
     """Deal a step's groups to the node's ranks: this rank's [update][micro-batch] → bundles; collective.
 
     `groups` is the node's batch on its leader and None on the others; ranks get about equal tokens.
@@ -46,7 +54,9 @@ def pad(share: list[list[list[Bundle]]], cluster: Cluster) -> list[list[list[Bun
     FSDP's collectives need the same number on all ranks.
     """
     counts = cluster.max_over_ranks([len(update) for update in share])
-    return [_with_empty_microbatches(update, count) for update, count in zip(share, counts, strict=True)]
+    return [
+        _with_empty_microbatches(update, count) for update, count in zip(share, counts, strict=True)
+    ]
 
 
 def _with_empty_microbatches(microbatches: list[list], count: int) -> list[list]:
@@ -63,16 +73,27 @@ def make_updates(
     Collective over leaders. Raises RuntimeError for a reward that is not a finite number.
     """
     if config.minibatches > 1:
-        groups = [groups[i] for i in np.random.default_rng((config.seed, step)).permutation(len(groups))]
+        groups = [
+            groups[i] for i in np.random.default_rng((config.seed, step)).permutation(len(groups))
+        ]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     max_tokens = config.max_response_tokens
     overlong = config.advantage_options.overlong
     rewards = [
-        (t.reward - overlong_penalty(t.num_beyond_prompt, max_tokens, overlong), t.group_id) for t in trajectories
+        (t.reward - overlong_penalty(t.num_beyond_prompt, max_tokens, overlong), t.group_id)
+        for t in trajectories
     ]
     advantages = _advantages(rewards, config, cluster or Cluster())
     sequences = [
-        TrainSequence(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions, advantage, t.reward, t.group_id)
+        TrainSequence(
+            t.tokens,
+            t.loss_mask,
+            t.behavior_logprobs,
+            t.policy_versions,
+            advantage,
+            t.reward,
+            t.group_id,
+        )
         for t, advantage in zip(trajectories, advantages, strict=True)
     ]
     size = len(sequences) // config.minibatches
@@ -83,7 +104,9 @@ def _advantages(rewards: list[tuple[float, int]], config: Config, cluster: Clust
     """Return the advantages of this node's (reward, group_id) pairs, estimated from those of all nodes."""
     rewards_of_nodes = cluster.gather(rewards)
     values, group_ids = zip(*itertools.chain(*rewards_of_nodes), strict=True)
-    advantages = ADVANTAGES[config.advantage](torch.tensor(values, dtype=torch.float64), torch.tensor(group_ids))
+    advantages = ADVANTAGES[config.advantage](
+        torch.tensor(values, dtype=torch.float64), torch.tensor(group_ids)
+    )
     start = sum(len(rewards_of_node) for rewards_of_node in rewards_of_nodes[: cluster.node])
     return advantages[start : start + len(rewards)].tolist()
 
@@ -129,13 +152,20 @@ def choose_bundles(
 
     def cost(bundles: list[Bundle]) -> float:
         lengths = [bundle.num_tokens for bundle in bundles]
-        lengths_of_ranks = [[lengths[item] for item in items] for items in balance(lengths, num_ranks)]
-        return max(sum(of_rank) if one_row else dense_cost(of_rank, hidden_size) for of_rank in lengths_of_ranks)
+        lengths_of_ranks = [
+            [lengths[item] for item in items] for items in balance(lengths, num_ranks)
+        ]
+        return max(
+            sum(of_rank) if one_row else dense_cost(of_rank, hidden_size)
+            for of_rank in lengths_of_ranks
+        )
 
     return min(bundle_within(limits, sequences, share_prefix), key=cost)
 
 
-def split_into_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+def split_into_microbatches(
+    lengths: list[int], num_ranks: int, max_tokens: int
+) -> list[list[list[int]]]:
     """Assign items of `lengths` tokens to ranks and micro-batches: [rank][micro-batch] → item indices.
 
     Ranks get about equal tokens, each micro-batch at most `max_tokens`, and all ranks the same number of micro-batches,

@@ -67,14 +67,17 @@ class WeightWriter:
         """Read what goes with each checkpoint of a policy; collective."""
         model = policy.module.model
         self._base_path = policy.model_path
-        with torch.device("meta"):  # its own, as FSDP exchanges the parameters of the trained one while it computes
+        # its own, as FSDP exchanges the parameters of the trained one while it computes
+        with torch.device("meta"):
             self._skeleton = AutoModelForCausalLM.from_config(
                 model.config, dtype=torch.float32, trust_remote_code=False
             )
         frozen = {p: name for name, p in lora.named_base_parameters(model) if not p.requires_grad}
         self.frozen = gather(frozen, policy.device)
         """Full weights below adapters, and others that their family never trains, by Hugging Face name, on rank 0."""
-        self._buffers = {name: buffer.to("cpu", copy=True) for name, buffer in named_persistent_buffers(model)}
+        self._buffers = {
+            name: buffer.to("cpu", copy=True) for name, buffer in named_persistent_buffers(model)
+        }
         self._tokenizer = AutoTokenizer.from_pretrained(self._base_path, trust_remote_code=False)
 
     def write(self, trained: dict[str, Tensor], folder: Path) -> None:
@@ -82,16 +85,26 @@ class WeightWriter:
 
         A value head goes to `folder`/value_head, as engines read all safetensors of a folder as the model's.
         """
-        adapters = {name: weight for name, weight in trained.items() if name.endswith(lora.ADAPTER_NAMES)}
-        weights = {name: weight for name, weight in trained.items() if name not in adapters and name != VALUE_HEAD}
-        weights |= {name: lora.merge(name, weight, adapters) for name, weight in self.frozen.items()}
+        adapters = {
+            name: weight for name, weight in trained.items() if name.endswith(lora.ADAPTER_NAMES)
+        }
+        weights = {
+            name: weight
+            for name, weight in trained.items()
+            if name not in adapters and name != VALUE_HEAD
+        }
+        weights |= {
+            name: lora.merge(name, weight, adapters) for name, weight in self.frozen.items()
+        }
         self._skeleton.save_pretrained(folder, state_dict=weights | self._buffers)
         self._tokenizer.save_pretrained(folder)
         if adapters:
             lora.write_adapter(str(folder / "adapter"), adapters, self._base_path)
         if VALUE_HEAD in trained:
             (folder / "value_head").mkdir()
-            save_file({VALUE_HEAD: trained[VALUE_HEAD]}, folder / "value_head" / "value_head.safetensors")
+            save_file(
+                {VALUE_HEAD: trained[VALUE_HEAD]}, folder / "value_head" / "value_head.safetensors"
+            )
 
 
 def gather(names: dict[Tensor, str], device: torch.device) -> dict[str, Tensor]:
@@ -107,7 +120,11 @@ def gather(names: dict[Tensor, str], device: torch.device) -> dict[str, Tensor]:
 def trained_names(module: TokenLogprobs) -> dict[Tensor, str]:
     """The trained parameters, each with its name: that of Hugging Face, or VALUE_HEAD."""
     named = module.named_parameters()
-    return {parameter: name.removeprefix("model.") for name, parameter in named if parameter.requires_grad}
+    return {
+        parameter: name.removeprefix("model.")
+        for name, parameter in named
+        if parameter.requires_grad
+    }
 
 
 def save_for_people(policy: "Policy", path: str) -> None:
@@ -139,7 +156,9 @@ def write_folder(writer: WeightWriter, trained: dict[str, Tensor], path: Path) -
         writer.write(trained, partial)
         partial.rename(path)
     except (OSError, SafetensorError) as error:
-        raise OSError(f"checkpoint {path} was not written: {' '.join(str(error).split())}") from None
+        raise OSError(
+            f"checkpoint {path} was not written: {' '.join(str(error).split())}"
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # whatever ended it, a signal too
 
@@ -167,7 +186,10 @@ def differing_names(folder: str, saved: Collection[str]) -> str:
     for file in Path(folder).glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             read |= set(tensors.keys())
-    kinds = {"will lack": sorted(read - set(saved)), "will have, and it lacks,": sorted(set(saved) - read)}
+    kinds = {
+        "will lack": sorted(read - set(saved)),
+        "will have, and it lacks,": sorted(set(saved) - read),
+    }
     return "; ".join(
         f"{kind} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}"
         for kind, names in kinds.items()
@@ -202,7 +224,9 @@ def _generators() -> dict[str, torch.Generator]:
     """torch's generators of this rank, by name."""
     generators = {f"random.cpu.{dist.get_rank()}": torch.default_generator}
     if torch.cuda.is_initialized():
-        generators[f"random.cuda.{dist.get_rank()}"] = torch.cuda.default_generators[torch.cuda.current_device()]
+        generators[f"random.cuda.{dist.get_rank()}"] = torch.cuda.default_generators[
+            torch.cuda.current_device()
+        ]
     return generators
 
 
@@ -211,7 +235,10 @@ def make_stager(device: torch.device) -> DefaultStager:
     is_gpu = device.type == "cuda"
     return DefaultStager(
         StagingOptions(
-            use_pinned_memory=is_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=is_gpu
+            use_pinned_memory=is_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=is_gpu,
         )
     )
 
@@ -219,7 +246,9 @@ def make_stager(device: torch.device) -> DefaultStager:
 def file_numbers(state: dict[str, Tensor], num_ranks: int) -> dict[str, int]:
     """Which of a rank's files each tensor of a state goes to, from 1; those that other ranks alone have go to 0."""
     ends = itertools.accumulate(tensor.nbytes // num_ranks for tensor in state.values())
-    return defaultdict(int, {name: 1 + end // SHARD_FILE_BYTES for name, end in zip(state, ends, strict=True)})
+    return defaultdict(
+        int, {name: 1 + end // SHARD_FILE_BYTES for name, end in zip(state, ends, strict=True)}
+    )
 
 
 def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.ProcessGroup) -> int:
@@ -234,7 +263,8 @@ def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.P
     _load({VALUES: data}, folder, group)
     values = json.loads(data.numpy().tobytes())
     if values["num_updates"]:
-        optimizer.make(values["optimizer"])  # in the form that it has for this model and these ranks
+        # in the form that it has for this model and these ranks
+        optimizer.make(values["optimizer"])
     optimizer.set_values(values["optimizer"])
     state = training_state(optimizer, values["num_updates"])
     del state[VALUES]
@@ -242,7 +272,9 @@ def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.P
         shape = tuple(state[name].shape) if name in state else None
         if shapes.get(name) != shape and not name.startswith("random."):
             found = f"{name} of {shapes.get(name)}, the run's is {shape}"
-            raise ValueError(f"{folder} has {found}: it is of another model, or of other --optim.args")
+            raise ValueError(
+                f"{folder} has {found}: it is of another model, or of other --optim.args"
+            )
     state = {name: tensor for name, tensor in state.items() if name in shapes}
     _load(state, folder, group)
     for name, generator in _generators().items():
@@ -253,7 +285,11 @@ def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.P
 
 def read_trained(folder: str) -> dict[str, Tensor]:
     """Full trained weights by name, from the shards in a folder; by one process."""
-    state = {name: torch.empty(shape) for name, shape in _shapes(folder).items() if name.startswith("weights.")}
+    state = {
+        name: torch.empty(shape)
+        for name, shape in _shapes(folder).items()
+        if name.startswith("weights.")
+    }
     _load(state, folder, None)
     return {name.removeprefix("weights."): tensor for name, tensor in state.items()}
 
@@ -300,7 +336,9 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         self.cluster = cluster
         self.run = run
         self.folder = folder
-        self.group = dist.new_group(timeout=datetime.timedelta(seconds=2 * policy.config.timeout_s), backend="gloo")
+        self.group = dist.new_group(
+            timeout=datetime.timedelta(seconds=2 * policy.config.timeout_s), backend="gloo"
+        )
         self.weights = WeightWriter(policy)
         self.stager = make_stager(policy.device)
         self._future: concurrent.futures.Future | None = None
@@ -308,7 +346,12 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         """Time that the slowest checkpoint took, seconds; on rank 0."""
 
     def start(
-        self, state: dict[str, Tensor], step: int, delayed: dict[int, list], rollout: Any, facts: dict[str, Any] | None
+        self,
+        state: dict[str, Tensor],
+        step: int,
+        delayed: dict[int, list],
+        rollout: Any,
+        facts: dict[str, Any] | None,
     ) -> None:
         """Copy the state, and begin to write it; the checkpoint before must have been waited for.
 
@@ -398,7 +441,9 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         self.weights.write(read_trained(str(part)), self.partial)
         for version, weights in self._delayed.items():
             save_file(dict(weights), part / f"delayed_{version}.safetensors")
-        for_people = [path for path in self.partial.rglob("*") if path.is_file() and path.parent != part]
+        for_people = [
+            path for path in self.partial.rglob("*") if path.is_file() and path.parent != part
+        ]
         files = self._flushed([*part.glob("delayed_*"), *for_people])
         for result in results:
             files |= result["files"]
@@ -427,12 +472,15 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
     @functools.cached_property
     def frozen_sha256(self) -> str:
         """Digest of the model's files where the run still needs them: below adapters, or as a reference."""
-        return weights_sha256(self.model_path) if self.config.lora_rank or self.config.kl_coef else ""
+        return (
+            weights_sha256(self.model_path) if self.config.lora_rank or self.config.kl_coef else ""
+        )
 
     def _prune(self) -> None:
         """Delete checkpoints that are not to be kept, or what only --resume needs of them where all are kept (0)."""
         keep_last = self.config.keep_last
         for path in checkpoints_in(self.folder)[: -(keep_last or KEPT_TO_RESUME)]:
             doomed = path.with_name(f"{path.name}.old-{os.getpid()}")
-            (path if keep_last else path / PART).rename(doomed)  # at once; what is left of it is no checkpoint
+            # at once; what is left of it is no checkpoint
+            (path if keep_last else path / PART).rename(doomed)
             shutil.rmtree(doomed)

@@ -28,7 +28,9 @@ def read_config(path: str, shares_prefix: bool) -> PreTrainedConfig:
     parts = config, config.get_text_config()
     for name, part in itertools.product(_UNSUPPORTED_HEADS, parts):
         if (value := getattr(part, name, None)) not in (None, 1.0):
-            raise ValueError(f"--model {path}: its head uses {name} = {value}, which we do not apply")
+            raise ValueError(
+                f"--model {path}: its head uses {name} = {value}, which we do not apply"
+            )
     check_layers(config, path, shares_prefix)
     check_family(config, path)
     return config

@@ -51,7 +51,9 @@ class TokenStats:
 
         The sequences are those of the micro-batches that were added after the first `since`.
         """
-        return _effective_sample_size(_joined(_on_all_ranks(_joined(self._sequence_log_ratios[since:]))))
+        return _effective_sample_size(
+            _joined(_on_all_ranks(_joined(self._sequence_log_ratios[since:])))
+        )
 
     def add_slopes(self, slopes: Tensor, lags: Tensor) -> None:
         """Add the derivatives [N] of the update's loss with respect to the log-probs of tokens with `lags` [N]."""
@@ -71,7 +73,8 @@ class TokenStats:
         buckets = torch.bucketize(lags, torch.tensor(LAST_LAGS, device=lags.device))
         one_hot = torch.nn.functional.one_hot(buckets, len(LAG_BUCKETS)).double()
         values = torch.stack(list(columns.values()))
-        finite = values.nan_to_num(0.0, 0.0, 0.0)  # an infinity times the zeros of one_hot is NaN in every bucket
+        # an infinity times the zeros of one_hot is NaN in every bucket
+        finite = values.nan_to_num(0.0, 0.0, 0.0)
         sums = (finite @ one_hot).index_add(1, buckets, values - finite)
         for name, total in zip(columns, sums, strict=True):
             self._sums[name] = self._sums.get(name, 0.0) + total
@@ -91,7 +94,10 @@ class TokenStats:
         for sums in sums_of_ranks:  # a rank that only ran empty micro-batches has none
             for name, buckets in sums.items():
                 by_name.setdefault(name, []).append(buckets)
-        totals = {name: [sum(ranks) for ranks in zip(*parts, strict=True)] for name, parts in by_name.items()}
+        totals = {
+            name: [sum(ranks) for ranks in zip(*parts, strict=True)]
+            for name, parts in by_name.items()
+        }
         metrics = _means({name: sum(buckets) for name, buckets in totals.items()})
         metrics |= _tails(_joined(log_ratios), _joined(sequence_log_ratios))
         for index, bucket in enumerate(LAG_BUCKETS):

@@ -35,7 +35,9 @@ class Scored(NamedTuple):
 class TokenLogprobs(nn.Module):
     """A causal LM that returns the log-probs of trained tokens only, and never [tokens, vocabulary] as a whole."""
 
-    def __init__(self, model: PreTrainedModel, chunk_rows: int = CHUNK_ROWS, trains_entropy: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, chunk_rows: int = CHUNK_ROWS, trains_entropy: bool = False
+    ) -> None:
         """`trains_entropy` lets the entropy carry gradient, which keeps two more chunks in the backward pass."""
         super().__init__()
         self.model = model
@@ -67,23 +69,34 @@ class TokenLogprobs(nn.Module):
         151 936 that is 1.9 GB, or 3.7 GB, 2.5 GB, or 2.5 GB with a hidden size of 4096, for any number of tokens.
         """
         places = None
-        if visible_until is not None:  # what several branches train is computed once; sources and targets are below 2³¹
+        # what several branches train is computed once; sources and targets are below 2³¹
+        if visible_until is not None:
             pairs, places = (sources << 32 | targets).unique(return_inverse=True)
             sources, targets = pairs >> 32, pairs & 0x7FFFFFFF
         seen = attention_inputs(self.attention, position_ids, visible_until)
-        outputs = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen)
+        outputs = self.model.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen
+        )
         rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
         head = functools.partial(self._score_rows, sampling=sampling)
         parts = [
             checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
-            for chunk, wanted in zip(rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
+            for chunk, wanted in zip(
+                rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True
+            )
         ]
-        values = torch.zeros(len(rows), device=rows.device) if self.value_head is None else self.value_head(rows)
+        values = (
+            torch.zeros(len(rows), device=rows.device)
+            if self.value_head is None
+            else self.value_head(rows)
+        )
         logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         scored = Scored(logprobs, entropy, values)
         return scored if places is None else Scored(*(column[places] for column in scored))
 
-    def _score_rows(self, hidden: Tensor, targets: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    def _score_rows(
+        self, hidden: Tensor, targets: Tensor, sampling: Sampling
+    ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         # In float32 from the logits on: a bfloat16 log-prob is known to 3 digits, too few for a ratio of probabilities.
         # And nested, so that no name here keeps alive the [rows, vocabulary] tensor that the next one is made from.
@@ -92,6 +105,7 @@ class TokenLogprobs(nn.Module):
         if self.trains_entropy and torch.is_grad_enabled():
             chances = logprobs.exp()
             return picked, -(chances * logprobs.masked_fill(chances == 0, 0.0)).sum(dim=-1)
-        with torch.no_grad():  # last, as the backward pass computes this again only up to what it needs
+        # last, as the backward pass computes this again only up to what it needs
+        with torch.no_grad():
             entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
         return picked, entropy

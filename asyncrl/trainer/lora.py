@@ -42,7 +42,9 @@ class LoraLinear(nn.Linear):
         output = super().forward(input)
         if not self.is_adapted:
             return output
-        return output + SCALE * functional.linear(functional.linear(input, self.lora_A), self.lora_B)
+        return output + SCALE * functional.linear(
+            functional.linear(input, self.lora_A), self.lora_B
+        )
 
 
 def add_adapters(model: nn.Module, blocks: list[nn.Module], rank: int) -> None:
@@ -59,7 +61,9 @@ def add_adapters(model: nn.Module, blocks: list[nn.Module], rank: int) -> None:
         if type(child) is nn.Linear
     ]
     if not found:
-        raise ValueError(f"--lora-rank {rank}: no linear layer to adapt in {type(model).__name__}; use --lora-rank 0")
+        raise ValueError(
+            f"--lora-rank {rank}: no linear layer to adapt in {type(model).__name__}; use --lora-rank 0"
+        )
     for owner, name, child in found:
         setattr(owner, name, LoraLinear(child, rank))
 
@@ -97,7 +101,9 @@ def merge(name: str, weight: Tensor, adapters: dict[str, Tensor]) -> Tensor:
     if name == owner or f"{owner}.lora_A" not in adapters:
         return weight.float()
     matrices = (adapters[f"{owner}.{which}"] for which in ("lora_B", "lora_A"))
-    matrices = [matrix.full_tensor() if isinstance(matrix, DTensor) else matrix for matrix in matrices]
+    matrices = [
+        matrix.full_tensor() if isinstance(matrix, DTensor) else matrix for matrix in matrices
+    ]
     return torch.addmm(weight.float(), *matrices, alpha=SCALE)
 
 
@@ -118,7 +124,10 @@ def write_adapter(folder: str, adapters: dict[str, Tensor], base_path: str) -> N
     """Write full adapters by parameter name to the new `folder`, for `peft.PeftModel.from_pretrained`."""
     os.makedirs(folder)
     save_file(
-        {f"base_model.model.{name}.weight": tensor.contiguous() for name, tensor in adapters.items()},
+        {
+            f"base_model.model.{name}.weight": tensor.contiguous()
+            for name, tensor in adapters.items()
+        },
         os.path.join(folder, "adapter_model.safetensors"),
         metadata={"format": "pt"},
     )

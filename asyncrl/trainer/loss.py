@@ -35,7 +35,9 @@ def choose_loss(config: Config) -> Callable:
             f"--algo {config.algo} needs one advantage for all tokens of a response, and --advantage gae gives each "
             "its own; take another --advantage, as grpo, or a loss that weighs tokens one by one, as tis_ppo"
         )
-    arguments = read_arguments("algo-args", config.algo_args, f"--algo {config.algo}", keywords_of(loss))
+    arguments = read_arguments(
+        "algo-args", config.algo_args, f"--algo {config.algo}", keywords_of(loss)
+    )
     return functools.update_wrapper(functools.partial(loss, **arguments), loss)
 
 
@@ -48,23 +50,35 @@ def keywords_of(loss: Callable) -> list[inspect.Parameter]:
 def describe(algo: str) -> str:
     """One line about a loss, and its keyword arguments with their defaults and ranges."""
     loss = user_code.load(algo, "--algo", LOSSES)
-    text = (inspect.getmodule(loss).__doc__ if loss.__module__.startswith("algos.") else inspect.getdoc(loss)) or ""
+    text = (
+        inspect.getmodule(loss).__doc__
+        if loss.__module__.startswith("algos.")
+        else inspect.getdoc(loss)
+    ) or ""
     summary = text.strip().splitlines()[0] if text else "no docstring"
     rows = [
         f"  {f'{keyword.name}={keyword.default}':28}{allowed_values(keyword.annotation)}".rstrip()
         for keyword in keywords_of(loss)
     ]
-    return "\n".join([f"--algo {algo}: {summary}", "", "--algo-args, NAME=VALUE each:", *(rows or ["  none"])])
+    return "\n".join(
+        [f"--algo {algo}: {summary}", "", "--algo-args, NAME=VALUE each:", *(rows or ["  none"])]
+    )
 
 
 def check_signature(loss: Any) -> None:
     """Raise TypeError unless something is a function of the inputs, whose other parameters have defaults."""
     if not inspect.isfunction(loss):
-        raise TypeError(f"it is a {type(loss).__name__}; give a function loss(inputs, *, NAME=VALUE)")
+        raise TypeError(
+            f"it is a {type(loss).__name__}; give a function loss(inputs, *, NAME=VALUE)"
+        )
     first, *others = list(inspect.signature(loss).parameters.values()) or [None]
     if others and others[0].name == "update" and others[0].kind is not first.KEYWORD_ONLY:
         others = others[1:]
-    without = [k.name for k in others if k.default is k.empty and k.kind in (k.POSITIONAL_OR_KEYWORD, k.KEYWORD_ONLY)]
+    without = [
+        k.name
+        for k in others
+        if k.default is k.empty and k.kind in (k.POSITIONAL_OR_KEYWORD, k.KEYWORD_ONLY)
+    ]
     if first is None or first.kind is first.KEYWORD_ONLY or without:
         raise TypeError(
             f"{loss.__name__} takes {inspect.signature(loss)}; its first parameter must be the inputs "
@@ -81,13 +95,19 @@ def try_loss(loss: Callable) -> None:
     logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
     found = _call(loss, _six_tokens(logprobs, 0.1))
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-        raise TypeError(f"the loss gave {str(found)[:80]}; give (per_token_loss [N], stats: dict of [N])")
+        raise TypeError(
+            f"the loss gave {str(found)[:80]}; give (per_token_loss [N], stats: dict of [N])"
+        )
     for name, value in {"per_token_loss": found[0], **found[1]}.items():
         if not isinstance(value, Tensor) or value.shape != (6,):
             what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"{name} is {what} for N = 6 tokens; give a tensor [N], one value for each token")
+            raise TypeError(
+                f"{name} is {what} for N = 6 tokens; give a tensor [N], one value for each token"
+            )
     if not found[0].requires_grad:
-        raise TypeError("per_token_loss carries no gradient; make it of inputs.logprobs, not detached")
+        raise TypeError(
+            "per_token_loss carries no gradient; make it of inputs.logprobs, not detached"
+        )
     for moved, which in _MUST_TRAIN.items():
         losses = _call(loss, _six_tokens(logprobs, moved))[0]
         (slopes,) = torch.autograd.grad(losses.sum(), logprobs)
@@ -108,4 +128,6 @@ def _six_tokens(logprobs: Tensor, moved: float) -> LossInputs:
     advantages = 1.0 - 2 * ids
     log_ratio = moved * advantages
     others = {"behavior_logprobs": held - log_ratio, "proximal_logprobs": held - log_ratio / 2}
-    return LossInputs(logprobs, **others, advantages=advantages, rewards=1.0 - ids, sequence_ids=ids)
+    return LossInputs(
+        logprobs, **others, advantages=advantages, rewards=1.0 - ids, sequence_ids=ids
+    )

@@ -16,7 +16,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -47,7 +52,9 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return values [N] float32 of hidden states [N, H], whose float32 copy no backward pass keeps."""
-        return checkpoint(_float_product, hidden, self.weight, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(
+            _float_product, hidden, self.weight, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 def _float_product(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -121,7 +128,9 @@ def named_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{owner_name}.{name}", buffer
 
 
-def as_in_files(model: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def as_in_files(
+    model: PreTrainedModel, named: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield full weights with the names and shapes that they have in a checkpoint's files, one layer after the other.
 
     transformers changes some weights as it reads them: it fuses the experts of a layer, for example. vLLM reads what is
@@ -144,7 +153,8 @@ def _fill_from_rank_0(model: PreTrainedModel, path: str, dtype: torch.dtype, see
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state = full.state_dict() | initial_adapters(model, seed) if is_reader else {}
     set_model_state_dict(model, state, options=options)
-    for name, buffer in model.named_buffers():  # rotary frequencies and the like, which no state dict holds
+    # rotary frequencies and the like, which no state dict holds
+    for name, buffer in model.named_buffers():
         if is_reader:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, src=0)
@@ -186,7 +196,8 @@ def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     """Keep only each layer's input for the backward pass and compute the rest again: memory for time."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in layers:
-        layer.training = True  # transformers asks this flag of the layer; its children stay in eval mode: no dropout
+        # transformers asks this flag of the layer; its children stay in eval mode: no dropout
+        layer.training = True
 
 
 def compiles(config: Config, device: torch.device) -> bool:
@@ -216,7 +227,9 @@ def embedding_apart(model: PreTrainedModel) -> list[nn.Module]:
     return [] if embedding.weight is head.weight else [embedding]
 
 
-def shard(modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None, offload: bool) -> None:
+def shard(
+    modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None, offload: bool
+) -> None:
     """Shard each module's float32 parameters; it computes in `dtype`, None for theirs, and gradients are reduced in
     float32.
 
@@ -224,6 +237,8 @@ def shard(modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None,
     makes its state beside the weights.
     """
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offloaded = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    offloaded = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    )
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offloaded)

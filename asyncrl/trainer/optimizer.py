@@ -24,7 +24,9 @@ class Adafactor(torch.optim.Adafactor):
         """Raises ValueError for parameters of several ranks: torch would take the norm of a shard for that of all."""
         super().add_param_group(param_group)
         if any(map(_has_parts, param_group["params"])):
-            raise ValueError("it trains on one rank alone, as it needs norms of whole weights; use one rank, or adamw")
+            raise ValueError(
+                "it trains on one rank alone, as it needs norms of whole weights; use one rank, or adamw"
+            )
 
     def step(self, closure: Callable | None = None) -> Any:
         """Make an update, of gradients that are no shards in name either: torch squares their norms in place."""
@@ -54,7 +56,9 @@ _NO_OPTIONS = ("lr", "fused", "foreach", "capturable", "differentiable", "maximi
 """Arguments of torch's optimizers that --optim.args may not set: --lr does, or they say how torch computes."""
 
 
-def learning_rate(config: Config, update: int, steps_made: float, sequence_ess: float = 1.0) -> float:
+def learning_rate(
+    config: Config, update: int, steps_made: float, sequence_ess: float = 1.0
+) -> float:
     """Learning rate of update number `update` ≥ 0, whose sequences have that effective sample size, 0–1.
 
     `steps_made` are the run's steps before it, with the share of the current one. A schedule follows them, so it ends
@@ -88,9 +92,15 @@ def optimizer_arguments(config: Config) -> dict[str, Any]:
     parameters = _parameters(config)
     betas = [
         inspect.Parameter(f"beta{number}", inspect.Parameter.KEYWORD_ONLY, default=beta)
-        for number, beta in enumerate(parameters["betas"].default if "betas" in parameters else (), 1)
+        for number, beta in enumerate(
+            parameters["betas"].default if "betas" in parameters else (), 1
+        )
     ]
-    options = [k for k in parameters.values() if k.name not in _NO_OPTIONS and not isinstance(k.default, tuple)]
+    options = [
+        k
+        for k in parameters.values()
+        if k.name not in _NO_OPTIONS and not isinstance(k.default, tuple)
+    ]
     owner = f"--optimizer {config.optimizer}"
     arguments = read_arguments("optim.args", config.optim.args, owner, [*options, *betas])
     if betas:
@@ -100,7 +110,9 @@ def optimizer_arguments(config: Config) -> dict[str, Any]:
     return arguments
 
 
-def parameter_groups(config: Config, model: nn.Module, head: nn.Module | None, head_lr: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    config: Config, model: nn.Module, head: nn.Module | None, head_lr: float
+) -> list[dict[str, Any]]:
     """Groups of the optimizer: what is trained of the model, and the value head, if any, with `head_lr` times the
     learning rate."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -116,7 +128,9 @@ def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
     with user_code.blamed(config.optimizer, "--optimizer"):
         optimizer = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)(groups, **arguments)
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"it made a {type(optimizer).__name__}; give what makes a torch.optim.Optimizer")
+            raise TypeError(
+                f"it made a {type(optimizer).__name__}; give what makes a torch.optim.Optimizer"
+            )
     return optimizer
 
 
@@ -178,13 +192,18 @@ class OptimizerState:
 
     def _owners(self) -> dict[str, dict[str, Any]]:
         """What each parameter, by its name, and each group, by its number, knows beside options."""
-        owners = {self.names[parameter]: values for parameter, values in self.optimizer.state.items()}
-        for number, (group, first) in enumerate(zip(self.optimizer.param_groups, self._first, strict=True)):
+        owners = {
+            self.names[parameter]: values for parameter, values in self.optimizer.state.items()
+        }
+        for number, (group, first) in enumerate(
+            zip(self.optimizer.param_groups, self._first, strict=True)
+        ):
             # The trainer sets `lr` at each update. What no update changes is an option, and a resume may change it.
             owners[f"group_{number}"] = {
                 key: value
                 for key, value in group.items()
-                if key not in ("params", "lr") and (isinstance(value, Tensor) or first.get(key) != value)
+                if key not in ("params", "lr")
+                and (isinstance(value, Tensor) or first.get(key) != value)
             }
         return owners
 
@@ -200,5 +219,7 @@ class OptimizerState:
         for parameter, name in self.names.items():
             if name in values:
                 self.optimizer.state[parameter].update(values[name])
-        for number, (group, first) in enumerate(zip(self.optimizer.param_groups, self._first, strict=True)):
+        for number, (group, first) in enumerate(
+            zip(self.optimizer.param_groups, self._first, strict=True)
+        ):
             group.update(copy.deepcopy(first) | values[f"group_{number}"])

@@ -99,7 +99,9 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return MicroBatch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
+        return MicroBatch(
+            **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
+        )
 
 
 def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]:
@@ -116,17 +118,23 @@ def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]
     return bins
 
 
-def common_prefix(first: TrainSequence, second: TrainSequence, share_prefix: Sharing = "tree") -> int:
+def common_prefix(
+    first: TrainSequence, second: TrainSequence, share_prefix: Sharing = "tree"
+) -> int:
     """Count the tokens that both begin with; of prompts alone, in one group and before a trained token of either."""
     length = min(len(first.tokens), len(second.tokens))
     if share_prefix == "prompt":
-        untrained = [int(s.loss_mask.argmax()) if s.num_trained else length for s in (first, second)]
+        untrained = [
+            int(s.loss_mask.argmax()) if s.num_trained else length for s in (first, second)
+        ]
         length = min(length, *untrained) if first.group_id == second.group_id is not None else 0
     differs = first.tokens[:length] != second.tokens[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
-def bundle(sequences: list[TrainSequence], share_prefix: Sharing = "off", max_tokens: float = math.inf) -> list[Bundle]:
+def bundle(
+    sequences: list[TrainSequence], share_prefix: Sharing = "off", max_tokens: float = math.inf
+) -> list[Bundle]:
     """Join the sequences of an update that begin alike, and leave every other one by itself.
 
     A tree of more than `max_tokens`, or the longest sequence, is cut, and what its parts share is read in each of them:
@@ -142,12 +150,21 @@ def bundle_within(
     """Yield what `bundle` makes within each limit of tokens; what sequences share is found once."""
 
     def shared_with_next(order: list[int], sharing: Sharing) -> list[int]:
-        return [*(common_prefix(sequences[i], sequences[j], sharing) for i, j in itertools.pairwise(order)), 0]
+        return [
+            *(
+                common_prefix(sequences[i], sequences[j], sharing)
+                for i, j in itertools.pairwise(order)
+            ),
+            0,
+        ]
 
     # By bytes, in which equal beginnings stand together: depth first, and a sequence before those that it begins.
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.tobytes())
     depths = shared_with_next(order, "tree")
-    alone = {i: Bundle((sequences[i],), (), len(sequences[i].tokens) - d) for i, d in zip(order, depths, strict=False)}
+    alone = {
+        i: Bundle((sequences[i],), (), len(sequences[i].tokens) - d)
+        for i, d in zip(order, depths, strict=False)
+    }
     if share_prefix == "prompt":
         order.sort(key=lambda i: -1 if sequences[i].group_id is None else sequences[i].group_id)
         depths = shared_with_next(order, "prompt")
@@ -155,7 +172,8 @@ def bundle_within(
         order, depths = list(range(len(sequences))), [0] * len(sequences)
     for limit in limits:
         most = max([limit, *(one.num_tokens for one in alone.values())])
-        nodes: list[tuple[int, list[Bundle]]] = [(0, [])]  # of the path from the root: depth, and what ended below it
+        # of the path from the root: depth, and what ended below it
+        nodes: list[tuple[int, list[Bundle]]] = [(0, [])]
         for i, depth in zip(order, depths, strict=False):
             below = [alone[i]]
             while nodes[-1][0] > depth:
@@ -174,7 +192,9 @@ def _joined(parts: list[Bundle], prefix: int, max_tokens: float) -> list[Bundle]
     for chosen in ([parts[p] for p in sorted(of)] for of in bins):
         members = itertools.chain(*(part.sequences for part in chosen))
         shared = itertools.chain(*((prefix, *part.shared) for part in chosen))
-        bundles.append(Bundle(tuple(members), tuple(shared)[1:], sum(part.num_distinct for part in chosen)))
+        bundles.append(
+            Bundle(tuple(members), tuple(shared)[1:], sum(part.num_distinct for part in chosen))
+        )
     return bundles
 
 
@@ -204,7 +224,9 @@ def token_weights(num_trained: list[int], aggregation: Aggregation, totals: Upda
     return torch.tensor(weights, dtype=torch.float32)
 
 
-def tokens_read(updates: list[list[list[Bundle]]], sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+def tokens_read(
+    updates: list[list[list[Bundle]]], sum_over_ranks: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
     """Return the tokens that a pass over the step reads on all ranks, and the shares that sharing prefixes saves.
 
     `saved_share` is what this step saved, `shareable` what one tree of each update would save, of all sequences' tokens
@@ -212,7 +234,9 @@ def tokens_read(updates: list[list[list[Bundle]]], sum_over_ranks: Callable[[Ten
     """
     counts = torch.zeros(3, dtype=torch.float64)
     for bundle in (bundle for update in updates for microbatch in update for bundle in microbatch):
-        counts += torch.tensor([bundle.num_tokens, bundle.num_tokens + sum(bundle.shared), bundle.num_distinct])
+        counts += torch.tensor(
+            [bundle.num_tokens, bundle.num_tokens + sum(bundle.shared), bundle.num_distinct]
+        )
     num_read, num_all, num_distinct = sum_over_ranks(counts).tolist()
     return {
         "tokens/forward": num_read,
@@ -240,8 +264,14 @@ def pack(bundles: list[Bundle], one_row: bool, share_prefix: Sharing = "off") ->
         rows[1, 0, 1] = 1
     for row, of in enumerate(bins if bundles else ()):
         for b, start in zip(of, np.cumsum([0, *(lengths[b] for b in of)]), strict=False):
-            sources[b] = [row * width + columns for columns in _place(bundles[b], start, *rows[:, row])]
-    found = [(s, at) for b, chosen in enumerate(bundles) for s, at in zip(chosen.sequences, sources[b], strict=True)]
+            sources[b] = [
+                row * width + columns for columns in _place(bundles[b], start, *rows[:, row])
+            ]
+    found = [
+        (s, at)
+        for b, chosen in enumerate(bundles)
+        for s, at in zip(chosen.sequences, sources[b], strict=True)
+    ]
     input_ids, position_ids, visible_until = torch.from_numpy(rows)
     return MicroBatch(
         input_ids,
@@ -252,7 +282,11 @@ def pack(bundles: list[Bundle], one_row: bool, share_prefix: Sharing = "off") ->
 
 
 def _place(
-    chosen: Bundle, column: int, input_ids: np.ndarray, position_ids: np.ndarray, visible_until: np.ndarray
+    chosen: Bundle,
+    column: int,
+    input_ids: np.ndarray,
+    position_ids: np.ndarray,
+    visible_until: np.ndarray,
 ) -> list[np.ndarray]:
     """Place a bundle in a row [L] from a column on; returns columns of what predicts each member's trained tokens."""
     path, sources = np.zeros(0, dtype=np.int64), []  # columns of the tokens of one sequence
@@ -271,11 +305,15 @@ def _trained_tokens(trained: list[tuple[TrainSequence, np.ndarray]]) -> dict:
     """Fields of MicroBatch over the N trained tokens of (sequence, flat indices of what predicts them) pairs."""
     for sequence, _ in trained:
         if sequence.loss_mask[0]:
-            raise RuntimeError(f"the first of {len(sequence.tokens)} tokens is marked as trained; nothing predicts it")
+            raise RuntimeError(
+                f"the first of {len(sequence.tokens)} tokens is marked as trained; nothing predicts it"
+            )
     num_trained = [s.num_trained for s, _ in trained]
 
     def per_token(values: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(num_trained, dtype=torch.int64))
+        return torch.tensor(values, dtype=dtype).repeat_interleave(
+            torch.tensor(num_trained, dtype=torch.int64)
+        )
 
     def joined(arrays: list[np.ndarray], dtype: type) -> Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype))
@@ -284,7 +322,9 @@ def _trained_tokens(trained: list[tuple[TrainSequence, np.ndarray]]) -> dict:
         "sources": joined([sources for _, sources in trained], np.int64),
         "targets": joined([s.tokens[s.loss_mask] for s, _ in trained], np.int64),
         "sequence_ids": per_token(list(range(len(trained))), torch.int64),
-        "behavior_logprobs": joined([s.behavior_logprobs[s.loss_mask] for s, _ in trained], np.float32),
+        "behavior_logprobs": joined(
+            [s.behavior_logprobs[s.loss_mask] for s, _ in trained], np.float32
+        ),
         "policy_versions": joined([s.policy_versions[s.loss_mask] for s, _ in trained], np.int64),
         "advantages": per_token([s.advantage for s, _ in trained], torch.float32),
         "rewards": per_token([s.reward for s, _ in trained], torch.float32),

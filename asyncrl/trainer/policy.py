@@ -19,13 +19,29 @@ from algos.proximal import loglinear
 from algos.sampling import Sampling
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer.checkpoint import restore_training_state, save_for_people, trained_names, training_state
+from asyncrl.trainer.checkpoint import (
+    restore_training_state,
+    save_for_people,
+    trained_names,
+    training_state,
+)
 from asyncrl.trainer.lag_stats import TokenStats, drift
 from asyncrl.trainer.logprobs import Scored, TokenLogprobs
 from asyncrl.trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
 from asyncrl.trainer.loss import choose_loss
-from asyncrl.trainer.model import as_in_files, compute_dtype, load_model, named_persistent_buffers, trainer_mesh
-from asyncrl.trainer.optimizer import OptimizerState, learning_rate, make_optimizer, parameter_groups
+from asyncrl.trainer.model import (
+    as_in_files,
+    compute_dtype,
+    load_model,
+    named_persistent_buffers,
+    trainer_mesh,
+)
+from asyncrl.trainer.optimizer import (
+    OptimizerState,
+    learning_rate,
+    make_optimizer,
+    parameter_groups,
+)
 from asyncrl.trainer.packing import (
     Bundle,
     MicroBatch,
@@ -69,7 +85,9 @@ class Policy:
     def __post_init__(self) -> None:
         self._optim = self.config.optim
         self._advantage = self.config.advantage_options
-        groups = parameter_groups(self.config, self.module.model, self.module.value_head, self._advantage.value_lr)
+        groups = parameter_groups(
+            self.config, self.module.model, self.module.value_head, self._advantage.value_lr
+        )
         self._clipped = [group["params"] for group in groups]
         self.optimizer = make_optimizer(self.config, groups)
         self._lr_scales = [group["lr"] / self.config.lr for group in self.optimizer.param_groups]
@@ -80,7 +98,9 @@ class Policy:
         """Whether the model's attention wants each micro-batch packed into one row."""
         return self.module.one_row
 
-    def train_step(self, updates: list[list[list[Bundle]]], policy_version: int) -> dict[str, float]:
+    def train_step(
+        self, updates: list[list[list[Bundle]]], policy_version: int
+    ) -> dict[str, float]:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
 
         `policy_version` is that of the weights now. Each of several epochs makes the same updates, those after the
@@ -156,10 +176,17 @@ class Policy:
 
         Token order is that of the sequences given. `raw` leaves the sampling transform out.
         """
-        packed = [pack(bundle(s), self.module.one_row, self.config.share_prefix) for s in microbatches]
-        return [self._forward(self.module, batch.to(self.device), raw).logprobs.cpu() for batch in packed]
+        packed = [
+            pack(bundle(s), self.module.one_row, self.config.share_prefix) for s in microbatches
+        ]
+        return [
+            self._forward(self.module, batch.to(self.device), raw).logprobs.cpu()
+            for batch in packed
+        ]
 
-    def named_full_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+    def named_full_parameters(
+        self, dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor in `dtype`) one at a time, tied weights once, in fixed order;
         collective.
 
@@ -167,21 +194,30 @@ class Policy:
         merged into the weights they belong to, in float32. Persistent buffers follow the parameters, in the dtype that
         they have. Copy each tensor before taking the next: on one rank it is the live weight.
         """
-        adapters = {name: p.detach().to(self.device) for name, p in named_adapters(self.module.model)}
+        adapters = {
+            name: p.detach().to(self.device) for name, p in named_adapters(self.module.model)
+        }
         for name, parameter in named_base_parameters(self.module.model):
-            full = parameter.detach().to(self.device, parameter.dtype if adapters else dtype).full_tensor()
+            full = (
+                parameter.detach()
+                .to(self.device, parameter.dtype if adapters else dtype)
+                .full_tensor()
+            )
             yield name, merge(name, full, adapters).to(dtype) if adapters else full
         yield from named_persistent_buffers(self.module.model)
 
     def sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights as they are sent to rollout, which `sent_specs` describe; collective."""
-        return as_in_files(self.module.model, self.named_full_parameters(compute_dtype(self.config, self.device)))
+        return as_in_files(
+            self.module.model, self.named_full_parameters(compute_dtype(self.config, self.device))
+        )
 
     def sent_specs(self) -> list[ParameterSpec]:
         """Specs of what `sent_parameters` yields, in the same order: parameters in the dtype of computing."""
         dtype, model = compute_dtype(self.config, self.device), self.module.model
         parameters = [
-            (name, torch.empty(p.shape, dtype=dtype, device="meta")) for name, p in named_base_parameters(model)
+            (name, torch.empty(p.shape, dtype=dtype, device="meta"))
+            for name, p in named_base_parameters(model)
         ]
         buffers = [(name, buffer.to("meta")) for name, buffer in named_persistent_buffers(model)]
         named = as_in_files(model, [*parameters, *buffers])
@@ -216,19 +252,33 @@ class Policy:
     def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> Scored:
         """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out."""
         config = self.config
-        sampling = Sampling() if raw else Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
+        sampling = (
+            Sampling()
+            if raw
+            else Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
+        )
         scored = module(
-            batch.input_ids, batch.position_ids, batch.sources, batch.targets, sampling, batch.visible_until
+            batch.input_ids,
+            batch.position_ids,
+            batch.sources,
+            batch.targets,
+            sampling,
+            batch.visible_until,
         )
         if not torch.is_grad_enabled():
-            module.reshard()  # FSDP keeps the root's weights gathered, for a backward pass that does not come
+            # FSDP keeps the root's weights gathered, for a backward pass that does not come
+            module.reshard()
         return scored
 
-    def _update(self, batches: list[MicroBatch], position: StepPosition, stats: TokenStats) -> dict[str, float]:
+    def _update(
+        self, batches: list[MicroBatch], position: StepPosition, stats: TokenStats
+    ) -> dict[str, float]:
         """Make one optimizer update; return its loss, grad_norm, lr and share of changed weights."""
         totals = self._totals(batches)
         if not totals.tokens:
-            raise RuntimeError("an update got no trained token on any rank: every loss mask is empty")
+            raise RuntimeError(
+                "an update got no trained token on any rank: every loss mask is empty"
+            )
         update = self._all_tokens(batches, position) if couples_tokens(self.loss) else None
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         num_added_before = stats.num_added
@@ -250,11 +300,17 @@ class Policy:
         """Count the trained tokens and sequences of an update, on all ranks; collective."""
         num_tokens = sum(sum(batch.num_trained) for batch in batches)
         num_sequences = sum(len(batch.num_trained) for batch in batches)
-        counts = self._sum_over_ranks(torch.tensor([num_tokens, num_sequences], dtype=torch.float64))
+        counts = self._sum_over_ranks(
+            torch.tensor([num_tokens, num_sequences], dtype=torch.float64)
+        )
         return UpdateTotals(*counts.tolist(), self.config.max_response_tokens)
 
     def _per_token_loss(
-        self, batch: MicroBatch, position: StepPosition, update: LossInputs | None, stats: TokenStats
+        self,
+        batch: MicroBatch,
+        position: StepPosition,
+        update: LossInputs | None,
+        stats: TokenStats,
     ) -> Tensor:
         """Return the loss [N] of each trained token, penalties included; its statistics go to `stats`."""
         ref_logprobs = self._reference_logprobs(batch)
@@ -267,7 +323,11 @@ class Policy:
         lags = position.policy_version - batch.policy_versions
         lengths = torch.tensor(batch.num_trained, device=self.device)[batch.sequence_ids]
         token_stats = drift(scored.logprobs.detach(), batch.behavior_logprobs)
-        token_stats |= {"entropy": scored.entropy.detach(), "advantage": batch.advantages, "reward": batch.rewards}
+        token_stats |= {
+            "entropy": scored.entropy.detach(),
+            "advantage": batch.advantages,
+            "reward": batch.rewards,
+        }
         token_stats |= {"length": lengths} | loss_stats
         if ref_logprobs is not None:
             estimator = KL_ESTIMATORS[self.config.kl_estimator]
@@ -282,7 +342,9 @@ class Policy:
             loss = loss + self._advantage.value_coef * errors
         stats.add(token_stats, lags)
         stats.add_ratios(scored.logprobs.detach() - batch.behavior_logprobs, batch.sequence_ids)
-        scored.logprobs.register_hook(lambda slopes: stats.add_slopes(slopes / dist.get_world_size(), lags))
+        scored.logprobs.register_hook(
+            lambda slopes: stats.add_slopes(slopes / dist.get_world_size(), lags)
+        )
         return loss
 
     @torch.no_grad()
@@ -309,7 +371,10 @@ class Policy:
         # Reading `loss` has just waited for the device, so the host's time is the device's.
         self.clock.enter("optimizer")
         # Each by itself: errors of values, which are large at first, must not scale down the model's gradient.
-        norms = [nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm) for parameters in self._clipped]
+        norms = [
+            nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
+            for parameters in self._clipped
+        ]
         grad_norm, *head_norms = [float(norm.full_tensor()) for norm in norms]
         if not all(map(math.isfinite, [loss, grad_norm, *head_norms])):
             raise NotFinite(
@@ -326,11 +391,19 @@ class Policy:
         self.optimizer.zero_grad()
         self.num_updates += 1
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # costs no overlap: the next thing the host does is to read a sum
+            # costs no overlap: the next thing the host does is to read a sum
+            torch.cuda.synchronize(self.device)
         self.clock.enter("forward_backward")
         num_weights = num_changed.new_tensor(sum(weight.numel() for weight in weights_before))
-        num_changed, num_weights = self._sum_over_ranks(torch.stack([num_changed.double(), num_weights])).tolist()
-        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "changed_weights": num_changed / num_weights}
+        num_changed, num_weights = self._sum_over_ranks(
+            torch.stack([num_changed.double(), num_weights])
+        ).tolist()
+        return {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "changed_weights": num_changed / num_weights,
+        }
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         values = values.to(self.device)
@@ -361,7 +434,9 @@ def _loss_inputs(batch: MicroBatch, logprobs: Tensor, position: StepPosition) ->
     )
 
 
-def load_policy(config: Config, model_path: str, device: torch.device, clock: TrainerClock | None = None) -> Policy:
+def load_policy(
+    config: Config, model_path: str, device: torch.device, clock: TrainerClock | None = None
+) -> Policy:
     """Load the model of a folder on `device`, sharded over all ranks; collective, in an initialised process group.
 
     With kl_coef > 0 a second, frozen copy is the reference, or with LoRA the model itself without its adapters. Raises
@@ -373,5 +448,7 @@ def load_policy(config: Config, model_path: str, device: torch.device, clock: Tr
     if config.kl_coef > 0 and config.lora_rank:
         reference = module
     elif config.kl_coef > 0:
-        reference = load_model(config, model_path, mesh, device, is_trained=False).requires_grad_(False)
+        reference = load_model(config, model_path, mesh, device, is_trained=False).requires_grad_(
+            False
+        )
     return Policy(config, model_path, module, reference, loss, device, clock or TrainerClock())

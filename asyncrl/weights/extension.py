@@ -78,10 +78,16 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         buffer.check(update_info.version, NO_CHECKSUM)  # nobody wrote while we read
         by_name = dict(self.model.named_parameters(remove_duplicate=False))
         loaded_parameters = {id(by_name[name]) for name in loaded & by_name.keys()}
-        missing = {name for name, parameter in by_name.items() if id(parameter) not in loaded_parameters}
+        missing = {
+            name for name, parameter in by_name.items() if id(parameter) not in loaded_parameters
+        }
         # vLLM never loads a head that is tied to the embedding
-        if missing and not (self.model_config.hf_config.tie_word_embeddings and missing == {"lm_head.weight"}):
-            raise RuntimeError(f"version {update_info.version} brought no weights for {sorted(missing)}")
+        if missing and not (
+            self.model_config.hf_config.tie_word_embeddings and missing == {"lm_head.weight"}
+        ):
+            raise RuntimeError(
+                f"version {update_info.version} brought no weights for {sorted(missing)}"
+            )
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

@@ -25,8 +25,12 @@ def chunks_of(sizes: list[int], num_bytes: int) -> list[range]:
 
 def check_allocator() -> None:
     """Raise ValueError if torch is told to allocate memory that a child process may not open, as an engine is one."""
-    told = (name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(name))
-    if (name := next(told, None)) and "expandable_segments:true" in os.environ[name].lower().replace(" ", ""):
+    told = (
+        name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(name)
+    )
+    if (name := next(told, None)) and "expandable_segments:true" in os.environ[
+        name
+    ].lower().replace(" ", ""):
         raise ValueError(
             f"{name}={os.environ[name]}: an engine cannot open the trainer's expandable segments, as --weight-sync ipc "
             "needs; take expandable_segments out of the variable, or use --weight-sync shm"
@@ -41,10 +45,14 @@ class Packed:
         sizes = [spec.num_bytes for spec in specs]
         self.payload = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         parts = zip(specs, self.payload.split(sizes), strict=True)
-        self.parameters = [(spec.name, part.view(spec.dtype).view(spec.shape)) for spec, part in parts]
+        self.parameters = [
+            (spec.name, part.view(spec.dtype).view(spec.shape)) for spec, part in parts
+        ]
         """Hugging Face name and view of each."""
         self.chunks = chunks_of(sizes, CHUNK_BYTES)
-        self.chunk_payloads = self.payload.split([sum(sizes[i] for i in chunk) for chunk in self.chunks])
+        self.chunk_payloads = self.payload.split(
+            [sum(sizes[i] for i in chunk) for chunk in self.chunks]
+        )
 
 
 class IpcTransport(Buffers):

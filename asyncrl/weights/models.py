@@ -42,7 +42,9 @@ def _tiny_model(task: str) -> Path:
     if task in MULTI_TURN_TASKS:
         return TINY_MODELS / task
     if task == "gsm8k" or task.startswith("reasoning_gym:") or is_environment(task):
-        raise ValueError(f"--model tiny: there is no tiny model for --task {typed(task)}; give --model: {_ALLOWED[5:]}")
+        raise ValueError(
+            f"--model tiny: there is no tiny model for --task {typed(task)}; give --model: {_ALLOWED[5:]}"
+        )
     return TINY_MODELS / "addition"
 
 
@@ -50,7 +52,9 @@ def _smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, fetched if it is not there."""
     if not SMOLLM2.exists():
         script = str(ROOT / "scripts" / "get_smollm2.py")
-        process = subprocess.run([sys.executable, script, SMOLLM2], stderr=subprocess.PIPE, text=True, check=False)
+        process = subprocess.run(
+            [sys.executable, script, SMOLLM2], stderr=subprocess.PIPE, text=True, check=False
+        )
         if process.returncode:
             reason = (process.stderr.strip().splitlines() or ["it was killed"])[-1]
             raise ValueError(f"--model smollm2: {reason}, or {_ALLOWED}")
@@ -69,10 +73,15 @@ def _snapshot(model: str) -> str:
     except LocalEntryNotFoundError:
         pass
     try:
-        return snapshot_download(model, etag_timeout=10, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"])
-    except OSError as error:  # all of the hub's own errors are OSErrors: offline, unreachable, not found, gated
+        return snapshot_download(
+            model, etag_timeout=10, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]
+        )
+    except OSError as error:
+        # all of the hub's own errors are OSErrors: offline, unreachable, not found, gated
         reason = str(error).strip().split("\n")[0]
-        what = f"no such folder, not cached, and the hub says: {reason}; {_ALLOWED}, tiny or smollm2"
+        what = (
+            f"no such folder, not cached, and the hub says: {reason}; {_ALLOWED}, tiny or smollm2"
+        )
         raise ValueError(f"--model {model}: {what}{nearest(model, MADE_HERE)}") from None
 
 
@@ -94,9 +103,16 @@ def _check_folder(model: str, folder: str) -> None:
             with safe_open(os.path.join(folder, name), "np"):
                 pass  # opening reads the header, which has the length of the file
         except SafetensorError as error:
-            raise ValueError(f"--model {model}: {name} is cut off or broken ({error}); fetch it again") from None
-    if not any(name.startswith(("tokenizer.", "vocab.", "tekken.")) or name.endswith(_TOKENIZERS) for name in names):
-        raise ValueError(f"--model {model}: its folder has no tokenizer (tokenizer.json or the like); put it there")
+            raise ValueError(
+                f"--model {model}: {name} is cut off or broken ({error}); fetch it again"
+            ) from None
+    if not any(
+        name.startswith(("tokenizer.", "vocab.", "tekken.")) or name.endswith(_TOKENIZERS)
+        for name in names
+    ):
+        raise ValueError(
+            f"--model {model}: its folder has no tokenizer (tokenizer.json or the like); put it there"
+        )
     _check_needs_no_code(model, folder)
 
 

@@ -47,7 +47,9 @@ def import_communicator() -> None:
 class NcclLink:
     """Rank 0 of an NCCL group, by vLLM's communicator; its other ranks are vLLM's engine."""
 
-    def __init__(self, listening: socket.socket, num_ranks: int, device: torch.device, timeout_s: float):
+    def __init__(
+        self, listening: socket.socket, num_ranks: int, device: torch.device, timeout_s: float
+    ):
         """Meet the others, at the port of a socket that this takes over.
 
         Raises RuntimeError where NCCL's library is not found.
@@ -58,8 +60,11 @@ class NcclLink:
         torch.cuda.set_device(device)  # of this thread
         self._stream = torch.cuda.Stream(device)
         meet = {"store_timeout": int(timeout_s) + 1, "listen_socket": listening}
-        group = StatelessProcessGroup.create(ADDRESS, listening.getsockname()[1], 0, num_ranks, **meet)
-        with torch.cuda.stream(self._stream):  # else the trainer's kernels would wait for the group's first one
+        group = StatelessProcessGroup.create(
+            ADDRESS, listening.getsockname()[1], 0, num_ranks, **meet
+        )
+        # else the trainer's kernels would wait for the group's first one
+        with torch.cuda.stream(self._stream):
             self._communicator = PyNcclCommunicator(group, device=device)
         if self._communicator.disabled:
             raise RuntimeError("vLLM finds no NCCL library; use --weight-sync shm")
@@ -105,7 +110,8 @@ class _Sender:
                 self._doing = f"sending weights to rollout worker {self._worker} by NCCL"
                 self._deadline = time.monotonic() + self._timeout_s
                 self._link.send(chunks)
-        except (RuntimeError, OSError, ImportError) as error:  # what torch, NCCL and their sockets raise
+        except (RuntimeError, OSError, ImportError) as error:
+            # what torch, NCCL and their sockets raise
             self._error = error
 
     def check(self) -> None:
@@ -118,7 +124,8 @@ class _Sender:
     def drop(self) -> None:
         self._dropped = True
         self._jobs.put(None)
-        if self._link is not None:  # elsewhere, as it takes seconds, and the controller's lock is held
+        # elsewhere, as it takes seconds, and the controller's lock is held
+        if self._link is not None:
             self._aborting = threading.Thread(target=self._link.abort, daemon=True)
             self._aborting.start()
 
@@ -141,7 +148,8 @@ class NcclTransport(Buffers):
     ):
         """`ranks_per_worker`: GPUs of one worker's engine; `timeout_s` bounds its joining, and each transfer."""
         super().__init__(num_buffers=1)
-        if open_link is NcclLink:  # here, and not by a thread in the middle of a step: it takes seconds
+        # here, and not by a thread in the middle of a step: it takes seconds
+        if open_link is NcclLink:
             import_communicator()
         self.specs, self.device, self.ranks_per_worker = specs, device, ranks_per_worker
         self._timeout_s, self._open_link = timeout_s, open_link
@@ -152,7 +160,9 @@ class NcclTransport(Buffers):
         """Begin a group with a worker that has just started, and return what its engine needs to join it."""
         self.drop(worker)
         listening, num_ranks = socket.create_server((ADDRESS, 0)), 1 + self.ranks_per_worker
-        open_link = functools.partial(self._open_link, listening, num_ranks, self.device, self._timeout_s)
+        open_link = functools.partial(
+            self._open_link, listening, num_ranks, self.device, self._timeout_s
+        )
         port = listening.getsockname()[1]  # before it is taken over
         self._senders[worker] = _Sender(worker, open_link, self._timeout_s)
         return {
@@ -173,7 +183,8 @@ class NcclTransport(Buffers):
         index = self.take_buffer()
         copy_parameters(parameters, self._packed.parameters)
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the sending threads have streams of their own
+            # the sending threads have streams of their own
+            torch.cuda.current_stream(self.device).synchronize()
         return Staged(index, [layout(self.specs)])
 
     def send(self, worker: int, staged: Staged) -> None:

@@ -14,8 +14,10 @@ from asyncrl.weights.transport import Buffers, ParameterSpec, Staged, copy_param
 
 ALIGNMENT = 64  # bytes, of each parameter
 HEADER_BYTES = 4096  # one page, which begins with the version, int64
-CHECKSUM_EVERY_VERSION_BELOW = 64 << 20  # bytes; larger models are checked every CHECKSUM_INTERVAL versions
-CHECKSUM_INTERVAL = 10  # on GPUs, whose updates a checksum would make longer by far, once in each buffer
+# bytes; larger models are checked every CHECKSUM_INTERVAL versions
+CHECKSUM_EVERY_VERSION_BELOW = 64 << 20
+# on GPUs, whose updates a checksum would make longer by far, once in each buffer
+CHECKSUM_INTERVAL = 10
 NO_CHECKSUM = 0
 
 
@@ -29,7 +31,9 @@ def payload_bytes(specs: list[ParameterSpec]) -> int:
     return sum(map(slot_bytes, specs))
 
 
-def parameter_views(payload: torch.Tensor, specs: list[ParameterSpec]) -> list[tuple[str, torch.Tensor]]:
+def parameter_views(
+    payload: torch.Tensor, specs: list[ParameterSpec]
+) -> list[tuple[str, torch.Tensor]]:
     """Views of a [bytes] uint8 payload as the parameters of `specs`, in order, each with its name."""
     slots = payload.split(list(map(slot_bytes, specs)))
     return [
@@ -42,7 +46,10 @@ def lock_pages(memory: torch.Tensor) -> None:
     """Lock the pages of host memory for CUDA; where that cannot be done, say so, and copies are slow."""
     code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if code.value != 0:
-        print(f"warning: weights are copied slowly, as {memory.nbytes} bytes cannot be locked: {code}", flush=True)
+        print(
+            f"warning: weights are copied slowly, as {memory.nbytes} bytes cannot be locked: {code}",
+            flush=True,
+        )
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")  # which raises the error again, and takes it away
 
@@ -57,7 +64,9 @@ class SharedBuffer:
         """
         size, expected = os.stat(path).st_size, HEADER_BYTES + payload_bytes(specs)
         if size != expected:
-            raise RuntimeError(f"weight buffer {path} has {size} bytes, {len(specs)} parameters need {expected}")
+            raise RuntimeError(
+                f"weight buffer {path} has {size} bytes, {len(specs)} parameters need {expected}"
+            )
         memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         self.header, self.payload = memory[:HEADER_BYTES].view(torch.int64), memory[HEADER_BYTES:]
         self.parameters = parameter_views(self.payload, specs)
@@ -102,7 +111,9 @@ class ShmTransport(Buffers):
             file = os.memfd_create(f"weights-{index}")
             os.ftruncate(file, size)
             self._paths.append(f"/proc/{os.getpid()}/fd/{file}")
-            self._buffers.append(SharedBuffer(self._paths[-1], specs, on_gpu=torch.cuda.is_initialized()))
+            self._buffers.append(
+                SharedBuffer(self._paths[-1], specs, on_gpu=torch.cuda.is_initialized())
+            )
 
     def init_info(self, worker: int = 0) -> dict:
         """What an engine needs once: the buffers' paths and how parameters lie in them."""
@@ -112,6 +123,9 @@ class ShmTransport(Buffers):
         """Copy `parameters` (in the order of the specs) into a free buffer, as `version`; RuntimeError if none is."""
         index = self.take_buffer()
         buffer = self._buffers[index]
-        buffer.header[0] = -1  # a reader that is not meant to be here must not take half a payload for a version
+        # a reader that is not meant to be here must not take half a payload for a version
+        buffer.header[0] = -1
         copy_parameters(parameters, buffer.parameters)
-        return Staged(index, [{"buffer": index, "version": version, "checksum": buffer.seal(version)}])
+        return Staged(
+            index, [{"buffer": index, "version": version, "checksum": buffer.seal(version)}]
+        )

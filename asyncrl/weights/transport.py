@@ -34,10 +34,14 @@ def layout(specs: list[ParameterSpec]) -> dict[str, list]:
     }
 
 
-def specs_of(names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> list[ParameterSpec]:
+def specs_of(
+    names: list[str], dtype_names: list[str], shapes: list[list[int]]
+) -> list[ParameterSpec]:
     """The parameters of a `layout`."""
     named = zip(names, dtype_names, shapes, strict=True)
-    return [ParameterSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named]
+    return [
+        ParameterSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named
+    ]
 
 
 @dataclass(frozen=True)
@@ -150,17 +154,23 @@ class Buffers(Transport):
     def take_buffer(self) -> int:
         """Index of the buffer that is to be written; raises RuntimeError if there is none."""
         if not self.reserve():
-            raise RuntimeError(f"no weight buffer is free: readers {dict(self._readers)}, announced {self._announced}")
+            raise RuntimeError(
+                f"no weight buffer is free: readers {dict(self._readers)}, announced {self._announced}"
+            )
         index, self._reserved = self._reserved, None
         return index
 
 
-def copy_parameters(parameters: Iterable[tuple[str, torch.Tensor]], views: Iterable[tuple[str, torch.Tensor]]) -> None:
+def copy_parameters(
+    parameters: Iterable[tuple[str, torch.Tensor]], views: Iterable[tuple[str, torch.Tensor]]
+) -> None:
     """Copy each parameter into its view, casting to the dtype that is sent.
 
     Raises RuntimeError if names or their order differ from those of the views, ValueError if their number does.
     """
     for (name, tensor), (expected, view) in zip(parameters, views, strict=True):
         if name != expected:
-            raise RuntimeError(f"parameter {name!r} arrived where {expected!r} was expected: keep their order")
+            raise RuntimeError(
+                f"parameter {name!r} arrived where {expected!r} was expected: keep their order"
+            )
         view.copy_(tensor)

@@ -24,7 +24,9 @@ NEAR = 1.1
 
 def config_of(run) -> Config:
     """Return the options of a run, as far as this code has them."""
-    return Config.from_dict({name: value for name, value in run.info["config"].items() if name in OPTIONS})
+    return Config.from_dict(
+        {name: value for name, value in run.info["config"].items() if name in OPTIONS}
+    )
 
 
 def advice_of(run) -> str:
@@ -34,11 +36,21 @@ def advice_of(run) -> str:
     """
     config, num_steps = config_of(run), len(run.metrics)
     if num_steps < MIN_STEPS:
-        raise ValueError(f"{run.path} has {num_steps} steps, and advice needs {MIN_STEPS}; let it train longer")
-    if config.over_sampling > 1 or config.colocate == "sleep" or (config.listen and config.async_ratio == 0):
-        raise ValueError(f"{run.path} lets rollout and training take turns, so there is nothing to balance")
+        raise ValueError(
+            f"{run.path} has {num_steps} steps, and advice needs {MIN_STEPS}; let it train longer"
+        )
+    if (
+        config.over_sampling > 1
+        or config.colocate == "sleep"
+        or (config.listen and config.async_ratio == 0)
+    ):
+        raise ValueError(
+            f"{run.path} lets rollout and training take turns, so there is nothing to balance"
+        )
     if "groups" not in run.events["step"] or "group" not in run.events["trajectory"]:
-        raise ValueError(f"{run.path} does not record which responses a step trained on; give a run that sampled")
+        raise ValueError(
+            f"{run.path} does not record which responses a step trained on; give a run that sampled"
+        )
     if run.events["step"]["node"].nunique() > 1:
         raise ValueError(f"{run.path} has several nodes; there is advice for one node only")
     if config.listen:
@@ -54,9 +66,13 @@ def measure(run, config: Config, placement: Placement) -> Measured:
     first = len(run.metrics) // 4
     settled = run.metrics.iloc[first:]
     settles_at, ends_at = run.events["step"]["time"].iloc[[first - 1, -1]]
-    generated = settled["tokens/generated"].iloc[-1] - run.metrics["tokens/generated"].iloc[first - 1]
+    generated = (
+        settled["tokens/generated"].iloc[-1] - run.metrics["tokens/generated"].iloc[first - 1]
+    )
     ended = run.events["trajectory"]
-    is_evaluation = (ended["group"] < 0) & ended["time"].between(settles_at, ends_at, inclusive="right")
+    is_evaluation = (ended["group"] < 0) & ended["time"].between(
+        settles_at, ends_at, inclusive="right"
+    )
     for_training = generated / (generated + ended["tokens"][is_evaluation].sum())
     decoding_s = (settled["time/step_s"] * settled["worker_time/decoding"]).mean() * for_training
     responses = trained_responses(run)
@@ -92,7 +108,12 @@ def _devices(placement: Placement) -> tuple[int, int, str, bool]:
     """Devices of rollout and of training, what they are, and whether both use the same ones."""
     if placement.trainer_gpus[0] is not None:
         shared = any(worker.shared_with_rank is not None for worker in placement.workers)
-        return sum(worker.num_gpus for worker in placement.workers), len(placement.trainer_gpus), "GPU", shared
+        return (
+            sum(worker.num_gpus for worker in placement.workers),
+            len(placement.trainer_gpus),
+            "GPU",
+            shared,
+        )
     training = placement.trainer_threads * len(placement.trainer_gpus)
     return sum(worker.cpu_threads for worker in placement.workers), training, "CPU core", True
 
@@ -123,7 +144,9 @@ def best_split(m: Measured, alpha: float) -> tuple[int, int]:
 
 def best_alpha(m: Measured) -> float:
     """The least α that is NEAR as good as any, each with its best split."""
-    seconds = {alpha: expected_step(m, alpha, *best_split(m, alpha)) for alpha in {*ALPHAS, m.async_ratio}}
+    seconds = {
+        alpha: expected_step(m, alpha, *best_split(m, alpha)) for alpha in {*ALPHAS, m.async_ratio}
+    }
     return min(alpha for alpha, s in seconds.items() if s <= NEAR * min(seconds.values()))
 
 
@@ -163,16 +186,22 @@ def rate_that_suffices(m: Machines) -> float:
 def machines_that_suffice(m: Machines) -> float:
     """Number of machines that are enough: the fastest of those there are, then more of their median rate."""
     needed, rates = rate_that_suffices(m), sorted(m.rates, reverse=True)
-    enough = (count for count, rate in enumerate(itertools.accumulate(rates), start=1) if rate >= needed)
+    enough = (
+        count for count, rate in enumerate(itertools.accumulate(rates), start=1) if rate >= needed
+    )
     missing = (needed - sum(rates)) / statistics.median(rates)
-    return next(enough, None) or len(rates) + (missing if math.isinf(missing) else math.ceil(missing))
+    return next(enough, None) or len(rates) + (
+        missing if math.isinf(missing) else math.ceil(missing)
+    )
 
 
 def measure_machines(run, config: Config) -> Machines:
     """Return means over the steps without their first quarter; rates are those of the last steps, as hosts leave."""
     responses = trained_responses(run)
     latest = responses[responses["step"] > len(run.metrics) - MIN_STEPS]
-    workers = [rows[["started_at", "ended_at"]].to_numpy().tolist() for _, rows in latest.groupby("worker")]
+    workers = [
+        rows[["started_at", "ended_at"]].to_numpy().tolist() for _, rows in latest.groupby("worker")
+    ]
     first = len(run.metrics) // 4
     updates = run.events["update"]
     settled = updates[updates["time"] > run.events["step"]["time"].iloc[first - 1]]
@@ -227,19 +256,26 @@ def _predictions(m: Measured) -> Iterator[str]:
     now = (m.rollout_devices, m.training_devices)
     for alpha in sorted({*ALPHAS, m.async_ratio}):
         best = best_split(m, alpha)
-        line = f"    α = {alpha:<4g} {_range(m, alpha, *now)}" + (" (now)" if alpha == m.async_ratio else "")
+        line = f"    α = {alpha:<4g} {_range(m, alpha, *now)}" + (
+            " (now)" if alpha == m.async_ratio else ""
+        )
         yield line if best == now else f"{line}; with {_split(*best)} {_range(m, alpha, *best)}"
 
 
 def _advice(m: Measured) -> Iterator[str]:
     alpha = best_alpha(m)
     before, split = (m.rollout_devices, m.training_devices), best_split(m, alpha)
-    changes = [f"--async-ratio {alpha:g}"] * (alpha != m.async_ratio) + [_split(*split)] * (split != before)
+    changes = [f"--async-ratio {alpha:g}"] * (alpha != m.async_ratio) + [_split(*split)] * (
+        split != before
+    )
     if not changes:
         yield "  advice: leave both as they are"
         return
     now, then = (m.async_ratio, *before), (alpha, *split)
-    rates, bound = (slow / fast for slow, fast in zip(predicted_step(m, *now), predicted_step(m, *then), strict=True))
+    rates, bound = (
+        slow / fast
+        for slow, fast in zip(predicted_step(m, *now), predicted_step(m, *then), strict=True)
+    )
     expected = expected_step(m, *now) / expected_step(m, *then)
     yield (
         f"  advice: {', '.join(changes)}: predicted {expected:.2f}× ({rates:.2f}× by the rates, {bound:.2f}× by "
@@ -252,7 +288,11 @@ def _caveats(m: Measured) -> Iterator[str]:
         return
     yield (
         f"  rollout and training share these {m.unit}s: each side's seconds were measured "
-        + ("while the other stood still" if m.async_ratio == 0 else "while the other took part of them")
+        + (
+            "while the other stood still"
+            if m.async_ratio == 0
+            else "while the other took part of them"
+        )
         + ". They say which side is slower; overlapping gains only what one side leaves idle, so the predictions "
         + ("for α > 0 promise too much" if m.async_ratio == 0 else "for less overlap are too slow")
     )

@@ -46,7 +46,9 @@ class Measured:
 # Arithmetic
 
 
-def least_step_s(generation_s: float, training_s: float, alpha: float, tail_s: float = 0.0) -> float:
+def least_step_s(
+    generation_s: float, training_s: float, alpha: float, tail_s: float = 0.0
+) -> float:
     """Seconds that a step takes at least, if its samples take `generation_s` and the trainer `training_s`.
 
     With `tail_s`, how much longer the longest response of a batch takes than the mean: about how long. The batch holds
@@ -65,10 +67,14 @@ def most_step_s(generation_s: float, training_s: float, longest_s: float, alpha:
     return overlapped if alpha >= 1 else max(synchronous, overlapped)
 
 
-def predicted_step(m: Measured, alpha: float, rollout: float, training: float) -> tuple[float, float]:
+def predicted_step(
+    m: Measured, alpha: float, rollout: float, training: float
+) -> tuple[float, float]:
     """Seconds that a step takes at least, by the rates, and at most, by proposition 2, with so many devices."""
     generation_s, training_s = m.decoding_s / rollout, m.training_s / training
-    return least_step_s(generation_s, training_s, alpha), most_step_s(generation_s, training_s, m.response_max_s, alpha)
+    return least_step_s(generation_s, training_s, alpha), most_step_s(
+        generation_s, training_s, m.response_max_s, alpha
+    )
 
 
 def tail_share(m: Measured) -> float:

@@ -14,7 +14,7 @@ from asyncrl.weights.models import MADE_HERE, resolve_model
 from extras.planning import planner
 from extras.planning.fit import first_that_fits, plan_memory
 from extras.planning.memory import Sharing, ways_to_fit
-from extras.planning.planner import Cluster, Job, Lengths, Pool
+from extras.planning.planner import Cluster, Job, Lengths, Plan, Pool
 from extras.planning.shape import read_shape
 
 BETWEEN_MACHINES, WORTH_A_CHANGE = 25.0, 1.1
@@ -29,17 +29,32 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
     Raises ValueError, in one line, for GPUs that are not known, and for a model that does not fit.
     """
     pool = read_pool(gpus)
-    shape = read_shape(resolve_model(config.model, config.task) if config.model in MADE_HERE else config.model)
-    job = Job(config, shape, Lengths.lognormal(config.max_prompt_tokens, config.max_response_tokens / 4, 0.8, config))
+    shape = read_shape(
+        resolve_model(config.model, config.task) if config.model in MADE_HERE else config.model
+    )
+    job = Job(
+        config,
+        shape,
+        Lengths.lognormal(config.max_prompt_tokens, config.max_response_tokens / 4, 0.8, config),
+    )
     cluster = Cluster((pool,), BETWEEN_MACHINES, BETWEEN_MACHINES)
     best = planner.plan(job, cluster)[0]
-    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", best.training.gpus if pool.count == 1 else 0))
+    per_machine = int(
+        os.environ.get("LOCAL_WORLD_SIZE", best.training.gpus if pool.count == 1 else 0)
+    )
     if not per_machine:
-        raise ValueError(f"--gpus {gpus}: for several machines use torchrun --nproc-per-node N, or scripts/plan.py")
+        raise ValueError(
+            f"--gpus {gpus}: for several machines use torchrun --nproc-per-node N, or scripts/plan.py"
+        )
     placed = place(config, pool.gpus, available_cores(), per_machine)
     ways, num_ranks = ways_to_fit(config), per_machine * pool.count
     check_shares(config, pool.count, num_ranks)
-    fits = (placed, shape, [pool.device] * pool.gpus, Sharing(num_ranks, num_ranks // config.replicas))
+    fits = (
+        placed,
+        shape,
+        [pool.device] * pool.gpus,
+        Sharing(num_ranks, num_ranks // config.replicas),
+    )
     config = ways[first_that_fits(ways, *fits)]
     placement, arithmetic = plan_memory(config, *fits)
     yield f"dry run on {pool.count} × {pool.gpus} {pool.name}: nothing is started"
@@ -49,13 +64,18 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
     if not placement.workers:
         return
     now = planner.of_placement(replace(job, config=config), cluster, placement)
+    yield from _describe_step(now, best, pool, job.lengths)
+
+
+def _describe_step(now: Plan, best: Plan, pool: Pool, lengths: Lengths) -> Iterator[str]:
+    """Lines that say how long a step takes as placed `now`, and how the `best` plan differs if it is much faster."""
     yield (
         f"step: about {now.step_s:.1f} s; training {now.training_s:.1f}, sampling {now.generation_s:.1f}, weights "
         f"{now.update_s:.1f} s, {'one after the other' if now.alpha == 0 else f'which overlap at α = {now.alpha:g}'}"
     )
     yield (
         f"predicted with mfu {pool.mfu:g}, {pool.hbm_efficiency:.0%} of memory's bandwidth, prompts of "
-        f"{job.lengths.prompt:.0f} tokens and responses of {job.lengths.response:.0f} on average; nothing was measured"
+        f"{lengths.prompt:.0f} tokens and responses of {lengths.response:.0f} on average; nothing was measured"
     )
     if now.step_s > WORTH_A_CHANGE * best.step_s and pool.count == 1:
         to_sample = " + ".join(f"{count} engines of {e.tp} GPUs" for _, e, count in best.engines)
@@ -66,15 +86,26 @@ def read_pool(text: str | None) -> Pool:
     """The machines that a text such as 8xH100 or 2x8xH100 means, or this one. Raises ValueError if none are known."""
     sheets = planner.read_sheets()
     if text is None:
-        kinds = [gpu for here in visible_gpus() for gpu, of in sheets.items() if of["called"] == here.name]
+        kinds = [
+            gpu
+            for here in visible_gpus()
+            for gpu, of in sheets.items()
+            if of["called"] == here.name
+        ]
         if not kinds:
-            raise ValueError("--dry-run: no GPU is here whose data sheet is known; give --gpus, as in 8xH100")
+            raise ValueError(
+                "--dry-run: no GPU is here whose data sheet is known; give --gpus, as in 8xH100"
+            )
         text = f"{len(kinds)}x{kinds[0]}"
     found = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text)
     if not found or "0" in found.groups():
-        raise ValueError(f"--gpus {text}: give NUMBERxKIND or MACHINESxNUMBERxKIND, as in 8xH100 or 2x8xH100")
+        raise ValueError(
+            f"--gpus {text}: give NUMBERxKIND or MACHINESxNUMBERxKIND, as in 8xH100 or 2x8xH100"
+        )
     machines, gpus, kind = found.groups()
     name = next((name for name in sheets if name == kind or name.startswith(f"{kind} ")), None)
     if name is None:
-        raise ValueError(f"--gpus {text}: {kind!r} is none of {', '.join(sheets)}{nearest(kind, sheets)}")
+        raise ValueError(
+            f"--gpus {text}: {kind!r} is none of {', '.join(sheets)}{nearest(kind, sheets)}"
+        )
     return Pool(name, name, int(machines or 1), int(gpus), 0.0, **sheets[name])

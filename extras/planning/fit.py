@@ -11,16 +11,27 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.gpus import Gpu, visible_gpus
 from asyncrl.cluster.placement import Placement
 from asyncrl.config import Config
-from extras.planning.memory import Sharing, check_engine, check_tp, check_trainer, plan_shared, ways_to_fit
+from extras.planning.memory import (
+    Sharing,
+    check_engine,
+    check_tp,
+    check_trainer,
+    plan_shared,
+    ways_to_fit,
+)
 from extras.planning.shape import ModelShape, read_shape
 
 
-def fit(config: Config, placement: Placement, model_path: str, cluster: Cluster) -> tuple[Config, Placement]:
+def fit(
+    config: Config, placement: Placement, model_path: str, cluster: Cluster
+) -> tuple[Config, Placement]:
     """Return the options with all that memory needs, the same on all nodes, and the placement with the engine's share.
 
     Prints the arithmetic. Collective on leaders. Raises ValueError, with the arithmetic, for what cannot fit.
     """
-    sharing = Sharing(len(cluster.local_ranks) * cluster.num_nodes, cluster.num_ranks // config.replicas)
+    sharing = Sharing(
+        len(cluster.local_ranks) * cluster.num_nodes, cluster.num_ranks // config.replicas
+    )
     node = (placement, read_shape(model_path), visible_gpus(), sharing)
     ways = ways_to_fit(config)
     config = ways[max(cluster.gather(first_that_fits(ways, *node)))]

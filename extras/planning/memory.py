@@ -71,10 +71,16 @@ def trained_parameters(config: Config, shape: ModelShape) -> int:
     hidden, wide = shape.hidden_size, shape.intermediate_size
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
-    return config.lora_rank * shape.num_layers * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide))
+    return (
+        config.lora_rank
+        * shape.num_layers
+        * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide))
+    )
 
 
-def resident_items(config: Config, shape: ModelShape, num_shards: int, stages_weights: bool) -> list[Item]:
+def resident_items(
+    config: Config, shape: ModelShape, num_shards: int, stages_weights: bool
+) -> list[Item]:
     """What one trainer rank holds between two steps. `stages_weights`: whether it keeps ipc's or nccl's buffers.
 
     The optimizer's state is counted as AdamW's, whatever --optimizer is.
@@ -89,11 +95,17 @@ def resident_items(config: Config, shape: ModelShape, num_shards: int, stages_we
         of_trained = f"{trained / 1e6:.0f} M parameters / {num_shards} ranks × (4 + 8) B"
         items.append(Item("weights and AdamW", 12 * trained / num_shards, of_trained))
         if config.lora_rank:
-            items.append(Item("frozen weights", 2 * shape.num_parameters / num_shards, f"{share} × 2 B"))
+            items.append(
+                Item("frozen weights", 2 * shape.num_parameters / num_shards, f"{share} × 2 B")
+            )
         elif config.kl_coef > 0:
-            items.append(Item("reference model", 2 * shape.num_parameters / num_shards, f"{share} × 2 B"))
+            items.append(
+                Item("reference model", 2 * shape.num_parameters / num_shards, f"{share} × 2 B")
+            )
     if stages_weights:
-        items.append(Item("staging buffer", 2 * shape.num_parameters, f"{million} parameters × 2 B"))
+        items.append(
+            Item("staging buffer", 2 * shape.num_parameters, f"{million} parameters × 2 B")
+        )
     return items
 
 
@@ -113,23 +125,36 @@ def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: in
 
 def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
     """A forward and backward pass of one micro-batch, at the worse of its two peaks: in the head, or in a layer."""
-    tokens, per_layer, hidden = microbatch_tokens(config, num_ranks), saved_bytes_per_token(shape), shape.hidden_size
+    tokens, per_layer, hidden = (
+        microbatch_tokens(config, num_ranks),
+        saved_bytes_per_token(shape),
+        shape.hidden_size,
+    )
     is_recomputed = "activations" in config.save_memory
     of_layer, rows = 2 * hidden if is_recomputed else per_layer, min(tokens, 1024)
     head, chunk = 2 * shape.largest_parameter, 4 * rows * shape.vocab_size
     copies = chunk * (
         6 if config.top_p < 1 else 4 if config.top_k or config.min_p else 3
     )  # see asyncrl/trainer/logprobs.py
-    in_head = Item("in the head", 10 * tokens * hidden + max(copies, 2 * chunk + head), f"{rows} rows of logits")
+    in_head = Item(
+        "in the head",
+        10 * tokens * hidden + max(copies, 2 * chunk + head),
+        f"{rows} rows of logits",
+    )
     wide = tokens * (per_layer * is_recomputed + 4 * (hidden + shape.intermediate_size))
-    in_layer = Item("in a layer", wide + 10 * shape.layer_parameters, f"{tokens} tokens, and 10 B × its parameters")
+    in_layer = Item(
+        "in a layer",
+        wide + 10 * shape.layer_parameters,
+        f"{tokens} tokens, and 10 B × its parameters",
+    )
     how = f"{tokens} tokens × {shape.num_layers} layers × {of_layer} B, estimated"
     items = [
         Item("head and its gradient", 2 * head, "2 × 2 B × the largest parameter"),
         Item("activations", tokens * shape.num_layers * of_layer, how),
         max(in_head, in_layer, key=lambda item: item.num_bytes),
     ]
-    if shape.needs_mask:  # torch makes a bias of it in every layer, and keeps that for the backward pass
+    # torch makes a bias of it in every layer, and keeps that for the backward pass
+    if shape.needs_mask:
         copies = 1 + 2 * (1 if is_recomputed else shape.num_layers)
         mask = copies * tokens * config.max_sequence_tokens
         items.append(Item("attention mask", mask, f"{copies} B × tokens × longest sequence"))
@@ -145,7 +170,9 @@ def ways_to_fit(config: Config) -> list[Config]:
     if "auto" not in config.save_memory:
         return [config]
     savings = ((), ("activations",), ("activations", "optimizer"))
-    syncs = dict.fromkeys((config.weight_sync, "shm" if config.weight_sync == "auto" else config.weight_sync))
+    syncs = dict.fromkeys(
+        (config.weight_sync, "shm" if config.weight_sync == "auto" else config.weight_sync)
+    )
     return [
         replace(config, save_memory=save, weight_sync=sync, max_tokens_per_microbatch=tokens)
         for save, sync, tokens in itertools.product(savings, syncs, budgets(config))
@@ -175,7 +202,11 @@ def saved_bytes_per_token(shape: ModelShape) -> int:
     beside = 16 * shape.hidden_size + 8 * shape.intermediate_size
     if shape.needs_mask:
         return beside + 16 * queries + 6 * keys
-    return beside + 10 * (queries + keys) + 4 * (2 * shape.num_attention_heads + shape.num_key_value_heads + 2)
+    return (
+        beside
+        + 10 * (queries + keys)
+        + 4 * (2 * shape.num_attention_heads + shape.num_key_value_heads + 2)
+    )
 
 
 # The engine
@@ -189,9 +220,15 @@ def engine_items(config: Config, shape: ModelShape, tp: int) -> list[Item]:
     return [
         Item("CUDA context and graphs", CONTEXT_BYTES + GRAPH_BYTES, "usual"),
         Item("weights", 2 * shape.num_parameters / tp, f"{million} parameters × 2 B / {tp} GPUs"),
-        Item("logits", sampled, f"{config.max_running_requests} requests × {shape.vocab_size} × 16 B"),
+        Item(
+            "logits", sampled, f"{config.max_running_requests} requests × {shape.vocab_size} × 16 B"
+        ),
         Item("a step", widest, f"{ENGINE_STEP_TOKENS} tokens, estimated"),
-        Item("a weight update", 2 * 2 * shape.largest_parameter + 2**30, "a chunk and the largest parameter, twice"),
+        Item(
+            "a weight update",
+            2 * 2 * shape.largest_parameter + 2**30,
+            "a chunk and the largest parameter, twice",
+        ),
     ]
 
 
@@ -220,15 +257,24 @@ def plan_shared(
     room = available_bytes(gpu) - total(resident) - (0 if sleeps else total(step))
     least = -(-config.max_running_requests // 4) if sharing.is_strict else 1
     kv = _kv_cache(config, shape, room - total(engine), least)
-    needs = {"trainer, always": resident, "trainer, in a step": step, "engine": engine, "KV cache": [kv]}
+    needs = {
+        "trainer, always": resident,
+        "trainer, in a step": step,
+        "engine": engine,
+        "KV cache": [kv],
+    }
     lines = [_gpu_line(gpu), *(f"  {who}: {_listed(items)}" for who, items in needs.items())]
     short = total([*engine, kv]) - room
     if sleeps:
         lines.append("  the engine sleeps in a step and gives up all but its context and graphs")
-        short = max(short, total([*resident, *step]) + CONTEXT_BYTES + GRAPH_BYTES - available_bytes(gpu))
+        short = max(
+            short, total([*resident, *step]) + CONTEXT_BYTES + GRAPH_BYTES - available_bytes(gpu)
+        )
     if config.gpu_memory_utilization is not None:
         if short > 0 or config.gpu_memory_utilization * gpu.total_bytes > room:
-            lines.append("  warning: by this arithmetic --gpu-memory-utilization leaves too little for the trainer")
+            lines.append(
+                "  warning: by this arithmetic --gpu-memory-utilization leaves too little for the trainer"
+            )
         return config.gpu_memory_utilization, None, "\n".join(lines)
     if short > 0:
         raise ValueError(_refusal(config, gpu, lines, short))
@@ -332,7 +378,11 @@ def _refusal(config: Config, gpu: Gpu, lines: list[str], short: float) -> str:
 
 def _ways_out(config: Config) -> str:
     ways = ["--save-memory optimizer activations"] if len(set(config.save_memory)) < 2 else []
-    ways += ["a lower --max-tokens-per-microbatch", "a lower --max-running-requests", "a smaller model"]
+    ways += [
+        "a lower --max-tokens-per-microbatch",
+        "a lower --max-running-requests",
+        "a smaller model",
+    ]
     if config.colocate == "share" and config.async_ratio == 0:
         ways.insert(0, "--colocate sleep where a GPU is shared")
     if config.weight_sync != "shm":

@@ -18,7 +18,10 @@ WIDTH = 60
 
 def kinds(parts: list[tuple[Pool, int]]) -> dict[str, int]:
     """GPUs by kind."""
-    return {gpu: sum(n for pool, n in parts if pool.gpu == gpu) for gpu in dict.fromkeys(p.gpu for p, _ in parts)}
+    return {
+        gpu: sum(n for pool, n in parts if pool.gpu == gpu)
+        for gpu in dict.fromkeys(p.gpu for p, _ in parts)
+    }
 
 
 def planned_config(plan: Plan) -> Config:
@@ -27,7 +30,11 @@ def planned_config(plan: Plan) -> Config:
     here = sum(count for site, _, count in plan.engines if site.trains) // plan.training.machines
     tp = next((engine.tp for site, engine, _ in plan.engines if site.trains), plan.engines[0][1].tp)
     chosen = {"rollout_tp": tp, "listen": LISTEN if joins else None, "num_rollout_workers": here}
-    chosen |= {"colocate": plan.colocate, "num_rollout_workers": None} if plan.colocate else {"colocate": "share"}
+    chosen |= (
+        {"colocate": plan.colocate, "num_rollout_workers": None}
+        if plan.colocate
+        else {"colocate": "share"}
+    )
     chosen["run_name"] = plan.job.config.run_name or RUN_NAME
     return dataclasses.replace(plan.training.config(plan.job), **chosen).checked()
 
@@ -43,7 +50,13 @@ def options_of(config: Config) -> list[str]:
             "max_response_tokens",
         ):
             words.append(switch(option.name, value) if isinstance(value, bool) else option.flag)
-            words += value if isinstance(value, tuple) else [] if isinstance(value, bool) else [str(value)]
+            words += (
+                value
+                if isinstance(value, tuple)
+                else []
+                if isinstance(value, bool)
+                else [str(value)]
+            )
     return words
 
 
@@ -55,16 +68,35 @@ def commands(plan: Plan) -> list[dict[str, str]]:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", RENDEZVOUS, "--rdzv-id", "plan"]
         torchrun += ["--nnodes", str(t.machines), *rendezvous]
     visible = "CUDA_VISIBLE_DEVICES=0 " * (plan.colocate is not None and t.pool.gpus > 1)
-    lines = [(t.pool, t.machines, visible + shlex.join([*torchrun, "train_async.py", *options_of(config)]))]
+    lines = [
+        (
+            t.pool,
+            t.machines,
+            visible + shlex.join([*torchrun, "train_async.py", *options_of(config)]),
+        )
+    ]
     for site, engine, count in plan.engines:
         if site.trains:
             continue
-        each, own = site.gpus // engine.tp, f" --rollout-tp {engine.tp}" * (engine.tp != config.rollout_tp)
+        each, own = (
+            site.gpus // engine.tp,
+            f" --rollout-tp {engine.tp}" * (engine.tp != config.rollout_tp),
+        )
         for machines, gpus in ((count // each, each * engine.tp), (1, count % each * engine.tp)):
-            visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(gpus)))} " * (gpus < site.gpus)
+            visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(gpus)))} " * (
+                gpus < site.gpus
+            )
             if machines and gpus:
-                lines.append((site.pool, machines, f"{visible}python rollout.py --join {JOIN} --key swarm.key{own}"))
-    return [{"machines": f"{count} × {pool.name}", "command": command} for pool, count, command in lines]
+                lines.append(
+                    (
+                        site.pool,
+                        machines,
+                        f"{visible}python rollout.py --join {JOIN} --key swarm.key{own}",
+                    )
+                )
+    return [
+        {"machines": f"{count} × {pool.name}", "command": command} for pool, count, command in lines
+    ]
 
 
 def numbers(plan: Plan, planning_s: float) -> dict:
@@ -92,7 +124,10 @@ def picture(plan: Plan, found: dict) -> Iterator[str]:
             f"sample   {count} × {e.tp} {e.pool.name}: {e.requests:.0f} requests at a time, {e.rate:.0f} tokens/s each"
             f"; {share:.0%} of the work, {share * plan.job.responses:.0f} responses a step"
         )
-    for name, update_s, seconds in (("train", 0.0, plan.training_s), ("sample", plan.update_s, plan.generation_s)):
+    for name, update_s, seconds in (
+        ("train", 0.0, plan.training_s),
+        ("sample", plan.update_s, plan.generation_s),
+    ):
         bar = "░" * round(WIDTH * update_s / step_s) + "█" * round(WIDTH * seconds / step_s)
         waits = f"waits {max(0.0, 1 - (update_s + seconds) / step_s):.0%}"
         yield f"  {name:7}|{bar:{WIDTH}}| {seconds:.1f} s, {waits}"
@@ -108,6 +143,8 @@ def why_worse(plan: Plan, best: Plan) -> str:
     t, why = plan.training, f"training takes {plan.training_s:.1f} s"
     if plan.training_s < plan.generation_s + plan.update_s:
         why = f"sampling takes {plan.generation_s:.1f} s and weights {plan.update_s:.1f} s"
-    who = f"{t.machines} × {t.gpus} {t.pool.name} train{' and sample' * (plan.colocate is not None)}"
+    who = (
+        f"{t.machines} × {t.gpus} {t.pool.name} train{' and sample' * (plan.colocate is not None)}"
+    )
     times = f"{plan.step_s:.1f} s a step ({plan.step_s / best.step_s:.2f}×)"
     return f"{who}: {times}, {plan.cost_per_hour:.2f} an hour; {why}"

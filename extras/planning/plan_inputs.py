@@ -23,17 +23,24 @@ def read_cluster(path: Path) -> tuple[Cluster, list[str]]:
         raise ValueError(f"{path} cannot be read: {error}") from None
     sheets, pools, links = planner.read_sheets(), [], file.get("links", {})
     if not isinstance(file.get("machines"), list):
-        raise ValueError(f"{path} lists no [[machines]]; give gpu, gpus, count and price_per_hour of each kind")
+        raise ValueError(
+            f"{path} lists no [[machines]]; give gpu, gpus, count and price_per_hour of each kind"
+        )
     for machines in file["machines"]:
         gpu = machines.get("gpu")
         if gpu not in sheets:
-            raise ValueError(f"{path}: gpu {gpu!r} is none of {', '.join(sheets)}{nearest(str(gpu), sheets)}")
+            raise ValueError(
+                f"{path}: gpu {gpu!r} is none of {', '.join(sheets)}{nearest(str(gpu), sheets)}"
+            )
         taken = sum(pool.gpu == gpu for pool in pools)
         name = f"{gpu} ({taken + 1})" if taken else gpu
         numbers = {"count": 1, "price_per_hour": 0.0} | sheets[gpu] | machines
         pools.append(_checked(Pool, f"{path}: {gpu}", {**numbers, "name": name}))
     missing = [name for name in ("same_kind", "across_kinds") if name not in links]
-    notes = [f"[links] {name} is missing; {ASSUMED_LINK} GB/s assumed, Ethernet of 10 Gbit/s" for name in missing]
+    notes = [
+        f"[links] {name} is missing; {ASSUMED_LINK} GB/s assumed, Ethernet of 10 Gbit/s"
+        for name in missing
+    ]
     numbers = dict.fromkeys(missing, ASSUMED_LINK) | links | {"pools": tuple(pools)}
     return _checked(Cluster, f"{path}: [links]", numbers), notes
 
@@ -41,17 +48,28 @@ def read_cluster(path: Path) -> tuple[Cluster, list[str]]:
 def _checked(kind: type, where: str, values: dict):
     """A record of `kind`. Raises ValueError, in one line, for a field that it has not, or lacks, or a wrong number."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    for name in [name for name, of in fields.items() if of.default is dataclasses.MISSING and name not in values]:
+    for name in [
+        name
+        for name, of in fields.items()
+        if of.default is dataclasses.MISSING and name not in values
+    ]:
         raise ValueError(f"{where}: {name} is missing")
     for name, value in values.items():
         if name not in fields:
-            raise ValueError(f"{where}: {name} is none of {', '.join(fields)}{nearest(name, fields)}")
+            raise ValueError(
+                f"{where}: {name} is none of {', '.join(fields)}{nearest(name, fields)}"
+            )
         if fields[name].type not in (int, float):
             continue
-        whole, least = fields[name].type is int, "at least 0" if name.endswith(("_hour", "tokens_per_s")) else "above 0"
+        whole, least = (
+            fields[name].type is int,
+            "at least 0" if name.endswith(("_hour", "tokens_per_s")) else "above 0",
+        )
         is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < math.inf or (value == 0 and least == "above 0"):
-            raise ValueError(f"{where}: {name} must be a {'whole ' * whole}number {least}, got {value!r}")
+            raise ValueError(
+                f"{where}: {name} must be a {'whole ' * whole}number {least}, got {value!r}"
+            )
     return kind(**values)
 
 
@@ -59,10 +77,18 @@ def lengths_of(run, config: Config, prompt_tokens: float | None) -> Lengths:
     """Lengths of a run's responses, and of its prompts unless they are given."""
     responses, made = run.events["trajectory"], run.info["config"]
     if "tokens" not in responses or not (tokens := responses["tokens"]).gt(0).any():
-        raise ValueError(f"{run.path}/events.jsonl has no response; give a run that has trained, or --lengths")
-    if prompt_tokens is None and "tokens/forward" in run.metrics and made.get("share_prefix") in (None, False, "off"):
+        raise ValueError(
+            f"{run.path}/events.jsonl has no response; give a run that has trained, or --lengths"
+        )
+    if (
+        prompt_tokens is None
+        and "tokens/forward" in run.metrics
+        and made.get("share_prefix") in (None, False, "off")
+    ):
         prompts = made["groups_per_step"] * made["group_size"]
-        prompt_tokens = (run.metrics["tokens/forward"] - run.metrics["tokens/trained"]).mean() / prompts
+        prompt_tokens = (
+            run.metrics["tokens/forward"] - run.metrics["tokens/trained"]
+        ).mean() / prompts
     clipped = tokens[tokens > 0].astype(float).clip(upper=config.max_response_tokens)
     prompt = min(prompt_tokens or math.inf, config.max_prompt_tokens)
     return Lengths.of(prompt, clipped, config.groups_per_step * config.group_size)
@@ -76,22 +102,33 @@ def with_rates(cluster: Cluster, run) -> tuple[Cluster, str]:
     if run.info["config"].get("listen"):
         where, measured = "machines that joined it, too", []
     if not measured:
-        return cluster, f"{run.path} ran on {where}: its lengths are taken, its rates say nothing of this cluster"
+        return (
+            cluster,
+            f"{run.path} ran on {where}: its lengths are taken, its rates say nothing of this cluster",
+        )
     config = config_of(run)
     job = Job(config, read_shape(config.model), lengths_of(run, config, None))
-    steps, responses = run.metrics[len(run.metrics) // 4 :], run.events["trajectory"]  # at first everything fills
+    # at first everything fills
+    steps, responses = run.metrics[len(run.metrics) // 4 :], run.events["trajectory"]
     engines = len(responses[["node", "worker"]].drop_duplicates())
     decoding_s = engines * (run.metrics["time/step_s"] * run.metrics["worker_time/decoding"])
     passes_s = steps["time/train_s"] - steps["trainer_time/optimizer"] * steps["time/step_s"]
     generated = (steps["rollout/tokens_per_s"] * steps["time/step_s"]).sum()
     requests = (responses["ended_at"] - responses["started_at"]).sum() / decoding_s.sum()
     rates = {
-        "trained_tokens_per_s": steps["tokens/trained"].sum() / passes_s.sum() / run.info["world_size"],
+        "trained_tokens_per_s": steps["tokens/trained"].sum()
+        / passes_s.sum()
+        / run.info["world_size"],
         "sampled_tokens_per_s": generated / decoding_s[steps.index].sum() / config.rollout_tp,
     }
     of = {p: planner.calibrated(job, dataclasses.replace(p, **rates), requests) for p in measured}
-    said = "; ".join(f"{p.name} has mfu {p.mfu:.3g} and hbm_efficiency {p.hbm_efficiency:.3g}" for p in of.values())
-    return dataclasses.replace(cluster, pools=tuple(of.get(p, p) for p in cluster.pools)), f"by {run.path} {said}"
+    said = "; ".join(
+        f"{p.name} has mfu {p.mfu:.3g} and hbm_efficiency {p.hbm_efficiency:.3g}"
+        for p in of.values()
+    )
+    return dataclasses.replace(
+        cluster, pools=tuple(of.get(p, p) for p in cluster.pools)
+    ), f"by {run.path} {said}"
 
 
 def read_lengths(law: str | None, config: Config, prompt_tokens: float | None) -> Lengths:
@@ -102,5 +139,7 @@ def read_lengths(law: str | None, config: Config, prompt_tokens: float | None) -
     except ValueError:
         median = sigma = -1.0
     if name != "lognormal" or not 0 < median < math.inf or not 0 <= sigma < 10:
-        raise ValueError(f"--lengths takes lognormal:MEDIAN,SIGMA, as lognormal:2000,0.8, got {law}")
+        raise ValueError(
+            f"--lengths takes lognormal:MEDIAN,SIGMA, as lognormal:2000,0.8, got {law}"
+        )
     return Lengths.lognormal(prompt_tokens or config.max_prompt_tokens, median, sigma, config)

@@ -123,7 +123,13 @@ class Lengths:
         r = np.sort(np.fromiter(responses, float))
         context = prompt + (r**2).mean() / (2 * r.mean())
         longest = r @ np.diff((np.arange(len(r) + 1) / len(r)) ** num)
-        return cls(prompt, float(r.mean()), float(((prompt + r) ** 2).mean()), float(context), float(longest))
+        return cls(
+            prompt,
+            float(r.mean()),
+            float(((prompt + r) ** 2).mean()),
+            float(context),
+            float(longest),
+        )
 
     @classmethod
     def lognormal(cls, prompt: float, median: float, sigma: float, config: Config) -> "Lengths":
@@ -154,7 +160,9 @@ class Job:
     @property
     def read_tokens(self) -> float:
         """That the trainer reads in a pass over a step's batch."""
-        prompts = self.config.groups_per_step * (self.config.group_size if self.config.share_prefix == "off" else 1)
+        prompts = self.config.groups_per_step * (
+            self.config.group_size if self.config.share_prefix == "off" else 1
+        )
         return prompts * self.lengths.prompt + self.tokens
 
     @property
@@ -205,17 +213,28 @@ class Training:
 def read_sheets() -> dict[str, dict]:
     """Numbers of every data sheet, and the driver's name, by that of the GPU."""
     sheets = tomllib.loads(SHEETS.read_text(encoding="utf-8"))
-    return {gpu: {name: value for name, value in of.items() if name != "source"} for gpu, of in sheets.items()}
+    return {
+        gpu: {name: value for name, value in of.items() if name != "source"}
+        for gpu, of in sheets.items()
+    }
 
 
 def compute_s(job: Job, t: Training) -> float:
     """Seconds that the GPUs that train compute for a step (F/(ranks·C))."""
     config, shape, lengths = job.config, job.shape, job.lengths
-    squares = shape.num_layers * shape.num_attention_heads * shape.head_dim * job.responses * lengths.square
+    squares = (
+        shape.num_layers
+        * shape.num_attention_heads
+        * shape.head_dim
+        * job.responses
+        * lengths.square
+    )
     in_layers = shape.num_layers * shape.layer_parameters
     used = in_layers * job.read_tokens + shape.vocab_size * shape.hidden_size * job.tokens
     # A backward pass costs two, one with adapters; what was not kept for it is computed again.
-    passes = job.extra_passes + 1 + ("activations" in t.save_memory) + (1 if config.lora_rank else 2)
+    passes = (
+        job.extra_passes + 1 + ("activations" in t.save_memory) + (1 if config.lora_rank else 2)
+    )
     return passes * 2 * (used + squares) / (t.ranks * t.pool.flops_per_s)
 
 
@@ -226,12 +245,19 @@ def training_s(job: Job, cluster: Cluster, t: Training) -> float:
     # Rings; those through the same shard of all replicas share a machine's link.
     across = min(pool.gb_per_s, cluster.same_kind)
     shard_link = pool.gb_per_s if t.shards <= t.gpus else across
-    replica_link = pool.gb_per_s if t.machines == 1 else min(across, cluster.same_kind / min(t.gpus, t.shards))
-    shard_s = (weights * (job.extra_passes + 2) + 4 * trained) * (1 - 1 / t.shards) / (shard_link * 1e9)
+    replica_link = (
+        pool.gb_per_s if t.machines == 1 else min(across, cluster.same_kind / min(t.gpus, t.shards))
+    )
+    shard_s = (
+        (weights * (job.extra_passes + 2) + 4 * trained) * (1 - 1 / t.shards) / (shard_link * 1e9)
+    )
     replica_s = 2 * 4 * trained / t.shards * (1 - t.shards / t.ranks) / (replica_link * 1e9)
-    count = config.minibatches * math.ceil(job.read_tokens / (t.ranks * config.minibatches * t.microbatch))
+    count = config.minibatches * math.ceil(
+        job.read_tokens / (t.ranks * config.minibatches * t.microbatch)
+    )
     adamw_s = config.minibatches * ADAMW_BYTES * trained / t.shards / pool.hbm_bytes_per_s
-    if "optimizer" in t.save_memory:  # for each pass shards come from the host, float32, and gradients go there
+    # for each pass shards come from the host, float32, and gradients go there
+    if "optimizer" in t.save_memory:
         moved = 12 * count * job.shape.num_parameters + config.minibatches * ADAMW_BYTES * trained
         adamw_s = moved / t.shards / HOST_BYTES_PER_S
     publish_s = weights * (1 - 1 / t.shards) / (shard_link * 1e9)
@@ -241,10 +267,13 @@ def training_s(job: Job, cluster: Cluster, t: Training) -> float:
 def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> Iterator[Training]:
     """Ways to train on so many GPUs that fit; of each the one with the largest micro-batch, which is the fastest."""
     ranks, room = machines * gpus, memory.available_bytes(pool.device)
-    for shards, savings in itertools.product((n for n in range(1, ranks + 1) if not ranks % n), SAVINGS):
+    for shards, savings in itertools.product(
+        (n for n in range(1, ranks + 1) if not ranks % n), SAVINGS
+    ):
         if not shards % gpus or not gpus % shards:
             ways = (
-                Training(pool, machines, gpus, shards, savings, tokens, stages) for tokens in memory.budgets(job.config)
+                Training(pool, machines, gpus, shards, savings, tokens, stages)
+                for tokens in memory.budgets(job.config)
             )
             yield from itertools.islice((t for t in ways if memory.total(t.items(job)) <= room), 1)
 
@@ -281,7 +310,11 @@ def decode_parts_s(job: Job, pool: Pool, tp: int, requests: float) -> tuple[floa
     """Seconds of a decode step in which memory is read, and of all else in it; both together are d."""
     weights = 2 * job.shape.num_parameters
     read = weights / tp + requests * job.lengths.context * memory.kv_bytes_per_token(job.shape, tp)
-    others_s = pool.host_s + exchange_s(job, pool, tp, requests) + weights * requests / (tp * pool.flops_per_s)
+    others_s = (
+        pool.host_s
+        + exchange_s(job, pool, tp, requests)
+        + weights * requests / (tp * pool.flops_per_s)
+    )
     return read / pool.hbm_bytes_per_s, others_s
 
 
@@ -344,16 +377,24 @@ class Site:
 
 
 def choose_engines(
-    options: list[tuple[Site, Engine]], requests: int, least_rate: float | None = None, one_of: Collection[int] = ()
+    options: list[tuple[Site, Engine]],
+    requests: int,
+    least_rate: float | None = None,
+    one_of: Collection[int] = (),
 ) -> list[tuple[Site, Engine, int]] | None:
     """How many engines on each site, of which number of GPUs, give the highest rate, or at the lowest price
     `least_rate`, at least one of the options `one_of` among them; None if none do."""
     copies = np.array([site.machines if site.trains else 1 for site, _ in options])
     rates = copies * [engine.rate for _, engine in options]
-    most = np.array([site.gpus // e.tp * (1 if site.trains else site.machines) for site, e in options])
+    most = np.array(
+        [site.gpus // e.tp * (1 if site.trains else site.machines) for site, e in options]
+    )
     none, each = np.zeros(len(options)), np.eye(len(options))
     # Unknown are how many there are of each, and whether any is: of a site's, only one may be chosen.
-    rows, limits = [np.append(copies * [engine.requests for _, engine in options], none)], [requests]
+    rows, limits = (
+        [np.append(copies * [engine.requests for _, engine in options], none)],
+        [requests],
+    )
     rows, limits = [*rows, *np.hstack([each, -np.diag(most)])], [*limits, *none]
     for site in dict.fromkeys(site for site, _ in options):
         rows.append(np.append(none, [of is site for of, _ in options]))
@@ -365,13 +406,20 @@ def choose_engines(
     if least_rate is not None:  # the last part prefers few GPUs among those that cost the same
         cost = copies * [engine.tp * (engine.pool.price_per_hour + 1e-3) for _, engine in options]
         rows, limits = [*rows, np.append(-rates, none)], [*limits, -least_rate]
-    bounds, constraints = Bounds(0, np.append(most, none + 1)), LinearConstraint(np.array(rows), ub=limits)
+    bounds, constraints = (
+        Bounds(0, np.append(most, none + 1)),
+        LinearConstraint(np.array(rows), ub=limits),
+    )
     costs, gap = np.append(cost, none), {"mip_rel_gap": GAP}
     found = milp(costs, constraints=constraints, integrality=1, bounds=bounds, options=gap)
     if found.x is None or not found.x[: len(options)].round().any():
         return None
     counts = (found.x[: len(options)].round() * copies).astype(int).tolist()
-    return [(site, engine, count) for (site, engine), count in zip(options, counts, strict=True) if count]
+    return [
+        (site, engine, count)
+        for (site, engine), count in zip(options, counts, strict=True)
+        if count
+    ]
 
 
 # Both
@@ -409,18 +457,26 @@ class Plan:
     @property
     def step_s(self) -> float:
         """Seconds of a step, about."""
-        return least_step_s(self.generation_s + self.update_s, self.training_s, self.alpha, self.tail_s)
+        return least_step_s(
+            self.generation_s + self.update_s, self.training_s, self.alpha, self.tail_s
+        )
 
     @property
     def most_step_s(self) -> float:
         """Seconds of a step, at most: by its longest response, in the slowest engine."""
         longest_s = self.job.lengths.longest * max(engine.decode_s for _, engine, _ in self.engines)
-        return most_step_s(self.generation_s + self.update_s, self.training_s, longest_s, self.alpha)
+        return most_step_s(
+            self.generation_s + self.update_s, self.training_s, longest_s, self.alpha
+        )
 
     @property
     def sampling_gpus(self) -> list[tuple[Pool, int]]:
         """GPUs that sample and train nothing."""
-        return [] if self.colocate else [(engine.pool, engine.tp * count) for _, engine, count in self.engines]
+        return (
+            []
+            if self.colocate
+            else [(engine.pool, engine.tp * count) for _, engine, count in self.engines]
+        )
 
     @property
     def cost_per_hour(self) -> float:
@@ -430,7 +486,9 @@ class Plan:
 
     def least_rate(self, step_s: float) -> float:
         """Tokens/s that the engines need for a step of so many seconds; infinite if none are enough."""
-        generation_s = min(step_s, step_s * (1 + self.alpha) - self.training_s - self.tail_s) - self.update_s
+        generation_s = (
+            min(step_s, step_s * (1 + self.alpha) - self.training_s - self.tail_s) - self.update_s
+        )
         if generation_s <= 0 or self.training_s > step_s:
             return math.inf
         return self.job.tokens / generation_s
@@ -440,7 +498,11 @@ class Plan:
         if limit_s is None:
             return self.step_s
         least, (pool, ranks) = self.least_rate(limit_s), (self.training.pool, self.training.ranks)
-        cheapest = min(e.pool.price_per_hour * e.tp / e.rate for _, e in self.options) if not self.colocate else 0.0
+        cheapest = (
+            min(e.pool.price_per_hour * e.tp / e.rate for _, e in self.options)
+            if not self.colocate
+            else 0.0
+        )
         return pool.price_per_hour * ranks + least * cheapest if least <= self.rate else math.inf
 
     def value(self, limit_s: float | None) -> float:
@@ -461,35 +523,56 @@ class Plan:
             wanted = way.least_rate(limit_s) if limit_s else None
             if wanted not in sought and way.bound(limit_s) * (1 + GAP) < best:
                 sought |= {wanted} - {None}
-                fast = {option for option, its in zip(self.options, tails, strict=True) if its <= tail}
+                fast = {
+                    option for option, its in zip(self.options, tails, strict=True) if its <= tail
+                }
                 found += filter(None, way._ways(limit_s, fast).values())
         return min(found, key=lambda plan: plan.value(limit_s), default=None)
 
-    def _ways(self, limit_s: float | None, fast: Collection[tuple[Site, Engine]]) -> "dict[int, Plan | None]":
+    def _ways(
+        self, limit_s: float | None, fast: Collection[tuple[Site, Engine]]
+    ) -> "dict[int, Plan | None]":
         """Plans with the best engines, one of them `fast`, by the number of engines among which requests are divided.
 
         The controller gives a request to who has the fewest, so that all engines have as many, or as many as fit. How
         many that are depends on how many engines there are: powers of two are tried, then those beside the best.
         """
-        requests, gpus = self.job.requests, sum(s.machines * s.gpus for s in {site for site, _ in self.options})
+        requests, gpus = (
+            self.job.requests,
+            sum(s.machines * s.gpus for s in {site for site, _ in self.options}),
+        )
         most = min(requests, gpus)
-        least = min(most, max(1, requests // max(engine.requests for _, engine in self.options)))  # fewer are all full
+        # fewer are all full
+        least = min(most, max(1, requests // max(engine.requests for _, engine in self.options)))
         to_try, found = [least, *(1 << i for i in range(20) if least < 1 << i < most), most], {}
         while to_try:
-            found |= {n: self._with_requests(requests / n, limit_s, fast) for n in to_try if n not in found}
-            if best := min(filter(None, found.values()), key=lambda plan: plan.value(limit_s), default=None):
+            found |= {
+                n: self._with_requests(requests / n, limit_s, fast)
+                for n in to_try
+                if n not in found
+            }
+            if best := min(
+                filter(None, found.values()), key=lambda plan: plan.value(limit_s), default=None
+            ):
                 num = sum(count for _, _, count in best.engines)
                 by = max(1, num // FINE)
-                to_try = [n for n in (num - by, num, num + by) if least <= n <= most and n not in found]
+                to_try = [
+                    n for n in (num - by, num, num + by) if least <= n <= most and n not in found
+                ]
             else:
                 to_try = []
         return found
 
     def _with_requests(self, each: float, limit_s: float | None, fast: Collection) -> "Plan | None":
         """The plan with the best engines if each has so many requests, or as many as fit; then with those they have."""
-        options = [(site, make_engine(self.job, e.pool, e.tp, min(each, e.requests))) for site, e in self.options]
+        options = [
+            (site, make_engine(self.job, e.pool, e.tp, min(each, e.requests)))
+            for site, e in self.options
+        ]
         one_of = [index for index, option in enumerate(self.options) if option in fast]
-        chosen = choose_engines(options, self.job.requests, limit_s and self.least_rate(limit_s), one_of)
+        chosen = choose_engines(
+            options, self.job.requests, limit_s and self.least_rate(limit_s), one_of
+        )
         way = chosen and self.sampled_by(chosen)
         return way if way and (limit_s is None or way.step_s <= limit_s * (1 + 1e-6)) else None
 
@@ -501,13 +584,18 @@ class Plan:
             requests = min(most[site, engine.tp], left / waiting)
             left, waiting = left - count * requests, waiting - count
             sampling.append((site, make_engine(self.job, engine.pool, engine.tp, requests), count))
-        rate, tail = sum(e.rate * count for _, e, count in sampling), tail_s(self.job, [e for _, e, _ in sampling])
+        rate, tail = (
+            sum(e.rate * count for _, e, count in sampling),
+            tail_s(self.job, [e for _, e, _ in sampling]),
+        )
         return replace(self, engines=tuple(sampling), rate=rate, tail_s=tail)
 
 
 def tail_s(job: Job, sampling: Iterable[Engine]) -> float:
     """Seconds for which a step's longest response decodes on, in the fastest engine, when a mean one has ended."""
-    decode_s = min(make_engine(job, pool, tp, 1).decode_s for pool, tp in {(e.pool, e.tp) for e in sampling})
+    decode_s = min(
+        make_engine(job, pool, tp, 1).decode_s for pool, tp in {(e.pool, e.tp) for e in sampling}
+    )
     return (job.lengths.longest - job.lengths.response) * decode_s
 
 
@@ -515,7 +603,8 @@ def splits(job: Job, cluster: Cluster) -> Iterator[Plan]:
     """Every division of the GPUs, with the fastest training for it, unsolved."""
     tps = [tp for tp in TPS if memory.can_split(job.shape, tp)]
     can = {
-        pool: [e for tp in tps if tp <= pool.gpus and (e := largest_engine(job, pool, tp))] for pool in cluster.pools
+        pool: [e for tp in tps if tp <= pool.gpus and (e := largest_engine(job, pool, tp))]
+        for pool in cluster.pools
     }
     tails = {pool: {e.tp: tail_s(job, [e]) for e in some} for pool, some in can.items()}
     update = 2 * job.shape.num_parameters / 1e9
@@ -531,14 +620,24 @@ def splits(job: Job, cluster: Cluster) -> Iterator[Plan]:
             reach.append(([*near, *far], min(cluster.same_kind, cluster.across_kinds)))
             for stages in (False, True)[: 1 + (gpus < pool.gpus)]:
                 here = [Site(pool, machines, pool.gpus - gpus, True)] * stages
-                ways = ((training_s(job, cluster, t), t) for t in trainings(job, pool, machines, gpus, stages))
+                ways = (
+                    (training_s(job, cluster, t), t)
+                    for t in trainings(job, pool, machines, gpus, stages)
+                )
                 seconds, t = min(ways, key=lambda way: way[0], default=(math.inf, None))
                 for sites, link in reach:
-                    options = [(s, e) for s in [*here, *sites] for e in can[s.pool] if e.tp <= s.gpus]
+                    options = [
+                        (s, e) for s in [*here, *sites] for e in can[s.pool] if e.tp <= s.gpus
+                    ]
                     if t is None or not options:
                         continue
-                    update_s = max(stages * update / pool.gb_per_s, cluster.update_factor * update / link)
-                    rate, tail = _most_rate(job, options), min(tails[e.pool][e.tp] for _, e in options)
+                    update_s = max(
+                        stages * update / pool.gb_per_s, cluster.update_factor * update / link
+                    )
+                    rate, tail = (
+                        _most_rate(job, options),
+                        min(tails[e.pool][e.tp] for _, e in options),
+                    )
                     yield Plan(job, t, seconds, update_s, rate, tuple(options), tail)
 
 
@@ -550,7 +649,9 @@ def _most_rate(job: Job, options: Collection[tuple[Site, Engine]]) -> float:
         best[site] = max(best.get(site, 0.0), engine.rate / engine.tp)
     by_gpus = sum(site.machines * site.gpus * rate for site, rate in best.items())
     alone = {(e.pool, e.tp) for _, e in options}
-    return min(by_gpus, job.requests * max(make_engine(job, pool, tp, 1).rate for pool, tp in alone))
+    return min(
+        by_gpus, job.requests * max(make_engine(job, pool, tp, 1).rate for pool, tp in alone)
+    )
 
 
 def _can_share(config: Config, machines: int) -> bool:
@@ -573,7 +674,10 @@ def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Plan]:
             except ValueError:
                 continue
             if engine := largest_engine(job, pool, 1, share * pool.device.total_bytes):
-                seconds, update_s = training_s(job, cluster, t), 4 * job.shape.num_parameters / pool.hbm_bytes_per_s
+                seconds, update_s = (
+                    training_s(job, cluster, t),
+                    4 * job.shape.num_parameters / pool.hbm_bytes_per_s,
+                )
                 options, tail = ((Site(pool, 1, 1, True), engine),), tail_s(job, [engine])
                 yield Plan(job, t, seconds, update_s, engine.rate, options, tail, colocate=colocate)
 
@@ -585,12 +689,19 @@ def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int
     """
     cluster = replace(cluster, pools=tuple(calibrated(job, pool) for pool in cluster.pools))
     limit_s = tokens_per_s and job.tokens / tokens_per_s
-    bounds = sorted(((split.bound(limit_s), split) for split in splits(job, cluster)), key=lambda pair: pair[0])
+    bounds = sorted(
+        ((split.bound(limit_s), split) for split in splits(job, cluster)), key=lambda pair: pair[0]
+    )
     if not bounds:
         raise ValueError(_refusal(job, cluster))
     found: dict[tuple, tuple[float, Plan]] = {}
     for bound, split in bounds:
-        who = (split.training.pool, split.training.machines, split.training.gpus, split.colocate is None)
+        who = (
+            split.training.pool,
+            split.training.machines,
+            split.training.gpus,
+            split.colocate is None,
+        )
         enough = sorted(value for value, _ in found.values())[num - 1 : num]
         if bound == math.inf or (enough and bound >= enough[0]):
             break
@@ -609,7 +720,10 @@ def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
     """What a step takes if all machines, of one kind, have this placement of `placement.py`."""
     (pool,), config, weights = cluster.pools, job.config, 2 * job.shape.num_parameters
     ranks, worker = len(placement.trainer_gpus), placement.workers[0]
-    shards, saved = ranks * pool.count // config.replicas, (config.save_memory, config.max_tokens_per_microbatch)
+    shards, saved = (
+        ranks * pool.count // config.replicas,
+        (config.save_memory, config.max_tokens_per_microbatch),
+    )
     training = Training(pool, pool.count, ranks, shards, *saved, placement.transport != "shm")
     # By ipc the engine copies what it reads, by shm both ends do.
     update_s = {
@@ -619,8 +733,14 @@ def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
     }[placement.transport]
     is_shared = worker.shared_with_rank is not None
     room = worker.gpu_memory_utilization * pool.device.total_bytes if is_shared else None
-    engine, colocate = largest_engine(job, pool, config.rollout_tp, room), config.colocate if is_shared else None
-    site, count = Site(pool, pool.count, pool.gpus - ranks, True), len(placement.workers) * pool.count
+    engine, colocate = (
+        largest_engine(job, pool, config.rollout_tp, room),
+        config.colocate if is_shared else None,
+    )
+    site, count = (
+        Site(pool, pool.count, pool.gpus - ranks, True),
+        len(placement.workers) * pool.count,
+    )
     seconds = training_s(job, cluster, training)
     plan = Plan(job, training, seconds, update_s, 0.0, ((site, engine),), colocate=colocate)
     return plan.sampled_by([(site, engine, count)])
@@ -631,9 +751,16 @@ def _refusal(job: Job, cluster: Cluster) -> str:
     texts, tps = [], [tp for tp in TPS if memory.can_split(job.shape, tp)]
     for pool in cluster.pools:
         ranks, tp = pool.count * pool.gpus, max(tp for tp in tps if tp <= pool.gpus)
-        t = Training(pool, pool.count, pool.gpus, ranks, SAVINGS[-1], memory.budgets(job.config)[-1], False)
+        t = Training(
+            pool, pool.count, pool.gpus, ranks, SAVINGS[-1], memory.budgets(job.config)[-1], False
+        )
         engine = memory.engine_items(job.config, job.shape, tp)
         texts.append(f"{pool.name} has {memory.available_bytes(pool.device) / memory.GIB:.1f} GiB")
-        for who, items in {f"one of {ranks} trainer ranks": t.items(job), f"a GPU of a tp {tp} engine": engine}.items():
-            texts.append(f"{who} needs {memory.total(items) / memory.GIB:.1f} = {' + '.join(map(str, items))}")
+        for who, items in {
+            f"one of {ranks} trainer ranks": t.items(job),
+            f"a GPU of a tp {tp} engine": engine,
+        }.items():
+            texts.append(
+                f"{who} needs {memory.total(items) / memory.GIB:.1f} = {' + '.join(map(str, items))}"
+            )
     return f"the model fits on no GPUs to train and to sample: {'; '.join(texts)}; take more GPUs, or larger ones"

@@ -40,7 +40,9 @@ def read_shape(model_path: str) -> ModelShape:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
     except OSError as error:  # all of the hub's own errors are
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"--model {model_path}: neither a folder with a config.json nor to be had: {reason}") from None
+        raise ValueError(
+            f"--model {model_path}: neither a folder with a config.json nor to be had: {reason}"
+        ) from None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}

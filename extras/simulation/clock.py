@@ -29,6 +29,8 @@ class Clock:
         """Run actions until `done()`, which is asked after each. Raises RuntimeError if nothing is left to do."""
         while not done():
             if not self._actions:
-                raise RuntimeError(f"the simulation stands still at {self.now:.3f} s: nobody has anything left to do")
+                raise RuntimeError(
+                    f"the simulation stands still at {self.now:.3f} s: nobody has anything left to do"
+                )
             self.now, _, action = heapq.heappop(self._actions)
             action()

@@ -31,7 +31,11 @@ FLOPS_PER_PARAMETER = 8
 
 def train_s_per_token(model: str, gpu: str, num_gpus: int) -> float:
     """Seconds of training for each token on that many GPUs, perfectly divided."""
-    return FLOPS_PER_PARAMETER * MODELS[model].num_parameters / (GPUS[gpu].flops * FLOPS_EFFICIENCY * num_gpus)
+    return (
+        FLOPS_PER_PARAMETER
+        * MODELS[model].num_parameters
+        / (GPUS[gpu].flops * FLOPS_EFFICIENCY * num_gpus)
+    )
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,9 @@ class Case:
         common = {"algo": "tis", "task": task, "async_ratio": 0.0, "max_running_requests": slots}
         config = Config.from_dict({**common, **self.options}).checked()
         if config.on_update in ("restart", "wait"):
-            raise ValueError(f"on_update {config.on_update} is not simulated; use keep, recompute or resume")
+            raise ValueError(
+                f"on_update {config.on_update} is not simulated; use keep, recompute or resume"
+            )
         return config
 
 
@@ -98,14 +104,18 @@ class Outcome:
     @property
     def numbers(self) -> dict[str, float]:
         """Every number of the run that a comparison may need, by name; times are means over steps, in seconds."""
-        rollout_s, tokens = fmean(step.wait_s for step in self.steps), sum(step.tokens for step in self.steps)
+        rollout_s, tokens = (
+            fmean(step.wait_s for step in self.steps),
+            sum(step.tokens for step in self.steps),
+        )
         return {
             "step_s": self.seconds / len(self.steps),
             "rollout_s": rollout_s,  # for which the trainer waited for a batch
             "train_s": fmean(step.train_s for step in self.steps),
             "trained_tokens_per_s": tokens / self.seconds,
             # What APRIL (arXiv 2509.18521) measures: all tokens generated, by the time in which rollout ran.
-            "new_tokens_per_rollout_s": self.counts["generated"] / (rollout_s * len(self.steps) or float("inf")),
+            "new_tokens_per_rollout_s": self.counts["generated"]
+            / (rollout_s * len(self.steps) or float("inf")),
             "resumed_share": self.counts["resumed"] / self.counts["generated"],
             "inherited_share": sum(step.inherited_tokens for step in self.steps) / tokens,
             "slot_share": self.slot_share,
@@ -133,7 +143,8 @@ class Simulation:
         has_swarm = case.cluster.swarm is not None
         kinds = (SimulatedWorkers, BaselineController if self.config.is_baseline else Controller)
         if has_swarm:
-            from extras.simulation.swarm import SimulatedSwarm  # which needs extras/swarm/; all else does without
+            # which needs extras/swarm/; all else does without
+            from extras.simulation.swarm import SimulatedSwarm
 
             kinds = SimulatedSwarm.kinds
         self.workers = kinds[0](self.clock, self.config, case.workload, case.cluster)
@@ -141,7 +152,12 @@ class Simulation:
         self.controller = kinds[1](self.config, self.workers, tickets, self._record)
         self.controller.pulled = _Transport()
         self.counts, self._before = Counter(), Counter()
-        for name in ("on_message", "publish", "take_batch_if_ready", *(("let_in", "end_leases") if has_swarm else ())):
+        for name in (
+            "on_message",
+            "publish",
+            "take_batch_if_ready",
+            *(("let_in", "end_leases") if has_swarm else ()),
+        ):
             setattr(self.controller, name, self._timed(getattr(self.controller, name)))
         self.workers.on_handled = self._on_handled
         self.controller.launch()
@@ -184,11 +200,19 @@ class Simulation:
 
     def _of_swarm(self, counts: Counter, seconds: float) -> dict[str, float]:
         """What was measured of machines, and the seconds of a step by rates alone and by ECHO-2's rule."""
-        cluster, steps, lag = self.case.cluster, self.steps[self.case.warmup :], self.config.swarm.refresh_lag
-        stale, train_s = [lag for step in steps for lag in step.staleness], fmean(step.train_s for step in steps)
+        cluster, steps, lag = (
+            self.case.cluster,
+            self.steps[self.case.warmup :],
+            self.config.swarm.refresh_lag,
+        )
+        stale, train_s = (
+            [lag for step in steps for lag in step.staleness],
+            fmean(step.train_s for step in steps),
+        )
         fetch_s, responses = fmean(self.swarm.fetches_s or [0.0]), len(stale) // len(steps)
         rate = counts["ended"] / counts["slot_s"] * cluster.num_slots  # with all slots taken
-        refresh_s = max(1, lag) * train_s - fetch_s  # in which the responses of these steps must come
+        # in which the responses of these steps must come
+        refresh_s = max(1, lag) * train_s - fetch_s
         enough = max(1, lag) * responses / refresh_s if refresh_s > 0 else math.inf
         return {
             "staleness_mean": fmean(stale),
@@ -233,7 +257,9 @@ class Simulation:
     def _on_handled(self, message) -> None:
         if isinstance(message, Finished):
             for t in message.trajectories:
-                self.counts.update(ended=1, generated=t.num_generated, resumed=sum(t.segment_tokens[1:]))
+                self.counts.update(
+                    ended=1, generated=t.num_generated, resumed=sum(t.segment_tokens[1:])
+                )
             self._try_to_take()
 
     def _try_to_take(self) -> None:
@@ -257,7 +283,11 @@ class Simulation:
         tokens = sum(t.num_generated for t in trajectories)
         prompts = self.case.workload.prompt_tokens * len(trajectories)
         newest = max(0, self._version - self.config.publish_delay)
-        segments = (pair for t in trajectories for pair in zip(t.policy_versions, t.segment_tokens, strict=True))
+        segments = (
+            pair
+            for t in trajectories
+            for pair in zip(t.policy_versions, t.segment_tokens, strict=True)
+        )
         return Step(
             wait_s=self.clock.now - self._published_at,
             train_s=(tokens + prompts) * self.case.cluster.train_s_per_token,

@@ -51,7 +51,11 @@ MODELS = {
     "Qwen3-8B": Model(8.2e9, 36, 8),
     "R1-Distill-Qwen-1.5B": Model(1.8e9, 28, 2),
 }
-GPUS = {"H800": Gpu(989e12, 3.35e12, 80e9), "MI300X": Gpu(1307e12, 5.3e12, 192e9), "M2 Pro": Gpu(14e12, 2e11, 16e9)}
+GPUS = {
+    "H800": Gpu(989e12, 3.35e12, 80e9),
+    "MI300X": Gpu(1307e12, 5.3e12, 192e9),
+    "M2 Pro": Gpu(14e12, 2e11, 16e9),
+}
 
 # Assumed, and the same for every model and GPU: what real kernels reach of the data sheet, and the host's part.
 BANDWIDTH_EFFICIENCY = 0.7
@@ -110,10 +114,14 @@ def roofline(model: str, gpu: str, mean_context_tokens: float, num_gpus: int = 1
     kv_bytes = mean_context_tokens * MODELS[model].kv_bytes
     room = num_gpus * sheet.memory_bytes * MEMORY_SHARE - weights
     if room < kv_bytes:
-        raise ValueError(f"{num_gpus} x {gpu} cannot hold {model} and one context: {room:.3g} B are left")
+        raise ValueError(
+            f"{num_gpus} x {gpu} cannot hold {model} and one context: {room:.3g} B are left"
+        )
 
     def seconds(n: int) -> float:
-        return STEP_OVERHEAD_S + max(2 * num_parameters * n / flops, (weights + n * kv_bytes) / bandwidth)
+        return STEP_OVERHEAD_S + max(
+            2 * num_parameters * n / flops, (weights + n * kv_bytes) / bandwidth
+        )
 
     return EngineCurve(
         tuple((n, 1 / seconds(n)) for n in (1, 2, 4, 8, 16, 32, 64, 128, 2 * MAX_RUNNING_REQUESTS)),
@@ -232,7 +240,8 @@ class SimulatedEngine:
         self._is_frozen = False
         self.versions.append((version, self._progress))
         if recompute:
-            tokens = math.fsum(r.prefill_tokens + self._progress - r.start for r in self._running)  # in any order
+            # in any order
+            tokens = math.fsum(r.prefill_tokens + self._progress - r.start for r in self._running)
             self._stall(tokens)
         self._start_waiting()
 
@@ -290,7 +299,8 @@ class SimulatedEngine:
             return  # something changed meanwhile
         self._advance()
         end = self._ends[0][0]
-        self._progress, self._stalled_s = max(self._progress, end), 0.0  # rounding may have left a little
+        # rounding may have left a little
+        self._progress, self._stalled_s = max(self._progress, end), 0.0
         done = []
         while self._ends and (self._ends[0][0] <= end or self._ends[0][2] not in self._running):
             request = heapq.heappop(self._ends)[2]

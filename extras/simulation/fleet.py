@@ -69,7 +69,13 @@ class SimulatedProcess:
     exit_code = None
 
     def __init__(
-        self, index: int, clock: Clock, config: Config, workload: Workload, engine: SimulatedEngine, sync_s: float
+        self,
+        index: int,
+        clock: Clock,
+        config: Config,
+        workload: Workload,
+        engine: SimulatedEngine,
+        sync_s: float,
     ):
         self.index, self.clock, self.config, self.workload = index, clock, config, workload
         self.engine, self.sync_s = engine, sync_s
@@ -78,8 +84,10 @@ class SimulatedProcess:
         self._is_updating = False
         self._is_suspended = False
         self._episodes: dict[int, list[Episode]] = {}  # by ticket
-        self._generating: dict[int, int] = {}  # ticket of a whole group -> members that its request still samples
-        self._unfinished: dict[int, list[Trajectory]] = {}  # trajectories of tickets that have not ended
+        # ticket of a whole group -> members that its request still samples
+        self._generating: dict[int, int] = {}
+        # trajectories of tickets that have not ended
+        self._unfinished: dict[int, list[Trajectory]] = {}
         self._at_barrier: list[tuple[Episode, Callable[[Episode], None]]] = []
         self._rewards_free_at = 0.0
 
@@ -172,11 +180,15 @@ class SimulatedProcess:
             return
         turns, ticket = self.workload.turns, episode.ticket
         if turns is None:
-            self._rewards_free_at = max(self._rewards_free_at, self.clock.now) + self.workload.reward_s
+            self._rewards_free_at = (
+                max(self._rewards_free_at, self.clock.now) + self.workload.reward_s
+            )
             self.clock.at(self._rewards_free_at, lambda: self._end(episode, "stop"))
             return
         if episode.draws is None:
-            episode.draws = draws_of(ticket.environment_seed, ticket.group_id, episode.member, ticket.attempt)
+            episode.draws = draws_of(
+                ticket.environment_seed, ticket.group_id, episode.member, ticket.attempt
+            )
         delay = turns.latency.draw(episode.draws)
         if delay.failure == "crash":
             self._end(episode, "failed")
@@ -186,7 +198,8 @@ class SimulatedProcess:
             self.clock.after(delay.seconds, lambda: self._end(episode, "stop"))
         else:
             self.clock.after(
-                delay.seconds, lambda: self._wait(self.config.scheduling == "lockstep", episode, self._begin_turn)
+                delay.seconds,
+                lambda: self._wait(self.config.scheduling == "lockstep", episode, self._begin_turn),
             )
 
     def _abort(self, ticket_id: int) -> None:
@@ -254,7 +267,9 @@ class SimulatedFleet:
         """Nothing happens in the background that could have failed."""
 
     def _deliver(self, worker: Worker, message) -> None:
-        seconds = self.message_s * len(message.trajectories) if isinstance(message, Finished) else 0.0
+        seconds = (
+            self.message_s * len(message.trajectories) if isinstance(message, Finished) else 0.0
+        )
         self.controller_busy_s += seconds
         self._controller_free_at = max(self._controller_free_at, self.clock.now) + seconds
 

@@ -15,18 +15,29 @@ RULE = f"A hit: what is reported lies within the range of the seeds, or within {
 
 def read(path: Path) -> list[dict]:
     """Return the records of a file, one a line; none if there is no file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def markdown(heading: list[str], rows: list[list]) -> list[str]:
     """Return the lines of a table."""
-    return [f"| {' | '.join(map(str, cells))} |" for cells in (heading, ["---"] * len(heading), *rows)]
+    return [
+        f"| {' | '.join(map(str, cells))} |" for cells in (heading, ["---"] * len(heading), *rows)
+    ]
 
 
 def replace(new: dict, path: Path) -> None:
     """Append a record, in the place of an earlier one of the same scenario and seed."""
-    kept = {tuple(one[key] for key in ("scenario", "tail", "seed")): one for one in [*read(path), new]}
-    path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in kept.values()), encoding="utf-8")
+    kept = {
+        tuple(one[key] for key in ("scenario", "tail", "seed")): one for one in [*read(path), new]
+    }
+    path.write_text(
+        "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in kept.values()),
+        encoding="utf-8",
+    )
 
 
 # What the seeds say
@@ -36,8 +47,12 @@ def known(records: list[dict]) -> dict[tuple[str, float], Scenario]:
     """The scenarios of which there are records, by name and tail. Raises ValueError if one is not as in the file."""
     there = {(scenario.name, scenario.tail): scenario for scenario in scenarios.scenarios()}
     recorded = {(record["scenario"], record["tail"]): set(record["arms"]) for record in records}
-    if stale := [key for key, arms in recorded.items() if key not in there or arms != set(there[key].arms)]:
-        raise ValueError(f"records of {stale[0][0]!r} do not have the arms of scenarios.toml; take them out, or run it")
+    if stale := [
+        key for key, arms in recorded.items() if key not in there or arms != set(there[key].arms)
+    ]:
+        raise ValueError(
+            f"records of {stale[0][0]!r} do not have the arms of scenarios.toml; take them out, or run it"
+        )
     return {key: scenario for key, scenario in there.items() if key in recorded}
 
 
@@ -47,15 +62,23 @@ def claims(records: list[dict]) -> pd.DataFrame:
     for record in records:
         scenario = there[record["scenario"], record["tail"]]
         for place, claim in enumerate(scenario.claims):
-            measured = record["arms"][claim.arm][scenario.measure] if claim.against else float("nan")
+            measured = (
+                record["arms"][claim.arm][scenario.measure] if claim.against else float("nan")
+            )
             values.append((scenario.name, scenario.tail, place, claim.of(record["arms"]), measured))
     columns = ["scenario", "tail", "place", "value", "measured"]
     groups = pd.DataFrame(values, columns=columns).groupby(columns[:3], sort=False)
-    found = groups.value.agg(["mean", "min", "max", "count"]).assign(measured=groups.measured.mean()).reset_index()
+    found = (
+        groups.value.agg(["mean", "min", "max", "count"])
+        .assign(measured=groups.measured.mean())
+        .reset_index()
+    )
     of = [there[row.scenario, row.tail].claims[row.place] for row in found.itertuples()]
     for field in ("name", "against", "paper", "short"):
         found[field] = [getattr(claim, field) for claim in of]
-    found["verdict"] = [verdict(row.paper, row.mean, row.min, row.max) for row in found.itertuples()]
+    found["verdict"] = [
+        verdict(row.paper, row.mean, row.min, row.max) for row in found.itertuples()
+    ]
     return found
 
 
@@ -90,11 +113,19 @@ def short(records: list[dict]) -> list[str]:
     found = claims(records)
     found = found[found["tail"] == workload.LONGEST_TO_MEDIAN]
     shown = found[found.short != ""]
-    rows = [[r.short, _range(r.paper), _number(r.mean), _range((r.min, r.max)), r.verdict] for r in shown.itertuples()]
+    rows = [
+        [r.short, _range(r.paper), _number(r.mean), _range((r.min, r.max)), r.verdict]
+        for r in shown.itertuples()
+    ]
     is_own = found.scenario.str.startswith("own bench")
-    papers, own = (found[of].verdict.value_counts().reindex(["hit", "MISS"], fill_value=0) for of in (~is_own, is_own))
+    papers, own = (
+        found[of].verdict.value_counts().reindex(["hit", "MISS"], fill_value=0)
+        for of in (~is_own, is_own)
+    )
     return [
-        *markdown(["comparison", "paper", "simulated, mean", f"range, {num_seeds(shown)}", ""], rows),
+        *markdown(
+            ["comparison", "paper", "simulated, mean", f"range, {num_seeds(shown)}", ""], rows
+        ),
         "",
         f"{RULE} Of {papers.sum()} numbers of papers {papers['hit']} are hit; of "
         f"{own.sum()} that our own bench measured, {own['hit']}.",
@@ -104,7 +135,9 @@ def short(records: list[dict]) -> list[str]:
 def table(records: list[dict]) -> list[str]:
     """Lines of the whole table: a row for each number."""
     found, there, texts = claims(records), known(records), list(_texts(records))
-    others = sorted({tail for tail in found["tail"] if tail != workload.LONGEST_TO_MEDIAN}, reverse=True)
+    others = sorted(
+        {tail for tail in found["tail"] if tail != workload.LONGEST_TO_MEDIAN}, reverse=True
+    )
     means = found.set_index(["scenario", "name", "tail"])["mean"].to_dict()
     rows = []
     for r in found[found["tail"] == workload.LONGEST_TO_MEDIAN].itertuples():
@@ -114,7 +147,16 @@ def table(records: list[dict]) -> list[str]:
         tails = [_number(means.get((r.scenario, r.name, tail))) for tail in others]
         what = [f"{r.scenario}, {UNITS[scenario.measure]}", r.name, r.against or "–"]
         rows.append([*what, *paper, *tails, _number(r.measured)])
-    heads = ["comparison, measure", "number or arm", "times better than", "reported", "mean", "range", "", "note"]
+    heads = [
+        "comparison, measure",
+        "number or arm",
+        "times better than",
+        "reported",
+        "mean",
+        "range",
+        "",
+        "note",
+    ]
     tails = [f"mean at longest/median {tail:g}" for tail in others]
     return markdown([*heads, *tails, "the measure itself, mean"], rows)
 
@@ -129,10 +171,23 @@ OF_SWARMS = (
 
 def swarms(records: list[dict]) -> list[str]:
     """Lines of a table: what each simulated swarm did, with mean and range of the seeds."""
-    arms = [(f"{r['scenario']} {name}", arm) for r in records for name, arm in r["arms"].items() if "fetch_s" in arm]
-    runs = pd.DataFrame([{"swarm": name, **arm} for name, arm in arms], columns=["swarm", *OF_SWARMS])
+    arms = [
+        (f"{r['scenario']} {name}", arm)
+        for r in records
+        for name, arm in r["arms"].items()
+        if "fetch_s" in arm
+    ]
+    runs = pd.DataFrame(
+        [{"swarm": name, **arm} for name, arm in arms], columns=["swarm", *OF_SWARMS]
+    )
     rows = [
-        [name, *(f"{_number(of.mean())} ({_range((of.min(), of.max()))})" for _, of in found[list(OF_SWARMS)].items())]
+        [
+            name,
+            *(
+                f"{_number(of.mean())} ({_range((of.min(), of.max()))})"
+                for _, of in found[list(OF_SWARMS)].items()
+            ),
+        ]
         for name, found in runs.groupby("swarm", sort=False)
     ]
     return markdown(["swarm", *OF_SWARMS], rows)
@@ -141,7 +196,10 @@ def swarms(records: list[dict]) -> list[str]:
 def notes(records: list[dict]) -> list[str]:
     """Lines of a list: what the papers say of each comparison, how sure that is, and where ours differs."""
     found = enumerate(_texts(records).items(), start=1)
-    return [f"{i}. **{'; '.join(of)}.** {source}. Where ours differs: {why}." for i, ((source, why), of) in found]
+    return [
+        f"{i}. **{'; '.join(of)}.** {source}. Where ours differs: {why}."
+        for i, ((source, why), of) in found
+    ]
 
 
 def _texts(records: list[dict]) -> dict[tuple[str, str], list[str]]:
@@ -160,11 +218,16 @@ def write(out: Path) -> None:
     """
     records = read(out / "simulation.jsonl")
     if not records:
-        raise ValueError(f"{out / 'simulation.jsonl'} has no records; run python scripts/simulate.py first")
-    page = Template(Path(__file__).with_name("page.md").read_text(encoding="utf-8"), undefined=StrictUndefined)
+        raise ValueError(
+            f"{out / 'simulation.jsonl'} has no records; run python scripts/simulate.py first"
+        )
+    page = Template(
+        Path(__file__).with_name("page.md").read_text(encoding="utf-8"), undefined=StrictUndefined
+    )
     text = page.render(
         made_by=dict.fromkeys(
-            f"`{r['command']}`: commit {r['commit']}{', with changes' * r['dirty']}; {r['hardware']}." for r in records
+            f"`{r['command']}`: commit {r['commit']}{', with changes' * r['dirty']}; {r['hardware']}."
+            for r in records
         ),
         num_seeds=num_seeds(claims(records)),
         minutes=sum(r["cpu_s"] for r in records) / 60,

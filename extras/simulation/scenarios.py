@@ -71,12 +71,21 @@ class Scenario:
         steps = -(-known["steps"] // (1 + ratio)) * (1 + ratio)
         workload = _workload(known, self.tail)
         return Case(
-            known["options"], workload, _cluster(known, workload.lengths), steps, known.get("warmup", 2 + ratio), seed
+            known["options"],
+            workload,
+            _cluster(known, workload.lengths),
+            steps,
+            known.get("warmup", 2 + ratio),
+            seed,
         )
 
 
 def _workload(known: dict, tail: float) -> Workload:
-    lengths = LengthLaw(**known["lengths"]) if "lengths" in known else lengths_up_to(known["longest"], tail)
+    lengths = (
+        LengthLaw(**known["lengths"])
+        if "lengths" in known
+        else lengths_up_to(known["longest"], tail)
+    )
     law = LatencyLaw.parse(known["latency"]) if "latency" in known else None
     rest = {name: known[name] for name in ("reward_s", "prompt_tokens") if name in known}
     return Workload(lengths, Turns(latency=law, **known["turns"]) if law else None, **rest)
@@ -89,7 +98,11 @@ def _cluster(known: dict, lengths: LengthLaw) -> Cluster:
         curve = replace(curve, max_running_requests=known["options"]["max_running_requests"])
     else:
         curve = roofline(model, gpu, lengths.mean_context, known.get("tensor_parallel", 1))
-    trains, weight_bytes, swarm = "train_gpus" in known, BYTES_PER_VALUE * MODELS[model].num_parameters, None
+    trains, weight_bytes, swarm = (
+        "train_gpus" in known,
+        BYTES_PER_VALUE * MODELS[model].num_parameters,
+        None,
+    )
     if "swarm" in known:
         curve = replace(curve, max_running_requests=known["options"]["max_running_requests"])
         swarm, gpu = Swarm(weight_bytes, **known["swarm"]), "H800"
@@ -112,7 +125,9 @@ def train_gpus(sync: Outcome, gpus: int, async_ratio: float) -> int:
     return min(max(1, round(share * gpus)), gpus - 1)
 
 
-def best_train_share(rollout_s: float, longest_s: float, train_s: float, async_ratio: float) -> float:
+def best_train_share(
+    rollout_s: float, longest_s: float, train_s: float, async_ratio: float
+) -> float:
     """β* of Proposition 2: the trainer's share of the machines at which its branch equals the bound.
 
     Takes (N/K)·μ, L and E·N·μ_train/K, in seconds, each with all K slots or machines.
@@ -132,22 +147,33 @@ def times_better(measure: str, arm: str, against: str) -> Callable[[Arms], float
 
 def sufficient_alpha(arms: Arms) -> float:
     """The smallest async ratio that no larger one beats by more than NEAR_BEST."""
-    rates = {float(arm.split()[-1]): numbers["trained_tokens_per_s"] for arm, numbers in arms.items()}
-    return next(alpha for alpha, rate in rates.items() if rate >= (1 - NEAR_BEST) * max(rates.values()))
+    rates = {
+        float(arm.split()[-1]): numbers["trained_tokens_per_s"] for arm, numbers in arms.items()
+    }
+    return next(
+        alpha for alpha, rate in rates.items() if rate >= (1 - NEAR_BEST) * max(rates.values())
+    )
 
 
 def best_over_one(arms: Arms) -> float:
     """How many times better the best async ratio is than 1."""
-    return max(numbers["trained_tokens_per_s"] for numbers in arms.values()) / arms["α = 1"]["trained_tokens_per_s"]
+    return (
+        max(numbers["trained_tokens_per_s"] for numbers in arms.values())
+        / arms["α = 1"]["trained_tokens_per_s"]
+    )
 
 
 def best_split(arms: Arms) -> float:
     """GPUs for rollout of the best split that does not depend on a measurement."""
-    best = max((arm for arm in arms if "+" in arm), key=lambda arm: arms[arm]["trained_tokens_per_s"])
+    best = max(
+        (arm for arm in arms if "+" in arm), key=lambda arm: arms[arm]["trained_tokens_per_s"]
+    )
     return float(best.split()[0])
 
 
-FUNCTIONS = {function.__name__: function for function in (sufficient_alpha, best_over_one, best_split)}
+FUNCTIONS = {
+    function.__name__: function for function in (sufficient_alpha, best_over_one, best_split)
+}
 
 
 def _claim(measure: str, known: dict, arm: str = "", against: str = "") -> Claim:
@@ -176,8 +202,14 @@ def scenarios(only: list[str] | None = None) -> list[Scenario]:
     found = [scenario for known in file["comparison"] for scenario in _scenarios(known)]
     mechanisms = list(dict.fromkeys(scenario.mechanism for scenario in found))
     if unknown := set(only or ()) - {*mechanisms, *(scenario.name for scenario in found)}:
-        raise ValueError(f"--only {sorted(unknown)[0]!r} is none of {', '.join(mechanisms)}, nor a comparison's name")
-    return [scenario for scenario in found if only is None or not {scenario.mechanism, scenario.name}.isdisjoint(only)]
+        raise ValueError(
+            f"--only {sorted(unknown)[0]!r} is none of {', '.join(mechanisms)}, nor a comparison's name"
+        )
+    return [
+        scenario
+        for scenario in found
+        if only is None or not {scenario.mechanism, scenario.name}.isdisjoint(only)
+    ]
 
 
 def _scenarios(comparison: dict) -> Iterator[Scenario]:
@@ -193,12 +225,23 @@ def _scenarios(comparison: dict) -> Iterator[Scenario]:
         claims += [_claim(measure, number) for number in known.get("numbers", [])]
         for tail in (LONGEST_TO_MEDIAN, *known.get("tails", [])):
             yield Scenario(
-                known["mechanism"], known["name"], measure, arms, claims, known.get("source", ""), known["why"], tail
+                known["mechanism"],
+                known["name"],
+                measure,
+                arms,
+                claims,
+                known.get("source", ""),
+                known["why"],
+                tail,
             )
 
 
 def _merged(known: dict, changes: dict) -> dict:
-    nested = {name: {**known[name], **changes.get(name, {})} for name in ("options", "swarm") if name in known}
+    nested = {
+        name: {**known[name], **changes.get(name, {})}
+        for name in ("options", "swarm")
+        if name in known
+    }
     return {**known, **changes, **nested}
 
 
@@ -208,4 +251,6 @@ def _measured(comparison: str) -> dict[str, float]:
     key = "new_tokens_per_s" if comparison == "over-sampling" else "seconds_per_step"
     frame = pd.read_json(RESULTS / "rollout" / "rollout.jsonl", lines=True)
     medians = frame[frame.comparison == comparison].groupby("arm", sort=False)[key].median()
-    return dict(medians / medians.iloc[0] if key == "new_tokens_per_s" else medians.iloc[0] / medians)
+    return dict(
+        medians / medians.iloc[0] if key == "new_tokens_per_s" else medians.iloc[0] / medians
+    )

@@ -51,7 +51,10 @@ class Uplink:
         """Begin to pull; `on_done()` is called at the end."""
         self._advance()
         self._done.append(on_done)
-        self._left, self._links = np.append(self._left, num_bytes), np.append(self._links, link_bytes_per_s)
+        self._left, self._links = (
+            np.append(self._left, num_bytes),
+            np.append(self._links, link_bytes_per_s),
+        )
         self._share()
 
     def end(self, ended: list[Callable[[], None]]) -> None:
@@ -73,12 +76,15 @@ class Uplink:
         self._wake_number += 1
         if self._done:
             number = self._wake_number
-            self.clock.after(max(0.0, float((self._left / self._rates).min())), lambda: self._wake(number))
+            self.clock.after(
+                max(0.0, float((self._left / self._rates).min())), lambda: self._wake(number)
+            )
 
     def _wake(self, number: int) -> None:
         if number == self._wake_number:  # else something changed meanwhile
             self._advance()
-            ended = [self._done[place] for place in np.flatnonzero(self._left <= 1.0)]  # rounding may leave a little
+            # rounding may leave a little
+            ended = [self._done[place] for place in np.flatnonzero(self._left <= 1.0)]
             self.end(ended)
             for done in ended:
                 done()
@@ -126,7 +132,12 @@ class SimulatedSwarm:
     """Classes of workers and controller."""
 
     def __init__(self, simulation, cluster: Cluster):
-        self.simulation, self.cluster, self.known, self.clock = simulation, cluster, cluster.swarm, simulation.clock
+        self.simulation, self.cluster, self.known, self.clock = (
+            simulation,
+            cluster,
+            cluster.swarm,
+            simulation.clock,
+        )
         self._random = random.Random(f"swarm {simulation.case.seed}")
         self.uplink = Uplink(self.clock, self.known.uplink_bytes_per_s)
         self.fetches_s: list[float] = []
@@ -157,9 +168,13 @@ class SimulatedSwarm:
 
     def _join(self, version: int | None) -> None:
         draw, (slowest, fastest), of = self._random, LINKS_BYTES_PER_S, self.simulation
-        engine = SimulatedEngine(self.clock, self.cluster.curve.times(draw.lognormvariate(0, SPEED_SIGMA)))
+        engine = SimulatedEngine(
+            self.clock, self.cluster.curve.times(draw.lognormvariate(0, SPEED_SIGMA))
+        )
         machine = Machine(slowest * (fastest / slowest) ** draw.random(), version)
-        machine.process = FetchingProcess(-1, self.clock, of.config, of.case.workload, engine, self.cluster.sync_s)
+        machine.process = FetchingProcess(
+            -1, self.clock, of.config, of.case.workload, engine, self.cluster.sync_s
+        )
         machine.process.fetch = functools.partial(self._fetch, machine)
         worker = of.controller.let_in(machine.process, "machine", True)
         machine.process.index = worker.index
@@ -169,8 +184,15 @@ class SimulatedSwarm:
 
     def _end(self, machine: Machine) -> None:
         """Have a machine go, and be found to be gone."""
-        process, silence_s = machine.process, SILENCE_S if self._random.random() < CRASH_SHARE else 0.0
-        tell, process.reply, process.send = process.reply, lambda message: None, lambda message: None
+        process, silence_s = (
+            machine.process,
+            SILENCE_S if self._random.random() < CRASH_SHARE else 0.0,
+        )
+        tell, process.reply, process.send = (
+            process.reply,
+            lambda message: None,
+            lambda message: None,
+        )
         self.gone_slot_s += process.engine.slot_s_now()
         process.engine.stop()
         self.uplink.end([machine.fetched])

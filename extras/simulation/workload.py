@@ -47,7 +47,9 @@ class LengthLaw:
         """Mean of the length and of its square, over 20 000 quantiles of the law."""
         normal, count = NormalDist(), 20_000
         lengths = [
-            min(self.median * math.exp(self.sigma * normal.inv_cdf((i + 0.5) / count)), self.longest)
+            min(
+                self.median * math.exp(self.sigma * normal.inv_cdf((i + 0.5) / count)), self.longest
+            )
             for i in range(count)
         ]
         return sum(lengths) / count, sum(length * length for length in lengths) / count
@@ -62,7 +64,9 @@ class LengthLaw:
 @functools.lru_cache(1 << 18)
 def _normals(problem: int, group_id: int, member: int, attempt: int) -> tuple[float, float]:
     """Standard normal draws of a problem and of one response to it; kept, as all arms have the same."""
-    return random.Random(problem).gauss(0, 1), draws_of(problem, group_id, member, attempt).gauss(0, 1)
+    return random.Random(problem).gauss(0, 1), draws_of(problem, group_id, member, attempt).gauss(
+        0, 1
+    )
 
 
 def draws_of(problem: int, group_id: int, member: int, attempt: int) -> random.Random:
@@ -104,12 +108,16 @@ class Workload:
     def problem(self, index: int) -> Problem:
         """A problem whose prompt names it; its answer says whether rewards vary."""
         varies = random.Random(index).random() < VARYING_SHARE
-        return Problem(str(index), "varies" if varies else "same", None if self.turns is None else index)
+        return Problem(
+            str(index), "varies" if varies else "same", None if self.turns is None else index
+        )
 
     def prompts(self, seed: int) -> PromptSource:
         """Prompts without content: one token that is the problem's number. Another seed has other problems."""
         first = seed * PROBLEMS_PER_SEED
-        return PromptSource(lambda i: self.problem(first + i), [], lambda problem: (int(problem.prompt),))
+        return PromptSource(
+            lambda i: self.problem(first + i), [], lambda problem: (int(problem.prompt),)
+        )
 
     def turn_tokens(self, ticket: Ticket, member: int) -> int:
         """Length of what the policy writes in a turn."""

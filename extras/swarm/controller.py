@@ -47,7 +47,9 @@ class SwarmController(Controller):
         """Make a worker of an engine of a host; its messages come by `on_message`."""
         with self._changed:
             lag = self.config.swarm.refresh_lag
-            worker = RemoteWorker(-1, process, self.pulled, refresh_lag=lag, scores_probe=scores_probe)
+            worker = RemoteWorker(
+                -1, process, self.pulled, refresh_lag=lag, scores_probe=scores_probe
+            )
             self.workers.join(worker)
             self.journal.record("worker_started", worker=worker.index, attempt=0, machine=host)
             return worker
@@ -84,7 +86,10 @@ class SwarmController(Controller):
     def fetch_anew(self, worker: Worker, version: int) -> None:
         """Have a worker fetch the newest weights, if it still fetches a version that is gone."""
         with self._changed:
-            if worker.loading is not None and version == worker.loading.version > worker.sent_version:
+            if (
+                worker.loading is not None
+                and version == worker.loading.version > worker.sent_version
+            ):
                 worker.finish_loading()
                 worker.owed = True
                 self.announcements.send_owed(worker)

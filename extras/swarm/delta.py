@@ -39,7 +39,10 @@ def digest_of(payload: np.ndarray) -> str:
 def encode_delta(base_version: int, base: np.ndarray, new: np.ndarray) -> bytes | None:
     """What turns `base` into `new`, both [bytes] uint8 of one even size; None if that is not smaller than `new`."""
     old_words, new_words = base.view("<u2"), new.view("<u2")
-    parts, pack = [_HEADER.pack(base_version, len(new_words))], zstandard.ZstdCompressor(level=LEVEL).compress
+    parts, pack = (
+        [_HEADER.pack(base_version, len(new_words))],
+        zstandard.ZstdCompressor(level=LEVEL).compress,
+    )
     num_bytes = _HEADER.size
     for start in range(0, len(new_words), BLOCK_WORDS):
         words = new_words[start : start + BLOCK_WORDS]
@@ -62,21 +65,30 @@ def apply_delta(delta: bytes, base_version: int, payload: np.ndarray) -> None:
     try:
         found = _HEADER.unpack_from(delta)
         if found != (base_version, len(words)):
-            raise ValueError(f"a delta for version {found[0]}, {found[1]} words; here is {base_version}, {len(words)}")
+            raise ValueError(
+                f"a delta for version {found[0]}, {found[1]} words; here is {base_version}, {len(words)}"
+            )
         position = _HEADER.size
         for start in range(0, len(words), BLOCK_WORDS):
             num_changed, num_bytes = _BLOCK.unpack_from(delta, position)
             position += _BLOCK.size
-            _apply_block(delta[position : position + num_bytes], num_changed, words[start : start + BLOCK_WORDS])
+            _apply_block(
+                delta[position : position + num_bytes],
+                num_changed,
+                words[start : start + BLOCK_WORDS],
+            )
             position += num_bytes
     except (struct.error, zstandard.ZstdError, IndexError) as error:
         raise ValueError(f"a broken delta: {error}") from None
 
 
 def _apply_block(packed: bytes, num_changed: int, words: np.ndarray) -> None:
-    size = zstandard.frame_content_size(packed)  # what decompress would allocate, so it is checked before
+    # what decompress would allocate, so it is checked before
+    size = zstandard.frame_content_size(packed)
     if num_changed > len(words) or size != 6 * num_changed:
-        raise ValueError(f"a broken delta: {num_changed} changes of {len(words)} words have {size} bytes")
+        raise ValueError(
+            f"a broken delta: {num_changed} changes of {len(words)} words have {size} bytes"
+        )
     planes = zstandard.ZstdDecompressor().decompress(packed)
     changed = np.cumsum(_from_planes(planes[: 4 * num_changed], "<u4"), dtype=np.int64)
     words[changed] = _from_planes(planes[4 * num_changed :], "<u2")
@@ -89,4 +101,6 @@ def _planes(values: np.ndarray) -> bytes:
 
 def _from_planes(planes: bytes, dtype: str) -> np.ndarray:
     size = np.dtype(dtype).itemsize
-    return np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(size, -1).T).view(dtype)[:, 0]
+    return np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(size, -1).T).view(dtype)[
+        :, 0
+    ]

@@ -34,7 +34,11 @@ def make_key(path: Path) -> tuple[bytes, bytes, bytes]:
         public, client_public, _ = read_key(str(path))
         return public, own.read_bytes(), client_public
     (public, secret), (client_public, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
-    keys = {"run": public.decode(), "machine": client_public.decode(), "machine_secret": client_secret.decode()}
+    keys = {
+        "run": public.decode(),
+        "machine": client_public.decode(),
+        "machine_secret": client_secret.decode(),
+    }
     for target, content in ((path, json.dumps(keys).encode()), (own, secret)):
         target.unlink(missing_ok=True)
         with open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -56,7 +60,11 @@ class Hub:
         hosts = SimpleNamespace(callback=lambda domain, key: key == client_public)
         self._authenticator.configure_curve_callback(credentials_provider=hosts)
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.curve_publickey, self._socket.curve_secretkey, self._socket.curve_server = public, secret, True
+        self._socket.curve_publickey, self._socket.curve_secretkey, self._socket.curve_server = (
+            public,
+            secret,
+            True,
+        )
         self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.set(zmq.SNDHWM, MAX_UNSENT)
         self._socket.set(zmq.LINGER, 2000)
@@ -65,12 +73,17 @@ class Hub:
             self._socket.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
             self._close()
-            raise ValueError(f"--listen {address}: {error.strerror}; give a free HOST:PORT of this machine") from None
+            raise ValueError(
+                f"--listen {address}: {error.strerror}; give a free HOST:PORT of this machine"
+            ) from None
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._thread, self._serving, self._is_ending = ThreadPoolExecutor(1), None, False
 
     def start(
-        self, receive: Callable[[list[bytes]], None], beat: Callable[[], None], end: Callable[[], None]
+        self,
+        receive: Callable[[list[bytes]], None],
+        beat: Callable[[], None],
+        end: Callable[[], None],
     ) -> Future:
         """Begin to serve, in a thread that is returned: `receive(frames)` takes each message, `beat()` is called every
         BEAT_S seconds, and `end()` before the socket is closed."""
@@ -109,7 +122,8 @@ class Hub:
                 ready = dict(poller.poll(1000 * link.BEAT_S / 2))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                if self._socket in ready:  # first, as who cannot be sent anything any more may have said why
+                # first, as who cannot be sent anything any more may have said why
+                if self._socket in ready:
                     self._receive_some(receive)
                 self._do_all()
                 if time.monotonic() > beaten_at + link.BEAT_S:

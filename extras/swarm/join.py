@@ -100,7 +100,14 @@ class Engine:
 class JoinedHost:
     """This host, while it samples for a run elsewhere."""
 
-    def __init__(self, address: str, key_path: str, main: Callable, folder: Path, rollout_tp: int | None = None):
+    def __init__(
+        self,
+        address: str,
+        key_path: str,
+        main: Callable,
+        folder: Path,
+        rollout_tp: int | None = None,
+    ):
         """`main(spec, connection)` is what the engines' processes run; logs and the model's files go to `folder`; an
         engine has `rollout_tp` GPUs, by default as many as the run's own."""
         self.address, self.main, self.folder, self.rollout_tp = address, main, folder, rollout_tp
@@ -108,11 +115,15 @@ class JoinedHost:
         self.puller: Puller | None = None
         self.transport: ShmTransport | None = None
         self._keys = read_key(key_path)
-        self._link, self._context = link.Link((*TO_ENGINE, *TO_HOST), self._send_frames), zmq.Context()
+        self._link, self._context = (
+            link.Link((*TO_ENGINE, *TO_HOST), self._send_frames),
+            zmq.Context(),
+        )
         self._socket: zmq.Socket | None = None
         self._welcome: Welcome | None = None
         self._has_joined = False
-        self._here: tuple[str, Staged] | None = None  # digest of what engines can load, and where it is
+        # digest of what engines can load, and where it is
+        self._here: tuple[str, Staged] | None = None
         self._from_engines: queue.SimpleQueue = queue.SimpleQueue()
         self._wake, self._threads = os.eventfd(0, os.EFD_NONBLOCK), ThreadPoolExecutor(64)
         self._joined_at = time.monotonic()
@@ -126,9 +137,12 @@ class JoinedHost:
         messages."""
         self._leave()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.curve_serverkey, self._socket.curve_publickey, self._socket.curve_secretkey = self._keys
+        self._socket.curve_serverkey, self._socket.curve_publickey, self._socket.curve_secretkey = (
+            self._keys
+        )
         self._socket.set(zmq.LINGER, 1000)
-        self._socket.set(zmq.SNDHWM, 0)  # no send ever waits: what piles up goes with the connection after SILENCE_S
+        # no send ever waits: what piles up goes with the connection after SILENCE_S
+        self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         self._monitor = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
         self._socket.connect(f"tcp://{address or self.address}")
@@ -151,7 +165,8 @@ class JoinedHost:
         self._link.send(pull)
 
     def _send_frames(self, frames: list[bytes]) -> None:
-        with contextlib.suppress(zmq.Again):  # one that was refused by its key has no connection any more
+        # one that was refused by its key has no connection any more
+        with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
 
     def serve(self) -> str:
@@ -181,25 +196,39 @@ class JoinedHost:
         if self._welcome is None:
             self._check_handshakes()
             if self._link.silent_s > JOIN_S:
-                raise ValueError(f"--join {self.address}: no answer in {JOIN_S:.0f} s; is the run there?")
+                raise ValueError(
+                    f"--join {self.address}: no answer in {JOIN_S:.0f} s; is the run there?"
+                )
         if self._has_joined and self._link.is_silent:
-            print(f"no word from the run for {self._link.silent_s:.0f} s: trying to reach it again", flush=True)
+            print(
+                f"no word from the run for {self._link.silent_s:.0f} s: trying to reach it again",
+                flush=True,
+            )
             self._join()
         elif not self._has_joined and time.monotonic() > self._joined_at + JOIN_S:
             self._join()
         else:
             self._link.beat()  # before a welcome that takes long, too
-        if self._welcome is not None and self._link.silent_s > self._welcome.options["join_timeout_s"]:
-            return f"the run was out of reach for {self._link.silent_s:.0f} s (its --join-timeout-s)"
+        if (
+            self._welcome is not None
+            and self._link.silent_s > self._welcome.options["join_timeout_s"]
+        ):
+            return (
+                f"the run was out of reach for {self._link.silent_s:.0f} s (its --join-timeout-s)"
+            )
         return None
 
     def _check_handshakes(self) -> None:
         """Raise ValueError if the run's side has another key."""
         while self._monitor.poll(0):
-            refused = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            refused = (
+                recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            )
             self._num_failed += MAX_HANDSHAKES if refused else 1
         if self._num_failed >= MAX_HANDSHAKES:
-            raise ValueError(f"--join {self.address}: what listens there has another key, or is no run; see --key")
+            raise ValueError(
+                f"--join {self.address}: what listens there has another key, or is no run; see --key"
+            )
 
     def _act(self, engine: int, message: object) -> str | None:
         """Act on what the run says. Returns why this host is to leave, if it is."""
@@ -244,7 +273,9 @@ class JoinedHost:
         with contextlib.suppress(OSError):
             if user_code_digest(texts) == welcome.user_code_digest:
                 return
-        raise ValueError(f"{', '.join(texts)}: not what the run has, or imports; copy runs/NAME/code of the run here")
+        raise ValueError(
+            f"{', '.join(texts)}: not what the run has, or imports; copy runs/NAME/code of the run here"
+        )
 
     # Its engines
 
@@ -252,7 +283,8 @@ class JoinedHost:
         """Start an engine for each device, or as many as they share."""
         for name, content in self._welcome.model_files.items():
             (self.folder / Path(name).name).write_bytes(content)
-        options = self._welcome.options | {"num_rollout_workers": None, "weight_sync": "auto"}  # as its devices are
+        # as its devices are
+        options = self._welcome.options | {"num_rollout_workers": None, "weight_sync": "auto"}
         options["timeout_s"] /= 2  # an engine that stands still is to end before the run does
         options |= {"rollout_tp": self.rollout_tp} if self.rollout_tp else {}
         config = located(Config.from_dict(options), Path.cwd())
@@ -307,8 +339,13 @@ class JoinedHost:
             self._here = here.digest, self.transport.stage(here.version, self.puller.parameters())
             self.transport.announce(self._here[1])
         for index, engine in enumerate(self.engines):
-            if engine.wants is not None and here is not None and engine.wants["digest"] == here.digest:
-                version = engine.wants["version"]  # not that of what is here: versions may be equal to the bit
+            if (
+                engine.wants is not None
+                and here is not None
+                and engine.wants["digest"] == here.digest
+            ):
+                # not that of what is here: versions may be equal to the bit
+                version = engine.wants["version"]
                 engine.wants, engine.fetched = None, self._here[1]
                 self.transport.acquire(index, engine.fetched)
                 self._link.send(Fetched(version), index)
@@ -336,7 +373,11 @@ class JoinedHost:
                     message = message if version in engine.probes else None
                     engine.probes.discard(version)
                 case Finished(trajectories, activity):
-                    due = [trajectory for trajectory in trajectories if trajectory.ticket_id in engine.tickets]
+                    due = [
+                        trajectory
+                        for trajectory in trajectories
+                        if trajectory.ticket_id in engine.tickets
+                    ]
                     engine.tickets -= {trajectory.ticket_id for trajectory in due}
                     message = Finished(due, activity) if due else None
             if message is not None and self._has_joined:
@@ -357,9 +398,18 @@ class JoinedHost:
 def main(worker_main: Callable) -> None:
     """Read the command line of `rollout.py --join` and serve that run; engines run `worker_main(spec, connection)`."""
     parser = argparse.ArgumentParser(description="Sample for a run elsewhere.")
-    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (its --listen)")
-    parser.add_argument("--key", required=True, metavar="FILE", help="runs/NAME/swarm.key of the run")
-    parser.add_argument("--rollout-tp", type=int, metavar="GPUS", help="of an engine here; by default as the run's own")
+    parser.add_argument(
+        "--join", required=True, metavar="HOST:PORT", help="where the run listens (its --listen)"
+    )
+    parser.add_argument(
+        "--key", required=True, metavar="FILE", help="runs/NAME/swarm.key of the run"
+    )
+    parser.add_argument(
+        "--rollout-tp",
+        type=int,
+        metavar="GPUS",
+        help="of an engine here; by default as the run's own",
+    )
     given = parser.parse_args()
     if not re.fullmatch(r"[^:/\s]+:\d{1,5}", given.join):
         sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")

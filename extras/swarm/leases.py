@@ -32,7 +32,8 @@ class LeasingDispatcher(Dispatcher):
         super().__init__(*arguments)
         self.token_s: dict[int, float] = {}
         """Recent time of a token by worker, seconds; of workers that have returned one."""
-        self._mean_s = self._mean_tokens = 0.0  # of a trajectory, over about a step's: at its end the slow alone come
+        # of a trajectory, over about a step's: at its end the slow alone come
+        self._mean_s = self._mean_tokens = 0.0
         self._num_noted, self._most_noted = 0, self.config.groups_per_step * self.config.group_size
         self._num_moves: Counter[tuple[int, int, int]] = Counter()
         self._taken_from: dict[tuple[int, int, int], Worker] = {}
@@ -68,7 +69,8 @@ class LeasingDispatcher(Dispatcher):
             known_s = self.token_s.get(worker.index) or token_s
             self.token_s[worker.index] = known_s + 0.1 * (token_s - known_s)
             if isinstance(worker, RemoteWorker):
-                worker.order = self.token_s[worker.index]  # after workers of this node, and slower hosts last
+                # after workers of this node, and slower hosts last
+                worker.order = self.token_s[worker.index]
 
     def on_failed_group(self, trajectory: Trajectory) -> None:
         """Drop a failed group; a host that fails again and again is shut out, and does not end the run."""
@@ -100,14 +102,21 @@ class LeasingDispatcher(Dispatcher):
         self._forget_moves()
         holding_back, ended = self.buffer.holding_back(), []
         takers = sorted((worker for worker in self.workers if worker.is_up), key=self._token_s)
-        slots = {worker.index: self.config.max_running_requests - worker.num_running for worker in takers}
-        for worker in [worker for worker in self.workers if takers and isinstance(worker, RemoteWorker)]:
+        slots = {
+            worker.index: self.config.max_running_requests - worker.num_running for worker in takers
+        }
+        for worker in [
+            worker for worker in self.workers if takers and isinstance(worker, RemoteWorker)
+        ]:
             shortest_s = min(self._urgent_lease_s(worker, takers[0]), self.config.swarm.lease_s)
             for ticket in worker.awaited:
                 had_s = now - worker.given_at[ticket.ticket_id]
                 if had_s <= shortest_s or not self.is_awaited(worker, ticket):
                     continue
-                taker = next((other for other in takers if self._can_take(other, worker, ticket, slots)), None)
+                taker = next(
+                    (other for other in takers if self._can_take(other, worker, ticket, slots)),
+                    None,
+                )
                 if taker is None:
                     continue
                 is_urgent = ticket.is_evaluation or ticket.group_id in holding_back
@@ -122,7 +131,9 @@ class LeasingDispatcher(Dispatcher):
         is_running = ticket.is_evaluation or self.buffer.is_running(ticket.group_id)
         return is_running and ticket.ticket_id not in worker.reissued
 
-    def _can_take(self, other: Worker, worker: Worker, ticket: Ticket, slots: dict[int, int]) -> bool:
+    def _can_take(
+        self, other: Worker, worker: Worker, ticket: Ticket, slots: dict[int, int]
+    ) -> bool:
         """Whether another worker could start a ticket of `worker` soon."""
         if other is worker or not other.can_start(self.min_version(ticket)):
             return False
@@ -133,7 +144,9 @@ class LeasingDispatcher(Dispatcher):
         lease_s = self.config.swarm.lease_s
         if urgent is None:
             return lease_s
-        return min(lease_s, self._urgent_lease_s(worker, taker) * 2 ** self._num_moves[_key(urgent)])
+        return min(
+            lease_s, self._urgent_lease_s(worker, taker) * 2 ** self._num_moves[_key(urgent)]
+        )
 
     def _take_away(self, worker: Worker, ticket: Ticket) -> None:
         self._num_moves[_key(ticket)] += 1
@@ -143,7 +156,9 @@ class LeasingDispatcher(Dispatcher):
 
     def _forget_moves(self) -> None:
         """Forget what has moved of groups that no longer run."""
-        for key in [key for key in self._num_moves if key[0] >= 0 and not self.buffer.is_running(key[0])]:
+        for key in [
+            key for key in self._num_moves if key[0] >= 0 and not self.buffer.is_running(key[0])
+        ]:
             del self._num_moves[key]
             self._taken_from.pop(key, None)
 

@@ -13,7 +13,9 @@ def model_files(folder: str) -> dict[str, bytes]:
     Raises ValueError if they are too large to be sent to a host that joins.
     """
     paths = [path for path in sorted(Path(folder).iterdir()) if path.suffix in SUFFIXES]
-    files = {path.name: path.read_bytes() for path in paths if not path.name.endswith(".index.json")}
+    files = {
+        path.name: path.read_bytes() for path in paths if not path.name.endswith(".index.json")
+    }
     num_bytes = sum(map(len, files.values()))
     if num_bytes > MAX_MODEL_FILES_BYTES:
         raise ValueError(

@@ -18,12 +18,19 @@ from extras.swarm.verify import Verifier
 
 
 def make_controller(
-    start: Start, *, model_path: str, run: RunDirectory, tickets: TicketSource, restored: ControllerState | None
+    start: Start,
+    *,
+    model_path: str,
+    run: RunDirectory,
+    tickets: TicketSource,
+    restored: ControllerState | None,
 ) -> SwarmController:
     """Make the controller of a node, its workers, and the place where hosts join; collective on leaders."""
     workers = SwarmWorkers(start.config, start.placement, model_path, run.path, start.worker_main)
     num_nodes = start.cluster.num_nodes
-    controller = SwarmController(start.config, workers, tickets, run.record, start.clock, num_nodes, restored)
+    controller = SwarmController(
+        start.config, workers, tickets, run.record, start.clock, num_nodes, restored
+    )
     controller.swarm = listen(start, model_path, run)
     return controller
 

@@ -26,13 +26,16 @@ MAX_READ = 3
 class PullTransport(Transport):
     """The trainer's end: keeps the newest snapshots, and makes of them what a host asks for."""
 
-    def __init__(self, specs: list[ParameterSpec], writer: SnapshotWriter | None = None, num_kept: int = KEPT):
+    def __init__(
+        self, specs: list[ParameterSpec], writer: SnapshotWriter | None = None, num_kept: int = KEPT
+    ):
         """`writer` puts all versions on a file system, too; `num_kept` stay here to be the base of a delta."""
         super().__init__(specs)
         self.num_bytes, self.writer = payload_bytes(specs), writer
         self.num_kept = num_kept
         self._kept: dict[int, Snapshot] = {}
-        self._ways: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}  # (base, version): what open says
+        # (base, version): what open says
+        self._ways: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}
         self._lock = threading.Lock()  # the trainer stages while the swarm reads
 
     def init_info(self, worker: int = 0) -> dict:
@@ -44,9 +47,12 @@ class PullTransport(Transport):
         super().stage(version, self.copy(version, parameters))
         return self.staged(version)
 
-    def copy(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def copy(
+        self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `parameters` on, each after it was copied; with the last one the snapshot is there."""
-        payload = torch.zeros(self.num_bytes, dtype=torch.uint8)  # what lies between parameters is in the digest
+        # what lies between parameters is in the digest
+        payload = torch.zeros(self.num_bytes, dtype=torch.uint8)
         for named, view in zip(parameters, parameter_views(payload, self.specs), strict=True):
             copy_parameters([named], [view])
             yield named
@@ -63,7 +69,11 @@ class PullTransport(Transport):
             self.writer.write(snapshot)
 
     def _forget(self) -> None:
-        old = [version for version in sorted(self._kept)[: -self.num_kept] if version != self._announced]
+        old = [
+            version
+            for version in sorted(self._kept)[: -self.num_kept]
+            if version != self._announced
+        ]
         read = [version for version in old if self._readers[version]][:MAX_READ]
         for version in set(old) - set(read):
             del self._kept[version]
@@ -71,7 +81,11 @@ class PullTransport(Transport):
 
     def staged(self, version: int) -> Staged:
         """A snapshot that is there, as it is announced."""
-        info = {"version": version, "digest": self._kept[version].digest, "num_bytes": self.num_bytes}
+        info = {
+            "version": version,
+            "digest": self._kept[version].digest,
+            "num_bytes": self.num_bytes,
+        }
         if self.writer is not None and not self.writer.is_failing:
             info["snapshots"] = self.writer.url
         return Staged(version, [info])
@@ -84,7 +98,11 @@ class PullTransport(Transport):
         Raises ValueError if there is no such snapshot any more: a newer one has been announced since.
         """
         with self._lock:
-            new, old, way = self._kept.get(version), self._kept.get(base), self._ways.get((base, version))
+            new, old, way = (
+                self._kept.get(version),
+                self._kept.get(base),
+                self._ways.get((base, version)),
+            )
         if new is None:
             raise ValueError(f"no snapshot of version {version} is left")
         if way is not None:

@@ -21,7 +21,9 @@ from extras.swarm.wire import Piece, Pull
 class Puller:
     """The newest weights that are here whole, and the way to the next. All calls are from one thread."""
 
-    def __init__(self, init_info: dict, ask: Callable[[Pull], None], wake: Callable[[], None] | None = None):
+    def __init__(
+        self, init_info: dict, ask: Callable[[Pull], None], wake: Callable[[], None] | None = None
+    ):
         """`init_info` says how parameters lie in a snapshot, `ask(pull)` sends for a piece of one.
 
         `wake()` is called from another thread when `collect` has something to take; without it no files are read.
@@ -34,7 +36,8 @@ class Puller:
         """The version that is here whole."""
         self._ask, self._wake = ask, wake
         self._base: int | None = None  # version that the run's side is to count from
-        self._stream, self._got = None, bytearray()  # what comes by the socket: (is_delta, bytes of all), and a part
+        # what comes by the socket: (is_delta, bytes of all), and a part
+        self._stream, self._got = None, bytearray()
         self._reading: dict | None = None  # update info of what is being read from files
         self._read: queue.SimpleQueue = queue.SimpleQueue()
 
@@ -48,7 +51,8 @@ class Puller:
             self.resume()
             return
         self._begin(info, self.here and self.here.version)
-        if self._wake is None or "snapshots" not in info or self._reading is not None:  # files hang: by the socket
+        # files hang: by the socket
+        if self._wake is None or "snapshots" not in info or self._reading is not None:
             self.resume()
             return
         self._reading = info
@@ -73,7 +77,11 @@ class Puller:
         Raises ValueError if a piece cannot be of a snapshot, or what came whole is not what was announced.
         """
         self._check(piece)
-        if self.wanted is None or piece.version != self.wanted["version"] or (piece.is_delta and self._base is None):
+        if (
+            self.wanted is None
+            or piece.version != self.wanted["version"]
+            or (piece.is_delta and self._base is None)
+        ):
             return False  # it was asked for once, but is wanted no more
         if self._stream != (piece.is_delta, piece.num_bytes):
             was_another = self._stream is not None
@@ -91,7 +99,11 @@ class Puller:
 
     def _check(self, piece: Piece) -> None:
         """Raise ValueError for sizes that no snapshot or delta has, before memory is taken for them."""
-        is_sized = piece.num_bytes < self.num_bytes if piece.is_delta else piece.num_bytes == self.num_bytes
+        is_sized = (
+            piece.num_bytes < self.num_bytes
+            if piece.is_delta
+            else piece.num_bytes == self.num_bytes
+        )
         if not (is_sized and 0 <= piece.offset < piece.offset + len(piece.data) <= piece.num_bytes):
             kind = "delta" if piece.is_delta else "snapshot"
             raise ValueError(
@@ -106,7 +118,9 @@ class Puller:
                 payload = self.here.payload.copy()
                 apply_delta(self._got, self._base, payload)
             if digest_of(payload) != info["digest"]:
-                raise ValueError(f"version {info['version']} arrived broken: its digest is not the one announced")
+                raise ValueError(
+                    f"version {info['version']} arrived broken: its digest is not the one announced"
+                )
         except ValueError:
             self._begin(info, None)
             if not is_delta:
@@ -134,14 +148,18 @@ class Puller:
         if isinstance(found, Snapshot):
             self._arrive(found)
             return True
-        print(f"weights of version {info['version']} come by the socket: {one_line(found)}", flush=True)
+        print(
+            f"weights of version {info['version']} come by the socket: {one_line(found)}",
+            flush=True,
+        )
         self.resume()
         return False
 
     def _read_files(self, info: dict, base: Snapshot | None) -> None:
         try:
             found = read_snapshot(info, base, self.num_bytes)
-        except Exception as error:  # each file system has errors of its own, and the socket is there for all
+        except Exception as error:
+            # each file system has errors of its own, and the socket is there for all
             found = error
         self._read.put((info, found))
         self._wake()

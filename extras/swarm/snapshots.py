@@ -54,7 +54,10 @@ class Folder:
     def sizes(self) -> dict[str, int]:
         """Bytes of all snapshots and deltas that are there, by name."""
         self.fs.invalidate_cache()
-        found = ((entry["name"].rpartition("/")[2], entry["size"]) for entry in self.fs.ls(self.root, detail=True))
+        found = (
+            (entry["name"].rpartition("/")[2], entry["size"])
+            for entry in self.fs.ls(self.root, detail=True)
+        )
         return {name: num_bytes or 0 for name, num_bytes in found if NAME.fullmatch(name)}
 
     def path(self, name: str) -> str:
@@ -88,7 +91,9 @@ class SnapshotWriter:
         try:
             self._folder = self._open()
         except Exception as error:  # each file system has errors of its own
-            why = f"is no folder to write to ({one_line(error)}); give one that the hosts reach, too"
+            why = (
+                f"is no folder to write to ({one_line(error)}); give one that the hosts reach, too"
+            )
             raise ValueError(f"--swarm.snapshots {url}: {why}") from None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -121,10 +126,14 @@ class SnapshotWriter:
             try:
                 self._write(snapshot)
                 self.is_failing = False
-            except Exception as error:  # each file system has errors of its own; the socket is there for all
+            except Exception as error:
+                # each file system has errors of its own; the socket is there for all
                 if not self.is_failing:  # one line for all that fail in a row
                     why = f"cannot be written to {self.url} ({one_line(error)})"
-                    print(f"snapshots: version {snapshot.version} {why}; hosts pull by the socket", flush=True)
+                    print(
+                        f"snapshots: version {snapshot.version} {why}; hosts pull by the socket",
+                        flush=True,
+                    )
                 self.is_failing = True
         with contextlib.suppress(Exception):
             self._keep(0)
@@ -171,7 +180,9 @@ def read_snapshot(info: dict, base: Snapshot | None, num_bytes: int) -> Snapshot
             delta = folder.fs.cat_file(folder.path(name), 0, num_bytes)  # none is larger
             apply_delta(delta, _version(start), payload)
     if digest_of(payload) != info["digest"]:
-        raise ValueError(f"the files of version {info['version']} in {info['snapshots']} are broken")
+        raise ValueError(
+            f"the files of version {info['version']} in {info['snapshots']} are broken"
+        )
     return Snapshot(info["version"], info["digest"], payload)
 
 
@@ -195,7 +206,8 @@ def cheapest_way(sizes: dict[str, int], wanted: str, here: str | None) -> list[s
             ways.append([f"{node}.snapshot", *chain])
         if node == here:
             ways.append(chain.copy())
-        if (delta := deltas.pop(node, None)) is None:  # popped, so that no ring of names holds this loop
+        # popped, so that no ring of names holds this loop
+        if (delta := deltas.pop(node, None)) is None:
             return min(ways, key=lambda way: sum(map(sizes.get, way)), default=None)
         chain.insert(0, delta[0])
         node = delta[1]

@@ -77,13 +77,16 @@ class RemoteProcess:
     def __init__(self, post: Callable[[object], None], name: str):
         self._post, self.name = post, name
         self.started_at = time.monotonic()
-        self._due: dict[tuple[type, int], list[int]] = {}  # answer and version -> lengths of what is to be in it
+        # answer and version -> lengths of what is to be in it
+        self._due: dict[tuple[type, int], list[int]] = {}
 
     def send(self, message: object) -> None:
         """Queue a message; never waits."""
         match message:
             case Fetch(version):  # in place of one that is gone, if it has not come
-                self._due = {due: lengths for due, lengths in self._due.items() if due[0] is not Fetched}
+                self._due = {
+                    due: lengths for due, lengths in self._due.items() if due[0] is not Fetched
+                }
                 self._due[Fetched, version] = []
             case Update(version, _, probe):
                 self._due[Updated, version] = []
@@ -95,7 +98,9 @@ class RemoteProcess:
         """Raise ValueError for an answer to what was not asked."""
         lengths = self._due.pop((type(message), message.version), None)
         if lengths is None:
-            raise ValueError(f"{type(message).__name__} of version {message.version}, which it was not asked for")
+            raise ValueError(
+                f"{type(message).__name__} of version {message.version}, which it was not asked for"
+            )
         if isinstance(message, Updated):
             counts = vars(message.sampled).values()
             if not (0 <= message.pause_s < 1e6 and min(counts) >= 0 and max(counts) < 1e12):
@@ -103,7 +108,10 @@ class RemoteProcess:
         elif isinstance(message, Probed):
             if [scores.shape for scores in message.logprobs] != [(n,) for n in lengths]:
                 raise ValueError(f"log-probs of a probe of {lengths} tokens in other shapes")
-            if not all(scores.dtype == np.float32 and np.isfinite(scores).all() for scores in message.logprobs):
+            if not all(
+                scores.dtype == np.float32 and np.isfinite(scores).all()
+                for scores in message.logprobs
+            ):
                 raise ValueError("log-probs of a probe that are not finite float32")
 
     def stop(self, timeout_s: float) -> None:
@@ -138,7 +146,9 @@ class Host:
         """
         self.num_failed = self.num_failed + 1 if trajectory.finish_reason == "failed" else 0
         if self.num_failed > MAX_FAILED:
-            raise ValueError(f"{MAX_FAILED} failed trajectories one after the other, the last by {trajectory.failure}")
+            raise ValueError(
+                f"{MAX_FAILED} failed trajectories one after the other, the last by {trajectory.failure}"
+            )
         # Its Join may have waited, which looks like a clock that is behind; no trajectory ends in the future.
         self.clock_ahead_s = max(self.clock_ahead_s, trajectory.ended_at - time.time())
         if trajectory.num_generated:
@@ -157,7 +167,12 @@ class Swarm:
     """Listens for hosts, and carries messages between them and the controller."""
 
     def __init__(
-        self, config: Config, model_path: str, address: str, keys: tuple[bytes, bytes, bytes], run: RunDirectory
+        self,
+        config: Config,
+        model_path: str,
+        address: str,
+        keys: tuple[bytes, bytes, bytes],
+        run: RunDirectory,
     ):
         """Listen at HOST:PORT with the run's keys, and write events to `run`.
 
@@ -166,7 +181,9 @@ class Swarm:
         self.config, self.record, self._model_path = config, run.record, model_path
         self._device = "cuda" if visible_gpus() else "cpu"
         self.code = code_digest()
-        self.welcome = Welcome(_shared(config), model_files(model_path), user_code_digest(texts_of(config)))
+        self.welcome = Welcome(
+            _shared(config), model_files(model_path), user_code_digest(texts_of(config))
+        )
         snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
         self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
         self.hub = Hub(address, keys)
@@ -209,7 +226,9 @@ class Swarm:
         self.hub.do_soon(functools.partial(self._lose_liar, identity, why))
 
     def _disbelieve(self, identity: bytes) -> None:
-        self.disbelieved.update([worker for worker, its in list(self._identity_of.items()) if its == identity])
+        self.disbelieved.update(
+            [worker for worker, its in list(self._identity_of.items()) if its == identity]
+        )
 
     def take_answered(self) -> list[tuple[Ticket, Trajectory]]:
         """Take what hosts have sampled since the last call, each with its ticket."""
@@ -223,7 +242,12 @@ class Swarm:
         for host in hosts:
             counts, host.counts = host.counts, Counter()
             told = _metrics(counts + self._count_bytes(host), now - since)
-            self.record("machine", machine=host.name, workers=[w.index for w in host.engines.values()], **told)
+            self.record(
+                "machine",
+                machine=host.name,
+                workers=[w.index for w in host.engines.values()],
+                **told,
+            )
             if len(hosts) <= MAX_NAMED:
                 metrics |= {f"swarm/{host.name}/{name}": Sum(value) for name, value in told.items()}
         metrics |= self.verified | {f"swarm/{name}": Sum(self._counts[name]) for name in COUNTS}
@@ -280,7 +304,9 @@ class Swarm:
             raise ValueError(f"{join.unix_time:.4g} as its clock")
         host.name, why = _shown(join.host[:64]).replace("/", "_"), None
         if join.protocol != PROTOCOL:
-            why = f"its protocol is {join.protocol}, the run's {PROTOCOL}; check out the same commit"
+            why = (
+                f"its protocol is {join.protocol}, the run's {PROTOCOL}; check out the same commit"
+            )
         elif join.code != self.code:
             why = f"its code is {_shown(join.code[:12])}, the run's {self.code[:12]}; check out the same commit"
         elif join.device != self._device:
@@ -290,7 +316,9 @@ class Swarm:
             host.link.send(Refused(why))
             return
         if self.nodes:
-            node = min(range(len(self.nodes)), key=lambda node: self.nodes[node][1] + self.num_joined[node])
+            node = min(
+                range(len(self.nodes)), key=lambda node: self.nodes[node][1] + self.num_joined[node]
+            )
             self.num_joined[node] += 1
             if node > 0:
                 host.link.send(JoinAt(self.nodes[node][0]))
@@ -323,10 +351,14 @@ class Swarm:
                 self._lose(host, "has left")
             case Pull(version, base, offset):
                 if host.is_pulling or offset < 0:
-                    raise ValueError(f"a Pull from byte {offset}" + " while it pulls" * host.is_pulling)
+                    raise ValueError(
+                        f"a Pull from byte {offset}" + " while it pulls" * host.is_pulling
+                    )
                 host.is_pulling = True
                 opening = self._encoding.submit(self.controller.pulled.open, version, base)
-                opening.add_done_callback(lambda opened: self.hub.do_soon(lambda: self._answer(host, message, opened)))
+                opening.add_done_callback(
+                    lambda opened: self.hub.do_soon(lambda: self._answer(host, message, opened))
+                )
             case Ready() if 0 <= engine < MAX_ENGINES and engine not in host.engines:
                 self._start_engine(host, engine, message)
             case _ if engine in host.engines:
@@ -358,9 +390,13 @@ class Swarm:
                 newest = self.controller.announcements.newest.version
                 message = Finished([host.take(t, worker.index, newest) for t in trajectories], None)
                 if self.config.swarm.verify_share:
-                    self._answered.extend((worker.running[t.ticket_id], t) for t in message.trajectories)
+                    self._answered.extend(
+                        (worker.running[t.ticket_id], t) for t in message.trajectories
+                    )
         # Its clock is not this machine's, so it keeps no time ledger here.
-        self.controller.on_message(worker, replace(message, activity=None) if isinstance(message, Updated) else message)
+        self.controller.on_message(
+            worker, replace(message, activity=None) if isinstance(message, Updated) else message
+        )
 
     def _check(self, worker: Worker, trajectories: list[Trajectory]) -> None:
         """Raise ValueError for trajectories that are not what the worker's tickets asked for."""
@@ -368,17 +404,30 @@ class Swarm:
         counts = Counter(trajectory.ticket_id for trajectory in trajectories)
         for trajectory in trajectories:
             ticket = worker.running.get(trajectory.ticket_id)
-            if ticket is None or counts[ticket.ticket_id] != ticket.num_members or max(members.values()) > 1:
-                raise ValueError(f"trajectories of ticket {trajectory.ticket_id}, which it has not, or not all of them")
-            if trajectory.finish_reason == "aborted" and self.controller.dispatcher.is_awaited(worker, ticket):
-                raise ValueError(f"ticket {ticket.ticket_id} as aborted, which it was not told to abort")
+            if (
+                ticket is None
+                or counts[ticket.ticket_id] != ticket.num_members
+                or max(members.values()) > 1
+            ):
+                raise ValueError(
+                    f"trajectories of ticket {trajectory.ticket_id}, which it has not, or not all of them"
+                )
+            if trajectory.finish_reason == "aborted" and self.controller.dispatcher.is_awaited(
+                worker, ticket
+            ):
+                raise ValueError(
+                    f"ticket {ticket.ticket_id} as aborted, which it was not told to abort"
+                )
             asked = replace(ticket, min_version=self.controller.dispatcher.min_version(ticket))
-            if why := mistake_in(trajectory, asked, self.config, worker.sent_version, self._vocab_size):
+            if why := mistake_in(
+                trajectory, asked, self.config, worker.sent_version, self._vocab_size
+            ):
                 raise ValueError(f"of ticket {ticket.ticket_id} {why}")
 
     def _answer(self, host: Host, pull: Pull, opened: Future) -> None:
         host.is_pulling = False
-        if opened.exception() is not None:  # there are newer ones, and too many hosts that read older ones
+        # there are newer ones, and too many hosts that read older ones
+        if opened.exception() is not None:
             for worker in host.engines.values():
                 self.controller.fetch_anew(worker, pull.version)
             return
@@ -431,7 +480,9 @@ def _vocab_size(model_path: str) -> int:
     """Return the number of tokens that a model knows, from its config.json."""
     from transformers import AutoConfig  # takes seconds to import
 
-    return AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config().vocab_size
+    return (
+        AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config().vocab_size
+    )
 
 
 def _shared(config: Config) -> dict:
@@ -439,7 +490,9 @@ def _shared(config: Config) -> dict:
 
     So hosts that wait for a run need not start again when it continues with other values of these.
     """
-    return located(config, Path("/")).as_dict() | {option.name: option.default for option in options_for(May.HOST)}
+    return located(config, Path("/")).as_dict() | {
+        option.name: option.default for option in options_for(May.HOST)
+    }
 
 
 COUNTS = ("joins", "leaves", "shut_out", "late", "mb_sent", "mb_received")
@@ -456,14 +509,19 @@ def _metrics(counts: Counter[str], seconds: float) -> dict[str, float]:
     """What a host did in so many seconds."""
     metrics = {name: counts[name] for name in ("mb_sent", "mb_received")}
     metrics["tokens_per_s"] = counts["tokens"] / seconds
-    return metrics | ({"lag": counts["lags"] / counts["trajectories"]} if counts["trajectories"] else {})
+    return metrics | (
+        {"lag": counts["lags"] / counts["trajectories"]} if counts["trajectories"] else {}
+    )
 
 
 def listen(start: "Start", model_path: str, run: RunDirectory) -> Swarm:
     """Have hosts join that sample for this node from elsewhere."""
     config, cluster, key_path = start.config, start.cluster, run.path / "swarm.key"
     keys = cluster.gather(make_key(key_path) if cluster.is_first else None)[0]
-    host, is_local = config.listen.rpartition(":")[0], config.listen.startswith(("127.", "localhost:"))
+    host, is_local = (
+        config.listen.rpartition(":")[0],
+        config.listen.startswith(("127.", "localhost:")),
+    )
     address = config.listen if cluster.is_first else f"{host if is_local else '0.0.0.0'}:*"
     swarm = Swarm(config, model_path, address, keys, run)
     start.on_end.callback(swarm.stop)
@@ -472,5 +530,8 @@ def listen(start: "Start", model_path: str, run: RunDirectory) -> Swarm:
     nodes = cluster.gather((where, len(start.placement.workers)))
     if cluster.is_first:
         swarm.nodes = nodes
-        print(f"sample for this run elsewhere: python rollout.py --join {where} --key {key_path}", flush=True)
+        print(
+            f"sample for this run elsewhere: python rollout.py --join {where} --key {key_path}",
+            flush=True,
+        )
     return swarm

@@ -21,7 +21,12 @@ tokens that were sampled by their own probabilities p, 1/∏(p·vocabulary) is 1
 honest response exceeds this once in e⁴⁰. More would be a ratio of probabilities that no loss can hold."""
 CLOCK_SLACK_S = 1.0
 """Time that an honest clock may be set back by, seconds."""
-_DTYPES = {"tokens": np.int64, "loss_mask": np.bool_, "behavior_logprobs": np.float32, "policy_versions": np.int32}
+_DTYPES = {
+    "tokens": np.int64,
+    "loss_mask": np.bool_,
+    "behavior_logprobs": np.float32,
+    "policy_versions": np.int32,
+}
 
 
 def mistake_in(
@@ -32,7 +37,8 @@ def mistake_in(
     The types of the fields are taken as declared: extras/swarm/wire.py decodes nothing else. `ticket.min_version` is to
     be what was asked for when the ticket was given out, `newest_version` the newest that its worker was told of.
     """
-    shortest = min(getattr(trajectory, name).size for name in _DTYPES)  # all are as long, if it is honest
+    # all are as long, if it is honest
+    shortest = min(getattr(trajectory, name).size for name in _DTYPES)
     generated = np.flatnonzero(trajectory.loss_mask[:shortest])
     num_known = _num_known(trajectory, generated, ticket)
     mistakes = chain(  # lazily: each may count on those before
@@ -59,13 +65,22 @@ def _of_ticket_and_arrays(t: Trajectory, ticket: Ticket, vocab_size: int) -> Ite
         yield f"tokens from {t.tokens.min()} to {t.tokens.max()}, not in 0 … {vocab_size - 1}"
 
 
-def _of_places(t: Trajectory, generated: np.ndarray, ticket: Ticket, config: Config) -> Iterator[str]:
+def _of_places(
+    t: Trajectory, generated: np.ndarray, ticket: Ticket, config: Config
+) -> Iterator[str]:
     length, num_generated = len(t.tokens), len(generated)
     start = int(generated[0]) if num_generated else length
-    if start > config.max_prompt_tokens or length - start > config.max_response_tokens or (num_generated and not start):
+    if (
+        start > config.max_prompt_tokens
+        or length - start > config.max_response_tokens
+        or (num_generated and not start)
+    ):
         yield f"{start} tokens of prompt and {length - start} after it"
     if not config.is_multi_turn and (length or t.finish_reason != "aborted"):
-        if start != len(ticket.prompt_tokens) or tuple(t.tokens[:start].tolist()) != ticket.prompt_tokens:
+        if (
+            start != len(ticket.prompt_tokens)
+            or tuple(t.tokens[:start].tolist()) != ticket.prompt_tokens
+        ):
             yield "another prompt than the ticket's"
         if start + num_generated < length:
             yield "tokens after the prompt that are not generated"
@@ -82,12 +97,19 @@ def _num_known(t: Trajectory, generated: np.ndarray, ticket: Ticket) -> int:
         return 0
     places = generated[: len(ticket.prefix.tokens)]
     names = ("tokens", "behavior_logprobs", "policy_versions")
-    are_same = all(np.array_equal(getattr(t, name)[places], getattr(ticket.prefix, name)) for name in names)
+    are_same = all(
+        np.array_equal(getattr(t, name)[places], getattr(ticket.prefix, name)) for name in names
+    )
     return len(places) if are_same else 0
 
 
 def _of_prefix(num_known: int, num_generated: int, ticket: Ticket, config: Config) -> Iterator[str]:
-    if ticket.prefix is not None and num_generated and not num_known and config.on_update != "restart":
+    if (
+        ticket.prefix is not None
+        and num_generated
+        and not num_known
+        and config.on_update != "restart"
+    ):
         yield "another beginning than the ticket's"
 
 
@@ -100,11 +122,15 @@ def _of_values(t: Trajectory, generated: np.ndarray, vocab_size: int) -> Iterato
         yield "a log-prob of a token that is not generated"
 
 
-def _of_versions(t: Trajectory, generated: np.ndarray, num_known: int, bounds: tuple[int, int]) -> Iterator[str]:
+def _of_versions(
+    t: Trajectory, generated: np.ndarray, num_known: int, bounds: tuple[int, int]
+) -> Iterator[str]:
     versions, (oldest, newest) = t.policy_versions[generated[num_known:]].tolist(), bounds
     if t.policy_versions.tolist().count(-1) < len(t.tokens) - len(generated):
         yield "a version of a token that is not generated"
-    if versions and not (oldest <= versions[0] and versions[-1] <= newest and versions == sorted(versions)):
+    if versions and not (
+        oldest <= versions[0] and versions[-1] <= newest and versions == sorted(versions)
+    ):
         yield f"versions {versions[0]} … {versions[-1]}, not ascending from {oldest} at least to {newest} at most"
 
 
@@ -114,7 +140,11 @@ def _of_ending_and_times(t: Trajectory, num_generated: int, config: Config) -> I
         yield "an end that is not after a turn of the policy"
     if reason == "failed" and not (t.num_turns or config.is_multi_turn):
         yield "a failure before the policy's turn"
-    if reason == "length" and not config.is_multi_turn and num_generated != config.max_response_tokens:
+    if (
+        reason == "length"
+        and not config.is_multi_turn
+        and num_generated != config.max_response_tokens
+    ):
         yield f"cut at {num_generated} tokens, not at {config.max_response_tokens}"
     if not (abs(t.reward) <= MAX_REWARD if has_ended else isnan(t.reward)):
         yield f"a reward of {t.reward:.4g}, {reason}"

@@ -48,7 +48,9 @@ def distance(own: np.ndarray, claimed: np.ndarray) -> float:
     """How far claimed log-probs of a response are from the trainer's, nats: their mean difference over its tokens and
     SLACK_TOKENS more, or 1/LARGEST of the largest difference if that is more."""
     differences = np.abs(own.astype(np.float64) - claimed)
-    return float(max(differences.sum() / (len(differences) + SLACK_TOKENS), differences.max() / LARGEST))
+    return float(
+        max(differences.sum() / (len(differences) + SLACK_TOKENS), differences.max() / LARGEST)
+    )
 
 
 def allowed_distance(config: Config, dtype: torch.dtype) -> float:
@@ -63,7 +65,11 @@ def allowed_distance(config: Config, dtype: torch.dtype) -> float:
     top_p, top_k or min_p cut: rounding may move a token in or out, and a log-prob by up to log 2. So honest responses
     are beyond it far less often than once in 10,000, and one that is beyond is enough.
     """
-    return 1e-3 if dtype == torch.float32 and (config.top_p, config.top_k, config.min_p) == (1, 0, 0) else 0.1
+    return (
+        1e-3
+        if dtype == torch.float32 and (config.top_p, config.top_k, config.min_p) == (1, 0, 0)
+        else 0.1
+    )
 
 
 class Verifier:
@@ -72,7 +78,9 @@ class Verifier:
     def __init__(self, config: Config, cluster: Cluster, tokenizer=None, *, key: bytes = b""):
         """`key` decides which responses are checked; a random one by default, as hosts know the run's seed."""
         self.config, self.cluster, self.tokenizer = config, cluster, tokenizer
-        self.counts = Counter(verified=0, too_late=0, verify_failed=0, rewards_verified=0, rewards_unverified=0)
+        self.counts = Counter(
+            verified=0, too_late=0, verify_failed=0, rewards_verified=0, rewards_unverified=0
+        )
         self.largest, self._key = 0.0, key or secrets.token_bytes(16)
         self._pool: RewardPool | None = None
         self._loop = asyncio.new_event_loop()
@@ -80,7 +88,9 @@ class Verifier:
         self._can_score = not (config.is_multi_turn or load_score(*self._score_by).is_async)
         self._scoring: list[tuple[Trajectory, Future]] = []
 
-    def verify(self, answered: list[tuple[Ticket, Trajectory]], policy: Policy, version: int) -> list[tuple[int, str]]:
+    def verify(
+        self, answered: list[tuple[Ticket, Trajectory]], policy: Policy, version: int
+    ) -> list[tuple[int, str]]:
         """Check a share of what came from joined hosts since the last call; collective.
 
         `answered` is of leaders, and passed `mistake_in`; `version` is that of the weights now. Returns, on leaders,
@@ -102,7 +112,9 @@ class Verifier:
 
     def chooses(self, t: Trajectory) -> bool:
         """Whether a response is checked, which only this process can know; vLLM's log-probs of greedy ones are raw."""
-        digest = hashlib.blake2b(f"{t.ticket_id} {t.member}".encode(), key=self._key, digest_size=8).digest()
+        digest = hashlib.blake2b(
+            f"{t.ticket_id} {t.member}".encode(), key=self._key, digest_size=8
+        ).digest()
         is_sampled = t.finish_reason in ("stop", "length") and t.group_id != GREEDY_GROUP
         return is_sampled and int.from_bytes(digest) < self.config.swarm.verify_share * 2**64
 
@@ -113,10 +125,16 @@ class Verifier:
             return
         for ticket, t in chosen:
             if self._pool is None:
-                self._pool = RewardPool(*self._score_by, self.config.env_timeout_s, title="rewards verifier")
-                threading.Thread(target=self._loop.run_forever, name="rewards verifier", daemon=True).start()
+                self._pool = RewardPool(
+                    *self._score_by, self.config.env_timeout_s, title="rewards verifier"
+                )
+                threading.Thread(
+                    target=self._loop.run_forever, name="rewards verifier", daemon=True
+                ).start()
             text = self.tokenizer.decode(t.tokens[t.loss_mask].tolist(), skip_special_tokens=True)
-            scoring = asyncio.run_coroutine_threadsafe(self._pool.score(ticket.answer, text), self._loop)
+            scoring = asyncio.run_coroutine_threadsafe(
+                self._pool.score(ticket.answer, text), self._loop
+            )
             self._scoring.append((t, scoring))
 
     def _false_rewards(self) -> Iterator[tuple[int, str]]:
@@ -127,8 +145,13 @@ class Verifier:
                 continue
             failed = scoring.cancelled() or scoring.exception() is not None
             self.counts.update(["rewards_unverified" if failed else "rewards_verified"])
-            if not failed and abs(scoring.result()[0] - t.reward) > REWARD_ROUNDING * max(1.0, abs(t.reward)):
-                yield t.worker, f"the reward of ticket {t.ticket_id} is {scoring.result()[0]:g}, not {t.reward:g}"
+            if not failed and abs(scoring.result()[0] - t.reward) > REWARD_ROUNDING * max(
+                1.0, abs(t.reward)
+            ):
+                yield (
+                    t.worker,
+                    f"the reward of ticket {t.ticket_id} is {scoring.result()[0]:g}, not {t.reward:g}",
+                )
 
     def metrics(self) -> Measured:
         """`swarm/*` of what was checked since the start, on a leader."""

@@ -184,4 +184,6 @@ def read_key(path: str) -> tuple[bytes, bytes, bytes]:
             raise ValueError("its keys are not of 32 bytes")
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ValueError(f"--key {path} cannot be read ({error}); copy runs/NAME/swarm.key of the run") from None
+        raise ValueError(
+            f"--key {path} cannot be read ({error}); copy runs/NAME/swarm.key of the run"
+        ) from None

@@ -65,7 +65,9 @@ def true_gradient(logits: Tensor, arms: Tensor, rewards: Tensor) -> Tensor:
     return earned - logits.softmax(dim=-1) * (probs * rewards).sum()
 
 
-def policies(num_updates: int, num_choices: int, lr: float, arms: Tensor, rewards: Tensor, seed: int) -> list[Tensor]:
+def policies(
+    num_updates: int, num_choices: int, lr: float, arms: Tensor, rewards: Tensor, seed: int
+) -> list[Tensor]:
     """Logits [T, V] after 0 … num_updates exact gradient steps from a random start."""
     generator = torch.Generator().manual_seed(seed)
     path = [torch.randn(arms.shape[1], num_choices, generator=generator, dtype=torch.float64)]
@@ -74,7 +76,9 @@ def policies(num_updates: int, num_choices: int, lr: float, arms: Tensor, reward
     return path
 
 
-def arm_gradients(algo: str, current: Tensor, behavior: Tensor, arms: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+def arm_gradients(
+    algo: str, current: Tensor, behavior: Tensor, arms: Tensor, rewards: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the negative gradient of the loss `algo` for each arm, [V^T, T, V], and the arms' probabilities, [V^T].
 
     Arms come from the policy `behavior` and are trained on at `current` (logits [T, V]), which is the proximal policy
@@ -112,11 +116,16 @@ def measure(gradients: Tensor, probs: Tensor, true: Tensor) -> dict[str, float]:
 
 def token_drift(current: Tensor, behavior: Tensor) -> float:
     """KL(behavior ‖ current) in nats per token, exact."""
-    probs, log_ratio = behavior.softmax(dim=-1), behavior.log_softmax(dim=-1) - current.log_softmax(dim=-1)
+    probs, log_ratio = (
+        behavior.softmax(dim=-1),
+        behavior.log_softmax(dim=-1) - current.log_softmax(dim=-1),
+    )
     return float((probs * log_ratio).sum(dim=-1).mean())
 
 
-def study(num_tokens: int, num_choices: int, max_lag: int, num_starts: int, lr: float) -> list[dict]:
+def study(
+    num_tokens: int, num_choices: int, max_lag: int, num_starts: int, lr: float
+) -> list[dict]:
     """One record per loss and lag: the MEASURES and the drift, each as mean and standard deviation over the starts."""
     arms, rewards = all_arms(num_tokens, num_choices)
     found = []
@@ -142,7 +151,10 @@ def table(records: list[dict], num_tokens: int, name: str) -> list[str]:
     """Markdown lines of one measure for one arm length: a row per loss, a column for each lag that is shown."""
     frame, drift = (by_lag(records, num_tokens, key) for key in (name, "drift"))
     lags = [lag for lag in SHOWN_LAGS if lag in frame]
-    rows = [[f"`{algo}`", *(format(frame[lag][algo], MEASURES[name][1]) for lag in lags)] for algo in frame.index]
+    rows = [
+        [f"`{algo}`", *(format(frame[lag][algo], MEASURES[name][1]) for lag in lags)]
+        for algo in frame.index
+    ]
     rows.insert(0, ["*drift, nats per token*", *(f"*{drift[lag].iloc[0]:.3f}*" for lag in lags)])
     return markdown([f"{name}, T = {num_tokens}", *(f"lag {lag}" for lag in lags)], rows)
 
@@ -153,7 +165,9 @@ def draw(records: list[dict], lengths: list[int], path: Path) -> None:
     panels = figure.subplots(len(lengths), len(MEASURES), squeeze=False)
     # Several losses lie on each other: dashes of different phase let all of them show.
     styles = [f"C{i % 10}{('-', '--', '-.', ':')[i % 4]}" for i, _ in enumerate(ROWS)]
-    for panel, (num_tokens, name) in zip(panels.flat, itertools.product(lengths, MEASURES), strict=True):
+    for panel, (num_tokens, name) in zip(
+        panels.flat, itertools.product(lengths, MEASURES), strict=True
+    ):
         by_lag(records, num_tokens, name).T.plot(ax=panel, style=styles, legend=False, grid=True)
         panel.set(xlabel="lag, updates", title=f"{MEASURES[name][0]},  T = {num_tokens}")
         if name != "cosine":
@@ -189,11 +203,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4], help="tokens per arm (T)")
     parser.add_argument("--choices", type=int, default=4, help="choices per token (V)")
-    parser.add_argument("--max-lag", type=int, default=16, help="updates between sampling and training, at most")
+    parser.add_argument(
+        "--max-lag", type=int, default=16, help="updates between sampling and training, at most"
+    )
     parser.add_argument("--starts", type=int, default=20, help="random starts (n)")
-    parser.add_argument("--lr", type=float, default=1.0, help="step size of the exact gradient steps")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "bandit", help="folder of the records")
-    parser.add_argument("--report", action="store_true", help="study nothing, write tables and figure again")
+    parser.add_argument(
+        "--lr", type=float, default=1.0, help="step size of the exact gradient steps"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "results" / "bandit", help="folder of the records"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="study nothing, write tables and figure again"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -201,7 +223,9 @@ def main() -> None:
         made = provenance() | {"n": given.starts, "lr": given.lr, "choices": given.choices}
         of = (given.choices, given.max_lag, given.starts, given.lr)
         lines = [made, *itertools.chain(*(study(tokens, *of) for tokens in given.tokens))]
-        (given.out / "bandit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        (given.out / "bandit.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+        )
     write(given.out)
     print(f"records: {given.out}")
 

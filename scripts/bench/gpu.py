@@ -25,15 +25,24 @@ from scripts.bench.harness import ROOT, Arm, Bench, Case
 
 BUDGET_S = 470.0
 SAYS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-PARTS, ROWS, RATIOS, PREDICTIONS = (SAYS[what] for what in ("parts", "rows", "ratios", "predictions"))
+PARTS, ROWS, RATIOS, PREDICTIONS = (
+    SAYS[what] for what in ("parts", "rows", "ratios", "predictions")
+)
 """What is done, and what is shown of it; gpu.toml says what is what."""
-TINY_PARTS = {f"{kind} tiny": 200 for kind in ("sync", "trainer", "rollout", "bare", "job-sync", "job-async")}
+TINY_PARTS = {
+    f"{kind} tiny": 200 for kind in ("sync", "trainer", "rollout", "bare", "job-sync", "job-async")
+}
 
 
 def run_part(part: str, limit_s: float, device: str, models: Path, deadline: float) -> dict:
     """Run a part in a process of its own, and no longer than to `deadline`. Returns its numbers, or how it failed."""
     (kind, model), left = part.split(), deadline - time.monotonic()
-    record = {"kind": kind, "model": model, "gpu": gpu_name() if device == "cuda" else None, "seconds": 0.0}
+    record = {
+        "kind": kind,
+        "model": model,
+        "gpu": gpu_name() if device == "cuda" else None,
+        "seconds": 0.0,
+    }
     if left < limit_s / 3:
         return record | {"failed": f"not run: {max(0.0, left):.0f} s are left"}
     log = Path(tempfile.mkstemp(prefix=f"bench-gpu-{kind}-{model}-", suffix=".log")[1])
@@ -61,7 +70,10 @@ def run_part(part: str, limit_s: float, device: str, models: Path, deadline: flo
 def last_error(log: str) -> str:
     """The last line of a log that names an error, or the last one."""
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["it printed nothing"]
-    return next((line for line in reversed(lines) if "Error" in line or line.startswith("error:")), lines[-1])[:200]
+    return next(
+        (line for line in reversed(lines) if "Error" in line or line.startswith("error:")),
+        lines[-1],
+    )[:200]
 
 
 def measure(kind: str, model: str, device: str, models: str, result: str) -> None:
@@ -74,7 +86,8 @@ def measure(kind: str, model: str, device: str, models: str, result: str) -> Non
     numbers = FUNCTIONS[kind](Setup(device, model, Path(models)))
     Path(result).write_text(json.dumps(numbers))
     sys.stdout.flush()
-    os._exit(0)  # all that is left is the end of engines, which must not fail what has been measured
+    # all that is left is the end of engines, which must not fail what has been measured
+    os._exit(0)
 
 
 # The table
@@ -124,9 +137,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def cases(given: argparse.Namespace, models: Path) -> list[Case]:
     """A case for each part, with random models in a folder that they share."""
     if given.device == "cuda" and gpu_name() is None:
-        raise ValueError("torch sees no NVIDIA GPU; --device cpu --out FOLDER runs the same code without one")
+        raise ValueError(
+            "torch sees no NVIDIA GPU; --device cpu --out FOLDER runs the same code without one"
+        )
     if given.device == "cpu" and given.out.resolve().is_relative_to(ROOT / "results"):
-        raise ValueError("what --device cpu measures means nothing; keep it out of results/ with --out FOLDER")
+        raise ValueError(
+            "what --device cpu measures means nothing; keep it out of results/ with --out FOLDER"
+        )
     deadline = time.monotonic() + given.budget_s
 
     def arm(part: str, limit_s: float) -> Arm:
@@ -147,7 +164,15 @@ def main() -> None:
     """Measure and print the table; exits with 1 if a part failed."""
     with tempfile.TemporaryDirectory(prefix="bench-gpu-models-") as models:
         these = functools.partial(cases, models=Path(models))
-        bench = Bench("gpu", "What a GPU gives", these, report, key=("case",), repeats=1, add_options=add_options)
+        bench = Bench(
+            "gpu",
+            "What a GPU gives",
+            these,
+            report,
+            key=("case",),
+            repeats=1,
+            add_options=add_options,
+        )
         records = harness.main(bench)
     print(table(records), flush=True)
     sys.exit(any("failed" in record for record in records))

@@ -49,7 +49,9 @@ def place_here(config: Config, device: str) -> Placement:
     placement = place(config, len(gpus), available_cores(), 1)
     if not gpus:
         return placement
-    placement, arithmetic = plan_memory(config, placement, read_shape(config.model), gpus, Sharing())
+    placement, arithmetic = plan_memory(
+        config, placement, read_shape(config.model), gpus, Sharing()
+    )
     print(arithmetic, flush=True)
     return placement
 
@@ -111,7 +113,8 @@ class Pair:
 
 def sync(setup: Setup) -> dict:
     """Publish a version some times: how long the trainer waits, how long the engine, and whether they agree after."""
-    with closing(Pair(setup, gpu_memory_utilization=ENGINE_SHARE)) as pair:  # nothing is trained that needs room
+    # nothing is trained that needs room
+    with closing(Pair(setup, gpu_memory_utilization=ENGINE_SHARE)) as pair:
         rounds = [_publish(pair, version, setup.device) for version in range(SYNC_ROUNDS + 1)][1:]
         gap = pair.gap()
     gb = sum(spec.num_bytes for spec in pair.specs) / 1e9
@@ -125,7 +128,9 @@ def sync(setup: Setup) -> dict:
 
 def _publish(pair: Pair, version: int, device: str) -> tuple[float, float]:
     pair.perturb()
-    stage_s, staged = timed(lambda: pair.transport.stage(version, pair.policy.sent_parameters()), device)
+    stage_s, staged = timed(
+        lambda: pair.transport.stage(version, pair.policy.sent_parameters()), device
+    )
     pair.transport.announce(staged)
     load_s, _ = timed(lambda: pair.run(pair.proxy.update(version, staged.messages)), device)
     return stage_s, load_s
@@ -140,7 +145,9 @@ def rollout(setup: Setup) -> dict:
     folder = Path(tempfile.mkdtemp(prefix="bench-gpu-")) / "rollout"
     with running(Rig(config, run_worker, folder, setup.device)) as rig:
         timed_steps = [timed(rig.step, "cpu") for _ in range(ROLLOUT_STEPS)]
-    return _rates([(seconds, sum(group.num_generated for group in groups)) for seconds, groups in timed_steps])
+    return _rates(
+        [(seconds, sum(group.num_generated for group in groups)) for seconds, groups in timed_steps]
+    )
 
 
 def _rates(steps: list[tuple[float, int]]) -> dict:
@@ -159,13 +166,22 @@ def bare(setup: Setup) -> dict:
     ours = ("weight_transfer_config", "worker_extension_cls", "logprobs_mode", "disable_log_stats")
     llm = LLM(**{name: value for name, value in options.items() if name not in ours})
     task, tokenizer = load_task(config.task, 0), load_tokenizer(config.model)
-    params = SamplingParams(temperature=1.0, max_tokens=config.max_response_tokens, detokenize=False)
+    params = SamplingParams(
+        temperature=1.0, max_tokens=config.max_response_tokens, detokenize=False
+    )
     steps = []
     for step in range(ROLLOUT_STEPS):
-        problems = [task.train_problem(step * config.groups_per_step + i) for i in range(config.groups_per_step)]
-        encoded = [{"prompt_token_ids": task.encode_prompt(problem, tokenizer)} for problem in problems]
+        problems = [
+            task.train_problem(step * config.groups_per_step + i)
+            for i in range(config.groups_per_step)
+        ]
+        encoded = [
+            {"prompt_token_ids": task.encode_prompt(problem, tokenizer)} for problem in problems
+        ]
         prompts = [prompt for prompt in encoded for _ in range(config.group_size)]
-        seconds, outputs = timed(lambda prompts=prompts: llm.generate(prompts, params, use_tqdm=False), "cpu")
+        seconds, outputs = timed(
+            lambda prompts=prompts: llm.generate(prompts, params, use_tqdm=False), "cpu"
+        )
         steps.append((seconds, sum(len(output.outputs[0].token_ids) for output in outputs)))
     return _rates(steps)
 
@@ -188,15 +204,28 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
         "--optim.args",
         "weight_decay=50",
     ]  # no response earns anything; the decay moves the weights all the same
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "train_async.py",
+        *arguments,
+    ]
     subprocess.run(command, cwd=ROOT, check=True)
     return job_numbers(read(folder / "run" / "metrics.jsonl"))
 
 
 def job_numbers(metrics: list[dict]) -> dict:
     """Medians over the steps after the warm-up, and the worst of what must stay small."""
-    logged = {"step_s": "time/step_s", "publish_s": "time/publish_s", "tokens_per_s": "rollout/tokens_per_s"}
-    later = {found: [line[name] for line in metrics[JOB_WARM_UP:]] for found, name in logged.items()}
+    logged = {
+        "step_s": "time/step_s",
+        "publish_s": "time/publish_s",
+        "tokens_per_s": "rollout/tokens_per_s",
+    }
+    later = {
+        found: [line[name] for line in metrics[JOB_WARM_UP:]] for found, name in logged.items()
+    }
     found = {name: statistics.median(values) for name, values in later.items()}
     for worst, name in (("gap_mean", "mismatch/abs_mean"), ("peak_gib", "memory/peak_gib")):
         if values := [line[name] for line in metrics if name in line]:

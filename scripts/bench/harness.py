@@ -88,10 +88,14 @@ def provenance(size: str = "full") -> dict:
     status = git("status", "--porcelain", *code)
     return {
         "size": size,
-        "command": shlex.join(["python", os.path.relpath(Path(sys.argv[0]).resolve(), ROOT), *sys.argv[1:]]),
+        "command": shlex.join(
+            ["python", os.path.relpath(Path(sys.argv[0]).resolve(), ROOT), *sys.argv[1:]]
+        ),
         "commit": git("rev-parse", "--short=12", "HEAD") or f"unknown, {time.time():.0f}",
         "dirty": bool(status),
-        "changes": hashlib.sha256(f"{status}{git('diff', 'HEAD', *code)}".encode()).hexdigest()[:12] if status else "",
+        "changes": hashlib.sha256(f"{status}{git('diff', 'HEAD', *code)}".encode()).hexdigest()[:12]
+        if status
+        else "",
         "hardware": f"{len(os.sched_getaffinity(0))} CPU cores, {cpu_name()}",
         "load_before": round(os.getloadavg()[0], 2),
         "packages": versions(PACKAGES),
@@ -127,9 +131,13 @@ def add(record: dict, path: Path, key: tuple[str, ...]) -> None:
 
 def measure(bench: Bench, case: Case, repeats: int, path: Path, made: dict) -> None:
     """Measure the arms of a case in turn, `repeats` times, and keep a record of each that there is none of yet."""
-    there = [r for r in read(path) if "failed" not in r and all(r.get(k) == made[k] for k in MAKERS)]
+    there = [
+        r for r in read(path) if "failed" not in r and all(r.get(k) == made[k] for k in MAKERS)
+    ]
     todo = []
-    for repeat, arm in ((i, arm) for i in range(repeats) for arm in case.arms[:: -1 if i % 2 else 1]):
+    for repeat, arm in (
+        (i, arm) for i in range(repeats) for arm in case.arms[:: -1 if i % 2 else 1]
+    ):
         of = {"case": case.name, "repeat": repeat} | ({} if case.records else {"arm": arm.name})
         if not any(of.items() <= {name: r.get(name) for name in of}.items() for r in there):
             todo.append((of, arm))
@@ -142,10 +150,17 @@ def measure(bench: Bench, case: Case, repeats: int, path: Path, made: dict) -> N
             found[arm.name] = measures[arm.name]()
             if case.records and len(found) < len(arms):
                 continue
-            new = case.records(found) if case.records else [{"options": arm.options, **found[arm.name]}]
+            new = (
+                case.records(found)
+                if case.records
+                else [{"options": arm.options, **found[arm.name]}]
+            )
             for record in ({**of, **record, **made} for record in new):
                 add(record, path, bench.key)
-                what, number = ", ".join(str(record[name]) for name in bench.key), record.get(bench.shown)
+                what, number = (
+                    ", ".join(str(record[name]) for name in bench.key),
+                    record.get(bench.shown),
+                )
                 shown = f"{number:.4g}" if isinstance(number, float) else number
                 print(f"{what} {of['repeat'] + 1}/{repeats}: {bench.shown} {shown}", flush=True)
             found = {}
@@ -155,7 +170,10 @@ def measure(bench: Bench, case: Case, repeats: int, path: Path, made: dict) -> N
 def started(name: str, arms: Sequence[Arm]) -> Iterator[dict[str, Callable[[], dict]]]:
     """What measures each arm. None of them is left afterwards, and their logs only after a failure."""
     logs, entered, measures = Path(tempfile.mkdtemp(prefix="bench-")), [], {}
-    print(f"{name}: starting {', '.join(arm.name for arm in arms) or 'nothing'}, logs in {logs}", flush=True)
+    print(
+        f"{name}: starting {', '.join(arm.name for arm in arms) or 'nothing'}, logs in {logs}",
+        flush=True,
+    )
     try:
         for arm in arms:
             manager = arm.start(logs)
@@ -190,7 +208,11 @@ class Column:
 
     def headings(self) -> list[str]:
         """Of this column and of those beside it."""
-        return [self.heading, *filter(None, [self.against]), *["target", "reached"] * (self.target is not None)]
+        return [
+            self.heading,
+            *filter(None, [self.against]),
+            *["target", "reached"] * (self.target is not None),
+        ]
 
     def values(self, records: list[dict]) -> list[float]:
         """The numbers of the records that have one, in the unit shown."""
@@ -211,7 +233,10 @@ class Column:
             cells.append(f"{self.gain(values, others):.2f} [{min(pairs):.2f}–{max(pairs):.2f}]")
         if self.target is not None:
             missed = (self.target - statistics.median(values)) * (self.better or 1) > 0
-            cells += [f"{'≤' if self.better < 0 else '≥'} {self.target:g}", "no" if missed else "yes"]
+            cells += [
+                f"{'≤' if self.better < 0 else '≥'} {self.target:g}",
+                "no" if missed else "yes",
+            ]
         return cells
 
 
@@ -233,8 +258,12 @@ def table(what: str, rows: dict[str, list[dict]], columns: Sequence[Column]) -> 
     """Lines of a table: a row for each name and its records, n, and the columns; `what` heads the names."""
     first = next(iter(rows.values()), [])
     heading = [what, "n", *(heading for column in columns for heading in column.headings())]
-    cells = ((c for column in columns for c in column.cells(found, first)) for found in rows.values())
-    return markdown(heading, ([name, str(len(rows[name])), *row] for name, row in zip(rows, cells, strict=True)))
+    cells = (
+        (c for column in columns for c in column.cells(found, first)) for found in rows.values()
+    )
+    return markdown(
+        heading, ([name, str(len(rows[name])), *row] for name, row in zip(rows, cells, strict=True))
+    )
 
 
 # The command line
@@ -252,7 +281,9 @@ def chosen(cases: Sequence[Case], only: list[str] | None) -> list[Case]:
 def check(cases: Sequence[Case], out: Path, made: dict) -> None:
     """Raise ValueError for records that would not name the code that made them, and for a case that memory lacks."""
     if made["dirty"] and out.resolve().is_relative_to(ROOT / "results"):
-        raise ValueError(f"records in {out} name their commit, and changes are uncommitted; commit them or give --out")
+        raise ValueError(
+            f"records in {out} name their commit, and changes are uncommitted; commit them or give --out"
+        )
     largest, available = max(cases, key=lambda case: case.memory), psutil.virtual_memory().available
     if largest.memory > available:
         sizes = f"{largest.memory / 1e9:.0f} GB of memory, {available / 1e9:.0f} GB are available"
@@ -273,11 +304,21 @@ def write(bench: Bench, out: Path) -> list[dict]:
 def main(bench: Bench) -> list[dict]:
     """Read the command line, measure what there is not yet, and write the page. Returns all records."""
     parser = argparse.ArgumentParser(description=bench.title)
-    parser.add_argument("--only", nargs="+", metavar="CASE", help="cases, or first words of cases; all unless given")
-    parser.add_argument("--repeats", type=int, default=bench.repeats, help="measurements of each arm (n)")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / bench.name, help="folder of the records")
-    parser.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny: only to see that it runs")
-    parser.add_argument("--report", action="store_true", help="measure nothing, write the page again")
+    parser.add_argument(
+        "--only", nargs="+", metavar="CASE", help="cases, or first words of cases; all unless given"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=bench.repeats, help="measurements of each arm (n)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "results" / bench.name, help="folder of the records"
+    )
+    parser.add_argument(
+        "--size", choices=("full", "tiny"), default="full", help="tiny: only to see that it runs"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="measure nothing, write the page again"
+    )
     bench.add_options(parser)
     given = parser.parse_args()
     if given.repeats < 1:

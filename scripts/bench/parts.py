@@ -57,7 +57,9 @@ Measure = Callable[[], dict]
 # Training
 
 
-def make_sequences(config: Config, model_path: str, count: int = SAMPLES_PER_STEP) -> list[TrainSequence]:
+def make_sequences(
+    config: Config, model_path: str, count: int = SAMPLES_PER_STEP
+) -> list[TrainSequence]:
     """The task's first problems with responses of the work's lengths: right answers, or any tokens where forced."""
     task, tokenizer = load_task(config.task, config.seed), load_tokenizer(model_path)
     work, sequences = work_of(config.max_response_tokens), []
@@ -65,7 +67,9 @@ def make_sequences(config: Config, model_path: str, count: int = SAMPLES_PER_STE
         problem = task.train_problem(index // config.group_size)
         response = [*tokenizer.encode(problem.answer), tokenizer.eos_token_id]
         if work.forced:
-            response = random.Random(index).choices(range(tokenizer.vocab_size), k=work.length(index))
+            response = random.Random(index).choices(
+                range(tokenizer.vocab_size), k=work.length(index)
+            )
         prompt = task.encode_prompt(problem, tokenizer)
         sequences.append(made_up([*prompt, *response], len(prompt), index, logprob=-1.0))
     return sequences
@@ -80,15 +84,24 @@ class PlainStep:
         self.config = config
         options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
         self.model = AutoModelForCausalLM.from_pretrained(model_path, **options).eval()
-        self.optimizer = make_optimizer(config, [{"params": self.model.parameters(), "lr": config.lr}])
+        self.optimizer = make_optimizer(
+            config, [{"params": self.model.parameters(), "lr": config.lr}]
+        )
 
     def step(self, batches: list[MicroBatch]) -> None:
         """One optimizer update."""
         tokens = sum(len(batch.targets) for batch in batches)
         for batch in batches:
-            hidden = self.model.base_model(batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+            hidden = self.model.base_model(
+                batch.input_ids, position_ids=batch.position_ids, use_cache=False
+            )
             rows = hidden.last_hidden_state.flatten(0, 1).index_select(0, batch.sources)
-            logprobs = self.model.lm_head(rows).log_softmax(dim=-1).gather(1, batch.targets[:, None]).squeeze(1)
+            logprobs = (
+                self.model.lm_head(rows)
+                .log_softmax(dim=-1)
+                .gather(1, batch.targets[:, None])
+                .squeeze(1)
+            )
             (-(logprobs * batch.advantages).sum() / tokens).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
@@ -113,7 +126,11 @@ def training(who: str, work: Work, steps: int, logs: Path) -> Iterator[Measure]:
         start = time.monotonic()
         for _ in range(steps):
             step()
-        return {"tokens_per_s": steps * sum(len(s.tokens) for s in sequences) / (time.monotonic() - start)}
+        return {
+            "tokens_per_s": steps
+            * sum(len(s.tokens) for s in sequences)
+            / (time.monotonic() - start)
+        }
 
     yield measure
 
@@ -129,7 +146,9 @@ def stepping(config: Config, steps: int, logs: Path, halves: bool) -> Iterator[M
     """
 
     def measure() -> dict:
-        with running(TrainingRig(config, logs / f"a{config.async_ratio:g}_{time.time_ns()}", run_work_worker)) as rig:
+        with running(
+            TrainingRig(config, logs / f"a{config.async_ratio:g}_{time.time_ns()}", run_work_worker)
+        ) as rig:
             whole_steps(rig, steps)  # to warm up
             found = whole_steps(rig, steps)
             if halves:
@@ -155,8 +174,12 @@ def whole_steps(rig: TrainingRig, steps: int, train: bool = True) -> dict:
     rig.wait_until_idle()
     return {
         "step_s": seconds / steps,
-        "tokens_per_step": statistics.fmean(sum(group.num_generated for group in batch) for batch in rig.batches),
-        "pause_s": statistics.fmean(m["rollout/pause_s"] for m in metrics if "rollout/pause_s" in m),
+        "tokens_per_step": statistics.fmean(
+            sum(group.num_generated for group in batch) for batch in rig.batches
+        ),
+        "pause_s": statistics.fmean(
+            m["rollout/pause_s"] for m in metrics if "rollout/pause_s" in m
+        ),
         "cpu_s": {who: (after[who] - before[who]) / steps for who in after},
         **{
             f"{what}_s": statistics.median(m[f"time/{what}_s"] for m in metrics)
@@ -179,7 +202,9 @@ def cpu_seconds(rig: Rig) -> dict[str, float]:
 # What is recorded and shown
 
 
-PARTS: dict[str, dict] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+PARTS: dict[str, dict] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 """Name of each part -> what is shown of it, and how; parts.toml says what is what."""
 
 
@@ -198,7 +223,9 @@ def against_synchronous(found: dict[str, dict]) -> Iterator[dict]:
     """Overlap, pause and speed-up over α = 0."""
     for ratio in (1, 2):
         m = found[f"α={ratio}"]
-        yield record(f"overlap α={ratio}", m["step_s"], max(m["generate_alone_s"], m["train_alone_s"]), **m)
+        yield record(
+            f"overlap α={ratio}", m["step_s"], max(m["generate_alone_s"], m["train_alone_s"]), **m
+        )
         yield record(f"pause α={ratio}", m["pause_s"], m["step_s"])
         yield record(f"speed-up natural α={ratio}", m["step_s"], found["α=0"]["step_s"])
 
@@ -210,7 +237,10 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
         arms = [Arm(who, partial(training, who, work, steps)) for who in ("ours", "plain")]
         yield Case(f"trainer {work.name}", arms, partial(against_plain, f"trainer {work.name}"))
     configs = [NATURAL.config(async_ratio=ratio) for ratio in (0.0, 1.0, 2.0)]
-    arms = [Arm(f"α={c.async_ratio:g}", partial(stepping, c, steps, halves=c.async_ratio > 0)) for c in configs]
+    arms = [
+        Arm(f"α={c.async_ratio:g}", partial(stepping, c, steps, halves=c.async_ratio > 0))
+        for c in configs
+    ]
     yield Case("job", arms, against_synchronous, warm_up=0)
 
 
@@ -226,24 +256,41 @@ def table(records: list[dict]) -> list[str]:
 def rows(records: list[dict]) -> Iterator[list[str]]:
     """The cells of each part."""
     of_parts = harness.rounds(records, "part")
-    for name, part, found in ((name, part, of_parts[name]) for name, part in PARTS.items() if name in of_parts):
+    for name, part, found in (
+        (name, part, of_parts[name]) for name, part in PARTS.items() if name in of_parts
+    ):
         form, factor = part.get("form", ".3f"), part.get("factor", 1.0)
         columns = [Column("ours", "ours", form, factor), Column("limit", "limit", form, factor)]
-        columns.append(Column("ratio", "ratio", ".3f", better=part.get("better", 1), target=part.get("target")))
+        columns.append(
+            Column("ratio", "ratio", ".3f", better=part.get("better", 1), target=part.get("target"))
+        )
         cells = [cell for column in columns for cell in column.cells(found, found)]
-        yield [name, part["ours"], str(len(found)), *cells, *["–"] * (5 - len(cells)), part.get("limit", "–")]
+        yield [
+            name,
+            part["ours"],
+            str(len(found)),
+            *cells,
+            *["–"] * (5 - len(cells)),
+            part.get("limit", "–"),
+        ]
 
 
 def summary(records: list[dict]) -> list[str]:
     """Markdown lines of the parts that have a limit: ratio and target."""
-    of_limit = ((r[0], r[1].split(",")[0], r[8], *r[5:8]) for r in rows(records) if "limit" in PARTS[r[0]])
+    of_limit = (
+        (r[0], r[1].split(",")[0], r[8], *r[5:8]) for r in rows(records) if "limit" in PARTS[r[0]]
+    )
     return markdown(["part", "what", "against", "ours ÷ limit", "target", "reached"], of_limit)
 
 
 def cpu_table(records: list[dict]) -> list[str]:
     """Markdown lines: where the CPU time of a whole step goes, for each part that recorded it."""
-    of_parts = harness.rounds((r["cpu_s"] | {"part": r["part"]} for r in records if "cpu_s" in r), "part")
-    columns = [Column(who, f"{who}, ms", ".0f", 1e3) for who in ("trainer", "worker", "engine", "rewards")]
+    of_parts = harness.rounds(
+        (r["cpu_s"] | {"part": r["part"]} for r in records if "cpu_s" in r), "part"
+    )
+    columns = [
+        Column(who, f"{who}, ms", ".0f", 1e3) for who in ("trainer", "worker", "engine", "rewards")
+    ]
     return harness.table("CPU time per step", of_parts, columns) if of_parts else []
 
 
@@ -253,7 +300,9 @@ def report(records: list[dict]) -> Iterable[str]:
     return [how, "\n".join(table(records)), "\n".join(cpu_table(records))]
 
 
-BENCH = Bench("parts", "The parts against their limits", cases, report, key=("part",), shown="ratio")
+BENCH = Bench(
+    "parts", "The parts against their limits", cases, report, key=("part",), shown="ratio"
+)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -90,7 +90,17 @@ def install(folder: Path) -> None:
     if all((folder / f"{pin.replace('==', '-')}.dist-info").exists() for pin in PINS):
         return
     print(f"installing {', '.join(PINS)} into {folder}", flush=True)
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--upgrade", "--target", str(folder), *PINS]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--upgrade",
+        "--target",
+        str(folder),
+        *PINS,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
@@ -99,7 +109,9 @@ def install(folder: Path) -> None:
 # One measurement
 
 
-def measure(way: Way, work: Work, peers: Path, tiny: bool, seeds: Iterator[int], logs: Path) -> dict:
+def measure(
+    way: Way, work: Work, peers: Path, tiny: bool, seeds: Iterator[int], logs: Path
+) -> dict:
     """Run from start to end, with TRL from the folder `peers`. Returns what its steps and its processes say."""
     steps, config, seed = TINY_STEPS if tiny else way.steps(work.name), work.config(), next(seeds)
     model = resolve_model(config.model, config.task)
@@ -109,13 +121,24 @@ def measure(way: Way, work: Work, peers: Path, tiny: bool, seeds: Iterator[int],
     options |= {"snapshot_every": min(work.keep_every, steps)} if work.keep_every else {}
     script = ROOT / "scripts" / "bench" / ("peers_trl.py" if way.is_peer else "peers_ours.py")
     started_at = time.time()
-    looks = run([sys.executable, str(script), json.dumps(options)], environment(way, peers), out / "log")
+    looks = run(
+        [sys.executable, str(script), json.dumps(options)], environment(way, peers), out / "log"
+    )
     up, *lines = read(out / "steps.jsonl")
-    found = {"work": work.name, "steps": steps, "seed": seed, "peer": PINS[0], **steady_state(lines)}
+    found = {
+        "work": work.name,
+        "steps": steps,
+        "seed": seed,
+        "peer": PINS[0],
+        **steady_state(lines),
+    }
     found |= {"up_s": up["time"] - started_at, "start_s": lines[0]["time"] - started_at}
     found["cores_busy"] = cores_busy(looks, lines[len(lines) // 4]["time"], lines[-1]["time"])
     found["cpu_ms_per_sample"] = 1e3 * found["cores_busy"] / found["samples_per_s"]
-    found |= {"cores": len(os.sched_getaffinity(0)), "peak_memory_gb": max(memory for *_, memory in looks) / 1e9}
+    found |= {
+        "cores": len(os.sched_getaffinity(0)),
+        "peak_memory_gb": max(memory for *_, memory in looks) / 1e9,
+    }
     if work.keep_every:
         found["curve"] = accuracy_curve(out, work, model, started_at)
         found["to_accuracy_s"] = seconds_to(found["curve"], work.wanted_accuracy)
@@ -132,7 +155,9 @@ def environment(way: Way, peers: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def run(command: list[str], environment: dict[str, str], log: Path) -> list[tuple[float, float, int]]:
+def run(
+    command: list[str], environment: dict[str, str], log: Path
+) -> list[tuple[float, float, int]]:
     """Run a command to its end. Returns what `look` saw now and then.
 
     Raises RuntimeError, with the last lines of its log, if it fails or takes longer than TIMEOUT_S.
@@ -152,7 +177,9 @@ def run(command: list[str], environment: dict[str, str], log: Path) -> list[tupl
     if process.returncode != 0:
         status = f"none after {TIMEOUT_S:g} s" if process.returncode is None else process.returncode
         lines = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise RuntimeError(f"{' '.join(command)} ended with status {status}; its last lines, of {log}:\n{lines}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with status {status}; its last lines, of {log}:\n{lines}"
+        )
     return looks
 
 
@@ -186,14 +213,22 @@ def steady_state(lines: list[dict]) -> dict[str, float]:
     return {"step_s": seconds / len(steady), **rates, "tokens_per_sample": tokens / samples}
 
 
-def accuracy_curve(out: Path, work: Work, model_path: str, started_at: float) -> list[tuple[int, float, float]]:
+def accuracy_curve(
+    out: Path, work: Work, model_path: str, started_at: float
+) -> list[tuple[int, float, float]]:
     """(step, seconds since the start, held-out accuracy) of each of the weights that a run kept; deletes these."""
     dtype, curve = work.config().dtype_on("cpu"), []
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
-    for weights in [*out.glob("snapshots/step_*/*.safetensors"), *out.glob("run/checkpoints/step_*/*.safetensors")]:
+    for weights in [
+        *out.glob("snapshots/step_*/*.safetensors"),
+        *out.glob("run/checkpoints/step_*/*.safetensors"),
+    ]:
         model.load_state_dict(load_file(weights), strict=False)
-        step, seconds = int(weights.parent.name.removeprefix("step_")), weights.stat().st_mtime - started_at
+        step, seconds = (
+            int(weights.parent.name.removeprefix("step_")),
+            weights.stat().st_mtime - started_at,
+        )
         curve.append((step, seconds, accuracy(model, work, tokenizer)))
         weights.unlink()  # half a gigabyte each
     return sorted(curve)
@@ -208,9 +243,13 @@ def accuracy(model, work: Work, tokenizer) -> float:
     prompts = {"input_ids": [task.encode_prompt(problem, tokenizer) for problem in problems]}
     asked, seen = tokenizer.pad(prompts, padding_side="left", return_tensors="pt").values()
     torch.manual_seed(0)
-    said = model.generate(asked, attention_mask=seen, max_new_tokens=work.max_response_tokens, do_sample=True, top_k=0)
+    said = model.generate(
+        asked, attention_mask=seen, max_new_tokens=work.max_response_tokens, do_sample=True, top_k=0
+    )
     texts = tokenizer.batch_decode(said[:, asked.shape[1] :], skip_special_tokens=True)
-    return statistics.fmean(task.score(p.answer, text) for p, text in zip(problems, texts, strict=True))
+    return statistics.fmean(
+        task.score(p.answer, text) for p, text in zip(problems, texts, strict=True)
+    )
 
 
 def seconds_to(curve: list[tuple[int, float, float]], wanted: float) -> float | None:
@@ -235,9 +274,17 @@ def arms_of(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
     """Work -> arm -> its records, with what it would do were all cores busy, and infinity if an aim was not reached."""
     of_limit = [r["cores_busy"] / r["cores"] if r.get("cores_busy") else None for r in records]
     times = [(r["to_accuracy_s"] or math.inf) if "curve" in r else None for r in records]
-    ups = [s and s - r["up_s"] if "up_s" in r else None for r, s in zip(records, times, strict=True)]
+    ups = [
+        s and s - r["up_s"] if "up_s" in r else None for r, s in zip(records, times, strict=True)
+    ]
     more = [
-        {**r, "over_limit": share, "limit": share and r["samples_per_s"] / share, "to_accuracy_s": s, "learning_s": up}
+        {
+            **r,
+            "over_limit": share,
+            "limit": share and r["samples_per_s"] / share,
+            "to_accuracy_s": s,
+            "learning_s": up,
+        }
         for r, share, s, up in zip(records, of_limit, times, ups, strict=True)
     ]
     return {work: rounds(of_work, "arm") for work, of_work in rounds(more, "work").items()}
@@ -250,7 +297,11 @@ def rate(found: list[dict]) -> float:
 
 def best(arms: dict[str, list[dict]], prefix: str) -> str | None:
     """The fastest arm whose name begins so."""
-    return max((name for name in arms if name.startswith(prefix)), key=lambda name: rate(arms[name]), default=None)
+    return max(
+        (name for name in arms if name.startswith(prefix)),
+        key=lambda name: rate(arms[name]),
+        default=None,
+    )
 
 
 RATIOS = {
@@ -281,10 +332,15 @@ def summary(records: list[dict]) -> list[str]:
         is_met = statistics.median(RATIOS[key].values(of_work)) >= aim
         aims = f"≥ {aim:g} {RATIOS[key].heading}", "yes" if is_met else "no"
         peer = best(works[work], "TRL")
-        for name, found, said in ((of_work[0]["arm"], of_work, aims), (peer, works[work][peer], ("–", "–"))):
+        for name, found, said in (
+            (of_work[0]["arm"], of_work, aims),
+            (peer, works[work][peer], ("–", "–")),
+        ):
             cells = (cell for column in columns for cell in column.cells(found, found))
             rows.append([work, name, str(len(found)), *cells, *said])
-    return markdown(["work", "best arms", "n", *(column.heading for column in columns), "aim", "reached"], rows)
+    return markdown(
+        ["work", "best arms", "n", *(column.heading for column in columns), "aim", "reached"], rows
+    )
 
 
 def report(records: list[dict]) -> Iterator[str]:
@@ -296,8 +352,12 @@ def report(records: list[dict]) -> Iterator[str]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What this bench alone can be told."""
-    parser.add_argument("--arms", nargs="+", choices=WAYS, metavar="ARM", help=f"of {', '.join(map(repr, WAYS))}")
-    parser.add_argument("--env", type=Path, default=ROOT / ".peers", help="folder of TRL, made on first use")
+    parser.add_argument(
+        "--arms", nargs="+", choices=WAYS, metavar="ARM", help=f"of {', '.join(map(repr, WAYS))}"
+    )
+    parser.add_argument(
+        "--env", type=Path, default=ROOT / ".peers", help="folder of TRL, made on first use"
+    )
 
 
 def cases(given: argparse.Namespace) -> list[Case]:
@@ -307,11 +367,17 @@ def cases(given: argparse.Namespace) -> list[Case]:
         install(peers)
 
     def arm(name: str, work: Work) -> Arm:
-        run_once = functools.partial(measure, WAYS[name], work, peers, given.size == "tiny", itertools.count())
+        run_once = functools.partial(
+            measure, WAYS[name], work, peers, given.size == "tiny", itertools.count()
+        )
         return Arm(name, lambda logs: contextlib.nullcontext(functools.partial(run_once, logs)))
 
-    grouped = {name for name in names if not WAYS[name].options.get("replicate_prompts", True)}  # one forced length
-    able = [(w, [arm(name, w) for name in names if not (w.sigma and name in grouped)]) for w in WORKS.values()]
+    # one forced length
+    grouped = {name for name in names if not WAYS[name].options.get("replicate_prompts", True)}
+    able = [
+        (w, [arm(name, w) for name in names if not (w.sigma and name in grouped)])
+        for w in WORKS.values()
+    ]
     return [Case(work.name, arms, warm_up=0) for work, arms in able]
 
 

@@ -40,7 +40,9 @@ class ShmWeightTransfer:
         self._version = 0
 
     def init_weight_transfer(self) -> None:
-        specs = [ParameterSpec(name, p.dtype, tuple(p.shape)) for name, p in self.named_parameters()]
+        specs = [
+            ParameterSpec(name, p.dtype, tuple(p.shape)) for name, p in self.named_parameters()
+        ]
         self._transport = ShmTransport(specs)
         self.client.wait_for_server_ready()
         self.client.init_weight_transfer_engine(self._transport.init_info())
@@ -69,7 +71,9 @@ def force_generate(model, work: Work, eos_token_id: int) -> None:
         lengths = torch.tensor([work.length(next(seeds)) for _ in input_ids])
         options = copy.deepcopy(generation_config)
         options.max_new_tokens, options.suppress_tokens = int(lengths.max()), [eos_token_id]
-        tokens = sample(input_ids=input_ids, attention_mask=attention_mask, generation_config=options)
+        tokens = sample(
+            input_ids=input_ids, attention_mask=attention_mask, generation_config=options
+        )
         tokens[torch.arange(len(tokens)), input_ids.shape[1] + lengths - 1] = eos_token_id
         return tokens
 
@@ -80,7 +84,10 @@ class WorkLoop(async_rollout_worker._AsyncRolloutLoop):
     """The asynchronous trainer's rollout with forced lengths."""
 
     async def _post(self, path: str, payload: dict, *arguments, **options) -> dict:
-        forced = {"max_tokens": work_of(self.max_tokens).length(payload["seed"]), "ignore_eos": True}
+        forced = {
+            "max_tokens": work_of(self.max_tokens).length(payload["seed"]),
+            "ignore_eos": True,
+        }
         return await super()._post(path, payload | forced, *arguments, **options)
 
 

@@ -23,7 +23,9 @@ def train(config: Config) -> list[dict]:
         saves.policy.named_full_parameters(), saves.node.run.checkpoint_path(step)
     )
     train_async.train(config, run_work_worker)
-    return steps_of(Path(config.runs_dir, config.run_name), config.groups_per_step * config.group_size)
+    return steps_of(
+        Path(config.runs_dir, config.run_name), config.groups_per_step * config.group_size
+    )
 
 
 def save_weights(named: Iterable[tuple], folder: Path) -> None:
@@ -31,7 +33,9 @@ def save_weights(named: Iterable[tuple], folder: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
-    save_file({name: weight.detach().clone() for name, weight in named}, folder / "model.safetensors")
+    save_file(
+        {name: weight.detach().clone() for name, weight in named}, folder / "model.safetensors"
+    )
 
 
 def steps_of(run: Path, samples: int) -> list[dict]:
@@ -39,7 +43,10 @@ def steps_of(run: Path, samples: int) -> list[dict]:
     events = list(read_events(run / "events.jsonl"))
     up = next(e["time"] for e in events if e["event"] == "worker_ready")
     ends = {e["step"]: e["spans"][-1][2] for e in events if e["event"] == "step"}
-    steps = [ended(m["step"], ends[m["step"]], m["tokens/trained"], samples) for m in read(run / "metrics.jsonl")]
+    steps = [
+        ended(m["step"], ends[m["step"]], m["tokens/trained"], samples)
+        for m in read(run / "metrics.jsonl")
+    ]
     return [ended(0, up), *steps]
 
 
@@ -50,9 +57,17 @@ def ended(step: int, at: float, tokens: float = 0.0, samples: int = 0) -> dict:
 
 def main(work: str, steps: int, out: str, snapshot_every: int = 0, **options) -> None:
     """Write steps.jsonl into the folder `out`. `options` are Config's."""
-    run = {"runs_dir": out, "run_name": "run", "eval_every": 0, "save_every": snapshot_every, **options}
+    run = {
+        "runs_dir": out,
+        "run_name": "run",
+        "eval_every": 0,
+        "save_every": snapshot_every,
+        **options,
+    }
     config = WORKS[work].config(steps=steps, **run)
-    Path(out, "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in train(config)), encoding="utf-8")
+    Path(out, "steps.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in train(config)), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,12 @@ class Recorder(TrainerCallback):
     """Writes a line per optimizer step of `samples`, and the weights every `snapshot_every` steps."""
 
     def __init__(self, out: Path, snapshot_every: int, samples: int):
-        self.out, self.snapshot_every, self.samples, self._ended_at = out, snapshot_every, samples, 0.0
+        self.out, self.snapshot_every, self.samples, self._ended_at = (
+            out,
+            snapshot_every,
+            samples,
+            0.0,
+        )
 
     def on_step_end(self, arguments, state, control, model=None, **_) -> None:
         """Stamp the step, before weights are published."""
@@ -82,7 +87,9 @@ def trained_tokens(logs: dict, samples: int) -> float | None:
 def task_reward(completions: list, answer: list[str], task: list[str], **_) -> list[float]:
     """Reward of each completion, a text or a conversation of one message, by the task's own score."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    return [score_of(name)(right, text) for name, right, text in zip(task, answer, texts, strict=True)]
+    return [
+        score_of(name)(right, text) for name, right, text in zip(task, answer, texts, strict=True)
+    ]
 
 
 def problems(config: Config, conversational: bool) -> Dataset:
@@ -93,7 +100,9 @@ def problems(config: Config, conversational: bool) -> Dataset:
     texts = [tokenizer.decode(task.encode_prompt(row, tokenizer)) for row in rows]
     prompts = [[{"role": "user", "content": text}] for text in texts] if conversational else texts
     answers = [row.answer for row in rows]
-    return Dataset.from_dict({"prompt": prompts, "answer": answers, "task": [config.task] * NUM_PROBLEMS})
+    return Dataset.from_dict(
+        {"prompt": prompts, "answer": answers, "task": [config.task] * NUM_PROBLEMS}
+    )
 
 
 def common_options(config: Config) -> dict:
@@ -115,9 +124,13 @@ def synchronous_trainer(work: Work, config: Config, recorder: Recorder):
 
     from scripts.bench import peers_cpu
 
-    arguments = GRPOConfig(**common_options(config), beta=0.0, loss_type="dapo", shuffle_dataset=False)
+    arguments = GRPOConfig(
+        **common_options(config), beta=0.0, loss_type="dapo", shuffle_dataset=False
+    )
     rows = problems(config, conversational=False)
-    trainer = GRPOTrainer(config.model, task_reward, args=arguments, train_dataset=rows, callbacks=[recorder])
+    trainer = GRPOTrainer(
+        config.model, task_reward, args=arguments, train_dataset=rows, callbacks=[recorder]
+    )
     if work.forced:
         peers_cpu.force_generate(trainer.model, work, trainer.processing_class.eos_token_id)
     return trainer
@@ -133,10 +146,24 @@ def asynchronous_trainer(work: Work, config: Config, recorder: Recorder, url: st
     if work.forced:
         peers_cpu.force_async()
     transfer = peers_cpu.ShmWeightTransfer(url)
-    options = {"vllm_server_base_url": url, "token_budget": -1, "max_staleness": 4, "weight_sync_steps": 1}
-    arguments, rows = AsyncGRPOConfig(**common_options(config), **options), problems(config, conversational=True)
-    parts = {"processing_class": plain_tokenizer(config.model), "weight_transfer": transfer, "callbacks": [recorder]}
-    trainer = AsyncGRPOTrainer(config.model, task_reward, args=arguments, train_dataset=rows, **parts)
+    options = {
+        "vllm_server_base_url": url,
+        "token_budget": -1,
+        "max_staleness": 4,
+        "weight_sync_steps": 1,
+    }
+    arguments, rows = (
+        AsyncGRPOConfig(**common_options(config), **options),
+        problems(config, conversational=True),
+    )
+    parts = {
+        "processing_class": plain_tokenizer(config.model),
+        "weight_transfer": transfer,
+        "callbacks": [recorder],
+    }
+    trainer = AsyncGRPOTrainer(
+        config.model, task_reward, args=arguments, train_dataset=rows, **parts
+    )
     transfer.named_parameters = trainer.model.named_parameters
     return trainer
 
@@ -150,7 +177,14 @@ def plain_tokenizer(model: str):
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor, *_, softmax_scale: float, **__
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    *_,
+    softmax_scale: float,
+    **__,
 ) -> Tensor:
     """Causal attention of S segments, as flash_attn_varlen_func: the last query of each sees all of its keys.
 
@@ -163,7 +197,9 @@ def varlen_attention(
         behind = (lengths_k - lengths_q)[segments, None, None]
         seen = torch.arange(columns.shape[1]) <= torch.arange(rows.shape[1])[:, None] + behind
         padded = (t.transpose(1, 2) for t in (query[rows], key[columns], value[columns]))
-        attended = scaled_dot_product_attention(*padded, attn_mask=seen[:, None], scale=softmax_scale, enable_gqa=True)
+        attended = scaled_dot_product_attention(
+            *padded, attn_mask=seen[:, None], scale=softmax_scale, enable_gqa=True
+        )
         valid = torch.arange(rows.shape[1]) < lengths_q[segments, None]
         computed.append(attended.transpose(1, 2)[valid])
         positions.append(rows[valid])
@@ -196,7 +232,10 @@ def server(config: Config, out: Path) -> Iterator[str]:
         "--worker-extension-cls", "asyncrl.engine.extension.EngineExtension",
     ]  # fmt: skip
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # with the endpoints that load weights
-    with open(out / "server.log", "w") as log, Popen(command, stdout=log, stderr=log, env=environment) as process:
+    with (
+        open(out / "server.log", "w") as log,
+        Popen(command, stdout=log, stderr=log, env=environment) as process,
+    ):
         try:
             yield f"http://127.0.0.1:{port}"
         finally:

@@ -53,8 +53,13 @@ class Rig:
 
     def start(self, on_end: ExitStack) -> None:
         """Start the workers; returns at once. What is left of the rig goes with `on_end`."""
-        alone, placement = Cluster(), place(self.config, int(self.device.type == "cuda"), available_cores(), 1)
-        start = Start(self.config, alone, placement, self.device, TrainerClock(), self.worker_main, on_end)
+        alone, placement = (
+            Cluster(),
+            place(self.config, int(self.device.type == "cuda"), available_cores(), 1),
+        )
+        start = Start(
+            self.config, alone, placement, self.device, TrainerClock(), self.worker_main, on_end
+        )
         with quiet():
             self.node = start_rollout(start)
         self.controller = self.node.controller
@@ -82,7 +87,9 @@ class Rig:
     def update_seconds(self, since: int) -> list[float]:
         """From each publish to when a worker sampled under it, of the versions from `since` on."""
         events = read_events(self.node.run.path / "events.jsonl")
-        updates = [event for event in events if event["event"] == "update" and event["version"] >= since]
+        updates = [
+            event for event in events if event["event"] == "update" and event["version"] >= since
+        ]
         return [event["time"] - self.published_at[event["version"]] for event in updates]
 
     def wait_until_idle(self) -> None:
@@ -91,9 +98,14 @@ class Rig:
         Raises RuntimeError if one still does after IDLE_TIMEOUT_S.
         """
         suspended, deadline = self.config.over_sampling > 1, time.monotonic() + IDLE_TIMEOUT_S
-        while any(worker.loading or (worker.running and not suspended) for worker in self.controller.workers):
+        while any(
+            worker.loading or (worker.running and not suspended)
+            for worker in self.controller.workers
+        ):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not idle after {IDLE_TIMEOUT_S:g} s: {self.controller.dispatcher.describe()}")
+                raise RuntimeError(
+                    f"not idle after {IDLE_TIMEOUT_S:g} s: {self.controller.dispatcher.describe()}"
+                )
             time.sleep(0.01)
         time.sleep(SETTLE_S)
 
@@ -112,7 +124,9 @@ class TrainingRig(Rig):
     def connect(self) -> None:
         """Load the policy, wait for the engines and publish the first weights."""
         torch.set_num_threads(self.node.placement.trainer_threads)
-        self.policy = load_policy(self.config, self.node.model_path, self.node.device, self.node.clock)
+        self.policy = load_policy(
+            self.config, self.node.model_path, self.node.device, self.node.clock
+        )
         with quiet():
             self.publisher = Publisher(self.node, self.policy)
             self.log = StepLog(self.node).__enter__()
@@ -156,7 +170,9 @@ def load_weights(model_path: str) -> Weights:
     """Every parameter of a checkpoint, in float32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, trust_remote_code=False
+    )
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 

@@ -87,7 +87,9 @@ class Comparison:
     def case(self) -> Case:
         """The comparison as the harness runs it."""
         arms = [Arm(arm, partial(start, self, arm), options) for arm, options in self.arms.items()]
-        return Case(self.name, arms, memory=len(arms) * COMMON["num_rollout_workers"] * ENGINE_BYTES)
+        return Case(
+            self.name, arms, memory=len(arms) * COMMON["num_rollout_workers"] * ENGINE_BYTES
+        )
 
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -101,7 +103,9 @@ COMPARISONS = tuple(Comparison(name, **fields) for name, fields in _TABLES.items
 def start(comparison: Comparison, arm: str, logs: Path) -> Iterator[Callable[[], dict]]:
     """An arm of a comparison, with its engines up."""
     of = {"comparison": comparison.name, "steps": comparison.steps}
-    with running(Rig(comparison.config(arm), run_simulated_worker(comparison.latency), logs / arm)) as rig:
+    with running(
+        Rig(comparison.config(arm), run_simulated_worker(comparison.latency), logs / arm)
+    ) as rig:
         yield lambda: of | measure(rig, comparison.steps, comparison.counts_sampled)
 
 
@@ -109,7 +113,11 @@ def measure(rig: Rig, steps: int, counts_sampled: bool = False) -> dict:
     """Time `steps` rollout steps and say what was done in them."""
     for _ in range(math.ceil(rig.config.async_ratio)):
         rig.step()  # it waits already
-    start, first_version, before = time.monotonic(), rig.version, rig.controller.take_report().ledger
+    start, first_version, before = (
+        time.monotonic(),
+        rig.version,
+        rig.controller.take_report().ledger,
+    )
     batches = [rig.step()]
     first = rig.controller.take_report()
     batches += [rig.step() for _ in range(steps - 1)]
@@ -128,11 +136,20 @@ def measure(rig: Rig, steps: int, counts_sampled: bool = False) -> dict:
         "update_s": statistics.fmean(rig.update_seconds(first_version)),
         "discarded_per_step": (first.sampled.discarded + rest.sampled.discarded) / steps,
         "recomputed_per_step": sum(map(recomputed_tokens, rebuilt)) / steps,
-        "ledger": {k: n - before[k] for k, n in rest.ledger.items() if n > before[k] and not k.endswith("resident")},
+        "ledger": {
+            k: n - before[k]
+            for k, n in rest.ledger.items()
+            if n > before[k] and not k.endswith("resident")
+        },
     }
-    if counts_sampled:  # what APRIL (arXiv 2509.18521) measures: new tokens, and how many of them continue a response
+    # what APRIL (arXiv 2509.18521) measures: new tokens, and how many of them continue a response
+    if counts_sampled:
         new, resumed = rest.sampled.new, rest.sampled.resumed
-        found |= {"new_tokens": new, "new_tokens_per_s": new / seconds, "resumed_share": resumed / new}
+        found |= {
+            "new_tokens": new,
+            "new_tokens_per_s": new / seconds,
+            "resumed_share": resumed / new,
+        }
     return found
 
 
@@ -176,10 +193,19 @@ def report(records: list[dict]) -> Iterator[str]:
 
 def cases(given: argparse.Namespace) -> list[Case]:
     """All comparisons, in the size that is asked for."""
-    return [(comparison.tiny() if given.size == "tiny" else comparison).case() for comparison in COMPARISONS]
+    return [
+        (comparison.tiny() if given.size == "tiny" else comparison).case()
+        for comparison in COMPARISONS
+    ]
 
 
-BENCH = Bench("rollout", "Rollout mechanisms against their baselines", cases, report, key=("comparison", "arm"))
+BENCH = Bench(
+    "rollout",
+    "Rollout mechanisms against their baselines",
+    cases,
+    report,
+    key=("comparison", "arm"),
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -45,7 +45,8 @@ class Setup:
         path = self.models / self.size
         if not path.exists():
             making = path.with_name(path.name + "-making")
-            if self.device == "cuda":  # elsewhere, so that no context and no memory of it is here when an engine starts
+            # elsewhere, so that no context and no memory of it is here when an engine starts
+            if self.device == "cuda":
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
                     elsewhere.submit(save_random_qwen3, making, self.size, self.device).result()
             else:
@@ -55,9 +56,24 @@ class Setup:
 
     def config(self, **options) -> Config:
         """Options of a run with this model: on a GPU 256 responses of 256 tokens a step, else a few short ones."""
-        big = {"groups_per_step": 32, "group_size": 8, "max_response_tokens": 256, "max_running_requests": 256}
-        few = {"groups_per_step": 2, "group_size": 2, "max_response_tokens": 16, "max_running_requests": 8}
-        fixed = {"model": self.model_path, "env_timeout_s": 30.0, "optim": OptimOptions(warmup=0), "lr": 1e-5}
+        big = {
+            "groups_per_step": 32,
+            "group_size": 8,
+            "max_response_tokens": 256,
+            "max_running_requests": 256,
+        }
+        few = {
+            "groups_per_step": 2,
+            "group_size": 2,
+            "max_response_tokens": 16,
+            "max_running_requests": 8,
+        }
+        fixed = {
+            "model": self.model_path,
+            "env_timeout_s": 30.0,
+            "optim": OptimOptions(warmup=0),
+            "lr": 1e-5,
+        }
         return Config(**{**(few if self.size == "tiny" else big), **fixed, **options}).checked()
 
 
@@ -70,10 +86,17 @@ def trainer(setup: Setup) -> dict:
     with one_rank(setup.device):
         policy = load_policy(config, setup.model_path, torch.device(setup.device))
         share = distribute([sequences], 1, config.max_tokens_per_microbatch)[0]
-        steps = [timed(lambda: policy.train_step(share, policy_version=0), setup.device)[0] for _ in range(TRAIN_STEPS)]
+        steps = [
+            timed(lambda: policy.train_step(share, policy_version=0), setup.device)[0]
+            for _ in range(TRAIN_STEPS)
+        ]
         attention = policy.module.attention
     flops = training_flops(shape, lengths, sum(sequence.num_trained for sequence in sequences))
-    return {"attention": attention, **throughput(sum(lengths), flops, steps[1:], rate), **peak_memory(setup.device)}
+    return {
+        "attention": attention,
+        **throughput(sum(lengths), flops, steps[1:], rate),
+        **peak_memory(setup.device),
+    }
 
 
 def matmul_rate(device: str) -> float:
@@ -95,11 +118,15 @@ def training_flops(shape: ModelShape, lengths: list[int], num_trained: int) -> f
     """
     in_layers = shape.layer_parameters * shape.num_layers * sum(lengths)
     in_head = shape.vocab_size * shape.hidden_size * num_trained
-    in_attention = shape.num_layers * shape.num_attention_heads * shape.head_dim * sum(t * t for t in lengths)
+    in_attention = (
+        shape.num_layers * shape.num_attention_heads * shape.head_dim * sum(t * t for t in lengths)
+    )
     return 6.0 * (in_layers + in_head + in_attention)
 
 
-def throughput(num_tokens: int, flops: float, steps_s: list[float], matmul_flops_per_s: float) -> dict[str, float]:
+def throughput(
+    num_tokens: int, flops: float, steps_s: list[float], matmul_flops_per_s: float
+) -> dict[str, float]:
     """Tokens/s of the median step, its FLOP/s, and that over the matmul rate (MFU)."""
     seconds = statistics.median(steps_s)
     return {
@@ -112,7 +139,9 @@ def throughput(num_tokens: int, flops: float, steps_s: list[float], matmul_flops
 def synthetic(lengths: list[int], vocabulary: int) -> list[TrainSequence]:
     """Random sequences with a prompt of a quarter of their length, and log-probs that are about a random model's."""
     rng, logprob = np.random.default_rng(0), -math.log(vocabulary)
-    return [made_up(rng.integers(0, vocabulary, n), n // 4, i, logprob) for i, n in enumerate(lengths)]
+    return [
+        made_up(rng.integers(0, vocabulary, n), n // 4, i, logprob) for i, n in enumerate(lengths)
+    ]
 
 
 @contextmanager
@@ -126,12 +155,19 @@ def one_rank(device: str = "cpu") -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def made_up(tokens: Sequence[int], prompt_tokens: int, index: int, logprob: float = 0.0) -> TrainSequence:
+def made_up(
+    tokens: Sequence[int], prompt_tokens: int, index: int, logprob: float = 0.0
+) -> TrainSequence:
     """A sequence as if version 0 had sampled all but its prompt, each token at `logprob` nats; every second is good."""
     mask = np.arange(len(tokens)) >= prompt_tokens
-    logprobs, versions = np.where(mask, logprob, 0.0).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
+    logprobs, versions = (
+        np.where(mask, logprob, 0.0).astype(np.float32),
+        np.where(mask, 0, -1).astype(np.int32),
+    )
     good = index % 2
-    return TrainSequence(np.array(tokens, dtype=np.int64), mask, logprobs, versions, 2.0 * good - 1.0, float(good))
+    return TrainSequence(
+        np.array(tokens, dtype=np.int64), mask, logprobs, versions, 2.0 * good - 1.0, float(good)
+    )
 
 
 def timed(action: Callable, device: str) -> tuple[float, object]:
@@ -149,7 +185,10 @@ def peak_memory(device: str) -> dict[str, float]:
     if device != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info()
-    return {"trainer_peak_gib": torch.cuda.max_memory_allocated() / 2**30, "gpu_used_gib": (total - free) / 2**30}
+    return {
+        "trainer_peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "gpu_used_gib": (total - free) / 2**30,
+    }
 
 
 def tests(_: Setup, files: Sequence[str]) -> dict:

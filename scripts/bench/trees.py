@@ -42,7 +42,9 @@ from scripts.replay import Recording
 
 ARMS, SAME = ("off", "prompt", "tree"), {"float32": 1e-3, "bfloat16": 2e-2}
 """Values of --share-prefix; how much their gradient norms may differ by rounding, relative."""
-SMOLLM2 = "--steps 2 --model smollm2 --dtype bfloat16 --groups-per-step 4 --lr 4e-5 --max-response-tokens"
+SMOLLM2 = (
+    "--steps 2 --model smollm2 --dtype bfloat16 --groups-per-step 4 --lr 4e-5 --max-response-tokens"
+)
 WORKS = {
     "prompts tiny": "--steps 4",
     "prompts SmolLM2": f"{SMOLLM2} 20 --task jsonl --data-path other-sums.jsonl",
@@ -68,7 +70,10 @@ def recorded(work: str, folder: Path) -> Path:
 
 def write_rows(path: Path) -> Path:
     """Write the rows that a file's name says; returns its path."""
-    task, rng = load_task("addition" if "addition" in path.name else "sums:one_digit", seed=0), random.Random(0)
+    task, rng = (
+        load_task("addition" if "addition" in path.name else "sums:one_digit", seed=0),
+        random.Random(0),
+    )
     problems = [task.train_problem(index) for index in range(256)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
@@ -89,36 +94,65 @@ def loaded(run: Path, share_prefix: str) -> tuple:
     path = resolve_model(config.model, config.task)
     recording.check_weights(config.model, path)
     policy = load_policy(config, path, torch.device("cpu"))
-    batches = {step: rewarded(read_batch(batch_path(run, step), step)) for step in range(1, recording.num_steps + 1)}
-    dealt = (bundles for step in batches for of in deal(batches[step], step, policy, Cluster()) for bundles in of)
+    batches = {
+        step: rewarded(read_batch(batch_path(run, step), step))
+        for step in range(1, recording.num_steps + 1)
+    }
+    dealt = (
+        bundles
+        for step in batches
+        for of in deal(batches[step], step, policy, Cluster())
+        for bundles in of
+    )
     rows = [pack(bundles, policy.one_row, share_prefix).input_ids for bundles in dealt]
     held = psutil.Process().memory_info().rss
-    return policy, batches, held, sum(r.numel() for r in rows) / len(batches), max(r.shape[1] for r in rows)
+    return (
+        policy,
+        batches,
+        held,
+        sum(r.numel() for r in rows) / len(batches),
+        max(r.shape[1] for r in rows),
+    )
 
 
 def rewarded(groups: list[Group]) -> list[Group]:
     """Give every second member a reward: where all have the same there is no gradient that could differ."""
-    return [Group(g.group_id, tuple(replace(t, reward=float(t.member % 2)) for t in g.trajectories)) for g in groups]
+    return [
+        Group(g.group_id, tuple(replace(t, reward=float(t.member % 2)) for t in g.trajectories))
+        for g in groups
+    ]
 
 
 def measure(run: Path, share_prefix: str) -> dict:
     """A training step on each batch, in an arm's process: means."""
     policy, batches, held, columns, width = loaded(run, share_prefix)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the most that was held is counted anew
+    # the most that was held is counted anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     start, stats = time.perf_counter(), []
     for step, groups in batches.items():
-        stats.append(policy.train_step(deal(groups, step, policy, Cluster()), policy_version=step - 1))
+        stats.append(
+            policy.train_step(deal(groups, step, policy, Cluster()), policy_version=step - 1)
+        )
     seconds = (time.perf_counter() - start) / len(batches)
     status = Path("/proc/self/status").read_text(encoding="ascii").split()
     peak = 1024 * int(status[status.index("VmHWM:") + 1])
     names = ("grad_norm", "tokens/shareable", "tokens/saved_share", "tokens/forward")
     means = {name: statistics.fmean(of[name] for of in stats) for name in names}
-    found = {"seconds": seconds, "peak": peak, "added": peak - held, "columns": columns, "width": width, **means}
+    found = {
+        "seconds": seconds,
+        "peak": peak,
+        "added": peak - held,
+        "columns": columns,
+        "width": width,
+        **means,
+    }
     return found | {"dtype": policy.config.dtype_on("cpu")}
 
 
 @contextmanager
-def training(work: str, folder: Path, share_prefix: str, logs: Path) -> Iterator[Callable[[], dict]]:
+def training(
+    work: str, folder: Path, share_prefix: str, logs: Path
+) -> Iterator[Callable[[], dict]]:
     """An arm, in a process of its own so that its memory is too."""
     run = recorded(work, folder)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
@@ -127,16 +161,24 @@ def training(work: str, folder: Path, share_prefix: str, logs: Path) -> Iterator
 
 def of_round(found: dict[str, dict]) -> list[dict]:
     """Records of a round. Raises RuntimeError if the arms' gradients differ, or there is none."""
-    norms, same = [of["grad_norm"] for of in found.values()], SAME[next(iter(found.values()))["dtype"]]
+    norms, same = (
+        [of["grad_norm"] for of in found.values()],
+        SAME[next(iter(found.values()))["dtype"]],
+    )
     if not 0 < max(norms) <= min(norms) * (1 + same):
-        raise RuntimeError(f"gradient norms of {', '.join(found)} are {norms}: they must agree to {same:g}, above 0")
+        raise RuntimeError(
+            f"gradient norms of {', '.join(found)} are {norms}: they must agree to {same:g}, above 0"
+        )
     return [{"arm": arm, **of} for arm, of in found.items()]
 
 
 def cases(given: argparse.Namespace) -> Iterator[Case]:
     """Every work with an arm for each way to share."""
     for work in WORKS:
-        arms = [Arm(arm, functools.partial(training, work, given.recordings.resolve(), arm)) for arm in ARMS]
+        arms = [
+            Arm(arm, functools.partial(training, work, given.recordings.resolve(), arm))
+            for arm in ARMS
+        ]
         yield Case(work, arms, of_round, memory=16e9 if "SmolLM2" in work else 3e9)
 
 
@@ -148,12 +190,19 @@ def table(records: list[dict]) -> list[str]:
         Column("added", "of it with the steps", ".2f", 2**-30),
     ]
     heading = ["work", "`--share-prefix`", "n", "POR, %", "ERR, %", "1/(1 − POR)"]
-    heading += [*(name for column in columns for name in column.headings()), "columns ÷ tokens read", "longest row"]
+    heading += [
+        *(name for column in columns for name in column.headings()),
+        "columns ÷ tokens read",
+        "longest row",
+    ]
     rows = []
     for work, of_work in harness.rounds(records, "case").items():
         arms = harness.rounds(of_work, "arm")
         for arm, found in arms.items():
-            r, cells = found[0], (cell for column in columns for cell in column.cells(found, arms[ARMS[0]]))
+            r, cells = (
+                found[0],
+                (cell for column in columns for cell in column.cells(found, arms[ARMS[0]])),
+            )
             shares = [f"{100 * r[of]:.1f}" for of in ("tokens/shareable", "tokens/saved_share")]
             shares += [f"{1 / (1 - r['tokens/shareable']):.2f}", *cells]
             shares.append(f"{r['columns'] / r['tokens/forward']:.2f}")

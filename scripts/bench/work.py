@@ -66,13 +66,27 @@ class Work:
 
     def config(self, **options) -> Config:
         """The options of train_async.py that do this work, with `options` changed."""
-        sizes = {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_prompt_tokens": MAX_PROMPT_TOKENS}
-        return Config(**{**sizes, "max_response_tokens": self.max_response_tokens, **self.options, **options}).checked()
+        sizes = {
+            "groups_per_step": GROUPS,
+            "group_size": GROUP_SIZE,
+            "max_prompt_tokens": MAX_PROMPT_TOKENS,
+        }
+        return Config(
+            **{**sizes, "max_response_tokens": self.max_response_tokens, **self.options, **options}
+        ).checked()
 
 
 NATURAL = Work("natural", max_response_tokens=48, keep_every=4, wanted_accuracy=0.8)
-SUMS = {"model": "smollm2", "task": "sums:one_digit", "dtype": "bfloat16", "groups_per_step": 8, "lr": 4e-5}
-SMOLLM2 = Work("smollm2", 20, options=SUMS | {"share_prefix": "prompt"}, keep_every=5, wanted_accuracy=0.9)
+SUMS = {
+    "model": "smollm2",
+    "task": "sums:one_digit",
+    "dtype": "bfloat16",
+    "groups_per_step": 8,
+    "lr": 4e-5,
+}
+SMOLLM2 = Work(
+    "smollm2", 20, options=SUMS | {"share_prefix": "prompt"}, keep_every=5, wanted_accuracy=0.9
+)
 SHORT = Work("short", max_response_tokens=4, median_tokens=4.0)
 LONG = Work("long", max_response_tokens=256, median_tokens=30.0, sigma=1.0)
 """Mean 47, so that the longest is 5 times the mean."""
@@ -93,7 +107,11 @@ class ForcedLengths(LLMProxy):
     """An engine whose responses have the lengths of the work."""
 
     async def generate(
-        self, request_id: str, prompt_tokens: tuple[int, ...], seed: int, max_tokens: int | None = None
+        self,
+        request_id: str,
+        prompt_tokens: tuple[int, ...],
+        seed: int,
+        max_tokens: int | None = None,
     ) -> Completion:
         """Sample one response of exactly the forced length, or of `max_tokens` if that is less."""
         most = self.config.max_response_tokens
@@ -113,7 +131,9 @@ async def start_proxy(spec: WorkerSpec, stop_token_ids: list[int]) -> LLMProxy:
     return await kind.start(spec, stop_token_ids)
 
 
-run_work_worker = functools.partial(run_worker, start=functools.partial(start_worker, start_proxy=start_proxy))
+run_work_worker = functools.partial(
+    run_worker, start=functools.partial(start_worker, start_proxy=start_proxy)
+)
 """What the process of a rollout worker runs that does a work."""
 
 
@@ -135,7 +155,9 @@ class SimulatedRewards:
         if ticket.num_members > 1 and ticket.seed not in self.lengths:
             self.lengths[ticket.seed] = member_lengths(self.config, ticket.group_id)
         varies = random.Random(repr(ticket.prompt_tokens)).random() < VARYING_SHARE
-        return SingleTurn(replace(ticket, answer=str(int(varies and member % 2))), self.tokenizer, self)
+        return SingleTurn(
+            replace(ticket, answer=str(int(varies and member % 2))), self.tokenizer, self
+        )
 
     async def score(self, answer: str, response: str) -> Scored:
         """The answer, which is the reward."""
@@ -164,7 +186,9 @@ def force_member_lengths(lengths: dict[int, list[int]]) -> None:
     ParentRequest._get_child_sampling_params = with_length
 
 
-async def start_simulated_worker(spec: WorkerSpec, connection: Connection, law: LatencyLaw) -> RolloutWorker:
+async def start_simulated_worker(
+    spec: WorkerSpec, connection: Connection, law: LatencyLaw
+) -> RolloutWorker:
     """Start a rollout worker with forced lengths, simulated rewards and, where there are several turns, latencies."""
     lengths: dict[int, list[int]] = {}
     force_member_lengths(lengths)

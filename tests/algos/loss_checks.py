@@ -38,7 +38,9 @@ def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def random_inputs(num_tokens: int = 60, seed: int = 0, spread: float = 0.5, tokens_per_sequence: int = 10):
+def random_inputs(
+    num_tokens: int = 60, seed: int = 0, spread: float = 0.5, tokens_per_sequence: int = 10
+):
     """Off-policy tokens of about six sequences, float64 LossInputs; `spread` is the std of the log-ratios, nats."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -70,7 +72,9 @@ def evaluate(loss: Callable, inputs: LossInputs, **options) -> tuple[Tensor, dic
     return within(loss, inputs)(inputs, **options)
 
 
-def one_token(log_ratio: float, advantage: float, reward: float | None = None, proximal: float = 0.0) -> LossInputs:
+def one_token(
+    log_ratio: float, advantage: float, reward: float | None = None, proximal: float = 0.0
+) -> LossInputs:
     """A single token, float64: log π − log π_behavior and log π_proximal − log π_behavior, nats; advantage; reward.
 
     Without a reward it is the advantage.
@@ -157,12 +161,20 @@ def check_sequences_are_independent(loss: Callable, inputs: LossInputs) -> None:
 def check_on_policy_gradient(loss: Callable, inputs: LossInputs) -> None:
     """Where current, proximal and behavior policy agree, the gradient is that of plain policy gradient: −A."""
     behavior = inputs.behavior_logprobs
-    on_policy = replace(inputs, logprobs=behavior.clone().requires_grad_(), proximal_logprobs=behavior)
-    torch.testing.assert_close(gradient(loss, on_policy), -inputs.advantages, rtol=1e-12, atol=1e-12)
+    on_policy = replace(
+        inputs, logprobs=behavior.clone().requires_grad_(), proximal_logprobs=behavior
+    )
+    torch.testing.assert_close(
+        gradient(loss, on_policy), -inputs.advantages, rtol=1e-12, atol=1e-12
+    )
 
 
 def check_stats(stats: dict[str, Tensor], names: set[str], num_tokens: int) -> None:
     """Stats have these names, one finite detached number per token."""
     assert set(stats) == names
     for values in stats.values():
-        assert values.shape == (num_tokens,) and not values.requires_grad and torch.isfinite(values).all()
+        assert (
+            values.shape == (num_tokens,)
+            and not values.requires_grad
+            and torch.isfinite(values).all()
+        )

@@ -34,7 +34,9 @@ FORMULAS = {
     "grpo": lambda reward, members, others, groups: (reward - mean(members)) / (std(members) + EPS),
     "dr_grpo": lambda reward, members, others, groups: reward - mean(members),
     "rloo": lambda reward, members, others, groups: reward - mean(others),
-    "reinforce": lambda reward, members, others, groups: (reward - mean(batch(groups))) / (std(batch(groups)) + EPS),
+    "reinforce": lambda reward, members, others, groups: (
+        (reward - mean(batch(groups))) / (std(batch(groups)) + EPS)
+    ),
     "reinforce_baseline": lambda reward, members, others, groups: (
         (reward - mean(members)) / (std(centered(groups)) + EPS)
     ),
@@ -47,13 +49,21 @@ def oracle(name, rewards, groups):
     of_group = {k: [r for r, g in zip(rewards, groups, strict=True) if g == k] for k in groups}
     advantages = []
     for i, reward in enumerate(rewards):
-        others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == groups[i] and j != i]
-        advantages.append(FORMULAS[name](reward, of_group[groups[i]], others, list(of_group.values())))
+        others = [
+            r
+            for j, (r, g) in enumerate(zip(rewards, groups, strict=True))
+            if g == groups[i] and j != i
+        ]
+        advantages.append(
+            FORMULAS[name](reward, of_group[groups[i]], others, list(of_group.values()))
+        )
     return advantages
 
 
 def estimate(name, rewards, groups):
-    return ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).tolist()
+    return ADVANTAGES[name](
+        torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
+    ).tolist()
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
@@ -66,7 +76,9 @@ def test_advantages_equal_the_formula_for_groups_of_any_size_and_order(name, see
     rewards[0] += 1e-3  # no group may be all equal here
     if any(len({r for r, g in zip(rewards, groups, strict=True) if g == k}) == 1 for k in groups):
         rewards = [r + i / 10 for i, r in enumerate(rewards)]
-    assert estimate(name, rewards, groups) == pytest.approx(oracle(name, rewards, groups), rel=1e-12, abs=1e-12)
+    assert estimate(name, rewards, groups) == pytest.approx(
+        oracle(name, rewards, groups), rel=1e-12, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)

@@ -51,7 +51,9 @@ def test_on_policy_every_loss_is_policy_gradient(name, tokens_per_sequence):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_gradient_of_a_token_has_no_other_token_s_advantage_or_the_loss_refuses_advantages_per_token(name):
+def test_the_gradient_of_a_token_has_no_other_token_s_advantage_or_the_loss_refuses_advantages_per_token(
+    name,
+):
     inputs = random_inputs()
     inputs = replace(inputs, advantages=torch.linspace(-1, 1, 60, dtype=torch.float64).roll(7))
     others = inputs.advantages.clone()
@@ -60,7 +62,9 @@ def test_the_gradient_of_a_token_has_no_other_token_s_advantage_or_the_loss_refu
     changed = gradient(loss, replace(inputs, advantages=others))[::2]
     is_its_own = torch.equal(changed, gradient(loss, inputs)[::2])
     assert is_its_own == (name not in ("gspo", "gmpo"))
-    assert hasattr(LOSSES[name.partition("-")[0]], "needs_equal_advantages") == (name in ("gspo", "gmpo", "opsm"))
+    assert hasattr(LOSSES[name.partition("-")[0]], "needs_equal_advantages") == (
+        name in ("gspo", "gmpo", "opsm")
+    )
 
 
 @pytest.mark.parametrize("name", TOKEN_LEVEL)
@@ -71,7 +75,9 @@ def test_no_token_depends_on_another(name):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("tokens_per_sequence", [1, 7])
 def test_no_sequence_depends_on_another(name, tokens_per_sequence):
-    check_sequences_are_independent(VARIANTS[name], random_inputs(tokens_per_sequence=tokens_per_sequence))
+    check_sequences_are_independent(
+        VARIANTS[name], random_inputs(tokens_per_sequence=tokens_per_sequence)
+    )
 
 
 @pytest.mark.parametrize("name", SEQUENCE_LEVEL)
@@ -121,16 +127,23 @@ def test_float32_agrees_with_float64(name):
     losses, _ = evaluate(VARIANTS[name], inputs)
     torch.testing.assert_close(narrow_losses.double(), losses, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(
-        gradient(VARIANTS[name], narrow).double(), gradient(VARIANTS[name], inputs), rtol=1e-4, atol=1e-4
+        gradient(VARIANTS[name], narrow).double(),
+        gradient(VARIANTS[name], inputs),
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("tokens_per_sequence", [1, 5])
-def test_extreme_log_ratios_give_finite_losses_gradients_and_stats(name, dtype, tokens_per_sequence):
+def test_extreme_log_ratios_give_finite_losses_gradients_and_stats(
+    name, dtype, tokens_per_sequence
+):
     # All log-probs that are at most 90 nats apart, with every sign of advantage and reward; some of them sure (0).
-    levels = itertools.product((-90.0, -25.0, 0.0), (-90.0, -25.0, 0.0), (-90.0, 0.0), (-1.0, 0.0, 1.0), (0.0, 1.0))
+    levels = itertools.product(
+        (-90.0, -25.0, 0.0), (-90.0, -25.0, 0.0), (-90.0, 0.0), (-1.0, 0.0, 1.0), (0.0, 1.0)
+    )
     columns = [torch.tensor(column, dtype=dtype) for column in zip(*levels, strict=True)]
     sequence_ids = torch.arange(len(columns[0])) // tokens_per_sequence
     inputs = LossInputs(columns[0].requires_grad_(), *columns[1:], sequence_ids)
@@ -150,6 +163,9 @@ def test_the_mean_over_a_sequence_is_that_of_a_loop_and_carries_gradient():
 
 def convert(inputs, dtype):
     columns = {name: getattr(inputs, name).detach() for name in inputs.__dataclass_fields__}
-    columns = {name: column.to(dtype) if column.is_floating_point() else column for name, column in columns.items()}
+    columns = {
+        name: column.to(dtype) if column.is_floating_point() else column
+        for name, column in columns.items()
+    }
     columns["logprobs"].requires_grad_()
     return LossInputs(**columns)

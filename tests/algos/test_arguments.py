@@ -57,21 +57,36 @@ def test_a_default_is_within_the_range_of_its_argument(algo, name):
 
 
 def test_several_arguments_are_read_and_none_is_none():
-    assert hyperparameters("grpo", ("clip_high=0.28", "dual_clip=3")) == {"clip_high": 0.28, "dual_clip": 3.0}
+    assert hyperparameters("grpo", ("clip_high=0.28", "dual_clip=3")) == {
+        "clip_high": 0.28,
+        "dual_clip": 3.0,
+    }
     assert hyperparameters("grpo", ()) == {}
 
 
 @pytest.mark.parametrize(
     ("algo", "item", "message"),
     [
-        ("grpo", "clip_hihg=0.3", "--algo grpo takes clip_low, clip_high, dual_clip; did you mean clip_high?"),
+        (
+            "grpo",
+            "clip_hihg=0.3",
+            "--algo grpo takes clip_low, clip_high, dual_clip; did you mean clip_high?",
+        ),
         ("grpo", "nonsense=1", "--algo grpo takes clip_low, clip_high, dual_clip"),
         ("grpo", "inputs=1", "--algo grpo takes clip_low, clip_high, dual_clip"),
         ("reinforce", "clip_low=0.1", "--algo reinforce takes none"),
         ("grpo", "clip_low=1.1", "clip_low of --algo grpo must be at least 0 and at most 1"),
         ("grpo", "clip_low=-0.1", "clip_low of --algo grpo must be at least 0 and at most 1"),
-        ("gspo", "clip_high=-1", "clip_high of --algo gspo must be at least 0 and at most 1,000,000,000"),
-        ("grpo", "dual_clip=1", "dual_clip of --algo grpo must be above 1 and at most 1,000,000,000"),
+        (
+            "gspo",
+            "clip_high=-1",
+            "clip_high of --algo gspo must be at least 0 and at most 1,000,000,000",
+        ),
+        (
+            "grpo",
+            "dual_clip=1",
+            "dual_clip of --algo grpo must be above 1 and at most 1,000,000,000",
+        ),
         (
             "tis",
             "clip_high=0.4",
@@ -117,10 +132,22 @@ def test_several_arguments_are_read_and_none_is_none():
         ("decoupled_ppo", "action=cut", "action of --algo decoupled_ppo must be mask or truncate"),
         ("icepop", "level=tokens", "level of --algo icepop must be token or sequence"),
         ("dppo", "divergence=js", "divergence of --algo dppo must be tv or kl"),
-        ("dppo", "delta_high=0", "delta_high of --algo dppo must be above 0 and at most 1,000,000,000"),
-        ("sapo", "tau_negative=0", "tau_negative of --algo sapo must be at least 1e-06 and at most 1,000,000"),
+        (
+            "dppo",
+            "delta_high=0",
+            "delta_high of --algo dppo must be above 0 and at most 1,000,000,000",
+        ),
+        (
+            "sapo",
+            "tau_negative=0",
+            "tau_negative of --algo sapo must be at least 1e-06 and at most 1,000,000",
+        ),
         ("opsm", "delta=0", "delta of --algo opsm must be above 0 and at most 1,000,000,000"),
-        ("mis", "low=1", "low of --algo mis must be at least 0 and below 1, where 1 is the ratio of a fresh token"),
+        (
+            "mis",
+            "low=1",
+            "low of --algo mis must be at least 0 and below 1, where 1 is the ratio of a fresh token",
+        ),
         (
             "mis",
             "high=0.9",
@@ -133,8 +160,16 @@ def test_several_arguments_are_read_and_none_is_none():
             f"cap of --algo tis_ppo must be {CAP}",
         ),
         ("gmpo", "clip_low=0", "clip_low of --algo gmpo must be above 0 and at most 1,000,000,000"),
-        ("vespo", "k_positive=-1", "k_positive of --algo vespo must be at least 0 and at most 1,000,000,000"),
-        ("vespo", "lambda_negative=0", "lambda_negative of --algo vespo must be above 0 and at most 1,000,000,000"),
+        (
+            "vespo",
+            "k_positive=-1",
+            "k_positive of --algo vespo must be at least 0 and at most 1,000,000,000",
+        ),
+        (
+            "vespo",
+            "lambda_negative=0",
+            "lambda_negative of --algo vespo must be above 0 and at most 1,000,000,000",
+        ),
         (
             "sequence_is",
             "cap=0.5",
@@ -150,7 +185,13 @@ def test_what_a_loss_does_not_take_or_allow_is_one_line_that_says_what_it_does(a
 
 @pytest.mark.parametrize(
     ("text", "kind", "value"),
-    [("3", int, 3), ("a=b", str, "a=b"), ("2", Literal[1, 2], 2), ("0.5", float | None, 0.5), ("false", bool, False)],
+    [
+        ("3", int, 3),
+        ("a=b", str, "a=b"),
+        ("2", Literal[1, 2], 2),
+        ("0.5", float | None, 0.5),
+        ("false", bool, False),
+    ],
 )
 def test_text_is_read_as_the_type_of_the_annotation(text, kind, value):
     parameter = inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, annotation=kind)
@@ -166,7 +207,21 @@ def test_an_argument_without_annotation_has_the_type_of_its_default(monkeypatch)
     assert not math.isnan(hyperparameters("own", ("scale=1e300",))["scale"])
 
 
-EXTREMES = ("0", "1e-300", "1e-30", "1e-6", "0.5", "1", "1.0000001", "2", "1e6", "1e9", "1e30", "1e300", "-1")
+EXTREMES = (
+    "0",
+    "1e-300",
+    "1e-30",
+    "1e-6",
+    "0.5",
+    "1",
+    "1.0000001",
+    "2",
+    "1e6",
+    "1e9",
+    "1e30",
+    "1e300",
+    "-1",
+)
 OPTIONS = (
     *((), ("level=sequence",), ("level=geometric",), ("action=truncate",)),
     *(("divergence=kl",), ("unified_mask=true",)),
@@ -202,8 +257,16 @@ def test_an_extreme_value_is_refused_or_trains_fresh_tokens(algo):
 @pytest.mark.parametrize(
     ("algo", "items", "message"),
     [
-        ("vespo", ("lambda_positive=100",), "k_positive=2 and lambda_positive=100 give weights up to e^90.18"),
-        ("vespo", ("k_negative=1000",), "k_negative=1000 and lambda_negative=2 give weights up to e^5217"),
+        (
+            "vespo",
+            ("lambda_positive=100",),
+            "k_positive=2 and lambda_positive=100 give weights up to e^90.18",
+        ),
+        (
+            "vespo",
+            ("k_negative=1000",),
+            "k_negative=1000 and lambda_negative=2 give weights up to e^5217",
+        ),
         ("vespo", ("k_positive=0", "lambda_positive=21"), "at most e^20 is allowed"),
         (
             "weighted_topr",
@@ -214,7 +277,9 @@ def test_an_extreme_value_is_refused_or_trains_fresh_tokens(algo):
         ("mis", ("low=0.9999999", "high=1"), "nothing would be trained; take other arguments"),
     ],
 )
-def test_what_two_arguments_may_not_be_together_is_one_line_before_anything_starts(algo, items, message, capsys):
+def test_what_two_arguments_may_not_be_together_is_one_line_before_anything_starts(
+    algo, items, message, capsys
+):
     with pytest.raises(SystemExit):
         parse_config(["--algo", algo, "--algo-args", *items])
     said = capsys.readouterr().err
@@ -255,7 +320,10 @@ def test_the_defaults_of_every_loss_train_tokens_that_rounding_has_moved(algo):
     ],
 )
 def test_a_clip_or_band_that_rounding_alone_leaves_is_refused(algo, items):
-    with pytest.raises(ValueError, match=r"only rounding has moved, .+ nothing would be trained; take other arguments"):
+    with pytest.raises(
+        ValueError,
+        match=r"only rounding has moved, .+ nothing would be trained; take other arguments",
+    ):
         try_loss(choose_loss(Config(algo=algo, algo_args=items)))
 
 
@@ -270,7 +338,9 @@ def test_a_clip_or_band_that_rounding_alone_leaves_is_refused(algo, items):
         ("opsm", ("delta=1e-9",)),
     ],
 )
-def test_a_clip_that_trains_good_tokens_or_bad_ones_alone_or_only_levels_their_weights_is_taken(algo, items):
+def test_a_clip_that_trains_good_tokens_or_bad_ones_alone_or_only_levels_their_weights_is_taken(
+    algo, items
+):
     try_loss(choose_loss(Config(algo=algo, algo_args=items)))
 
 
@@ -283,12 +353,16 @@ def test_advantages_per_token_are_refused_with_the_losses_that_need_equal_ones(a
     with pytest.raises(SystemExit):
         parse_config(args)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --algo {algo} needs one advantage for all tokens of a response, and --advantage")
+    assert line.startswith(
+        f"error: --algo {algo} needs one advantage for all tokens of a response, and --advantage"
+    )
     assert parse_config(args[:2]).algo == algo
 
 
 def test_a_loss_of_the_user_s_own_says_itself_that_it_needs_equal_advantages(tmp_path, capsys):
-    marked = LOSS.replace("import torch", "import torch\nfrom algos.inputs import needs_equal_advantages")
+    marked = LOSS.replace(
+        "import torch", "import torch\nfrom algos.inputs import needs_equal_advantages"
+    )
     path = write_own(tmp_path, marked.replace("def loss(", "@needs_equal_advantages\ndef loss("))
     with pytest.raises(SystemExit):
         parse_config(["--algo", f"{path}:loss", "--advantage", "gae"])
@@ -299,6 +373,9 @@ def test_a_loss_of_the_user_s_own_says_itself_that_it_needs_equal_advantages(tmp
 
 def convert_to_float32(inputs):
     columns = {name: getattr(inputs, name).detach() for name in inputs.__dataclass_fields__}
-    columns = {name: column.float() if column.is_floating_point() else column for name, column in columns.items()}
+    columns = {
+        name: column.float() if column.is_floating_point() else column
+        for name, column in columns.items()
+    }
     columns["logprobs"].requires_grad_()
     return LossInputs(**columns)

@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_checks import check_stats, check_values_and_gradients, clip, each, gradient, one_token, random_inputs
+from loss_checks import (
+    check_stats,
+    check_values_and_gradients,
+    clip,
+    each,
+    gradient,
+    one_token,
+    random_inputs,
+)
 
 from algos import LOSSES
 
@@ -22,11 +30,15 @@ def oracle(token, clip_low=0.1, clip_high=0.1, unified_mask=False):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"clip_low": 1.0, "clip_high": 3.0}, {"clip_low": 0.4, "unified_mask": True}], ids=str
+    "options",
+    [{}, {"clip_low": 1.0, "clip_high": 3.0}, {"clip_low": 0.4, "unified_mask": True}],
+    ids=str,
 )
 def test_values_and_gradients_equal_the_formula(options):
     check_values_and_gradients(
-        functools.partial(loss, **options), each(functools.partial(oracle, **options)), random_inputs(spread=0.6)
+        functools.partial(loss, **options),
+        each(functools.partial(oracle, **options)),
+        random_inputs(spread=0.6),
     )
 
 
@@ -34,7 +46,9 @@ def test_values_and_gradients_equal_the_formula(options):
 @pytest.mark.parametrize(
     ("ratio", "weight"), [(0.2, 0.9), (0.91, 0.91), (1.0, 1.0), (1.09, 1.09), (1.11, 1.1), (9, 1.1)]
 )
-def test_every_token_keeps_a_gradient_whose_weight_is_clipped_on_both_sides(ratio, weight, advantage):
+def test_every_token_keeps_a_gradient_whose_weight_is_clipped_on_both_sides(
+    ratio, weight, advantage
+):
     inputs = one_token(math.log(ratio), advantage)
     _, stats = loss(inputs)
     assert stats["weight"].item() == pytest.approx(weight)
@@ -43,7 +57,8 @@ def test_every_token_keeps_a_gradient_whose_weight_is_clipped_on_both_sides(rati
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "weight"), [(1.11, 1.0, 0.0), (0.2, 1.0, 0.9), (0.89, -1.0, 0.0), (9.0, -1.0, 1.1)]
+    ("ratio", "advantage", "weight"),
+    [(1.11, 1.0, 0.0), (0.2, 1.0, 0.9), (0.89, -1.0, 0.0), (9.0, -1.0, 1.1)],
 )
 def test_the_unified_mask_drops_what_ppo_would_clip(ratio, advantage, weight):
     masked = functools.partial(loss, unified_mask=True)

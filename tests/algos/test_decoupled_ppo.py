@@ -3,7 +3,15 @@ import math
 
 import pytest
 import torch
-from loss_checks import check_stats, check_values_and_gradients, clip, each, gradient, one_token, random_inputs
+from loss_checks import (
+    check_stats,
+    check_values_and_gradients,
+    clip,
+    each,
+    gradient,
+    one_token,
+    random_inputs,
+)
 
 from algos import LOSSES
 
@@ -30,15 +38,25 @@ def oracle(token, clip_low=0.2, clip_high=0.2, behavior_weight_cap=5.0, action="
 )
 def test_values_and_gradients_equal_the_formula(options):
     check_values_and_gradients(
-        functools.partial(loss, **options), each(functools.partial(oracle, **options)), random_inputs(spread=0.6)
+        functools.partial(loss, **options),
+        each(functools.partial(oracle, **options)),
+        random_inputs(spread=0.6),
     )
 
 
 @pytest.mark.parametrize(
     ("moved", "advantage", "is_clipped"),
-    [(1.19, 1.0, False), (1.21, 1.0, True), (0.5, 1.0, False), (0.81, -1.0, False), (0.79, -1.0, True)],
+    [
+        (1.19, 1.0, False),
+        (1.21, 1.0, True),
+        (0.5, 1.0, False),
+        (0.81, -1.0, False),
+        (0.79, -1.0, True),
+    ],
 )
-def test_the_clip_is_anchored_at_the_proximal_policy_whatever_the_staleness(moved, advantage, is_clipped):
+def test_the_clip_is_anchored_at_the_proximal_policy_whatever_the_staleness(
+    moved, advantage, is_clipped
+):
     stale = math.log(3.0)
     inputs = one_token(stale + math.log(moved), advantage, proximal=stale)
     assert loss(inputs)[1]["clipped"].item() == is_clipped
@@ -73,5 +91,9 @@ def test_stats_are_detached_and_per_token():
     inputs = random_inputs()
     stats = loss(inputs)[1]
     check_stats(stats, {"ratio", "proximal_ratio", "weight", "clipped"}, 60)
-    torch.testing.assert_close(stats["ratio"], (inputs.logprobs.detach() - inputs.behavior_logprobs).exp())
-    torch.testing.assert_close(stats["proximal_ratio"], (inputs.logprobs.detach() - inputs.proximal_logprobs).exp())
+    torch.testing.assert_close(
+        stats["ratio"], (inputs.logprobs.detach() - inputs.behavior_logprobs).exp()
+    )
+    torch.testing.assert_close(
+        stats["proximal_ratio"], (inputs.logprobs.detach() - inputs.proximal_logprobs).exp()
+    )

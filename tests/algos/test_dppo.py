@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_checks import check_stats, check_values_and_gradients, each, gradient, one_token, random_inputs
+from loss_checks import (
+    check_stats,
+    check_values_and_gradients,
+    each,
+    gradient,
+    one_token,
+    random_inputs,
+)
 
 from algos import LOSSES
 
@@ -55,7 +62,8 @@ def test_values_and_gradients_equal_the_formula(options):
         (0.50, 0.34, -1.0, True),
         (0.50, 0.34, 1.0, False),
         (0.01, 0.15, 1.0, False),  # fifteen times as likely, and only 0.14 of the mass
-        (0.95, 0.79, -1.0, True),  # by a sixth less likely, which PPO's clip allows, and 0.16 of the mass
+        # by a sixth less likely, which PPO's clip allows, and 0.16 of the mass
+        (0.95, 0.79, -1.0, True),
     ],
 )
 def test_a_token_is_left_out_past_delta_of_its_probability_in_the_direction_of_the_advantage(
@@ -63,7 +71,9 @@ def test_a_token_is_left_out_past_delta_of_its_probability_in_the_direction_of_t
 ):
     inputs = probabilities([prob], [behavior], [advantage])
     assert loss(inputs)[1]["clipped"].item() == is_left_out
-    assert gradient(loss, inputs).item() == pytest.approx(0.0 if is_left_out else -prob / behavior * advantage)
+    assert gradient(loss, inputs).item() == pytest.approx(
+        0.0 if is_left_out else -prob / behavior * advantage
+    )
 
 
 def test_above_the_cap_the_gradient_is_bounded_and_not_cut():
@@ -72,8 +82,12 @@ def test_above_the_cap_the_gradient_is_bounded_and_not_cut():
     assert gradient(functools.partial(loss, cap=1000.0), inputs).item() == pytest.approx(-140.0)
 
 
-@pytest.mark.parametrize(("logprob", "behavior", "is_left_out"), [(0.0, 0.0, 0), (0.0, -1.0, 1), (-1.0, 0.0, 0)])
-def test_kl_of_a_token_that_a_policy_is_sure_of_is_zero_or_infinite_and_never_nan(logprob, behavior, is_left_out):
+@pytest.mark.parametrize(
+    ("logprob", "behavior", "is_left_out"), [(0.0, 0.0, 0), (0.0, -1.0, 1), (-1.0, 0.0, 0)]
+)
+def test_kl_of_a_token_that_a_policy_is_sure_of_is_zero_or_infinite_and_never_nan(
+    logprob, behavior, is_left_out
+):
     inputs = replace(
         one_token(0.0, 1.0),
         logprobs=torch.tensor([logprob], dtype=torch.float64, requires_grad=True),
@@ -93,13 +107,20 @@ def test_kl_of_a_token_that_a_policy_is_sure_of_is_zero_or_infinite_and_never_na
         ("tv", 0.2, [math.log(0.5)] * 2, [math.log(0.9), math.log(0.52)], [1.0, 1.0], [0, 1]),
     ],
 )
-def test_masks_and_gradients_are_those_of_other_projects(divergence, delta, behavior, logprobs, advantages, kept):
+def test_masks_and_gradients_are_those_of_other_projects(
+    divergence, delta, behavior, logprobs, advantages, kept
+):
     # SkyRL, tests/train/algorithms/test_losses.py, test_dppo_policy_loss; the last row is rLLM's test of its DPPO-TV.
     # SkyRL's loss is −ratio·A with gradient, which below the cap has the gradient of ours. Of the third row SkyRL says
     # only that a token is left out (its `clip_ratio` is above 0); that it is the first one is by hand.
-    inputs = probabilities([math.exp(x) for x in logprobs], [math.exp(x) for x in behavior], advantages)
+    inputs = probabilities(
+        [math.exp(x) for x in logprobs], [math.exp(x) for x in behavior], advantages
+    )
     chosen = functools.partial(loss, divergence=divergence, delta_low=delta, delta_high=delta)
-    expected = [-math.exp(x - b) * a * keep for x, b, a, keep in zip(logprobs, behavior, advantages, kept, strict=True)]
+    expected = [
+        -math.exp(x - b) * a * keep
+        for x, b, a, keep in zip(logprobs, behavior, advantages, kept, strict=True)
+    ]
     assert gradient(chosen, inputs).tolist() == pytest.approx(expected, abs=1e-5)
 
 

@@ -22,7 +22,9 @@ def oracle(tokens, clip_low=0.4, clip_high=0.4):
     return [-(product ** (1 / len(tokens))) * token.advantage for token in tokens]
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_low": 0.1, "clip_high": 0.8}, {"clip_high": 0.05}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_low": 0.1, "clip_high": 0.8}, {"clip_high": 0.05}], ids=str
+)
 @pytest.mark.parametrize("tokens_per_sequence", [1, 7, 60])
 def test_values_and_gradients_equal_the_formula(options, tokens_per_sequence):
     chosen = functools.partial(loss, **options)
@@ -60,7 +62,9 @@ def test_a_clipped_token_counts_as_the_bound_and_the_others_keep_their_gradient(
     losses, stats = loss(inputs)
     mean_ratio = math.exp((0.4 + 0.2) / 2)
     assert losses.tolist() == pytest.approx([-mean_ratio] * 2)
-    assert stats["clipped"].tolist() == [1.0, 0.0] and stats["weight"].tolist() == pytest.approx([0.0, mean_ratio])
+    assert stats["clipped"].tolist() == [1.0, 0.0] and stats["weight"].tolist() == pytest.approx(
+        [0.0, mean_ratio]
+    )
     assert gradient(loss, inputs).tolist() == pytest.approx([0.0, -mean_ratio])
 
 

@@ -21,7 +21,9 @@ loss = LOSSES["grpo"]
 
 def oracle(token, clip_low=0.2, clip_high=0.2, dual_clip=None):
     ratio = math.exp(token.logprob - token.behavior)
-    objective = min(ratio * token.advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * token.advantage)
+    objective = min(
+        ratio * token.advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * token.advantage
+    )
     if dual_clip is not None and token.advantage < 0:
         objective = max(objective, dual_clip * token.advantage)
     return -objective
@@ -29,12 +31,19 @@ def oracle(token, clip_low=0.2, clip_high=0.2, dual_clip=None):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"clip_low": 0.1, "clip_high": 0.4}, {"dual_clip": 1.4}, {"clip_high": 0.5, "dual_clip": 3.0}],
+    [
+        {},
+        {"clip_low": 0.1, "clip_high": 0.4},
+        {"dual_clip": 1.4},
+        {"clip_high": 0.5, "dual_clip": 3.0},
+    ],
     ids=str,
 )
 def test_values_and_gradients_equal_the_formula(options):
     check_values_and_gradients(
-        functools.partial(loss, **options), each(functools.partial(oracle, **options)), random_inputs(spread=0.6)
+        functools.partial(loss, **options),
+        each(functools.partial(oracle, **options)),
+        random_inputs(spread=0.6),
     )
 
 
@@ -50,7 +59,9 @@ def test_values_and_gradients_equal_the_formula(options):
         (9.0, 0.0, False),
     ],
 )
-def test_gradient_is_cut_only_past_the_clip_in_the_direction_of_the_advantage(ratio, advantage, is_clipped):
+def test_gradient_is_cut_only_past_the_clip_in_the_direction_of_the_advantage(
+    ratio, advantage, is_clipped
+):
     inputs = one_token(math.log(ratio), advantage)
     _, stats = loss(inputs)
     assert stats["clipped"].item() == is_clipped
@@ -93,9 +104,16 @@ def test_the_dual_clip_is_the_two_sided_clip_of_intellect_2(bound, advantage, ra
         (1.5, [2.0, 2.0, 0.5], [2.0, -2.0, 2.0], [-2.4, 3.0, -1.0]),
     ],
 )
-def test_losses_with_the_dual_clip_are_those_of_other_projects(dual_clip, ratios, advantages, expected):
-    tokens = [one_token(math.log(ratio), advantage) for ratio, advantage in zip(ratios, advantages, strict=True)]
-    assert [loss(token, dual_clip=dual_clip)[0].item() for token in tokens] == pytest.approx(expected, abs=1e-5)
+def test_losses_with_the_dual_clip_are_those_of_other_projects(
+    dual_clip, ratios, advantages, expected
+):
+    tokens = [
+        one_token(math.log(ratio), advantage)
+        for ratio, advantage in zip(ratios, advantages, strict=True)
+    ]
+    assert [loss(token, dual_clip=dual_clip)[0].item() for token in tokens] == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 @settings(deadline=None)

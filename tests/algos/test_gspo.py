@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_checks import check_stats, check_values_and_gradients, clip, gradient, one_token, random_inputs
+from loss_checks import (
+    check_stats,
+    check_values_and_gradients,
+    clip,
+    gradient,
+    one_token,
+    random_inputs,
+)
 
 from algos import LOSSES
 
@@ -72,7 +79,9 @@ def test_ratios_and_losses_are_those_of_nemo_rl():
     )
     losses, stats = loss(inputs, clip_low=0.2, clip_high=0.2)
     assert stats["ratio"].tolist() == pytest.approx([0.9086] * 3 + [2.4697] * 3, abs=5e-5)
-    assert losses.tolist() == pytest.approx([-0.9086, 0.9086, -1.8171, -1.2, 2.4697, -2.4], abs=5e-5)
+    assert losses.tolist() == pytest.approx(
+        [-0.9086, 0.9086, -1.8171, -1.2, 2.4697, -2.4], abs=5e-5
+    )
     assert losses[:3].mean().item() == pytest.approx(-0.6057, abs=5e-5)
     assert losses.mean().item() == pytest.approx(-0.4912, abs=5e-5)
 
@@ -83,7 +92,9 @@ def test_ratios_of_sequences_of_several_lengths_are_those_of_areal():
     inputs = replace(
         random_inputs(12),
         logprobs=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64).repeat_interleave(lengths),
-        behavior_logprobs=torch.tensor([0.5, 1.0, 1.5], dtype=torch.float64).repeat_interleave(lengths),
+        behavior_logprobs=torch.tensor([0.5, 1.0, 1.5], dtype=torch.float64).repeat_interleave(
+            lengths
+        ),
         sequence_ids=torch.arange(3).repeat_interleave(lengths),
     )
     expected = [1.648721] * 3 + [2.718282] * 5 + [4.481689] * 4

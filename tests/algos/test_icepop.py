@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_checks import check_stats, check_values_and_gradients, clip, gradient, one_token, random_inputs
+from loss_checks import (
+    check_stats,
+    check_values_and_gradients,
+    clip,
+    gradient,
+    one_token,
+    random_inputs,
+)
 
 from algos import LOSSES
 
@@ -18,7 +25,9 @@ def oracle(tokens, clip_low=0.2, clip_high=0.2, low=0.5, high=5.0, level="token"
         k = math.exp(log if level == "token" else sum(logs) / len(logs))
         w = k if low <= k <= high else 0.0
         u = math.exp(token.logprob - token.proximal)
-        losses.append(-w * min(u * token.advantage, clip(u, 1 - clip_low, 1 + clip_high) * token.advantage))
+        losses.append(
+            -w * min(u * token.advantage, clip(u, 1 - clip_low, 1 + clip_high) * token.advantage)
+        )
     return losses
 
 
@@ -42,7 +51,9 @@ def test_values_and_gradients_equal_the_formula(options, tokens_per_sequence):
     )
 
 
-@pytest.mark.parametrize(("stale", "weight"), [(0.49, 0.0), (0.51, 0.51), (1.0, 1.0), (4.99, 4.99), (5.01, 0.0)])
+@pytest.mark.parametrize(
+    ("stale", "weight"), [(0.49, 0.0), (0.51, 0.51), (1.0, 1.0), (4.99, 4.99), (5.01, 0.0)]
+)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_token_outside_the_band_is_left_out(stale, weight, level):
     chosen = functools.partial(loss, level=level)
@@ -57,7 +68,13 @@ def test_a_token_outside_the_band_is_left_out(stale, weight, level):
     ("proximal", "behavior", "advantages", "weights", "tolerance"),
     [
         # verl, tests/trainer/ppo/test_rollout_corr.py, test_exact_icepop_zeroes_weights_without_changing_mask.
-        ([0.0] * 3, [-math.log(k) for k in (0.4, 0.8, 6.0)], [1.0, -1.0, 2.0], [0.0, 0.8, 0.0], 1e-5),
+        (
+            [0.0] * 3,
+            [-math.log(k) for k in (0.4, 0.8, 6.0)],
+            [1.0, -1.0, 2.0],
+            [0.0, 0.8, 0.0],
+            1e-5,
+        ),
         # NeMo RL, tests/unit/algorithms/test_loss_functions.py, test_clipped_pg_loss_icepop_importance_sampling: four
         # digits.
         ([-1.0] * 3, [-0.5, -3.5, -0.8], [1.0, -1.0, 2.0], [0.6065, 0.0, 0.8187], 5e-5),
@@ -82,7 +99,9 @@ def test_weights_are_those_of_other_projects(proximal, behavior, advantages, wei
 def test_the_clip_is_anchored_at_the_proximal_policy(moved, is_clipped):
     inputs = one_token(math.log(2 * moved), 1.0, proximal=math.log(2))
     assert loss(inputs)[1]["clipped"].item() == is_clipped
-    assert gradient(loss, inputs).item() == pytest.approx(0.0 if is_clipped else -2 * moved, abs=1e-12)
+    assert gradient(loss, inputs).item() == pytest.approx(
+        0.0 if is_clipped else -2 * moved, abs=1e-12
+    )
 
 
 def test_level_sequence_leaves_out_or_keeps_a_sequence_as_a_whole():
@@ -90,7 +109,9 @@ def test_level_sequence_leaves_out_or_keeps_a_sequence_as_a_whole():
     logs = torch.tensor([3.0, -3.0, 3.0, 3.0], dtype=torch.float64)
     inputs = replace(inputs, proximal_logprobs=inputs.behavior_logprobs + logs)
     assert loss(inputs)[1]["weight"].tolist() == [0.0] * 4
-    assert loss(inputs, level="sequence")[1]["weight"].tolist() == pytest.approx([1.0, 1.0, 0.0, 0.0])
+    assert loss(inputs, level="sequence")[1]["weight"].tolist() == pytest.approx(
+        [1.0, 1.0, 0.0, 0.0]
+    )
 
 
 def test_another_level_is_an_error_naming_both():

@@ -1,7 +1,14 @@
 import functools
 
 import pytest
-from loss_checks import check_stats, check_values_and_gradients, each, gradient, one_token, random_inputs
+from loss_checks import (
+    check_stats,
+    check_values_and_gradients,
+    each,
+    gradient,
+    one_token,
+    random_inputs,
+)
 
 from algos import LOSSES
 
@@ -15,7 +22,9 @@ def oracle(token, tau=0.1):
 @pytest.mark.parametrize("options", [{}, {"tau": 2.0}, {"tau": 0.0}], ids=str)
 def test_values_and_gradients_equal_the_formula(options):
     check_values_and_gradients(
-        functools.partial(loss, **options), each(functools.partial(oracle, **options)), random_inputs(spread=0.6)
+        functools.partial(loss, **options),
+        each(functools.partial(oracle, **options)),
+        random_inputs(spread=0.6),
     )
 
 
@@ -25,7 +34,10 @@ def test_a_token_without_advantage_is_pulled_back_to_the_policy_that_sampled_it(
 
 
 def test_the_pull_balances_the_push_where_the_log_ratio_is_the_advantage_over_tau():
-    assert gradient(functools.partial(loss, tau=0.5), one_token(log_ratio=2.0, advantage=1.0)).item() == 0.0
+    assert (
+        gradient(functools.partial(loss, tau=0.5), one_token(log_ratio=2.0, advantage=1.0)).item()
+        == 0.0
+    )
 
 
 def test_stats_are_detached_and_per_token():

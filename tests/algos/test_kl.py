@@ -46,7 +46,9 @@ def test_values_and_gradients_equal_the_formula(name):
     for t, row in enumerate(zip(p.tolist(), ref.tolist(), behavior.tolist(), strict=True)):
         assert values[t].item() == pytest.approx(FORMULAS[name](*row), rel=1e-12, abs=1e-14)
         assert slopes[t].item() == pytest.approx(SLOPES[name](*row), rel=1e-12, abs=1e-14)
-        difference = FORMULAS[name](row[0] + 1e-6, *row[1:]) - FORMULAS[name](row[0] - 1e-6, *row[1:])
+        difference = FORMULAS[name](row[0] + 1e-6, *row[1:]) - FORMULAS[name](
+            row[0] - 1e-6, *row[1:]
+        )
         assert slopes[t].item() == pytest.approx(difference / 2e-6, rel=1e-6, abs=1e-6)
 
 
@@ -63,7 +65,9 @@ def test_at_the_reference_the_penalty_is_zero_and_only_k1_pushes(name):
 def test_on_fresh_tokens_the_expected_value_is_the_divergence(name):
     logits, ref, _ = random_policies()
     policy = logits.log_softmax(0).detach()
-    assert expectation(name, logits, ref, policy).item() == pytest.approx(divergence(policy, ref).item())
+    assert expectation(name, logits, ref, policy).item() == pytest.approx(
+        divergence(policy, ref).item()
+    )
 
 
 def test_on_stale_tokens_only_the_unbiased_estimator_has_the_right_value():
@@ -108,4 +112,5 @@ def test_extreme_log_probs_give_finite_values_and_gradients_of_the_same_type(nam
 def test_a_token_that_the_policy_all_but_excludes_costs_the_unbiased_estimator_a_finite_amount():
     p, ref, behavior = (torch.tensor([value]) for value in (-1e4, -1.0, -2.0))
     assert KL_ESTIMATORS["unbiased"](p, ref, behavior).item() == pytest.approx(math.e)
-    assert KL_ESTIMATORS["k3"](p, ref, behavior).item() == pytest.approx(math.exp(20) - 21)  # where a ratio is cut
+    # where a ratio is cut
+    assert KL_ESTIMATORS["k3"](p, ref, behavior).item() == pytest.approx(math.exp(20) - 21)

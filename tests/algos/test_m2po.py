@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_checks import check_stats, check_values_and_gradients, evaluate, one_token, random_inputs, select
+from loss_checks import (
+    check_stats,
+    check_values_and_gradients,
+    evaluate,
+    one_token,
+    random_inputs,
+    select,
+)
 
 from algos import LossInputs
 from algos.m2po import loss
@@ -15,7 +22,9 @@ def left_out(inputs, threshold):
     """Algorithm 1 as a loop: leave out the furthest token that goes on, until the mean of those left is small."""
     log_ratios = (inputs.logprobs.detach() - inputs.behavior_logprobs).tolist()
     moments = [log_ratio**2 for log_ratio in log_ratios]
-    signs = [a * log_ratio for a, log_ratio in zip(inputs.advantages.tolist(), log_ratios, strict=True)]
+    signs = [
+        a * log_ratio for a, log_ratio in zip(inputs.advantages.tolist(), log_ratios, strict=True)
+    ]
     going = [i for i, sign in enumerate(signs) if sign > 0]
     kept = set(going)
     while kept and sum(moments[i] for i in kept) / len(kept) > threshold:
@@ -49,7 +58,10 @@ def test_it_leaves_out_what_the_loop_of_the_paper_leaves_out(seed, threshold):
     ],
 )
 def test_what_is_left_out_is_what_trinity_rft_leaves_out(log_ratios, advantages, threshold, out):
-    assert evaluate(loss, moved(log_ratios, advantages), m2_threshold=threshold)[1]["clipped"].tolist() == out
+    assert (
+        evaluate(loss, moved(log_ratios, advantages), m2_threshold=threshold)[1]["clipped"].tolist()
+        == out
+    )
 
 
 def test_a_token_that_is_left_out_stays_in_the_mean_as_in_trinity_rft():
@@ -57,11 +69,14 @@ def test_a_token_that_is_left_out_stays_in_the_mean_as_in_trinity_rft():
     inputs = moved([0.0, 1.0], [1.0, 1.0])
     losses, _ = evaluate(loss, inputs, m2_threshold=0.1)
     (slopes,) = torch.autograd.grad(losses.mean(), inputs.logprobs)
-    assert losses.mean().item() == pytest.approx(-0.5) and slopes.tolist() == pytest.approx([-0.5, 0.0])
+    assert losses.mean().item() == pytest.approx(-0.5) and slopes.tolist() == pytest.approx(
+        [-0.5, 0.0]
+    )
 
 
 def test_tokens_that_moved_equally_far_are_left_out_together():
-    inputs = moved([0.5, 0.5, 0.1], [1.0] * 3)  # without one of the first two the mean would be 0.13
+    # without one of the first two the mean would be 0.13
+    inputs = moved([0.5, 0.5, 0.1], [1.0] * 3)
     assert evaluate(loss, inputs, m2_threshold=0.14)[1]["clipped"].tolist() == [1.0, 1.0, 0.0]
 
 
@@ -92,7 +107,8 @@ def test_the_whole_update_decides_and_not_the_micro_batch():
     calm, wild = one_token(0.1, advantage=1.0), one_token(1.0, advantage=1.0)
     both = random_inputs(2)
     columns = {
-        name: torch.cat([getattr(calm, name), getattr(wild, name)]).detach() for name in both.__dataclass_fields__
+        name: torch.cat([getattr(calm, name), getattr(wild, name)]).detach()
+        for name in both.__dataclass_fields__
     }
     update = LossInputs(**columns | {"sequence_ids": torch.tensor([0, 1])})
     assert loss(wild, update)[1]["clipped"].tolist() == [1.0]

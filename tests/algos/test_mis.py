@@ -17,13 +17,17 @@ def oracle(tokens, low=0.5, high=2.0, level="token"):
     losses = []
     for token, log in zip(tokens, logs, strict=True):
         ratio = math.exp(log)
-        judged = {"token": ratio, "sequence": product, "geometric": product ** (1 / len(tokens))}[level]
+        judged = {"token": ratio, "sequence": product, "geometric": product ** (1 / len(tokens))}[
+            level
+        ]
         weight = product if level == "sequence" else ratio
         losses.append(-(weight if low <= judged <= high else 0.0) * token.advantage * token.logprob)
     return losses
 
 
-@pytest.mark.parametrize("band", [{}, {"low": 0.9, "high": 1.3}, {"low": 0.0, "high": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "band", [{}, {"low": 0.9, "high": 1.3}, {"low": 0.0, "high": 1.0}], ids=str
+)
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("tokens_per_sequence", [1, 4])
 def test_values_and_gradients_equal_the_formula(band, level, tokens_per_sequence):
@@ -33,14 +37,20 @@ def test_values_and_gradients_equal_the_formula(band, level, tokens_per_sequence
     assert 0 < chosen(inputs)[1]["clipped"].sum() < 60
 
 
-@pytest.mark.parametrize(("ratio", "weight"), [(0.49, 0.0), (0.51, 0.51), (1.0, 1.0), (1.99, 1.99), (2.01, 0.0)])
+@pytest.mark.parametrize(
+    ("ratio", "weight"), [(0.49, 0.0), (0.51, 0.51), (1.0, 1.0), (1.99, 1.99), (2.01, 0.0)]
+)
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("advantage", [-1.5, 1.5])
-def test_a_sequence_of_one_token_is_left_out_outside_the_band_whatever_its_advantage(ratio, weight, level, advantage):
+def test_a_sequence_of_one_token_is_left_out_outside_the_band_whatever_its_advantage(
+    ratio, weight, level, advantage
+):
     chosen = functools.partial(loss, level=level)
     inputs = one_token(math.log(ratio), advantage)
     _, stats = chosen(inputs)
-    assert stats["weight"].item() == pytest.approx(weight) and stats["clipped"].item() == (weight == 0)
+    assert stats["weight"].item() == pytest.approx(weight) and stats["clipped"].item() == (
+        weight == 0
+    )
     assert gradient(chosen, inputs).item() == pytest.approx(-weight * advantage)
 
 

@@ -74,7 +74,15 @@ TRUNCATED = [-0.1608768107, 0.2456743025, -0.0536256036, 0.3493211881, -0.059590
             id="gspo_sequence_is",
         ),
         # Its weights have a lower bound of 0.7 too, and none of them is below.
-        pytest.param("tis_ppo", CLIP | {"cap": 1.3}, SAMPLED, OF_TOKENS, 0.3209028399844618, TRUNCATED, id="tis_token"),
+        pytest.param(
+            "tis_ppo",
+            CLIP | {"cap": 1.3},
+            SAMPLED,
+            OF_TOKENS,
+            0.3209028399844618,
+            TRUNCATED,
+            id="tis_token",
+        ),
         pytest.param(
             "decoupled_ppo",
             CLIP | {"behavior_weight_cap": 1.3, "action": "truncate"},

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_checks import check_stats, check_values_and_gradients, clip, gradient, one_token, random_inputs
+from loss_checks import (
+    check_stats,
+    check_values_and_gradients,
+    clip,
+    gradient,
+    one_token,
+    random_inputs,
+)
 
 from algos import LOSSES
 
@@ -16,12 +23,16 @@ def oracle(tokens, clip_low=0.2, clip_high=0.2, delta=0.5):
     losses = []
     for token in tokens:
         ratio = math.exp(token.logprob - token.behavior)
-        objective = min(ratio * token.advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * token.advantage)
+        objective = min(
+            ratio * token.advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * token.advantage
+        )
         losses.append(0.0 if token.advantage < 0 and moved > delta else -objective)
     return losses
 
 
-@pytest.mark.parametrize("options", [{}, {"delta": 0.02}, {"clip_low": 0.1, "clip_high": 0.5, "delta": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"delta": 0.02}, {"clip_low": 0.1, "clip_high": 0.5, "delta": 0.1}], ids=str
+)
 @pytest.mark.parametrize("tokens_per_sequence", [1, 5])
 def test_values_and_gradients_equal_the_formula(options, tokens_per_sequence):
     chosen = functools.partial(loss, **options)
@@ -38,14 +49,20 @@ def test_only_a_bad_sequence_that_became_less_likely_is_left_out(moved, advantag
     inputs = one_token(-moved, advantage)
     _, stats = chosen(inputs)
     weight = 0.0 if is_left_out else math.exp(-moved)
-    assert stats["clipped"].item() == is_left_out and stats["weight"].item() == pytest.approx(weight)
+    assert stats["clipped"].item() == is_left_out and stats["weight"].item() == pytest.approx(
+        weight
+    )
     assert gradient(chosen, inputs).item() == pytest.approx(-weight * advantage)
 
 
 def test_the_mean_over_the_sequence_decides_for_all_of_its_tokens():
     inputs = random_inputs(4, tokens_per_sequence=2)
     moved = torch.tensor([-2.0, 0.9, -2.0, 1.1], dtype=torch.float64)
-    inputs = replace(inputs, logprobs=(inputs.behavior_logprobs + moved).requires_grad_(), advantages=-torch.ones(4))
+    inputs = replace(
+        inputs,
+        logprobs=(inputs.behavior_logprobs + moved).requires_grad_(),
+        advantages=-torch.ones(4),
+    )
     assert loss(inputs, clip_low=1.0)[1]["clipped"].tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
@@ -62,7 +79,11 @@ def test_the_mask_is_that_of_trl(delta, kept):
         advantages=torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64).repeat_interleave(4),
     )
     weight = loss(inputs, delta=delta)[1]["weight"]
-    assert (weight != 0).view(3, 4).all(dim=1).tolist() == (weight != 0).view(3, 4).any(dim=1).tolist() == kept
+    assert (
+        (weight != 0).view(3, 4).all(dim=1).tolist()
+        == (weight != 0).view(3, 4).any(dim=1).tolist()
+        == kept
+    )
 
 
 def test_stats_are_detached_and_per_token():

@@ -47,7 +47,9 @@ def test_it_is_exact_where_log_probs_move_linearly_with_the_version():
         ([-2.0], [-1.0], 5, [4], [-1.0]),
     ],
 )
-def test_a_whole_step_after_the_proximal_policy_it_is_that_of_areal(current, behavior, version, sampled_by, expected):
+def test_a_whole_step_after_the_proximal_policy_it_is_that_of_areal(
+    current, behavior, version, sampled_by, expected
+):
     lags = version - 1 - torch.tensor(sampled_by)
     logs = [torch.tensor(values, dtype=torch.float64) for values in (current, behavior)]
     assert loglinear(*logs, lags, progress=1.0).tolist() == pytest.approx(expected, abs=1e-5)

@@ -3,7 +3,14 @@ import math
 
 import pytest
 import torch
-from loss_checks import check_stats, check_values_and_gradients, each, gradient, one_token, random_inputs
+from loss_checks import (
+    check_stats,
+    check_values_and_gradients,
+    each,
+    gradient,
+    one_token,
+    random_inputs,
+)
 
 from algos import LOSSES
 
@@ -16,10 +23,14 @@ def oracle(token, tau_positive=1.0, tau_negative=1.05):
     return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * token.advantage
 
 
-@pytest.mark.parametrize("options", [{}, {"tau_positive": 0.3, "tau_negative": 4.0}, {"tau_positive": 10.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"tau_positive": 0.3, "tau_negative": 4.0}, {"tau_positive": 10.0}], ids=str
+)
 def test_values_and_gradients_equal_the_formula(options):
     check_values_and_gradients(
-        functools.partial(loss, **options), each(functools.partial(oracle, **options)), random_inputs(spread=0.6)
+        functools.partial(loss, **options),
+        each(functools.partial(oracle, **options)),
+        random_inputs(spread=0.6),
     )
 
 
@@ -32,7 +43,10 @@ def test_the_weight_is_what_the_gradient_has_in_place_of_the_ratio():
 
 def test_the_gate_closes_on_both_sides_smoothly_and_sooner_for_a_bad_token():
     ratios = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
-    good, bad = ([-a * gradient(loss, one_token(math.log(r), a)).item() / r for r in ratios] for a in (1.0, -1.0))
+    good, bad = (
+        [-a * gradient(loss, one_token(math.log(r), a)).item() / r for r in ratios]
+        for a in (1.0, -1.0)
+    )
     for first, second, fresh, *others in (good, bad):
         assert 0 < first < second < fresh == pytest.approx(1.0)
         assert [fresh, *others] == sorted([fresh, *others], reverse=True) and others[-1] > 0

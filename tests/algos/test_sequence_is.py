@@ -29,7 +29,10 @@ def test_values_and_gradients_equal_the_formula(options, tokens_per_sequence):
 @pytest.mark.parametrize(("ratio", "weight"), [(0.01, 0.01), (4.9, 4.9), (5.1, 5.0), (1000.0, 5.0)])
 def test_a_cap_bounds_the_weight_and_is_none_unless_given(ratio, weight):
     inputs = one_token(math.log(ratio), -1.0)
-    assert gradient(loss, inputs).item() == pytest.approx(ratio) and not loss(inputs)[1]["clipped"].item()
+    assert (
+        gradient(loss, inputs).item() == pytest.approx(ratio)
+        and not loss(inputs)[1]["clipped"].item()
+    )
     capped = functools.partial(loss, cap=5.0)
     assert gradient(capped, inputs).item() == pytest.approx(weight)
     assert capped(inputs)[1]["clipped"].item() == (ratio > 5)
@@ -46,7 +49,10 @@ def test_the_gradient_of_a_sequence_is_that_of_its_ratio_times_its_advantage():
 
 def test_the_ratio_of_a_sequence_is_that_of_skyrl_s_sequence_level():
     # SkyRL, tests/train/algorithms/test_off_policy_correction.py, test_compute_tis_ratio_sequence_level and _with_cap.
-    for log_ratios, cap, expected in (([0.5, -0.5, 1.0], 5.0, 2.718282), ([1.0, 1.0, 1.0], 5.0, 5.0)):
+    for log_ratios, cap, expected in (
+        ([0.5, -0.5, 1.0], 5.0, 2.718282),
+        ([1.0, 1.0, 1.0], 5.0, 5.0),
+    ):
         inputs = random_inputs(3, tokens_per_sequence=3)
         moved = inputs.behavior_logprobs + torch.tensor(log_ratios, dtype=torch.float64)
         weight = loss(replace(inputs, logprobs=moved.requires_grad_()), cap=cap)[1]["weight"]

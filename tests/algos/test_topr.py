@@ -1,7 +1,15 @@
 import math
 
 import pytest
-from loss_checks import check_stats, check_values_and_gradients, clip, each, gradient, one_token, random_inputs
+from loss_checks import (
+    check_stats,
+    check_values_and_gradients,
+    clip,
+    each,
+    gradient,
+    one_token,
+    random_inputs,
+)
 
 from algos import LOSSES
 
@@ -21,10 +29,19 @@ def test_values_and_gradients_equal_the_formula(seed):
 
 @pytest.mark.parametrize(
     ("reward", "ratio", "weight"),
-    [(1.0, 0.01, 1.0), (1.0, 30.0, 1.0), (0.0, 0.01, 0.01), (0.0, 0.99, 0.99), (0.0, 30.0, 1.0), (-1.0, 0.5, 0.5)],
+    [
+        (1.0, 0.01, 1.0),
+        (1.0, 30.0, 1.0),
+        (0.0, 0.01, 0.01),
+        (0.0, 0.99, 0.99),
+        (0.0, 30.0, 1.0),
+        (-1.0, 0.5, 0.5),
+    ],
 )
 @pytest.mark.parametrize("advantage", [-2.0, 2.0])
-def test_the_side_is_chosen_by_the_reward_and_not_by_the_advantage(reward, ratio, weight, advantage):
+def test_the_side_is_chosen_by_the_reward_and_not_by_the_advantage(
+    reward, ratio, weight, advantage
+):
     inputs = one_token(math.log(ratio), advantage, reward)
     _, stats = loss(inputs)
     assert stats["weight"].item() == pytest.approx(weight)

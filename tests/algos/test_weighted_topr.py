@@ -3,7 +3,15 @@ import math
 
 import pytest
 import torch
-from loss_checks import check_stats, check_values_and_gradients, clip, each, gradient, one_token, random_inputs
+from loss_checks import (
+    check_stats,
+    check_values_and_gradients,
+    clip,
+    each,
+    gradient,
+    one_token,
+    random_inputs,
+)
 
 from algos import LOSSES
 
@@ -18,11 +26,15 @@ def oracle(token, positive_weight=1.0, negative_weight=1.0):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"positive_weight": 0.3, "negative_weight": 1.7}, {"negative_weight": 0.0}], ids=str
+    "options",
+    [{}, {"positive_weight": 0.3, "negative_weight": 1.7}, {"negative_weight": 0.0}],
+    ids=str,
 )
 def test_values_and_gradients_equal_the_formula(options):
     check_values_and_gradients(
-        functools.partial(loss, **options), each(functools.partial(oracle, **options)), random_inputs(spread=0.6)
+        functools.partial(loss, **options),
+        each(functools.partial(oracle, **options)),
+        random_inputs(spread=0.6),
     )
 
 

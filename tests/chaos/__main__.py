@@ -17,13 +17,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="signals to send")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn, and of the runs")
-    parser.add_argument("--faults", action="store_true", help="make each of the other faults once, instead of rounds")
-    parser.add_argument("--rewards", action="store_true", help="measure what answers that hang cost, instead")
-    parser.add_argument("--job", action="store_true", help="kill and resume the default job five times, instead")
-    parser.add_argument("--cost", type=int, metavar="PAIRS", help="measure what checkpoints cost, instead")
-    parser.add_argument("--keep", type=Path, help="a new folder for the runs; else they are deleted")
     parser.add_argument(
-        "--out", type=Path, help="JSON lines, to which the numbers go; those of the same command are replaced"
+        "--faults",
+        action="store_true",
+        help="make each of the other faults once, instead of rounds",
+    )
+    parser.add_argument(
+        "--rewards", action="store_true", help="measure what answers that hang cost, instead"
+    )
+    parser.add_argument(
+        "--job", action="store_true", help="kill and resume the default job five times, instead"
+    )
+    parser.add_argument(
+        "--cost", type=int, metavar="PAIRS", help="measure what checkpoints cost, instead"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="a new folder for the runs; else they are deleted"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="JSON lines, to which the numbers go; those of the same command are replaced",
     )
     given, began = parser.parse_args(), time.monotonic()
     made = provenance() | {"command": " ".join(["python -m tests.chaos", *sys.argv[1:]])}

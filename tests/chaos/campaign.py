@@ -36,7 +36,13 @@ ACCURACY = 0.9
 """What the default job reaches on the held-out problems: 0.956 ± 0.016 unbroken (docs/results.md)."""
 PROGRAM = [sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py"]
 OPTIONS = {"save-every": 5, "timeout-s": TIMEOUT_S}
-VICTIMS = {"trainer": "trainer ", "worker": "rollout ", "engine": "engine ", "reward": "rewards ", "agent": None}
+VICTIMS = {
+    "trainer": "trainer ",
+    "worker": "rollout ",
+    "engine": "engine ",
+    "reward": "rewards ",
+    "agent": None,
+}
 """What ps calls the process that is hit; the agent is the one that was started."""
 PHASES = ("start", "sampling", "update", "evaluation", "checkpoint")
 
@@ -84,7 +90,8 @@ class Run:
         if checkpoints:
             arguments = [f"--resume={self.path}"]
         else:
-            if self.path.exists():  # it ended before its first checkpoint: there is nothing to go on from
+            # it ended before its first checkpoint: there is nothing to go on from
+            if self.path.exists():
                 self.path.rename(self.folder / f"void_{self.num_starts}")
             chosen = {"runs-dir": self.folder, "run-name": "run", **self.options}
             arguments = [f"--{name}={value}" for name, value in chosen.items() if value is not True]
@@ -167,7 +174,9 @@ def wait_for_phase(run: Run, fault: Fault) -> bool:
         is_due = fault.phase != "evaluation" or step % Config().eval_every == 0
         return fault.phase == "start" or (step > before and is_due)
 
-    wait_until(lambda: job.process.poll() is not None or is_reached(), f"{fault.phase} was not reached")
+    wait_until(
+        lambda: job.process.poll() is not None or is_reached(), f"{fault.phase} was not reached"
+    )
     time.sleep(fault.delay_s)
     return job.process.poll() is None
 
@@ -202,7 +211,12 @@ def is_gone(process: psutil.Process) -> bool:
 def do(run: Run, fault: Fault, rng: random.Random) -> dict:
     """Make one round: returns what was done and what came of it; an AssertionError is a defect."""
     began = time.monotonic()
-    row = {"fault": str(fault), "victim": fault.victim, "signal": fault.number.name, "phase": fault.phase}
+    row = {
+        "fault": str(fault),
+        "victim": fault.victim,
+        "signal": fault.number.name,
+        "phase": fault.phase,
+    }
     if not wait_for_phase(run, fault) or (process := find_victim(run, fault, rng)) is None:
         assert run.job.process.returncode == 0, run.job.output()[-3000:]
         return row | {"outcome": "had finished before", "took_s": time.monotonic() - began}
@@ -210,7 +224,9 @@ def do(run: Run, fault: Fault, rng: random.Random) -> dict:
     at, num_steps, said = time.monotonic(), run.num_steps(), len(run.job.output())
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(fault.number)
-    outcome = wait_until(lambda: outcome_of(run, process, num_steps), f"{fault}: neither recovered nor ended")
+    outcome = wait_until(
+        lambda: outcome_of(run, process, num_steps), f"{fault}: neither recovered nor ended"
+    )
     row |= {"step": num_steps, "outcome": outcome, "took_s": time.monotonic() - at}
     if outcome == "ended":
         row["cause"] = cause_of_end(run, fault, run.job.output()[said:])
@@ -223,7 +239,10 @@ def assert_only_the_agent_listens_elsewhere(run: Run) -> None:
     for process in run.look()[1:]:
         with contextlib.suppress(psutil.NoSuchProcess):
             sockets = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-            assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in sockets), (process.cmdline(), sockets)
+            assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in sockets), (
+                process.cmdline(),
+                sockets,
+            )
 
 
 def outcome_of(run: Run, process: psutil.Process, num_steps: int) -> str | None:
@@ -287,7 +306,10 @@ def check_account(run: Run) -> dict:
 
 def problems_too_often(run: Run, config: Config, num_problems: int) -> Counter:
     """Prompts of recorded batches that were trained on more often than they are among the problems handed out."""
-    task, tokenizer = load_task(config.task, config.seed), load_tokenizer(resolve_model(config.model, config.task))
+    task, tokenizer = (
+        load_task(config.task, config.seed),
+        load_tokenizer(resolve_model(config.model, config.task)),
+    )
     problems = [task.train_problem(index) for index in range(num_problems)]
     handed_out = Counter(tuple(task.encode_prompt(problem, tokenizer)) for problem in problems)
     trained = Counter()
@@ -298,7 +320,9 @@ def problems_too_often(run: Run, config: Config, num_problems: int) -> Counter:
     return trained - handed_out
 
 
-def run_rounds(folder: Path, num_rounds: int, seed: int, options: dict | None = None, faults=None) -> dict:
+def run_rounds(
+    folder: Path, num_rounds: int, seed: int, options: dict | None = None, faults=None
+) -> dict:
     """Make rounds, then finish the last run; prints a line per round. Returns all that was measured."""
     rng, rows, accounts = random.Random(seed), [], []
     run, began = None, time.monotonic()
@@ -307,7 +331,9 @@ def run_rounds(folder: Path, num_rounds: int, seed: int, options: dict | None = 
         if run is None:
             place = folder / f"run_{len(accounts)}"
             place.mkdir(parents=True)
-            run = Run(place, OPTIONS | {"record": True, "seed": seed + len(accounts)} | (options or {}))
+            run = Run(
+                place, OPTIONS | {"record": True, "seed": seed + len(accounts)} | (options or {})
+            )
         try:
             rows.append(do(run, fault, rng))
         except AssertionError:

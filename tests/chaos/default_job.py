@@ -48,10 +48,18 @@ def resumes(run: Run) -> list[dict]:
 def kill_and_resume(run: Run, at_step: int, delay_s: float, num_before: int) -> dict:
     """Kill the root of all its processes some time after a step, see all of them go, and start it again."""
     manifests = "checkpoints/step_*[0-9]/resume/manifest.json"
-    has_ended = lambda: run.job.process.poll() is not None  # noqa: E731
-    has_begun = lambda: run.num_steps() and len(resumes(run)) == num_before and list(run.path.glob(manifests))  # noqa: E731
+
+    def has_ended() -> bool:
+        return run.job.process.poll() is not None
+
+    def has_begun() -> bool:
+        has_resumed = run.num_steps() and len(resumes(run)) == num_before
+        return bool(has_resumed and list(run.path.glob(manifests)))
+
     wait_until(lambda: has_ended() or has_begun(), "it does not go on", limit_s=5 * LIMIT_S)
-    wait_until(lambda: has_ended() or run.num_steps() >= at_step, f"step {at_step}", limit_s=5 * LIMIT_S)
+    wait_until(
+        lambda: has_ended() or run.num_steps() >= at_step, f"step {at_step}", limit_s=5 * LIMIT_S
+    )
     time.sleep(delay_s)
     run.look()
     assert not has_ended(), f"it ended before it was killed:\n{run.job.output()[-3000:]}"
@@ -69,7 +77,8 @@ def compare(folder: Path, seed: int, num_kills: int = 5) -> dict:
     unbroken = begin(folder / "unbroken", options)
     end(unbroken)
     killed, rows = begin(folder / "killed", options), []
-    first, last = CHECKPOINTS["save-every"] + 1, Config().steps - 4  # later it may end before it is killed
+    # later it may end before it is killed
+    first, last = CHECKPOINTS["save-every"] + 1, Config().steps - 4
     try:
         for number, at_step in enumerate(sorted(rng.sample(range(first, last), num_kills))):
             rows.append(kill_and_resume(killed, at_step, rng.uniform(0, 1), number))
@@ -80,13 +89,21 @@ def compare(folder: Path, seed: int, num_kills: int = 5) -> dict:
         raise
     for row, start in zip(rows, resumes(killed), strict=True):
         row |= {"outcome": "ended", "resumed_from": start["step"]}
-    one, other = ({"last_evaluations": accuracies(run), **check_account(run)} for run in (unbroken, killed))
+    one, other = (
+        {"last_evaluations": accuracies(run), **check_account(run)} for run in (unbroken, killed)
+    )
     print(f"unbroken: {one}\nkilled: {other}", flush=True)
     assert one["consumed"] == other["consumed"]
     assert one["last_evaluations"].keys() == other["last_evaluations"].keys()
     means = [statistics.fmean(found["last_evaluations"].values()) for found in (one, other)]
     assert abs(means[0] - means[1]) <= NEAR, means
-    return {"seed": seed, "rounds": rows, "accounts": [other], "unbroken": [one], "last_accuracy": means}
+    return {
+        "seed": seed,
+        "rounds": rows,
+        "accounts": [other],
+        "unbroken": [one],
+        "last_accuracy": means,
+    }
 
 
 def measure_cost(folder: Path, num_pairs: int) -> dict:

@@ -15,7 +15,14 @@ from real_job import ROOT, SMALL, Job, assert_ledger_balances
 STEPS = 12
 
 
-def start(folder: Path, fault: str = "", *, runs_dir: Path | None = None, limit: Callable | None = None, **options):
+def start(
+    folder: Path,
+    fault: str = "",
+    *,
+    runs_dir: Path | None = None,
+    limit: Callable | None = None,
+    **options,
+):
     """Start a small job, with a fault of faulty_job.py or as it is; `limit` is called in its first process."""
     chosen = {
         **SMALL,
@@ -28,7 +35,11 @@ def start(folder: Path, fault: str = "", *, runs_dir: Path | None = None, limit:
     chosen |= {name.replace("_", "-"): value for name, value in options.items()}
     script = ["tests/chaos/faulty_job.py", fault] if fault else ["train_async.py"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *script]
-    environment = {"CUDA_VISIBLE_DEVICES": "", "CHAOS_FLAG": str(folder / "flag"), "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    environment = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "CHAOS_FLAG": str(folder / "flag"),
+        "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+    }
     output = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
     with open(output, "w") as file:
         process = subprocess.Popen(
@@ -55,14 +66,20 @@ def finished(job: Job) -> str:
 def ended(job: Job, *words: str) -> str:
     assert job.wait() != 0, "it should not have finished"
     line, output = error_line(job), job.output()
-    assert line and all(word in output[output.index(line) :] for word in words), f"no {words}:\n{output[-3000:]}"
+    assert line and all(word in output[output.index(line) :] for word in words), (
+        f"no {words}:\n{output[-3000:]}"
+    )
     return f"ended: {line[:200]}"
 
 
 def reward_that_hangs(folder: Path) -> str:
     job = start(folder, "reward-hangs")
     said = finished(job)
-    failures = [event for event in job.events("trajectory") if "timed out after 1 s" in (event.get("failure") or "")]
+    failures = [
+        event
+        for event in job.events("trajectory")
+        if "timed out after 1 s" in (event.get("failure") or "")
+    ]
     assert failures, "no response hung"
     return f"{said}, {len(failures)} responses timed out"
 
@@ -74,7 +91,9 @@ def reward_that_forks(folder: Path) -> str:
 def reward_that_allocates(folder: Path) -> str:
     job = start(folder, "reward-allocates")
     said = finished(job)
-    failures = [event for event in job.events("trajectory") if "MemoryError" in (event.get("failure") or "")]
+    failures = [
+        event for event in job.events("trajectory") if "MemoryError" in (event.get("failure") or "")
+    ]
     assert failures, "no response took too much"
     return f"{said}, {len(failures)} responses without memory"
 
@@ -82,13 +101,19 @@ def reward_that_allocates(folder: Path) -> str:
 def reward_that_exits(folder: Path) -> str:
     job = start(folder, "reward-exits")
     said = finished(job)
-    failures = [event for event in job.events("trajectory") if "its process died" in (event.get("failure") or "")]
+    failures = [
+        event
+        for event in job.events("trajectory")
+        if "its process died" in (event.get("failure") or "")
+    ]
     assert failures, "no process died"
     return f"{said}, {len(failures)} responses lost their process"
 
 
 def environment_that_crashes(folder: Path) -> str:
-    job = start(folder, "environment-crashes", task="guess_number", model="tiny", max_prompt_tokens=120)
+    job = start(
+        folder, "environment-crashes", task="guess_number", model="tiny", max_prompt_tokens=120
+    )
     said = finished(job)
     failures = {event.get("failure") or "" for event in job.events("trajectory")} - {""}
     assert len(failures) >= 3, failures

@@ -67,7 +67,9 @@ def score_leave(answer, response):
 
 
 def start_rewards(spec, tokenizer, score: str) -> Environments:
-    pool = RewardPool("addition", [f"{__file__}:{score}"], spec.config.env_timeout_s, 4, "rewards 0")
+    pool = RewardPool(
+        "addition", [f"{__file__}:{score}"], spec.config.env_timeout_s, 4, "rewards 0"
+    )
     return Environments(lambda ticket, member: SingleTurn(ticket, tokenizer, pool), pool.close)
 
 
@@ -142,7 +144,9 @@ class DiesInUpdate(LLMProxy):
 FAULTS = {
     "reward-hangs": {"start_environments": functools.partial(start_rewards, score="score_hang")},
     "reward-forks": {"start_environments": functools.partial(start_rewards, score="score_fork")},
-    "reward-allocates": {"start_environments": functools.partial(start_rewards, score="score_allocate")},
+    "reward-allocates": {
+        "start_environments": functools.partial(start_rewards, score="score_allocate")
+    },
     "reward-exits": {"start_environments": functools.partial(start_rewards, score="score_leave")},
     "environment-crashes": {"start_environments": start_crashing},
     "engine-nan-once": {"start_proxy": NanOnce.start},

@@ -24,8 +24,12 @@ async def time_step(share: float, limit_s: float, num_processes: int) -> float:
     hanging = round(share * RESPONSES)
     every = RESPONSES // hanging if hanging else RESPONSES + 1
     began = time.monotonic()
-    texts = ["hang" if i % every == 0 and i // every < hanging else "good" for i in range(RESPONSES)]
-    outcomes = await asyncio.gather(*(pool.score("", text) for text in texts), return_exceptions=True)
+    texts = [
+        "hang" if i % every == 0 and i // every < hanging else "good" for i in range(RESPONSES)
+    ]
+    outcomes = await asyncio.gather(
+        *(pool.score("", text) for text in texts), return_exceptions=True
+    )
     took_s = time.monotonic() - began
     pool.close()
     assert outcomes.count((1.0, {})) == RESPONSES - hanging
@@ -38,6 +42,14 @@ def measure() -> list[dict]:
     for num_processes in (1, 4, 8):
         for share in (0.0, 0.01, 0.1):
             seconds = [asyncio.run(time_step(share, 1.0, num_processes)) for _ in range(REPEATS)]
-            rows.append({"processes": num_processes, "share": share, "limit_s": 1.0, "n": REPEATS, "step_s": seconds})
+            rows.append(
+                {
+                    "processes": num_processes,
+                    "share": share,
+                    "limit_s": 1.0,
+                    "n": REPEATS,
+                    "step_s": seconds,
+                }
+            )
             print(rows[-1], flush=True)
     return rows

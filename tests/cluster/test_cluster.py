@@ -26,10 +26,17 @@ def two_nodes(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("two_nodes"))
     model = save_tiny_model(os.path.join(folder, "model"))
     shared = Config(
-        model=model, algo="tis", algo_args=("clip_high=10",), max_grad_norm=1e9, group_size=2, groups_per_step=6
+        model=model,
+        algo="tis",
+        algo_args=("clip_high=10",),
+        max_grad_norm=1e9,
+        group_size=2,
+        groups_per_step=6,
     )
     configs = [
-        dataclasses.replace(shared, advantage=advantage, replicas=replicas, max_tokens_per_microbatch=48)
+        dataclasses.replace(
+            shared, advantage=advantage, replicas=replicas, max_tokens_per_microbatch=48
+        )
         for advantage, replicas in CASES.items()
     ]
     assert run_ranks(train_on_two_nodes, 4, folder, configs) == [0, 0, 0, 0]
@@ -37,7 +44,9 @@ def two_nodes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=CASES)
-def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_replicas(two_nodes, one_rank, case):
+def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_replicas(
+    two_nodes, one_rank, case
+):
     found, configs = two_nodes
     alone = dataclasses.replace(configs[case], replicas=1)
     updates = make_updates(groups_of_node(0) + groups_of_node(1), alone, step=1)
@@ -57,15 +66,21 @@ def test_replicas_are_whole_copies_and_each_rank_has_its_share_of_one(two_nodes)
     assert sizes == [num_parameters, 2 * num_parameters, 4 * num_parameters]
 
 
-def test_all_ranks_of_all_nodes_have_the_same_number_of_microbatches_and_no_sample_leaves_its_node(two_nodes):
+def test_all_ranks_of_all_nodes_have_the_same_number_of_microbatches_and_no_sample_leaves_its_node(
+    two_nodes,
+):
     found, _ = two_nodes
     shares = [found[rank][0][4] for rank in range(4)]
     assert len({len(update) for (update,) in shares}) == 1
     assert 0 in shares[0][0] + shares[1][0], "node 0 needs fewer"
-    assert [sum(sum(update) for share in shares[i : i + 2] for update in share) for i in (0, 2)] == [6, 6]
+    assert [
+        sum(sum(update) for share in shares[i : i + 2] for update in share) for i in (0, 2)
+    ] == [6, 6]
 
 
-def test_nodes_that_differ_are_refused_and_when_one_fails_or_is_killed_the_other_ends_and_knows_why(tmp_path):
+def test_nodes_that_differ_are_refused_and_when_one_fails_or_is_killed_the_other_ends_and_knows_why(
+    tmp_path,
+):
     host = socket.gethostname()
     with socket.socket() as one, socket.socket() as two:
         for free in (one, two):
@@ -73,7 +88,9 @@ def test_nodes_that_differ_are_refused_and_when_one_fails_or_is_killed_the_other
         ports = [free.getsockname()[1] for free in (one, two)]
     assert run_ranks(meet_and_end, 2, str(tmp_path), ports) == [0, -signal.SIGKILL]
     differ, finished, failed, killed = (tmp_path / "notes").read_text().splitlines()
-    assert differ.startswith(f"ValueError: node 1 ({host}) does not run the same as node 0 ({host}): --lr 0.2 instead")
+    assert differ.startswith(
+        f"ValueError: node 1 ({host}) does not run the same as node 0 ({host}): --lr 0.2 instead"
+    )
     assert finished == "finished: None"
     assert failed == f"RuntimeError: node 1 ({host}) ended: no such dataset; stacks: False"
     assert killed.startswith(f"RuntimeError: node 1 ({host}) is gone without a word")
@@ -82,7 +99,9 @@ def test_nodes_that_differ_are_refused_and_when_one_fails_or_is_killed_the_other
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):
     monkeypatch.setattr("asyncrl.cluster.cluster.JOIN_TIMEOUT_S", 0.2)
-    with pytest.raises(RuntimeError, match="of 3 ranks that torchrun starts 0, 2 did not come within 0 s"):
+    with pytest.raises(
+        RuntimeError, match="of 3 ranks that torchrun starts 0, 2 did not come within 0 s"
+    ):
         _meet(dist.HashStore(), 1, 3, Peer(0, "a"))
 
 
@@ -98,15 +117,24 @@ def test_a_node_has_its_share_of_the_groups():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"groups_per_step": 30}, "--groups-per-step 30 is not a multiple of 4 nodes: 30 / 4 = 7.50 groups; use 32"),
+        (
+            {"groups_per_step": 30},
+            "--groups-per-step 30 is not a multiple of 4 nodes: 30 / 4 = 7.50 groups; use 32",
+        ),
         ({"minibatches": 16}, "4 nodes × --minibatches 16 = 64: 32 / 64 = 0.50 groups; use 64"),
         ({"record": True}, "--record keeps the batches of one node, and 4 train"),
-        ({"extra_groups": 3}, "--extra-groups 3 is not a multiple of 4 nodes: 3 / 4 = 0.75 per node"),
+        (
+            {"extra_groups": 3},
+            "--extra-groups 3 is not a multiple of 4 nodes: 3 / 4 = 0.75 per node",
+        ),
         (
             {"async_ratio": 0.1},
             "allow 35 outstanding groups, 4 nodes with 8 groups per step each round that down to 4 × 8",
         ),
-        ({"replicas": 3}, "--replicas 3 does not divide 8 trainer ranks: 8 / 3 = 2.67 ranks per replica"),
+        (
+            {"replicas": 3},
+            "--replicas 3 does not divide 8 trainer ranks: 8 / 3 = 2.67 ranks per replica",
+        ),
     ],
 )
 def test_what_nodes_cannot_share_is_refused_with_the_arithmetic(options, message):
@@ -121,11 +149,14 @@ def test_one_node_needs_no_process_group():
 
 
 @pytest.mark.parametrize(("told", "left"), [("1", None), ("32", "32")])
-def test_one_queue_for_all_streams_of_a_gpu_is_not_taken_over_from_megatron(monkeypatch, told, left):
+def test_one_queue_for_all_streams_of_a_gpu_is_not_taken_over_from_megatron(
+    monkeypatch, told, left
+):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", told)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(
-        "asyncrl.cluster.cluster.form_cluster", lambda *_: os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+        "asyncrl.cluster.cluster.form_cluster",
+        lambda *_: os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
     )
     assert join(Config(), "cuda", fingerprint, check_same) == left
 

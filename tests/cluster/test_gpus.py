@@ -80,12 +80,18 @@ def test_cuda_visible_devices_chooses_by_index_or_uuid_and_in_its_order(nvml, vi
 def test_without_a_choice_all_are_listed_and_a_divided_one_is_its_first_instance(nvml):
     listed = list_gpus(None)
     assert [gpu.uuid for gpu in listed] == [*(gpu.uuid for gpu in GPUS[:-1]), INSTANCE.uuid]
-    assert listed[3].total_bytes == psutil.virtual_memory().total, "this GPU shares the host's memory"
+    assert listed[3].total_bytes == psutil.virtual_memory().total, (
+        "this GPU shares the host's memory"
+    )
 
 
 def test_gpus_beyond_those_of_torch_are_left_out_and_no_context_is_made(nvml, monkeypatch):
     monkeypatch.setattr("torch.cuda._lazy_init", lambda: pytest.fail("a context was made"))
-    for visible, count, expected in (("1,0,7", 2, [GPUS[1], GPUS[0]]), ("0,9,1", 1, [GPUS[0]]), ("", 0, [])):
+    for visible, count, expected in (
+        ("1,0,7", 2, [GPUS[1], GPUS[0]]),
+        ("0,9,1", 1, [GPUS[0]]),
+        ("", 0, []),
+    ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
         assert visible_gpus() == expected
@@ -94,11 +100,15 @@ def test_gpus_beyond_those_of_torch_are_left_out_and_no_context_is_made(nvml, mo
 def test_gpus_of_several_kinds_are_refused_by_name(nvml, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"gpu 0: NVIDIA H200, gpu 1: NVIDIA A100-SXM4-80GB\); choose one kind"):
+    with pytest.raises(
+        ValueError, match=r"gpu 0: NVIDIA H200, gpu 1: NVIDIA A100-SXM4-80GB\); choose one kind"
+    ):
         visible_gpus()
 
 
-@pytest.mark.parametrize(("cuda", "driver", "compat"), [("13.0", "570.1", ""), ("12.8", "470.199.02", "/usr/lib")])
+@pytest.mark.parametrize(
+    ("cuda", "driver", "compat"), [("13.0", "570.1", ""), ("12.8", "470.199.02", "/usr/lib")]
+)
 def test_a_driver_that_is_too_old_for_torch_is_named_unless_cudas_own_library_stands_in(
     nvml, monkeypatch, cuda, driver, compat
 ):
@@ -108,7 +118,9 @@ def test_a_driver_that_is_too_old_for_torch_is_named_unless_cudas_own_library_st
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.version.cuda", cuda)
     monkeypatch.setenv("LD_LIBRARY_PATH", compat)
-    with pytest.raises(ValueError, match=f"NVIDIA driver {driver}: torch .* is for CUDA {cuda} and needs 5.*update"):
+    with pytest.raises(
+        ValueError, match=f"NVIDIA driver {driver}: torch .* is for CUDA {cuda} and needs 5.*update"
+    ):
         visible_gpus()
     monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/cuda/compat")
     assert visible_gpus()
@@ -120,7 +132,9 @@ def test_without_a_driver_the_library_itself_says_so_and_what_to_install():
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        with pytest.raises(RuntimeError, match=r"no driver says which GPUs are here .*install the driver"):
+        with pytest.raises(
+            RuntimeError, match=r"no driver says which GPUs are here .*install the driver"
+        ):
             list_gpus(None)
     else:
         assert list_gpus(None), "a driver is here, so it lists GPUs"

@@ -38,7 +38,9 @@ def test_all_gather_values_of_any_size_in_the_order_of_nodes():
 
 def test_a_wait_that_takes_too_long_names_the_option_and_ends_with_stacks():
     one, _ = two_leaders(0.5)
-    with pytest.raises(RuntimeError, match=r"waited 0\.5 s for all other nodes; .* raise --timeout-s") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"waited 0\.5 s for all other nodes; .* raise --timeout-s"
+    ) as caught:
         one.gather("mine")
     explained = NodeWatch(Cluster(), lambda: "stacks are in FILE").explain(caught.value)
     assert str(explained).endswith("of which this is twice; stacks are in FILE")
@@ -59,4 +61,5 @@ def test_a_signal_is_acted_on_while_a_leader_waits():
         assert time.monotonic() - start < 5
     finally:
         signal.signal(signal.SIGALRM, before)
-        two._gather_tensors(torch.tensor([0]))  # what one began; else gloo waits for its timeout when both go
+        # what one began; else gloo waits for its timeout when both go
+        two._gather_tensors(torch.tensor([0]))

@@ -5,7 +5,10 @@ from asyncrl.config import Config
 
 
 def devices(placement):
-    workers = [(w.gpu, w.shared_with_rank, w.cpu_threads, w.gpu_memory_utilization) for w in placement.workers]
+    workers = [
+        (w.gpu, w.shared_with_rank, w.cpu_threads, w.gpu_memory_utilization)
+        for w in placement.workers
+    ]
     return placement.trainer_gpus, workers, placement.transport
 
 
@@ -29,15 +32,30 @@ def test_each_case_has_its_table(gpus, cores, ranks, requested, expected):
 @pytest.mark.parametrize(
     ("gpus", "ranks", "requested", "message"),
     [
-        (1, 2, None, r"2 trainer ranks \+ 1 rollout workers × 1 GPUs = 3 GPUs, 1 visible; lower --nproc-per-node"),
+        (
+            1,
+            2,
+            None,
+            r"2 trainer ranks \+ 1 rollout workers × 1 GPUs = 3 GPUs, 1 visible; lower --nproc-per-node",
+        ),
         (
             1,
             1,
             2,
             r"1 trainer ranks \+ 2 rollout workers × 1 GPUs = 3 GPUs, 1 visible; .*may share the only GPU",
         ),
-        (4, 2, 3, r"2 trainer ranks \+ 3 rollout workers × 1 GPUs = 5 GPUs, 4 visible; .*--num-rollout-workers"),
-        (4, 4, None, r"4 trainer ranks \+ 1 rollout workers × 1 GPUs = 5 GPUs, 4 visible; lower --nproc-per-node"),
+        (
+            4,
+            2,
+            3,
+            r"2 trainer ranks \+ 3 rollout workers × 1 GPUs = 5 GPUs, 4 visible; .*--num-rollout-workers",
+        ),
+        (
+            4,
+            4,
+            None,
+            r"4 trainer ranks \+ 1 rollout workers × 1 GPUs = 5 GPUs, 4 visible; lower --nproc-per-node",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_arithmetic(gpus, ranks, requested, message):
@@ -62,9 +80,19 @@ def test_a_worker_may_have_several_gpus_one_after_the_other(gpus, ranks, options
 @pytest.mark.parametrize(
     ("gpus", "ranks", "options", "message"),
     [
-        (0, 1, {"num_rollout_workers": 1000}, r"1000 on 16 CPU cores: 1000 / 16 = 62.50 engines per core"),
+        (
+            0,
+            1,
+            {"num_rollout_workers": 1000},
+            r"1000 on 16 CPU cores: 1000 / 16 = 62.50 engines per core",
+        ),
         (0, 1, {"rollout_tp": 2}, "--rollout-tp 2 splits an engine over GPUs, and none is visible"),
-        (1, 1, {"rollout_tp": 2}, r"1 trainer ranks \+ 1 rollout workers × 2 GPUs = 3 GPUs, 1 visible"),
+        (
+            1,
+            1,
+            {"rollout_tp": 2},
+            r"1 trainer ranks \+ 1 rollout workers × 2 GPUs = 3 GPUs, 1 visible",
+        ),
         (
             4,
             3,
@@ -81,7 +109,9 @@ def test_a_worker_may_have_several_gpus_one_after_the_other(gpus, ranks, options
         (4, 2, {"colocate": "sleep", "async_ratio": 0}, "--colocate sleep is for one GPU"),
     ],
 )
-def test_many_engines_a_split_one_and_a_sleeping_one_need_what_they_need(gpus, ranks, options, message):
+def test_many_engines_a_split_one_and_a_sleeping_one_need_what_they_need(
+    gpus, ranks, options, message
+):
     with pytest.raises(ValueError, match=message):
         place(Config(**options), gpus, 16, ranks)
 
@@ -102,28 +132,38 @@ def test_many_engines_a_split_one_and_a_sleeping_one_need_what_they_need(gpus, r
         (4, False, "nccl", "this torch has no NCCL; use shm"),
     ],
 )
-def test_weights_go_the_fastest_way_there_is_and_an_impossible_one_is_refused(gpus, has_nccl, wanted, chosen):
+def test_weights_go_the_fastest_way_there_is_and_an_impossible_one_is_refused(
+    gpus, has_nccl, wanted, chosen
+):
     ranks = min(2, gpus) if gpus > 1 else 1
     if chosen in ("shm", "ipc", "nccl"):
         assert place(Config(weight_sync=wanted), gpus, 16, ranks, has_nccl).transport == chosen
     else:
-        with pytest.raises(ValueError, match=f"--weight-sync {wanted} cannot work here: .*{chosen}"):
+        with pytest.raises(
+            ValueError, match=f"--weight-sync {wanted} cannot work here: .*{chosen}"
+        ):
             place(Config(weight_sync=wanted), gpus, 16, ranks, has_nccl)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cores", "ranks", "threads"), [(1, 16, 1, 14), (1, 2, 1, 1), (8, 64, 4, 14), (0, 8, 1, 4), (4, 4, 2, 1)]
+    ("gpus", "cores", "ranks", "threads"),
+    [(1, 16, 1, 14), (1, 2, 1, 1), (8, 64, 4, 14), (0, 8, 1, 4), (4, 4, 2, 1)],
 )
 def test_trainer_ranks_get_the_cores_that_workers_leave(gpus, cores, ranks, threads):
     assert place(Config(), gpus, cores, ranks).trainer_threads == threads
 
 
 def test_the_printed_table_names_every_process_and_its_device():
-    table = place(Config(gpu_memory_utilization=0.35), num_gpus=1, num_cores=8, num_trainer_ranks=1).table()
+    table = place(
+        Config(gpu_memory_utilization=0.35), num_gpus=1, num_cores=8, num_trainer_ranks=1
+    ).table()
     assert "trainer rank 0" in table
     assert "gpu 0, shared with trainer rank 0, 35.0% of its memory" in table
     assert "weights by ipc" in table
-    assert "gpus 2 to 3" in place(Config(rollout_tp=2), num_gpus=4, num_cores=8, num_trainer_ranks=2).table()
+    assert (
+        "gpus 2 to 3"
+        in place(Config(rollout_tp=2), num_gpus=4, num_cores=8, num_trainer_ranks=2).table()
+    )
 
 
 def test_a_machine_that_joined_has_all_gpus_for_its_workers_and_weights_in_its_host_memory():
@@ -131,7 +171,9 @@ def test_a_machine_that_joined_has_all_gpus_for_its_workers_and_weights_in_its_h
     assert [worker.gpu for worker in placed.workers] == [0, 2, 4, 6] and placed.transport == "shm"
     alone = place(Config(), 0, 4, 0)
     assert [worker.cpu_threads for worker in alone.workers] == [4] and alone.transport == "shm"
-    with pytest.raises(ValueError, match=r"1 rollout workers × 4 GPUs = 4 GPUs, 2 visible; .*--rollout-tp"):
+    with pytest.raises(
+        ValueError, match=r"1 rollout workers × 4 GPUs = 4 GPUs, 2 visible; .*--rollout-tp"
+    ):
         place(Config(rollout_tp=4), 2, 64, 0)
 
 
@@ -141,6 +183,10 @@ def test_a_run_without_workers_of_its_own_trains_on_all_gpus_and_its_weights_are
     assert devices(place(config, 1, 4, 1)) == ((0,), [], "pull")
     placed = place(config, 4, 16, 4)
     assert devices(placed) == ((0, 1, 2, 3), [], "pull") and placed.trainer_threads == 4
-    assert placed.table().startswith("placement (no rollout worker here: machines that join sample):\n  trainer rank 0")
-    with pytest.raises(ValueError, match=r"9 trainer ranks \+ 0 rollout workers .* = 9 GPUs, 8 visible"):
+    assert placed.table().startswith(
+        "placement (no rollout worker here: machines that join sample):\n  trainer rank 0"
+    )
+    with pytest.raises(
+        ValueError, match=r"9 trainer ranks \+ 0 rollout workers .* = 9 GPUs, 8 visible"
+    ):
         place(config, 8, 64, 9)

@@ -19,14 +19,21 @@ def start(code, *arguments, **options):
 
 def test_torchruns_variables_are_taken_out_and_nothing_else():
     kept = {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "1"}
-    assert without_torchrun(kept | {"RANK": "0", "MASTER_ADDR": "x", "TORCHELASTIC_RUN_ID": "y"}) == kept
+    assert (
+        without_torchrun(kept | {"RANK": "0", "MASTER_ADDR": "x", "TORCHELASTIC_RUN_ID": "y"})
+        == kept
+    )
 
 
-@pytest.mark.parametrize("steps", ["{watch}; {say}", "{say}; time.sleep(1); {watch}"], ids=["up", "still importing"])
+@pytest.mark.parametrize(
+    "steps", ["{watch}; {say}", "{say}; time.sleep(1); {watch}"], ids=["up", "still importing"]
+)
 def test_a_process_ends_with_its_parent(steps):
     steps = steps.format(watch="exit_with_parent(0.05)", say="print(os.getpid(), flush=True)")
     child = f"import os, time; from asyncrl.cluster.processes import exit_with_parent\n{steps}; time.sleep(60)"
-    parent = start(f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)")
+    parent = start(
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    )
     pid = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
@@ -55,7 +62,9 @@ def test_nobody_waits_for_a_process_that_has_ended_and_is_not_missed_yet():
     begun = time.monotonic()
     kill_session(leader.pid, timeout_s=30)
     assert time.monotonic() - begun < 10
-    assert psutil.Process(leader.pid).status() == psutil.STATUS_ZOMBIE, "it is ours to wait for, and we did not"
+    assert psutil.Process(leader.pid).status() == psutil.STATUS_ZOMBIE, (
+        "it is ours to wait for, and we did not"
+    )
     assert leader.wait() == -signal.SIGKILL
 
 
@@ -85,8 +94,16 @@ def test_a_rank_knows_whether_torchrun_ends_it_because_another_rank_is_gone(tmp_
     )
     said = {}
     for how in ("killed", "stopped"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        job = subprocess.Popen([*command, tmp_path / "ranks.py", how], stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+        ]
+        job = subprocess.Popen(
+            [*command, tmp_path / "ranks.py", how], stdout=subprocess.PIPE, text=True
+        )
         assert [job.stdout.readline() for _ in range(2)] == ["before False\n"] * 2
         if how == "stopped":
             job.terminate()

@@ -22,7 +22,9 @@ def start(code, *arguments):
 def test_stacks_are_asked_only_of_processes_that_can_give_them():
     deaf = start("import time; print('up', flush=True); time.sleep(60)")
     handler = "faulthandler.register(signal.SIGUSR1, file=sys.stdout)"
-    able = start(f"import faulthandler, signal, sys, time; {handler}; print('up', flush=True); time.sleep(60)")
+    able = start(
+        f"import faulthandler, signal, sys, time; {handler}; print('up', flush=True); time.sleep(60)"
+    )
     assert deaf.stdout.readline() == able.stdout.readline() == "up\n"
     for process in (deaf, able):
         dump_stacks(process.pid)
@@ -55,9 +57,14 @@ def test_the_stacks_of_all_processes_go_to_one_file_and_a_stopped_one_is_named_t
     said = start(dump + f"print(dump_stacks({root.pid}))").communicate(timeout=30)[0]
     assert said == f"stacks of all processes are in {path}\n"
     text = path.read_text()
-    first, second = text.index(f"(pid {root.pid}), sleeping"), text.index(f"(pid {child}), sleeping")
+    first, second = (
+        text.index(f"(pid {root.pid}), sleeping"),
+        text.index(f"(pid {child}), sleeping"),
+    )
     assert text.count("most recent call first", first, second) >= 1
-    assert text.count("most recent call first", second) >= 2, "the thread that waits for the parent's end as well"
+    assert text.count("most recent call first", second) >= 2, (
+        "the thread that waits for the parent's end as well"
+    )
     os.kill(child, signal.SIGSTOP)
     while psutil.Process(child).status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < deadline

@@ -30,7 +30,9 @@ def open_sockets() -> set[int]:
     return {int(fd.name) for fd in Path("/proc/self/fd").iterdir() if fd.is_socket()}
 
 
-def test_the_pipe_of_a_dead_worker_keeps_its_number_while_a_message_to_it_is_being_written(tmp_path):
+def test_the_pipe_of_a_dead_worker_keeps_its_number_while_a_message_to_it_is_being_written(
+    tmp_path,
+):
     spec = SimpleNamespace(log_path=tmp_path / "log", placement=SimpleNamespace(worker=0))
     message, opened_since, before = SlowToWrite(), [], open_sockets()
 

@@ -140,7 +140,10 @@ def test_a_trajectory_older_than_its_groups_start_is_refused():
     buffer.take()
     buffer.publish(1)
     buffer.admit(2)
-    with pytest.raises(RuntimeError, match="group 2 has a token of version 0, but its group was started at version 1"):
+    with pytest.raises(
+        RuntimeError,
+        match="group 2 has a token of version 0, but its group was started at version 1",
+    ):
         buffer.add(make_trajectory(2, 0, (0, 1)))
 
 
@@ -201,7 +204,10 @@ class SimulatedRun:
             self.fill()
             return
         oldest = self.buffer._residents[group_id].version
-        versions = sorted(self.random.randint(oldest, self.worker_version) for _ in range(self.random.randint(1, 3)))
+        versions = sorted(
+            self.random.randint(oldest, self.worker_version)
+            for _ in range(self.random.randint(1, 3))
+        )
         if self.buffer.add(make_trajectory(group_id, member, tuple(versions))) is None:
             return
         late = [item for item in self.running if item[0] == group_id]
@@ -210,7 +216,9 @@ class SimulatedRun:
             if self.random.random() < 0.5:
                 self.buffer.add(make_trajectory(group_id, other, (self.worker_version,), "aborted"))
             else:
-                assert self.buffer.add_failed(make_trajectory(group_id, other, (self.worker_version,), "failed"))
+                assert self.buffer.add_failed(
+                    make_trajectory(group_id, other, (self.worker_version,), "failed")
+                )
         if self.random.random() < 0.2:
             self.drop(group_id, "filtered")
             self.fill()
@@ -243,12 +251,16 @@ class SimulatedRun:
         batch = self.buffer.take()
         assert batch is not None or not surplus, "groups were given up for nothing"
         ready = self.buffer._next_batch() if batch is None else None
-        assert ready is None or next(self.buffer._left_too_late(ready), None) is not None, "a batch was missed"
+        assert ready is None or next(self.buffer._left_too_late(ready), None) is not None, (
+            "a batch was missed"
+        )
         return batch
 
     def publish(self, trainer_version):
         self.deferred.clear()
-        self.worker_version = max(self.worker_version, trainer_version - self.buffer.config.publish_delay)
+        self.worker_version = max(
+            self.worker_version, trainer_version - self.buffer.config.publish_delay
+        )
         self.buffer.publish(trainer_version)
         self.drop_expired()
         self.fill()
@@ -298,7 +310,12 @@ def test_whatever_the_order_of_arrivals_the_bound_holds_and_nothing_is_lost_or_c
         run.step()
         ledger = buffer.ledger()  # raises if it does not balance
     dropped = sum(ledger[f"groups_dropped_{reason}"] for reason in DROP_REASONS)
-    assert len(run.consumed) == len(set(run.consumed)) == 8 * groups_per_step == ledger["groups_consumed"]
+    assert (
+        len(run.consumed)
+        == len(set(run.consumed))
+        == 8 * groups_per_step
+        == ledger["groups_consumed"]
+    )
     assert run.next_group == len(run.consumed) + dropped + ledger["groups_resident"]
 
 
@@ -311,7 +328,9 @@ def test_with_alpha_0_every_batch_is_exactly_on_policy(seed, groups_per_step, gr
     for step in range(6):
         while (batch := buffer.take()) is None:
             run.finish_one()
-        assert {v for group in batch for t in group.trajectories for v in t.policy_versions[t.loss_mask]} == {step}
+        assert {
+            v for group in batch for t in group.trajectories for v in t.policy_versions[t.loss_mask]
+        } == {step}
         run.publish(step + 1)
 
 
@@ -327,7 +346,9 @@ def test_extra_groups_are_given_up_when_a_batch_is_full_and_running_ones_first()
     for group_id in buffer.surplus():
         buffer.drop(group_id, "aborted")
     assert [group.group_id for group in buffer.take()] == [1, 3]
-    assert buffer.num_free_places() == 0, "what starts before the next version could never be consumed"
+    assert buffer.num_free_places() == 0, (
+        "what starts before the next version could never be consumed"
+    )
     buffer.publish(1)
     assert buffer.num_free_places() == 4
 
@@ -349,7 +370,11 @@ def test_the_first_members_to_finish_make_the_group_and_the_others_are_only_coun
     assert [t.member for t in group.trajectories] == [0, 3]
     buffer.add(make_trajectory(0, 2, (0, 0, 0), "aborted"))
     ledger = buffer.ledger()
-    assert (ledger["tokens_dropped_aborted"], ledger["tokens_dropped_failed"], ledger["tokens_resident"]) == (3, 2, 2)
+    assert (
+        ledger["tokens_dropped_aborted"],
+        ledger["tokens_dropped_failed"],
+        ledger["tokens_resident"],
+    ) == (3, 2, 2)
 
 
 def test_a_group_fails_with_the_first_member_that_it_cannot_spare():
@@ -361,7 +386,8 @@ def test_a_group_fails_with_the_first_member_that_it_cannot_spare():
 
 def test_dropped_groups_are_measured_by_their_finished_members_against_those_consumed():
     buffer = make_buffer(groups_per_step=1, group_size=2, async_ratio=4)
-    members = {0: ((2, 1.0), (4, 0.0)), 1: ((8, -1.0), (4, -2.0)), 2: ((9, -3.0),), 3: ()}  # length and reward of each
+    # length and reward of each
+    members = {0: ((2, 1.0), (4, 0.0)), 1: ((8, -1.0), (4, -2.0)), 2: ((9, -3.0),), 3: ()}
     for group_id, finished in members.items():
         buffer.admit(group_id)
         for member, (length, reward) in enumerate(finished):
@@ -380,8 +406,14 @@ def test_dropped_groups_are_measured_by_their_finished_members_against_those_con
     assert bias_of_dropping(ledger) == {
         "dropped/stale_length_ratio": pytest.approx(7.5 / 3), "dropped/stale_reward_gap": pytest.approx(-2.25 - 0.5)
     }  # fmt: skip
-    assert not [name for name in metrics if (name.startswith("ledger/") and "_length" in name) or "measured" in name]
-    assert ledger.keys() == {**ledger, **dict.fromkeys(COUNTS, 0)}.keys(), "what was not measured is not there"
+    assert not [
+        name
+        for name in metrics
+        if (name.startswith("ledger/") and "_length" in name) or "measured" in name
+    ]
+    assert ledger.keys() == {**ledger, **dict.fromkeys(COUNTS, 0)}.keys(), (
+        "what was not measured is not there"
+    )
 
 
 def test_tokens_of_a_response_that_was_started_over_are_counted_as_aborted():
@@ -391,7 +423,9 @@ def test_tokens_of_a_response_that_was_started_over_are_counted_as_aborted():
 
 
 @pytest.mark.parametrize(("stale_policy", "worst"), [("wait", 1), ("gate", 7)])
-def test_the_gate_bounds_the_mean_staleness_and_the_ledger_the_staleness_of_every_sample(stale_policy, worst):
+def test_the_gate_bounds_the_mean_staleness_and_the_ledger_the_staleness_of_every_sample(
+    stale_policy, worst
+):
     """α = η = 1, B = 2: group 0 straggles for six steps, all others finish at once; the gate trains on it."""
     buffer = make_buffer(groups_per_step=2, async_ratio=1.0, stale_policy=stale_policy)
     staleness, next_group = [], 0

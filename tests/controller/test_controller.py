@@ -63,7 +63,9 @@ def session(
     kind = BaselineController if config.is_baseline else Controller
     controller = kind(
         config,
-        Workers(config, Placement((None,), 1, workers, transport), model, tmp_path, run_fake_worker),
+        Workers(
+            config, Placement((None,), 1, workers, transport), model, tmp_path, run_fake_worker
+        ),
         TicketSource(config, prompts),
         lambda event, **fields: events.append({"event": event, **fields}),
         restored=restored,
@@ -87,7 +89,9 @@ def wait_until(condition, timeout_s=10.0):
 
 def states_of(events, worker):
     """What a worker said it did, in order: state and reason."""
-    reports = [event for event in events if event["event"] == "worker_state" and event["worker"] == worker]
+    reports = [
+        event for event in events if event["event"] == "worker_state" and event["worker"] == worker
+    ]
     return [tuple(state) for report in reports for _, *state in report["changes"]]
 
 
@@ -97,7 +101,9 @@ def test_batches_are_whole_groups_within_the_bound_from_both_workers(tmp_path):
         for step in range(1, 6):
             groups = s.controller.take_batch()
             assert [len(g.trajectories) for g in groups] == [2, 2]
-            assert all(g.problem == g.group_id for g in groups), "no group was dropped, and each has the next problem"
+            assert all(g.problem == g.group_id for g in groups), (
+                "no group was dropped, and each has the next problem"
+            )
             assert all(0 <= step - 1 - g.min_version <= 1 for g in groups)
             s.publish(step)
         assert s.controller.take_report().ledger["groups_consumed"] == 10
@@ -125,12 +131,16 @@ def test_a_failed_trajectory_drops_its_group_counted_and_another_takes_the_place
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(tmp_path):
     with session(tmp_path, answers=lambda i: "fail") as s:
         s.publish(0)
-        with pytest.raises(RuntimeError, match="groups all failed, the newest with: ValueError: no good"):
+        with pytest.raises(
+            RuntimeError, match="groups all failed, the newest with: ValueError: no good"
+        ):
             s.controller.take_batch()
 
 
 def test_a_dead_workers_tickets_are_issued_again_and_it_restarts(tmp_path):
-    with session(tmp_path, answers=lambda i: "die" if i == 2 else "ok", num_workers=2, async_ratio=0.0) as s:
+    with session(
+        tmp_path, answers=lambda i: "die" if i == 2 else "ok", num_workers=2, async_ratio=0.0
+    ) as s:
         s.publish(0)
         for step in range(1, 4):
             assert len(s.controller.take_batch()) == 2
@@ -159,21 +169,30 @@ def test_a_worker_that_cannot_start_is_reported_with_its_log(tmp_path):
     start = time.monotonic()
     with pytest.raises(WorkerDied) as caught, session(tmp_path, model="broken"):
         pass
-    assert "could not start: rollout worker 0" in str(caught.value) and "exited with code 7" in str(caught.value)
+    assert "could not start: rollout worker 0" in str(caught.value) and "exited with code 7" in str(
+        caught.value
+    )
     assert "  | RuntimeError: this model is broken" in str(caught.value)
     assert time.monotonic() - start < 20
 
 
-def test_a_worker_that_was_up_and_died_before_any_response_is_not_said_to_have_failed_to_start(tmp_path):
+def test_a_worker_that_was_up_and_died_before_any_response_is_not_said_to_have_failed_to_start(
+    tmp_path,
+):
     with session(tmp_path, answers=lambda i: "die always") as s:
         s.publish(0)
-        with pytest.raises(WorkerDied, match=r"^rollout worker 0 was up, and died before any response came back: "):
+        with pytest.raises(
+            WorkerDied, match=r"^rollout worker 0 was up, and died before any response came back: "
+        ):
             s.controller.take_batch()
 
 
 def test_a_worker_that_hangs_at_its_start_is_said_to_be_running(tmp_path):
     with (
-        pytest.raises(WorkerDied, match=r"not ready 2 s after its start .* is still running and did not answer"),
+        pytest.raises(
+            WorkerDied,
+            match=r"not ready 2 s after its start .* is still running and did not answer",
+        ),
         session(tmp_path, model="mute", timeout_s=2.0),
     ):
         pass
@@ -182,7 +201,9 @@ def test_a_worker_that_hangs_at_its_start_is_said_to_be_running(tmp_path):
 def test_a_wait_that_is_too_long_ends_with_the_state_of_everything(tmp_path, capfd):
     with session(tmp_path, answers=lambda i: "hang", timeout_s=1.0) as s:
         s.publish(0)
-        with pytest.raises(RuntimeError, match=r"waited 1 s for a batch.*worker 0 sampling v0 running 8"):
+        with pytest.raises(
+            RuntimeError, match=r"waited 1 s for a batch.*worker 0 sampling v0 running 8"
+        ):
             s.controller.take_batch()
     assert "Thread" in capfd.readouterr().err, "the trainer's own stacks are dumped"
 
@@ -192,7 +213,9 @@ def test_a_batch_that_can_never_come_is_an_error_at_once(tmp_path, options):
     with session(tmp_path, async_ratio=0.0, timeout_s=60.0, **options) as s:
         s.publish(0)
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"a batch can never come: nothing runs.*worker 0.*groups_issued"):
+        with pytest.raises(
+            RuntimeError, match=r"a batch can never come: nothing runs.*worker 0.*groups_issued"
+        ):
             for _ in range(2):  # the second before anything is published anew
                 s.controller.take_batch()
         assert time.monotonic() - start < 20
@@ -207,7 +230,9 @@ def test_an_evaluation_is_pinned_to_its_version_and_training_goes_on_meanwhile(t
         spent = s.controller.clock.take().spent
         assert spent["evaluate"] > 0, "what is waited for is held back by the evaluation"
         evaluation = s.controller.evaluations.running
-        assert evaluation is not None and s.controller.buffer.published_version == 0, "publishing waits, nothing else"
+        assert evaluation is not None and s.controller.buffer.published_version == 0, (
+            "publishing waits, nothing else"
+        )
         s.controller.finish_evaluations()
         (done,) = s.controller.evaluations.take_ended()
         assert done.version == 0 and len(done.trajectories) == 6 and done.accuracy() == 1.0
@@ -250,7 +275,11 @@ def test_a_worker_that_dies_in_an_evaluation_has_its_problems_asked_again(tmp_pa
         s.publish(1, evaluate=True)
         s.controller.finish_evaluations()
         (done,) = s.controller.evaluations.take_ended()
-        assert s.controller.workers.num_restarts == 1 and len(done.trajectories) == 3 and done.version == 1
+        assert (
+            s.controller.workers.num_restarts == 1
+            and len(done.trajectories) == 3
+            and done.version == 1
+        )
 
 
 def test_under_drop_an_expired_group_is_aborted_and_its_problem_issued_again(tmp_path):
@@ -292,7 +321,9 @@ def test_groups_without_variance_are_dropped_counted_and_replaced_at_once(tmp_pa
     assert ledger["groups_consumed"] == 6 and ledger["groups_dropped_filtered"] >= 10
 
 
-def test_extra_groups_that_are_left_when_the_batch_is_full_are_aborted_and_their_problems_come_again(tmp_path):
+def test_extra_groups_that_are_left_when_the_batch_is_full_are_aborted_and_their_problems_come_again(
+    tmp_path,
+):
     asked = []
 
     def answers(index):
@@ -305,14 +336,18 @@ def test_extra_groups_that_are_left_when_the_batch_is_full_are_aborted_and_their
         s.publish(1)
         s.controller.take_batch()
         assert asked.count(0) == 2
-        assert s.controller.take_report().ledger["groups_dropped_aborted"] == 2, "one is left over in every step"
+        assert s.controller.take_report().ledger["groups_dropped_aborted"] == 2, (
+            "one is left over in every step"
+        )
 
 
 def test_the_first_members_to_finish_make_the_group_and_a_hanging_one_is_aborted(tmp_path):
     with session(tmp_path, answers=lambda i: "hang 1", extra_members=1, async_ratio=0.0) as s:
         s.publish(0)
         for step in range(1, 4):
-            assert [[t.member for t in group.trajectories] for group in s.controller.take_batch()] == [[0, 2]] * 2
+            assert [
+                [t.member for t in group.trajectories] for group in s.controller.take_batch()
+            ] == [[0, 2]] * 2
             s.publish(step)
         wait_until(lambda: sum(e.get("finish_reason") == "aborted" for e in s.events) >= 6)
 
@@ -320,29 +355,43 @@ def test_the_first_members_to_finish_make_the_group_and_a_hanging_one_is_aborted
 def test_a_failed_member_is_no_loss_where_there_is_an_extra_one(tmp_path):
     with session(tmp_path, answers=lambda i: "fail 0", extra_members=1, async_ratio=0.0) as s:
         s.publish(0)
-        assert [[t.member for t in group.trajectories] for group in s.controller.take_batch()] == [[1, 2]] * 2
+        assert [[t.member for t in group.trajectories] for group in s.controller.take_batch()] == [
+            [1, 2]
+        ] * 2
         assert s.controller.take_report().ledger["groups_dropped_failed"] == 0
 
 
 def test_without_replication_a_group_is_one_ticket_on_one_worker(tmp_path):
-    with session(tmp_path, replicate_prompts=False, num_workers=2, async_ratio=0.0, group_size=4) as s:
+    with session(
+        tmp_path, replicate_prompts=False, num_workers=2, async_ratio=0.0, group_size=4
+    ) as s:
         s.publish(0)
         for group in s.controller.take_batch():
             assert len(group.trajectories) == 4
-            assert len({t.worker for t in group.trajectories}) == len({t.ticket_id for t in group.trajectories}) == 1
+            assert (
+                len({t.worker for t in group.trajectories})
+                == len({t.ticket_id for t in group.trajectories})
+                == 1
+            )
 
 
 def test_batch_scheduling_splits_groups_evenly_in_advance_and_a_round_starts_after_the_last_response(
     tmp_path,
 ):
-    with session(tmp_path, answers=lambda i: "barrier", scheduling="batch", num_workers=2, async_ratio=0.0) as s:
+    with session(
+        tmp_path, answers=lambda i: "barrier", scheduling="batch", num_workers=2, async_ratio=0.0
+    ) as s:
         s.publish(0)
         for step in range(1, 4):
             batch = s.controller.take_batch()
             assert [{t.worker for t in group.trajectories} for group in batch] == [{0}, {1}]
             s.publish(step)
     arrivals = [e["group"] for e in s.events if e["event"] == "trajectory"]
-    assert [sorted(arrivals[i : i + 4]) for i in (0, 4, 8)] == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5]]
+    assert [sorted(arrivals[i : i + 4]) for i in (0, 4, 8)] == [
+        [0, 0, 1, 1],
+        [2, 2, 3, 3],
+        [4, 4, 5, 5],
+    ]
 
 
 def test_with_batch_scheduling_a_filtered_round_is_followed_by_another(tmp_path):
@@ -350,13 +399,17 @@ def test_with_batch_scheduling_a_filtered_round_is_followed_by_another(tmp_path)
     options = {"scheduling": "batch", "drop_zero_variance": True, "async_ratio": 0.0}
     with session(tmp_path, answers=answers, num_workers=2, **options) as s:
         s.publish(0)
-        assert [group.group_id for group in s.controller.take_batch()] == [1, 3], "rounds: 0 and 1, then 2, then 3"
+        assert [group.group_id for group in s.controller.take_batch()] == [1, 3], (
+            "rounds: 0 and 1, then 2, then 3"
+        )
     assert ("starved", "round") in states_of(s.events, 1), "it had no group in the second round"
 
 
 def test_the_barrier_opens_when_every_running_ticket_of_every_worker_waits_there(tmp_path):
     answers = lambda i: "barrier" if i < 2 else "ok"  # noqa: E731
-    with session(tmp_path, answers=answers, scheduling="lockstep", num_workers=2, async_ratio=1.0) as s:
+    with session(
+        tmp_path, answers=answers, scheduling="lockstep", num_workers=2, async_ratio=1.0
+    ) as s:
         s.publish(0)
         s.controller.take_batch()
         s.publish(1)
@@ -409,13 +462,17 @@ def test_weights_are_sent_to_each_worker_when_it_is_ready_for_them(tmp_path, mod
         for step in range(1, 5):
             s.controller.take_batch()
             s.publish(step)
-        wait_until(lambda: all(worker.is_up and not worker.loading for worker in s.controller.workers))
+        wait_until(
+            lambda: all(worker.is_up and not worker.loading for worker in s.controller.workers)
+        )
         s.transport.check()
         restarts = s.controller.take_report().num_restarts
     assert restarts == (0 if model == "fine" else 2)
 
 
-def test_a_worker_that_comes_back_while_weights_are_written_over_the_announced_ones_waits_for_those(tmp_path):
+def test_a_worker_that_comes_back_while_weights_are_written_over_the_announced_ones_waits_for_those(
+    tmp_path,
+):
     with session(tmp_path, transport="nccl") as s:
         s.publish(0)
         s.controller.take_batch()
@@ -423,7 +480,9 @@ def test_a_worker_that_comes_back_while_weights_are_written_over_the_announced_o
 
         def gathered():
             s.controller.workers[0].process.process.kill()
-            wait_until(lambda: s.controller.workers[0].num_restarts and s.controller.workers[0].owed)
+            wait_until(
+                lambda: s.controller.workers[0].num_restarts and s.controller.workers[0].owed
+            )
             time.sleep(0.1)
             assert s.controller.workers[0].owed and s.controller.workers[0].sent_version == -1
             yield "w", torch.full((4,), 1.0)
@@ -452,7 +511,9 @@ def test_an_engine_sleeps_from_the_batch_until_the_next_weights_and_after_its_ev
     assert (tmp_path / "worker_0.log.slept").read_text().split() == ["0", "1"]
 
 
-@pytest.mark.parametrize("options", [{"colocate": "sleep"}, {"over_sampling": 2.0, "on_update": "resume"}])
+@pytest.mark.parametrize(
+    "options", [{"colocate": "sleep"}, {"over_sampling": 2.0, "on_update": "resume"}]
+)
 def test_what_stands_goes_on_although_a_late_version_is_published_again(tmp_path, options):
     with session(tmp_path, async_ratio=0.0, publish_delay=2, timeout_s=5.0, **options) as s:
         for step in range(5):

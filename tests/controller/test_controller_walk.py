@@ -51,13 +51,16 @@ def draw_options(rng):
         "groups_per_step": rng.randint(1, 3),
         "group_size": group_size,
         "advantage": "grpo" if group_size > 1 else "reinforce",
-        "async_ratio": 0.0 if over_sampling > 1 else rng.choice([0.0, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0]),
+        "async_ratio": 0.0
+        if over_sampling > 1
+        else rng.choice([0.0, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0]),
         "stale_policy": rng.choice(["wait", "wait", "wait", "drop", "gate"]),
         "publish_delay": rng.choice([0, 0, 1, 2, 3]),
         "on_update": rng.choice(["keep", "recompute", "resume", "restart", "wait"]),
         "scheduling": rng.choice(["queue", "queue", "batch", "lockstep"]),
         "replicate_prompts": rng.random() < 0.7,
-        "drop_zero_variance": group_size > 1 and rng.random() < 0.25,  # of one response alone none would be left
+        # of one response alone none would be left
+        "drop_zero_variance": group_size > 1 and rng.random() < 0.25,
         "extra_groups": rng.choice([0, 0, 0, 1, 3]),
         "extra_members": rng.choice([0, 0, 0, 1, 2]),
         "over_sampling": over_sampling,
@@ -112,15 +115,24 @@ class Walk:
 
     def __init__(self, config, num_workers, num_eval_problems, rng):
         self.config, self.rng = config, rng
-        self.num_workers, self.num_eval_problems, self.steps = num_workers, num_eval_problems, config.steps
+        self.num_workers, self.num_eval_problems, self.steps = (
+            num_workers,
+            num_eval_problems,
+            config.steps,
+        )
         self.failure_share = rng.choice([0.0, 0.0, 0.1])
         self.weights = {}
         self.deaths_left = rng.randint(0, MAX_RESTARTS)
         self.joins_left = rng.randint(0, 4) if config.listen else 0
-        self.cuts_left, self.crashes_left, self.saved = rng.choice([0, 3, 12]), rng.choice([1, 4]), None
+        self.cuts_left, self.crashes_left, self.saved = (
+            rng.choice([0, 3, 12]),
+            rng.choice([1, 4]),
+            None,
+        )
         self.refusals_left = rng.choice([0, 2, 5]) if config.listen else 0
         self.is_to_be_longer = rng.random() < 0.2
-        self.num_buffers = 2 if config.listen else rng.choice([1, 2])  # machines that join have theirs
+        # machines that join have theirs
+        self.num_buffers = 2 if config.listen else rng.choice([1, 2])
         self._begin(Oracle(config, num_eval_problems), None)
 
     def _begin(self, oracle, state):
@@ -129,13 +141,17 @@ class Walk:
         self.buffers, self.transport = [None, None], WalkTransport(oracle, self.num_buffers)
         self.delivering, self.said_lost = {}, {}
         prompts = PromptSource(
-            train_problem=lambda index: Problem("", str(index), index if config.is_multi_turn else None),
+            train_problem=lambda index: Problem(
+                "", str(index), index if config.is_multi_turn else None
+            ),
             eval_problems=[Problem("", str(-1 - index)) for index in range(self.num_eval_problems)],
             encode=lambda problem: [2, 3],
         )
         tickets = WatchedTickets(config, prompts)
         tickets.oracle = oracle
-        placed = tuple(WorkerPlacement(index, None, None, 1, 0.0) for index in range(self.num_workers))
+        placed = tuple(
+            WorkerPlacement(index, None, None, 1, 0.0) for index in range(self.num_workers)
+        )
         kinds = (WalkWorkers, BaselineController if config.is_baseline else Controller)
         if config.listen:
             kinds = (WalkSwarmWorkers, SwarmController)
@@ -145,7 +161,8 @@ class Walk:
         if config.listen:
             self.controller.pulled = PullTransport([])
             end_leases = self.controller.dispatcher.end_leases
-            self.controller.dispatcher.end_leases = lambda: self._note_leases(end_leases)  # also when a message comes
+            # also when a message comes
+            self.controller.dispatcher.end_leases = lambda: self._note_leases(end_leases)
         self.controller.launch()
         self.version, self.trainer, self.evaluations = 0, "connecting", []
 
@@ -163,13 +180,19 @@ class Walk:
                 self._crash()
             events = [*self.events_of_workers()]
             if self.trainer == "waiting" and not events and [*self.controller.workers]:
-                assert self.take(), f"nothing can happen any more: {self.controller.dispatcher.describe()}"
+                assert self.take(), (
+                    f"nothing can happen any more: {self.controller.dispatcher.describe()}"
+                )
             else:
                 events += self._events_of_trainer()
-                assert events, f"nothing can happen any more: {self.trainer}, {self.controller.dispatcher.describe()}"
+                assert events, (
+                    f"nothing can happen any more: {self.trainer}, {self.controller.dispatcher.describe()}"
+                )
                 self.act(events)
             self.oracle.check()
-        raise AssertionError(f"no end after {MAX_EVENTS} events: {self.controller.dispatcher.describe()}")
+        raise AssertionError(
+            f"no end after {MAX_EVENTS} events: {self.controller.dispatcher.describe()}"
+        )
 
     def act(self, events):
         """Let one of them happen."""
@@ -206,7 +229,8 @@ class Walk:
             case "publishing" if self._may_stage():
                 yield ("publish", -1), self._publish
         is_between_steps = (
-            self.trainer in ("waiting", "verifying", "finishing") and self.controller.announcements.deferred is None
+            self.trainer in ("waiting", "verifying", "finishing")
+            and self.controller.announcements.deferred is None
         )
         if is_between_steps and self.cuts_left:
             yield ("cut", -1), self._cut
@@ -222,7 +246,11 @@ class Walk:
 
     def events_of_leaving(self):
         for worker in self.controller.workers:
-            if worker.is_up and worker.process.exit_code is None and (self.deaths_left or is_remote(worker)):
+            if (
+                worker.is_up
+                and worker.process.exit_code is None
+                and (self.deaths_left or is_remote(worker))
+            ):
                 yield ("die", worker.index), lambda worker=worker: self._kill(worker)
                 if is_remote(worker):
                     yield ("die", -worker.index), lambda worker=worker: self._shut_out(worker)
@@ -239,7 +267,9 @@ class Walk:
         state = self.controller.cut(lambda: {"events": self.oracle.num_events})
         said = [self.said_lost.get(ticket.ticket_id, 0) for ticket in state.queue]
         where = self.version, self.version == self.steps
-        self.saved = Saved(plain.encode(state), copy.deepcopy(self.oracle), sum(said), *where, [*self.evaluations])
+        self.saved = Saved(
+            plain.encode(state), copy.deepcopy(self.oracle), sum(said), *where, [*self.evaluations]
+        )
 
     def _crash(self):
         """Everything is thrown away, and the run goes on from the checkpoint."""
@@ -317,9 +347,15 @@ class Walk:
         """The trainer asks for a batch; whether it got one. That none can come must never be said: it is wrong or a
         deadlock."""
         holds = self.config.listen is not None
-        batch = self.controller.hold_batch_if_ready() if holds else self.controller.take_batch_if_ready()
+        batch = (
+            self.controller.hold_batch_if_ready()
+            if holds
+            else self.controller.take_batch_if_ready()
+        )
         if not batch:
-            assert self.controller._can_get_batch(), f"no batch can come: {self.controller.dispatcher.describe()}"
+            assert self.controller._can_get_batch(), (
+                f"no batch can come: {self.controller.dispatcher.describe()}"
+            )
             return False
         self.oracle.hold(batch)
         self.trainer = "verifying"
@@ -331,7 +367,9 @@ class Walk:
 
     def _workers_of_batch(self):
         """Workers of machines that joined: those that are there, and those of which there is something in the batch."""
-        workers = {t.worker for group in self.controller.buffer.held_groups for t in group.trajectories}
+        workers = {
+            t.worker for group in self.controller.buffer.held_groups for t in group.trajectories
+        }
         workers |= {worker.index for worker in self.controller.workers}
         return [worker for worker in workers if worker >= self.num_workers]
 
@@ -364,10 +402,17 @@ class Walk:
         version = self.version if is_last else max(oldest, self.version - self.config.publish_delay)
         buffer = self.transport.take_buffer()
         self.buffers[buffer] = version
-        info = {"buffer": buffer, "version": version, "trainer_version": self.version, "evaluate": self.evaluate}
+        info = {
+            "buffer": buffer,
+            "version": version,
+            "trainer_version": self.version,
+            "evaluate": self.evaluate,
+        }
         if self.config.listen:
             self.controller.pulled.stage(version, [])
-        self.controller.publish(Announcement(version, self.version, Staged(buffer, [info]), (), self.evaluate))
+        self.controller.publish(
+            Announcement(version, self.version, Staged(buffer, [info]), (), self.evaluate)
+        )
         self.trainer = "finishing" if is_last else "waiting"
 
     def _check_end(self):
@@ -384,7 +429,9 @@ def walk_of(seed):
     return Walk(config, rng.randint(0 if config.listen else 1, 3), rng.randint(0, 3), rng)
 
 
-@pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, NUM_CHUNKS))])
+@pytest.mark.parametrize(
+    "chunk", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, NUM_CHUNKS))]
+)
 def test_in_any_order_of_events_and_with_any_options_the_promises_hold(chunk):
     for seed in range(chunk, NUM_WALKS, NUM_CHUNKS):
         walk = walk_of(seed)
@@ -398,7 +445,9 @@ def test_in_any_order_of_events_and_with_any_options_the_promises_hold(chunk):
 
 def test_a_worker_that_still_loads_a_version_when_it_is_announced_again_is_woken():
     options = {"async_ratio": 0.0, "over_sampling": 2.0, "publish_delay": 1}
-    config = Config(groups_per_step=1, group_size=1, advantage="reinforce", eval_every=0, **options).checked()
+    config = Config(
+        groups_per_step=1, group_size=1, advantage="reinforce", eval_every=0, **options
+    ).checked()
     walk = Walk(config, 2, 0, random.Random(0))
     walk.failure_share, walk.deaths_left = 0.0, 0
     with ExitStack() as stack:

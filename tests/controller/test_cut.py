@@ -32,7 +32,9 @@ def one_hangs(index):
     return "hang 1" if index in (0, 3) else "ok"
 
 
-def test_what_is_in_flight_goes_on_and_what_has_finished_is_there_when_another_controller_takes_over(tmp_path):
+def test_what_is_in_flight_goes_on_and_what_has_finished_is_there_when_another_controller_takes_over(
+    tmp_path,
+):
     options = {"async_ratio": 1.5, "num_workers": 2, "max_running_requests": 8}
     with session(tmp_path, one_hangs, **options) as s:
         s.publish(0)
@@ -44,7 +46,11 @@ def test_what_is_in_flight_goes_on_and_what_has_finished_is_there_when_another_c
         assert ledger == s.controller.take_report().ledger, "a cut changes nothing"
     assert running(state).keys() == {(0, 1), (3, 1)}
     assert [t.prefix.policy_versions.tolist() for t in state.queue] == [[1], [1]]
-    assert (state.buffer.trainer_version, state.buffer.published_version, state.announced) == (1, 1, 1)
+    assert (state.buffer.trainer_version, state.buffer.published_version, state.announced) == (
+        1,
+        1,
+        1,
+    )
     assert not state.evaluates
     before = {(e["group"], e["member"]) for e in s.events if e["event"] == "trajectory"}
     with session(tmp_path, one_hangs, restored=state, **options) as s:
@@ -100,8 +106,15 @@ def test_a_worker_that_does_not_say_how_far_it_is_holds_the_cut_up_for_a_while_a
         s.publish(0)
         wait_until(lambda: len(finished(s.events)) == 6)
         state = cut(s)
-        assert capsys.readouterr().out.count("warning: worker 0 sampling v0 running 2 does not say how far it is") == 1
-    assert running(state).keys() == {(0, 1), (3, 1)} and all(ticket.prefix is None for ticket in state.queue)
+        assert (
+            capsys.readouterr().out.count(
+                "warning: worker 0 sampling v0 running 2 does not say how far it is"
+            )
+            == 1
+        )
+    assert running(state).keys() == {(0, 1), (3, 1)} and all(
+        ticket.prefix is None for ticket in state.queue
+    )
 
 
 def test_weights_that_wait_for_an_evaluation_are_announced_before_the_cut(tmp_path):
@@ -140,7 +153,9 @@ def test_records_are_measured_in_the_instant_of_the_cut(tmp_path):
 
         def measure():
             taken = []
-            other = threading.Thread(target=lambda: taken.append(s.controller._changed.acquire(timeout=0.2)))
+            other = threading.Thread(
+                target=lambda: taken.append(s.controller._changed.acquire(timeout=0.2))
+            )
             other.start()
             other.join()
             assert taken == [False]
@@ -149,14 +164,18 @@ def test_records_are_measured_in_the_instant_of_the_cut(tmp_path):
         assert s.controller.cut(measure).records == {"events": len(s.events)}
 
 
-@pytest.mark.parametrize("options", [{"drop_zero_variance": True}, {"extra_members": 1}, {"over_sampling": 2.0}])
+@pytest.mark.parametrize(
+    "options", [{"drop_zero_variance": True}, {"extra_members": 1}, {"over_sampling": 2.0}]
+)
 def test_a_run_that_is_cut_after_every_step_consumes_each_problem_once(tmp_path, options):
     def answers(index):
         return "vary" if index % 3 else "ok"
 
     state, consumed = None, []
     for step in range(4):
-        with session(tmp_path, answers, num_workers=2, restored=state, async_ratio=0.0, **options) as s:
+        with session(
+            tmp_path, answers, num_workers=2, restored=state, async_ratio=0.0, **options
+        ) as s:
             s.publish(step)
             consumed += [int(group.group_id) for group in s.controller.take_batch()]
             s.publish(step + 1)

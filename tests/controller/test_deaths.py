@@ -91,7 +91,13 @@ class Run:
     def __init__(self, are_remote, death_share, seed):
         self.rng, self.are_remote, self.death_share = random.Random(seed), are_remote, death_share
         listen = {"listen": "here:1", "num_rollout_workers": 0} if are_remote else {}
-        sizes = {"groups_per_step": 4, "group_size": 4, "max_running_requests": 6, "async_ratio": 1.0, "eval_every": 0}
+        sizes = {
+            "groups_per_step": 4,
+            "group_size": 4,
+            "max_running_requests": 6,
+            "async_ratio": 1.0,
+            "eval_every": 0,
+        }
         config = Config(**sizes, **listen).checked()
         num_own = 0 if are_remote else NUM_WORKERS
         placed = tuple(WorkerPlacement(index, None, None, 1, 0.0) for index in range(num_own))
@@ -114,7 +120,9 @@ class Run:
                 for message in worker.process.tick(worker.index):
                     self.controller.on_message(worker, message)
             for group in self.controller.take_batch_if_ready() or []:
-                lengths[group.group_id] = [trajectory.num_generated for trajectory in group.trajectories]
+                lengths[group.group_id] = [
+                    trajectory.num_generated for trajectory in group.trajectories
+                ]
             if self.controller.buffer.trainer_version > self.version and self._transport.reserve():
                 self._publish()
         self.controller.take_report()  # raises if the ledger does not balance
@@ -140,7 +148,9 @@ class Run:
     def _is_to_die(self, worker):
         """A response that is lost twice with workers of the run's own has another seed from then on, so none is; and a
         worker that dies too often ends the run."""
-        if not self.are_remote and (worker.num_restarts or any(ticket.attempt for ticket in worker.running.values())):
+        if not self.are_remote and (
+            worker.num_restarts or any(ticket.attempt for ticket in worker.running.values())
+        ):
             return False
         return self.rng.random() < self.death_share
 

@@ -36,7 +36,9 @@ def random_fleet(seed):
         )
         for i in range(rng.randint(1, 7))
     ]
-    tickets = [ticket(i, rng.choice((1, 1, 2)), rng.randint(0, 2)) for i in range(rng.randint(0, 20))]
+    tickets = [
+        ticket(i, rng.choice((1, 1, 2)), rng.randint(0, 2)) for i in range(rng.randint(0, 20))
+    ]
     return Fleet(workers, tickets, max_running)
 
 
@@ -44,7 +46,9 @@ def in_order_to_the_least_loaded(fleet):
     """Every ticket in its order, each looking at all workers; the first that cannot start holds up those behind it."""
     loads, given = [worker.num_running for worker in fleet.workers], []
     for one in fleet.tickets:
-        able = [place for place, worker in enumerate(fleet.workers) if worker.can_start(one.min_version)]
+        able = [
+            place for place, worker in enumerate(fleet.workers) if worker.can_start(one.min_version)
+        ]
         place = min(able, key=lambda p: (loads[p], fleet.workers[p].order), default=None)
         if place is None or loads[place] + one.num_members > fleet.max_running:
             break
@@ -54,10 +58,14 @@ def in_order_to_the_least_loaded(fleet):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_and_then_by_their_order(seed):
+def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_and_then_by_their_order(
+    seed,
+):
     expected = in_order_to_the_least_loaded(random_fleet(seed))
     fleet = random_fleet(seed)
-    queue = TicketQueue(fleet.max_running, lambda worker, ticket: worker.can_start(ticket.min_version))
+    queue = TicketQueue(
+        fleet.max_running, lambda worker, ticket: worker.can_start(ticket.min_version)
+    )
     queue.append(fleet.tickets)
     given = []
     for worker, one in queue.assign(fleet.workers):
@@ -79,8 +87,17 @@ class Outbox:
 
 def test_members_of_a_group_start_only_where_the_weights_are_as_new_as_the_first_ones():
     """A worker may have been sent a version that another, still busy with the one before, has not."""
-    config = Config(groups_per_step=1, group_size=3, async_ratio=0, max_running_requests=1, num_rollout_workers=2)
-    ahead, behind = (Worker(i, Outbox(), state="sampling", sent_version=version) for i, version in enumerate((5, 4)))
+    config = Config(
+        groups_per_step=1,
+        group_size=3,
+        async_ratio=0,
+        max_running_requests=1,
+        num_rollout_workers=2,
+    )
+    ahead, behind = (
+        Worker(i, Outbox(), state="sampling", sent_version=version)
+        for i, version in enumerate((5, 4))
+    )
     buffer = SampleBuffer(config)
     dispatcher = Dispatcher(config, [ahead, behind], buffer, make_source())
     dispatcher.fill()

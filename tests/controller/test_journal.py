@@ -28,7 +28,9 @@ def test_starting_is_followed_on_the_controllers_clock_and_then_what_is_reported
     assert journal.take_time() == {"starting": 50}
     journal.active(0, ActivityReport(((180, "gated", "weights"), (200, "decoding", "")), 230))
     clock.now = 300
-    assert journal.take_time() == {"starting": 30, "gated": 20, "decoding": 30}, "until 230: later is not known yet"
+    assert journal.take_time() == {"starting": 30, "gated": 20, "decoding": 30}, (
+        "until 230: later is not known yet"
+    )
     journal.active(0, ActivityReport((), 290))
     clock.now = 300
     assert journal.take_time() == {"decoding": 60}
@@ -80,5 +82,7 @@ def test_a_report_that_overlaps_the_one_before_is_an_error():
     clock.now = 0
     journal.started(0)
     journal.active(0, ActivityReport(((10, "decoding", ""),), 20))
-    with pytest.raises(RuntimeError, match="worker 0 reports 'starved' at 19 ns after reporting until 20"):
+    with pytest.raises(
+        RuntimeError, match="worker 0 reports 'starved' at 19 ns after reporting until 20"
+    ):
         journal.active(0, ActivityReport(((19, "starved", ""),), 25))

@@ -84,7 +84,14 @@ class Rollout:
     def state(self, evaluates=False):
         evaluations = [Evaluation(3, set(), [], [-1])] if evaluates else []
         state = ControllerState(
-            self.buffer.state(), self.tickets.state(), list(self.running), 0, evaluates, evaluations, self.node + 1, {}
+            self.buffer.state(),
+            self.tickets.state(),
+            list(self.running),
+            0,
+            evaluates,
+            evaluations,
+            self.node + 1,
+            {},
         )
         return decode(ControllerState, encode(state))
 
@@ -94,7 +101,15 @@ class Rollout:
 
 
 def config_of(**options):
-    return Config(**{"groups_per_step": 12, "group_size": 2, "async_ratio": 1.5, "num_rollout_workers": 1, **options})
+    return Config(
+        **{
+            "groups_per_step": 12,
+            "group_size": 2,
+            "async_ratio": 1.5,
+            "num_rollout_workers": 1,
+            **options,
+        }
+    )
 
 
 def random_nodes(rng, config, num_nodes, states=None, max_steps=3):
@@ -106,7 +121,9 @@ def random_nodes(rng, config, num_nodes, states=None, max_steps=3):
             for _ in range(rng.randint(0, 3)):
                 running = [ticket.group_id for ticket in node.running]
                 if running:
-                    node.drop(rng.choice(running), rng.choice(["aborted", "stale", "failed", "filtered"]))
+                    node.drop(
+                        rng.choice(running), rng.choice(["aborted", "stale", "failed", "filtered"])
+                    )
             for ticket in rng.sample(node.running, rng.randint(0, len(node.running))):
                 node.finish(ticket)
             if node.take() is None:
@@ -132,14 +149,20 @@ def totals(states):
 
 def check_no_problem_lost(states, nodes_before, history):
     """Of those up to the frontier each is in one place: done, resident or put back; all others are to come."""
-    done = [problem for node in nodes_before for problem in (*node.consumed, *node.dropped)] + history
+    done = [
+        problem for node in nodes_before for problem in (*node.consumed, *node.dropped)
+    ] + history
     resident = [problem for state in states for problem in state.tickets.problems.values()]
     put_back = [problem for state in states for problem in state.tickets.put_back]
     frontier = min(state.tickets.next_problem for state in states)
     found = Counter(done + resident + put_back)
-    to_come = {p for node, s in enumerate(states) for p in range(s.tickets.next_problem, 500, len(states))}
+    to_come = {
+        p for node, s in enumerate(states) for p in range(s.tickets.next_problem, 500, len(states))
+    }
     assert set(found.values()) <= {1}, "a problem is there twice"
-    assert not found.keys() & to_come and found.keys() | to_come == set(range(500)), "a problem is lost"
+    assert not found.keys() & to_come and found.keys() | to_come == set(range(500)), (
+        "a problem is lost"
+    )
     assert frontier <= 500
     return done
 
@@ -160,14 +183,20 @@ def test_dealt_out_to_other_nodes_no_problem_is_lost_and_none_is_there_twice(see
         check_the_rest(before, states)
         seen |= {("group", ticket.group_id) for node in nodes for ticket in node.running}
         seen |= {("ticket", ticket.ticket_id) for node in nodes for ticket in node.running}
-        fresh = [Rollout(config, node, num_nodes, copy.deepcopy(state)).tickets for node, state in enumerate(states)]
+        fresh = [
+            Rollout(config, node, num_nodes, copy.deepcopy(state)).tickets
+            for node, state in enumerate(states)
+        ]
         ids = {("group", tickets.next_group_id()) for tickets in fresh}
         ids |= {("ticket", tickets._at.next_ticket + 1) for tickets in fresh}
         assert not seen & ids and len(ids) == 2 * num_nodes
 
 
 def check_the_rest(before, states):
-    residents = [{i: repr(r) for s in side for i, r in s.buffer.residents.items()} for side in (before, states)]
+    residents = [
+        {i: repr(r) for s in side for i, r in s.buffer.residents.items()}
+        for side in (before, states)
+    ]
     assert residents[0] == residents[1], "a resident group is lost, or changed"
     sizes = [len(state.buffer.residents) for state in states]
     assert max(sizes) - min(sizes) <= 1 or len(before) == len(states)
@@ -187,7 +216,10 @@ def test_what_could_be_consumed_in_time_can_be_after_it_was_dealt_out(seed):
     rng, config = random.Random(seed), config_of()
     before = [node.state() for node in random_nodes(rng, config, rng.randint(1, 4))]
     num_nodes = rng.choice([1, 2, 3, 4])
-    nodes = [Rollout(config, i, num_nodes, state) for i, state in enumerate(redistribute(before, num_nodes))]
+    nodes = [
+        Rollout(config, i, num_nodes, state)
+        for i, state in enumerate(redistribute(before, num_nodes))
+    ]
     old = {group_id for state in before for group_id in state.buffer.residents}
     for _ in range(4):
         for node in nodes:
@@ -208,7 +240,9 @@ def test_of_as_many_nodes_each_goes_on_with_its_own_state():
 def test_states_of_different_steps_are_refused():
     one, other = (Rollout(config_of(), node, 2).state() for node in range(2))
     other.buffer.trainer_version = 1
-    with pytest.raises(RuntimeError, match=r"different \(trainer, published\) versions: \[\(0, 0\), \(1, 0\)\]"):
+    with pytest.raises(
+        RuntimeError, match=r"different \(trainer, published\) versions: \[\(0, 0\), \(1, 0\)\]"
+    ):
         redistribute([one, other], 1)
 
 
@@ -219,7 +253,10 @@ def test_numbers_of_nodes_that_were_gone_and_come_back_are_not_used_again():
     first = {group_id for state in states for group_id in state.buffer.residents}
     again = redistribute(redistribute(states, 2), 4)
     new = Rollout(config, 3, 4, again[3])
-    assert new.tickets.next_group_id() > 3 * IDS_PER_NODE and new.tickets._at.next_group - 1 not in first
+    assert (
+        new.tickets.next_group_id() > 3 * IDS_PER_NODE
+        and new.tickets._at.next_group - 1 not in first
+    )
 
 
 # Bugs that others had
@@ -252,7 +289,11 @@ def test_what_was_restored_takes_its_places_and_the_first_filling_adds_nothing_t
     """verl 7759, AReaL 1345: the warm-up after a resume filled a buffer that was full."""
     state = after_a_step().state()
     node = Rollout(config_of(), state=state)
-    assert len(node.resident) == node.buffer.config.max_outstanding_groups == len(state.buffer.residents)
+    assert (
+        len(node.resident)
+        == node.buffer.config.max_outstanding_groups
+        == len(state.buffer.residents)
+    )
     assert node.tickets._at.next_problem == state.tickets.next_problem
 
 
@@ -316,8 +357,14 @@ def test_a_response_that_goes_on_has_a_seed_of_its_own_each_time_and_weights_as_
     seeds, goes_on = {ticket.seed}, ticket
     for size in (3, 5, 9):
         versions = np.arange(size, dtype=np.int32)
-        partial = Partial(ticket.ticket_id, np.arange(size), np.zeros(size, np.float32), versions, None)
+        partial = Partial(
+            ticket.ticket_id, np.arange(size), np.zeros(size, np.float32), versions, None
+        )
         goes_on = source.going_on(goes_on, partial)
-        assert (goes_on.ticket_id, goes_on.prefix, goes_on.min_version) == (ticket.ticket_id, partial, size - 1)
+        assert (goes_on.ticket_id, goes_on.prefix, goes_on.min_version) == (
+            ticket.ticket_id,
+            partial,
+            size - 1,
+        )
         seeds.add(goes_on.seed)
     assert len(seeds) == 4

@@ -62,7 +62,9 @@ def test_without_replication_one_ticket_asks_for_the_whole_group():
 
 def test_extra_members_have_tickets_of_their_own():
     tickets = make_source(extra_members=2).for_group(0, 0)
-    assert [t.member for t in tickets] == [0, 1, 2, 3, 4] and {t.num_members for t in tickets} == {1}
+    assert [t.member for t in tickets] == [0, 1, 2, 3, 4] and {t.num_members for t in tickets} == {
+        1
+    }
 
 
 def test_evaluations_at_different_versions_draw_differently_and_never_enter_a_group():
@@ -74,13 +76,17 @@ def test_evaluations_at_different_versions_draw_differently_and_never_enter_a_gr
 
 def test_an_evaluation_may_ask_each_problem_twice_the_second_time_greedily():
     once, twice = make_source().for_evaluation(3), make_source(eval_greedy=True).for_evaluation(3)
-    assert [t.group_id for t in twice] == [EVALUATION_GROUP] * len(once) + [GREEDY_GROUP] * len(once)
+    assert [t.group_id for t in twice] == [EVALUATION_GROUP] * len(once) + [GREEDY_GROUP] * len(
+        once
+    )
     assert [t.prompt_tokens for t in twice] == 2 * [t.prompt_tokens for t in once]
     assert all(t.is_evaluation for t in twice) and len({t.ticket_id for t in twice}) == len(twice)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_anything_starts():
-    with pytest.raises(ValueError, match="has 2 tokens, --max-prompt-tokens is 1; raise it to at least 2"):
+    with pytest.raises(
+        ValueError, match="has 2 tokens, --max-prompt-tokens is 1; raise it to at least 2"
+    ):
         make_source(max_prompt_tokens=1).check_prompts()
 
 
@@ -88,7 +94,9 @@ def test_of_prompts_that_do_not_fit_the_longest_is_named_with_the_length_that_wo
     lengths = lambda problem: [0] * (9 if problem.prompt == "p77" else 5)  # noqa: E731
     source = make_source(max_prompt_tokens=4)
     source.prompts = replace(source.prompts, encode=lengths)
-    with pytest.raises(ValueError, match=r"has 9 tokens, .* raise it to at least 9\. The prompt begins 'p77'"):
+    with pytest.raises(
+        ValueError, match=r"has 9 tokens, .* raise it to at least 9\. The prompt begins 'p77'"
+    ):
         source.check_prompts()
 
 

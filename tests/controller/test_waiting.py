@@ -42,5 +42,8 @@ def test_a_wait_has_all_its_time_after_a_worker_has_come_however_long_that_took(
 
 def test_a_wait_without_a_worker_that_comes_ends_with_the_state_of_all():
     waited = changes(are_coming_for_s=0)
-    with waited, pytest.raises(RuntimeError, match=r"^waited 2 s for an answer; stacks .*; state: state$"):
+    with (
+        waited,
+        pytest.raises(RuntimeError, match=r"^waited 2 s for an answer; stacks .*; state: state$"),
+    ):
         waited.wait_until(lambda: None, "an answer")

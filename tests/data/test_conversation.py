@@ -35,22 +35,35 @@ SPECIAL = {
     MISTRAL: ["</s>", "<s>", "[INST]", "[/INST]"],
 }
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-TEXT = "the user says: 12 is lower, the assistant goes left\n\nright\n<think>\n\n</think>\n\n up and down. " * 3
-TALK = [("P__\n_OG", "right"), ("Answer with a number.\n", "I go left,\nthen down: 12"), ("lower", "")]
+TEXT = (
+    "the user says: 12 is lower, the assistant goes left\n\nright\n<think>\n\n</think>\n\n up and down. "
+    * 3
+)
+TALK = [
+    ("P__\n_OG", "right"),
+    ("Answer with a number.\n", "I go left,\nthen down: 12"),
+    ("lower", ""),
+]
 
 
 @functools.cache
-def tokenizer_with(template: str | None, special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>"), eos=None):
+def tokenizer_with(
+    template: str | None, special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>"), eos=None
+):
     """A byte-level BPE that splits text as Llama 3's and Qwen's do, with merges of its own."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(WORDS), "isolated"), byte_level]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, special_tokens=["<eos>"])
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=alphabet, special_tokens=["<eos>"]
+    )
     tokenizer.train_from_iterator([TEXT], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -68,7 +81,9 @@ def whole(tokenizer, talk, last_observation) -> list[int]:
         for role, content in zip(("user", "assistant"), turn, strict=True)
     ]
     messages.append({"role": "user", "content": last_observation})
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
 
 
 def built(tokenizer, talk, last_observation, ended) -> list[int]:
@@ -87,7 +102,10 @@ def built(tokenizer, talk, last_observation, ended) -> list[int]:
 def test_turns_put_together_are_the_template_of_the_whole(template, ended):
     tokenizer = tokenizer_with(template, tuple(SPECIAL[template]))
     assert built(tokenizer, TALK, "the end", ended) == whole(tokenizer, TALK, "the end")
-    assert tokenizer.convert_ids_to_tokens(Conversation(tokenizer).end_of_turn) in ("<|im_end|>", "<|eot_id|>")
+    assert tokenizer.convert_ids_to_tokens(Conversation(tokenizer).end_of_turn) in (
+        "<|im_end|>",
+        "<|eot_id|>",
+    )
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -112,7 +130,9 @@ def test_a_template_that_drops_earlier_thoughts_gives_the_same_reply_and_keeps_t
     talk = [("up?", "so\n</think>\n\nup"), ("down?", "hm\n</think>\n\ndown")]
     tokens = built(tokenizer, talk, "left?", ended=True)
     opened = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    expected = "".join(opened.format(said) + answer + "<|im_end|>\n" for said, answer in talk) + opened.format("left?")
+    expected = "".join(
+        opened.format(said) + answer + "<|im_end|>\n" for said, answer in talk
+    ) + opened.format("left?")
     assert tokenizer.decode(tokens) == expected
     assert "so" not in tokenizer.decode(whole(tokenizer, talk, "left?"))
 
@@ -129,7 +149,9 @@ def test_a_template_without_generation_prompt_or_system_message_will_do():
 
 
 def test_a_tokenizer_without_chat_template_is_one_clear_line():
-    with pytest.raises(ValueError, match=r"has no chat template, .*such as Qwen/Qwen3-0\.6B") as caught:
+    with pytest.raises(
+        ValueError, match=r"has no chat template, .*such as Qwen/Qwen3-0\.6B"
+    ) as caught:
         Conversation(tokenizer_with(None))
     assert "\n" not in str(caught.value)
 
@@ -139,7 +161,8 @@ def test_a_tokenizer_without_chat_template_is_one_clear_line():
     [
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",  # no special token
         CHATML.replace("{{ m.content }}", "{{ loop.index }}{{ m.content }}"),  # turns are numbered
-        "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}<|im_end|>",  # closed at the very end
+        # closed at the very end
+        "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}<|im_end|>",
         "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
     ],
     ids=["plain text", "numbered", "closed once", "no assistant"],
@@ -150,8 +173,9 @@ def test_a_template_without_a_fixed_reply_is_refused(template):
 
 
 def test_a_template_that_refuses_several_turns_is_named():
-    template = (
-        "{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}{{ messages[0].content }}"
-    )
-    with pytest.raises(ValueError, match=r"refuses a conversation of user, assistant and user \(one turn only\)"):
+    template = "{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}"
+    template += "{{ messages[0].content }}"
+    with pytest.raises(
+        ValueError, match=r"refuses a conversation of user, assistant and user \(one turn only\)"
+    ):
         Conversation(tokenizer_with(template))

@@ -38,7 +38,9 @@ def test_the_command_line_knows_all_environments():
 
 
 def test_an_unknown_environment_is_an_error_with_the_list():
-    with pytest.raises(ValueError, match=r"'frozen_lakes' is none of frozen_lake, guess_number, nor FILE.py:NAME"):
+    with pytest.raises(
+        ValueError, match=r"'frozen_lakes' is none of frozen_lake, guess_number, nor FILE.py:NAME"
+    ):
         prepare_environment("frozen_lakes")
 
 
@@ -76,9 +78,13 @@ def test_the_lake_shows_the_player_move_and_pays_at_the_goal():
     seed = lake_without("01 02 03 13 23")
     steps = play(ENVIRONMENTS["frozen_lake"](), seed, CLEAR_LAKE)
     first = steps[0][0].splitlines()
-    assert first[0] == FrozenLake.INSTRUCTION and first[1].startswith("P") and first[4].endswith("G")
+    assert (
+        first[0] == FrozenLake.INSTRUCTION and first[1].startswith("P") and first[4].endswith("G")
+    )
     assert [step[0].index("P") for step in steps[1:-1]] == [1, 2, 3, 3 + 5, 3 + 10]
-    assert [step[1:] for step in steps[1:]] == [(0.0, False, False, {})] * 5 + [(1.0, True, False, {})]
+    assert [step[1:] for step in steps[1:]] == [(0.0, False, False, {})] * 5 + [
+        (1.0, True, False, {})
+    ]
     assert steps[-1][0] == FrozenLake.ARRIVED
 
 
@@ -99,7 +105,12 @@ def test_the_first_word_of_direction_counts_and_anything_else_moves_nothing():
 
 
 def test_halving_always_finds_the_number_and_blind_guessing_seldom():
-    environment, rng, secrets, blind_wins = ENVIRONMENTS["guess_number"](), random.Random(0), set(), 0
+    environment, rng, secrets, blind_wins = (
+        ENVIRONMENTS["guess_number"](),
+        random.Random(0),
+        set(),
+        0,
+    )
     for seed in range(300):
         low, high, reward = 1, GuessNumber.HIGHEST, 0.0
         environment.reset(seed=seed)
@@ -119,4 +130,10 @@ def test_halving_always_finds_the_number_and_blind_guessing_seldom():
 def test_what_is_no_number_in_range_is_no_guess():
     environment = ENVIRONMENTS["guess_number"]()
     for response in ("", "x", "0", "32", "9" * 5000, "half"):
-        assert play(environment, 0, [response])[-1] == (GuessNumber.NO_ACTION, 0.0, False, False, {})
+        assert play(environment, 0, [response])[-1] == (
+            GuessNumber.NO_ACTION,
+            0.0,
+            False,
+            False,
+            {},
+        )

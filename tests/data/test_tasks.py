@@ -21,7 +21,10 @@ from data.problem import Problem
 
 ROOT = Path(__file__).parents[2]
 ROWS = [
-    {"question": f"Ann has {i} apples and buys {i}. How many?", "answer": f"{i}+{i}\n#### {2 * i:,}"}
+    {
+        "question": f"Ann has {i} apples and buys {i}. How many?",
+        "answer": f"{i}+{i}\n#### {2 * i:,}",
+    }
     for i in range(600, 640)
 ]
 
@@ -52,7 +55,10 @@ def test_response_lengths_have_a_long_tail():
 def test_prompt_and_response_have_one_token_per_label_column_and_digit():
     tokenizer = load_tokenizer(resolve_model("tiny", "addition"))
     for problem in Addition(1).eval_problems(200):
-        assert len(Addition(1).encode_prompt(problem, tokenizer)) == 2 * len(problem.prompt.split()) - 1
+        assert (
+            len(Addition(1).encode_prompt(problem, tokenizer))
+            == 2 * len(problem.prompt.split()) - 1
+        )
         assert len(tokenizer.encode(problem.answer)) + 1 == response_tokens(problem)
 
 
@@ -60,7 +66,9 @@ def test_train_and_held_out_problems_never_overlap():
     held_out = {problem.prompt for problem in Addition(0).eval_problems(3000)}
     assert len(held_out) == 3000
     for seed in (0, 1):
-        assert held_out.isdisjoint(Addition(seed).train_problem(index).prompt for index in range(10_000))
+        assert held_out.isdisjoint(
+            Addition(seed).train_problem(index).prompt for index in range(10_000)
+        )
 
 
 def test_problems_depend_on_seed_and_index_alone():
@@ -74,7 +82,9 @@ def test_problems_depend_on_seed_and_index_alone():
 def test_problems_are_the_same_in_another_process():
     command = "from data.addition import Addition; print(Addition(7).train_problem(5), Addition(7).eval_problems(3))"
     here = f"{Addition(7).train_problem(5)} {Addition(7).eval_problems(3)}"
-    other = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    other = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert other.stdout.strip() == here
 
 
@@ -92,7 +102,9 @@ def test_own_answer_scores_one_and_a_changed_digit_zero():
         assert score_of("addition")(problem.answer, problem.answer[:-3]) == 0.0
 
 
-@pytest.mark.parametrize("saved_as", ["jsonl files", "one jsonl file", "parquet files", "save_to_disk"])
+@pytest.mark.parametrize(
+    "saved_as", ["jsonl files", "one jsonl file", "parquet files", "save_to_disk"]
+)
 def test_gsm8k_reads_local_copies(tmp_path, saved_as):
     import datasets
 
@@ -101,7 +113,9 @@ def test_gsm8k_reads_local_copies(tmp_path, saved_as):
     if saved_as == "one jsonl file":
         path = write_jsonl(tmp_path / "copy.jsonl", ROWS)
     elif saved_as == "save_to_disk":
-        datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in splits.items()}).save_to_disk(str(path))
+        datasets.DatasetDict(
+            {k: datasets.Dataset.from_list(v) for k, v in splits.items()}
+        ).save_to_disk(str(path))
     else:
         path.mkdir()
         for name, rows in splits.items():
@@ -130,8 +144,14 @@ def test_gsm8k_meets_every_problem_once_an_epoch_in_a_new_order(tmp_path):
 def test_gsm8k_scores_the_boxed_number_of_a_response(tmp_path):
     problem = load_task("gsm8k", 0, str(write_jsonl(tmp_path / "a.jsonl", ROWS))).train_problem(0)
     assert problem.answer.isdigit()
-    assert score_of("gsm8k")(problem.answer, f"Twice that is \\boxed{{{int(problem.answer):,}}}.") == 1.0
-    assert score_of("gsm8k")(problem.answer, f"It is 3, no: \\boxed{{{int(problem.answer) + 1}}}.") == 0.0
+    assert (
+        score_of("gsm8k")(problem.answer, f"Twice that is \\boxed{{{int(problem.answer):,}}}.")
+        == 1.0
+    )
+    assert (
+        score_of("gsm8k")(problem.answer, f"It is 3, no: \\boxed{{{int(problem.answer) + 1}}}.")
+        == 0.0
+    )
     assert score_of("gsm8k")(problem.answer, "I do not know") == 0.0
     assert score_of("gsm8k")(problem.answer, "") == 0.0
 
@@ -139,7 +159,10 @@ def test_gsm8k_scores_the_boxed_number_of_a_response(tmp_path):
 def test_gsm8k_prompt_goes_through_the_chat_template(tmp_path):
     task = load_task("gsm8k", 0, str(write_jsonl(tmp_path / "a.jsonl", ROWS)))
     tokenizer, problem = chat_tokenizer(), task.train_problem(0)
-    assert tokenizer.decode(task.encode_prompt(problem, tokenizer)) == f"[user]{problem.prompt}[assistant]"
+    assert (
+        tokenizer.decode(task.encode_prompt(problem, tokenizer))
+        == f"[user]{problem.prompt}[assistant]"
+    )
     assert problem.prompt.endswith(INSTRUCTION)
     tokenizer.chat_template = None
     assert tokenizer.decode(task.encode_prompt(problem, tokenizer)) == problem.prompt
@@ -147,9 +170,13 @@ def test_gsm8k_prompt_goes_through_the_chat_template(tmp_path):
 
 def test_a_malformed_dataset_is_an_error_that_shows_the_row(tmp_path):
     with pytest.raises(ValueError, match="without a final number"):
-        load_task("gsm8k", 0, str(write_jsonl(tmp_path / "a.jsonl", [{"question": "?", "answer": "4"}])))
+        load_task(
+            "gsm8k", 0, str(write_jsonl(tmp_path / "a.jsonl", [{"question": "?", "answer": "4"}]))
+        )
     with pytest.raises(ValueError, match=r"has no text as its answer"):
-        load_task("gsm8k", 0, str(write_jsonl(tmp_path / "b.jsonl", [{"question": "?", "solution": "4"}])))
+        load_task(
+            "gsm8k", 0, str(write_jsonl(tmp_path / "b.jsonl", [{"question": "?", "solution": "4"}]))
+        )
 
 
 @pytest.mark.parametrize("answer", [None, ["#### 4"], 4])
@@ -163,7 +190,10 @@ def test_a_row_without_a_text_is_named(tmp_path, answer):
     ("content", "message"),
     [
         (b"", r"a\.jsonl cannot be had \(no rows\)"),
-        (b'{"question": "\xff", "answer": "#### 1"}\n', r"a\.jsonl, line 1: 'utf-8' codec can't decode"),
+        (
+            b'{"question": "\xff", "answer": "#### 1"}\n',
+            r"a\.jsonl, line 1: 'utf-8' codec can't decode",
+        ),
     ],
 )
 def test_a_file_that_holds_nothing_or_no_text_is_named(tmp_path, content, message):
@@ -173,7 +203,9 @@ def test_a_file_that_holds_nothing_or_no_text_is_named(tmp_path, content, messag
 
 
 def test_a_missing_local_dataset_is_a_clear_error(tmp_path):
-    with pytest.raises(ValueError, match="does not exist; --data-path takes a local copy of openai/gsm8k"):
+    with pytest.raises(
+        ValueError, match="does not exist; --data-path takes a local copy of openai/gsm8k"
+    ):
         load_task("gsm8k", 0, str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"cannot be had \(.*\); --data-path takes"):
         load_task("gsm8k", 0, str(tmp_path))
@@ -182,9 +214,16 @@ def test_a_missing_local_dataset_is_a_clear_error(tmp_path):
 def test_an_unreachable_dataset_is_a_quick_and_clear_error(tmp_path):
     command = "from asyncrl.tasks import load_task; load_task('gsm8k', 0)"
     # A closed port of this machine stands for the hub, so that the test says the same with a network.
-    environment = {"PATH": "", "HOME": str(tmp_path), "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    environment = {
+        "PATH": "",
+        "HOME": str(tmp_path),
+        "HF_HOME": str(tmp_path),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+    }
     started = time.monotonic()
-    process = subprocess.run([sys.executable, "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     last_line = process.stderr.strip().splitlines()[-1]
     assert last_line.startswith("ValueError: dataset openai/gsm8k cannot be had")
     assert "--data-path takes a local copy" in last_line
@@ -202,8 +241,15 @@ def test_without_the_hub_its_local_cache_is_read(tmp_path):
     (repository / "refs" / "main").write_text(commit)
     for name, rows in (("train", ROWS[:30]), ("test", ROWS[30:])):
         datasets.Dataset.from_list(rows).to_parquet(str(part / f"{name}-00000-of-00001.parquet"))
-    command = "from asyncrl.tasks import load_task; print(len(load_task('gsm8k', 0).eval_problems(100)))"
-    environment = {"PATH": "", "HOME": str(tmp_path), "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    command = (
+        "from asyncrl.tasks import load_task; print(len(load_task('gsm8k', 0).eval_problems(100)))"
+    )
+    environment = {
+        "PATH": "",
+        "HOME": str(tmp_path),
+        "HF_HOME": str(tmp_path),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+    }
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
     process = subprocess.run([sys.executable, "-c", command], **options)
     assert process.stdout.strip() == "10", process.stderr
@@ -218,13 +264,22 @@ def test_reasoning_gym_problems_are_repeatable_distinct_splits_that_score_one():
     assert load_task("reasoning_gym:basic_arithmetic", seed=1).train_problem(0) != train[0]
     for problem in train[:20]:
         right = json.loads(problem.answer)["answer"]
-        assert score_of("reasoning_gym:basic_arithmetic")(problem.answer, f"so <answer>{right}</answer>") == 1.0
-        assert score_of("reasoning_gym:basic_arithmetic")(problem.answer, "<answer>x</answer>") < 1.0
+        assert (
+            score_of("reasoning_gym:basic_arithmetic")(
+                problem.answer, f"so <answer>{right}</answer>"
+            )
+            == 1.0
+        )
+        assert (
+            score_of("reasoning_gym:basic_arithmetic")(problem.answer, "<answer>x</answer>") < 1.0
+        )
         assert score_of("reasoning_gym:basic_arithmetic")(problem.answer, "no tags") == 0.0
 
 
 def test_an_unknown_reasoning_gym_dataset_is_an_error_with_close_names():
-    with pytest.raises(ValueError, match=r"no dataset 'basic_arithmetics'; .* nearest are .*basic_arithmetic"):
+    with pytest.raises(
+        ValueError, match=r"no dataset 'basic_arithmetics'; .* nearest are .*basic_arithmetic"
+    ):
         load_task("reasoning_gym:basic_arithmetics", seed=0)
 
 
@@ -247,7 +302,9 @@ def test_held_out_lakes_are_never_met_in_training():
 def test_held_out_numbers_have_seeds_of_their_own():
     task = load_task("guess_number", seed=0)
     held_out = {problem.environment_seed for problem in task.eval_problems(1000)}
-    assert held_out.isdisjoint(task.train_problem(index).environment_seed for index in range(10_000))
+    assert held_out.isdisjoint(
+        task.train_problem(index).environment_seed for index in range(10_000)
+    )
     assert len(held_out) == 1000
 
 
@@ -277,13 +334,16 @@ def test_prompt_of_an_environment_is_its_first_observation_in_the_chat_template(
 
 def test_an_unknown_task_is_an_error_with_the_list():
     message = (
-        "'additions' is none of addition, gsm8k, jsonl, reasoning_gym, sums, nor FILE.py:NAME; did you mean addition?"
+        "'additions' is none of addition, gsm8k, jsonl, reasoning_gym, sums, nor FILE.py:NAME; "
     )
+    message += "did you mean addition?"
     with pytest.raises(ValueError, match=message):
         load_task("additions", seed=0)
 
 
-@pytest.mark.parametrize(("task", "answer"), [("addition", " "), ("gsm8k", "ten apples"), ("subtraction", "1")])
+@pytest.mark.parametrize(
+    ("task", "answer"), [("addition", " "), ("gsm8k", "ten apples"), ("subtraction", "1")]
+)
 def test_a_malformed_answer_or_task_raises_and_never_scores_zero(task, answer):
     with pytest.raises(ValueError):
         score_of(task)(answer, "1")

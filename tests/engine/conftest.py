@@ -26,7 +26,12 @@ def pair(tmp_path_factory, options):
     os.environ.update(worker_environment(WorkerPlacement(0, None, None, 1, 0.0)))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     path = save_tiny_model(str(tmp_path_factory.mktemp("model")))
-    sampling = {"temperature": 0.7, "top_p": 0.9, "max_prompt_tokens": 200, "max_response_tokens": 100}
+    sampling = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "max_prompt_tokens": 200,
+        "max_response_tokens": 100,
+    }
     pair = Pair(Config(model=path, lr=1e-3, **sampling, **options))
     yield pair
     pair.run(pair.shutdown())

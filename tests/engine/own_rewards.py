@@ -86,7 +86,8 @@ async def broken_async(response, **row):
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(3600)
         case ["connect", port]:
-            _, writer = await asyncio.open_connection("localhost", int(port))  # looked up by a thread
+            # looked up by a thread
+            _, writer = await asyncio.open_connection("localhost", int(port))
             writer.close()
             return 1.0
     await asyncio.sleep(0.2)

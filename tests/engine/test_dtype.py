@@ -14,7 +14,9 @@ def options():
     return {"dtype": "bfloat16"}
 
 
-def test_engine_and_trainer_agree_in_bfloat16_as_far_as_an_honest_machine_is_allowed_to_differ(pair):
+def test_engine_and_trainer_agree_in_bfloat16_as_far_as_an_honest_machine_is_allowed_to_differ(
+    pair,
+):
     allowed = allowed_distance(Config(), torch.bfloat16)
 
     def gap(seed):
@@ -26,7 +28,9 @@ def test_engine_and_trainer_agree_in_bfloat16_as_far_as_an_honest_machine_is_all
     assert 0 < max(gaps) < allowed
     for version in (1, 2):
         pair.perturb()
-        assert max(gap(10 * version + seed) for seed in range(4)) > allowed, "old weights are told from new ones"
+        assert max(gap(10 * version + seed) for seed in range(4)) > allowed, (
+            "old weights are told from new ones"
+        )
         pair.sync(version)
         assert max(gap(20 * version + seed) for seed in range(4)) < allowed
 

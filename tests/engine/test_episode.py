@@ -33,7 +33,9 @@ def make_ticket(prompt_tokens=(), environment_seed=None, answer=""):
 
 
 def make_episode(environment, generate, ticket=None, **options):
-    config = Config(**{"task": "guess_number", "max_prompt_tokens": 100, "max_response_tokens": 100, **options})
+    config = Config(
+        **{"task": "guess_number", "max_prompt_tokens": 100, "max_response_tokens": 100, **options}
+    )
     ticket = ticket or make_ticket(environment_seed=0)
     return Episode(config, ticket, 1, environment=environment, generate=generate)
 
@@ -48,7 +50,9 @@ def policy(*responses, version=5, cut=False):
         tokens = whole[:max_tokens]
         reason = "length" if cut or tokens != whole else "stop"
         size = len(tokens)
-        return Completion(tokens, np.full(size, -0.5, np.float32), np.full(size, version, np.int32), reason)
+        return Completion(
+            tokens, np.full(size, -0.5, np.float32), np.full(size, version, np.int32), reason
+        )
 
     generate.prompts = prompts
     return generate
@@ -80,15 +84,26 @@ def test_the_environments_tokens_stand_between_the_turns_and_are_not_trained_on(
     said = [[*TOKENIZER.encode(str(number)), EOS] for number in (wrong, secret)]
     assert trajectory.tokens.tolist() == [*first, *said[0], *reply, *said[1]]
     assert generate.prompts == [first, [*first, *said[0], *reply]]
-    mask = [False] * len(first) + [True] * len(said[0]) + [False] * len(reply) + [True] * len(said[1])
+    mask = (
+        [False] * len(first) + [True] * len(said[0]) + [False] * len(reply) + [True] * len(said[1])
+    )
     assert trajectory.loss_mask.tolist() == mask
     assert (trajectory.policy_versions == np.where(mask, 5, -1)).all()
     assert (trajectory.behavior_logprobs == np.where(mask, np.float32(-0.5), 0)).all()
     assert (trajectory.reward, trajectory.num_turns, trajectory.finish_reason) == (1.0, 2, "stop")
     assert len(trajectory.turns) == 2
-    times = [trajectory.started_at, *(moment for turn in trajectory.turns for moment in turn), trajectory.ended_at]
+    times = [
+        trajectory.started_at,
+        *(moment for turn in trajectory.turns for moment in turn),
+        trajectory.ended_at,
+    ]
     assert times == sorted(times)
-    assert (trajectory.ticket_id, trajectory.group_id, trajectory.member, trajectory.worker) == (7, 3, 1, 2)
+    assert (trajectory.ticket_id, trajectory.group_id, trajectory.member, trajectory.worker) == (
+        7,
+        3,
+        1,
+        2,
+    )
 
 
 def test_a_turn_that_was_cut_is_closed_by_the_environments_tokens():
@@ -116,7 +131,9 @@ def test_a_trajectory_ends_when_its_tokens_are_used_up():
         ("lockstep", True, "reset act step act step"),
     ],
 )
-def test_a_baseline_waits_for_all_others_before_each_turn_or_before_each_step(scheduling, is_evaluation, expected):
+def test_a_baseline_waits_for_all_others_before_each_turn_or_before_each_step(
+    scheduling, is_evaluation, expected
+):
     did, say = [], policy("1", "2")
 
     class Counted:
@@ -135,7 +152,9 @@ def test_a_baseline_waits_for_all_others_before_each_turn_or_before_each_step(sc
     async def wait():
         did.append("wait")
 
-    ticket = replace(make_ticket(environment_seed=0), group_id=EVALUATION_GROUP if is_evaluation else 3)
+    ticket = replace(
+        make_ticket(environment_seed=0), group_id=EVALUATION_GROUP if is_evaluation else 3
+    )
     config = Config(scheduling=scheduling)
     episode = BaselineEpisode(config, ticket, 1, environment=Counted(), generate=generate)
     episode.wait_at_barrier = wait
@@ -156,7 +175,9 @@ def test_a_response_that_goes_on_is_whole_in_its_trajectory_and_where_it_is_scor
     """With what there was before the run was resumed, which may be all of it but for its reward."""
     begun, rest = TOKENIZER.encode("12"), [*TOKENIZER.encode("34"), EOS]
     numbers = np.arange(len(begun), dtype=np.float32)
-    partial = Partial(7, np.array(begun), -numbers, numbers.astype(np.int32), "stop" if has_ended else None)
+    partial = Partial(
+        7, np.array(begun), -numbers, numbers.astype(np.int32), "stop" if has_ended else None
+    )
     given = []
 
     async def generate(request_id, prompt_tokens, seed, max_tokens, prefix):
@@ -167,14 +188,18 @@ def test_a_response_that_goes_on_is_whole_in_its_trajectory_and_where_it_is_scor
         return Completion(prefix.tokens + rest, *joined, "stop")
 
     ticket, rewards = replace(make_ticket((4, 5)), prefix=partial), Answers()
-    episode = make_episode(SingleTurn(ticket, TOKENIZER, rewards), generate, ticket, task="addition")
+    episode = make_episode(
+        SingleTurn(ticket, TOKENIZER, rewards), generate, ticket, task="addition"
+    )
     trajectory = asyncio.run(episode.run(0))
     assert given == [((4, 5), 100, "stop" if has_ended else "aborted")]
     after = [] if has_ended else rest
     assert trajectory.tokens.tolist() == [4, 5, *begun, *after]
     assert trajectory.policy_versions.tolist() == [-1, -1, *range(len(begun)), *[9] * len(after)]
     assert trajectory.behavior_logprobs.tolist() == [0, 0, *-numbers, *[-9.0] * len(after)]
-    assert rewards.response == ("12" if has_ended else "1234") and trajectory.finish_reason == "stop"
+    assert (
+        rewards.response == ("12" if has_ended else "1234") and trajectory.finish_reason == "stop"
+    )
     assert (trajectory.num_turns, len(trajectory.turns)) == (1, 1)
 
 
@@ -196,7 +221,8 @@ class Broken(TextEnvironment):
 
 
 @pytest.mark.parametrize(
-    ("crash", "reason"), [(False, "timed out after 0.2 s"), (True, "KeyError: 'lost\\nsecond line'")]
+    ("crash", "reason"),
+    [(False, "timed out after 0.2 s"), (True, "KeyError: 'lost\\nsecond line'")],
 )
 def test_an_environment_that_hangs_or_crashes_fails_its_trajectory_and_stops_nobody(crash, reason):
     async def run_both():
@@ -247,24 +273,42 @@ class Unspeakable(Exception):
 @pytest.mark.parametrize(
     ("answers", "reason"),
     [
-        ({"step": ("higher", 0.0)}, "step returned ('higher', 0.0), expected (observation, reward, terminated"),
+        (
+            {"step": ("higher", 0.0)},
+            "step returned ('higher', 0.0), expected (observation, reward, terminated",
+        ),
         ({"step": None}, "step returned None, expected (observation, reward"),
         ({"reset": "hi"}, "reset returned 'hi', expected (observation, info)"),
-        ({"reset": ("higher", {}, 0)}, "reset returned ('higher', {}, 0), expected (observation, info)"),
+        (
+            {"reset": ("higher", {}, 0)},
+            "reset returned ('higher', {}, 0), expected (observation, info)",
+        ),
         ({"reset": (None, {})}, "the observation is None, expected a str"),
         (stepped(observation=5), "the observation is 5, expected a str"),
-        (stepped(observation="up\ud800"), r"the observation has '\ud800' at character 2, expected text without"),
+        (
+            stepped(observation="up\ud800"),
+            r"the observation has '\ud800' at character 2, expected text without",
+        ),
         (
             stepped(observation="higher" * 2_000_000),
             "the observation has 12000000 characters, at most 100000",
         ),
-        ({"reset": ("higher" * 2_000_000, {})}, "the observation has 12000000 characters, at most 100000 fit"),
+        (
+            {"reset": ("higher" * 2_000_000, {})},
+            "the observation has 12000000 characters, at most 100000 fit",
+        ),
         (stepped(reward="1.0"), "the reward is '1.0', expected one finite number"),
         (stepped(reward=None), "the reward is None, expected one finite number"),
         (stepped(reward=np.ones(1)), "the reward is array([1.]), expected one finite number"),
-        (stepped(reward=np.ones((2, 1))), "the reward is array([[1.], [1.]]), expected one finite number"),
+        (
+            stepped(reward=np.ones((2, 1))),
+            "the reward is array([[1.], [1.]]), expected one finite number",
+        ),
         (stepped(reward=float("nan")), "the reward is nan, expected one finite number"),
-        (stepped(reward=float("inf"), terminated=True), "the reward is inf, expected one finite number"),
+        (
+            stepped(reward=float("inf"), terminated=True),
+            "the reward is inf, expected one finite number",
+        ),
         (stepped(reward=10**400), "the reward is 1000"),
         (stepped(terminated="False"), "terminated is 'False', expected True or False"),
         (stepped(truncated=None), "truncated is None, expected True or False"),
@@ -280,22 +324,33 @@ class Unspeakable(Exception):
         (stepped(reward=6e11), "the reward is 1.2e+12, allowed is -1e+12 to 1e+12"),
     ],
 )
-def test_an_environment_that_returns_or_raises_what_it_must_not_fails_its_trajectory_alone(answers, reason):
+def test_an_environment_that_returns_or_raises_what_it_must_not_fails_its_trajectory_alone(
+    answers, reason
+):
     async def run_both():
-        broken = make_episode(MultiTurn(make_pool(lambda: Returning(**answers), 60.0), 0), policy("1", "2"))
+        broken = make_episode(
+            MultiTurn(make_pool(lambda: Returning(**answers), 60.0), 0), policy("1", "2")
+        )
         sound = make_episode(MultiTurn(make_pool(), 11), policy(str(secret_of(11))))
         return await asyncio.wait_for(asyncio.gather(broken.run(0), sound.run(0)), 10)
 
     failed, sound = asyncio.run(run_both())
     assert failed.finish_reason == "failed" and np.isnan(failed.reward)
-    assert reason in failed.failure and "\n" not in failed.failure and len(failed.failure.encode()) <= 500
+    assert (
+        reason in failed.failure
+        and "\n" not in failed.failure
+        and len(failed.failure.encode()) <= 500
+    )
     assert sound.finish_reason == "stop" and sound.reward == 1.0
 
 
 @pytest.mark.parametrize(
-    ("reward", "total"), [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (np.array(3.0), 3.0)]
+    ("reward", "total"),
+    [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (np.array(3.0), 3.0)],
 )
-def test_numpys_scalars_are_rewards_and_its_bools_end_an_episode_whatever_is_observed_then(reward, total):
+def test_numpys_scalars_are_rewards_and_its_bools_end_an_episode_whatever_is_observed_then(
+    reward, total
+):
     pool = make_pool(lambda: Returning(**stepped(None, reward, np.bool_(False), np.bool_(True))))
     trajectory = asyncio.run(make_episode(MultiTurn(pool, 0), policy("1")).run(0))
     assert (trajectory.finish_reason, trajectory.reward, trajectory.num_turns) == ("stop", total, 1)
@@ -342,7 +397,9 @@ def test_an_abort_ends_a_trajectory_in_the_middle_of_a_step_before_its_next_turn
 
     trajectory, generate = asyncio.run(abort_soon())
     assert trajectory.finish_reason == "aborted" and len(generate.prompts) == 1
-    assert trajectory.num_generated == len(TOKENIZER.encode("1")) + 1, "what was sampled is returned"
+    assert trajectory.num_generated == len(TOKENIZER.encode("1")) + 1, (
+        "what was sampled is returned"
+    )
 
 
 def test_an_abort_before_the_first_turn_gives_an_empty_trajectory():
@@ -374,7 +431,9 @@ class Rewards:
         return float(len(response)), {"length": 1.0}
 
 
-@pytest.mark.parametrize(("answer", "reason", "reward"), [("", "stop", 1.0), ("fail", "failed", float("nan"))])
+@pytest.mark.parametrize(
+    ("answer", "reason", "reward"), [("", "stop", 1.0), ("fail", "failed", float("nan"))]
+)
 def test_a_single_turn_task_is_an_environment_of_one_step(answer, reason, reward):
     ticket = make_ticket(prompt_tokens=(4, 5, 6), answer=answer)
     environment = SingleTurn(ticket, TOKENIZER, Rewards())
@@ -402,7 +461,9 @@ def test_simulated_latency_is_scaled_and_waited_for_before_the_step():
     assert 0.2 <= time.monotonic() - start < 2
 
 
-@pytest.mark.parametrize(("law", "reason"), [("fail:1", "crash|timed out"), ("constant:9", "timed out after 0.1 s")])
+@pytest.mark.parametrize(
+    ("law", "reason"), [("fail:1", "crash|timed out"), ("constant:9", "timed out after 0.1 s")]
+)
 def test_simulated_failures_fail_as_real_ones_do(law, reason):
     delayed = Delayed(Instant(), LatencyLaw.parse(law), timeout_s=0.1, seed=0)
     with pytest.raises(Failed, match=reason):
@@ -432,5 +493,7 @@ asyncio.run(call_in_thread(threading.Event().wait, timeout_s=0.05))
 
 
 def test_a_call_that_hangs_keeps_no_process_from_its_end():
-    ended = subprocess.run([sys.executable, "-c", HANGING], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGING], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 1 and "timed out after 0.05 s" in ended.stderr

@@ -52,16 +52,22 @@ def compare(family: str) -> tuple[list[float], list[str], list[str]]:
     """Return mean differences of a tiny random model, and names of tensors read and saved; in the other process."""
     tokens = tuple(np.random.default_rng(0).integers(3, VOCAB, 60).tolist())
     with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(Config(model=save_tiny_family(family, f"{folder}/model"), max_prompt_tokens=100))
+        pair = Pair(
+            Config(model=save_tiny_family(family, f"{folder}/model"), max_prompt_tokens=100)
+        )
         differences = []
         try:
             for version in (1, 2):
                 trainer = pair.trainer_logprobs(tokens[:1], tokens[1:], raw=True)
-                differences.append(float(np.abs(pair.run(pair.proxy.score(tokens)) - trainer).mean()))
+                differences.append(
+                    float(np.abs(pair.run(pair.proxy.score(tokens)) - trainer).mean())
+                )
                 pair.perturb()
                 pair.sync(version)
             pair.policy.save(f"{folder}/saved")
-            assert not differing_names(f"{folder}/saved", [spec.name for spec in pair.policy.sent_specs()])
+            assert not differing_names(
+                f"{folder}/saved", [spec.name for spec in pair.policy.sent_specs()]
+            )
         finally:
             pair.run(pair.shutdown())  # or this process would wait for it at its exit
         return differences, names_in(f"{folder}/model"), names_in(f"{folder}/saved")
@@ -77,9 +83,15 @@ def names_in(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family in ALWAYS else pytest.mark.study) for family in COMPARED]
+    "family",
+    [
+        pytest.param(family, marks=() if family in ALWAYS else pytest.mark.study)
+        for family in COMPARED
+    ],
 )
-def test_engine_and_trainer_agree_and_what_is_saved_has_the_names_of_what_was_read(comparer, family):
+def test_engine_and_trainer_agree_and_what_is_saved_has_the_names_of_what_was_read(
+    comparer, family
+):
     differences, read, saved = comparer.submit(compare, family).result(timeout=180)
     assert max(differences) < ALLOWED
     assert saved == read

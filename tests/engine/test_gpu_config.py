@@ -15,13 +15,23 @@ ROOT = Path(__file__).parents[2]
 def run_fake(what: str, folder: Path):
     """The result of a function of fake_h100.py."""
     removed = ("VLLM_", "CUDA_", "TORCH", "OMP_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(removed)
+    }
     environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, ROOT / "tests/fake_h100.py", what, folder / "result", folder]
-    environment |= {"CUDA_VISIBLE_DEVICES": UUIDS[0][:6], "VLLM_LOGGING_LEVEL": "ERROR"} if what != "configs" else {}
-    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment |= (
+        {"CUDA_VISIBLE_DEVICES": UUIDS[0][:6], "VLLM_LOGGING_LEVEL": "ERROR"}
+        if what != "configs"
+        else {}
+    )
+    run = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     log = folder / "log"
-    assert run.returncode == 0, run.stdout[-3000:] + (log.read_text()[-3000:] if log.exists() else "")
+    assert run.returncode == 0, run.stdout[-3000:] + (
+        log.read_text()[-3000:] if log.exists() else ""
+    )
     return json.loads((folder / "result").read_text())
 
 

@@ -20,7 +20,9 @@ from asyncrl.engine.reward_pool import RewardPool, _Scorer
 from asyncrl.engine.reward_process import _LIMITS, MEMORY_BYTES, _run_scorer, _why_no_namespaces
 from asyncrl.engine.score import MAX_FAILURE, Failed, load_score
 
-needs_namespaces = pytest.mark.skipif(bool(_why_no_namespaces()), reason="the kernel gives no namespaces here")
+needs_namespaces = pytest.mark.skipif(
+    bool(_why_no_namespaces()), reason="the kernel gives no namespaces here"
+)
 
 
 def attack(response: str) -> float:
@@ -54,10 +56,25 @@ def connect(port: str) -> None:
 
 def spoil_replies(what: str) -> bool:
     """Write to every socket that there is."""
-    replies = {"large": b"[0, 1e300, {}]\n", "surrogates": json.dumps([0, "\ud800" * 1000]).encode() + b"\n"}
-    replies |= {"line": json.dumps([0, "\n" + "no line\n" * 5000]).encode() + b"\n", "bool": b"[0, true, {}]\n"}
-    replies |= {"parts": b'[0, 1.0, {"mean": 1.0}]\n', "part": b'[0, 1.0, {"x": 1e999}]\n', "other": b"[7, 1.0, {}]\n"}
-    replies |= {"nested": b"[" * 60_000 + b"\n", "nan": b"NaN\n", "long": b"1" * 200_000, "pickle": b"\x80\x04N.\n"}
+    replies = {
+        "large": b"[0, 1e300, {}]\n",
+        "surrogates": json.dumps([0, "\ud800" * 1000]).encode() + b"\n",
+    }
+    replies |= {
+        "line": json.dumps([0, "\n" + "no line\n" * 5000]).encode() + b"\n",
+        "bool": b"[0, true, {}]\n",
+    }
+    replies |= {
+        "parts": b'[0, 1.0, {"mean": 1.0}]\n',
+        "part": b'[0, 1.0, {"x": 1e999}]\n',
+        "other": b"[7, 1.0, {}]\n",
+    }
+    replies |= {
+        "nested": b"[" * 60_000 + b"\n",
+        "nan": b"NaN\n",
+        "long": b"1" * 200_000,
+        "pickle": b"\x80\x04N.\n",
+    }
     for descriptor in range(3, 64):
         with contextlib.suppress(OSError):
             os.write(descriptor, replies[what])
@@ -67,8 +84,16 @@ def spoil_replies(what: str) -> bool:
 def count_limits() -> bool:
     kept = [resource.getrlimit(limit) == (most, most) for limit, most in _LIMITS.items()]
     status = Path("/proc/self/status").read_text()
-    memory, cpu = resource.getrlimit(resource.RLIMIT_AS)[1], resource.getrlimit(resource.RLIMIT_CPU)[0]
-    return all(kept) and "NoNewPrivs:\t1" in status and MEMORY_BYTES < memory < MEMORY_BYTES + (64 << 30) and cpu < 100
+    memory, cpu = (
+        resource.getrlimit(resource.RLIMIT_AS)[1],
+        resource.getrlimit(resource.RLIMIT_CPU)[0],
+    )
+    return (
+        all(kept)
+        and "NoNewPrivs:\t1" in status
+        and MEMORY_BYTES < memory < MEMORY_BYTES + (64 << 30)
+        and cpu < 100
+    )
 
 
 ATTACKS = {
@@ -106,7 +131,10 @@ def outcomes(*responses: str, timeout_s=1.0) -> list:
     async def ask() -> list:
         pool = RewardPool("addition", ATTACK, timeout_s, 1)
         try:
-            found = [(await asyncio.gather(pool.score("", r), return_exceptions=True))[0] for r in responses]
+            found = [
+                (await asyncio.gather(pool.score("", r), return_exceptions=True))[0]
+                for r in responses
+            ]
             return [outcome if isinstance(outcome, Exception) else outcome[0] for outcome in found]
         finally:
             pool.close()
@@ -132,7 +160,9 @@ def test_no_byte_is_written_to_a_file(tmp_path):
     assert not path.exists() or not path.read_bytes()
 
 
-@pytest.mark.parametrize("what", ["nested", "nan", "long", "pickle", "bool", "parts", "part", "other", "large"])
+@pytest.mark.parametrize(
+    "what", ["nested", "nan", "long", "pickle", "bool", "parts", "part", "other", "large"]
+)
 def test_a_process_that_talks_nonsense_is_replaced(what):
     spoiled, good = outcomes(f"spoil {what}", "0.5")
     assert "its process died" in str(spoiled) and good == 0.5
@@ -155,7 +185,9 @@ def test_a_reason_of_lone_surrogates_that_a_process_makes_up_is_short_text():
 def test_a_file_can_be_neither_emptied_nor_deleted(tmp_path):
     path = tmp_path / "file"
     path.write_text("precious")
-    emptied, deleted, *_ = outcomes(f"write {path}", f"unlink {path}", "remount", f"run rm {path}", f"write {path}")
+    emptied, deleted, *_ = outcomes(
+        f"write {path}", f"unlink {path}", "remount", f"run rm {path}", f"write {path}"
+    )
     assert "Read-only file system" in str(emptied) and "Read-only file system" in str(deleted)
     assert path.read_text() == "precious"
 
@@ -201,15 +233,23 @@ def run_scorer_as(user: int, connection: socket.socket, in_namespaces: bool) -> 
 
 @pytest.mark.parametrize("in_namespaces", [False, pytest.param(True, marks=needs_namespaces)])
 @pytest.mark.parametrize("user", [os.getuid(), 65534])
-def test_limits_hold_for_root_and_for_others_with_namespaces_or_without(tmp_path, user, in_namespaces):
+def test_limits_hold_for_root_and_for_others_with_namespaces_or_without(
+    tmp_path, user, in_namespaces
+):
     """One scorer, in a process of its own; only root cannot be kept from starting processes without namespaces."""
     ours, theirs = socket.socketpair()
-    process = multiprocessing.get_context("spawn").Process(target=run_scorer_as, args=(user, theirs, in_namespaces))
+    process = multiprocessing.get_context("spawn").Process(
+        target=run_scorer_as, args=(user, theirs, in_namespaces)
+    )
     with theirs:
         process.start()
     path, title = tmp_path / "file", f"hostile-{tmp_path.name}"
     tmp_path.chmod(0o777)
-    texts = ("limits", f"write {path}", "allocate") if user == 0 else ("limits", f"daemon {title}", "allocate")
+    texts = (
+        ("limits", f"write {path}", "allocate")
+        if user == 0
+        else ("limits", f"daemon {title}", "allocate")
+    )
 
     async def ask() -> list:
         streams = await asyncio.open_connection(sock=ours)
@@ -223,7 +263,11 @@ def test_limits_hold_for_root_and_for_others_with_namespaces_or_without(tmp_path
     process.join()
     kept, memory = str(kept), str(memory)
     assert limits == 1.0 and ": MemoryError" in memory
-    assert ("File too large" in kept or "Read-only" in kept) if user == 0 else "temporarily unavailable" in kept
+    assert (
+        ("File too large" in kept or "Read-only" in kept)
+        if user == 0
+        else "temporarily unavailable" in kept
+    )
     assert title not in titles() and (not path.exists() or not path.read_bytes())
 
 
@@ -248,7 +292,10 @@ def test_hostile_text_costs_at_most_its_own_reward_and_time(tmp_path):
         assert await pool.score("8", "\\boxed{8}") == (1.0, {})  # it has imported all
         begun = time.monotonic()
         hostile = asyncio.gather(
-            *(pool.score("8", text.replace("PATH", str(tmp_path / "broken-in"))) for text in TEXTS.values()),
+            *(
+                pool.score("8", text.replace("PATH", str(tmp_path / "broken-in")))
+                for text in TEXTS.values()
+            ),
             return_exceptions=True,
         )
         good = await asyncio.gather(*(pool.score("8", f"\\boxed{{{i}}}") for i in range(6, 10)))

@@ -47,7 +47,9 @@ async def read_when(num_tokens, proxy, episodes, done):
     wanted = None
     while True:
         found = await read(proxy, episodes, done)
-        sampled = [len(partial.tokens) for partial in found.values()] + [len(whole.tokens) for whole in done.values()]
+        sampled = [len(partial.tokens) for partial in found.values()] + [
+            len(whole.tokens) for whole in done.values()
+        ]
         wanted = sum(sampled) + num_tokens if wanted is None else wanted
         if sum(sampled) >= wanted or len(done) == len(episodes):
             return found
@@ -90,9 +92,16 @@ def test_what_is_read_while_sampling_is_a_prefix_of_what_the_request_returns_lat
         for ticket_id, partial in found.items():
             check_prefix(partial, done[ticket_id])
             assert partial.finish_reason is None
-    assert any(len(set(partial.policy_versions.tolist())) > 1 for found in reads for partial in found.values())
+    assert any(
+        len(set(partial.policy_versions.tolist())) > 1
+        for found in reads
+        for partial in found.values()
+    )
     grown = [
-        len(found[i].tokens) for found in reads for i in [max(done, key=lambda i: len(done[i].tokens))] if i in found
+        len(found[i].tokens)
+        for found in reads
+        for i in [max(done, key=lambda i: len(done[i].tokens))]
+        if i in found
     ]
     assert grown == sorted(grown) and grown[0] < grown[-1]
 
@@ -127,7 +136,9 @@ def cut_and_go_on(pair, mode="keep", update=False):
         episodes = {i: episode_of(pair, i) for i in range(NUM)}
         tasks = [asyncio.create_task(sample(pair, episode, {})) for episode in episodes.values()]
         found = await read_when(20 * NUM, pair.proxy, episodes, done)
-        await pair.proxy.abort([episode.request_id for episode in episodes.values() if episode.request_id])
+        await pair.proxy.abort(
+            [episode.request_id for episode in episodes.values() if episode.request_id]
+        )
         await asyncio.gather(*tasks)
         return found
 
@@ -151,21 +162,33 @@ def cut_and_go_on(pair, mode="keep", update=False):
 
 
 @pytest.mark.parametrize("update", [False, True])
-def test_a_response_that_goes_on_from_its_tokens_has_the_log_probs_that_the_trainer_computes(pair, update):
+def test_a_response_that_goes_on_from_its_tokens_has_the_log_probs_that_the_trainer_computes(
+    pair, update
+):
     """Those before the cut under the weights before, those after it under the weights then: its cache is made anew."""
     found, done, weights = cut_and_go_on(pair, update=update)
     assert len(found) > NUM / 2
     for ticket_id, partial in found.items():
         check_prefix(partial, done[ticket_id])
         rest = done[ticket_id].versions[len(partial.tokens) :]
-        assert len(rest) and set(rest.tolist()) == {max(weights)} and len(done[ticket_id].tokens) <= MOST
+        assert (
+            len(rest)
+            and set(rest.tolist()) == {max(weights)}
+            and len(done[ticket_id].tokens) <= MOST
+        )
     gaps = np.abs(np.concatenate([pair.gaps(done[ticket_id], weights) for ticket_id in found]))
     assert np.quantile(gaps, 0.995) < 1e-4 and gaps.max() < 0.05
     sampled = pair.proxy.take_sampled()
-    assert sampled.new == sampled.resumed == sum(len(done[i].tokens) - len(found[i].tokens) for i in found)
+    assert (
+        sampled.new
+        == sampled.resumed
+        == sum(len(done[i].tokens) - len(found[i].tokens) for i in found)
+    )
 
 
-def test_under_restart_a_prefix_of_other_weights_is_sampled_again_and_counted_and_one_of_these_is_kept(pair):
+def test_under_restart_a_prefix_of_other_weights_is_sampled_again_and_counted_and_one_of_these_is_kept(
+    pair,
+):
     found, done, weights = cut_and_go_on(pair, "restart", update=True)
     for ticket_id in found:
         assert set(done[ticket_id].versions.tolist()) == {max(weights)}
@@ -198,7 +221,10 @@ def test_tokens_that_nobody_can_go_on_from_are_counted(pair):
     async def run():
         task = asyncio.create_task(generate_group(proxy, "5.0", PROMPT, seed=9, num_responses=4))
         ticket = Ticket(5, 0, 0, 4, 0, PROMPT, "", None, 9, 0)
-        episodes = [Episode(pair.config, ticket, member, environment=None, generate=None) for member in range(4)]
+        episodes = [
+            Episode(pair.config, ticket, member, environment=None, generate=None)
+            for member in range(4)
+        ]
         for episode in episodes:
             episode.request_id = "5.0"
         counts = []
@@ -247,7 +273,9 @@ def lengths_with_cuts(pair, first, num_cuts, goes_on=True):
         for i, partial in found.items():
             anew = replace(tickets[i], seed=tickets[i].seed + 1)
             tickets[i] = source.going_on(tickets[i], partial) if goes_on else anew
-        await pair.proxy.abort([episode.request_id for episode in episodes.values() if episode.request_id])
+        await pair.proxy.abort(
+            [episode.request_id for episode in episodes.values() if episode.request_id]
+        )
         await asyncio.gather(*tasks)
 
     for _ in range(num_cuts):
@@ -258,7 +286,10 @@ def lengths_with_cuts(pair, first, num_cuts, goes_on=True):
 
 def distance(one, other):
     """Of Kolmogorov and Smirnov: the largest difference between two distributions."""
-    shares = [np.searchsorted(lengths, range(MOST + 1), "right") / len(lengths) for lengths in (one, other)]
+    shares = [
+        np.searchsorted(lengths, range(MOST + 1), "right") / len(lengths)
+        for lengths in (one, other)
+    ]
     return np.abs(shares[0] - shares[1]).max()
 
 

@@ -39,13 +39,18 @@ def pair(tmp_path_factory):
 
 def test_chunks_of_which_some_end_within_a_layer_bring_every_version_to_vllms_engine(pair):
     messages = pair.transport.stage(0, pair.policy.named_full_parameters()).messages
-    layers = [{name.split(".")[2] for name in message["names"] if ".layers." in name} for message in messages]
+    layers = [
+        {name.split(".")[2] for name in message["names"] if ".layers." in name}
+        for message in messages
+    ]
     assert len(messages) > 3 and any(one & other for one, other in itertools.pairwise(layers))
     tokens = tuple(np.random.default_rng(0).integers(3, 150, 60).tolist())
     for version in range(1, 4):
         pair.perturb()
         trainer = pair.trainer_logprobs(tokens[:1], tokens[1:], raw=True)
-        assert np.abs(pair.run(pair.proxy.score(tokens)) - trainer).max() > 1e-2, "the engine has old weights"
+        assert np.abs(pair.run(pair.proxy.score(tokens)) - trainer).max() > 1e-2, (
+            "the engine has old weights"
+        )
         pair.sync(version)
         assert np.abs(pair.run(pair.proxy.score(tokens)) - trainer).max() < 1e-4
 

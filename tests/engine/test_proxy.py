@@ -39,9 +39,18 @@ def test_engine_and_trainer_agree_after_a_sync_and_only_then(pair):
 
 
 @pytest.mark.parametrize(
-    "cuts", [{}, {"top_k": 5}, {"min_p": 0.2}, {"top_p": 1.0, "top_k": 5}, {"top_p": 0.8, "top_k": 20, "min_p": 0.05}]
+    "cuts",
+    [
+        {},
+        {"top_k": 5},
+        {"min_p": 0.2},
+        {"top_p": 1.0, "top_k": 5},
+        {"top_p": 0.8, "top_k": 20, "min_p": 0.05},
+    ],
 )
-def test_behavior_logprobs_are_the_trainers_under_temperature_and_what_cuts_the_vocabulary(pair, cuts):
+def test_behavior_logprobs_are_the_trainers_under_temperature_and_what_cuts_the_vocabulary(
+    pair, cuts
+):
     with pair.sampling(**cuts):
         completion = pair.generate(f"sampled-with-{cuts}")
         assert len(completion.tokens) > 1 and len(completion.logprobs) == len(completion.tokens)
@@ -55,7 +64,9 @@ def test_behavior_logprobs_are_the_trainers_under_temperature_and_what_cuts_the_
 
 
 def test_the_same_seed_draws_the_same_response_and_another_seed_another(pair):
-    first, again, other = (pair.generate(f"seed-{i}", seed=seed) for i, seed in enumerate((5, 5, 6)))
+    first, again, other = (
+        pair.generate(f"seed-{i}", seed=seed) for i, seed in enumerate((5, 5, 6))
+    )
     assert first.tokens == again.tokens != other.tokens
 
 
@@ -63,7 +74,9 @@ def test_without_a_seed_each_token_is_the_likeliest(pair):
     tokens = pair.generate("greedy", seed=None).tokens
     for n in range(min(3, len(tokens))):
         before = (*PROMPT, *tokens[:n])
-        assert tokens[n] == max(range(VOCAB), key=lambda token: pair.trainer_logprobs(before, [token], raw=True)[0])
+        assert tokens[n] == max(
+            range(VOCAB), key=lambda token: pair.trainer_logprobs(before, [token], raw=True)[0]
+        )
     assert pair.generate("sampled-1", seed=1).tokens != tokens
 
 
@@ -82,16 +95,23 @@ def test_every_token_is_what_the_version_it_claims_would_have_sampled(pair, mode
     with pair.on_update(mode):
         completions, weights = pair.generate_through_updates()
     mixed = [completion for completion in completions if len(set(completion.versions)) > 1]
-    assert bool(mixed) == (mode in ("recompute", "resume")), "the others keep a response to one version"
+    assert bool(mixed) == (mode in ("recompute", "resume")), (
+        "the others keep a response to one version"
+    )
     for completion in completions:
-        assert list(completion.versions) == sorted(completion.versions) and len(completion.tokens) <= 100
+        assert (
+            list(completion.versions) == sorted(completion.versions)
+            and len(completion.tokens) <= 100
+        )
     gaps = np.abs(np.concatenate([pair.gaps(completion, weights) for completion in completions]))
     # Rounding may put a token at the edge of the nucleus on either side, once in thousands.
     assert np.quantile(gaps, 0.995) < 1e-4 and gaps.max() < 0.05
     sampled = pair.proxy.take_sampled()
     kept = sum(len(completion.tokens) for completion in completions)
     assert sampled.new == kept + sampled.discarded
-    assert (sampled.discarded > 0) == (mode == "restart") and (sampled.resumed > 0) == (mode == "resume")
+    assert (sampled.discarded > 0) == (mode == "restart") and (sampled.resumed > 0) == (
+        mode == "resume"
+    )
 
 
 def test_under_keep_only_tokens_after_an_update_feel_the_old_cache(pair):
@@ -104,14 +124,19 @@ def test_under_keep_only_tokens_after_an_update_feel_the_old_cache(pair):
         before = completion.versions == completion.versions[0]
         assert gaps[before].max() < 1e-4
     stale = np.concatenate([pair.gaps(c, weights)[c.versions > c.versions[0]] for c in mixed])
-    assert np.abs(stale).mean() > 1e-3, "keys and values of the weights before are still attended to"
+    assert np.abs(stale).mean() > 1e-3, (
+        "keys and values of the weights before are still attended to"
+    )
 
 
 def test_a_prefix_that_an_update_has_used_up_is_cut_and_not_resumed(pair):
     """Every response ends within its budget however often it is interrupted."""
 
     async def generate():
-        tasks = [asyncio.create_task(pair.proxy.generate(f"cut-{i}", PROMPT, i, max_tokens=7)) for i in range(16)]
+        tasks = [
+            asyncio.create_task(pair.proxy.generate(f"cut-{i}", PROMPT, i, max_tokens=7))
+            for i in range(16)
+        ]
         for version in range(1000, 1010):
             await pair.proxy.update(version, pair.stage(version).messages)
         return await asyncio.gather(*tasks)
@@ -125,8 +150,13 @@ def test_a_prefix_that_an_update_has_used_up_is_cut_and_not_resumed(pair):
 
 def test_what_is_suspended_goes_on_after_the_next_update_and_not_before(pair):
     async def generate(version):
-        tasks = [asyncio.create_task(pair.proxy.generate(f"sus-{version}-{i}", PROMPT, i)) for i in range(16)]
-        while not any(num_sampled(pair.proxy.engine, r.engine_id) > 2 for r in pair.proxy.requests.values()):
+        tasks = [
+            asyncio.create_task(pair.proxy.generate(f"sus-{version}-{i}", PROMPT, i))
+            for i in range(16)
+        ]
+        while not any(
+            num_sampled(pair.proxy.engine, r.engine_id) > 2 for r in pair.proxy.requests.values()
+        ):
             await asyncio.sleep(0.002)
         await pair.proxy.suspend()
         num_done = sum(task.done() for task in tasks)
@@ -147,12 +177,17 @@ def test_one_request_gives_a_whole_group_with_different_responses(pair):
     completions = pair.run(generate_group(pair.proxy, "group", PROMPT, seed=3, num_responses=6))
     assert len(completions) == 6 and len({tuple(c.tokens) for c in completions}) == 6
     for completion in completions:
-        assert np.abs(completion.logprobs - pair.trainer_logprobs(PROMPT, completion.tokens)).max() < 1e-4
+        assert (
+            np.abs(completion.logprobs - pair.trainer_logprobs(PROMPT, completion.tokens)).max()
+            < 1e-4
+        )
 
 
 def test_an_aborted_group_returns_what_every_member_has(pair):
     async def abort_soon():
-        task = asyncio.create_task(generate_group(pair.proxy, "ab-group", PROMPT, seed=4, num_responses=6))
+        task = asyncio.create_task(
+            generate_group(pair.proxy, "ab-group", PROMPT, seed=4, num_responses=6)
+        )
         await asyncio.sleep(0.02)
         await pair.proxy.abort(["ab-group"])
         return await task
@@ -176,7 +211,9 @@ def test_a_request_that_is_aborted_before_it_started_returns_empty(pair):
 
 def test_an_aborted_request_returns_the_tokens_that_it_has(pair):
     async def abort_soon():
-        tasks = [asyncio.create_task(pair.proxy.generate(f"ab-{i}", PROMPT, seed=i)) for i in range(16)]
+        tasks = [
+            asyncio.create_task(pair.proxy.generate(f"ab-{i}", PROMPT, seed=i)) for i in range(16)
+        ]
         await asyncio.sleep(0.02)
         await pair.proxy.abort([f"ab-{i}" for i in range(16)])
         return await asyncio.gather(*tasks)
@@ -195,7 +232,10 @@ def test_weights_that_are_not_whole_are_refused(pair):
 
 
 def test_vllms_nccl_engine_understands_what_the_transport_tells_it():
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+    from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLWeightTransferInitInfo,
+        NCCLWeightTransferUpdateInfo,
+    )
 
     specs = [ParameterSpec("w", torch.bfloat16, (2, 3))]
     transport = NcclTransport(specs, torch.device("cpu"), 2, 1.0, SocketLink)
@@ -272,7 +312,18 @@ def test_an_engine_that_sleeps_is_woken_before_it_is_told_to_receive_and_only_th
 
     assert asyncio.run(updates()) == 0.0, "nobody sampled meanwhile"
     first = ["pause", "start", {"a": 1}, "finish", "stamp 0", "resume"]
-    second = ["pause", "sleep 2", "wake up", "start", "receiving", {"a": 2}, {"a": 3}, "finish", "stamp 1", "resume"]
+    second = [
+        "pause",
+        "sleep 2",
+        "wake up",
+        "start",
+        "receiving",
+        {"a": 2},
+        {"a": 3},
+        "finish",
+        "stamp 1",
+        "resume",
+    ]
     assert engine.asked == first + second and proxy.version == 1
 
 
@@ -283,7 +334,9 @@ def test_an_update_that_does_not_end_is_an_error_that_names_it():
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_an_engine_that_is_stopped_while_it_samples_is_an_error_and_one_that_samples_is_none(pair, is_stopped):
+def test_an_engine_that_is_stopped_while_it_samples_is_an_error_and_one_that_samples_is_none(
+    pair, is_stopped
+):
     (engine,) = pair.proxy.engine.engine_core.resources.engine_manager.processes
     before, pair.proxy.config = pair.proxy.config, replace(pair.proxy.config, timeout_s=2.0)
 
@@ -325,7 +378,9 @@ def test_a_response_woken_by_an_update_that_a_suspend_follows_at_once_waits_for_
 
     async def wake_and_suspend():
         await proxy.suspend()
-        response = generate_group(proxy, "r", PROMPT, 1, 1) if as_group else proxy.generate("r", PROMPT, 1)
+        response = (
+            generate_group(proxy, "r", PROMPT, 1, 1) if as_group else proxy.generate("r", PROMPT, 1)
+        )
         response = asyncio.create_task(response)
         await asyncio.sleep(0)
         await proxy.update(1, [{}])

@@ -70,7 +70,9 @@ def run_pool(*responses: str, timeout_s: float = TIMEOUT_S, num_processes: int =
     async def ask() -> list:
         pool = RewardPool("addition", MISBEHAVE, timeout_s, num_processes)
         try:
-            found = await asyncio.gather(*(pool.score("", r) for r in responses), return_exceptions=True)
+            found = await asyncio.gather(
+                *(pool.score("", r) for r in responses), return_exceptions=True
+            )
             return [outcome if isinstance(outcome, Exception) else outcome[0] for outcome in found]
         finally:
             pool.close()
@@ -134,13 +136,17 @@ def test_a_reward_that_ignores_sigterm_is_killed():
 
 def reward_processes() -> list[psutil.Process]:
     """The template first, then what was forked from it."""
-    alive = (p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE)
+    alive = (
+        p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE
+    )
     return [p for p in alive if p.cmdline()[:1] == ["rewards"]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("which", ["scorers", "all"])
-def test_processes_killed_or_stopped_while_idle_are_replaced_at_the_cost_of_a_time_limit(number, which, monkeypatch):
+def test_processes_killed_or_stopped_while_idle_are_replaced_at_the_cost_of_a_time_limit(
+    number, which, monkeypatch
+):
     monkeypatch.setattr(reward_pool, "_MAX_FORK_S", 1.0)
 
     async def ask() -> tuple[list[float], float]:
@@ -150,16 +156,21 @@ def test_processes_killed_or_stopped_while_idle_are_replaced_at_the_cost_of_a_ti
         for process in {"scorers": scorers, "all": [template, *scorers]}[which]:
             process.send_signal(number)
         begun = time.monotonic()
-        outcomes = await asyncio.gather(*(pool.score("", "0.25") for _ in range(20)), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(pool.score("", "0.25") for _ in range(20)), return_exceptions=True
+        )
         taken_s = time.monotonic() - begun
-        await asyncio.gather(*(pool.score("", "hang") for _ in range(2)), return_exceptions=True)  # needs new ones
+        # needs new ones
+        await asyncio.gather(*(pool.score("", "hang") for _ in range(2)), return_exceptions=True)
         assert await pool.score("", "0.75") == (0.75, {})
         pool.close()
         return outcomes, taken_s
 
     outcomes, taken_s = asyncio.run(ask())
     failed = [outcome for outcome in outcomes if outcome != (0.25, {})]
-    assert len(failed) <= (2 if number == signal.SIGSTOP else 0), "a stopped process may cost what it was given"
+    assert len(failed) <= (2 if number == signal.SIGSTOP else 0), (
+        "a stopped process may cost what it was given"
+    )
     assert all("timed out" in str(error) for error in failed)
     assert taken_s < 10, "the limit of a reward, then of a fork"
 
@@ -170,7 +181,9 @@ def test_answers_that_hang_keep_only_their_own_process_from_the_others():
         await asyncio.gather(*(pool.score("", "0.5") for _ in range(8)))
         begun = time.monotonic()
         responses = (["0.5"] * 9 + ["sleep"]) * 8
-        outcomes = await asyncio.gather(*(pool.score("", r) for r in responses), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(pool.score("", r) for r in responses), return_exceptions=True
+        )
         pool.close()
         return outcomes, time.monotonic() - begun
 
@@ -247,11 +260,17 @@ def start_parent(tmp_path: Path, end: str) -> tuple[subprocess.Popen, int, list[
     script = tmp_path / "parent.py"
     script.write_text(PARENT.format(misbehave=MISBEHAVE[0]))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, script, end], stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, script, end], stdout=subprocess.PIPE, text=True, env=environment
+    )
     owner, reward = (int(process.stdout.readline()) for _ in range(2))
     assert reward == 1
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process, owner, [child.pid for child in psutil.Process(owner).children(recursive=True)]
+        return (
+            process,
+            owner,
+            [child.pid for child in psutil.Process(owner).children(recursive=True)],
+        )
     return process, owner, []
 
 
@@ -291,11 +310,17 @@ def test_in_the_event_loop_of_another_thread_each_response_has_a_future_whatever
     threading.Thread(target=loop.run_forever, daemon=True).start()
     pool = RewardPool("addition", MISBEHAVE, TIMEOUT_S)
     responses = ("1.5", "raise", "hang", "die 3", "2.5")
-    scored = [asyncio.run_coroutine_threadsafe(pool.score("", response), loop) for response in responses]
+    scored = [
+        asyncio.run_coroutine_threadsafe(pool.score("", response), loop) for response in responses
+    ]
     assert scored[0].result(30) == (1.5, {}) and scored[4].result(30) == (2.5, {})
     failures = [str(future.exception(30)) for future in scored[1:4]]
     line = misbehave.__code__.co_firstlineno + 4
-    why = (f", line {line}: KeyError: 'no\\nsuch key'", ": timed out after 0.5 s", ": its process died")
+    why = (
+        f", line {line}: KeyError: 'no\\nsuch key'",
+        ": timed out after 0.5 s",
+        ": its process died",
+    )
     assert failures == [MISBEHAVE[0] + reason for reason in why]
     pool.close()
     loop.call_soon_threadsafe(loop.stop)

@@ -10,7 +10,15 @@ from asyncrl.config import Config
 from asyncrl.engine.vllm_setup import sampling_params
 
 ROWS, VOCAB = 64, 300
-CUTS = [(1.0, 0, 0.0), (0.9, 0, 0.0), (1.0, 7, 0.0), (1.0, 0, 0.05), (0.8, 7, 0.0), (0.8, 0, 0.1), (0.7, 20, 0.02)]
+CUTS = [
+    (1.0, 0, 0.0),
+    (0.9, 0, 0.0),
+    (1.0, 7, 0.0),
+    (1.0, 0, 0.05),
+    (0.8, 7, 0.0),
+    (0.8, 0, 0.1),
+    (0.7, 20, 0.02),
+]
 """top_p, top_k and min_p, as options have them."""
 
 
@@ -22,19 +30,28 @@ def sample(logits: torch.Tensor, config: Config) -> tuple[torch.Tensor, torch.Te
 
     requests = [sampling_params(config, [], seed, 8, 1) for seed in range(len(logits))]
     scheduler = SimpleNamespace(max_num_seqs=len(logits))
-    least = MinPLogitsProcessor(SimpleNamespace(scheduler_config=scheduler), torch.device("cpu"), False)
-    least.update_state(BatchUpdate(len(logits), [], [(i, request, [], []) for i, request in enumerate(requests)], []))
+    least = MinPLogitsProcessor(
+        SimpleNamespace(scheduler_config=scheduler), torch.device("cpu"), False
+    )
+    least.update_state(
+        BatchUpdate(
+            len(logits), [], [(i, request, [], []) for i, request in enumerate(requests)], []
+        )
+    )
     columns = {
         name: torch.tensor([getattr(request, name) for request in requests])
         for name in ("temperature", "top_p", "top_k")
     }
-    columns["top_k"] = torch.where(columns["top_k"] > 0, columns["top_k"], logits.shape[1])  # as vLLM's batch has it
+    # as vLLM's batch has it
+    columns["top_k"] = torch.where(columns["top_k"] > 0, columns["top_k"], logits.shape[1])
     unused = torch.zeros(len(logits))
     metadata = SamplingMetadata(
         **columns,
         all_greedy=False,
         all_random=True,
-        generators={i: torch.Generator().manual_seed(request.seed) for i, request in enumerate(requests)},
+        generators={
+            i: torch.Generator().manual_seed(request.seed) for i, request in enumerate(requests)
+        },
         max_num_logprobs=0,
         no_penalties=True,
         prompt_token_ids=None,
@@ -57,7 +74,9 @@ def test_what_vllm_draws_from_is_the_trainers_transform(temperature, top_p, top_
     tokens, engine = sample(logits, Config(temperature=temperature, **cuts))
     trainer = sampling_logits(logits, tokens, Sampling(temperature, **cuts)).log_softmax(dim=-1)
     assert torch.equal(engine.isinf(), trainer.isinf()), "both keep the same tokens"
-    assert torch.isfinite(engine.gather(1, tokens[:, None])).all() and len(tokens.unique()) > ROWS / 4
+    assert (
+        torch.isfinite(engine.gather(1, tokens[:, None])).all() and len(tokens.unique()) > ROWS / 4
+    )
     torch.testing.assert_close(engine, trainer, rtol=1e-6, atol=1e-5)
     assert (engine.isinf().sum() > 0) == (cuts != {"top_p": 1.0, "top_k": 0, "min_p": 0.0})
 
@@ -68,4 +87,6 @@ def test_the_order_of_the_cuts_shows():
     for cuts in ({"top_k": 3}, {"min_p": 0.4}):
         both = sampling_logits(logits, target, Sampling(1.0, 0.75, **cuts))
         assert both.isfinite().tolist() == [[True, True, False, False]]
-    assert sampling_logits(logits, target, Sampling(1.0, 0.75)).isfinite().tolist() == [[True, True, True, False]]
+    assert sampling_logits(logits, target, Sampling(1.0, 0.75)).isfinite().tolist() == [
+        [True, True, True, False]
+    ]

@@ -21,20 +21,26 @@ def texts(*names: str) -> list[str]:
     return [f"{FILE}:{name}" for name in names]
 
 
-def outcomes(functions: list[str], *responses: str, answer="4", timeout_s=1.0, num_processes=2) -> list:
+def outcomes(
+    functions: list[str], *responses: str, answer="4", timeout_s=1.0, num_processes=2
+) -> list:
     """What becomes of each response, all asked for at once."""
 
     async def ask() -> list:
         rewards = Rewards("addition", functions, timeout_s, num_processes)
         try:
-            return await asyncio.gather(*(rewards.score(answer, r) for r in responses), return_exceptions=True)
+            return await asyncio.gather(
+                *(rewards.score(answer, r) for r in responses), return_exceptions=True
+            )
         finally:
             rewards.close()
 
     return asyncio.run(ask())
 
 
-ROW = json.dumps({"answer": "4", "length": 7, "colour": "blue", "response": "the row's own", "prompt": "2 + 2"})
+ROW = json.dumps(
+    {"answer": "4", "length": 7, "colour": "blue", "response": "the row's own", "prompt": "2 + 2"}
+)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,9 @@ ROW = json.dumps({"answer": "4", "length": 7, "colour": "blue", "response": "the
         ("exact*-0.5", ROW, (-0.5, {})),
     ],
 )
-def test_a_function_is_given_the_columns_that_it_names_and_returns_a_number_or_its_parts(function, answer, scored):
+def test_a_function_is_given_the_columns_that_it_names_and_returns_a_number_or_its_parts(
+    function, answer, scored
+):
     assert load_score("addition", texts(function))(answer, "4") == scored
 
 
@@ -88,7 +96,9 @@ def test_a_reward_and_its_parts_come_back_from_the_processes(function):
 
 def test_plain_and_async_functions_make_one_reward():
     parts = {"one_second": 4.0, "exact": 1.0, "judge": 2.0, "judge.wise": 2.0}
-    assert outcomes(texts("one_second*0.25", "exact", "judge*3"), "4", timeout_s=5.0) == [(8.0, parts)]
+    assert outcomes(texts("one_second*0.25", "exact", "judge*3"), "4", timeout_s=5.0) == [
+        (8.0, parts)
+    ]
 
 
 def test_256_async_rewards_of_one_second_each_wait_together():
@@ -111,7 +121,9 @@ def test_one_process_takes_async_rewards_on_while_others_wait():
         rewards.close()
         return time.monotonic() - began
 
-    assert asyncio.run(ask()) < 4, "one after the other takes over a minute, batch after batch three seconds"
+    assert asyncio.run(ask()) < 4, (
+        "one after the other takes over a minute, batch after batch three seconds"
+    )
 
 
 BROKEN = [
@@ -153,12 +165,16 @@ def test_a_bad_reward_fails_alone_and_is_told_with_its_file_and_function(name, r
 def test_a_reward_of_any_size_that_is_allowed_comes_back_and_a_sum_beyond_it_fails(function):
     assert outcomes(texts(function), "large 12") == [(-1e12, {})]
     (bad,) = outcomes(texts(f"{function}*2"), "large 12")
-    assert isinstance(bad, Failed) and "the sum of rewards is -2e+12, allowed is -1e+12 to 1e+12" in str(bad)
+    assert isinstance(
+        bad, Failed
+    ) and "the sum of rewards is -2e+12, allowed is -1e+12 to 1e+12" in str(bad)
 
 
 def test_an_async_reward_that_will_not_be_cancelled_costs_its_own_time_alone():
     *good, bad = outcomes(texts("broken_async"), *["good"] * 8, "deaf")
-    assert good == [(0.5, {})] * 8 and str(bad) == f"{texts('broken_async')[0]}: timed out after 1 s"
+    assert (
+        good == [(0.5, {})] * 8 and str(bad) == f"{texts('broken_async')[0]}: timed out after 1 s"
+    )
 
 
 def test_a_plain_function_that_fails_beside_an_async_one_fails_the_response():
@@ -187,10 +203,16 @@ def test_async_functions_have_the_network_and_plain_ones_beside_them_have_none()
         (texts("exact", "exact*2"), "would be reward/exact, as another metric; rename it"),
     ],
 )
-def test_what_is_no_reward_function_is_refused_in_one_line_before_a_process_starts(rewards, message):
+def test_what_is_no_reward_function_is_refused_in_one_line_before_a_process_starts(
+    rewards, message
+):
     with pytest.raises(ValueError) as refused:
         Rewards("addition", rewards, 1.0, 2)
-    assert message in str(refused.value) and "\n" not in str(refused.value) and "--reward" in str(refused.value)
+    assert (
+        message in str(refused.value)
+        and "\n" not in str(refused.value)
+        and "--reward" in str(refused.value)
+    )
 
 
 def test_a_plain_reward_costs_little_more_than_its_own_time():

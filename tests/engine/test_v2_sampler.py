@@ -22,15 +22,24 @@ def found(tmp_path_factory):
     if not folder.exists():
         making = folder.with_name(f"{TRITON}-{os.getpid()}")
         options = ["--no-deps", "--only-binary=:all:", "-q", "--target", str(making), TRITON]
-        made = subprocess.run([sys.executable, "-m", "pip", "install", *options], capture_output=True, text=True)
+        made = subprocess.run(
+            [sys.executable, "-m", "pip", "install", *options], capture_output=True, text=True
+        )
         if made.returncode:
-            pytest.skip(f"pip cannot install {TRITON}: {(made.stderr.strip().splitlines() or ['it says nothing'])[-1]}")
+            pytest.skip(
+                f"pip cannot install {TRITON}: {(made.stderr.strip().splitlines() or ['it says nothing'])[-1]}"
+            )
         making.rename(folder)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "TORCH"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "TORCH"))
+    }
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", folder)))
     environment |= {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
-        [sys.executable, ROOT / "tests/v2_sampler.py", result], env=environment, capture_output=True, text=True
+        [sys.executable, ROOT / "tests/v2_sampler.py", result],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(result.read_text())

@@ -54,7 +54,10 @@ def large_vocabulary_job(needs_gpu, tmp_path_factory) -> Job:
     folder = tmp_path_factory.mktemp("qwen3-0.6b")
     save_random_qwen3(folder / "model", "0.6b", "cuda")
     return run_job(
-        "random 0.6 B", folder, {"model": folder / "model", "max-response-tokens": 64, "lr": 1e-3}, "weight_decay=50"
+        "random 0.6 B",
+        folder,
+        {"model": folder / "model", "max-response-tokens": 64, "lr": 1e-3},
+        "weight_decay=50",
     )
 
 
@@ -72,16 +75,32 @@ def random_qwen3_of_8_layers(tmp_path_factory) -> Path:
     return path
 
 
-def run_job(name: str, folder: Path, options: dict, *optim_args: str, num_gpus: int = 1, num_ranks: int = 1) -> Job:
+def run_job(
+    name: str, folder: Path, options: dict, *optim_args: str, num_gpus: int = 1, num_ranks: int = 1
+) -> Job:
     """Run `torchrun train_async.py` on the first visible GPUs, without network, to its end."""
     arguments = [f"--{option}={value}" for option, value in (OPTIONS | options).items()]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*torchrun, "train_async.py", *arguments, "--optim.warmup=0", "--optim.args", *optim_args]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+    ]
+    command = [
+        *torchrun,
+        "train_async.py",
+        *arguments,
+        "--optim.warmup=0",
+        "--optim.args",
+        *optim_args,
+    ]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus)))).split(",")
     result = subprocess.run(
         [*command, f"--runs-dir={folder}", "--run-name=run"],
         cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible[:num_gpus]), "HF_HUB_OFFLINE": "1"},
+        env=os.environ
+        | {"CUDA_VISIBLE_DEVICES": ",".join(visible[:num_gpus]), "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -100,7 +119,9 @@ def pytest_terminal_summary(terminalreporter) -> None:
         return
     terminalreporter.section("jobs on the GPU")
     for name, metrics in _finished.items():
-        memory = {metric: value for metric, value in metrics[-1].items() if metric.startswith("memory/")}
+        memory = {
+            metric: value for metric, value in metrics[-1].items() if metric.startswith("memory/")
+        }
         numbers = {
             "mismatch/abs_mean, nats": _worst(metrics, "mismatch/abs_mean"),
             "mismatch/abs_max, nats": _worst(metrics, "mismatch/abs_max"),

@@ -66,7 +66,9 @@ def test_a_sleeping_engine_gives_its_memory_up_and_wakes_with_new_weights(sessio
     session.pair.perturb(share=1.0)
     session.publish()
     assert session.pair.gap().mean() < BOUND
-    completion = session.pair.run(session.pair.proxy.generate("after", (3, 4, 5), seed=0, max_tokens=16))
+    completion = session.pair.run(
+        session.pair.proxy.generate("after", (3, 4, 5), seed=0, max_tokens=16)
+    )
     assert len(completion.tokens) == 16 and set(completion.versions) == {session.version}
 
 

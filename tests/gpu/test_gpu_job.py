@@ -48,4 +48,7 @@ def test_they_agree_because_weights_arrive_not_because_versions_are_alike(large_
 
 def test_rewards_make_gradients_through_the_gpu_attention(tiny_job):
     assert all(line["loss/grad_norm"] > 0 for line in tiny_job.metrics)
-    assert max(line["mismatch/abs_mean"] for line in tiny_job.metrics if "mismatch/abs_mean" in line) < 5e-2
+    assert (
+        max(line["mismatch/abs_mean"] for line in tiny_job.metrics if "mismatch/abs_mean" in line)
+        < 5e-2
+    )

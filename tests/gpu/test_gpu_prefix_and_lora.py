@@ -33,7 +33,15 @@ def measure(rank: int, path: str, name: str, device: str, result: str) -> None:
     """Body of a spawned rank: train STEPS steps with one of OPTIONS and write metrics, attention and seconds."""
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    config = Config(**{"model": path, "algo": "tis", "lr": 1e-5, "optim": OptimOptions(warmup=0), **OPTIONS[name]})
+    config = Config(
+        **{
+            "model": path,
+            "algo": "tis",
+            "lr": 1e-5,
+            "optim": OptimOptions(warmup=0),
+            **OPTIONS[name],
+        }
+    )
     policy = load_policy(config, path, torch.device(device))
     metrics, seconds = [], []
     for step in range(STEPS):
@@ -42,7 +50,9 @@ def measure(rank: int, path: str, name: str, device: str, result: str) -> None:
         start = time.perf_counter()
         metrics.append(policy.train_step(share, policy_version=12))
         seconds.append(time.perf_counter() - start)
-    torch.save({"metrics": metrics, "attention": policy.module.attention, "seconds": seconds}, result)
+    torch.save(
+        {"metrics": metrics, "attention": policy.module.attention, "seconds": seconds}, result
+    )
     dist.destroy_process_group()
 
 
@@ -53,7 +63,9 @@ def found(needs_gpu, random_qwen3_of_8_layers, tmp_path_factory) -> dict[str, di
     results = {}
     for name in OPTIONS:
         result = os.fspath(folder / name)
-        mp.spawn(measure, args=(os.fspath(random_qwen3_of_8_layers), name, "cuda:0", result), nprocs=1)
+        mp.spawn(
+            measure, args=(os.fspath(random_qwen3_of_8_layers), name, "cuda:0", result), nprocs=1
+        )
         results[name] = torch.load(result)
         print(name, results[name]["attention"], [round(s, 3) for s in results[name]["seconds"]])
     return results
@@ -65,7 +77,10 @@ def test_flexattention_reads_prompts_once_and_makes_the_same_updates(found, name
     shared, plain = found[name], found["plain"]
     assert shared["attention"] == "flex_attention"
     for mine, expected in zip(shared["metrics"], plain["metrics"], strict=True):
-        assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02) and mine["grad_norm"] > 0
+        assert (
+            mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
+            and mine["grad_norm"] > 0
+        )
         assert mine["loss"] == pytest.approx(expected["loss"], rel=0.02, abs=1e-3)
         assert mine["tokens/forward"] < expected["tokens/forward"] / 3
 
@@ -74,6 +89,8 @@ def test_flexattention_reads_prompts_once_and_makes_the_same_updates(found, name
 def test_adapters_train_with_a_fraction_of_the_memory(found, name):
     adapters, plain = found[name]["metrics"], found["plain"]["metrics"]
     assert all(line["grad_norm"] > 0 for line in adapters)
-    assert adapters[0]["loss"] == pytest.approx(plain[0]["loss"], rel=0.02, abs=1e-3), "B is zero at first"
+    assert adapters[0]["loss"] == pytest.approx(plain[0]["loss"], rel=0.02, abs=1e-3), (
+        "B is zero at first"
+    )
     # Of 16 bytes per parameter (weight, gradient, two moments) 2 are left, and activations are as they were.
     assert adapters[-1]["memory/peak_gib"] < 0.7 * plain[-1]["memory/peak_gib"]

@@ -78,7 +78,9 @@ def found(needs_gpu, random_qwen3_of_8_layers, tmp_path_factory) -> dict[str, Fo
     results = {}
     for name in OPTIONS:
         result = os.fspath(folder / name)
-        mp.spawn(measure, args=(os.fspath(random_qwen3_of_8_layers), name, "cuda:0", result), nprocs=1)
+        mp.spawn(
+            measure, args=(os.fspath(random_qwen3_of_8_layers), name, "cuda:0", result), nprocs=1
+        )
         results[name] = torch.load(result, weights_only=False)
     return results
 
@@ -92,13 +94,20 @@ def test_no_option_changes_the_trace_beyond_bfloat16(found, name):
 
 
 def test_sequences_are_attended_without_a_mask_and_with_one_cost_more(found):
-    assert found["plain"].attention in ("varlen", "flash_attention_2") and found["sdpa"].attention == "sdpa"
+    assert (
+        found["plain"].attention in ("varlen", "flash_attention_2")
+        and found["sdpa"].attention == "sdpa"
+    )
     assert found["sdpa"].peak_gib > found["plain"].peak_gib
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (4, 0)])
-@pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(16, 8, 128), (4, 4, 64), (8, 1, 256), (4, 2, 40)])
-def test_the_kernel_computes_what_its_bounds_and_window_say(needs_gpu, heads, key_heads, head_dim, window):
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "head_dim"), [(16, 8, 128), (4, 4, 64), (8, 1, 256), (4, 2, 40)]
+)
+def test_the_kernel_computes_what_its_bounds_and_window_say(
+    needs_gpu, heads, key_heads, head_dim, window
+):
     """Forward and backward, of sequences of 1 to 300 tokens; tolerance 2 % of the largest entry, as of bfloat16."""
     torch.manual_seed(0)
     lengths = torch.tensor([0, 300, 1, 2, 129, 64, 17])
@@ -111,12 +120,30 @@ def test_the_kernel_computes_what_its_bounds_and_window_say(needs_gpu, heads, ke
     grad = torch.randn_like(query)
     out.backward(grad.cuda())
     options = {"scale": None, "window_size": list(window)}
-    expected, lse, _ = forward(query, key, value, bounds, bounds, longest, longest, enable_gqa=True, **options)
-    of_inputs = backward(
-        grad, query, key, value, expected, lse, bounds, bounds, longest, longest, window == (-1, 0), None, **options
+    expected, lse, _ = forward(
+        query, key, value, bounds, bounds, longest, longest, enable_gqa=True, **options
     )
-    for mine, reference in zip([out, *(x.grad for x in on_gpu)], [expected, *of_inputs], strict=True):
-        assert (mine.cpu().float() - reference.float()).abs().max() <= 0.02 * reference.float().abs().max()
+    of_inputs = backward(
+        grad,
+        query,
+        key,
+        value,
+        expected,
+        lse,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        window == (-1, 0),
+        None,
+        **options,
+    )
+    for mine, reference in zip(
+        [out, *(x.grad for x in on_gpu)], [expected, *of_inputs], strict=True
+    ):
+        assert (
+            mine.cpu().float() - reference.float()
+        ).abs().max() <= 0.02 * reference.float().abs().max()
 
 
 def test_three_chunks_of_logits_more_cost_three_times_their_bytes_each(found):

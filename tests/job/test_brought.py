@@ -32,8 +32,17 @@ def test_what_the_user_brings_is_resolved_from_where_the_run_is_started(tmp_path
     task, loss = write_own(tmp_path, TASK), write_own(tmp_path, LOSS)
     reward = write_own(tmp_path, "def score(response, answer): return 1.0\n")
     monkeypatch.chdir(tmp_path)
-    args = ["--task", f"{task.name}:Double", "--algo", f"./{loss.name}:loss", "--algo-args", "clip=0.3"]
-    config = parse_config([*args, "--task-args", "factor=3", "--reward", f"{reward.name}:score*0.5"])
+    args = [
+        "--task",
+        f"{task.name}:Double",
+        "--algo",
+        f"./{loss.name}:loss",
+        "--algo-args",
+        "clip=0.3",
+    ]
+    config = parse_config(
+        [*args, "--task-args", "factor=3", "--reward", f"{reward.name}:score*0.5"]
+    )
     assert (config.task, config.algo) == (f"{task}:Double", f"{loss}:loss")
     assert config.reward == (f"{reward}:score*0.5",) and not config.is_multi_turn
     assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
@@ -49,17 +58,32 @@ def test_a_class_of_gymnasium_is_an_environment_of_several_turns(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("def loss(inputs, *,", "def loss(*,"), "its first parameter must be the inputs (algos.LossInputs)"),
+        (
+            ("def loss(inputs, *,", "def loss(*,"),
+            "its first parameter must be the inputs (algos.LossInputs)",
+        ),
         (("clip: float = 0.2", "clip: float"), "and all others need defaults"),
-        (("def loss(", "loss = 3\ndef other("), "TypeError: it is a int; give a function loss(inputs, *, NAME=VALUE)"),
+        (
+            ("def loss(", "loss = 3\ndef other("),
+            "TypeError: it is a int; give a function loss(inputs, *, NAME=VALUE)",
+        ),
         (
             ("cut * inputs.advantages), {", "cut * inputs.advantages).mean(), {"),
             "per_token_loss is [] for N = 6 tokens",
         ),
-        (('{"ratio": ratio.detach()}', "{'ratio': [1, 2]}"), "ratio is list for N = 6 tokens; give a tensor [N]"),
+        (
+            ('{"ratio": ratio.detach()}', "{'ratio': [1, 2]}"),
+            "ratio is list for N = 6 tokens; give a tensor [N]",
+        ),
         ((', {"ratio": ratio.detach()}', ""), "give (per_token_loss [N], stats: dict of [N])"),
-        (("inputs.logprobs - inputs.", "inputs.logprobs.detach() - inputs."), "per_token_loss carries no gradient"),
-        (("inputs.behavior_logprobs", "inputs.old_logprobs"), "line 6: AttributeError: 'LossInputs' object has no"),
+        (
+            ("inputs.logprobs - inputs.", "inputs.logprobs.detach() - inputs."),
+            "per_token_loss carries no gradient",
+        ),
+        (
+            ("inputs.behavior_logprobs", "inputs.old_logprobs"),
+            "line 6: AttributeError: 'LossInputs' object has no",
+        ),
         (("def loss(", "def lost("), "has no loss; it has lost; did you mean lost?"),
     ],
 )
@@ -79,8 +103,12 @@ def test_a_loss_that_couples_an_update_is_tried_with_one(tmp_path, capsys):
 
 def test_arguments_of_a_loss_are_checked_against_its_signature(tmp_path, capsys):
     path = write_own(tmp_path, LOSS)
-    assert f"--algo {path}:loss takes clip" in refusal(capsys, "--algo", f"{path}:loss", "--algo-args", "clop=1")
-    assert "must be a finite number" in refusal(capsys, "--algo", f"{path}:loss", "--algo-args", "clip=x")
+    assert f"--algo {path}:loss takes clip" in refusal(
+        capsys, "--algo", f"{path}:loss", "--algo-args", "clop=1"
+    )
+    assert "must be a finite number" in refusal(
+        capsys, "--algo", f"{path}:loss", "--algo-args", "clip=x"
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,11 +118,23 @@ def test_arguments_of_a_loss_are_checked_against_its_signature(tmp_path, capsys)
         (("--algo", "nowhere.py:loss"), "there is no file"),
         (("--reward", "nowhere.py:score"), "there is no file"),
         (("--optimizer", "nowhere.py:Optimizer"), "there is no file"),
-        (("--reward", "score"), "--reward must be FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT, got 'score'"),
-        (("--task", "jsonl"), "jsonl: missing a required argument: 'data_path'; give it as --data-path"),
+        (
+            ("--reward", "score"),
+            "--reward must be FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT, got 'score'",
+        ),
+        (
+            ("--task", "jsonl"),
+            "jsonl: missing a required argument: 'data_path'; give it as --data-path",
+        ),
         (("--task-args", "words=1"), "--task-args words=1: --task addition takes none"),
-        (("--task-args", "words"), "--task-args must be NAME=VALUE, as in clip_high=0.28 or held_out=0.2, got 'words'"),
-        (("--task", "frozen_lake", "--reward", "a.py:f"), "an environment, which gives its own rewards; change one"),
+        (
+            ("--task-args", "words"),
+            "--task-args must be NAME=VALUE, as in clip_high=0.28 or held_out=0.2, got 'words'",
+        ),
+        (
+            ("--task", "frozen_lake", "--reward", "a.py:f"),
+            "an environment, which gives its own rewards; change one",
+        ),
     ],
 )
 def test_what_is_not_there_or_does_not_fit_is_one_line(capsys, args, said):
@@ -102,7 +142,9 @@ def test_what_is_not_there_or_does_not_fit_is_one_line(capsys, args, said):
 
 
 def test_a_task_whose_score_takes_self_is_refused_unless_a_reward_takes_its_place(tmp_path, capsys):
-    path = write_own(tmp_path, TASK.replace("    @staticmethod\n    def score(", "    def score(self, "))
+    path = write_own(
+        tmp_path, TASK.replace("    @staticmethod\n    def score(", "    def score(self, ")
+    )
     reward = write_own(tmp_path, "def score(response, answer): return 1.0\n")
     assert "has no static method score" in refusal(capsys, "--task", f"{path}:Double")
     assert parse_config(["--task", f"{path}:Double", "--reward", f"{reward}:score"])
@@ -122,7 +164,9 @@ def test_help_for_a_loss_lists_its_keyword_arguments_with_defaults_and_ranges(tm
 
 
 def test_the_options_of_another_run_are_defaults_by_like(tmp_path):
-    RunDirectory(Config(runs_dir=str(tmp_path), run_name="one", lr=0.5, algo_args=("clip_low=0.1",), steps=7)).close()
+    RunDirectory(
+        Config(runs_dir=str(tmp_path), run_name="one", lr=0.5, algo_args=("clip_low=0.1",), steps=7)
+    ).close()
     config = read_options(["--like", str(tmp_path / "one"), "--steps", "9"])
     assert (config.lr, config.algo_args, config.steps) == (0.5, ("clip_low=0.1",), 9)
     assert config.run_name is None, "its name is taken"
@@ -141,7 +185,9 @@ def own_run(tmp_path):
     sibling = write_own(tmp_path / "mine", "x = 1\n")
     loss = write_own(tmp_path / "mine", f"import {sibling.stem}\n{LOSS}")
     task = write_own(tmp_path / "mine", TASK)
-    config = read_options(["--task", f"{task}:Double", "--algo", f"{loss}:loss", "--runs-dir", str(tmp_path / "runs")])
+    config = read_options(
+        ["--task", f"{task}:Double", "--algo", f"{loss}:loss", "--runs-dir", str(tmp_path / "runs")]
+    )
     directory = RunDirectory(config)
     directory.close()
     return directory.path, config, [loss, sibling, task]
@@ -149,10 +195,15 @@ def own_run(tmp_path):
 
 def test_a_run_keeps_copies_of_user_code_and_loads_them(own_run):
     run, config, files = own_run
-    assert {path.name: path.read_text() for path in (run / "code").iterdir()} == {f.name: f.read_text() for f in files}
+    assert {path.name: path.read_text() for path in (run / "code").iterdir()} == {
+        f.name: f.read_text() for f in files
+    }
     assert f"{files[2].stem}-Double-{files[0].stem}-loss-a1-s0" in run.name
     node = RunDirectory(replace(config, run_name="other"), node_folder="other/node_1")
-    assert node.config.algo == own.located(config, node.path / "code").algo and (node.path / "code").is_dir()
+    assert (
+        node.config.algo == own.located(config, node.path / "code").algo
+        and (node.path / "code").is_dir()
+    )
     assert not (RunDirectory(Config(runs_dir=str(run.parent))).path / "code").exists()
 
 
@@ -166,7 +217,9 @@ def test_a_resumed_run_loads_its_copies_whatever_happened_to_the_files(own_run, 
     assert resumed == read_options(["--resume", str(run)])
     assert own.texts_of(resumed) == own.texts_of(own.located(config, run / "code"))
     assert own.load(resumed.algo).__code__.co_filename == str(run / "code" / loss.name)
-    with pytest.raises(ValueError, match=r"code/another.py:loss cannot change when a run is resumed"):
+    with pytest.raises(
+        ValueError, match=r"code/another.py:loss cannot change when a run is resumed"
+    ):
         read_options(["--resume", str(run), "--algo", "another.py:loss"])
 
 
@@ -182,7 +235,10 @@ def test_a_run_that_was_moved_goes_on_with_its_copies(own_run, tmp_path):
     run, _, (loss, *_) = own_run
     moved = shutil.move(run, tmp_path / "elsewhere")
     shutil.rmtree(loss.parent)
-    assert Path(read_options(["--resume", str(moved)]).algo.rpartition(":")[0]).parent == tmp_path / "elsewhere/code"
+    assert (
+        Path(read_options(["--resume", str(moved)]).algo.rpartition(":")[0]).parent
+        == tmp_path / "elsewhere/code"
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +248,9 @@ def test_a_run_that_was_moved_goes_on_with_its_copies(own_run, tmp_path):
         ("What is 1 + 1?", "its tokenizer cannot encode 'What is 1 + 1?' of --task jsonl"),
     ],
 )
-def test_prompts_that_do_not_fit_are_said_before_anything_is_written_or_started(tmp_path, prompt, said):
+def test_prompts_that_do_not_fit_are_said_before_anything_is_written_or_started(
+    tmp_path, prompt, said
+):
     rows = [{"prompt": text, "answer": "x"} for text in ("a12 =", "b13 =", "a14 =", prompt)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = ["--task", "jsonl", "--data-path", "rows.jsonl", "--max-prompt-tokens", "4"]

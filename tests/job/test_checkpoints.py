@@ -60,23 +60,35 @@ class Rollout:
         state = SampleBuffer(self.config).state()
         ended = [Evaluation(2, set())]
         counts = {"announced": 2, "num_restarts": 1}
-        return ControllerState(state, tickets, [], evaluates=True, evaluations=ended, records=measure(), **counts)
+        return ControllerState(
+            state, tickets, [], evaluates=True, evaluations=ended, records=measure(), **counts
+        )
 
 
 def make_node(tmp_path, model, *, cluster=None, resumed=None, **options):
     """The surroundings of a rank, without rollout."""
-    config = Config(model=model, runs_dir=str(tmp_path), run_name="one", algo="reinforce", lr=0.01, **options)
+    config = Config(
+        model=model, runs_dir=str(tmp_path), run_name="one", algo="reinforce", lr=0.01, **options
+    )
     cluster, run, controller = cluster or Cluster(), None, None
     if cluster.is_leader:
         folder = "" if cluster.is_first else f"one/node_{cluster.node}"
-        run = RunDirectory(config, node_folder=folder, resumed=resumed and resumed.event(cluster.node))
+        run = RunDirectory(
+            config, node_folder=folder, resumed=resumed and resumed.event(cluster.node)
+        )
         controller = Rollout(config)
     new = {"tokens": [[1, 2, 3]], "scores": []}
     probe = Probe(config, resumed.probe_of(cluster.node) if resumed else new)
     of_rank = {"device": CPU, "clock": TrainerClock(), "probe": probe}
     of_rank["watch"] = NodeWatch(Cluster(), lambda: "no stacks")
     return SimpleNamespace(
-        config=config, cluster=cluster, run=run, controller=controller, resumed=resumed, on_end=None, **of_rank
+        config=config,
+        cluster=cluster,
+        run=run,
+        controller=controller,
+        resumed=resumed,
+        on_end=None,
+        **of_rank,
     )
 
 
@@ -105,7 +117,9 @@ def weights(policy) -> dict[str, torch.Tensor]:
 
 def train(policy, steps) -> None:
     for step in steps:
-        policy.train_step(distribute([random_sequences(4, seed=step)], 1, BUDGET)[0], policy_version=12)
+        policy.train_step(
+            distribute([random_sequences(4, seed=step)], 1, BUDGET)[0], policy_version=12
+        )
 
 
 # What is saved
@@ -116,12 +130,17 @@ def test_a_run_says_at_its_start_which_tensors_its_checkpoints_will_lack(model, 
     node = SimpleNamespace(cluster=cluster, config=config, controller=None, resumed=None)
     names = sorted(load_file(os.path.join(model, "model.safetensors")))
     specs = [SimpleNamespace(name=name) for name in names]
-    policy = SimpleNamespace(module=SimpleNamespace(attention="a"), model_path=model, sent_specs=lambda: specs)
+    policy = SimpleNamespace(
+        module=SimpleNamespace(attention="a"), model_path=model, sent_specs=lambda: specs
+    )
     Publisher(node, policy)
     assert "warning" not in capsys.readouterr().out
     del specs[0]
     Publisher(node, policy)
-    assert f"warning: beside --model {model}, checkpoints will lack {names[0]}\n" in capsys.readouterr().out
+    assert (
+        f"warning: beside --model {model}, checkpoints will lack {names[0]}\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_run_that_saves_nothing_at_its_end_still_saves_where_it_is_stopped(saved):
@@ -144,14 +163,21 @@ def test_a_run_goes_on_from_the_newest_of_what_it_saved(tmp_path, model, saved):
         node.run.log_metrics({"step": step})
         checkpoints.save_if_due(step, PUBLISHER)
     checkpoints.writer.wait()
-    assert names(folder_of(checkpoints)) == ["step_2", "step_4", "step_5"], "every second, and the last"
+    assert names(folder_of(checkpoints)) == ["step_2", "step_4", "step_5"], (
+        "every second, and the last"
+    )
     node.run.close()
     found = newest_checkpoint(node.run.path)
     assert (found.step, found.probe_of(0)["tokens"], found.skipped) == (5, [[1, 2, 3]], [])
     assert found.event(0)["records"]["metrics"] == (node.run.path / "metrics.jsonl").stat().st_size
-    resumed = Checkpoints(make_node(tmp_path, model, resumed=found, save_every=2), load(node.config))
+    resumed = Checkpoints(
+        make_node(tmp_path, model, resumed=found, save_every=2), load(node.config)
+    )
     assert resumed.policy.num_updates == 5
-    assert all(torch.equal(tensor, weights(policy)[name]) for name, tensor in weights(resumed.policy).items())
+    assert all(
+        torch.equal(tensor, weights(policy)[name])
+        for name, tensor in weights(resumed.policy).items()
+    )
     state = controller_of(found, model, Cluster(), node.config)
     assert state.tickets == TicketState(5, 5, 9, {3: 3}, [1]) and state.evaluations[0].version == 2
 
@@ -178,7 +204,9 @@ def test_a_checkpoint_that_does_not_fit_the_model_leaves_the_run_as_it_was(tmp_p
     accepted = make_node(tmp_path, model, resumed=found, lora_rank=2)
     Checkpoints(accepted, load(accepted.config))
     accepted.run.close()
-    assert accepted.run.last_metrics() == {"step": 2} and names(folder_of(checkpoints)) == ["step_2"]
+    assert accepted.run.last_metrics() == {"step": 2} and names(folder_of(checkpoints)) == [
+        "step_2"
+    ]
 
 
 def save_again(tmp_path: Path, model: str, checkpoints: Checkpoints) -> None:
@@ -199,7 +227,9 @@ def test_a_checkpoint_has_the_id_of_its_run_which_stays_when_that_goes_on(tmp_pa
     run.close()
     save_again(tmp_path, model, checkpoints)
     found = newest_checkpoint(run.path)
-    assert (found.step, found.run_id) == (2, run.run_id) and re.fullmatch("[0-9a-f]{16}", found.run_id)
+    assert (found.step, found.run_id) == (2, run.run_id) and re.fullmatch(
+        "[0-9a-f]{16}", found.run_id
+    )
     assert json.loads((run.path / "run.json").read_text())["run_id"] == found.run_id
 
 
@@ -210,12 +240,19 @@ def test_the_manifest_names_every_file_that_is_there(saved):
     folder = folder_of(checkpoints) / "step_1"
     manifest = json.loads((folder / PART / "manifest.json").read_text())["manifest"]
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert there - manifest["files"].keys() == {"resume/manifest.json"} and manifest["files"].keys() < there
+    assert (
+        there - manifest["files"].keys() == {"resume/manifest.json"}
+        and manifest["files"].keys() < there
+    )
 
 
 def test_what_is_written_is_what_was_there_at_the_cut_and_training_goes_on_meanwhile(saved):
     checkpoints = saved(save_every=1, steps=9)
-    policy, may_write, write = checkpoints.policy, threading.Event(), checkpoints.writer.weights.write
+    policy, may_write, write = (
+        checkpoints.policy,
+        threading.Event(),
+        checkpoints.writer.weights.write,
+    )
     checkpoints.writer.weights.write = lambda *args: may_write.wait(60) and write(*args)
     train(policy, [1])
     at_the_cut = weights(policy)
@@ -225,31 +262,54 @@ def test_what_is_written_is_what_was_there_at_the_cut_and_training_goes_on_meanw
     may_write.set()
     checkpoints.writer.wait()
     for name, tensor in load_file(folder_of(checkpoints) / "step_1" / "model.safetensors").items():
-        assert torch.equal(tensor, at_the_cut[name]) and not torch.equal(tensor, weights(policy)[name])
+        assert torch.equal(tensor, at_the_cut[name]) and not torch.equal(
+            tensor, weights(policy)[name]
+        )
 
 
 def test_versions_that_are_held_back_are_held_back_after_a_resume(tmp_path, model, saved):
     checkpoints = saved(steps=3, publish_delay=3, async_ratio=0.0)
     policy = checkpoints.policy
-    held = {v: [(spec.name, torch.full(spec.shape, float(v))) for spec in policy.sent_specs()] for v in (1, 2)}
+    held = {
+        v: [(spec.name, torch.full(spec.shape, float(v))) for spec in policy.sent_specs()]
+        for v in (1, 2)
+    }
     probe = checkpoints.node.probe
     for version in held:
         probe.score(policy, version)
     checkpoints.save_if_due(3, SimpleNamespace(delayed=held))
     checkpoints.writer.wait()
     checkpoints.node.run.close()
-    node = make_node(tmp_path, model, resumed=newest_checkpoint(checkpoints.node.run.path), publish_delay=3, steps=9)
-    assert [node.probe.tokens_at(version) for version in (1, 2, 3)] == [((1, 2, 3),), ((1, 2, 3),), ()]
-    of_engines = {version: {0: (probe._scores[version].logprobs - np.float32(0.5),)} for version in held}
+    node = make_node(
+        tmp_path,
+        model,
+        resumed=newest_checkpoint(checkpoints.node.run.path),
+        publish_delay=3,
+        steps=9,
+    )
+    assert [node.probe.tokens_at(version) for version in (1, 2, 3)] == [
+        ((1, 2, 3),),
+        ((1, 2, 3),),
+        (),
+    ]
+    of_engines = {
+        version: {0: (probe._scores[version].logprobs - np.float32(0.5),)} for version in held
+    }
     found = [(mismatch.version, mismatch.abs_mean) for mismatch in node.probe.compare(of_engines)]
-    assert found == [(version, pytest.approx(0.5)) for version in (1, 2)], "they are compared as in an unbroken run"
+    assert found == [(version, pytest.approx(0.5)) for version in (1, 2)], (
+        "they are compared as in an unbroken run"
+    )
     node.controller = SimpleNamespace(connect=lambda transport: None)
     node.placement = SimpleNamespace(transport="none", workers=())
     node.restored = SimpleNamespace(announced=0)
     publisher = Publisher(node, policy)
     version, published = publisher._delayed(3, policy.named_full_parameters())
-    assert version == 1 and all(torch.equal(a, b) for (_, a), (_, b) in zip(published, held[1], strict=True))
-    assert [name for name, _ in published] == [spec.name for spec in policy.sent_specs()], "in the order of sending"
+    assert version == 1 and all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(published, held[1], strict=True)
+    )
+    assert [name for name, _ in published] == [spec.name for spec in policy.sent_specs()], (
+        "in the order of sending"
+    )
     assert publisher.delayed.keys() == {1, 2}
     assert publisher._delayed(5, policy.named_full_parameters())[0] == 2
     node.restored = SimpleNamespace(announced=3)  # the run was to end with that step
@@ -261,7 +321,9 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(tmp_path, mode
 # What fails
 
 
-def test_a_write_that_fails_is_one_line_at_the_next_save_and_leaves_the_older_checkpoint_as_it_was(saved):
+def test_a_write_that_fails_is_one_line_at_the_next_save_and_leaves_the_older_checkpoint_as_it_was(
+    saved,
+):
     checkpoints = saved(save_every=1, steps=9, keep_last=1)
     checkpoints.save_if_due(1, PUBLISHER)
     checkpoints.writer.wait()
@@ -275,7 +337,10 @@ def test_a_write_that_fails_is_one_line_at_the_next_save_and_leaves_the_older_ch
     with pytest.raises(OSError, match=r"step_2 was not written: .+No space left on device$"):
         checkpoints.save_if_due(3, PUBLISHER)
     assert contents(folder_of(checkpoints)) == before
-    assert names(folder_of(checkpoints)) == ["step_1"] and newest_checkpoint(checkpoints.node.run.path).step == 1
+    assert (
+        names(folder_of(checkpoints)) == ["step_1"]
+        and newest_checkpoint(checkpoints.node.run.path).step == 1
+    )
 
 
 def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(saved, monkeypatch):
@@ -300,7 +365,9 @@ def test_a_disk_that_hangs_ends_the_run_with_its_stacks(saved, capfd):
     checkpoints, may_end = saved(steps=1, timeout_s=0.5), threading.Event()
     checkpoints.writer.weights.write = lambda *_: may_end.wait(60)
     checkpoints.save_if_due(1, PUBLISHER)
-    with pytest.raises(TimeoutError, match=r"step_1 is not written after 1 s more: look at that disk"):
+    with pytest.raises(
+        TimeoutError, match=r"step_1 is not written after 1 s more: look at that disk"
+    ):
         checkpoints.writer.wait()
     assert "in finish" in capfd.readouterr().err
     may_end.set()
@@ -337,7 +404,8 @@ def test_a_checkpoint_is_never_written_over(saved):
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "kept", "can_resume"), [(0, [1, 2, 3, 4], [3, 4]), (1, [4], [4]), (3, [2, 3, 4], [2, 3, 4])]
+    ("keep_last", "kept", "can_resume"),
+    [(0, [1, 2, 3, 4], [3, 4]), (1, [4], [4]), (3, [2, 3, 4], [2, 3, 4])],
 )
 def test_older_checkpoints_go_when_a_newer_one_is_there(saved, keep_last, kept, can_resume):
     checkpoints = saved(save_every=1, steps=4, keep_last=keep_last)
@@ -367,7 +435,9 @@ def at_once():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_step_end_and_be_saved_and_then_ends_the_run(saved, at_once, number, capsys):
+def test_a_signal_lets_the_step_end_and_be_saved_and_then_ends_the_run(
+    saved, at_once, number, capsys
+):
     checkpoints = saved(steps=9)
     what = rf"stopped by {number.name} after step 1, which is saved"
     with pytest.raises(Interrupted, match=what) as ended, checkpoints:
@@ -396,7 +466,10 @@ def test_a_second_signal_and_the_end_of_another_node_end_the_run_at_once(saved, 
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_run_that_is_stopped_while_nobody_samples_saves_what_was_not_saved(saved, at_once, step):
     checkpoints = saved(save_every=2, steps=9)
-    with pytest.raises(Interrupted, match=f"stopped by SIGTERM after step {step}, which is saved$"), checkpoints:
+    with (
+        pytest.raises(Interrupted, match=f"stopped by SIGTERM after step {step}, which is saved$"),
+        checkpoints,
+    ):
         checkpoints.save_if_due(step, PUBLISHER)
         signal.raise_signal(signal.SIGTERM)
         assert checkpoints.node.controller.is_asked_to_stop
@@ -425,10 +498,14 @@ def test_a_signal_while_the_last_checkpoint_is_written_lets_it_come_to_its_end(s
 
 
 @pytest.mark.parametrize("steps", [1, 9])
-def test_a_second_signal_while_a_checkpoint_is_written_lets_it_come_to_its_end(saved, at_once, steps):
+def test_a_second_signal_while_a_checkpoint_is_written_lets_it_come_to_its_end(
+    saved, at_once, steps
+):
     checkpoints = saved(steps=steps)
     write, is_writing = checkpoints.writer.weights.write, threading.Event()
-    checkpoints.writer.weights.write = lambda *args: is_writing.set() or time.sleep(1) or write(*args)
+    checkpoints.writer.weights.write = lambda *args: (
+        is_writing.set() or time.sleep(1) or write(*args)
+    )
 
     def interrupt_the_wait():
         is_writing.wait(60)
@@ -482,7 +559,9 @@ def open_on_two_nodes(rank: int, folder: str) -> None:
         if (Path(folder) / "one/run.json").exists():
             checkpoint = Checkpoint(Path(folder), [], "", 1, "", [{"records": {}}] * 2, [])
         dist.barrier()
-        run = _open_records(SimpleNamespace(config=config, cluster=cluster, resumed=checkpoint), "no model")
+        run = _open_records(
+            SimpleNamespace(config=config, cluster=cluster, resumed=checkpoint), "no model"
+        )
         run.cut_back()
         run.close()
         dist.barrier()
@@ -494,7 +573,9 @@ def test_the_folders_of_all_nodes_have_the_id_of_the_run(tmp_path):
     ids = [id_of(folder) for folder in (tmp_path / "one", tmp_path / "one/node_1")]
     assert ids[0] == ids[1] and re.fullmatch("[0-9a-f]{16}", ids[0])
     events = [read_events(tmp_path / "one" / name / "events.jsonl") for name in ("", "node_1")]
-    assert [[event["event"] for event in of_node] for of_node in events] == [["run_resumed", "run_ended"]] * 2
+    assert [[event["event"] for event in of_node] for of_node in events] == [
+        ["run_resumed", "run_ended"]
+    ] * 2
 
 
 def save_on_two_ranks(rank: int, folder: str, model: str) -> None:
@@ -515,7 +596,9 @@ def save_on_two_ranks(rank: int, folder: str, model: str) -> None:
     try:
         with checkpoints:
             for step in range(1, 100):
-                policy.train_step(distribute([random_sequences(4, seed=step)], 2, BUDGET)[rank], policy_version=12)
+                policy.train_step(
+                    distribute([random_sequences(4, seed=step)], 2, BUDGET)[rank], policy_version=12
+                )
                 if rank == 1 and step == 4:
                     signal.raise_signal(signal.SIGTERM)
                 checkpoints.save_if_due(step, PUBLISHER)
@@ -537,6 +620,8 @@ def test_two_nodes_save_while_they_train_stop_together_and_one_goes_on(tmp_path,
     assert [found.probe_of(node)["tokens"] for node in (0, 1)] == [[[1, 2, 3]]] * 2
     records = [found.event(node)["records"].keys() for node in (0, 1)]
     assert records == [{"metrics", "events", "samples"}, {"events"}]
-    resumed = Checkpoints(make_node(tmp_path, model, resumed=found), load(Config(model=model, algo="reinforce")))
+    resumed = Checkpoints(
+        make_node(tmp_path, model, resumed=found), load(Config(model=model, algo="reinforce"))
+    )
     kept = torch.load(tmp_path / "kept.pt")
     assert all(torch.equal(tensor, kept[name]) for name, tensor in weights(resumed.policy).items())

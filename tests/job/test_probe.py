@@ -39,7 +39,8 @@ def save_gemma4(path: str) -> str:
         intermediate_size=192,
         max_position_embeddings=512,
         initializer_range=0.2,
-        tie_word_embeddings=False,  # on a CPU vLLM packs a head, and only our shm has it pack a tied one again
+        # on a CPU vLLM packs a head, and only our shm has it pack a tied one again
+        tie_word_embeddings=False,
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
@@ -61,7 +62,9 @@ def pair(request, tmp_path_factory):
             patch.setenv(name, value)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         model = save_gemma4(os.fspath(tmp_path_factory.mktemp("model")))
-        pair = Pair(Config(model=model, max_prompt_tokens=40, max_response_tokens=40), read_by, make)
+        pair = Pair(
+            Config(model=model, max_prompt_tokens=40, max_response_tokens=40), read_by, make
+        )
         yield pair
         pair.run(pair.shutdown())
         if request.param == "nccl":
@@ -97,11 +100,15 @@ def test_the_same_weights_are_no_mismatch(pair):
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-@pytest.mark.parametrize("part", ["self_attn.q_proj", "mlp.down_proj", "input_layernorm", "self_attn.k_norm"])
+@pytest.mark.parametrize(
+    "part", ["self_attn.q_proj", "mlp.down_proj", "input_layernorm", "self_attn.k_norm"]
+)
 def test_a_tensor_that_arrives_wrong_is_a_mismatch(pair, kind, part):
     pair.perturb()
     parameters = sent(pair)
-    mismatch = mismatch_after(pair, 2, CORRUPTIONS[kind](parameters, f"model.layers.0.{part}.weight"))
+    mismatch = mismatch_after(
+        pair, 2, CORRUPTIONS[kind](parameters, f"model.layers.0.{part}.weight")
+    )
     assert_is_said(mismatch, 2)
     assert mismatch_after(pair, 3, parameters).is_allowed(torch.float32)
 
@@ -116,7 +123,10 @@ def test_a_buffer_that_does_not_arrive_is_a_mismatch(pair):
     parameters = sent(pair)
     name = "model.layers.0.layer_scalar"
     assert dict(parameters)[name].item() == pytest.approx(0.6)
-    forgotten = [(other, torch.ones_like(tensor) if other == name else tensor) for other, tensor in parameters]
+    forgotten = [
+        (other, torch.ones_like(tensor) if other == name else tensor)
+        for other, tensor in parameters
+    ]
     assert_is_said(mismatch_after(pair, 5, forgotten), 5)
 
 

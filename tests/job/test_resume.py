@@ -14,7 +14,15 @@ import pytest
 from option_words import words_that_change
 
 from asyncrl.cluster.cluster import Cluster
-from asyncrl.config import OPTIONS, AdvantageOptions, Config, May, OptimOptions, SwarmOptions, options_for
+from asyncrl.config import (
+    OPTIONS,
+    AdvantageOptions,
+    Config,
+    May,
+    OptimOptions,
+    SwarmOptions,
+    options_for,
+)
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import find_checkpoint, how_to_go_on
 from asyncrl.runlog.manifest import (
@@ -40,7 +48,9 @@ def make_run(tmp_path, **options):
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("resume", "optim.args")])
-def test_an_option_changes_where_it_may_and_is_refused_by_name_with_both_values_elsewhere(tmp_path, name):
+def test_an_option_changes_where_it_may_and_is_refused_by_name_with_both_values_elsewhere(
+    tmp_path, name
+):
     run = make_run(tmp_path)
     option = OPTIONS[name]
     arguments = ["--resume", str(run), *words_that_change(option)]
@@ -52,7 +62,9 @@ def test_an_option_changes_where_it_may_and_is_refused_by_name_with_both_values_
         return
     with pytest.raises(ValueError, match=f"{option.flag} .+ cannot change .+ has ") as caught:
         read_options(arguments)
-    assert f"has {option.value_in(unchanged)};" in str(caught.value) and "\n" not in str(caught.value)
+    assert f"has {option.value_in(unchanged)};" in str(caught.value) and "\n" not in str(
+        caught.value
+    )
 
 
 def test_what_a_resume_may_change_is_how_long_what_is_kept_and_where_it_is_computed():
@@ -71,7 +83,9 @@ def test_a_run_goes_on_with_its_own_options_where_it_is_now(tmp_path):
     moved = shutil.move(tmp_path / "runs" / "one", tmp_path / "two")
     config = read_options(["--resume", str(moved), "--lr", "0.5", "--group-size", "8"])
     assert (config.lr, config.algo_args, config.steps) == (0.5, ("clip_high=0.3",), 7)
-    assert Path(config.runs_dir, config.run_name) == tmp_path / "two" and config.resume == str(moved)
+    assert Path(config.runs_dir, config.run_name) == tmp_path / "two" and config.resume == str(
+        moved
+    )
 
 
 def test_a_run_goes_on_in_its_own_directory_however_that_is_named(tmp_path, monkeypatch):
@@ -92,7 +106,10 @@ def test_a_machine_may_not_become_less_late_than_what_is_sampled_already(tmp_pat
 
 
 def test_where_no_run_is_or_one_of_other_code_one_line_says_so(tmp_path):
-    with pytest.raises(ValueError, match=r"--resume .+nothing: no run is there .+ give a run's directory, runs/NAME$"):
+    with pytest.raises(
+        ValueError,
+        match=r"--resume .+nothing: no run is there .+ give a run's directory, runs/NAME$",
+    ):
         read_options(["--resume", str(tmp_path / "nothing")])
     run = make_run(tmp_path)
     made = json.loads((run / "run.json").read_text())
@@ -106,13 +123,23 @@ def test_options_that_are_in_groups_now_are_read_from_older_runs(tmp_path):
     run = make_run(tmp_path)
     header = json.loads((run / "run.json").read_text())
     older = {name: value for name, value in header["config"].items() if "." not in name}
-    older |= {"swarm_args": ["lease_s=5"], "advantage_args": ["whiten=false"], "optim_args": ["by_ess=true"]}
-    for warmup, weight_decay, arguments in ((5, 0.0, ()), (2, 0.0, ()), (0, 0.5, ("weight_decay=0.5",))):
+    older |= {
+        "swarm_args": ["lease_s=5"],
+        "advantage_args": ["whiten=false"],
+        "optim_args": ["by_ess=true"],
+    }
+    for warmup, weight_decay, arguments in (
+        (5, 0.0, ()),
+        (2, 0.0, ()),
+        (0, 0.5, ("weight_decay=0.5",)),
+    ):
         header["config"] = older | {"warmup": warmup, "weight_decay": weight_decay}
         (run / "run.json").write_text(json.dumps(header))
         config = read_options(["--resume", str(run)])
         assert config.optim == OptimOptions(warmup=warmup, by_ess=True, args=arguments)
-        assert config.swarm == SwarmOptions(lease_s=5) and config.advantage_options == AdvantageOptions(whiten=False)
+        assert config.swarm == SwarmOptions(
+            lease_s=5
+        ) and config.advantage_options == AdvantageOptions(whiten=False)
 
 
 # Checkpoints
@@ -144,9 +171,13 @@ def flip(file):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "shard.safetensors", "node_0.msgpack", MANIFEST])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "shard.safetensors", "node_0.msgpack", MANIFEST]
+)
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
-def test_a_torn_checkpoint_is_named_and_the_one_before_it_is_gone_on_from(tmp_path, name, damage, capsys):
+def test_a_torn_checkpoint_is_named_and_the_one_before_it_is_gone_on_from(
+    tmp_path, name, damage, capsys
+):
     run = make_run(tmp_path)
     older, newer = make_checkpoint(run, 9), make_checkpoint(run, 10)
     assert newest_checkpoint(run).path == newer
@@ -155,11 +186,18 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_is_gone_on_from(tmp_pa
     found = find_checkpoint(Config(resume=str(run), steps=11), Cluster())
     assert (found.path, found.step) == (older, 9)
     said = capsys.readouterr().out
-    assert said.startswith(f"warning: skipped checkpoint {newer}: ") and name in said and said.count("\n") == 1
+    assert (
+        said.startswith(f"warning: skipped checkpoint {newer}: ")
+        and name in said
+        and said.count("\n") == 1
+    )
     (newer.parent / "step_12.tmp").mkdir()
     (newer.parent / "step_3.old-77").mkdir()
     set_aside(found)
-    assert [path.name.partition(".torn-")[0] for path in sorted(newer.parent.iterdir())] == ["step_10", "step_9"]
+    assert [path.name.partition(".torn-")[0] for path in sorted(newer.parent.iterdir())] == [
+        "step_10",
+        "step_9",
+    ]
     assert checkpoints_in(newer.parent) == [older], "its step may be saved again"
 
 
@@ -172,7 +210,9 @@ def test_what_is_half_written_goes_also_where_it_is_a_file_or_a_link(tmp_path):
     (folder / "step_15.tmp").symlink_to(kept)
     (folder / "notes.tmp").write_text("the user's")
     set_aside(newest_checkpoint(run))
-    assert sorted(path.name for path in folder.iterdir()) == ["notes.tmp", "step_9"] and kept.is_dir()
+    assert (
+        sorted(path.name for path in folder.iterdir()) == ["notes.tmp", "step_9"] and kept.is_dir()
+    )
 
 
 def test_a_checkpoint_of_another_run_is_named_and_passed_over(tmp_path):
@@ -302,7 +342,9 @@ def test_records_are_cut_at_the_end_of_a_line_only(ended, name):
     config, resumed = ended
     before = contents(config)
     resumed["records"][name] -= 2
-    with pytest.raises(ValueError, match=rf"{name}\.jsonl .+ is not the end of a line.+ Nothing was changed") as caught:
+    with pytest.raises(
+        ValueError, match=rf"{name}\.jsonl .+ is not the end of a line.+ Nothing was changed"
+    ) as caught:
         RunDirectory(config, resumed=resumed)
     assert contents(config) == before and "\n" not in str(caught.value)
 
@@ -321,9 +363,14 @@ def test_records_that_are_shorter_than_the_checkpoint_says_are_named(ended, caps
 
 
 def test_the_folder_of_another_run_s_node_is_refused(tmp_path):
-    config, resumed = Config(runs_dir=str(tmp_path), run_name="one"), {"step": 1, "records": {}, "skipped": []}
+    config, resumed = (
+        Config(runs_dir=str(tmp_path), run_name="one"),
+        {"step": 1, "records": {}, "skipped": []},
+    )
     RunDirectory(config, node_folder="one/node_1", run_id="a" * 16).close()
-    with pytest.raises(ValueError, match=rf"node_1 is of run {'a' * 16}, and the checkpoint of run {'b' * 16}"):
+    with pytest.raises(
+        ValueError, match=rf"node_1 is of run {'a' * 16}, and the checkpoint of run {'b' * 16}"
+    ):
         RunDirectory(config, node_folder="one/node_1", run_id="b" * 16, resumed=resumed)
 
 
@@ -338,12 +385,19 @@ def test_records_that_somebody_has_cut_shorter_go_on_after_their_last_whole_line
     run = RunDirectory(config, resumed={"step": 1, "records": sizes, "skipped": []})
     run.cut_back()
     run.close()
-    assert [e["event"] for e in lines(run.path, "events")] == ["run_started", "one", "run_resumed", "run_ended"]
+    assert [e["event"] for e in lines(run.path, "events")] == [
+        "run_started",
+        "one",
+        "run_resumed",
+        "run_ended",
+    ]
 
 
 def test_a_node_that_was_not_there_before_gets_a_folder(tmp_path):
     config = Config(runs_dir=str(tmp_path), run_name="one")
-    run = RunDirectory(config, node_folder="one/node_1", resumed={"step": 1, "records": {}, "skipped": []})
+    run = RunDirectory(
+        config, node_folder="one/node_1", resumed={"step": 1, "records": {}, "skipped": []}
+    )
     run.cut_back()
     run.close()
     assert [e["event"] for e in lines(run.path, "events")] == ["run_resumed", "run_ended"]
@@ -359,7 +413,10 @@ def test_weights_and_biases_go_on_in_the_same_run(tmp_path):
     run.cut_back()
     run.log_metrics({"step": 2})
     run.close()
-    ids = {re.match(r"offline-run-\w+-(\w+)", path.name)[1] for path in (run.path / "wandb").glob("offline-run-*")}
+    ids = {
+        re.match(r"offline-run-\w+-(\w+)", path.name)[1]
+        for path in (run.path / "wandb").glob("offline-run-*")
+    }
     assert ids == {json.loads((run.path / "run.json").read_text())["wandb_id"]}
 
 
@@ -372,7 +429,9 @@ def test_a_run_that_was_stopped_says_what_to_type_or_why_nothing_is_saved(tmp_pa
     assert how_to_go_on(None) == how_to_go_on(run) == "nothing is saved, as no step had ended"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert how_to_go_on(run).startswith("nothing is saved, as the running step was not waited for; --save-every N")
+    assert how_to_go_on(run).startswith(
+        "nothing is saved, as the running step was not waited for; --save-every N"
+    )
     for step in (4, 12):
         (run / "checkpoints" / f"step_{step}" / PART).mkdir(parents=True)
     (run / "checkpoints" / "step_20").mkdir()  # weights alone
@@ -402,7 +461,13 @@ run_job(job)
 def test_the_last_line_of_a_run_that_is_stopped_says_how_to_go_on(tmp_path):
     (tmp_path / "checkpoints/step_4" / PART).mkdir(parents=True)
     command = [sys.executable, "-c", STOPPED, str(tmp_path)]
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    said = f"error: stopped by SIGINT; go on from step 4: {PYTHON} train_async.py --resume {tmp_path}"
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"
+    }
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    said = (
+        f"error: stopped by SIGINT; go on from step 4: {PYTHON} train_async.py --resume {tmp_path}"
+    )
     assert ended.stderr.splitlines()[-1] == said and ended.returncode == 128 + signal.SIGINT

@@ -30,12 +30,20 @@ OPTIONS = {
 }  # fmt: skip
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-OWN_OPTIMIZER = re.search(r"^```python\n# my_optimizer.py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[1]
+OWN_OPTIMIZER = re.search(
+    r"^```python\n# my_optimizer.py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
+)[1]
 
 
-def start(folder: Path, *arguments: str, environment: dict[str, str] | None = None, **options) -> Job:
+def start(
+    folder: Path, *arguments: str, environment: dict[str, str] | None = None, **options
+) -> Job:
     """Start a run in a folder, or, with --resume, have the one that is there go on."""
-    options = {} if arguments else OPTIONS | {name.replace("_", "-"): value for name, value in options.items()}
+    options = (
+        {}
+        if arguments
+        else OPTIONS | {name.replace("_", "-"): value for name, value in options.items()}
+    )
     arguments = (*arguments, *(f"--{name}={value}" for name, value in options.items()))
     arguments = (*arguments, f"--runs-dir={folder}")
     output_path = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
@@ -45,7 +53,12 @@ def start(folder: Path, *arguments: str, environment: dict[str, str] | None = No
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+            }
             | (environment or {}),
             start_new_session=True,
         )
@@ -67,17 +80,27 @@ def kill(job: Job) -> int:
 
 
 def has_saved(job: Job, num_checkpoints: int) -> bool:
-    return len(list((job.run_path / "checkpoints").glob("step_*[0-9]/config.json"))) >= num_checkpoints
+    return (
+        len(list((job.run_path / "checkpoints").glob("step_*[0-9]/config.json"))) >= num_checkpoints
+    )
 
 
 def evaluations(job: Job) -> dict[int, float]:
-    return {line["eval/policy_version"]: line["eval/accuracy"] for line in job.metrics() if "eval/accuracy" in line}
+    return {
+        line["eval/policy_version"]: line["eval/accuracy"]
+        for line in job.metrics()
+        if "eval/accuracy" in line
+    }
 
 
 def assert_every_group_is_consumed_once(job: Job, num_steps: int) -> None:
     """All steps are in the records, in order; no group is in two of them, none was skipped, and the ledger agrees."""
     steps, metrics = job.events("step"), job.metrics()
-    assert [event["step"] for event in steps] == [line["step"] for line in metrics] == list(range(1, num_steps + 1))
+    assert (
+        [event["step"] for event in steps]
+        == [line["step"] for line in metrics]
+        == list(range(1, num_steps + 1))
+    )
     groups = [group for event in steps for group in event["groups"]]
     assert len(groups) == len(set(groups)) == 4 * num_steps == metrics[-1]["ledger/groups_consumed"]
     issued = len(groups) + metrics[-1]["ledger/groups_resident"]
@@ -91,7 +114,12 @@ def test_with_alpha_0_a_run_that_is_killed_and_goes_on_is_the_unbroken_one_to_th
         folder.mkdir()
     own = tmp_path / "my_optimizer.py"
     own.write_text(OWN_OPTIMIZER)
-    options = {"steps": 24, "async_ratio": 0, "advantage": "gae", "optimizer": f"{own}:SignMomentum"}
+    options = {
+        "steps": 24,
+        "async_ratio": 0,
+        "advantage": "gae",
+        "optimizer": f"{own}:SignMomentum",
+    }
     unbroken, job = (start(folder, **options) for folder in folders)
     for run in (unbroken, job):
         run.wait_until(lambda run=run: "user code: " in run.output())
@@ -104,7 +132,10 @@ def test_with_alpha_0_a_run_that_is_killed_and_goes_on_is_the_unbroken_one_to_th
     shutil.copytree(newest_checkpoint(unbroken.run_path).path, foreign)
     job = go_on(job)
     assert job.wait() == 0 == unbroken.wait(), job.output()[-3000:]
-    assert f"warning: skipped checkpoint {foreign}: it is of run {id_of(unbroken.run_path)}, and " in job.output()
+    assert (
+        f"warning: skipped checkpoint {foreign}: it is of run {id_of(unbroken.run_path)}, and "
+        in job.output()
+    )
     assert f"user code: {job.run_path}/code/{own.name}:SignMomentum\n" in job.output()
     (resumed,) = job.events("run_resumed")
     assert 4 <= resumed["step"] <= num_steps and resumed["step"] % 4 == 0
@@ -114,13 +145,17 @@ def test_with_alpha_0_a_run_that_is_killed_and_goes_on_is_the_unbroken_one_to_th
     for step in (20, 24):
         folder = f"checkpoints/step_{step}"
         assert weights_sha256(job.run_path / folder) == weights_sha256(unbroken.run_path / folder)
-        heads = [run.run_path / folder / "value_head/value_head.safetensors" for run in (job, unbroken)]
+        heads = [
+            run.run_path / folder / "value_head/value_head.safetensors" for run in (job, unbroken)
+        ]
         assert heads[0].read_bytes() == heads[1].read_bytes()
     assert_every_group_is_consumed_once(job, 24)
 
 
 @pytest.mark.study
-def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_every_group_once(tmp_path):
+def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_every_group_once(
+    tmp_path,
+):
     job = start(tmp_path, steps=60, async_ratio=1, keep_last=2)
     job.wait_until(lambda: job.num_steps() >= 5)
     os.kill(job.process.pid, signal.SIGTERM)
@@ -128,13 +163,18 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     num_steps = job.num_steps()
     python = Path(sys.executable).with_name("python")
     go_on_by = f"go on from step {num_steps}: {python} train_async.py --resume {job.run_path}"
-    assert f"error: stopped by SIGTERM after step {num_steps}, which is saved; {go_on_by}\n" in job.output()
+    assert (
+        f"error: stopped by SIGTERM after step {num_steps}, which is saved; {go_on_by}\n"
+        in job.output()
+    )
     assert newest_checkpoint(job.run_path).step == num_steps
     job = go_on(job)
     job.wait_until(lambda: newest_checkpoint(job.run_path).step > num_steps)
     kill(job)
     job = go_on(job, "--stop-after-s=1", "--steps=40")
-    assert job.wait(60) == 75 and "stopped by --stop-after-s 1, which is nearly over" in job.output()
+    assert (
+        job.wait(60) == 75 and "stopped by --stop-after-s 1, which is nearly over" in job.output()
+    )
     assert newest_checkpoint(job.run_path).step == job.num_steps() > num_steps
     job = go_on(job, "--stop-after-s=0")
     assert job.wait(60) == 0, job.output()[-3000:]
@@ -142,7 +182,11 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     assert max(line["staleness/max"] for line in job.metrics()) <= 1
     assert len(job.events("run_resumed")) == 3
     made = json.loads((job.run_path / "run.json").read_text())
-    assert made["config"]["steps"] == 40 and len(made["resumed"]) == 3 and made["config"]["stop_after_s"] == 0
+    assert (
+        made["config"]["steps"] == 40
+        and len(made["resumed"]) == 3
+        and made["config"]["stop_after_s"] == 0
+    )
     before = (job.run_path / "events.jsonl").read_bytes()
     job = go_on(job)
     assert job.wait(60) == 0 and "has made 40 steps of 40; to go on, raise --steps" in job.output()
@@ -183,7 +227,9 @@ class Hanging(Addition):
 def test_a_task_that_hangs_ends_the_run_in_one_line(tmp_path, task_args, status, what, option):
     task = write_own(tmp_path, HANGING_TASK)
     options = [f"--{name}={value}" for name, value in (OPTIONS | {"env-timeout-s": 5}).items()]
-    job = start(tmp_path, *options, f"--task={task}:Hanging", f"--task-args={task_args}", f"{option}=3")
+    job = start(
+        tmp_path, *options, f"--task={task}:Hanging", f"--task-args={task_args}", f"{option}=3"
+    )
     assert job.wait(60) == status
     said = f"{task}:Hanging: {what} is not there after 3 s; fix it, or raise {option} if it is only slow"
     assert re.search(f"^error: --task {said}$", job.output(), re.M), job.output()
@@ -199,7 +245,10 @@ class Host(FakeHost):
         super().__init__(SimpleNamespace(address=address, key_path=key_path))
 
     def _act(self, engine, message):
-        super()._act(engine, dataclasses.replace(message, probe=()) if isinstance(message, Update) else message)
+        super()._act(
+            engine,
+            dataclasses.replace(message, probe=()) if isinstance(message, Update) else message,
+        )
 
 
 SWARM = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 0}
@@ -210,13 +259,17 @@ def test_a_run_whose_last_host_leaves_in_an_evaluation_is_saved_and_ended_by_a_s
     job = start(tmp_path, steps=12, async_ratio=1, **SWARM)
     with Host(job) as host:
         host.holds = lambda ticket: ticket.is_evaluation and ticket.min_version == 4
-        job.wait_until(lambda: job.num_steps() == 6)  # no more: version 5 waits for the evaluation of version 4
+        # no more: version 5 waits for the evaluation of version 4
+        job.wait_until(lambda: job.num_steps() == 6)
         os.kill(job.process.pid, signal.SIGTERM)
         time.sleep(2)
         assert job.process.poll() is None, "it ends the step, as somebody is there"
         host.send(Leave())
         assert job.wait(10) == 128 + signal.SIGTERM
-    assert "error: stopped by SIGTERM after step 6, which is saved; go on from step 6: " in job.output()
+    assert (
+        "error: stopped by SIGTERM after step 6, which is saved; go on from step 6: "
+        in job.output()
+    )
     job = go_on(job)
     with Host(job):
         assert job.wait(60) == 0, job.output()[-3000:]
@@ -226,7 +279,10 @@ def test_a_run_whose_last_host_leaves_in_an_evaluation_is_saved_and_ended_by_a_s
 
 @pytest.mark.slow
 def test_two_ranks_that_wait_for_a_first_host_are_ended_together_by_a_signal(tmp_path):
-    ranks = [{"RANK": i, "WORLD_SIZE": 2, "GROUP_RANK": 0, "LOCAL_RANK": i, "LOCAL_WORLD_SIZE": 2} for i in (0, 1)]
+    ranks = [
+        {"RANK": i, "WORLD_SIZE": 2, "GROUP_RANK": 0, "LOCAL_RANK": i, "LOCAL_WORLD_SIZE": 2}
+        for i in (0, 1)
+    ]
     jobs = start_ranks(tmp_path, ranks, steps=12, async_ratio=1, **SWARM)
     jobs[0].wait_until(lambda: "attention of the trainer" in jobs[0].output())
     time.sleep(3)  # until it waits for a batch
@@ -247,17 +303,26 @@ def start_ranks(folder: Path, ranks: list[dict], **options) -> list[Job]:
 
 @pytest.mark.study
 def test_two_nodes_are_stopped_together_and_one_goes_on_with_what_both_had(tmp_path):
-    ranks = [{"RANK": i, "WORLD_SIZE": 2, "GROUP_RANK": i, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1} for i in (0, 1)]
+    ranks = [
+        {"RANK": i, "WORLD_SIZE": 2, "GROUP_RANK": i, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        for i in (0, 1)
+    ]
     job, other = start_ranks(tmp_path, ranks, steps=40, async_ratio=1)
     job.wait_until(lambda: job.num_steps() >= 6)
     os.kill(other.process.pid, signal.SIGTERM)
     assert 0 not in (other.wait(60), job.wait(60))
-    assert "after step" in other.output() and newest_checkpoint(job.run_path).step == job.num_steps()
-    before = [event for folder in (job.run_path, job.run_path / "node_1") for event in steps_in(folder)]
+    assert (
+        "after step" in other.output() and newest_checkpoint(job.run_path).step == job.num_steps()
+    )
+    before = [
+        event for folder in (job.run_path, job.run_path / "node_1") for event in steps_in(folder)
+    ]
     job = go_on(job, "--steps=24")
     assert job.wait(60) == 0, job.output()[-3000:]
     metrics, resumed = job.metrics(), job.events("run_resumed")[0]["step"]
-    assert [line["step"] for line in metrics] == list(range(1, 25)) and max(x["staleness/max"] for x in metrics) <= 1
+    assert [line["step"] for line in metrics] == list(range(1, 25)) and max(
+        x["staleness/max"] for x in metrics
+    ) <= 1
     after = [event for event in steps_in(job.run_path) if event["step"] > resumed]
     groups = [group for event in before + after for group in event["groups"]]
     assert len(groups) == len(set(groups)) == 4 * 24 == metrics[-1]["ledger/groups_consumed"]

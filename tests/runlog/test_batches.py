@@ -13,7 +13,10 @@ def random_batch(num_groups=3, group_size=4, seed=0):
     """Groups whose ids are neither sorted nor adjacent, of trajectories with every field its own."""
     rng = np.random.default_rng(seed)
     return [
-        Group(group_id, tuple(random_trajectory(rng, group_id, member) for member in range(group_size)))
+        Group(
+            group_id,
+            tuple(random_trajectory(rng, group_id, member) for member in range(group_size)),
+        )
         for group_id in rng.permutation(100)[:num_groups].tolist()
     ]
 
@@ -37,7 +40,10 @@ def fields_of(groups):
     return [
         (
             group.group_id,
-            [[_exact(f.name, getattr(t, f.name)) for f in dataclasses.fields(t)] for t in group.trajectories],
+            [
+                [_exact(f.name, getattr(t, f.name)) for f in dataclasses.fields(t)]
+                for t in group.trajectories
+            ],
         )
         for group in groups
     ]
@@ -69,7 +75,9 @@ def test_a_batch_that_cannot_be_written_whole_is_not_there(tmp_path):
     assert not path.exists()
 
 
-def test_a_file_that_is_no_batch_or_another_steps_or_another_versions_is_refused_in_one_line(tmp_path):
+def test_a_file_that_is_no_batch_or_another_steps_or_another_versions_is_refused_in_one_line(
+    tmp_path,
+):
     path = tmp_path / "batch"
     write_batch(path, 3, random_batch())
     with pytest.raises(ValueError, match=r"^[^\n]*is the batch of step 3, not 4[^\n]*$"):
@@ -83,7 +91,9 @@ def test_a_file_that_is_no_batch_or_another_steps_or_another_versions_is_refused
     with pytest.raises(ValueError, match=r"^[^\n]*is no recorded batch[^\n]*$"):
         read_batch(path, 3)
     path.write_bytes(re.sub(b"num_turns", b"num_tunes", whole))
-    with pytest.raises(ValueError, match=r"^[^\n]*another version of this code[^\n]*`num_turns`[^\n]*$"):
+    with pytest.raises(
+        ValueError, match=r"^[^\n]*another version of this code[^\n]*`num_turns`[^\n]*$"
+    ):
         read_batch(path, 3)
 
 

@@ -49,7 +49,11 @@ def test_each_part_of_the_rewards_has_its_mean_over_the_batch_where_a_trajectory
         dataclasses.replace(other, reward=1.0, reward_parts={"right": 1.0}),
     )
     metrics = metrics_of([Group(0, tuple(trajectories))], 0, Config())
-    assert metrics["reward/right"] == 0.5 and metrics["reward/length"] == 0.5 and metrics["reward/mean"] == 1.0
+    assert (
+        metrics["reward/right"] == 0.5
+        and metrics["reward/length"] == 0.5
+        and metrics["reward/mean"] == 1.0
+    )
 
 
 def test_what_rewards_lose_by_length_has_its_mean_and_leaves_the_rewards_as_they_are():
@@ -57,12 +61,24 @@ def test_what_rewards_lose_by_length_has_its_mean_and_leaves_the_rewards_as_they
     members = tuple(make_trajectory(0, i, (0,) * num) for i, num in enumerate((2, 4, 6)))
     config = Config(max_response_tokens=6, advantage_options=AdvantageOptions(overlong=4))
     assert [overlong_penalty(t.num_beyond_prompt, 6, 4) for t in members] == [0.0, 0.5, 1.0]
-    with_it, without = (metrics_of([Group(0, members)], 0, of) for of in (config, Config(max_response_tokens=6)))
-    assert with_it == without | {"reward/overlong_penalty": 0.5} and "reward/overlong_penalty" not in without
+    with_it, without = (
+        metrics_of([Group(0, members)], 0, of) for of in (config, Config(max_response_tokens=6))
+    )
+    assert (
+        with_it == without | {"reward/overlong_penalty": 0.5}
+        and "reward/overlong_penalty" not in without
+    )
 
 
 def test_training_stats_get_their_names_in_the_log():
-    stats = {"loss": 1.0, "tokens": 8.0, "tokens/lag_0": 8.0, "drift/k3": 0.1, "ratio": 1.0, "ratio/lag_0": 1.0}
+    stats = {
+        "loss": 1.0,
+        "tokens": 8.0,
+        "tokens/lag_0": 8.0,
+        "drift/k3": 0.1,
+        "ratio": 1.0,
+        "ratio/lag_0": 1.0,
+    }
     assert set(training_metrics(stats | {"tokens/forward": 9.0})) == {
         "loss/total", "tokens/trained", "tokens/trained_lag_0", "drift/k3", "loss/ratio", "loss/ratio/lag_0",
         "tokens/forward",
@@ -78,12 +94,21 @@ def test_nothing_is_logged_of_an_evaluation_that_has_not_ended():
 def test_accuracy_is_over_all_problems_asked_and_a_failed_response_counts_0():
     right, wrong = (dataclasses.replace(make_trajectory(-1, i), reward=1.0 - i) for i in (0, 1))
     metrics = evaluation_metrics([Evaluation(3, set(), [right, wrong, right], [-1])])
-    assert (metrics["eval/accuracy"], metrics["eval/problems"], metrics["eval/failed"]) == (0.5, 3, 1)
-    assert Evaluation(3, set(), [], [-1, -1]).accuracy() == 0.0 and "eval/greedy_accuracy" not in metrics
+    assert (metrics["eval/accuracy"], metrics["eval/problems"], metrics["eval/failed"]) == (
+        0.5,
+        3,
+        1,
+    )
+    assert (
+        Evaluation(3, set(), [], [-1, -1]).accuracy() == 0.0
+        and "eval/greedy_accuracy" not in metrics
+    )
 
 
 def test_greedy_answers_have_an_accuracy_of_their_own():
-    sampled, greedy = (dataclasses.replace(make_trajectory(-1 - i, 0), reward=float(i)) for i in (0, 1))
+    sampled, greedy = (
+        dataclasses.replace(make_trajectory(-1 - i, 0), reward=float(i)) for i in (0, 1)
+    )
     metrics = evaluation_metrics([Evaluation(3, set(), [sampled, greedy, greedy, greedy], [-2])])
     assert (metrics["eval/accuracy"], metrics["eval/greedy_accuracy"]) == (0.0, 0.75)
 
@@ -92,18 +117,30 @@ def test_tokens_per_second_are_those_of_this_step():
     sampled = SampledTokens(new=40, resumed=10, discarded=5)
     report = RolloutReport([0.1, 0.3], sampled, Counter(), Counter(tokens_generated=500), 0)
     metrics = rollout_metrics(report, previous_tokens=300, step_s=2.0)
-    assert metrics["rollout/tokens_per_s"] == 100 and metrics["rollout/pause_s"] == pytest.approx(0.2)
+    assert metrics["rollout/tokens_per_s"] == 100 and metrics["rollout/pause_s"] == pytest.approx(
+        0.2
+    )
     assert metrics["rollout/resumed_share"] == 0.25 and metrics["rollout/discarded_tokens"] == 5
 
 
 def test_what_is_dropped_on_one_node_alone_is_measured_against_what_all_consume():
     consumed = {"measured_consumed": 2, "length_consumed": 20.0, "reward_consumed": 1.0}
-    dropped = {"measured_dropped_shut_out": 1, "length_dropped_shut_out": 25.0, "reward_dropped_shut_out": -0.5}
+    dropped = {
+        "measured_dropped_shut_out": 1,
+        "length_dropped_shut_out": 25.0,
+        "reward_dropped_shut_out": -0.5,
+    }
     whole = sum(
-        (RolloutReport([], SampledTokens(), Counter(), Counter(of), 0) for of in (dropped, consumed)),
+        (
+            RolloutReport([], SampledTokens(), Counter(), Counter(of), 0)
+            for of in (dropped, consumed)
+        ),
         start=RolloutReport([], SampledTokens(), Counter(), Counter(consumed), 0),
     )
-    assert bias_of_dropping(whole.ledger) == {"dropped/shut_out_length_ratio": 2.5, "dropped/shut_out_reward_gap": -1.0}
+    assert bias_of_dropping(whole.ledger) == {
+        "dropped/shut_out_length_ratio": 2.5,
+        "dropped/shut_out_reward_gap": -1.0,
+    }
     assert bias_of_dropping(dropped) == {}, "nothing to compare"
 
 
@@ -118,10 +155,14 @@ def test_metrics_over_nodes_are_those_of_the_whole_batch():
 
     def group(group_id):
         lengths, rewards = rng.integers(1, 9, 2), rng.normal(size=2)
-        members = [make_trajectory(group_id, m, rng.integers(1, 5, n)) for m, n in enumerate(lengths)]
-        parts = {"climax": float(rewards[0])} if group_id != 4 else {"rare": 8.0}  # in the second node alone
         members = [
-            dataclasses.replace(t, reward=float(r), reward_parts=parts) for t, r in zip(members, rewards, strict=True)
+            make_trajectory(group_id, m, rng.integers(1, 5, n)) for m, n in enumerate(lengths)
+        ]
+        # in the second node alone
+        parts = {"climax": float(rewards[0])} if group_id != 4 else {"rare": 8.0}
+        members = [
+            dataclasses.replace(t, reward=float(r), reward_parts=parts)
+            for t, r in zip(members, rewards, strict=True)
         ]
         return Group(group_id, tuple(members))
 
@@ -134,7 +175,9 @@ def test_metrics_over_nodes_are_those_of_the_whole_batch():
 
 def make_report(num_restarts=0, worker_time=None):
     ledger = Counter({"tokens_generated": 5, "groups_resident": 0})
-    return RolloutReport([0.1], SampledTokens(4, 2, 1), worker_time or Counter(), ledger, num_restarts)
+    return RolloutReport(
+        [0.1], SampledTokens(4, 2, 1), worker_time or Counter(), ledger, num_restarts
+    )
 
 
 def test_reports_of_nodes_are_added():
@@ -160,14 +203,29 @@ def test_the_type_of_a_metric_and_not_its_name_says_how_nodes_become_one():
 
 
 def test_a_steps_time_is_split_into_shares_that_sum_to_1():
-    trainer = Counter(wait=4_000, evaluate=1_000, gather=500, forward_backward=2_500, optimizer=1_000, publish=1_000)
+    trainer = Counter(
+        wait=4_000,
+        evaluate=1_000,
+        gather=500,
+        forward_backward=2_500,
+        optimizer=1_000,
+        publish=1_000,
+    )
     metrics = time_metrics(trainer, Counter(decoding=3_000, gated=1_000))
-    assert metrics["time/step_s"] == 10e-6 and metrics["time/wait_s"] == 5e-6 and metrics["time/train_s"] == 4e-6
+    assert (
+        metrics["time/step_s"] == 10e-6
+        and metrics["time/wait_s"] == 5e-6
+        and metrics["time/train_s"] == 4e-6
+    )
     assert metrics["trainer_time/wait"] == 0.4 and metrics["trainer_time/save"] == 0
     assert metrics["worker_time/decoding"] == 0.75 and metrics["worker_time/starting"] == 0
     for who in ("trainer", "worker"):
-        assert sum(share for name, share in metrics.items() if name.startswith(f"{who}_time/")) == pytest.approx(1)
+        assert sum(
+            share for name, share in metrics.items() if name.startswith(f"{who}_time/")
+        ) == pytest.approx(1)
 
 
 def test_a_step_in_which_no_worker_reported_says_nothing_of_them():
-    assert not any(name.startswith("worker_time/") for name in time_metrics(Counter(wait=1), Counter()))
+    assert not any(
+        name.startswith("worker_time/") for name in time_metrics(Counter(wait=1), Counter())
+    )

@@ -22,7 +22,11 @@ class Outer:
 
 
 def test_dataclasses_in_one_another_come_back_with_their_arrays_and_keys_that_are_numbers():
-    written = Outer([Inner({3: 4}, np.arange(6).reshape(2, 3)), Inner({}, np.zeros(0, np.float32))], (1, "a"), {"x"})
+    written = Outer(
+        [Inner({3: 4}, np.arange(6).reshape(2, 3)), Inner({}, np.zeros(0, np.float32))],
+        (1, "a"),
+        {"x"},
+    )
     found = decode(Outer, encode(written))
     assert found.pair == (1, "a") and found.names == {"x"} and found.inners[0].counts == {3: 4}
     for one, other in zip(found.inners, written.inners, strict=True):
@@ -42,13 +46,17 @@ def test_every_bit_of_a_float_is_kept():
     assert decode(np.ndarray, encode(narrow)).tobytes() == narrow.tobytes()
 
 
-@pytest.mark.parametrize("value", [np.zeros(2, np.complex64), np.array([None]), object(), {1: lambda: 0}])
+@pytest.mark.parametrize(
+    "value", [np.zeros(2, np.complex64), np.array([None]), object(), {1: lambda: 0}]
+)
 def test_what_could_not_be_read_again_is_not_written(value):
     with pytest.raises(TypeError, match="is not written"):
         encode(value)
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", encode({"inners": 3}), encode(Outer([]))[:-2], b"\x91" * 5000])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", encode({"inners": 3}), encode(Outer([]))[:-2], b"\x91" * 5000]
+)
 def test_bytes_of_something_else_are_refused_in_a_line(data):
     with pytest.raises(ValueError, match=r"a broken Outer: \w"):
         decode(Outer, data)

@@ -21,7 +21,11 @@ def lines(run, name):
 def test_a_run_says_how_it_was_made(tmp_path):
     run = RunDirectory(Config(runs_dir=str(tmp_path), run_name="one", lr=0.25))
     record = json.loads((run.path / "run.json").read_text())
-    assert record["config"]["lr"] == 0.25 and record["packages"]["torch"] and record["hardware"]["cpu_cores"] >= 1
+    assert (
+        record["config"]["lr"] == 0.25
+        and record["packages"]["torch"]
+        and record["hardware"]["cpu_cores"] >= 1
+    )
     assert "/" not in record["command"][0], "where python lies is nobody's business"
     run.close()
 
@@ -53,7 +57,9 @@ def test_a_run_that_was_killed_before_its_first_step_gives_its_name_back_and_one
     start = f"from asyncrl.config import Config\nfrom asyncrl.runlog.run_directory import RunDirectory\nrun = {made}\n"
     command = [sys.executable, "-c", start + "print('made', flush=True)\ninput()"]
     config = Config(runs_dir=str(tmp_path), run_name="one")
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    ) as other:
         assert other.stdout.readline() == b"made\n"
         with pytest.raises(ValueError, match=r"(one|node_1) exists; give another --run-name"):
             RunDirectory(config, node_folder=node_folder)
@@ -80,7 +86,14 @@ def test_a_run_that_is_resumed_keeps_its_events_until_the_checkpoint_and_writes_
     run.record("trajectory", reward=float("nan"), failure="no")
     run.close()
     events = lines(run, "events")
-    kinds = ["run_started", "trajectory", "run_resumed", "worker_started", "trajectory", "run_ended"]
+    kinds = [
+        "run_started",
+        "trajectory",
+        "run_resumed",
+        "worker_started",
+        "trajectory",
+        "run_ended",
+    ]
     assert [event["event"] for event in events] == kinds
     assert (events[1]["reward"], events[1]["turns"]) == (0.5, [[1.0, 2.5, 3.0]])
     assert (events[4]["reward"], events[4]["failure"]) == (None, "no")
@@ -102,7 +115,9 @@ def test_every_line_is_on_disk_at_once_and_is_json_whatever_the_numbers(tmp_path
     run.log_metrics({"step": 1, "a": float("nan"), "b": np.float32(0.5), "c": float("inf")})
     assert lines(run, "metrics") == [{"step": 1, "a": None, "b": 0.5, "c": None}]
     run.record("worker_ready", worker=0)
-    assert lines(run, "events")[1]["event"] == "worker_ready" and lines(run, "events")[1]["time"] > 0
+    assert (
+        lines(run, "events")[1]["event"] == "worker_ready" and lines(run, "events")[1]["time"] > 0
+    )
     run.close()
 
 
@@ -119,7 +134,10 @@ def test_another_node_writes_its_events_in_a_folder_of_its_own_and_overwrites_no
     records.record("update", worker=0, pause_s=float("nan"))
     records.close()
     records.record("too late")
-    assert {path.name for path in (tmp_path / "one" / "node_1").iterdir()} == {"events.jsonl", "run.json"}
+    assert {path.name for path in (tmp_path / "one" / "node_1").iterdir()} == {
+        "events.jsonl",
+        "run.json",
+    }
     _, event, ended = lines(records, "events")
     assert (event["event"], event["worker"], event["pause_s"]) == ("update", 0, None)
     assert (ended["event"], ended["status"]) == ("run_ended", "finished")
@@ -144,9 +162,13 @@ def test_a_directory_that_is_deleted_under_a_run_ends_it_at_the_next_line(tmp_pa
     node = RunDirectory(Config(runs_dir=str(tmp_path)), node_folder="two/node_1")
     for path in tmp_path.iterdir():
         shutil.rmtree(path)
-    with pytest.raises(OSError, match=r"one/metrics\.jsonl was deleted under the run that writes it"):
+    with pytest.raises(
+        OSError, match=r"one/metrics\.jsonl was deleted under the run that writes it"
+    ):
         run.log_metrics({"step": 1})
-    with pytest.raises(OSError, match=r"node_1/events\.jsonl was deleted under the run that writes it"):
+    with pytest.raises(
+        OSError, match=r"node_1/events\.jsonl was deleted under the run that writes it"
+    ):
         node.record("update", worker=0)
 
 

@@ -72,7 +72,9 @@ def test_a_state_that_is_entered_twice_is_one_span():
 
 def test_an_unknown_state_is_an_error():
     ledger = TimeLedger(TRAINER_STATES, "wait", 0)
-    with pytest.raises(RuntimeError, match="unknown state 'waiting'; it must be one of evaluate, forward_backward"):
+    with pytest.raises(
+        RuntimeError, match="unknown state 'waiting'; it must be one of evaluate, forward_backward"
+    ):
         ledger.enter("waiting", 1)
     with pytest.raises(RuntimeError, match="unknown state 'decoding'"):
         TimeLedger(TRAINER_STATES, "decoding", 0)
@@ -81,7 +83,9 @@ def test_an_unknown_state_is_an_error():
 def test_a_state_that_overlaps_the_one_before_is_an_error():
     ledger = TimeLedger(TRAINER_STATES, "wait", 0)
     ledger.enter("gather", 10)
-    with pytest.raises(RuntimeError, match=r"begins at 9 ns, but the time until 10 ns .* overlap by 1 ns"):
+    with pytest.raises(
+        RuntimeError, match=r"begins at 9 ns, but the time until 10 ns .* overlap by 1 ns"
+    ):
         ledger.enter("publish", 9)
     ledger.take(12)
     with pytest.raises(RuntimeError, match="overlap by 2 ns"):
@@ -162,7 +166,12 @@ def test_a_worker_is_starved_while_all_its_trajectories_wait_for_others_at_a_bar
     activity.add(at_barrier=1)
     activity.add(at_barrier=1)
     activity.add(at_barrier=-2)
-    assert states(activity.report()) == ["starved", "environment", ("starved", "barrier"), "environment"]
+    assert states(activity.report()) == [
+        "starved",
+        "environment",
+        ("starved", "barrier"),
+        "environment",
+    ]
 
 
 def test_an_update_pauses_and_a_suspension_gates_whatever_runs():

@@ -15,7 +15,9 @@ from scripts import grids
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-def make_record(algo="grpo", ratio=0.0, delay=0, seed=0, last=0.75, steps=20, error=None, reward=None, **options):
+def make_record(
+    algo="grpo", ratio=0.0, delay=0, seed=0, last=0.75, steps=20, error=None, reward=None, **options
+):
     """The record of a run whose accuracy goes from 0.25 up to 1.0 and ends with `last`."""
     cell = {"algo": algo, "async_ratio": ratio, "publish_delay": delay, "seed": seed} | options
     series = {
@@ -40,17 +42,26 @@ def by_first_cell(lines):
 
 
 def test_a_cell_of_the_table_is_mean_and_standard_deviation_over_the_seeds_that_did_not_fail():
-    records = [make_record("tis", seed=seed, last=last) for seed, last in enumerate((0.5, 0.7, 0.9))]
-    records += [make_record("grpo", seed=seed, last=0.8, error="e" * (seed > 0)) for seed in range(3)]
+    records = [
+        make_record("tis", seed=seed, last=last) for seed, last in enumerate((0.5, 0.7, 0.9))
+    ]
+    records += [
+        make_record("grpo", seed=seed, last=0.8, error="e" * (seed > 0)) for seed in range(3)
+    ]
     records += [make_record("grpo", delay=4, seed=seed, error="e") for seed in range(3)]
     lines = grids.table(records)
-    assert lines[0] == "|  | `async_ratio` 0, `publish_delay` 0 | `async_ratio` 0, `publish_delay` 4 |"
+    assert (
+        lines[0] == "|  | `async_ratio` 0, `publish_delay` 0 | `async_ratio` 0, `publish_delay` 4 |"
+    )
     assert by_first_cell(lines) == {
         "before training": ["0.250", "0.250"],
         "`grpo`": ["0.800, n = 1, failed 2/3", "failed 3/3"],
         "`tis`": ["0.700 ± 0.200", "–"],
     }
-    assert "standard deviation over n = 3 seeds; failed k/m" in lines[-1] and "per run: 160." in lines[-1]
+    assert (
+        "standard deviation over n = 3 seeds; failed k/m" in lines[-1]
+        and "per run: 160." in lines[-1]
+    )
 
 
 def test_a_grid_in_which_every_run_failed_has_a_table():
@@ -59,9 +70,16 @@ def test_a_grid_in_which_every_run_failed_has_a_table():
 
 
 def test_losses_with_options_of_their_own_have_rows_and_other_options_columns():
-    records = [make_record(lr=0.01), make_record(lr=0.001), make_record(lr=0.001, algo_args=["clip_high=0.3"])]
+    records = [
+        make_record(lr=0.01),
+        make_record(lr=0.001),
+        make_record(lr=0.001, algo_args=["clip_high=0.3"]),
+    ]
     lines = grids.table(records)
-    assert "`publish_delay` 0, `lr` 0.001 | `async_ratio` 0, `publish_delay` 0, `lr` 0.01 |" in lines[0]
+    assert (
+        "`publish_delay` 0, `lr` 0.001 | `async_ratio` 0, `publish_delay` 0, `lr` 0.01 |"
+        in lines[0]
+    )
     assert by_first_cell(lines)["`grpo:clip_high=0.3`"] == ["0.750", "–"]
 
 
@@ -86,7 +104,12 @@ def make_pairs(*, gap=0.02, swing=0.0, steps=80, delay=4):
     for seed, more in enumerate((0.001, -0.001, 0.0)):
         for k in (0, delay):
             versions = np.maximum(0, np.arange(steps) - k)
-            reward = 0.01 * versions + seed / 10 - (gap - more) * (k > 0) + swing * (k > 0) * (-1.0) ** versions
+            reward = (
+                0.01 * versions
+                + seed / 10
+                - (gap - more) * (k > 0)
+                + swing * (k > 0) * (-1.0) ** versions
+            )
             records.append(make_record(delay=k, seed=seed, steps=steps, reward=reward.tolist()))
     return records
 
@@ -130,7 +153,9 @@ def test_too_few_pairs_show_nothing_however_alike_they_are(num_seeds):
     rows = grids.compare(found)
     assert rows["says"].tolist() == [grids.FEW] and not rows["stays"].any()
     (said,) = grids.sentences(rows)
-    assert said.startswith("- lag 4: 0 of 0 intervals leave zero out.\n  - Too few seeds to say: `grpo` −0.500 (")
+    assert said.startswith(
+        "- lag 4: 0 of 0 intervals leave zero out.\n  - Too few seeds to say: `grpo` −0.500 ("
+    )
     assert "0 of 0 intervals leave zero out" in grids.compact(rows)[-1]
     assert grids.compact(rows)[-1].endswith("1 have too few seeds to say.")
 
@@ -147,12 +172,19 @@ def test_holms_correction_stops_at_the_first_comparison_that_fails():
     rows = grids.compare(pd.DataFrame(found)).set_index("loss")
     (said,) = grids.sentences(rows.reset_index())
     counts, _, named = said.partition("Leave zero out after Holm's correction over 4 too: ")
-    assert counts.startswith("- s: 3 of 4 intervals leave zero out.\n  - Include zero, and are wider: `d` +")
+    assert counts.startswith(
+        "- s: 3 of 4 intervals leave zero out.\n  - Include zero, and are wider: `d` +"
+    )
     left_out = counts.partition("Leave zero out before correction only: ")[2]
     assert "`b` +" in left_out and "`c` +" in left_out and "`d`" not in left_out
     assert "`a` +" in named and "`b`" not in named
     assert rows["stays"].to_dict() == {"a": True, "b": False, "c": False, "d": False}
-    assert rows["says"].to_dict() == {"a": grids.ABOVE, "b": grids.ABOVE, "c": grids.ABOVE, "d": grids.UNCLEAR}
+    assert rows["says"].to_dict() == {
+        "a": grids.ABOVE,
+        "b": grids.ABOVE,
+        "c": grids.ABOVE,
+        "d": grids.UNCLEAR,
+    }
 
 
 def _with_p(p):
@@ -194,7 +226,9 @@ def test_a_loss_without_a_fresh_run_is_compared_with_that_of_grpo_where_it_has_o
         record["cell"]["algo"] = "tis"
     assert grids.differences(records)["level"].round(6).tolist() == [-0.019, -0.021, -0.02]
     for change in ({"minibatches": 4}, {"algo_args": ["clip_high=3.0"]}, {"algo": "own.py:loss"}):
-        changed = [r | {"cell": r["cell"] | change} if r["cell"]["publish_delay"] else r for r in records]
+        changed = [
+            r | {"cell": r["cell"] | change} if r["cell"]["publish_delay"] else r for r in records
+        ]
         assert grids.differences(changed).empty
     assert grids.differences([r | {"options": ["--minibatches", "4"]} for r in records]).empty
 
@@ -219,7 +253,9 @@ def test_runs_that_failed_and_those_without_a_fresh_one_have_no_pair():
     records = make_pairs()
     records[1]["error"] = records[2]["error"] = "it broke"
     assert grids.differences(records)["seed"].tolist() == [2]
-    assert grids.paired_page([record for record in records if record["cell"]["publish_delay"]]) == []
+    assert (
+        grids.paired_page([record for record in records if record["cell"]["publish_delay"]]) == []
+    )
 
 
 # Records, figures, report
@@ -242,7 +278,15 @@ def test_curves_stand_at_the_samples_of_a_version():
 
 GRIDS = {
     "many losses, settings and seeds, of unlike lengths, some of them failed": [
-        make_record(algo, ratio, delay, seed, 0.5 + seed / 10, 20 - 3 * seed, "e" * (algo == "gspo" and seed > delay))
+        make_record(
+            algo,
+            ratio,
+            delay,
+            seed,
+            0.5 + seed / 10,
+            20 - 3 * seed,
+            "e" * (algo == "gspo" and seed > delay),
+        )
         for algo in ("tis", "gspo")
         for ratio, delay in ((0.0, 0), (0.0, 4), (1.0, 0), (2.0, 0))
         for seed in range(2)
@@ -264,11 +308,20 @@ def test_a_report_writes_tables_the_csv_and_figures_that_show_something(records,
     assert pixels.shape[1] >= 800 and 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.5
     assert str(tmp_path / "curves.png") in printed
     rows = list(csv.DictReader((tmp_path / "cells.csv").open()))
-    assert len(rows) == len(records) and list(rows[0])[:4] == ["algo", "async_ratio", "publish_delay", "seed"]
+    assert len(rows) == len(records) and list(rows[0])[:4] == [
+        "algo",
+        "async_ratio",
+        "publish_delay",
+        "seed",
+    ]
 
 
 def test_the_csv_is_sorted_and_rounds_what_was_measured_and_leaves_blank_what_was_not(tmp_path):
-    records = [make_record("tis", seed=1, last=1 / 3), make_record("tis", error='a "b",\nc'), make_record("grpo", 1.0)]
+    records = [
+        make_record("tis", seed=1, last=1 / 3),
+        make_record("tis", error='a "b",\nc'),
+        make_record("grpo", 1.0),
+    ]
     records[2]["evaluations"] = []
     records = [record | {"cell": record["cell"] | {"lr": 1e-6}} for record in records]
     (tmp_path / "cells.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -22,7 +22,9 @@ def test_delays_follow_their_law(text, seconds, failures):
     delays = [law.draw(rng) for _ in range(20_000)]
     assert min(delay.seconds for delay in delays) >= 0
     assert statistics.mean(delay.seconds for delay in delays) == pytest.approx(seconds[0], rel=0.02)
-    assert statistics.stdev(delay.seconds for delay in delays) == pytest.approx(seconds[1], rel=0.05)
+    assert statistics.stdev(delay.seconds for delay in delays) == pytest.approx(
+        seconds[1], rel=0.05
+    )
     for kind in ("hang", "crash"):
         share = sum(delay.failure == kind for delay in delays) / len(delays)
         assert share == pytest.approx(failures / 2, abs=0.01)

@@ -12,7 +12,15 @@ from asyncrl.tasks import load_task
 from data.addition import Addition
 from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber
 from scripts import make_tiny
-from scripts.make_tiny import RECIPES, TINY_MODELS, Actor, Adder, best_guess, best_moves, success_rate
+from scripts.make_tiny import (
+    RECIPES,
+    TINY_MODELS,
+    Actor,
+    Adder,
+    best_guess,
+    best_moves,
+    success_rate,
+)
 
 LONGEST_PROMPT = {"frozen_lake": 6, "guess_number": 2}
 LONGEST_RESPONSE = {"frozen_lake": 51, "guess_number": 18}
@@ -41,7 +49,11 @@ def random_games(name: str, num_games: int):
     """Responses and observations of games with any actions, and some that are none."""
     rng, environment, task = random.Random(0), ENVIRONMENTS[name](), load_task(name, seed=0)
     for index in range(num_games):
-        observations, responses, is_over = [task.first_observation(task.train_problem(index))], [], False
+        observations, responses, is_over = (
+            [task.first_observation(task.train_problem(index))],
+            [],
+            False,
+        )
         environment.reset(seed=task.train_problem(index).environment_seed)
         while not is_over:
             responses.append(rng.choice([*ENVIRONMENTS[name].ACTIONS, "correct"]))
@@ -55,7 +67,12 @@ def test_folders_are_whole_and_small_and_there_is_no_other():
     assert sorted(path.name for path in TINY_MODELS.iterdir()) == sorted(RECIPES)
     for name in RECIPES:
         files = {path.name: path.stat().st_size for path in (TINY_MODELS / name).iterdir()}
-        assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
+        assert {
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+        } <= files.keys()
         assert sum(files.values()) <= MAX_BYTES
 
 
@@ -81,26 +98,40 @@ def test_tokenizer_of_an_environment_maps_what_is_said_onto_tokens_and_back(acto
     assert all(len(tokenizer.encode(action)) == 1 for action in ENVIRONMENTS[actor.name].ACTIONS)
     everything = list(range(len(tokenizer)))
     assert "<" not in tokenizer.decode(everything, skip_special_tokens=True)
-    assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, *tokenizer.encode("<assistant>")}) == 3
+    assert (
+        len({tokenizer.eos_token_id, tokenizer.pad_token_id, *tokenizer.encode("<assistant>")}) == 3
+    )
 
 
 def test_games_have_the_few_tokens_that_are_promised(actor):
-    prompts = [actor.task.encode_prompt(problem, actor.tokenizer) for problem in actor.task.eval_problems(100)]
+    prompts = [
+        actor.task.encode_prompt(problem, actor.tokenizer)
+        for problem in actor.task.eval_problems(100)
+    ]
     assert {len(tokens) for tokens in prompts} == {LONGEST_PROMPT[actor.name]}
     longest = 0
     for responses, observations in random_games(actor.name, 300):
-        between = [len(actor.conversation.reply(observation, ended=True)) for observation in observations[1:-1]]
+        between = [
+            len(actor.conversation.reply(observation, ended=True))
+            for observation in observations[1:-1]
+        ]
         if "correct" not in responses:
             longest = max(longest, 2 * len(responses) + sum(between))
     assert longest == LONGEST_RESPONSE[actor.name]
 
 
 def test_model_is_small_and_fits_vllm_and_its_games(recipe, model):
-    longest = LONGEST_PROMPT.get(recipe.name, 0) + LONGEST_RESPONSE.get(recipe.name, Config().max_sequence_tokens)
+    longest = LONGEST_PROMPT.get(recipe.name, 0) + LONGEST_RESPONSE.get(
+        recipe.name, Config().max_sequence_tokens
+    )
     assert model.num_parameters() <= 1_000_000
     assert model.config.max_position_embeddings >= longest
     assert model.config.head_dim in (32, 64, 80, 96, 128)  # vLLM's CPU attention
-    assert model.config.eos_token_id == model.generation_config.eos_token_id == recipe.tokenizer.eos_token_id
+    assert (
+        model.config.eos_token_id
+        == model.generation_config.eos_token_id
+        == recipe.tokenizer.eos_token_id
+    )
 
 
 def test_held_out_success_leaves_something_to_sharpen(recipe, model):
@@ -125,10 +156,16 @@ def test_problems_are_answered_together_as_each_is_alone():
 def test_the_scripted_player_wins_always_when_it_takes_the_best(actor):
     environment = ENVIRONMENTS[actor.name]()
     for problem in actor.task.eval_problems(200):
-        observations, actions, reward = [environment.reset(seed=problem.environment_seed)[0]], [], 0.0
+        observations, actions, reward = (
+            [environment.reset(seed=problem.environment_seed)[0]],
+            [],
+            0.0,
+        )
         while not reward:
             chances = make_tiny.player_distribution(actor.name, actions, observations)
-            assert sum(chances.values()) == pytest.approx(1) and list(chances) == list(ENVIRONMENTS[actor.name].ACTIONS)
+            assert sum(chances.values()) == pytest.approx(1) and list(chances) == list(
+                ENVIRONMENTS[actor.name].ACTIONS
+            )
             actions.append(max(chances, key=chances.get))
             observation, reward, terminated, truncated, _ = environment.step(actions[-1])
             observations.append(observation)
@@ -138,9 +175,13 @@ def test_the_scripted_player_wins_always_when_it_takes_the_best(actor):
 def test_best_actions_of_small_cases():
     assert best_moves("P___\n____\n____\n___G") == ["down", "right"]
     assert best_moves("____\n_O__\n__P_\nO__G") == ["down", "right"]
-    assert best_moves("____\n_O_O\n__PO\nOOOG") == ["left", "down", "right", "up"]  # no way: all alike
+    # no way: all alike
+    assert best_moves("____\n_O_O\n__PO\nOOOG") == ["left", "down", "right", "up"]
     assert best_guess([], []) == "16"
-    assert best_guess(["16", "30", "20"], [GuessNumber.HIGHER, GuessNumber.LOWER, GuessNumber.HIGHER]) == "25"
+    assert (
+        best_guess(["16", "30", "20"], [GuessNumber.HIGHER, GuessNumber.LOWER, GuessNumber.HIGHER])
+        == "25"
+    )
     assert best_guess(["correct"], [GuessNumber.NO_ACTION]) == "16"
 
 
@@ -153,7 +194,9 @@ def test_transcripts_imitate_the_player_at_his_own_tokens_alone(actor):
         assert is_player[length - 1] and not is_player[length:].any()
         assert (imitated.sum(-1) - 1).abs().max() < 1e-5
         assert (imitated.gather(1, own[:, None]) > 0).all()
-        assert set(actor.tokenizer.convert_ids_to_tokens(own[::2])) <= set(ENVIRONMENTS[actor.name].ACTIONS)
+        assert set(actor.tokenizer.convert_ids_to_tokens(own[::2])) <= set(
+            ENVIRONMENTS[actor.name].ACTIONS
+        )
         assert (own[1::2] == actor.tokenizer.eos_token_id).all()
         assert not is_player[:first].any() and is_player[first]
 
@@ -182,7 +225,9 @@ def test_the_same_steps_make_the_same_weights(recipe):
 
 
 def test_a_model_outside_the_accuracy_window_is_an_error(recipe):
-    with pytest.raises(RuntimeError, match=rf"{recipe.name} .* 0\.600 sampled and 0\.990 greedy; wanted"):
+    with pytest.raises(
+        RuntimeError, match=rf"{recipe.name} .* 0\.600 sampled and 0\.990 greedy; wanted"
+    ):
         recipe.check(0.6, 0.99)
     with pytest.raises(RuntimeError):
         recipe.check(0.3, 0.5)
@@ -191,7 +236,9 @@ def test_a_model_outside_the_accuracy_window_is_an_error(recipe):
 
 @pytest.mark.study
 @pytest.mark.timeout(1800)
-def test_the_recipe_makes_a_model_as_good_as_the_one_that_is_stored(recipe, model, monkeypatch, tmp_path):
+def test_the_recipe_makes_a_model_as_good_as_the_one_that_is_stored(
+    recipe, model, monkeypatch, tmp_path
+):
     monkeypatch.setattr(make_tiny, "TINY_MODELS", tmp_path)
     make_tiny.main([recipe.name])
     made = AutoModelForCausalLM.from_pretrained(tmp_path / recipe.name)

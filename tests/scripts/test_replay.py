@@ -63,7 +63,10 @@ def run(model, tmp_path_factory):
 def make_groups(step):
     """Random trajectories none of whose tokens is younger than the version that is trained at this step."""
     ids = (10 * step, 10 * step + 1)
-    return [Group(group_id, tuple(make_trajectory(step, group_id, member) for member in range(3))) for group_id in ids]
+    return [
+        Group(group_id, tuple(make_trajectory(step, group_id, member) for member in range(3)))
+        for group_id in ids
+    ]
 
 
 def make_trajectory(step, group_id, member):
@@ -88,8 +91,13 @@ def replay_to_end(recording, tmp_path, *options):
     node = make_node(config, clock, run=RunDirectory(config))
     train(recording, node, load(config, clock), Progress(config.steps), evaluate=False)
     node.run.close()
-    lines = [json.loads(line) for line in (node.run.path / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{k: v for k, v in line.items() if not k.startswith(("time/", "trainer_time/"))} for line in lines]
+    lines = [
+        json.loads(line) for line in (node.run.path / "metrics.jsonl").read_text().splitlines()
+    ]
+    metrics = [
+        {k: v for k, v in line.items() if not k.startswith(("time/", "trainer_time/"))}
+        for line in lines
+    ]
     return metrics, weights_sha256(node.run.checkpoint_path(config.steps))
 
 
@@ -98,7 +106,10 @@ def test_two_replays_give_the_same_bits_and_those_of_the_run_itself(run, tmp_pat
     first = replay_to_end(recording, tmp_path, "--run-name=first")
     assert replay_to_end(recording, tmp_path, "--run-name=second") == first
     policy = load(recording.config)
-    stats = [policy.train_step(batch.deal(make_groups(s + 1), s + 1, policy, Cluster()), s) for s in range(NUM_STEPS)]
+    stats = [
+        policy.train_step(batch.deal(make_groups(s + 1), s + 1, policy, Cluster()), s)
+        for s in range(NUM_STEPS)
+    ]
     policy.save(str(tmp_path / "run"))
     metrics, weights = first
     assert weights_sha256(tmp_path / "run") == weights != recording.weights_sha256
@@ -109,17 +120,23 @@ def test_two_replays_give_the_same_bits_and_those_of_the_run_itself(run, tmp_pat
 def test_another_loss_or_learning_rate_meets_the_same_data_with_other_weights(run, tmp_path):
     recording = Recording.open(run)
     own, own_weights = replay_to_end(recording, tmp_path, "--run-name=own")
-    other, other_weights = replay_to_end(recording, tmp_path, "--run-name=other", "--algo=tis", "--lr=0.01")
+    other, other_weights = replay_to_end(
+        recording, tmp_path, "--run-name=other", "--algo=tis", "--lr=0.01"
+    )
     assert own_weights != other_weights
     for mine, theirs in zip(own, other, strict=True):
-        assert {k: v for k, v in mine.items() if k.startswith(("reward/", "staleness/", "response/"))} == {
+        assert {
+            k: v for k, v in mine.items() if k.startswith(("reward/", "staleness/", "response/"))
+        } == {
             k: v for k, v in theirs.items() if k.startswith(("reward/", "staleness/", "response/"))
         }
     assert own[-1]["drift/k3"] != other[-1]["drift/k3"]
     assert own[-1]["tokens/generated"] == 0 and own[-1]["samples"] == NUM_STEPS * 6
 
 
-def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_same_way(model, tmp_path):
+def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_same_way(
+    model, tmp_path
+):
     config = Config(
         model=model, steps=9, groups_per_step=2, group_size=3, eval_every=0, runs_dir=str(tmp_path), run_name="run",
         optim=OptimOptions(warmup=0),
@@ -161,7 +178,9 @@ def test_a_batch_that_cannot_be_kept_hides_no_reason(model, tmp_path):
 
 
 def test_a_replay_is_drawn_and_reported_like_a_run(run, tmp_path):
-    replay_to_end(Recording.open(run), tmp_path, "--run-name=replay", "--advantage=gae", "--advantage.lam=0.9")
+    replay_to_end(
+        Recording.open(run), tmp_path, "--run-name=replay", "--advantage=gae", "--advantage.lam=0.9"
+    )
     metrics = runs.load(tmp_path / "replay").metrics
     assert runs.summarise(metrics)["steps"] == NUM_STEPS and "value/explained_variance" in metrics
     page = write_report(runs.load(tmp_path / "replay"), with_trace=True)[0].read_text()
@@ -179,7 +198,10 @@ def test_a_replay_goes_as_far_as_the_recorded_batches(run):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--temperature=0.5", r"^--temperature cannot be changed: the batches were made with temperature = 1.0\."),
+        (
+            "--temperature=0.5",
+            r"^--temperature cannot be changed: the batches were made with temperature = 1.0\.",
+        ),
         ("--group-size=2", "^--group-size cannot be changed: .*--algo, --algo-args"),
         ("--on-update=wait", "^--on-update cannot be changed"),
         ("--seed=1", "^--seed cannot be changed"),
@@ -198,7 +220,9 @@ def test_other_weights_than_the_runs_are_refused(run, tmp_path):
     other = save_tiny_model(str(tmp_path), tied=False)
     recording = Recording.open(run)
     recording.check_weights("tiny", recording.config.model)
-    with pytest.raises(ValueError, match=r"^--model tiny has weights .{12}…, and .*; give --model the folder with"):
+    with pytest.raises(
+        ValueError, match=r"^--model tiny has weights .{12}…, and .*; give --model the folder with"
+    ):
         recording.check_weights("tiny", other)
 
 
@@ -213,7 +237,9 @@ def test_a_directory_that_cannot_be_replayed_is_one_line(model, tmp_path):
         Recording.open(path)
     config = Config(model=model, runs_dir=str(tmp_path), run_name="run")
     RunDirectory(config).close()
-    with pytest.raises(ValueError, match=r"was not recorded; only a run of train_async\.py --record"):
+    with pytest.raises(
+        ValueError, match=r"was not recorded; only a run of train_async\.py --record"
+    ):
         Recording.open(path)
     change_header(path, weights_sha256="0" * 64)
     with pytest.raises(ValueError, match=r"step_000001\.msgpack is missing"):
@@ -223,13 +249,17 @@ def test_a_directory_that_cannot_be_replayed_is_one_line(model, tmp_path):
     with pytest.raises(ValueError, match=r"step_000002\.msgpack is missing"):
         Recording.open(path)
     change_header(path, config=config.as_dict() | {"reward_timeout_s": 10.0})
-    with pytest.raises(ValueError, match="made by other code, which had reward_timeout_s; use that code, commit "):
+    with pytest.raises(
+        ValueError, match="made by other code, which had reward_timeout_s; use that code, commit "
+    ):
         Recording.open(path)
 
 
 def test_the_last_weights_are_evaluated_on_the_held_out_problems(run, model, tmp_path):
     recording = Recording.open(run)
-    config = choose_options(recording, [f"--runs-dir={tmp_path}", "--eval-problems=4"], evaluate=True)
+    config = choose_options(
+        recording, [f"--runs-dir={tmp_path}", "--eval-problems=4"], evaluate=True
+    )
     placement = Placement((None,), 1, (WorkerPlacement(0, None, None, 1, 0.0),), "shm")
     prompts = PromptSource(
         train_problem=lambda index: Problem("p", "ok"),
@@ -257,5 +287,7 @@ def test_the_last_weights_are_evaluated_on_the_held_out_problems(run, model, tmp
 def test_a_refusal_ends_the_script_with_one_line_and_status_2(tmp_path):
     command = [sys.executable, "scripts/replay.py", str(tmp_path), "--lr", "0.1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: replay {tmp_path}: no run is there")
+    assert done.returncode == 2 and done.stderr.startswith(
+        f"error: replay {tmp_path}: no run is there"
+    )
     assert done.stderr.count("\n") == 1

@@ -22,8 +22,18 @@ def write_lines(path, records):
 
 def step_line(step, **more):
     """Four samples, 2 s of which 0.5 s waiting and 100 tokens a step; from the second step on one step stale."""
-    line = {"step": step, "samples": 4 * step, "reward/mean": step / 20, "staleness/mean": float(step > 1)}
-    line |= {"staleness/max": int(step > 1), "time/step_s": 2.0, "time/wait_s": 0.5, "tokens/generated": 100 * step}
+    line = {
+        "step": step,
+        "samples": 4 * step,
+        "reward/mean": step / 20,
+        "staleness/mean": float(step > 1),
+    }
+    line |= {
+        "staleness/max": int(step > 1),
+        "time/step_s": 2.0,
+        "time/wait_s": 0.5,
+        "tokens/generated": 100 * step,
+    }
     return line | more
 
 
@@ -45,21 +55,48 @@ def path(tmp_path):
 
 
 def test_events_are_frames_by_kind_whose_ids_are_whole_numbers_also_where_some_are_missing(path):
-    events = [trajectory(3, min_version=2, reward=1.0), trajectory(4), {"event": "run_ended", "time": 2.0}]
+    events = [
+        trajectory(3, min_version=2, reward=1.0),
+        trajectory(4),
+        {"event": "run_ended", "time": 2.0},
+    ]
     write_lines(path / "events.jsonl", events)
     run = load(path)
-    assert run.name == "run" and run.info == INFO and sorted(run.events) == ["run_ended", "trajectory"]
+    assert (
+        run.name == "run" and run.info == INFO and sorted(run.events) == ["run_ended", "trajectory"]
+    )
     responses = run.events["trajectory"]
     assert responses["ticket"].tolist() == [3, 4] and str(responses["min_version"].dtype) == "Int64"
-    assert json.dumps(rows(responses)[0]["min_version"]) == "2" and "min_version" not in rows(responses)[1]
+    assert (
+        json.dumps(rows(responses)[0]["min_version"]) == "2"
+        and "min_version" not in rows(responses)[1]
+    )
     assert len(run.events["worker_died"]) == 0 and "worker_died" not in run.events
 
 
 def test_trajectories_that_older_runs_wrote_as_lists_are_the_same_rows(path):
-    event = trajectory(3, group=1, member=0, started_at=1.5, ended_at=2.25, turns=[[1.5, 2.0, 2.25]], tokens=4)
-    event |= {"time": 2.5, "finish_reason": "stop", "reward": 0.5, "min_version": 2, "max_version": 2}
+    event = trajectory(
+        3, group=1, member=0, started_at=1.5, ended_at=2.25, turns=[[1.5, 2.0, 2.25]], tokens=4
+    )
+    event |= {
+        "time": 2.5,
+        "finish_reason": "stop",
+        "reward": 0.5,
+        "min_version": 2,
+        "max_version": 2,
+    }
     start = {"event": "run_started", "time": 1.0}
-    columns = ["ticket", "group", "member", "worker", "times_ms", "tokens", "finish_reason", "reward", "min_version"]
+    columns = [
+        "ticket",
+        "group",
+        "member",
+        "worker",
+        "times_ms",
+        "tokens",
+        "finish_reason",
+        "reward",
+        "min_version",
+    ]
     legend = {"trajectory_lines": {"since": 1.0, "columns": [*columns, "max_version", "failure"]}}
     line = [3, 1, 0, event["worker"], [500, 0, 500, 250, 0, 250], 4, "stop", 0.5, 2, 2]
     write_lines(path / "events.jsonl", [start | legend, line])
@@ -67,7 +104,9 @@ def test_trajectories_that_older_runs_wrote_as_lists_are_the_same_rows(path):
     write_lines(path / "events.jsonl", [start, event])
     assert rows(short) == rows(load(path).events["trajectory"])
     write_lines(path / "events.jsonl", [line])
-    with pytest.raises(ValueError, match=r"run/events.jsonl: trajectory .* stands before the event"):
+    with pytest.raises(
+        ValueError, match=r"run/events.jsonl: trajectory .* stands before the event"
+    ):
         _ = load(path).events
 
 
@@ -141,7 +180,13 @@ def test_a_summary_has_the_ends_of_the_curves_the_staleness_and_the_speed(path):
 def test_what_was_not_measured_is_none():
     summary = summarise(frame([step_line(1)]).drop(columns=["tokens/generated", "time/wait_s"]))
     unknown = {name for name, value in summary.items() if value is None}
-    assert unknown == {"accuracy_first", "accuracy_last", "accuracy_best", "tokens_per_s", "wait_share"}
+    assert unknown == {
+        "accuracy_first",
+        "accuracy_last",
+        "accuracy_best",
+        "tokens_per_s",
+        "wait_share",
+    }
 
 
 def test_an_evaluation_stands_where_its_version_was_made_not_where_it_was_reported(path):
@@ -163,9 +208,18 @@ def test_a_column_without_any_value_is_kept():
     assert isinstance(table, pd.DataFrame)
 
 
-@pytest.mark.parametrize(("share_prefix", "today"), [(True, "prompt"), (False, "off"), ("tree", "tree")])
+@pytest.mark.parametrize(
+    ("share_prefix", "today"), [(True, "prompt"), (False, "off"), ("tree", "tree")]
+)
 def test_options_of_older_runs_have_todays_names(share_prefix, today):
-    recorded = {"share_prefix": share_prefix, "warmup": 3, "weight_decay": 0.1, "optim_args": ["epochs=2"]}
+    recorded = {
+        "share_prefix": share_prefix,
+        "warmup": 3,
+        "weight_decay": 0.1,
+        "optim_args": ["epochs=2"],
+    }
     options = todays_options(recorded)
-    expected = Config(share_prefix=today, optim=OptimOptions(epochs=2, warmup=3, args=("weight_decay=0.1",)))
+    expected = Config(
+        share_prefix=today, optim=OptimOptions(epochs=2, warmup=3, args=("weight_decay=0.1",))
+    )
     assert Config.from_dict(options) == expected and recorded["share_prefix"] == share_prefix

@@ -67,8 +67,15 @@ def copy(tmp_path):
     return tmp_path
 
 
-def write_nvidia_smi(copy, driver_version="580.65.06", compute_cap="9.0", table="CUDA Version: 13.0"):
-    answers = {"-L": "GPU 0: one", "*driver_version*": driver_version, "*compute_cap*": compute_cap, "*": table}
+def write_nvidia_smi(
+    copy, driver_version="580.65.06", compute_cap="9.0", table="CUDA Version: 13.0"
+):
+    answers = {
+        "-L": "GPU 0: one",
+        "*driver_version*": driver_version,
+        "*compute_cap*": compute_cap,
+        "*": table,
+    }
     cases = "".join(f"{pattern}) printf '%s\\n' '{text}' ;;\n" for pattern, text in answers.items())
     write_program(copy / "fake/nvidia-smi", f'#!/bin/sh\ncase "$*" in\n{cases}esac\n')
 
@@ -87,7 +94,12 @@ def write_program(path, text):
 def run_script(copy, name, *arguments):
     environment = os.environ | {"PATH": f"{copy / 'fake'}:{os.environ['PATH']}"}
     return subprocess.run(
-        ["bash", f"scripts/{name}", *arguments], cwd=copy, env=environment, capture_output=True, text=True, timeout=180
+        ["bash", f"scripts/{name}", *arguments],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
 
 
@@ -103,7 +115,12 @@ def test_what_ci_runs_is_executable():
 def test_every_requirement_is_pinned_and_says_why():
     groups = (ROOT / "pyproject.toml").read_text().partition("[tool.ruff]")[0]
     texts = [path.read_text() for path in ROOT.glob("requirements*.txt")] + [groups]
-    pins = [line for text in texts for line in text.splitlines() if "==" in line and not line.startswith("#")]
+    pins = [
+        line
+        for text in texts
+        for line in text.splitlines()
+        if "==" in line and not line.startswith("#")
+    ]
     assert len(pins) > 20
     for line in pins:
         pin, _, why = line.partition("#")
@@ -120,7 +137,10 @@ def test_a_changed_pin_is_installed_and_a_failure_is_an_error(copy):
     run_script(copy, "install.sh")
     (copy / "requirements.txt").write_text("numpy==0.0.1\n")
     result = run_script(copy, "install.sh")
-    assert result.returncode == 1 and "installing 1 pinned packages and what they need: numpy==0.0.1" in result.stdout
+    assert (
+        result.returncode == 1
+        and "installing 1 pinned packages and what they need: numpy==0.0.1" in result.stdout
+    )
     assert "up to date" not in run_script(copy, "install.sh").stdout
 
 
@@ -146,21 +166,36 @@ def test_flash_attn_is_compiled_for_the_gpus_that_are_there(copy, capabilities, 
     write_nvidia_smi(copy, compute_cap=capabilities)
     pip = f'[ "$1 $2 $3" != "-m pip install" ] || echo "${{FLASH_ATTN_CUDA_ARCHS-all}}" >{copy}/built_for\n'
     pip += '[ "$2 $3" != "pip show" ] || exit 1\n'
-    write_program(copy / ".venv/bin/python", f'#!/bin/sh\n{pip}[ "$2" = pip ] || exec {sys.executable} "$@"\n')
+    write_program(
+        copy / ".venv/bin/python", f'#!/bin/sh\n{pip}[ "$2" = pip ] || exec {sys.executable} "$@"\n'
+    )
     result = run_script(copy, "install.sh", "--flash-attn")
-    assert (copy / "built_for").read_text().strip() == (built_for or "all"), result.stdout + result.stderr
+    assert (copy / "built_for").read_text().strip() == (built_for or "all"), (
+        result.stdout + result.stderr
+    )
     assert (f"compiles for sm_{built_for}," if built_for else "compiles, for") in result.stdout
 
 
 @pytest.mark.parametrize(
     ("driver", "cuda", "is_enough"),
-    [("580.65.06", "13.0", True), ("570.133", "12.8", False), ("570.133", "13.0", True), ("[N/A]", "13.0", True)],
+    [
+        ("580.65.06", "13.0", True),
+        ("570.133", "12.8", False),
+        ("570.133", "13.0", True),
+        ("[N/A]", "13.0", True),
+    ],
 )
 def test_a_driver_that_is_too_old_for_torch_is_told_in_a_line(copy, driver, cuda, is_enough):
-    write_nvidia_smi(copy, driver_version=driver, table=f"Driver Version: {driver}   CUDA Version: {cuda}")
+    write_nvidia_smi(
+        copy, driver_version=driver, table=f"Driver Version: {driver}   CUDA Version: {cuda}"
+    )
     result = run_script(copy, "install.sh")
     assert (result.returncode == 0) == is_enough
-    line = "" if is_enough else f"install: error: the NVIDIA driver is {driver}, and torch, which is built for CUDA 13,"
+    line = (
+        ""
+        if is_enough
+        else f"install: error: the NVIDIA driver is {driver}, and torch, which is built for CUDA 13,"
+    )
     assert result.stderr.startswith(line) and result.stderr.count("\n") == (not is_enough)
 
 
@@ -204,7 +239,10 @@ def test_the_tests_end_with_what_ran_and_what_lint_refused_and_fail_if_nothing_r
     assert [line.split()[2] for line in result.stderr.splitlines() if " ruff " in line] == (
         [refused] if refused else []
     )
-    ends = [" ".join(line.strip("= ").split()[:2]).strip(",") for line in result.stdout.splitlines()[-len(closing) :]]
+    ends = [
+        " ".join(line.strip("= ").split()[:2]).strip(",")
+        for line in result.stdout.splitlines()[-len(closing) :]
+    ]
     assert ends == closing if closing else "error: no test was run" in result.stderr
 
 
@@ -212,7 +250,9 @@ def test_quickstart_passes_options_on_and_ends_with_the_summary(copy):
     options = ["--steps", "2", "--runs-dir", "my runs", "--run-name", "mine"]
     result = run_script(copy, "quickstart.sh", *options)
     assert result.returncode == 0, result.stderr
-    passed = json.loads(next(line for line in result.stdout.splitlines() if "train_async.py got" in line)[19:])
+    passed = json.loads(
+        next(line for line in result.stdout.splitlines() if "train_async.py got" in line)[19:]
+    )
     assert passed[0] == "--run-name" and passed[2:] == options
     assert "12.5%" in result.stdout and "my runs/mine/report.html" in result.stdout
     assert (copy / "my runs/mine/report.html").exists()

@@ -22,7 +22,11 @@ def record_of(cell, *, cost=0.0, steps=80, step_s=1.0):
         "step_s": [step_s] * steps,
         "samples": list(range(steps)),
     }
-    made = {"git_commit": "0123456789abcdef", "hardware": {"cpu_cores": 2, "cpu": "CPU"}, "options": []}
+    made = {
+        "git_commit": "0123456789abcdef",
+        "hardware": {"cpu_cores": 2, "cpu": "CPU"},
+        "options": [],
+    }
     return made | {"cell": cell, "evaluations": [[0, 0.25], [steps, reward[-1]]], "series": series}
 
 
@@ -38,7 +42,9 @@ def write(tmp_path, monkeypatch):
         cells = [cell for cell in staleness.cells_of(part) if keep(cell)]
         records = [record_of(cell, cost=COSTS.get(cell["algo"], 0.0), **options) for cell in cells]
         (tmp_path / part).mkdir()
-        (tmp_path / part / "cells.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (tmp_path / part / "cells.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
 
     return write
 
@@ -51,7 +57,10 @@ def test_a_page_of_a_study_that_has_not_run_says_so_and_nothing_else(write):
     ):  # fmt: skip
         assert len(part) == 1 and part[0].startswith("*Not run yet")
     short = staleness.in_short()
-    assert short[0] == "**Not answered yet, as runs are missing:**" and "".join(short).count("- What lag") == 5
+    assert (
+        short[0] == "**Not answered yet, as runs are missing:**"
+        and "".join(short).count("- What lag") == 5
+    )
     assert not any("…" in line for line in short)
     assert "**Partial: 0 of 439 runs are there.**" in staleness.was_run()[0]
 
@@ -67,7 +76,10 @@ def test_a_run_that_several_parts_have_is_counted_once_and_compared(write):
     for part in ("lag", "others", "time"):
         write(part)
     text = staleness.was_run()[-1]  # fresh grpo of three seeds in all three, fresh reinforce in two
-    assert "6 runs are in several parts; 6 of these have the same rewards to the bit each time." in text
+    assert (
+        "6 runs are in several parts; 6 of these have the same rewards to the bit each time."
+        in text
+    )
     path = staleness.RESULTS / "time" / "cells.jsonl"
     path.write_text(path.read_text().replace('"reward": [0.', '"reward": [1.'))
     assert "6 runs are in several parts; 0 of these" in staleness.was_run()[-1]
@@ -91,13 +103,21 @@ def test_the_order_has_the_best_loss_first_and_says_which_pairs_stay(write):
     write("lag")
     assert list(staleness.levels())[-2:] == ["grpo", "reinforce"]
     lines = staleness.order()
-    assert "of 66 pairs" in lines[0] and lines[-1].startswith("| `reinforce` |") and lines[-1].endswith("| none |")
+    assert (
+        "of 66 pairs" in lines[0]
+        and lines[-1].startswith("| `reinforce` |")
+        and lines[-1].endswith("| none |")
+    )
     assert "`reinforce`" in next(line for line in lines if line.startswith("| `grpo` |"))
 
 
 def test_pairs_of_losses_are_compared_seed_by_seed():
     level = pd.DataFrame({"a": [3.0, 2.1, 1.2], "b": [2.0, 1.1, 0.2], "c": [2.0, 1.2, 0.0]})
-    assert staleness.compare_pairs(level)["says"].tolist() == [grids.ABOVE, grids.ABOVE, grids.UNCLEAR]
+    assert staleness.compare_pairs(level)["says"].tolist() == [
+        grids.ABOVE,
+        grids.ABOVE,
+        grids.UNCLEAR,
+    ]
 
 
 def test_both_models_stand_side_by_side_as_soon_as_both_have_run(write):
@@ -109,7 +129,10 @@ def test_both_models_stand_side_by_side_as_soon_as_both_have_run(write):
     staleness.main()
     assert imread(alone).shape[1] > narrow
     means, pairs = staleness.same_order()
-    assert means.startswith("- Kendall's τ of the levels of 5 losses at lag 16 is +") and "two-sided p 0." in means
+    assert (
+        means.startswith("- Kendall's τ of the levels of 5 losses at lag 16 is +")
+        and "two-sided p 0." in means
+    )
     assert pairs.startswith("- Of their 10 pairs ") and pairs.endswith(" of these the same way.")
     lines = staleness.cost("smollm2", "level")
     assert "of 10 intervals" in lines[-1] and not any(staleness.NOISE in line for line in lines)
@@ -125,17 +148,32 @@ def test_another_rate_is_compared_with_the_defaults_of_the_same_loss_and_seed(wr
     (staleness.RESULTS / "rates").rmdir()
     write("rates")
     lines = staleness.rates()
-    assert all("\n  - Leave zero out after Holm's" in point and "`grpo` +0.1" in point for point in lines[:3])
+    assert all(
+        "\n  - Leave zero out after Holm's" in point and "`grpo` +0.1" in point
+        for point in lines[:3]
+    )
     assert lines[3] == ""
     assert lines[-1].startswith("Fresh, `grpo` has a level of ") and lines[-1].count("; ") == 3
 
 
 def test_weights_count_from_when_they_are_made_however_late_their_samples_are_trained_on():
-    record = {"series": {"reward": [0.0, 1.0, 0.5], "step_s": [1.0, 3.0, 10.0], "staleness_mean": [0.0] * 3}}
+    record = {
+        "series": {
+            "reward": [0.0, 1.0, 0.5],
+            "step_s": [1.0, 3.0, 10.0],
+            "staleness_mean": [0.0] * 3,
+        }
+    }
     assert staleness.over_time(record, 0, 4) == pytest.approx(0.75)
     assert staleness.over_time(record, 3, 5) == pytest.approx(0.75)
-    later = {"reward": [0.0, 0.0, 1.0, 0.5], "step_s": [1.0, 3.0, 10.0, 1.0], "staleness_mean": [0.0, 1.0, 1.0, 1.0]}
-    assert staleness.over_time({"series": later}, 0, 4) == pytest.approx(0.75), "the same versions, a step later"
+    later = {
+        "reward": [0.0, 0.0, 1.0, 0.5],
+        "step_s": [1.0, 3.0, 10.0, 1.0],
+        "staleness_mean": [0.0, 1.0, 1.0, 1.0],
+    }
+    assert staleness.over_time({"series": later}, 0, 4) == pytest.approx(0.75), (
+        "the same versions, a step later"
+    )
 
 
 def test_at_equal_time_the_ratio_that_earns_more_is_named_with_its_interval(write):
@@ -150,10 +188,13 @@ def test_at_equal_time_the_ratio_that_earns_more_is_named_with_its_interval(writ
     best = next(line for line in staleness.in_short() if line.startswith("- `grpo`"))
     assert best.startswith("- `grpo`: best at α = 2: +0.")
     assert best.endswith(" against α = 0, above zero, also after Holm's correction over 18.")
-    runs = staleness.by_time(records)  # at α = 2 the last step samples version 78, which the next ends after 39.5 s
+    # at α = 2 the last step samples version 78, which the next ends after 39.5 s
+    runs = staleness.by_time(records)
     assert runs["seconds"].unique().tolist() == [39.5]
     assert runs.groupby("alpha")["steps"].first().to_dict() == {0.0: 39, 1.0: 39, 2.0: 79, 4.0: 39}
-    assert "standard deviation of 0.0000, which is of the clock alone." in "".join(staleness.equal_time())
+    assert "standard deviation of 0.0000, which is of the clock alone." in "".join(
+        staleness.equal_time()
+    )
 
 
 def test_both_figures_show_something(write):

@@ -33,7 +33,13 @@ from algos import KL_ESTIMATORS, LOSSES, LossInputs
 from algos.inputs import couples_tokens
 from algos.sampling import Sampling
 from asyncrl.config import OptimOptions
-from asyncrl.trainer.attention import _block_mask_maker, attention_inputs, check_layers, dense_mask, mask_function
+from asyncrl.trainer.attention import (
+    _block_mask_maker,
+    attention_inputs,
+    check_layers,
+    dense_mask,
+    mask_function,
+)
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.lora import named_adapters
@@ -51,7 +57,9 @@ def untied(tmp_path_factory):
 @pytest.mark.parametrize("sharing", ["prompt", "tree"])
 @pytest.mark.parametrize("budget", [40, 90, 100_000])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_sharing_prompts_leaves_the_gradient_that_of_the_definition(untied, aggregation, budget, sharing):
+def test_sharing_prompts_leaves_the_gradient_that_of_the_definition(
+    untied, aggregation, budget, sharing
+):
     """Tolerance, in float32: 1e-4 of the loss, 1e-5 of each parameter's largest gradient."""
     sequences = grouped_sequences(5, 4, seed=3) + random_sequences(3)
     metrics = assert_gradient_of_the_definition(untied, sequences, aggregation, budget, sharing)
@@ -99,14 +107,24 @@ def test_every_loss_has_the_gradient_of_single_sequences_on_a_tree(untied, algo)
     options = {"algo": algo, "loss_aggregation": aggregation, "kl_coef": 0.1, **wide_clip(algo)}
     model, found = AutoModelForCausalLM.from_pretrained(untied).eval(), []
     logits = logits_alone(model, sequences)
-    loss, means = loss_of_the_definition(make_config(untied, **options), sequences, logits, 0.8 * logits.detach())
+    loss, means = loss_of_the_definition(
+        make_config(untied, **options), sequences, logits, 0.8 * logits.detach()
+    )
     loss.backward()
     for sharing, budget in IN_PARTS:
         policy = load(make_config(untied, share_prefix=sharing, **options))
         with torch.no_grad():
             policy.reference.model.get_output_embeddings().weight.mul_(0.8)
-        found.append(assert_step(policy, sequences, budget, means, {n: p.grad for n, p in model.named_parameters()}))
-    assert found[0].pop("tokens/forward") >= found[1].pop("tokens/forward") >= found[2].pop("tokens/forward")
+        found.append(
+            assert_step(
+                policy, sequences, budget, means, {n: p.grad for n, p in model.named_parameters()}
+            )
+        )
+    assert (
+        found[0].pop("tokens/forward")
+        >= found[1].pop("tokens/forward")
+        >= found[2].pop("tokens/forward")
+    )
     assert found[0].pop("tokens/saved_share") < 0.3 < found[2].pop("tokens/saved_share")
     del found[1]["tokens/saved_share"]
     assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
@@ -117,20 +135,30 @@ def test_every_loss_has_the_gradient_of_single_sequences_on_a_tree(untied, algo)
 def test_adapters_have_the_gradient_of_single_sequences_on_a_tree(untied, aggregation):
     """Of adapters that are no longer 0, with a penalty to the model below them. Tolerance 1e-5 of each one's largest
     gradient."""
-    sequences, options = random_tree(12, seed=len(aggregation)), {"loss_aggregation": aggregation, "kl_coef": 0.1}
-    policies = [load(make_config(untied, lora_rank=4, share_prefix=sharing, **options)) for sharing, _ in IN_PARTS]
+    sequences, options = (
+        random_tree(12, seed=len(aggregation)),
+        {"loss_aggregation": aggregation, "kl_coef": 0.1},
+    )
+    policies = [
+        load(make_config(untied, lora_rank=4, share_prefix=sharing, **options))
+        for sharing, _ in IN_PARTS
+    ]
     for policy in policies:
         generator = torch.Generator().manual_seed(0)
         for _, adapter in named_adapters(policy.module.model):
             adapter.detach().to_local().normal_(std=0.05, generator=generator)
-    adapters = {n: p.full_tensor().detach().clone() for n, p in named_adapters(policies[0].module.model)}
+    adapters = {
+        n: p.full_tensor().detach().clone() for n, p in named_adapters(policies[0].module.model)
+    }
     model, merged = AutoModelForCausalLM.from_pretrained(untied).eval().requires_grad_(False), {}
     for name, weight in model.named_parameters():
         a, b = (adapters.get(name.replace(".weight", f".lora_{letter}")) for letter in "AB")
         if a is not None:
             merged[name] = weight + 2 * b.requires_grad_() @ a.requires_grad_()
     logits = logits_alone(model, sequences, merged)
-    loss, means = loss_of_the_definition(policies[0].config, sequences, logits, logits_alone(model, sequences))
+    loss, means = loss_of_the_definition(
+        policies[0].config, sequences, logits, logits_alone(model, sequences)
+    )
     loss.backward()
     gradient = {name: adapter.grad for name, adapter in adapters.items()}
     assert len(gradient) == 28 and min(g.abs().max() for g in gradient.values()) > 0
@@ -149,7 +177,9 @@ ENTROPY = {"optim": OptimOptions(entropy=0.5)}
     ],
     ids=["top_p", "top_k", "min_p", "entropy", "all"],
 )
-def test_sampling_and_the_entropy_bonus_have_the_gradient_of_single_sequences_on_a_tree(untied, options):
+def test_sampling_and_the_entropy_bonus_have_the_gradient_of_single_sequences_on_a_tree(
+    untied, options
+):
     """What is kept of a prefix's next tokens is another set for one that was sampled from outside it in a branch."""
     sequences, config = random_tree(9, seed=7), make_config(untied, share_prefix="tree", **options)
     model = AutoModelForCausalLM.from_pretrained(untied).eval()
@@ -157,10 +187,14 @@ def test_sampling_and_the_entropy_bonus_have_the_gradient_of_single_sequences_on
     prefixes = [tuple(s.tokens[:t]) for s in sequences for t in np.flatnonzero(s.loss_mask)]
     kept = kept_tokens(config, logits.detach(), trained_columns(sequences)["tokens"])
     sets = set(zip(prefixes, map(tuple, kept.tolist()), strict=True))
-    assert len(set(prefixes)) < len(prefixes) and (len(sets) > len(set(prefixes)) or options is ENTROPY)
+    assert len(set(prefixes)) < len(prefixes) and (
+        len(sets) > len(set(prefixes)) or options is ENTROPY
+    )
     loss, means = loss_of_the_definition(config, sequences, logits, kept=kept)
     loss.backward()
-    assert_step(load(config), sequences, 40, means, {n: p.grad for n, p in model.named_parameters()})
+    assert_step(
+        load(config), sequences, 40, means, {n: p.grad for n, p in model.named_parameters()}
+    )
 
 
 def logits_alone(model, sequences, weights=None):
@@ -173,10 +207,19 @@ def logits_alone(model, sequences, weights=None):
 def trained_columns(sequences):
     """What is known of the N trained tokens, by field of TrainSequence, and the sequence of each."""
     trained = [s for s in sequences if s.num_trained]
-    ids = torch.arange(len(trained)).repeat_interleave(torch.tensor([s.num_trained for s in trained]))
+    ids = torch.arange(len(trained)).repeat_interleave(
+        torch.tensor([s.num_trained for s in trained])
+    )
     names = ("tokens", "behavior_logprobs"), ("advantage", "reward")
-    columns = {n: torch.from_numpy(np.concatenate([getattr(s, n)[s.loss_mask] for s in trained])) for n in names[0]}
-    return columns | {n: torch.tensor([getattr(s, n) for s in trained]).float()[ids] for n in names[1]} | {"ids": ids}
+    columns = {
+        n: torch.from_numpy(np.concatenate([getattr(s, n)[s.loss_mask] for s in trained]))
+        for n in names[0]
+    }
+    return (
+        columns
+        | {n: torch.tensor([getattr(s, n) for s in trained]).float()[ids] for n in names[1]}
+        | {"ids": ids}
+    )
 
 
 def kept_tokens(config, logits, targets):
@@ -185,7 +228,9 @@ def kept_tokens(config, logits, targets):
     if cuts == (1.0, 0, 0.0):
         return torch.ones(logits.shape, dtype=torch.bool)
     rows = zip(logits, targets.tolist(), strict=True)
-    return torch.stack([brute_force_nucleus(*row, config.temperature, *cuts).isfinite() for row in rows])
+    return torch.stack(
+        [brute_force_nucleus(*row, config.temperature, *cuts).isfinite() for row in rows]
+    )
 
 
 def loss_of_the_definition(config, sequences, logits, ref_logits=None, kept=None):
@@ -194,25 +239,43 @@ def loss_of_the_definition(config, sequences, logits, ref_logits=None, kept=None
 
     def scores(logits):
         of_kept = kept_tokens(config, logits.detach(), of["tokens"]) if kept is None else kept
-        for row, target, stays in zip(logits / config.temperature, of["tokens"].tolist(), of_kept, strict=True):
+        for row, target, stays in zip(
+            logits / config.temperature, of["tokens"].tolist(), of_kept, strict=True
+        ):
             logprobs = row[stays].log_softmax(dim=-1)
             yield logprobs[stays[:target].sum()], -(logprobs.exp() * logprobs).sum()
 
     logprobs, entropy = (torch.stack(column) for column in zip(*scores(logits), strict=True))
-    inputs = LossInputs(logprobs, of["behavior_logprobs"], logprobs.detach(), of["advantage"], of["reward"], of["ids"])
+    inputs = LossInputs(
+        logprobs,
+        of["behavior_logprobs"],
+        logprobs.detach(),
+        of["advantage"],
+        of["reward"],
+        of["ids"],
+    )
     chosen_loss = choose_loss(config)
-    loss, stats = chosen_loss(inputs, inputs.to("cpu")) if couples_tokens(chosen_loss) else chosen_loss(inputs)
+    loss, stats = (
+        chosen_loss(inputs, inputs.to("cpu"))
+        if couples_tokens(chosen_loss)
+        else chosen_loss(inputs)
+    )
     stats = {**stats, "entropy": entropy}
     if ref_logits is not None:
         ref_logprobs = torch.stack([logprob for logprob, _ in scores(ref_logits)])
-        stats["kl_ref"] = KL_ESTIMATORS[config.kl_estimator](logprobs, ref_logprobs, of["behavior_logprobs"])
+        stats["kl_ref"] = KL_ESTIMATORS[config.kl_estimator](
+            logprobs, ref_logprobs, of["behavior_logprobs"]
+        )
         loss = loss + config.kl_coef * stats["kl_ref"]
     loss = loss - config.optim.entropy * entropy
     num, lengths = int(of["ids"][-1]) + 1, of["ids"].bincount()[of["ids"]]
     constant = num * config.max_response_tokens
     divisor = {"token_mean": len(loss), "sequence_mean": num * lengths, "constant": constant}
     loss = (loss / divisor[config.loss_aggregation]).sum()
-    return loss, {"loss": loss.item(), **{name: column.mean().item() for name, column in stats.items()}}
+    return loss, {
+        "loss": loss.item(),
+        **{name: column.mean().item() for name, column in stats.items()},
+    }
 
 
 def assert_step(policy, sequences, budget, means, gradient):
@@ -238,7 +301,10 @@ def test_the_reference_and_the_proximal_policy_read_shared_prefixes_too(untied):
     for plain, *others in zip(*traces, strict=True):
         read, saved = plain.pop("tokens/forward"), plain.pop("tokens/saved_share")
         for shared in others:
-            assert shared.pop("tokens/forward") < read and shared.pop("tokens/saved_share") > saved == 0
+            assert (
+                shared.pop("tokens/forward") < read
+                and shared.pop("tokens/saved_share") > saved == 0
+            )
             assert shared == pytest.approx(plain, rel=1e-3, abs=1e-5)
 
 
@@ -246,7 +312,9 @@ def test_the_head_computes_a_token_of_several_branches_once(untied):
     sequences = random_tree(12, seed=4)
     module = load(make_config(untied, share_prefix="tree")).module
     rows = []
-    module.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    module.model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: rows.append(len(inputs[0]))
+    )
     batch = pack(bundle(sequences, "tree"), module.one_row, "tree")
     inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
     with torch.no_grad():
@@ -263,7 +331,11 @@ def test_in_float64_hidden_states_and_gradients_differ_by_rounding_only():
     In a GPT-2, as the norms of Qwen3 and Llama compute in float32 whatever they are given.
     """
     torch.manual_seed(0)
-    model = GPT2Model(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)).double().eval()
+    model = (
+        GPT2Model(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+        .double()
+        .eval()
+    )
     weights = None
     found = []
     sequences = [s for b in bundle(random_tree(12), "tree") for s in b.sequences]
@@ -275,16 +347,21 @@ def test_in_float64_hidden_states_and_gradients_differ_by_rounding_only():
         weights = torch.randn_like(hidden) if weights is None else weights
         model.zero_grad()
         (hidden * weights).sum().backward()
-        found.append((hidden.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+        found.append(
+            (hidden.detach(), {name: p.grad.clone() for name, p in model.named_parameters()})
+        )
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-12, atol=1e-12)
     assert_same_gradient(found[1][1], found[0][1], relative=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # slower, but the same mask
+# slower, but the same mask
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @torch.no_grad()
 def test_flexattention_s_mask_gives_the_logprobs_of_single_sequences(untied):
     bundles = bundle(random_tree(20, seed=5, system=0), "tree")
-    model = AutoModelForCausalLM.from_pretrained(untied, attn_implementation="flex_attention").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        untied, attn_implementation="flex_attention"
+    ).eval()
     module = TokenLogprobs(model)
     batch = pack(bundles, module.one_row, "tree")
     assert batch.input_ids.shape[0] == 1 and len(bundles) == 3
@@ -318,14 +395,20 @@ def dense_blocks(mask):
     [
         (Gemma2Config(num_hidden_layers=2), "sliding_attention"),
         (MistralConfig(sliding_window=64), "sliding_window 64"),
-        (Qwen3Config(num_hidden_layers=2, use_sliding_window=True, max_window_layers=1), "sliding_attention"),
+        (
+            Qwen3Config(num_hidden_layers=2, use_sliding_window=True, max_window_layers=1),
+            "sliding_attention",
+        ),
     ],
 )
 def test_a_model_that_reads_by_columns_of_the_row_is_refused(config, reason):
     with pytest.raises(ValueError, match=f"needs full attention in every layer, m has {reason}"):
         check_layers(config, "m", shares_prefix=True)
     for shares_prefix in (False, True):
-        with pytest.raises(ValueError, match="m has recurrent layers; sequences of a packed row would see each other"):
+        with pytest.raises(
+            ValueError,
+            match="m has recurrent layers; sequences of a packed row would see each other",
+        ):
             check_layers(RecurrentGemmaConfig(), "m", shares_prefix)
     for whole in (Qwen3Config(num_hidden_layers=2), LlamaConfig(), GPT2Config()):
         check_layers(whole, "m", shares_prefix=True)

@@ -33,7 +33,10 @@ def test_minibatches_get_whole_groups_once_in_an_order_that_seed_and_step_decide
 
 
 def test_updates_of_a_step_are_equally_stale_though_groups_come_sorted_by_age():
-    config, num_steps = Config(groups_per_step=16, group_size=1, minibatches=4, advantage="reinforce"), 400
+    config, num_steps = (
+        Config(groups_per_step=16, group_size=1, minibatches=4, advantage="reinforce"),
+        400,
+    )
     groups = [make_group(group_id, (0.0,)) for group_id in range(16)]  # the id stands for the age
     dealt = [ids_of(make_updates(groups, config, step=step)) for step in range(1, num_steps + 1)]
     means = np.array(dealt).mean((0, 2))
@@ -65,7 +68,9 @@ def test_advantages_are_estimated_over_the_whole_step_and_not_per_minibatch():
     groups = [make_group(0, (0.0, 0.0)), make_group(1, (1.0, 1.0))]
     config = Config(groups_per_step=2, group_size=2, minibatches=2, advantage="reinforce")
     updates = make_updates(groups, config, step=1)
-    assert all((s.advantage > 0) == (s.reward > 0) and s.advantage for update in updates for s in update)
+    assert all(
+        (s.advantage > 0) == (s.reward > 0) and s.advantage for update in updates for s in update
+    )
 
 
 def test_what_a_reward_loses_by_length_is_in_the_advantage_alone():
@@ -83,13 +88,17 @@ def test_what_a_reward_loses_by_length_is_in_the_advantage_alone():
 
 
 def test_a_group_of_equal_rewards_has_no_advantage():
-    (update,) = make_updates([make_group(0, (1.0, 1.0, 1.0))], Config(groups_per_step=1, group_size=3), step=1)
+    (update,) = make_updates(
+        [make_group(0, (1.0, 1.0, 1.0))], Config(groups_per_step=1, group_size=3), step=1
+    )
     assert [s.advantage for s in update] == [0.0, 0.0, 0.0]
 
 
 def test_a_reward_that_is_not_a_number_stops_the_step():
     with pytest.raises(RuntimeError, match="rewards must be finite"):
-        make_updates([make_group(0, (1.0, float("nan")))], Config(groups_per_step=1, group_size=2), step=1)
+        make_updates(
+            [make_group(0, (1.0, float("nan")))], Config(groups_per_step=1, group_size=2), step=1
+        )
 
 
 def test_behavior_logprobs_and_versions_pass_through_untouched():

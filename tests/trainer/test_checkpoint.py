@@ -41,7 +41,11 @@ VARIANTS = {
         "optim": OptimOptions(warmup=8, args=("momentum=0.9",)),
         "advantage": "gae",
     },
-    "offloaded sgd": {"optimizer": "sgd", "optim": OptimOptions(args=("momentum=0.9",)), "save_memory": ("optimizer",)},
+    "offloaded sgd": {
+        "optimizer": "sgd",
+        "optim": OptimOptions(args=("momentum=0.9",)),
+        "save_memory": ("optimizer",),
+    },
     "adam": {"optimizer": "adam", "optim": OptimOptions(warmup=8, args=("amsgrad=true",))},
     "rmsprop": {
         "optimizer": "rmsprop",
@@ -108,7 +112,12 @@ def model(tmp_path_factory):
 
 
 def make_config(model: str, **options) -> Config:
-    fixed = {"algo": "reinforce", "lr": 0.01, "optim": OptimOptions(warmup=8), "max_tokens_per_microbatch": BUDGET}
+    fixed = {
+        "algo": "reinforce",
+        "lr": 0.01,
+        "optim": OptimOptions(warmup=8),
+        "max_tokens_per_microbatch": BUDGET,
+    }
     if options.get("optimizer") == "own_optimizer.py:Own":
         pathlib.Path(model, "own_optimizer.py").write_text(OWN_OPTIMIZER)
         options |= {"optimizer": os.path.join(model, "own_optimizer.py:Own")}
@@ -119,9 +128,13 @@ def train(policy, steps, rank: int, num_ranks: int) -> list[dict]:
     """Steps on batches that depend on the step alone; what each measured."""
     measured = []
     for step in steps:
-        updates = [random_sequences(6, seed=10 * step + i) for i in range(policy.config.minibatches)]
+        updates = [
+            random_sequences(6, seed=10 * step + i) for i in range(policy.config.minibatches)
+        ]
         share = distribute(updates, num_ranks, BUDGET)[rank]
-        measured.append(policy.train_step(share, policy_version=12) | {"random": torch.rand(()).item()})
+        measured.append(
+            policy.train_step(share, policy_version=12) | {"random": torch.rand(()).item()}
+        )
     return measured
 
 
@@ -155,7 +168,8 @@ def train_and_save(rank: int, folder: str, configs: dict[str, Config], num_ranks
         policy = load(config)
         train(policy, range(2), rank, num_ranks)
         staged = make_stager(policy.device).stage(policy.state())
-        measured = train(policy, range(2, STEPS), rank, num_ranks)  # before it is written: copies do not change
+        # before it is written: copies do not change
+        measured = train(policy, range(2, STEPS), rank, num_ranks)
         part = os.path.join(folder, name, "resume")
         write_shards(staged, part, group)
         writer, weights = WeightWriter(policy), weights_of(policy)
@@ -175,7 +189,12 @@ def load_and_train(rank: int, folder: str, configs: dict[str, Config], num_ranks
         torch.manual_seed(77)
         policy.restore(os.path.join(folder, name, "resume"), group)
         began = weights_of(policy)
-        found = train(policy, range(2, STEPS), rank, num_ranks), weights_of(policy), began, policy.num_updates
+        found = (
+            train(policy, range(2, STEPS), rank, num_ranks),
+            weights_of(policy),
+            began,
+            policy.num_updates,
+        )
         if rank == 0:
             torch.save(found, os.path.join(folder, name, f"resumed on {num_ranks}.pt"))
     dist.destroy_process_group()
@@ -190,12 +209,19 @@ def load_and_train(rank: int, folder: str, configs: dict[str, Config], num_ranks
         pytest.param(2, list(VARIANTS), marks=pytest.mark.slow),
     ],
 )
-def test_training_goes_on_to_the_bit_on_as_many_ranks_and_closely_on_others(tmp_path, model, saved_by, variants):
+def test_training_goes_on_to_the_bit_on_as_many_ranks_and_closely_on_others(
+    tmp_path, model, saved_by, variants
+):
     configs = {name: make_config(model, **VARIANTS[name]) for name in variants}
     assert run_ranks(train_and_save, saved_by, str(tmp_path), configs, saved_by) == [0] * saved_by
     for num_ranks in (1, 2, 4):
-        possible = {name: config for name, config in configs.items() if num_ranks % config.replicas == 0}
-        assert run_ranks(load_and_train, num_ranks, str(tmp_path), possible, num_ranks) == [0] * num_ranks
+        possible = {
+            name: config for name, config in configs.items() if num_ranks % config.replicas == 0
+        }
+        assert (
+            run_ranks(load_and_train, num_ranks, str(tmp_path), possible, num_ranks)
+            == [0] * num_ranks
+        )
         for name, config in possible.items():
             assert_goes_on(tmp_path / name, config, num_ranks, is_equal=num_ranks == saved_by)
 
@@ -204,18 +230,26 @@ def assert_goes_on(folder: pathlib.Path, config: Config, num_ranks: int, is_equa
     """What was trained by so many ranks after the checkpoint is what the unbroken training made."""
     unbroken, weights = torch.load(folder / "unbroken.pt")
     measured, ended, began, num_updates = torch.load(folder / f"resumed on {num_ranks}.pt")
-    assert num_updates == STEPS * config.minibatches, "warm-up begins anew where what was restored is ignored"
+    assert num_updates == STEPS * config.minibatches, (
+        "warm-up begins anew where what was restored is ignored"
+    )
     for_people = load_file(folder / "people" / "model.safetensors")
-    assert (folder / "people" / "value_head" / "value_head.safetensors").exists() == (config.advantage == "gae")
+    assert (folder / "people" / "value_head" / "value_head.safetensors").exists() == (
+        config.advantage == "gae"
+    )
     assert began.keys() == for_people.keys() == weights.keys()
-    assert any(not torch.equal(weights[name], tensor) for name, tensor in began.items()), "training moved nothing"
+    assert any(not torch.equal(weights[name], tensor) for name, tensor in began.items()), (
+        "training moved nothing"
+    )
     for name, tensor in began.items():
         torch.testing.assert_close(for_people[name], tensor, rtol=1e-6, atol=1e-6)
     if is_equal:
         assert measured == unbroken
         assert all(torch.equal(ended[name], tensor) for name, tensor in weights.items())
     for ours, theirs in zip(measured, unbroken, strict=True):
-        assert ours["lr"] == theirs["lr"] and ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+        assert ours["lr"] == theirs["lr"] and ours["grad_norm"] == pytest.approx(
+            theirs["grad_norm"], rel=1e-3
+        )
     for name, tensor in weights.items():
         torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-3)
 
@@ -233,9 +267,13 @@ def test_adafactor_goes_on_to_the_bit_on_one_rank_and_is_refused_on_two(tmp_path
     for name, config in configs.items():
         assert_goes_on(tmp_path / name, config, 1, is_equal=True)
     assert run_ranks(load_refused, 2, str(tmp_path), configs["adafactor"]) == [0, 0]
-    allowed = "it trains on one rank alone, as it needs norms of whole weights; use one rank, or adamw"
+    allowed = (
+        "it trains on one rank alone, as it needs norms of whole weights; use one rank, or adamw"
+    )
     for rank in (0, 1):
-        assert (tmp_path / f"error {rank}").read_text() == f"ValueError: --optimizer adafactor: {allowed}"
+        assert (
+            tmp_path / f"error {rank}"
+        ).read_text() == f"ValueError: --optimizer adafactor: {allowed}"
 
 
 def resume_with_other_options(rank: int, folder: str, config: Config) -> None:
@@ -243,7 +281,9 @@ def resume_with_other_options(rank: int, folder: str, config: Config) -> None:
     group = rank_of(rank, folder, "options", 1)
     policy = load(config)
     for name in ("begun", "trained"):
-        write_shards(make_stager(policy.device).stage(policy.state()), os.path.join(folder, name), group)
+        write_shards(
+            make_stager(policy.device).stage(policy.state()), os.path.join(folder, name), group
+        )
         train(policy, range(2), rank, 1)
     for name in ("begun", "trained"):
         decayed = load(
@@ -263,15 +303,22 @@ def resume_with_other_options(rank: int, folder: str, config: Config) -> None:
         assert (options["weight_decay"], options["momentum"]) == (0.5, 0.9)
         assert bool(decayed.optimizer.state) == (decayed.num_updates > 0) == (name == "trained")
     plain = load(replace(config, optim=OptimOptions(warmup=8)))
-    pathlib.Path(folder, "error").write_text(error_of(plain.restore, os.path.join(folder, "trained"), group))
+    pathlib.Path(folder, "error").write_text(
+        error_of(plain.restore, os.path.join(folder, "trained"), group)
+    )
     dist.destroy_process_group()
 
 
-def test_an_optimizer_goes_on_with_its_new_options_unless_they_leave_state_without_a_use(tmp_path, model):
+def test_an_optimizer_goes_on_with_its_new_options_unless_they_leave_state_without_a_use(
+    tmp_path, model
+):
     config = make_config(model, **VARIANTS["sgd"])
     assert run_ranks(resume_with_other_options, 1, str(tmp_path), config) == [0]
     error = (tmp_path / "error").read_text()
-    assert "has optimizer.momentum_buffer.model.embed_tokens.weight of (150, 64), the run's is None: it is of" in error
+    assert (
+        "has optimizer.momentum_buffer.model.embed_tokens.weight of (150, 64), the run's is None: it is of"
+        in error
+    )
 
 
 PLAIN_STATE = """
@@ -299,7 +346,10 @@ def test_state_that_each_rank_may_have_for_itself_is_refused(tmp_path, model):
     config = make_config(model, optimizer=f"{tmp_path}/plain.py:Plain")
     assert run_ranks(save_plain_state, 2, str(tmp_path), config) == [0, 0]
     error = (tmp_path / "error 1").read_text()
-    assert error.startswith("ValueError: --optimizer keeps part.") and "a scalar that is equal on all ranks" in error
+    assert (
+        error.startswith("ValueError: --optimizer keeps part.")
+        and "a scalar that is equal on all ranks" in error
+    )
 
 
 def test_nothing_in_the_shards_is_pickled(tmp_path, model):
@@ -318,10 +368,16 @@ def load_another(rank: int, folder: str, config: Config) -> None:
 
 
 def test_shards_of_another_model_are_refused_by_name(tmp_path, model):
-    assert run_ranks(train_and_save, 1, str(tmp_path), {"one": make_config(model, lora_rank=2)}, 1) == [0]
+    assert run_ranks(
+        train_and_save, 1, str(tmp_path), {"one": make_config(model, lora_rank=2)}, 1
+    ) == [0]
     assert run_ranks(load_another, 1, str(tmp_path), make_config(model, lora_rank=3)) == [0]
     error = (tmp_path / "error").read_text()
-    assert error.startswith("ValueError: ") and "lora_A of (2, " in error and "the run's is (3, " in error
+    assert (
+        error.startswith("ValueError: ")
+        and "lora_A of (2, " in error
+        and "the run's is (3, " in error
+    )
 
 
 def save_to_a_full_disk(rank: int, folder: str, config: Config) -> None:
@@ -360,5 +416,7 @@ def test_what_is_not_finite_is_never_saved_over_a_good_checkpoint():
     good = {"weights.a": torch.ones(3), "step": torch.tensor(4)}
     check_finite(good)
     for bad in (float("nan"), float("-inf")):
-        with pytest.raises(OSError, match=r"^weights.b is not finite; the checkpoints before it are kept$"):
+        with pytest.raises(
+            OSError, match=r"^weights.b is not finite; the checkpoints before it are kept$"
+        ):
             check_finite(good | {"weights.b": torch.tensor([0.0, bad])})

@@ -35,7 +35,11 @@ def model(tmp_path_factory):
 
 
 def make_config(model, **options):
-    clip = {"algo": "tis", "algo_args": () if "algo" in options else ("clip_high=10",), "max_grad_norm": 1e9}
+    clip = {
+        "algo": "tis",
+        "algo_args": () if "algo" in options else ("clip_high=10",),
+        "max_grad_norm": 1e9,
+    }
     return Config(**{"model": model, **clip, **options})
 
 
@@ -61,7 +65,11 @@ OPTIONS = {
     "offloaded": {"save_memory": ("optimizer",)},
     "both saved": {"save_memory": ("activations", "optimizer")},
     "two updates": {"minibatches": 2},
-    "two updates, interpolated": {"minibatches": 2, "proximal": "loglinear", "algo": "decoupled_ppo"},
+    "two updates, interpolated": {
+        "minibatches": 2,
+        "proximal": "loglinear",
+        "algo": "decoupled_ppo",
+    },
     "cold": {"temperature": 0.7},
     "every loss aggregated by sequence": {"loss_aggregation": "sequence_mean"},
     **{algo: {"algo": algo, "algo_args": ()} for algo in LOSSES},
@@ -72,20 +80,28 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
-def test_bfloat16_computes_about_what_float32_does_and_not_the_same(model, name, attention, monkeypatch):
+def test_bfloat16_computes_about_what_float32_does_and_not_the_same(
+    model, name, attention, monkeypatch
+):
     """As a GPU computes; tolerance 5 % of the gradient, and 0.05 nats of the mean log-prob."""
     options, sequences = OPTIONS[name], grouped_sequences(6, 4)
     monkeypatch.setattr(
-        asyncrl.trainer.model, "choose_attention", lambda *_: "sdpa" if "share_prefix" in options else attention
+        asyncrl.trainer.model,
+        "choose_attention",
+        lambda *_: "sdpa" if "share_prefix" in options else attention,
     )
     found = {}
     for dtype in ("float32", "bfloat16"):
         policy = load(make_config(model, dtype=dtype, **options))
         scores = policy.score([sequences])[0]
-        updates = [sequences[i :: policy.config.minibatches] for i in range(policy.config.minibatches)]
+        updates = [
+            sequences[i :: policy.config.minibatches] for i in range(policy.config.minibatches)
+        ]
         share = distribute(updates, 1, 200, policy.config.share_prefix, policy.one_row)[0]
         gradients = []
-        policy.optimizer.register_step_pre_hook(lambda *_, policy=policy, of=gradients: of.append(gradient_of(policy)))
+        policy.optimizer.register_step_pre_hook(
+            lambda *_, policy=policy, of=gradients: of.append(gradient_of(policy))
+        )
         metrics = policy.train_step(share, policy_version=12)
         found[dtype] = (scores, metrics, gradients[0])
     (exact, _, gradient), (rounded, metrics, rounded_gradient) = found["float32"], found["bfloat16"]
@@ -100,10 +116,16 @@ def test_what_is_trained_and_kept_stays_float32_and_what_is_sent_is_bfloat16(mod
     policy.train_step(distribute([random_sequences(8)], 1, 10_000)[0], policy_version=12)
     after = dict(policy.named_full_parameters())
     assert {tensor.dtype for tensor in after.values()} == {torch.float32}
-    moments = [value for state in policy.optimizer.state.values() for name, value in state.items() if "exp" in name]
+    moments = [
+        value
+        for state in policy.optimizer.state.values()
+        for name, value in state.items()
+        if "exp" in name
+    ]
     assert {moment.dtype for moment in moments} == {torch.float32}
     assert {spec.dtype for spec in policy.sent_specs()} == {torch.bfloat16}
-    name = "model.layers.0.mlp.up_proj.weight"  # 1e-6 is below what bfloat16 could add to most of it
+    # 1e-6 is below what bfloat16 could add to most of it
+    name = "model.layers.0.mlp.up_proj.weight"
     assert (after[name] != before[name]).float().mean() > 0.9
     assert (after[name].bfloat16() != before[name].bfloat16()).float().mean() < 0.1
 
@@ -136,8 +158,14 @@ def gather_on_two_ranks(rank, folder, configs):
     dist.destroy_process_group()
 
 
-def test_weights_are_cast_to_what_is_sent_before_they_are_gathered_and_merged_in_float32(model, tmp_path):
-    options = {"plain": {}, "offloaded": {"save_memory": ("optimizer",)}, "adapters": {"lora_rank": 4, "lr": 0.1}}
+def test_weights_are_cast_to_what_is_sent_before_they_are_gathered_and_merged_in_float32(
+    model, tmp_path
+):
+    options = {
+        "plain": {},
+        "offloaded": {"save_memory": ("optimizer",)},
+        "adapters": {"lora_rank": 4, "lr": 0.1},
+    }
     fixed = {"dtype": "bfloat16", "optim": OptimOptions(warmup=0)}
     configs = {name: make_config(model, **fixed, **chosen) for name, chosen in options.items()}
     assert run_ranks(gather_on_two_ranks, 2, str(tmp_path), configs) == [0, 0]
@@ -190,26 +218,43 @@ def test_auto_is_float32_on_the_cpu_and_bfloat16_on_a_gpu_which_takes_nothing_el
 
 def gemma_in_bfloat16(path):
     """Its embedding's scale is a buffer, √40, which bfloat16 rounds."""
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 8}
-    config = Gemma3TextConfig(vocab_size=VOCAB, hidden_size=40, intermediate_size=48, pad_token_id=0, **sizes)
+    sizes = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "head_dim": 8,
+    }
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB, hidden_size=40, intermediate_size=48, pad_token_id=0, **sizes
+    )
     Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return str(path)
 
 
-def test_a_model_that_is_stored_in_bfloat16_is_read_in_it_and_widened_shard_by_shard(model, tmp_path):
+def test_a_model_that_is_stored_in_bfloat16_is_read_in_it_and_widened_shard_by_shard(
+    model, tmp_path
+):
     folder = str(shutil.copytree(model, tmp_path / "model"))
     AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
     read = _read_model(folder, torch.float32)
     assert {parameter.dtype for parameter in read.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in read.buffers()} == {torch.float32}
-    expected = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    expected = dict(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
+    )
     for name, tensor in load(make_config(folder)).named_full_parameters():
         assert tensor.dtype == torch.float32 and torch.equal(tensor, expected[name])
-    assert {parameter.dtype for parameter in _read_model(model, torch.float32).parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in _read_model(model, torch.float32).parameters()} == {
+        torch.float32
+    }
 
 
 def test_a_buffer_that_bfloat16_would_round_is_not_rounded(tmp_path):
     path = gemma_in_bfloat16(tmp_path)
-    assert _read_model(path, torch.float32).model.embed_tokens.embed_scale.item() == pytest.approx(40**0.5, abs=1e-6)
+    assert _read_model(path, torch.float32).model.embed_tokens.embed_scale.item() == pytest.approx(
+        40**0.5, abs=1e-6
+    )
     policy = load(make_config(path))
-    assert policy.module.model.model.embed_tokens.embed_scale.item() == pytest.approx(40**0.5, abs=1e-6)
+    assert policy.module.model.model.embed_tokens.embed_scale.item() == pytest.approx(
+        40**0.5, abs=1e-6
+    )

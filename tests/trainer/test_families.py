@@ -48,7 +48,9 @@ def test_a_family_that_was_not_compared_is_refused_in_one_line(family):
     class Config:
         model_type = family
 
-    with pytest.raises(ValueError, match=f"^--model m is a {family}: vLLM computes other .+qwen3") as caught:
+    with pytest.raises(
+        ValueError, match=f"^--model m is a {family}: vLLM computes other .+qwen3"
+    ) as caught:
         check_family(Config(), "m")
     assert "\n" not in str(caught.value)
 

@@ -16,7 +16,11 @@ def test_means_are_over_all_tokens_and_over_those_of_each_lag():
     stats.add({"x": torch.tensor(values[4:])}, torch.tensor(lags[4:]))
     metrics = stats.reduce()
     assert metrics["x"] == sum(values) / 9 and metrics["tokens"] == 9
-    by_lag = {name.removeprefix("x/lag_"): mean for name, mean in metrics.items() if name.startswith("x/lag_")}
+    by_lag = {
+        name.removeprefix("x/lag_"): mean
+        for name, mean in metrics.items()
+        if name.startswith("x/lag_")
+    }
     assert by_lag == {"0": 1.0, "1": 2.0, "2": 4.0, "3-4": 12.0, "5-8": 48.0, "9+": 192.0}
 
 
@@ -29,10 +33,20 @@ def test_buckets_without_tokens_are_absent():
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_value_that_is_not_finite_stays_in_its_lag_and_its_statistic(bad):
     stats = TokenStats()
-    stats.add({"x": torch.tensor([1.0, bad, 3.0]), "y": torch.tensor([1.0, 2.0, 3.0])}, torch.tensor([0, 2, 6]))
+    stats.add(
+        {"x": torch.tensor([1.0, bad, 3.0]), "y": torch.tensor([1.0, 2.0, 3.0])},
+        torch.tensor([0, 2, 6]),
+    )
     metrics = stats.reduce()
-    assert metrics["x/lag_2"] == pytest.approx(bad, nan_ok=True) and metrics["x"] == pytest.approx(bad, nan_ok=True)
-    assert (metrics["x/lag_0"], metrics["x/lag_5-8"], metrics["y"], metrics["y/lag_2"]) == (1.0, 3.0, 2.0, 2.0)
+    assert metrics["x/lag_2"] == pytest.approx(bad, nan_ok=True) and metrics["x"] == pytest.approx(
+        bad, nan_ok=True
+    )
+    assert (metrics["x/lag_0"], metrics["x/lag_5-8"], metrics["y"], metrics["y/lag_2"]) == (
+        1.0,
+        3.0,
+        2.0,
+        2.0,
+    )
 
 
 def effective_sample_size(**stats):
@@ -40,7 +54,9 @@ def effective_sample_size(**stats):
     tensors = {name: torch.tensor(values) for name, values in stats.items()}
     token_stats.add(tensors, torch.zeros(len(tensors["ratio"]), dtype=torch.int64))
     metrics = token_stats.reduce()
-    assert set(metrics) <= {*stats, "tokens", "ess"} | {f"{name}/lag_0" for name in (*stats, "tokens", "ess")}
+    assert set(metrics) <= {*stats, "tokens", "ess"} | {
+        f"{name}/lag_0" for name in (*stats, "tokens", "ess")
+    }
     return metrics.get("ess")
 
 
@@ -70,10 +86,14 @@ def test_quantiles_of_ratios_and_the_sample_size_of_whole_sequences_are_those_of
     stats.add_ratios(log_ratios[86:], ids[86:] - ids[86])
     found = stats.reduce()
     ratios = log_ratios.double().exp()
-    assert found["ratio_q01"] == pytest.approx(float(ratios[3])) and found["ratio_max"] == pytest.approx(math.e)
+    assert found["ratio_q01"] == pytest.approx(float(ratios[3])) and found[
+        "ratio_max"
+    ] == pytest.approx(math.e)
     assert found["ratio_q99"] == pytest.approx(float(ratios[297]))
     whole = [math.exp(float(log_ratios[ids == i].double().sum())) for i in range(7)]
-    assert found["sequence_ess"] == pytest.approx(sum(whole) ** 2 / (7 * sum(w * w for w in whole)), rel=1e-4)
+    assert found["sequence_ess"] == pytest.approx(
+        sum(whole) ** 2 / (7 * sum(w * w for w in whole)), rel=1e-4
+    )
 
 
 def test_the_slope_of_a_lag_is_the_norm_of_its_tokens_derivatives():
@@ -81,4 +101,6 @@ def test_the_slope_of_a_lag_is_the_norm_of_its_tokens_derivatives():
     stats.add({"x": torch.zeros(3)}, lags)
     stats.add_slopes(torch.tensor([3.0, 4.0, 12.0]), lags)
     found = stats.reduce()
-    assert (found["slope/lag_0"], found["slope/lag_5-8"], found["slope"]) == pytest.approx((5.0, 12.0, 13.0))
+    assert (found["slope/lag_0"], found["slope/lag_5-8"], found["slope"]) == pytest.approx(
+        (5.0, 12.0, 13.0)
+    )

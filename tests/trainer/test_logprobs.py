@@ -64,7 +64,10 @@ def test_what_is_kept_equals_brute_force_and_always_holds_the_sampled_token(top_
 
 
 def test_the_backward_pass_does_not_compute_the_entropy_again(tied):
-    model, batch = AutoModelForCausalLM.from_pretrained(tied).eval(), pack(bundle(random_sequences(3)), one_row=False)
+    model, batch = (
+        AutoModelForCausalLM.from_pretrained(tied).eval(),
+        pack(bundle(random_sequences(3)), one_row=False),
+    )
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         score(model, batch)[0].sum().backward()
     counts = {event.key: event.count for event in recorded.key_averages()}
@@ -93,13 +96,21 @@ def gradient_of(path, dtype, sampling, chunk_rows):
     advantages = torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(0))
     logprobs, entropy, _ = score(model, batch, sampling, chunk_rows)
     (logprobs * advantages).sum().backward()
-    return logprobs.detach(), entropy, {name: p.grad.float() for name, p in model.named_parameters()}
+    return (
+        logprobs.detach(),
+        entropy,
+        {name: p.grad.float() for name, p in model.named_parameters()},
+    )
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, 0.9), Sampling(0.8, 0.9, 20, 0.01)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.8), Sampling(0.8, 0.9), Sampling(0.8, 0.9, 20, 0.01)]
+)
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
 @pytest.mark.parametrize("tying", ["tied", "untied"])
-def test_the_head_in_chunks_gives_values_and_gradients_of_the_head_at_once(tying, dtype, relative, sampling, request):
+def test_the_head_in_chunks_gives_values_and_gradients_of_the_head_at_once(
+    tying, dtype, relative, sampling, request
+):
     path = request.getfixturevalue(tying)
     logprobs, entropy, gradient = gradient_of(path, dtype, sampling, ALL_ROWS)
     for chunk_rows in (1, 7, 64):
@@ -107,7 +118,9 @@ def test_the_head_in_chunks_gives_values_and_gradients_of_the_head_at_once(tying
         # In bfloat16 a product of other rows may round its sums otherwise: the logits differ by their last bit.
         torch.testing.assert_close(mine[:2], (logprobs, entropy), rtol=relative, atol=relative)
         # One chunk is one term of the weight's gradient, which autograd sums in bfloat16 (2⁻⁸ per sum).
-        assert_same_gradient(mine[2], gradient, relative=relative * math.sqrt(len(logprobs) / chunk_rows))
+        assert_same_gradient(
+            mine[2], gradient, relative=relative * math.sqrt(len(logprobs) / chunk_rows)
+        )
 
 
 def test_bfloat16_weights_give_a_float32_log_softmax_of_their_logits(untied):
@@ -119,8 +132,12 @@ def test_bfloat16_weights_give_a_float32_log_softmax_of_their_logits(untied):
     places = np.flatnonzero(sequence.loss_mask)
     exact = logits[places - 1].log_softmax(dim=-1)
     targets = torch.from_numpy(sequence.tokens[places])[:, None]
-    torch.testing.assert_close(logprobs.double(), exact.gather(1, targets).squeeze(1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(dim=-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logprobs.double(), exact.gather(1, targets).squeeze(1), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        entropy.double(), -(exact.exp() * exact).sum(dim=-1), rtol=1e-5, atol=1e-5
+    )
 
 
 # Memory
@@ -160,23 +177,39 @@ def peak_of_head(shape: Shape, chunk_rows: int, sampling: Sampling, dtype: torch
     model = Qwen3ForCausalLM(config).to(dtype).eval()
     ids = torch.randint(0, shape.vocab, (shape.tokens // 32, 32))
     module = TokenLogprobs(model, chunk_rows)
-    args = (ids, torch.arange(32).expand_as(ids), torch.arange(shape.tokens), ids.flatten(), sampling)
+    args = (
+        ids,
+        torch.arange(32).expand_as(ids),
+        torch.arange(shape.tokens),
+        ids.flatten(),
+        sampling,
+    )
     return peak_bytes(lambda: module(*args)[0].sum().backward())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("sampling", "factor"),
-    [(Sampling(0.9), 3), (Sampling(0.9, 0.9), 6), (Sampling(0.9, 0.9, 20, 0.1), 6), (Sampling(0.9, 1.0, 20, 0.1), 4)],
+    [
+        (Sampling(0.9), 3),
+        (Sampling(0.9, 0.9), 6),
+        (Sampling(0.9, 0.9, 20, 0.1), 6),
+        (Sampling(0.9, 1.0, 20, 0.1), 4),
+    ],
 )
-def test_memory_is_the_stated_multiple_of_one_chunk_of_logits_and_not_of_all(sampling, factor, dtype):
+def test_memory_is_the_stated_multiple_of_one_chunk_of_logits_and_not_of_all(
+    sampling, factor, dtype
+):
     shape = Shape()
     of_a_row = shape.vocab * 4
-    rest = 3 * shape.vocab * shape.hidden * 4 + 2**21  # gradients of embedding and head; a layer over 1024 tokens
+    # gradients of embedding and head; a layer over 1024 tokens
+    rest = 3 * shape.vocab * shape.hidden * 4 + 2**21
     peaks = {rows: peak_of_head(shape, rows, sampling, dtype) for rows in (64, 128)}
     for rows, peak in peaks.items():
         assert peak < factor * rows * of_a_row + rest, (rows, peak)
     per_row = (peaks[128] - peaks[64]) / 64
     assert 0.8 * factor < per_row / of_a_row <= factor + 0.01
     if (sampling, dtype) == (Sampling(0.9), torch.float32):
-        assert peak_of_head(shape, ALL_ROWS, sampling, dtype) > 0.9 * factor * shape.tokens * of_a_row
+        assert (
+            peak_of_head(shape, ALL_ROWS, sampling, dtype) > 0.9 * factor * shape.tokens * of_a_row
+        )

@@ -35,16 +35,23 @@ def test_a_schedule_goes_on_where_it_was_if_the_run_goes_on_with_other_epochs():
         lrs, made = [], 0
         for step in range(8):
             epochs = before if step < 4 else after
-            config = Config(lr=0.1, steps=8, optim=OptimOptions(warmup=0, schedule="linear", epochs=epochs))
+            config = Config(
+                lr=0.1, steps=8, optim=OptimOptions(warmup=0, schedule="linear", epochs=epochs)
+            )
             for epoch in range(epochs):
                 lrs.append(learning_rate(config, made, step + epoch / epochs))
                 made += 1
-        done = [*(np.arange(1, 4 * before + 1) / before), *(4 + np.arange(1, 4 * after + 1) / after)]
+        done = [
+            *(np.arange(1, 4 * before + 1) / before),
+            *(4 + np.arange(1, 4 * after + 1) / after),
+        ]
         assert lrs == pytest.approx([0.1 * (1 - steps / 8) for steps in done])
 
 
 def test_by_ess_the_rate_falls_with_the_root_of_the_effective_sample_size():
-    assert rates(by_ess=True, ess=0.25)[5] == pytest.approx(0.05) and rates(ess=0.25)[5] == pytest.approx(0.1)
+    assert rates(by_ess=True, ess=0.25)[5] == pytest.approx(0.05) and rates(ess=0.25)[
+        5
+    ] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +133,15 @@ def test_groups_of_the_users_own_keep_their_share_of_the_learning_rate(tmp_path)
     path, own = save_tiny_model(tmp_path, tied=True), tmp_path / "halved_optimizer.py"
     own.write_text(OWN_OPTIMIZERS)
     options = {"lr": 0.5, "max_grad_norm": 1e9}
-    config = make_config(path, optimizer=f"{own}:halved", optim=OptimOptions(warmup=2, args=("share=0.25",)), **options)
-    plain = make_config(path, optimizer="sgd", optim=OptimOptions(warmup=2), **(options | {"lr": 0.125}))
+    config = make_config(
+        path,
+        optimizer=f"{own}:halved",
+        optim=OptimOptions(warmup=2, args=("share=0.25",)),
+        **options,
+    )
+    plain = make_config(
+        path, optimizer="sgd", optim=OptimOptions(warmup=2), **(options | {"lr": 0.125})
+    )
     ends = []
     for policy in (load(config), load(plain)):
         measured = policy.train_step(share_of(random_sequences(4)), policy_version=12)
@@ -153,22 +167,36 @@ def test_two_epochs_are_the_updates_of_two_passes_in_another_order(tmp_path, min
     stats = together.train_step(updates, policy_version=12)
     one_by_one = load(make_config(path, **optim, optim=OptimOptions(warmup=3)))
     second = np.random.default_rng((3, 12, 1)).permutation(minibatches).tolist()
-    found = [one_by_one.train_step([updates[i]], policy_version=12) for i in [*range(minibatches), *second]]
+    found = [
+        one_by_one.train_step([updates[i]], policy_version=12)
+        for i in [*range(minibatches), *second]
+    ]
     assert torch.equal(weights_of(together), weights_of(one_by_one))
-    assert together.num_updates == 2 * minibatches and stats["tokens"] == sum(of["tokens"] for of in found)
+    assert together.num_updates == 2 * minibatches and stats["tokens"] == sum(
+        of["tokens"] for of in found
+    )
     assert stats["lr"] == found[-1]["lr"] and stats["loss"] == pytest.approx(
         sum(of["loss"] for of in found) / len(found)
     )
-    assert [at.progress for at in positions] == [i / (2 * minibatches) for i in range(2 * minibatches)]
+    assert [at.progress for at in positions] == [
+        i / (2 * minibatches) for i in range(2 * minibatches)
+    ]
     assert minibatches == 1 or second != [0, 1, 2], "a seed whose second epoch has another order"
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("algo", ["decoupled_ppo", "tis"])
-def test_in_every_epoch_proximal_logprobs_are_those_before_the_first_whatever_the_micro_batches(tmp_path, algo):
+def test_in_every_epoch_proximal_logprobs_are_those_before_the_first_whatever_the_micro_batches(
+    tmp_path, algo
+):
     path, sequences, ends = save_tiny_model(tmp_path, tied=True), random_sequences(8), []
     for budget in (30, 10_000):
-        options = {"algo": algo, "algo_args": (), "lr": 1e-3, "optim": OptimOptions(warmup=0, epochs=2)}
+        options = {
+            "algo": algo,
+            "algo_args": (),
+            "lr": 1e-3,
+            "optim": OptimOptions(warmup=0, epochs=2),
+        }
         policy, seen = load(make_config(path, **options)), []
         loss = policy.loss
         policy.loss = lambda inputs, seen=seen, loss=loss: seen.append(inputs) or loss(inputs)
@@ -184,7 +212,11 @@ def test_in_every_epoch_proximal_logprobs_are_those_before_the_first_whatever_th
 @pytest.mark.usefixtures("one_rank")
 def test_the_sequences_of_an_update_set_its_rate(tmp_path):
     sequences = random_sequences(6)
-    policy = load(make_config(save_tiny_model(tmp_path, tied=True), lr=0.01, optim=OptimOptions(warmup=1, by_ess=True)))
+    policy = load(
+        make_config(
+            save_tiny_model(tmp_path, tied=True), lr=0.01, optim=OptimOptions(warmup=1, by_ess=True)
+        )
+    )
     stats = policy.train_step(share_of(sequences), 12)
     assert 1 / 6 <= stats["sequence_ess"] < 1
     assert stats["lr"] == pytest.approx(0.01 * math.sqrt(stats["sequence_ess"]))
@@ -195,7 +227,9 @@ def test_the_sequences_of_an_update_set_its_rate(tmp_path):
 def test_the_entropy_bonus_pulls_by_the_gradient_of_the_entropy(tmp_path, top_p):
     path, sequences = save_tiny_model(tmp_path, tied=True), random_sequences(3)
     of = {"algo": "reinforce", "algo_args": (), "top_p": top_p}
-    plain, with_bonus = (load(make_config(path, **of, optim=OptimOptions(entropy=entropy))) for entropy in (0.0, 0.5))
+    plain, with_bonus = (
+        load(make_config(path, **of, optim=OptimOptions(entropy=entropy))) for entropy in (0.0, 0.5)
+    )
     batch = [pack(bundle(sequences), plain.one_row)]
     bonus = gradient_of(with_bonus, batch) - gradient_of(plain, batch)
     entropy = with_bonus._forward(with_bonus.module, batch[0]).entropy

@@ -26,18 +26,25 @@ LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.integers(50, 200))
-def test_a_split_holds_every_sequence_once_within_the_budget_and_equal_counts_on_all_ranks(lengths, ranks, budget):
+def test_a_split_holds_every_sequence_once_within_the_budget_and_equal_counts_on_all_ranks(
+    lengths, ranks, budget
+):
     split = split_into_microbatches(lengths, ranks, budget)
     assert len(split) == ranks
     assert len({len(microbatches) for microbatches in split}) == 1
-    assert sorted(i for rank in split for members in rank for i in members) == list(range(len(lengths)))
+    assert sorted(i for rank in split for members in rank for i in members) == list(
+        range(len(lengths))
+    )
     assert all(sum(lengths[i] for i in members) <= budget for rank in split for members in rank)
 
 
 @settings(deadline=None)
 @given(LENGTHS.filter(bool), st.integers(1, 5))
 def test_ranks_differ_by_at_most_the_longest_sequence(lengths, ranks):
-    loads = [sum(lengths[i] for m in rank for i in m) for rank in split_into_microbatches(lengths, ranks, 10_000)]
+    loads = [
+        sum(lengths[i] for m in rank for i in m)
+        for rank in split_into_microbatches(lengths, ranks, 10_000)
+    ]
     assert max(loads) - min(loads) <= max(lengths)
 
 
@@ -59,13 +66,21 @@ def test_distribute_keeps_updates_apart():
     sequences = random_sequences(10)
     shares = distribute([sequences[:4], sequences[4:]], num_ranks=2, max_tokens=48)
     for update, expected in enumerate([sequences[:4], sequences[4:]]):
-        held = [id(s) for rank in shares for microbatch in rank[update] for b in microbatch for s in b.sequences]
+        held = [
+            id(s)
+            for rank in shares
+            for microbatch in rank[update]
+            for b in microbatch
+            for s in b.sequences
+        ]
         assert sorted(held) == sorted(map(id, expected))
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.booleans(), st.integers(0, 1000))
-def test_packed_rows_hold_each_sequence_whole_and_point_at_the_token_before_each_target(num, one_row, seed):
+def test_packed_rows_hold_each_sequence_whole_and_point_at_the_token_before_each_target(
+    num, one_row, seed
+):
     sequences = random_sequences(num, seed)
     batch = pack(bundle(sequences), one_row)
     assert batch.input_ids.shape[0] == 1 or not one_row
@@ -77,7 +92,9 @@ def test_packed_rows_hold_each_sequence_whole_and_point_at_the_token_before_each
         source = batch.sources.numpy()[mine]
         start = source[0] - positions[source[0]]
         assert (ids[start : start + len(sequence.tokens)] == sequence.tokens).all()
-        assert (positions[start : start + len(sequence.tokens)] == np.arange(len(sequence.tokens))).all()
+        assert (
+            positions[start : start + len(sequence.tokens)] == np.arange(len(sequence.tokens))
+        ).all()
         assert (source == start + places - 1).all()
         assert (batch.targets.numpy()[mine] == sequence.tokens[places]).all()
         assert (batch.behavior_logprobs.numpy()[mine] == sequence.behavior_logprobs[places]).all()
@@ -93,7 +110,9 @@ def test_short_rows_waste_little():
 
 def test_a_sequence_without_trained_tokens_is_read_but_not_numbered():
     a, b, c = random_sequences(3)
-    silent = TrainSequence(b.tokens, np.zeros(len(b.tokens), bool), b.behavior_logprobs, b.policy_versions, 1.0, 1.0)
+    silent = TrainSequence(
+        b.tokens, np.zeros(len(b.tokens), bool), b.behavior_logprobs, b.policy_versions, 1.0, 1.0
+    )
     batch = pack(bundle([a, silent, c]), one_row=False)
     assert batch.num_trained == (a.num_trained, c.num_trained)
     assert batch.sequence_ids.unique().tolist() == [0, 1]
@@ -107,7 +126,9 @@ def test_nothing_packs_into_a_sequence_of_two_tokens_to_read_and_none_to_train()
 
 def test_a_trained_first_token_is_refused():
     one = np.ones(2, bool)
-    sequence = TrainSequence(np.zeros(2, np.int64), one, np.zeros(2, np.float32), np.zeros(2, np.int32), 0, 0)
+    sequence = TrainSequence(
+        np.zeros(2, np.int64), one, np.zeros(2, np.float32), np.zeros(2, np.int32), 0, 0
+    )
     with pytest.raises(RuntimeError, match="nothing predicts it"):
         pack(bundle([sequence]), True)
 
@@ -115,7 +136,11 @@ def test_a_trained_first_token_is_refused():
 def test_token_weights_are_those_of_each_aggregation():
     lengths = [4, 1]  # of an update that has 10 tokens in 5 sequences, elsewhere included
     totals = UpdateTotals(tokens=10, sequences=5, max_response_tokens=8)
-    expected = {"token_mean": [1 / 10, 1 / 10], "sequence_mean": [1 / 20, 1 / 5], "constant": [1 / 40, 1 / 40]}
+    expected = {
+        "token_mean": [1 / 10, 1 / 10],
+        "sequence_mean": [1 / 20, 1 / 5],
+        "constant": [1 / 40, 1 / 40],
+    }
     for aggregation, weights in expected.items():
         assert torch.equal(token_weights(lengths, aggregation, totals), torch.tensor(weights))
 
@@ -130,9 +155,13 @@ def from_1(sequences):
     return [replace(s, tokens=s.tokens + 1) for s in sequences]
 
 
-TREES = st.builds(random_tree, st.integers(1, 14), st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 4))
+TREES = st.builds(
+    random_tree, st.integers(1, 14), st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 4)
+)
 TREES = TREES.map(from_1)
-GROUPS = st.builds(grouped_sequences, st.integers(1, 6), st.integers(1, 5), st.integers(0, 1000)).map(from_1)
+GROUPS = st.builds(
+    grouped_sequences, st.integers(1, 6), st.integers(1, 5), st.integers(0, 1000)
+).map(from_1)
 
 
 def make_group(group_id, prompt, responses):
@@ -155,7 +184,9 @@ def of_text(text, group_id=0):
     """A sequence of a token per letter, capitals trained."""
     lower, num = text.lower(), len(text)
     tokens, mask = np.array([ord(c) for c in lower]), np.array([c.isupper() for c in text])
-    return TrainSequence(tokens, mask, np.zeros(num, np.float32), np.zeros(num, np.int32), 1.0, 1.0, group_id)
+    return TrainSequence(
+        tokens, mask, np.zeros(num, np.float32), np.zeros(num, np.int32), 1.0, 1.0, group_id
+    )
 
 
 def nodes_of(sequences):
@@ -175,7 +206,9 @@ def sequences_of(bundles):
 
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 12), st.sampled_from(SHARING))
-def test_a_shared_prompt_is_read_once_which_saves_the_papers_bound(prompt, response, group_size, sharing):
+def test_a_shared_prompt_is_read_once_which_saves_the_papers_bound(
+    prompt, response, group_size, sharing
+):
     bundles = bundle(make_group(0, prompt, [response] * group_size), sharing)
     batch = pack(bundles, one_row=False, share_prefix=sharing)
     ((one,), read) = bundles, prompt + group_size * response
@@ -186,10 +219,17 @@ def test_a_shared_prompt_is_read_once_which_saves_the_papers_bound(prompt, respo
 
 
 @settings(max_examples=60, deadline=None)
-@given(GROUPS | TREES, st.booleans(), st.sampled_from(SHARING), st.just(math.inf) | st.integers(20, 60))
-def test_what_predicts_a_token_of_a_shared_row_sees_exactly_the_tokens_before_it(given_, one_row, sharing, budget):
+@given(
+    GROUPS | TREES, st.booleans(), st.sampled_from(SHARING), st.just(math.inf) | st.integers(20, 60)
+)
+def test_what_predicts_a_token_of_a_shared_row_sees_exactly_the_tokens_before_it(
+    given_, one_row, sharing, budget
+):
     bundles = bundle(given_, sharing, budget)
-    batch, sequences = pack(bundles, one_row, sharing), [s for s in sequences_of(bundles) if s.num_trained]
+    batch, sequences = (
+        pack(bundles, one_row, sharing),
+        [s for s in sequences_of(bundles) if s.num_trained],
+    )
     mask = dense_mask(batch.visible_until)[:, 0].numpy()
     found = 0
     for s, sequence in enumerate(sequences):
@@ -217,14 +257,20 @@ def test_in_a_tree_every_token_sees_its_ancestors_and_no_other(sequences, budget
         for column, depth in enumerate(depths):
             above = next((c for c in reversed(range(column)) if depths[c] == depth - 1), None)
             paths.append([*([] if above is None else paths[above]), column])
-            assert np.flatnonzero(mask[column]).tolist() == paths[-1] and len(paths[-1]) == depth + 1
+            assert (
+                np.flatnonzero(mask[column]).tolist() == paths[-1] and len(paths[-1]) == depth + 1
+            )
         read = [tuple(batch.input_ids[0, path].tolist()) for path in paths]
-        assert len(set(read)) == len(read) and set(read) == nodes_of(chosen.sequences), "each is read once"
+        assert len(set(read)) == len(read) and set(read) == nodes_of(chosen.sequences), (
+            "each is read once"
+        )
 
 
 @settings(deadline=None)
 @given(GROUPS | TREES, st.integers(20, 60))
-def test_a_whole_tree_has_the_tokens_that_are_distinct_which_every_way_to_read_it_counts(sequences, budget):
+def test_a_whole_tree_has_the_tokens_that_are_distinct_which_every_way_to_read_it_counts(
+    sequences, budget
+):
     distinct = len(nodes_of(sequences))
     assert sum(b.num_tokens for b in bundle(sequences, "tree")) == distinct
     lengths = []
@@ -247,14 +293,26 @@ def test_turns_equal_beginnings_repetitions_and_groups_share_in_a_tree_and_promp
     """`system` before two prompts; a game of two turns that parts in the second; a response that another goes on from;
     two equal ones."""
     texts = ["sysaONEobsTWO", "sysaONEobsTEN", "sysaONE", "sysaXY", "sysaXY"]
-    sequences = [*(of_text(text, 0) for text in texts), *(of_text("sysb" + text, 1) for text in ("ONE", "OFF"))]
+    sequences = [
+        *(of_text(text, 0) for text in texts),
+        *(of_text("sysb" + text, 1) for text in ("ONE", "OFF")),
+    ]
     ((tree,), prompts) = bundle(sequences, "tree"), bundle(sequences, "prompt")
     assert tree.num_tokens == len("sysa" + "ONEobsTWO" + "EN" + "XY" + "b" + "ONE" + "FF")
-    assert ["".join(map(chr, s.tokens)) for s in tree.sequences[:3]] == ["sysaone", "sysaoneobsten", "sysaoneobstwo"]
+    assert ["".join(map(chr, s.tokens)) for s in tree.sequences[:3]] == [
+        "sysaone",
+        "sysaoneobsten",
+        "sysaoneobstwo",
+    ]
     assert [len(b.sequences) for b in prompts] == [5, 2]
-    assert [b.num_tokens for b in prompts] == [len("sysa" + "ONEobsTWO" + "ONEobsTEN" + "ONE" + "XY" + "XY"), 10]
+    assert [b.num_tokens for b in prompts] == [
+        len("sysa" + "ONEobsTWO" + "ONEobsTEN" + "ONE" + "XY" + "XY"),
+        10,
+    ]
     batch = pack([tree], one_row=False, share_prefix="tree")
-    assert len(batch.targets) == sum(s.num_trained for s in sequences), "listed once for each branch"
+    assert len(batch.targets) == sum(s.num_trained for s in sequences), (
+        "listed once for each branch"
+    )
     pairs = {(int(a), int(b)) for a, b in zip(batch.sources, batch.targets, strict=True)}
     assert len(pairs) == len("ONE" + "TWO" + "EN" + "XY" + "ONE" + "FF"), "and computed once"
 
@@ -263,11 +321,15 @@ def test_the_common_prefix_of_prompts_ends_where_members_differ_or_one_is_traine
     a, b, c = make_group(0, 5, [2, 2, 2])
     other = TrainSequence(np.array([0, 1, 2, 9, 9, 9, 9]), *[getattr(a, f) for f in ("loss_mask", "behavior_logprobs")],
                           a.policy_versions, 1.0, 1.0, 0)  # fmt: skip
-    silent = TrainSequence(b.tokens, np.zeros(7, bool), b.behavior_logprobs, b.policy_versions, 1.0, 1.0, 0)
+    silent = TrainSequence(
+        b.tokens, np.zeros(7, bool), b.behavior_logprobs, b.policy_versions, 1.0, 1.0, 0
+    )
     of_another = make_group(1, 5, [2])[0]
     assert common_prefix(a, b, "prompt") == 5 and common_prefix(a, other, "prompt") == 3
     assert common_prefix(a, a, "prompt") == 5, "equal responses are two samples, not a prefix"
-    assert common_prefix(silent, silent, "prompt") == 7 and common_prefix(a, of_another, "prompt") == 0
+    assert (
+        common_prefix(silent, silent, "prompt") == 7 and common_prefix(a, of_another, "prompt") == 0
+    )
     assert (common_prefix(b, c), common_prefix(a, a), common_prefix(a, of_another)) == (5, 7, 7)
 
 
@@ -275,7 +337,9 @@ def test_sequences_without_a_group_or_a_common_first_token_pack_as_without_shari
     no_group = random_sequences(9)
     firsts = np.arange(9) + 100
     no_prefix = [
-        TrainSequence(np.concatenate([[first], s.tokens[1:]]), *list(vars(s).values())[1:6], group_id=0)
+        TrainSequence(
+            np.concatenate([[first], s.tokens[1:]]), *list(vars(s).values())[1:6], group_id=0
+        )
         for first, s in zip(firsts, no_group, strict=True)
     ]
     for sequences, sharing in ((no_group, "prompt"), (no_prefix, "prompt"), (no_prefix, "tree")):
@@ -287,8 +351,12 @@ def test_sequences_without_a_group_or_a_common_first_token_pack_as_without_shari
 
 
 @settings(deadline=None)
-@given(GROUPS | TREES, st.integers(1, 5), st.integers(75, 160), st.booleans(), st.sampled_from(SHARING))
-def test_trees_are_dealt_whole_or_cut_and_packed_as_they_were_counted(sequences, ranks, budget, rows, sharing):
+@given(
+    GROUPS | TREES, st.integers(1, 5), st.integers(75, 160), st.booleans(), st.sampled_from(SHARING)
+)
+def test_trees_are_dealt_whole_or_cut_and_packed_as_they_were_counted(
+    sequences, ranks, budget, rows, sharing
+):
     shares = distribute([sequences], ranks, budget, sharing, rows)
     held = [id(s) for rank in shares for microbatch in rank[0] for s in sequences_of(microbatch)]
     assert sorted(held) == sorted(map(id, sequences))
@@ -303,7 +371,10 @@ def test_trees_are_dealt_whole_or_cut_and_packed_as_they_were_counted(sequences,
 
 def test_a_group_is_cut_only_as_far_as_the_budget_and_the_ranks_ask():
     two_groups = [*make_group(0, 10, [5] * 8), *make_group(1, 10, [5] * 8)]
-    chosen = {ranks: choose_bundles(two_groups, ranks, 1000, "prompt", one_row=True) for ranks in (1, 2, 4)}
+    chosen = {
+        ranks: choose_bundles(two_groups, ranks, 1000, "prompt", one_row=True)
+        for ranks in (1, 2, 4)
+    }
     assert {ranks: [len(b.sequences) for b in bundles] for ranks, bundles in chosen.items()} == {
         1: [8, 8],
         2: [8, 8],
@@ -383,4 +454,7 @@ def test_dense_attention_gets_whole_groups_of_long_prompts_and_single_sequences_
         return max(len(b.sequences) for b in bundles)
 
     assert members_in_a_row(256, 32, one_row=False) == members_in_a_row(256, 32, one_row=True) == 8
-    assert members_in_a_row(16, 256, one_row=False) == 1 and members_in_a_row(16, 256, one_row=True) == 8
+    assert (
+        members_in_a_row(16, 256, one_row=False) == 1
+        and members_in_a_row(16, 256, one_row=True) == 8
+    )

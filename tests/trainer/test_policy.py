@@ -63,7 +63,15 @@ def untied(tmp_path_factory):
 
 def make_config(model, **options):
     """No gradient clipping and a wide loss clip, so that gradients can be compared with a plain sum."""
-    return Config(**{"model": model, "algo": "tis", "algo_args": ("clip_high=10",), "max_grad_norm": 1e9, **options})
+    return Config(
+        **{
+            "model": model,
+            "algo": "tis",
+            "algo_args": ("clip_high=10",),
+            "max_grad_norm": 1e9,
+            **options,
+        }
+    )
 
 
 def wide_clip(algo):
@@ -95,7 +103,10 @@ def plain_logprobs(path, sequences, transform=lambda row, target: row):
 @pytest.mark.parametrize("tying", ["tied", "untied"])
 def test_packed_logprobs_equal_those_of_single_sequences(tying, budget, request):
     path = request.getfixturevalue(tying)
-    microbatches = [[s for b in bundles for s in b.sequences] for bundles in share_of(random_sequences(20), budget)[0]]
+    microbatches = [
+        [s for b in bundles for s in b.sequences]
+        for bundles in share_of(random_sequences(20), budget)[0]
+    ]
     policy = load(make_config(path))
     for sequences, scores in zip(microbatches, policy.score(microbatches, raw=True), strict=True):
         torch.testing.assert_close(scores, plain_logprobs(path, sequences), rtol=1e-5, atol=1e-5)
@@ -121,11 +132,20 @@ def test_score_applies_the_sampling_transform(tied, temperature, cuts):
 
 
 def test_llama_works_as_well_as_qwen(tmp_path):
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
-    Llama(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(tmp_path)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+    }
+    Llama(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(
+        tmp_path
+    )
     sequences = random_sequences(6)
     scores = load(make_config(str(tmp_path))).score([sequences], raw=True)[0]
-    torch.testing.assert_close(scores, plain_logprobs(str(tmp_path), sequences), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        scores, plain_logprobs(str(tmp_path), sequences), rtol=1e-5, atol=1e-5
+    )
 
 
 # Gradients
@@ -159,7 +179,9 @@ def test_gradient_is_that_of_the_definition_for_any_microbatch_budget(untied, ag
     sequences = random_sequences(17, seed=3)
     policy = load(make_config(untied, loss_aggregation=aggregation))
     metrics = policy.train_step(share_of(sequences, budget), policy_version=12)
-    loss, gradient = plain_gradient(untied, sequences, aggregation, policy.config.max_response_tokens)
+    loss, gradient = plain_gradient(
+        untied, sequences, aggregation, policy.config.max_response_tokens
+    )
     assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
     assert_same_gradient(first_gradient(policy), gradient)
 
@@ -168,13 +190,25 @@ def test_gradient_is_that_of_the_definition_for_any_microbatch_budget(untied, ag
 def two_ranks(tied, tmp_path_factory):
     """What two real gloo ranks found, for each aggregation, and for 3 sequences in 1-sequence micro-batches with KL."""
     folder = str(tmp_path_factory.mktemp("two_ranks"))
-    cases = [(make_config(tied, loss_aggregation=a), [random_sequences(17, seed=3)], 60) for a in AGGREGATIONS]
-    cases += [
-        (make_config(tied, algo=algo, **wide_clip(algo)), [random_sequences(17, seed=3)], 60) for algo in ON_TWO_RANKS
+    cases = [
+        (make_config(tied, loss_aggregation=a), [random_sequences(17, seed=3)], 60)
+        for a in AGGREGATIONS
     ]
-    adapters = make_config(tied, lora_rank=3, kl_coef=0.1, lr=1e-3, optim=OptimOptions(warmup=0), minibatches=2)
+    cases += [
+        (make_config(tied, algo=algo, **wide_clip(algo)), [random_sequences(17, seed=3)], 60)
+        for algo in ON_TWO_RANKS
+    ]
+    adapters = make_config(
+        tied, lora_rank=3, kl_coef=0.1, lr=1e-3, optim=OptimOptions(warmup=0), minibatches=2
+    )
     cases.append((adapters, [random_sequences(17, seed=3), random_sequences(9, seed=4)], 60))
-    cases.append((make_config(tied, kl_coef=0.1, lr=1e-2, minibatches=2), [random_sequences(3, seed=1)] * 2, 24))
+    cases.append(
+        (
+            make_config(tied, kl_coef=0.1, lr=1e-2, minibatches=2),
+            [random_sequences(3, seed=1)] * 2,
+            24,
+        )
+    )
     assert run_ranks(run_on_two_ranks, 2, folder, cases) == [0, 0]
     return cases, torch.load(os.path.join(folder, "results.pt")), folder
 
@@ -188,7 +222,9 @@ def test_two_ranks_give_the_gradient_and_metrics_of_one(two_ranks, case):
     expected = policy.train_step(share_of(updates[0]), policy_version=12)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert_same_gradient(gradient, first_gradient(policy))
-    plain = plain_gradient(config.model, updates[0], config.loss_aggregation, config.max_response_tokens)[1]
+    plain = plain_gradient(
+        config.model, updates[0], config.loss_aggregation, config.max_response_tokens
+    )[1]
     assert_same_gradient(gradient, plain)
 
 
@@ -252,8 +288,13 @@ def test_two_ranks_save_one_loadable_checkpoint_and_both_hear_of_a_failure(two_r
 
 
 def test_updates_raise_the_probability_of_what_was_good_and_lower_that_of_what_was_bad(tied):
-    sequences = [replace(s, advantage=(1.0, -1.0)[i % 2]) for i, s in enumerate(random_sequences(10, max_tokens=12))]
-    policy = load(make_config(tied, algo="reinforce", algo_args=(), lr=1e-3, optim=OptimOptions(warmup=0)))
+    sequences = [
+        replace(s, advantage=(1.0, -1.0)[i % 2])
+        for i, s in enumerate(random_sequences(10, max_tokens=12))
+    ]
+    policy = load(
+        make_config(tied, algo="reinforce", algo_args=(), lr=1e-3, optim=OptimOptions(warmup=0))
+    )
     before = [policy.score([[s]])[0].mean() for s in sequences]
     for version in range(5):
         policy.train_step(share_of(sequences), 12 + version)
@@ -266,7 +307,12 @@ def test_the_trainers_clock_is_told_when_each_optimizer_step_begins_and_ends(tie
     policy, entered = load(make_config(tied)), []
     policy.clock.enter = lambda state: entered.append((state, policy.num_updates))
     policy.train_step([*share_of(random_sequences(2)), *share_of(random_sequences(2))], 12)
-    assert entered[1:] == [("optimizer", 0), ("forward_backward", 1), ("optimizer", 1), ("forward_backward", 2)]
+    assert entered[1:] == [
+        ("optimizer", 0),
+        ("forward_backward", 1),
+        ("optimizer", 1),
+        ("forward_backward", 2),
+    ]
 
 
 def test_the_share_of_weights_that_an_update_changes_is_that_in_bfloat16(tied):
@@ -276,12 +322,16 @@ def test_the_share_of_weights_that_an_update_changes_is_that_in_bfloat16(tied):
     after = {name: tensor.bfloat16() for name, tensor in policy.named_full_parameters()}
     changed = sum(int((after[name] != before[name]).sum()) for name in before)
     assert 0 < changed < sum(tensor.numel() for tensor in before.values())
-    assert stats["changed_weights"] == pytest.approx(changed / sum(tensor.numel() for tensor in before.values()))
+    assert stats["changed_weights"] == pytest.approx(
+        changed / sum(tensor.numel() for tensor in before.values())
+    )
 
 
 def test_the_slope_is_the_norm_of_the_loss_s_derivatives_by_the_log_probs(tied):
     sequences = random_sequences(3)
-    stats = load(make_config(tied, algo="reinforce", algo_args=())).train_step(share_of(sequences), 12)
+    stats = load(make_config(tied, algo="reinforce", algo_args=())).train_step(
+        share_of(sequences), 12
+    )
     advantages = np.concatenate([np.full(s.loss_mask.sum(), s.advantage) for s in sequences])
     assert stats["slope"] == pytest.approx(np.linalg.norm(advantages) / len(advantages), rel=1e-5)
 
@@ -305,17 +355,23 @@ def test_drift_and_ratio_are_those_of_behavior_against_current_policy(tied):
     sequences = random_sequences(6)
     policy = load(make_config(tied, algo_args=()))
     logprobs = policy.score([sequences])[0].double().tolist()
-    behavior = np.concatenate([s.behavior_logprobs[s.loss_mask] for s in sequences]).astype(float).tolist()
+    behavior = (
+        np.concatenate([s.behavior_logprobs[s.loss_mask] for s in sequences]).astype(float).tolist()
+    )
     metrics = policy.train_step([[bundle(sequences)]], policy_version=12)
     ratios = [math.exp(p - b) for p, b in zip(logprobs, behavior, strict=True)]
     n = len(ratios)
     assert metrics["tokens"] == n
     assert metrics["ratio"] == pytest.approx(sum(ratios) / n, rel=1e-4)
     assert metrics["drift/k1"] == pytest.approx(-sum(map(math.log, ratios)) / n, rel=1e-4)
-    assert metrics["drift/k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / n, rel=1e-4)
+    assert metrics["drift/k3"] == pytest.approx(
+        sum(r - 1 - math.log(r) for r in ratios) / n, rel=1e-4
+    )
     assert metrics["weight"] == pytest.approx(sum(min(r, 1) for r in ratios) / n, rel=1e-4)
     weights = [min(r, 1) for r in ratios]
-    assert metrics["ess"] == pytest.approx(sum(weights) ** 2 / (n * sum(w * w for w in weights)), rel=1e-4)
+    assert metrics["ess"] == pytest.approx(
+        sum(weights) ** 2 / (n * sum(w * w for w in weights)), rel=1e-4
+    )
     assert sum(v for name, v in metrics.items() if name.startswith("tokens/lag_")) == n
 
 
@@ -337,14 +393,21 @@ def test_every_loss_has_its_stats_drift_and_effective_sample_size_in_each_lag_bu
     log_ratio = (inputs.logprobs.detach() - inputs.behavior_logprobs).double().numpy()
     k1, k3 = -log_ratio, np.exp(log_ratio) - 1 - log_ratio
     weight = stats.get("weight", stats["ratio"]).double().numpy()
-    for bucket, first, last in (("", 0, 99), ("/lag_1", 1, 1), ("/lag_5-8", 5, 8), ("/lag_9+", 9, 99)):
+    for bucket, first, last in (
+        ("", 0, 99),
+        ("/lag_1", 1, 1),
+        ("/lag_5-8", 5, 8),
+        ("/lag_9+", 9, 99),
+    ):
         mine = (lags >= first) & (lags <= last)
         assert metrics[f"drift/k1{bucket}"] == pytest.approx(k1[mine].mean(), rel=1e-4)
         assert metrics[f"drift/k3{bucket}"] == pytest.approx(k3[mine].mean(), rel=1e-4)
         ess = weight[mine].sum() ** 2 / (mine.sum() * (weight[mine] ** 2).sum())
         assert metrics[f"ess{bucket}"] == pytest.approx(ess, rel=1e-4) and ess <= 1 + 1e-9
         for name, values in stats.items():
-            assert metrics[f"{name}{bucket}"] == pytest.approx(values.numpy()[mine].mean(), rel=1e-4)
+            assert metrics[f"{name}{bucket}"] == pytest.approx(
+                values.numpy()[mine].mean(), rel=1e-4
+            )
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -380,10 +443,16 @@ def test_kl_penalty_is_zero_at_the_start_and_pulls_back_later(tied):
     assert ends[1] < ends[0] / 3
 
 
-def test_loglinear_proximal_logprobs_interpolate_by_version_and_make_no_forward_pass_of_their_own(tied):
+def test_loglinear_proximal_logprobs_interpolate_by_version_and_make_no_forward_pass_of_their_own(
+    tied,
+):
     sequences = random_sequences(12)
     updates = [sequences[:4], sequences[4:8], sequences[8:]]
-    policy = load(make_config(tied, minibatches=3, proximal="loglinear", lr=0.05, optim=OptimOptions(warmup=0)))
+    policy = load(
+        make_config(
+            tied, minibatches=3, proximal="loglinear", lr=0.05, optim=OptimOptions(warmup=0)
+        )
+    )
     seen, num_forwards, forward = [], [], policy.module.forward
 
     def record(inputs):
@@ -425,11 +494,15 @@ def test_the_kl_penalty_adds_the_estimator_s_own_gradient_to_that_of_the_loss(ti
 
     def with_penalty(inputs):
         per_token_loss, stats = plain(inputs)
-        penalty = KL_ESTIMATORS[kl_estimator](inputs.logprobs, ref_logprobs, inputs.behavior_logprobs)
+        penalty = KL_ESTIMATORS[kl_estimator](
+            inputs.logprobs, ref_logprobs, inputs.behavior_logprobs
+        )
         return per_token_loss + 0.3 * penalty, {**stats, "kl_ref": penalty.detach()}
 
     by_hand.loss = with_penalty
-    metrics, expected = (p.train_step([[bundle(sequences)]], policy_version=12) for p in (policy, by_hand))
+    metrics, expected = (
+        p.train_step([[bundle(sequences)]], policy_version=12) for p in (policy, by_hand)
+    )
     assert abs(metrics["kl_ref"]) > 1e-3 and metrics == pytest.approx(expected, rel=1e-5)
     assert_same_gradient(first_gradient(policy), first_gradient(by_hand))
 
@@ -440,7 +513,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_touches_no_weight(tied, fiel
     value = math.nan if field == "advantage" else np.full(len(first.tokens), math.nan, np.float32)
     policy = load(make_config(tied))
     before = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
-    with pytest.raises(RuntimeError, match=r"loss nan and gradient norm nan at update 0 must be finite"):
+    with pytest.raises(
+        RuntimeError, match=r"loss nan and gradient norm nan at update 0 must be finite"
+    ):
         policy.train_step(share_of([replace(first, **{field: value}), *rest]), policy_version=12)
     for name, tensor in policy.named_full_parameters():
         assert torch.equal(tensor, before[name])
@@ -450,7 +525,10 @@ def test_a_token_from_the_future_and_an_update_without_tokens_are_refused(tied):
     sequences = random_sequences(3)
     policy = load(make_config(tied))
     newest = max(int(s.policy_versions.max()) for s in sequences)
-    with pytest.raises(RuntimeError, match=f"sampled by version {newest}, but the trainer is at version {newest - 1}"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"sampled by version {newest}, but the trainer is at version {newest - 1}",
+    ):
         policy.train_step(share_of(sequences), policy_version=newest - 1)
     silent = [replace(s, loss_mask=np.zeros(len(s.tokens), bool)) for s in sequences]
     with pytest.raises(RuntimeError, match="no trained token"):
@@ -482,7 +560,10 @@ def test_a_saved_checkpoint_gives_the_same_logits_in_transformers(tying, request
     scores = policy.score([sequences], raw=True)[0]
     torch.testing.assert_close(plain_logprobs(saved, sequences), scores, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(plain_logprobs(path, sequences), scores, atol=1e-3)
-    assert AutoTokenizer.from_pretrained(saved).get_vocab() == AutoTokenizer.from_pretrained(path).get_vocab()
+    assert (
+        AutoTokenizer.from_pretrained(saved).get_vocab()
+        == AutoTokenizer.from_pretrained(path).get_vocab()
+    )
     assert AutoModelForCausalLM.from_pretrained(saved).config.architectures == ["Qwen3ForCausalLM"]
     assert os.listdir(tmp_path / "checkpoints") == ["step_3"]
 
@@ -496,7 +577,9 @@ def test_a_save_clears_what_a_killed_one_left(tied, tmp_path):
 
 
 def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(tied, tmp_path):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("may not mount a tmpfs here")
     try:
@@ -525,7 +608,9 @@ def test_a_write_that_is_interrupted_leaves_nothing(tmp_path):
 
 def test_a_write_that_fails_halfway_leaves_no_checkpoint_and_one_line(tied, tmp_path):
     saved = tmp_path / "checkpoints" / "step_1"
-    assert run_ranks(save_with_a_file_size_limit, 1, tied, str(saved), str(tmp_path / "error")) == [0]
+    assert run_ranks(save_with_a_file_size_limit, 1, tied, str(saved), str(tmp_path / "error")) == [
+        0
+    ]
     error = (tmp_path / "error").read_text()
     assert error.startswith("OSError: ") and "File too large" in error and "\n" not in error
     assert os.listdir(saved.parent) == []
@@ -540,16 +625,30 @@ def test_an_argument_that_the_loss_does_not_take_ends_the_job_before_it_makes_an
     from asyncrl.job.node import start_node
 
     with (
-        pytest.raises(ValueError, match=r"^--algo-args cap=2: --algo grpo takes clip_low, clip_high, dual_clip$"),
-        start_node(Config(model="/no/such/folder", algo_args=("cap=2",), runs_dir=str(tmp_path / "runs")), None),
+        pytest.raises(
+            ValueError,
+            match=r"^--algo-args cap=2: --algo grpo takes clip_low, clip_high, dual_clip$",
+        ),
+        start_node(
+            Config(model="/no/such/folder", algo_args=("cap=2",), runs_dir=str(tmp_path / "runs")),
+            None,
+        ),
     ):
         pass
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_head_that_we_would_compute_wrongly_is_refused(tmp_path):
-    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "head_dim": 8}
-    Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(tmp_path)
+    sizes = {
+        "vocab_size": 20,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "intermediate_size": 16,
+        "head_dim": 8,
+    }
+    Gemma2ForCausalLM(
+        Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    ).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"final_logit_softcapping = 30.0"):
         load(make_config(str(tmp_path)))
     Gemma3nConfig().save_pretrained(tmp_path / "with_parts")
@@ -562,7 +661,10 @@ def test_weights_that_a_folder_lacks_are_named_and_not_made_up(tied, tmp_path):
     weights = load_file(path / "model.safetensors")
     weights["model.layers.1.mlp.down"] = weights.pop("model.layers.1.mlp.down_proj.weight")
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"its safetensors lack model.layers.1.mlp.down_proj.weight, which its config"):
+    with pytest.raises(
+        ValueError,
+        match=r"its safetensors lack model.layers.1.mlp.down_proj.weight, which its config",
+    ):
         load(make_config(str(path)))
 
 
@@ -575,7 +677,9 @@ def test_weights_of_another_vocabulary_are_refused_with_both_shapes(tied, tmp_pa
         load(make_config(str(path)))
 
 
-def test_a_loss_of_ones_own_makes_the_update_that_the_shipped_one_of_its_formula_makes(tied, tmp_path):
+def test_a_loss_of_ones_own_makes_the_update_that_the_shipped_one_of_its_formula_makes(
+    tied, tmp_path
+):
     sequences, weights = random_sequences(9, seed=5), []
     own = f"{write_own(tmp_path, LOSS)}:loss", ("clip=0.3",)  # grpo's, with one clip
     for algo, algo_args in (("grpo", ("clip_low=0.3", "clip_high=0.3")), own):
@@ -584,5 +688,7 @@ def test_a_loss_of_ones_own_makes_the_update_that_the_shipped_one_of_its_formula
         weights.append({name: value.clone() for name, value in policy.named_full_parameters()})
         assert stats["grad_norm"] > 0
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    untouched = {name: value.clone() for name, value in load(make_config(tied)).named_full_parameters()}
+    untouched = {
+        name: value.clone() for name, value in load(make_config(tied)).named_full_parameters()
+    }
     assert not all(torch.equal(untouched[name], weights[0][name]) for name in untouched)

@@ -11,7 +11,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_policy import AGGREGATIONS, make_config, share_of
-from tiny_policy import assert_same_gradient, first_gradient, load, random_sequences, random_tree, save_tiny_model
+from tiny_policy import (
+    assert_same_gradient,
+    first_gradient,
+    load,
+    random_sequences,
+    random_tree,
+    save_tiny_model,
+)
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
@@ -44,7 +51,9 @@ def random_head():
 def gradient_of(policy):
     """Full gradient of the first update, the head's too."""
     beta1 = policy.optimizer.defaults["betas"][0]
-    of_head = policy.optimizer.state[policy.module.value_head.weight]["exp_avg"].full_tensor() / (1 - beta1)
+    of_head = policy.optimizer.state[policy.module.value_head.weight]["exp_avg"].full_tensor() / (
+        1 - beta1
+    )
     return first_gradient(policy) | {"value_head": of_head}
 
 
@@ -79,7 +88,11 @@ def plain_gradient(path, sequences, aggregation, max_response_tokens):
         whitened = float((advantage - raw.mean()) / raw.std())
         error = (value - wanted) ** 2 / 2
         ratio = min(math.exp(logprob.item() - float(behavior)), 10.0)
-        divisor = {"token_mean": len(tokens), "sequence_mean": num * length, "constant": num * max_response_tokens}
+        divisor = {
+            "token_mean": len(tokens),
+            "sequence_mean": num * length,
+            "constant": num * max_response_tokens,
+        }
         loss = loss + (-ratio * whitened * logprob + 0.3 * error) / divisor[aggregation]
         of_values += error.item() / len(tokens)
     loss.backward()
@@ -95,22 +108,30 @@ def test_gradients_are_those_of_the_definition_for_any_micro_batches(model, aggr
     sequences = random_sequences(17, seed=3)
     policy = with_head(model, loss_aggregation=aggregation)
     stats = policy.train_step(share_of(sequences, budget), policy_version=12)
-    wanted, gradient = plain_gradient(model, sequences, aggregation, policy.config.max_response_tokens)
+    wanted, gradient = plain_gradient(
+        model, sequences, aggregation, policy.config.max_response_tokens
+    )
     assert {name: stats[name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
     found = gradient_of(policy)
     assert_same_gradient(found, gradient)
-    norm = math.sqrt(sum(float(g.square().sum()) for name, g in found.items() if name != "value_head"))
+    norm = math.sqrt(
+        sum(float(g.square().sum()) for name, g in found.items() if name != "value_head")
+    )
     assert stats["grad_norm"] == pytest.approx(norm, rel=1e-4), "that of the model alone"
 
 
-@pytest.mark.parametrize(("aggregation", "budget"), zip(AGGREGATIONS, (35, 60, 100_000), strict=True))
+@pytest.mark.parametrize(
+    ("aggregation", "budget"), zip(AGGREGATIONS, (35, 60, 100_000), strict=True)
+)
 def test_random_trees_have_the_gradient_of_the_definition(model, aggregation, budget):
     """Values too are of a prefix, and what they are to foretell is of its branches. Tolerance 1e-5."""
     sequences = random_tree(12, seed=len(aggregation))
     for sharing in ("prompt", "tree"):
         policy = with_head(model, loss_aggregation=aggregation, share_prefix=sharing)
         stats = policy.train_step(distribute([sequences], 1, budget, sharing)[0], policy_version=12)
-        wanted, gradient = plain_gradient(model, sequences, aggregation, policy.config.max_response_tokens)
+        wanted, gradient = plain_gradient(
+            model, sequences, aggregation, policy.config.max_response_tokens
+        )
         assert {name: stats[name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
         assert_same_gradient(gradient_of(policy), gradient)
     assert stats["tokens/saved_share"] > 0.15
@@ -131,7 +152,11 @@ def train_with_values(rank, folder, configs, num_ranks):
         for step in range(2):
             share = distribute(updates_of(step), num_ranks, 24)[rank]
             stats = policy.train_step(share, policy_version=12)
-        found[name] = stats, gradient_of(policy), policy.module.value_head.weight.full_tensor().clone()
+        found[name] = (
+            stats,
+            gradient_of(policy),
+            policy.module.value_head.weight.full_tensor().clone(),
+        )
     if rank == 0:
         torch.save(found, os.path.join(folder, f"found {num_ranks}.pt"))
     dist.destroy_process_group()
@@ -140,12 +165,24 @@ def train_with_values(rank, folder, configs, num_ranks):
 def test_two_ranks_train_the_head_as_one_does(model, tmp_path):
     """Now and then one has nothing. Tolerance 1e-2: AdamW's first steps are near ±lr whatever the gradient's size, and
     amplify rounding."""
-    assert any(not bundles for rank in distribute(updates_of(1), 2, 24) for update in rank for bundles in update)
+    assert any(
+        not bundles
+        for rank in distribute(updates_of(1), 2, 24)
+        for update in rank
+        for bundles in update
+    )
     options = {"advantage": "gae", "lr": 1e-3, "minibatches": 2, "advantage_options": ARGS}
-    variants = {"whole": {}, "lora": {"lora_rank": 2, "kl_coef": 0.1}, "offloaded": {"save_memory": ("optimizer",)}}
+    variants = {
+        "whole": {},
+        "lora": {"lora_rank": 2, "kl_coef": 0.1},
+        "offloaded": {"save_memory": ("optimizer",)},
+    }
     configs = {name: make_config(model, **options, **of) for name, of in variants.items()}
     for num_ranks in (1, 2):
-        assert run_ranks(train_with_values, num_ranks, str(tmp_path), configs, num_ranks) == [0] * num_ranks
+        assert (
+            run_ranks(train_with_values, num_ranks, str(tmp_path), configs, num_ranks)
+            == [0] * num_ranks
+        )
     one, two = (torch.load(tmp_path / f"found {num_ranks}.pt") for num_ranks in (1, 2))
     for name in configs:
         assert two[name][0] == pytest.approx(one[name][0], rel=1e-2, abs=1e-4)
@@ -156,7 +193,9 @@ def test_two_ranks_train_the_head_as_one_does(model, tmp_path):
 
 def test_before_values_know_anything_advantages_are_the_whitened_rewards(model):
     """As REINFORCE++ has them over sequences, here of one length."""
-    sequences = [replace(s, reward=s.advantage) for s in random_sequences(9, min_tokens=8, max_tokens=8)]
+    sequences = [
+        replace(s, reward=s.advantage) for s in random_sequences(9, min_tokens=8, max_tokens=8)
+    ]
     rewards = np.array([s.reward for s in sequences])
     whitened = (rewards - rewards.mean()) / rewards.repeat(6).std(ddof=1)
     plain = [replace(s, advantage=a) for s, a in zip(sequences, whitened, strict=True)]
@@ -169,14 +208,26 @@ def test_before_values_know_anything_advantages_are_the_whitened_rewards(model):
 
 def test_values_learn_to_foretell_rewards(model):
     sequences = random_sequences(8, seed=2)
-    options = {"advantage_options": AdvantageOptions(value_coef=1), "optim": OptimOptions(warmup=0), "lr": 1e-3}
+    options = {
+        "advantage_options": AdvantageOptions(value_coef=1),
+        "optim": OptimOptions(warmup=0),
+        "lr": 1e-3,
+    }
     policy = load(make_config(model, advantage="gae", **options))
     found = [policy.train_step(share_of(sequences), 12) for _ in range(30)]
-    assert found[-1]["value/explained_variance"] > 0.9 and found[-1]["value/loss"] < 0.1 * found[0]["value/loss"]
+    assert (
+        found[-1]["value/explained_variance"] > 0.9
+        and found[-1]["value/loss"] < 0.1 * found[0]["value/loss"]
+    )
 
 
 def test_the_head_has_its_own_learning_rate_and_its_gradient_is_clipped_by_itself(model):
-    options = {"advantage": "gae", "advantage_options": AdvantageOptions(value_lr=4), "lr": 0.01, "max_grad_norm": 1e-3}
+    options = {
+        "advantage": "gae",
+        "advantage_options": AdvantageOptions(value_lr=4),
+        "lr": 0.01,
+        "max_grad_norm": 1e-3,
+    }
     options["optim"] = OptimOptions(warmup=0)
     policy = load(make_config(model, **options))
     policy.train_step(share_of(random_sequences(5)), 12)
@@ -193,19 +244,26 @@ def test_no_engine_is_sent_the_head_and_a_saved_model_is_a_plain_one_with_the_he
 ):
     policy = with_head(model, lora_rank=lora_rank)
     plain = AutoModelForCausalLM.from_pretrained(model)
-    assert {spec.name for spec in policy.sent_specs()} == {name for name, _ in plain.named_parameters()}
-    assert [name for name, _ in policy.sent_parameters()] == [spec.name for spec in policy.sent_specs()]
+    assert {spec.name for spec in policy.sent_specs()} == {
+        name for name, _ in plain.named_parameters()
+    }
+    assert [name for name, _ in policy.sent_parameters()] == [
+        spec.name for spec in policy.sent_specs()
+    ]
     policy.save(str(tmp_path / "saved"))
     (weights,) = (tmp_path / "saved").glob("*.safetensors")
     assert load_file(weights).keys() == plain.state_dict().keys()
     assert torch.equal(
-        load_file(tmp_path / "saved/value_head/value_head.safetensors")["value_head.weight"], random_head()
+        load_file(tmp_path / "saved/value_head/value_head.safetensors")["value_head.weight"],
+        random_head(),
     )
 
 
 def test_the_head_computes_in_float32_above_a_model_in_bfloat16(model):
     policy, seen = with_head(model, dtype="bfloat16"), []
-    policy.module.value_head.register_forward_hook(lambda _, given, values: seen.append((*given, values)))
+    policy.module.value_head.register_forward_hook(
+        lambda _, given, values: seen.append((*given, values))
+    )
     policy.score([random_sequences(2)])
     ((hidden, values),) = seen
     assert hidden.dtype == torch.bfloat16 and values.dtype == torch.float32
@@ -216,13 +274,23 @@ def test_the_backward_pass_keeps_no_float32_copy_of_hidden_states():
     head, kept = ValueHead(8).to_empty(device="cpu"), []
     torch.nn.init.ones_(head.weight)
     hidden = torch.ones(5, 8, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         head(hidden).sum().backward()
-    assert not [tensor for tensor in kept if tensor.dtype == torch.float32 and tensor.shape == hidden.shape]
-    assert torch.equal(hidden.grad, torch.ones_like(hidden)) and torch.equal(head.weight.grad, torch.full((8,), 5.0))
+    assert not [
+        tensor for tensor in kept if tensor.dtype == torch.float32 and tensor.shape == hidden.shape
+    ]
+    assert torch.equal(hidden.grad, torch.ones_like(hidden)) and torch.equal(
+        head.weight.grad, torch.full((8,), 5.0)
+    )
 
 
 def test_without_gae_nothing_has_a_head(model):
     policy = load(make_config(model))
     assert policy.module.value_head is None and len(policy.optimizer.param_groups) == 1
-    assert not [name for name in policy.train_step(share_of(random_sequences(2)), 12) if name.startswith("value/")]
+    assert not [
+        name
+        for name in policy.train_step(share_of(random_sequences(2)), 12)
+        if name.startswith("value/")
+    ]

@@ -26,7 +26,13 @@ def transport(ranks_per_worker=1, timeout_s=10.0, link=SocketLink):
         yield made
     finally:
         made.close()
-        wait_until(lambda: not any(thread.name.startswith("send-to-worker") for thread in threading.enumerate()))
+        wait_until(
+            lambda: (
+                not any(
+                    thread.name.startswith("send-to-worker") for thread in threading.enumerate()
+                )
+            )
+        )
 
 
 def connect(transport, worker=0, num_ranks=1):
@@ -115,13 +121,17 @@ def test_a_worker_that_never_joins_and_one_that_never_receives_are_named():
     with transport(timeout_s=0.2) as sent:
         sent.init_info(3)
         time.sleep(0.25)
-        with pytest.raises(TimeoutError, match="joining rollout worker 3's NCCL group takes too long"):
+        with pytest.raises(
+            TimeoutError, match="joining rollout worker 3's NCCL group takes too long"
+        ):
             sent.check()
     with transport(timeout_s=1.0) as sent:
         connect(sent, 2)
         sent.send(2, sent.stage(0, parameters(0.0)))
         time.sleep(1.2)
-        with pytest.raises(TimeoutError, match="sending weights to rollout worker 2 by NCCL takes too long"):
+        with pytest.raises(
+            TimeoutError, match="sending weights to rollout worker 2 by NCCL takes too long"
+        ):
             sent.check()
 
 

@@ -14,7 +14,8 @@ from cpu_transports import TIMEOUT_S, Communicator, patch_nccl
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.transport import ParameterSpec
 
-CHUNK_BYTES = 1 << 24  # more than the buffers of a socket, so that a sender waits for who does not receive
+# more than the buffers of a socket, so that a sender waits for who does not receive
+CHUNK_BYTES = 1 << 24
 SIZES = (3 << 22, 5, 1 << 22, 1, 1 << 23, 7)
 SPECS = [ParameterSpec(f"p{i}", torch.bfloat16, (size,)) for i, size in enumerate(SIZES)]
 
@@ -43,7 +44,9 @@ class Engine:
         self.goes_on.set()
         parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
         config = SimpleNamespace(parallel_config=parallel, model_config=None)
-        self._end = NCCLWeightTransferEngine(None, config, torch.device("cpu"), SimpleNamespace(load_weights=self.load))
+        self._end = NCCLWeightTransferEngine(
+            None, config, torch.device("cpu"), SimpleNamespace(load_weights=self.load)
+        )
         self._end.init_transfer_engine(self._end.parse_init_info(info))
 
     def load(self, named):
@@ -58,7 +61,9 @@ class Engine:
 
     def holds(self, value):
         expected = ((name, tensor.bfloat16()) for name, tensor in parameters(value))
-        return len(self.weights) == len(SPECS) and all(self.weights[name].equal(tensor) for name, tensor in expected)
+        return len(self.weights) == len(SPECS) and all(
+            self.weights[name].equal(tensor) for name, tensor in expected
+        )
 
 
 @pytest.fixture
@@ -66,20 +71,26 @@ def transport(on_gloo):
     made = NcclTransport(SPECS, torch.device("cpu"), 1, TIMEOUT_S)
     yield made
     made.close()
-    while senders := [thread for thread in threading.enumerate() if thread.name.startswith("send-to-worker")]:
+    while senders := [
+        thread for thread in threading.enumerate() if thread.name.startswith("send-to-worker")
+    ]:
         senders[0].join(TIMEOUT_S)
         assert not senders[0].is_alive()
 
 
 @pytest.mark.parametrize("told", ["3", pytest.param(None, marks=pytest.mark.slow)])
 def test_vllms_import_takes_no_threads_from_the_trainers_compiler(told):
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"
+    }
     environment |= {} if told is None else {"TORCHINDUCTOR_COMPILE_THREADS": told}
     says = (
         "import os, asyncrl.weights.nccl; asyncrl.weights.nccl.import_communicator(); import torch._inductor.config; "
         "print(os.environ.get('TORCHINDUCTOR_COMPILE_THREADS'), torch._inductor.config.compile_threads)"
     )
-    run = subprocess.run([sys.executable, "-c", says], env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", says], env=environment, capture_output=True, text=True, check=True
+    )
     threads = 3 if told else min(32, len(os.sched_getaffinity(0)))
     assert run.stdout.splitlines()[-1] == f"{told} {threads}"
 
@@ -96,12 +107,18 @@ def test_vllms_receiving_end_gets_each_version_in_its_own_chunks_of_the_staged_m
         assert engine.holds(version)
     transport.check()
     packed = transport._packed
-    assert [list(chunk) for chunk in packed.chunks] == [[0], [1, 2, 3, 4], [5]], "a chunk ends beyond CHUNK_BYTES"
+    assert [list(chunk) for chunk in packed.chunks] == [[0], [1, 2, 3, 4], [5]], (
+        "a chunk ends beyond CHUNK_BYTES"
+    )
     offsets = [(address - packed.payload.data_ptr(), size) for address, size in Communicator.sent]
     starts = [sum(2 * size for size in SIZES[:i]) for i in (0, 1, 5)]
     assert (
         offsets
-        == [(start, 2 * sum(SIZES[i] for i in chunk)) for start, chunk in zip(starts, packed.chunks, strict=True)] * 2
+        == [
+            (start, 2 * sum(SIZES[i] for i in chunk))
+            for start, chunk in zip(starts, packed.chunks, strict=True)
+        ]
+        * 2
     )
 
 

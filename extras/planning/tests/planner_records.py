@@ -14,7 +14,9 @@ from scripts.bench import harness
 from scripts.bench.harness import ROOT, Column
 from scripts.lines import markdown, read
 
-PAPER: dict = tomllib.loads(Path(__file__).with_name("planner_paper.toml").read_text(encoding="utf-8"))
+PAPER: dict = tomllib.loads(
+    Path(__file__).with_name("planner_paper.toml").read_text(encoding="utf-8")
+)
 BY_TABLE_1, MODELS = "rates of table 1", tuple(PAPER["models"])
 
 
@@ -56,11 +58,23 @@ def shown(value: object) -> str:
 def paragraphs(records: list[dict]) -> Iterator[str]:
     """A heading and a table for each check that has records."""
     if rows := list(beside_the_paper(records)):
-        heads = ["number", "model", "paper", *SETS, "taken from it in the first", "where they differ"]
+        heads = [
+            "number",
+            "model",
+            "paper",
+            *SETS,
+            "taken from it in the first",
+            "where they differ",
+        ]
         yield "## Beside AReaL-Hex\n\n" + PAPER["about"] + "\n\n" + "\n".join(markdown(heads, rows))
     if times := harness.rounds(records, "arm", case="time"):
-        rows = {f"{name} ({of[0]['paper_s']:g} s)" if "paper_s" in of[0] else name: of for name, of in times.items()}
-        table = harness.table("cluster (table 5's scheduler)", rows, [Column("planning_s", "s", ".3f")])
+        rows = {
+            f"{name} ({of[0]['paper_s']:g} s)" if "paper_s" in of[0] else name: of
+            for name, of in times.items()
+        }
+        table = harness.table(
+            "cluster (table 5's scheduler)", rows, [Column("planning_s", "s", ".3f")]
+        )
         yield "## Seconds of planning, 7B\n\n" + "\n".join(table)
     for case, of in PAPER["columns"].items():
         found = [r for r in records if r["case"] == case]
@@ -86,7 +100,9 @@ def beside_the_paper(records: list[dict]) -> Iterator[list[str]]:
 def summary(found: list[dict]) -> str:
     """How far predicted steps are from the others, and what the records say themselves of all of them."""
     said = dict.fromkeys(r["all"] for r in found if "all" in r)
-    names = [name for name in ("simulated_s", "step_s") if "predicted_s" in found[0] and name in found[0]]
+    names = [
+        name for name in ("simulated_s", "step_s") if "predicted_s" in found[0] and name in found[0]
+    ]
     for name in names:
         errors = [r["predicted_s"] / r[name] - 1 for r in found]
         said[

@@ -65,9 +65,12 @@ def paper_share(n, k, mu_gen, l_gen, epochs, mu_train, alpha):
 
 @pytest.mark.parametrize("alpha", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("n", "k", "mu_gen", "l_gen", "epochs", "mu_train"), [(256, 64, 1.6, 20, 1, 0.5), (32, 8, 2, 2, 2, 3)]
+    ("n", "k", "mu_gen", "l_gen", "epochs", "mu_train"),
+    [(256, 64, 1.6, 20, 1, 0.5), (32, 8, 2, 2, 2, 3)],
 )
-def test_with_one_sample_at_a_time_both_formulas_are_the_papers(n, k, mu_gen, l_gen, epochs, mu_train, alpha):
+def test_with_one_sample_at_a_time_both_formulas_are_the_papers(
+    n, k, mu_gen, l_gen, epochs, mu_train, alpha
+):
     m = measured(
         decoding_s=n * mu_gen,
         training_s=epochs * n * mu_train,
@@ -79,7 +82,9 @@ def test_with_one_sample_at_a_time_both_formulas_are_the_papers(n, k, mu_gen, l_
     assert training_share_by_proposition_2(m, alpha) == pytest.approx(best)
     for beta in (0.1, 0.5, best):
         bound = predicted_step(m, alpha, (1 - beta) * k, beta * k)[1]
-        assert bound == pytest.approx(paper_bound(n, k, mu_gen, l_gen, epochs, mu_train, alpha, beta))
+        assert bound == pytest.approx(
+            paper_bound(n, k, mu_gen, l_gen, epochs, mu_train, alpha, beta)
+        )
     limit = (n / k) * (mu_gen + epochs * mu_train) + l_gen / (alpha + 1)
     assert predicted_step(m, alpha, (1 - best) * k, best * k)[1] <= limit * (1 + 1e-9)
 
@@ -88,7 +93,13 @@ def test_the_papers_example_of_lognormal_lengths():
     """K = 64, N = 256, mu_train = 0.5, lengths of lognormal(0, 1) cut at 20: its shares of 0.108, 0.131 and 0.159."""
     mean = math.exp(0.5) * 0.5 * math.erfc(-(math.log(20) - 1) / math.sqrt(2))
     mean += 20 * 0.5 * math.erfc(math.log(20) / math.sqrt(2))
-    m = measured(decoding_s=256 * mean, training_s=128.0, response_max_s=20.0, rollout_devices=63, training_devices=1)
+    m = measured(
+        decoding_s=256 * mean,
+        training_s=128.0,
+        response_max_s=20.0,
+        rollout_devices=63,
+        training_devices=1,
+    )
     shares = [training_share_by_proposition_2(m, alpha) for alpha in (1, 2, 4)]
     assert shares == pytest.approx([0.108, 0.131, 0.159], abs=1e-3)
 
@@ -100,7 +111,9 @@ def test_by_the_rates_the_slower_side_sets_the_pace_and_without_overlap_both_add
     m = measured()
     assert predicted_step(m, 1, 4, 2)[0] == 3.0, "12/4 against 4/2"
     assert predicted_step(m, 0, 4, 2)[0] == 5.0, "12/4 + 4/2"
-    assert predicted_step(m, 0.25, 4, 2)[0] == 4.0, "(12/4 + 4/2) / 1.25: a batch and a quarter hold places"
+    assert predicted_step(m, 0.25, 4, 2)[0] == 4.0, (
+        "(12/4 + 4/2) / 1.25: a batch and a quarter hold places"
+    )
     assert training_share_by_rates(m) == 0.25
 
 
@@ -117,16 +130,26 @@ def test_the_best_split_is_the_best_of_all_and_the_present_one_unless_another_is
     seconds = {t: max(12 / (6 - t) + 1.5, 4 / t) for t in range(1, 6)}
     assert min(seconds, key=seconds.get) == 1 and best_split(measured(), 1) == (5, 1)
     assert best_split(measured(rollout_devices=1, training_devices=1), 1) == (1, 1)
-    even = measured(decoding_s=6.0, training_s=6.0, response_max_s=0.0, rollout_devices=3, training_devices=3)
+    even = measured(
+        decoding_s=6.0, training_s=6.0, response_max_s=0.0, rollout_devices=3, training_devices=3
+    )
     assert best_split(even, 1) == (3, 3)
     assert best_split(measured(is_shared=True, rollout_devices=1, training_devices=1), 1) == (1, 1)
 
 
 def test_the_advised_alpha_is_the_least_that_is_nearly_as_good_as_any():
-    assert best_alpha(measured(response_max_s=0.0)) == 1.0, "with equal lengths one batch ahead is all there is to gain"
-    assert best_alpha(measured()) == 4.0, "4, 4, 12/4 + 3/5 = 3.6, and 12/4 + 3/9 = 3.33 s, which is 8 % less"
-    one_each = measured(rollout_devices=1, training_devices=1, training_s=12.0, response_max_s=6.0, step_s=15.0)
-    assert best_alpha(one_each) == 4.0, "12 + 6/5 = 13.2 s is within 10 % of 12 + 6/9 = 12.67 s, 12 + 6/3 = 14 s is not"
+    assert best_alpha(measured(response_max_s=0.0)) == 1.0, (
+        "with equal lengths one batch ahead is all there is to gain"
+    )
+    assert best_alpha(measured()) == 4.0, (
+        "4, 4, 12/4 + 3/5 = 3.6, and 12/4 + 3/9 = 3.33 s, which is 8 % less"
+    )
+    one_each = measured(
+        rollout_devices=1, training_devices=1, training_s=12.0, response_max_s=6.0, step_s=15.0
+    )
+    assert best_alpha(one_each) == 4.0, (
+        "12 + 6/5 = 13.2 s is within 10 % of 12 + 6/9 = 12.67 s, 12 + 6/3 = 14 s is not"
+    )
 
 
 def test_what_is_expected_lies_between_both_predictions_where_the_measured_step_does():
@@ -134,7 +157,9 @@ def test_what_is_expected_lies_between_both_predictions_where_the_measured_step_
     assert tail_share(third) == pytest.approx(1 / 3), "3.5 s between 12/4 and 12/4 + 3/2"
     assert expected_step(third, 0, 4, 2) == pytest.approx(5 + 3 / 3)
     assert (tail_share(measured(step_s=2.0)), tail_share(measured(step_s=9.0))) == (0.0, 1.0)
-    assert best_alpha(measured(step_s=3.0)) == 1.0, "nothing is waited for that more overlap would hide"
+    assert best_alpha(measured(step_s=3.0)) == 1.0, (
+        "nothing is waited for that more overlap would hide"
+    )
 
 
 def test_the_advice_shows_its_arithmetic():
@@ -146,18 +171,27 @@ def test_the_advice_shows_its_arithmetic():
     assert "t/(g+t) = 4.000/(12.000+4.000) = 25%" in text
     assert "t/(g+D·L/(α+1)+t) = 4.000/(12.000+6·3.000/2+4.000) = 16%; now 33%" in text
     assert "α = 1    3.000 … 4.500 (now); with 5 for rollout + 1 for training 4.000 … 4.000" in text
-    assert "advice: --async-ratio 4: predicted 1.25× (1.00× by the rates, 1.25× by proposition 2" in text
+    assert (
+        "advice: --async-ratio 4: predicted 1.25× (1.00× by the rates, 1.25× by proposition 2"
+        in text
+    )
     assert "share these" not in text
 
 
 def test_where_nothing_would_be_gained_it_says_so():
-    balanced = measured(decoding_s=3.0, training_s=3.0, response_max_s=0.1, rollout_devices=1, training_devices=1)
+    balanced = measured(
+        decoding_s=3.0, training_s=3.0, response_max_s=0.1, rollout_devices=1, training_devices=1
+    )
     assert "advice: leave both as they are" in advise(balanced)
 
 
-@pytest.mark.parametrize(("alpha", "words"), [(0.0, "promise too much"), (1.0, "took part of them")])
+@pytest.mark.parametrize(
+    ("alpha", "words"), [(0.0, "promise too much"), (1.0, "took part of them")]
+)
 def test_on_shared_cores_it_says_what_its_numbers_cannot_mean(alpha, words):
-    shared = measured(unit="CPU core", is_shared=True, rollout_devices=1, training_devices=1, async_ratio=alpha)
+    shared = measured(
+        unit="CPU core", is_shared=True, rollout_devices=1, training_devices=1, async_ratio=alpha
+    )
     assert words in advise(shared)
 
 
@@ -177,14 +211,27 @@ def make_run(num_steps, spans, **config):
     for step in numbers:
         step_s = 2.0 if step <= num_steps / 2 else 1.0
         now += step_s
-        times = {"time/step_s": step_s, "time/wait_s": step_s - 0.4, "worker_time/decoding": 0.6 / step_s}
+        times = {
+            "time/step_s": step_s,
+            "time/wait_s": step_s - 0.4,
+            "worker_time/decoding": 0.6 / step_s,
+        }
         metrics.append({"step": step, "tokens/generated": 500 + 2000 * step, **times})
         events["step"].append({"step": step, "time": now, "groups": [step], "node": 0})
         for worker, start, end in spans(step):
-            response = {"worker": worker, "started_at": start, "ended_at": end, "time": now, "tokens": 5}
+            response = {
+                "worker": worker,
+                "started_at": start,
+                "ended_at": end,
+                "time": now,
+                "tokens": 5,
+            }
             events["trajectory"].append({"group": step, **response})
         events["trajectory"].append({"group": -1, "time": now, "tokens": 1000})
-        events["update"] += [{"time": now + 0.01, "broadcast_s": 0.6}, {"time": now + 0.01, "broadcast_s": 0.8}]
+        events["update"] += [
+            {"time": now + 0.01, "broadcast_s": 0.6},
+            {"time": now + 0.01, "broadcast_s": 0.8},
+        ]
     made = dataclasses.asdict(dataclasses.replace(CONFIG, **config))
     info = {"config": made, "hardware": {"gpus": [], "cpu_cores": 8}, "world_size": 1}
     frames = {kind: frame(lines) for kind, lines in events.items()}
@@ -199,8 +246,12 @@ def test_measurements_are_means_without_the_first_quarter_and_without_evaluation
     workers = tuple(WorkerPlacement(i, None, None, 3, 0.0) for i in range(2))
     m = measure(make_run(20, usual_spans), CONFIG, Placement((None, None), 2, workers, "shm"))
     assert (m.rollout_devices, m.training_devices, m.unit, m.is_shared) == (6, 4, "CPU core", True)
-    assert m.decoding_s == pytest.approx(0.6 * 6 * 2 / 3), "6 cores; a third of the tokens were an evaluation's"
-    assert m.training_s == pytest.approx(0.4 * 4) and m.response_max_s == pytest.approx(0.55, abs=0.01)
+    assert m.decoding_s == pytest.approx(0.6 * 6 * 2 / 3), (
+        "6 cores; a third of the tokens were an evaluation's"
+    )
+    assert m.training_s == pytest.approx(0.4 * 4) and m.response_max_s == pytest.approx(
+        0.55, abs=0.01
+    )
     assert m.response_mean_s == pytest.approx((0.1 + 0.55) / 2, abs=0.01)
     assert (m.async_ratio, m.samples) == (1.0, 64)
     assert m.step_s == pytest.approx((5 * 2 + 10 * 1) / 15)
@@ -216,7 +267,9 @@ def test_a_gpu_is_a_device_whether_shared_or_not():
 
 
 def test_the_advice_for_a_run_is_on_devices_or_where_hosts_may_join_on_these():
-    assert advice_of(make_run(8, usual_spans)).startswith("advice on α (now 1) and on the split of 8 CPU cores")
+    assert advice_of(make_run(8, usual_spans)).startswith(
+        "advice on α (now 1) and on the split of 8 CPU cores"
+    )
     joined = advice_of(make_run(8, usual_spans, listen="127.0.0.1:5000"))
     assert joined.startswith("advice on machines: 1 workers give Σμ = ")
 
@@ -249,7 +302,13 @@ def test_a_run_of_several_nodes_or_without_responses_is_refused():
 
 def machines(**changes):
     """Rates of 4, 2, 2 and 1 response/s; a step trains 5 s on 36 responses, and weights take 1 s to a machine."""
-    known = {"rates": (2.0, 4.0, 1.0, 2.0), "responses": 36, "train_s": 5.0, "broadcast_s": 1.0, "refresh_lag": 1}
+    known = {
+        "rates": (2.0, 4.0, 1.0, 2.0),
+        "responses": 36,
+        "train_s": 5.0,
+        "broadcast_s": 1.0,
+        "refresh_lag": 1,
+    }
     return Machines(**{**known, **changes})
 
 
@@ -274,7 +333,9 @@ def test_the_fastest_machines_are_counted_first_and_then_more_of_the_median_rate
     assert machines_that_suffice(machines()) == 4, "9 of 9 responses/s"
     assert machines_that_suffice(machines(broadcast_s=0.5)) == 3, "8 of 4 + 2 + 2"
     assert machines_that_suffice(machines(responses=16)) == 1, "4 of 4"
-    assert machines_that_suffice(machines(responses=48)) == 6, "12 are needed, 9 are there, and the median is 2"
+    assert machines_that_suffice(machines(responses=48)) == 6, (
+        "12 are needed, 9 are there, and the median is 2"
+    )
 
 
 def test_the_advice_on_machines_shows_its_arithmetic():
@@ -282,7 +343,9 @@ def test_the_advice_on_machines_shows_its_arithmetic():
     assert "4 workers give Σμ = 9 responses/s" in text
     assert "2·48/9 + 1.000 = 11.667 s must fit into κ·T_train = 2·5.000 = 10.000 s" in text
     assert text.endswith("1 more machines of the median rate 2/s are enough")
-    assert advise_on_machines(machines(broadcast_s=0.5)).endswith("the fastest 3 of them are enough")
+    assert advise_on_machines(machines(broadcast_s=0.5)).endswith(
+        "the fastest 3 of them are enough"
+    )
 
 
 def test_rates_are_of_the_time_in_which_a_worker_has_anything_to_sample():
@@ -292,4 +355,9 @@ def test_rates_are_of_the_time_in_which_a_worker_has_anything_to_sample():
     run.events["update"].loc[:7, "broadcast_s"] = 99.0  # those before the fifth step ended
     m = measure_machines(run, CONFIG)
     assert m.rates == pytest.approx((3 / 3, 1 / 4))
-    assert (m.responses, m.train_s, m.broadcast_s, m.refresh_lag) == (64, pytest.approx(0.4), pytest.approx(0.7), 1)
+    assert (m.responses, m.train_s, m.broadcast_s, m.refresh_lag) == (
+        64,
+        pytest.approx(0.4),
+        pytest.approx(0.7),
+        1,
+    )

@@ -19,10 +19,15 @@ LONG = ("--task", "gsm8k", "--max-prompt-tokens", "512", "--max-response-tokens"
 
 def commands() -> list[str]:
     """Commands of our pages that train a named model, each on one line."""
-    blocks = (re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S) for page in PAGES)
+    blocks = (
+        re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+        for page in PAGES
+    )
     joined = [block.replace("\\\n", " ") for of_page in blocks for block in of_page]
     lines = [line.partition("  # ")[0] for block in joined for line in block.splitlines()]
-    return [line for line in lines if "train_async.py" in line and NAMED in line and "…" not in line]
+    return [
+        line for line in lines if "train_async.py" in line and NAMED in line and "…" not in line
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +54,14 @@ def test_every_command_of_our_pages_fits_machines_of_eight_h100(command, models,
     torchrun, _, options = command.partition("train_async.py")
     given = dict(re.findall(r"--(nnodes|nproc-per-node) (\d+)", torchrun))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", given["nproc-per-node"])
-    config = read_options([str(models["8b"]) if word == NAMED else word for word in shlex.split(options)])
+    config = read_options(
+        [str(models["8b"]) if word == NAMED else word for word in shlex.split(options)]
+    )
     lines = "\n".join(dry_run(config.checked(), f"{given.get('nnodes', 1)}x8xH100"))
     assert "warning" not in lines and "so: --save-memory --max-tokens-per-microbatch 2560" in lines
-    assert re.search(r"^step: about [\d.]+ s; training [\d.]+, sampling [\d.]+, weights", lines, re.M)
+    assert re.search(
+        r"^step: about [\d.]+ s; training [\d.]+, sampling [\d.]+, weights", lines, re.M
+    )
 
 
 def test_the_command_line_prints_the_plan_and_starts_nothing(models, capsys):
@@ -65,16 +74,24 @@ def test_the_command_line_prints_the_plan_and_starts_nothing(models, capsys):
     assert "shared with trainer rank 0" in said and "one after the other" in said
 
 
-def test_without_torchrun_the_fastest_split_is_taken_and_a_slower_one_is_told_of_it(models, monkeypatch):
-    config = Config(model=str(models["8b"]), async_ratio=2, max_prompt_tokens=512, max_response_tokens=2048)
+def test_without_torchrun_the_fastest_split_is_taken_and_a_slower_one_is_told_of_it(
+    models, monkeypatch
+):
+    config = Config(
+        model=str(models["8b"]), async_ratio=2, max_prompt_tokens=512, max_response_tokens=2048
+    )
     best = "\n".join(dry_run(config, "8xH200"))
     assert "faster:" not in best
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
     slow = "\n".join(dry_run(config, "8xH200"))
-    fewer = re.search(r"faster: --nproc-per-node (\d) and (\d) engines of 2 GPUs: about ([\d.]+) s", slow)
+    fewer = re.search(
+        r"faster: --nproc-per-node (\d) and (\d) engines of 2 GPUs: about ([\d.]+) s", slow
+    )
     assert int(fewer[1]) == best.count("trainer rank") - best.count("  trainer rank 0,")
     # The plan may choose engines of several GPUs, which the run has by --rollout-tp alone.
-    assert float(re.search(r"step: about ([\d.]+) s", best)[1]) == pytest.approx(float(fewer[3]), rel=0.1)
+    assert float(re.search(r"step: about ([\d.]+) s", best)[1]) == pytest.approx(
+        float(fewer[3]), rel=0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,8 +110,14 @@ def test_gpus_that_are_not_known_are_one_line(text, said):
 
 def test_a_model_that_fits_nowhere_and_gpus_of_a_real_run_are_refused(models, capsys):
     for options, said in (
-        (["--dry-run", "--gpus", "1xL4"], "the model fits on no GPUs to train and to sample: L4 has"),
-        (["--gpus", "8xH100"], "--gpus 8xH100 is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES"),
+        (
+            ["--dry-run", "--gpus", "1xL4"],
+            "the model fits on no GPUs to train and to sample: L4 has",
+        ),
+        (
+            ["--gpus", "8xH100"],
+            "--gpus 8xH100 is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES",
+        ),
     ):
         with pytest.raises(SystemExit):
             parse_config(["--model", str(models["8b"]), *LONG, *options])

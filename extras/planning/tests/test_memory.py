@@ -27,7 +27,12 @@ from scripts.qwen3_shapes import qwen3_config
 
 LAYER_AND_ROOT = {"0.6b": (28, 15.73e6, 155.6e6), "1.7b": (28, 50.34e6, 311.2e6), "4b": (36, 100.9e6, 389e6),
                   "8b": (36, 192.9e6, 1244.7e6)}  # fmt: skip
-WIDTHS = {"0.6b": (1024, 3072, 16), "1.7b": (2048, 6144, 16), "4b": (2560, 9728, 32), "8b": (4096, 12288, 32)}
+WIDTHS = {
+    "0.6b": (1024, 3072, 16),
+    "1.7b": (2048, 6144, 16),
+    "4b": (2560, 9728, 32),
+    "8b": (4096, 12288, 32),
+}
 LONG = {"max_prompt_tokens": 512, "max_response_tokens": 2048}
 LESS = {"save_memory": ("activations",)}
 LEAST = {"save_memory": ("activations", "optimizer")}
@@ -67,7 +72,9 @@ def test_what_fits_one_gpu(size, gib, options, fits):
     if fits:
         assert 0.05 < plan_shared(config, shape(size), gpu(gib))[0] < 0.95
     else:
-        with pytest.raises(ValueError, match=r"the model does not fit, [\d.]+ GiB are missing: try"):
+        with pytest.raises(
+            ValueError, match=r"the model does not fit, [\d.]+ GiB are missing: try"
+        ):
             plan_shared(config, shape(size), gpu(gib))
 
 
@@ -75,20 +82,29 @@ def test_what_fits_one_gpu(size, gib, options, fits):
 def test_trainer_and_engine_together_stay_below_the_whole(size):
     config, whole = Config(**LONG, **LESS), gpu(141)
     utilization, _, _ = plan_shared(config, shape(size), whole)
-    trainer = total(resident_items(config, shape(size), 1, True)) + total(step_items(config, shape(size), 1, 1))
+    trainer = total(resident_items(config, shape(size), 1, True)) + total(
+        step_items(config, shape(size), 1, 1)
+    )
     assert utilization * whole.total_bytes + trainer <= whole.total_bytes
 
 
 def test_the_weights_are_counted_as_the_formulas_of_their_bytes():
     """float32 weight and two moments; a float32 gradient; a bfloat16 staging buffer that ranks do not divide."""
     parameters = shape("1.7b").num_parameters
-    by_name = {item.what: item.num_bytes for item in resident_items(Config(kl_coef=0.1), shape("1.7b"), 4, True)}
+    by_name = {
+        item.what: item.num_bytes
+        for item in resident_items(Config(kl_coef=0.1), shape("1.7b"), 4, True)
+    }
     assert by_name["weights and AdamW"] == 12 * parameters / 4
     assert by_name["reference model"] == 2 * parameters / 4
     assert by_name["staging buffer"] == 2 * parameters
-    gradients = {item.what: item.num_bytes for item in step_items(Config(), shape("1.7b"), 4, 4)}["gradients"]
+    gradients = {item.what: item.num_bytes for item in step_items(Config(), shape("1.7b"), 4, 4)}[
+        "gradients"
+    ]
     assert gradients == 4 * parameters / 4
-    offloaded = resident_items(Config(save_memory=("optimizer",), kl_coef=0.1), shape("1.7b"), 4, False)
+    offloaded = resident_items(
+        Config(save_memory=("optimizer",), kl_coef=0.1), shape("1.7b"), 4, False
+    )
     assert [item.what for item in offloaded] == ["CUDA context", "gathering weights"]
 
 
@@ -117,20 +133,30 @@ def test_the_kv_cache_shrinks_to_what_is_left_but_not_below_one_sequence():
     few = dataclasses.replace(many, max_running_requests=8)
     assert "of 4096 sequences" in plan_shared(many, shape("0.6b"), gpu(80))[2]
     assert "8 of 8 sequences" in plan_shared(few, shape("0.6b"), gpu(80))[2]
-    assert plan_shared(few, shape("0.6b"), gpu(80))[0] < plan_shared(many, shape("0.6b"), gpu(80))[0]
+    assert (
+        plan_shared(few, shape("0.6b"), gpu(80))[0] < plan_shared(many, shape("0.6b"), gpu(80))[0]
+    )
 
 
 def test_a_gpu_that_others_have_filled_is_refused_with_how_much_they_hold():
-    with pytest.raises(ValueError, match=r"60\.0 of 80\.0 GiB are used by other processes.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        ValueError, match=r"60\.0 of 80\.0 GiB are used by other processes.*CUDA_VISIBLE_DEVICES"
+    ):
         plan_shared(Config(**LONG, **LESS), shape("0.6b"), gpu(80, used_gib=60))
 
 
 def test_a_share_that_is_asked_for_is_taken_with_a_warning_where_it_leaves_too_little():
-    utilization, _, text = plan_shared(Config(gpu_memory_utilization=0.3, **LONG, **LESS), shape("0.6b"), gpu(80))
+    utilization, _, text = plan_shared(
+        Config(gpu_memory_utilization=0.3, **LONG, **LESS), shape("0.6b"), gpu(80)
+    )
     assert utilization == 0.3 and "warning" not in text
-    utilization, _, text = plan_shared(Config(gpu_memory_utilization=0.9, **LONG, **LESS), shape("0.6b"), gpu(80))
+    utilization, _, text = plan_shared(
+        Config(gpu_memory_utilization=0.9, **LONG, **LESS), shape("0.6b"), gpu(80)
+    )
     assert utilization == 0.9 and "warning" in text
-    utilization, _, text = plan_shared(Config(gpu_memory_utilization=0.5, **LONG), shape("8b"), gpu(80))
+    utilization, _, text = plan_shared(
+        Config(gpu_memory_utilization=0.5, **LONG), shape("8b"), gpu(80)
+    )
     assert utilization == 0.5 and "warning" in text
 
 
@@ -174,12 +200,15 @@ def test_an_engine_without_room_for_one_sequence_is_refused_until_it_is_split():
     assert "engine, 90%" in check_engine(split, shape("8b"), gpu(32))
 
 
-@pytest.mark.parametrize(("tp", "allowed"), [(1, True), (2, True), (8, True), (16, True), (3, False), (32, False)])
+@pytest.mark.parametrize(
+    ("tp", "allowed"), [(1, True), (2, True), (8, True), (16, True), (3, False), (32, False)]
+)
 def test_an_engine_is_split_where_heads_divide_evenly(tp, allowed):
     if allowed:
         check_tp(shape("0.6b"), tp)
     else:
         with pytest.raises(
-            ValueError, match=r"16 attention heads and 8 key-value heads evenly; use one of \[1, 2, 4, 8"
+            ValueError,
+            match=r"16 attention heads and 8 key-value heads evenly; use one of \[1, 2, 4, 8",
         ):
             check_tp(shape("0.6b"), tp)

@@ -44,8 +44,12 @@ def shapes(tmp_path_factory):
 def saved_by_layers(size: str, num_layers: int, length: int, recompute: bool) -> int:
     """Bytes of all that autograd keeps of a forward pass in bfloat16, weights excepted."""
     with torch.device("meta"):
-        config = qwen3_config(size, num_hidden_layers=num_layers, layer_types=["full_attention"] * num_layers)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="varlen").eval()
+        config = qwen3_config(
+            size, num_hidden_layers=num_layers, layer_types=["full_attention"] * num_layers
+        )
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="varlen"
+        ).eval()
     if recompute:
         recompute_layers(model, list(model.model.layers))
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -58,7 +62,12 @@ def saved_by_layers(size: str, num_layers: int, length: int, recompute: bool) ->
         return tensor
 
     bounds = torch.tensor([0, length], dtype=torch.int32, device="meta")
-    seen = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": length, "max_length_k": length}
+    seen = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": length,
+        "max_length_k": length,
+    }
     ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = model.model(ids, position_ids=ids, use_cache=False, **seen)[0]
@@ -71,7 +80,9 @@ def test_the_plan_knows_what_a_layer_keeps_of_a_token(size, shapes):
     length = 1000
     two, four = (saved_by_layers(size, num, length, recompute=False) for num in (2, 4))
     kept = (four - two) / 2 / length
-    print(f"{size}: a layer keeps {kept:.0f} B of a token, planned {saved_bytes_per_token(shapes[size])}")
+    print(
+        f"{size}: a layer keeps {kept:.0f} B of a token, planned {saved_bytes_per_token(shapes[size])}"
+    )
     assert saved_bytes_per_token(shapes[size]) == pytest.approx(kept, rel=0.001)
 
 
@@ -97,7 +108,8 @@ class OnlyHead(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("sampling", "copies"), [(Sampling(0.7), 3), (Sampling(0.7, 0.9), 6), (Sampling(0.7, 1.0, 20, 0.1), 4)]
+    ("sampling", "copies"),
+    [(Sampling(0.7), 3), (Sampling(0.7, 0.9), 6), (Sampling(0.7, 1.0, 20, 0.1), 4)],
 )
 @pytest.mark.parametrize("hidden_size", [1024, 4096])
 def test_the_head_takes_what_its_docstring_says_beside_its_weight(hidden_size, sampling, copies):
@@ -109,7 +121,11 @@ def test_the_head_takes_what_its_docstring_says_beside_its_weight(hidden_size, s
         flat = torch.zeros(rows, dtype=torch.int64)
         with LiveBytes() as live:
             module(flat[None], flat[None], flat, flat, sampling)[0].sum().backward()
-    of_head, of_logits, small = 2 * hidden_size * vocabulary, 4 * chunk * vocabulary, 4 * hidden.nbytes
+    of_head, of_logits, small = (
+        2 * hidden_size * vocabulary,
+        4 * chunk * vocabulary,
+        4 * hidden.nbytes,
+    )
     most = max(copies * of_logits, 2 * of_logits + of_head) + 2 * of_head
     assert 0.85 * most < live.peak <= most + small
 
@@ -125,12 +141,19 @@ def fake_ranks():
     dist.destroy_process_group()
 
 
-def peaks_of_step(model_config, tokens: int, config: Config, monkeypatch) -> tuple[dict[str, int], int]:
+def peaks_of_step(
+    model_config, tokens: int, config: Config, monkeypatch
+) -> tuple[dict[str, int], int]:
     """Most bytes in each part of a step with two micro-batches beyond what a rank holds between steps, and that."""
     longest, mesh = tokens // 8, init_device_mesh("cpu", (NUM_RANKS,))
     with FakeTensorMode(), LiveBytes() as live:
         bounds = torch.arange(0, tokens + 1, longest, dtype=torch.int32)
-        seen = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        seen = {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
         monkeypatch.setattr(asyncrl.trainer.logprobs, "attention_inputs", lambda *_: seen)
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, attn_implementation="varlen", trust_remote_code=False
@@ -149,7 +172,9 @@ def peaks_of_step(model_config, tokens: int, config: Config, monkeypatch) -> tup
         for _step in range(2):
             for _microbatch in range(2):
                 enter("between")
-                logprobs = module(flat[None], flat[None], flat, flat, Sampling(config.temperature, config.top_p))[0]
+                logprobs = module(
+                    flat[None], flat[None], flat, flat, Sampling(config.temperature, config.top_p)
+                )[0]
                 enter("forward")
                 logprobs.sum().backward()
                 del logprobs
@@ -168,15 +193,23 @@ def peaks_of_step(model_config, tokens: int, config: Config, monkeypatch) -> tup
         *(pytest.param(*of, marks=pytest.mark.study) for of in (("1.7b", 6), ("8b", 36))),
     ],
 )
-def test_the_peak_of_a_step_is_that_of_the_plan(size, num_layers, options, tmp_path, fake_ranks, monkeypatch):
-    config = Config(max_tokens_per_microbatch=16384, max_prompt_tokens=512, max_response_tokens=1536, **options)
-    model_config = qwen3_config(size, num_hidden_layers=num_layers, layer_types=["full_attention"] * num_layers)
+def test_the_peak_of_a_step_is_that_of_the_plan(
+    size, num_layers, options, tmp_path, fake_ranks, monkeypatch
+):
+    config = Config(
+        max_tokens_per_microbatch=16384, max_prompt_tokens=512, max_response_tokens=1536, **options
+    )
+    model_config = qwen3_config(
+        size, num_hidden_layers=num_layers, layer_types=["full_attention"] * num_layers
+    )
     found, resident = peaks_of_step(model_config, 16384, config, monkeypatch)
     model_config.save_pretrained(tmp_path)
     shape = read_shape(str(tmp_path))
     planned = total(step_items(config, shape, NUM_RANKS, NUM_RANKS))
     parts = ", ".join(f"{part} {peak / 1e9:.2f}" for part, peak in found.items())
     of = f"{size}, {num_layers} layers, {options}"
-    print(f"{of}: between steps {resident / 1e9:.2f} GB; in one {parts}; planned {planned / 1e9:.2f}")
+    print(
+        f"{of}: between steps {resident / 1e9:.2f} GB; in one {parts}; planned {planned / 1e9:.2f}"
+    )
     assert resident == pytest.approx(12 * shape.num_parameters / NUM_RANKS, rel=0.01)
     assert planned == pytest.approx(max(found.values()), rel=0.05)

@@ -30,9 +30,8 @@ from scripts.qwen3_shapes import qwen3_config
 from scripts.runs import load
 
 EXAMPLES = sorted((Path(script.__file__).parent / "clusters").glob("*.toml"))
-MACHINES = (
-    '[[machines]]\ngpu = "H800"\ngpus = 4\nprice_per_hour = 5.0\n[[machines]]\ngpu = "H20"\ngpus = 8\ncount = 2\n'
-)
+MACHINES = '[[machines]]\ngpu = "H800"\ngpus = 4\nprice_per_hour = 5.0\n'
+MACHINES += '[[machines]]\ngpu = "H20"\ngpus = 8\ncount = 2\n'
 JOINING = '[[machines]]\ngpu = "H800"\ngpus = 1\nprice_per_hour = 2\n[[machines]]\ngpu = "H20"\ngpus = 8\n'
 JOINING += "price_per_hour = 1\nmfu = 0.1\n[links]\nacross_kinds = 50\n"
 """One H800 trains, H20 that compute badly join."""
@@ -84,34 +83,58 @@ def test_the_plan_for_machines_has_all_that_is_promised(tmp_path, model, capsys)
     assert found["cost_per_million_tokens"] == pytest.approx(
         found["cost_per_hour"] / 3600 / found["tokens_per_s"] * 1e6
     )
-    assert found["step_s"] >= max(found["training_s"], found["generation_s"] + found["update_s"]) * (1 - 1e-9)
+    assert found["step_s"] >= max(
+        found["training_s"], found["generation_s"] + found["update_s"]
+    ) * (1 - 1e-9)
     assert 1 <= len(found["next"]) <= 3
 
 
 def check_that_it_fits(command, pool, config, shape, machines, ranks):
     """What a node of the run, or a machine that joins it, checks before it starts; no step of it may be doubtful."""
     words = shlex.split(command)
-    visible = words[0].removeprefix("CUDA_VISIBLE_DEVICES=").split(",") if "=" in words[0] else range(pool.gpus)
+    visible = (
+        words[0].removeprefix("CUDA_VISIBLE_DEVICES=").split(",")
+        if "=" in words[0]
+        else range(pool.gpus)
+    )
     gpus = [pool.device] * len(visible)
     if "--join" in words:
-        tp = int(words[words.index("--rollout-tp") + 1]) if "--rollout-tp" in words else config.rollout_tp
-        config = dataclasses.replace(config, num_rollout_workers=None, weight_sync="auto", rollout_tp=tp)
-        assert sum(worker.num_gpus for worker in place(config, len(gpus), 64, 0).workers) == len(gpus)
+        tp = (
+            int(words[words.index("--rollout-tp") + 1])
+            if "--rollout-tp" in words
+            else config.rollout_tp
+        )
+        config = dataclasses.replace(
+            config, num_rollout_workers=None, weight_sync="auto", rollout_tp=tp
+        )
+        assert sum(worker.num_gpus for worker in place(config, len(gpus), 64, 0).workers) == len(
+            gpus
+        )
         return memory.check_engine(config, shape, pool.device)
     placement = place(config, len(gpus), 64, ranks // machines)
-    placement, arithmetic = plan_memory(config, placement, shape, gpus, memory.Sharing(ranks, ranks // config.replicas))
+    placement, arithmetic = plan_memory(
+        config, placement, shape, gpus, memory.Sharing(ranks, ranks // config.replicas)
+    )
     assert "warning" not in arithmetic
-    assert len(placement.workers) == (1 if config.num_rollout_workers is None else config.num_rollout_workers)
+    assert len(placement.workers) == (
+        1 if config.num_rollout_workers is None else config.num_rollout_workers
+    )
 
 
 @pytest.mark.parametrize("size", ["0.6b", "4b", "8b"])
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(seed, size, tmp_path, capsys):
+def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(
+    seed, size, tmp_path, capsys
+):
     rng, folder = random.Random(seed), tmp_path / "model"
     qwen3_config(size).save_pretrained(folder)
-    kinds = rng.sample(["H200", "H20", "A100 40GB", "L40S", "RTX 4090", "H800"], rng.choice([1, 2, 3]))
+    kinds = rng.sample(
+        ["H200", "H20", "A100 40GB", "L40S", "RTX 4090", "H800"], rng.choice([1, 2, 3])
+    )
     machines = [(kind, rng.choice([1, 1, 2, 3]), rng.choice([1, 2, 4, 8])) for kind in kinds]
-    text = "".join(f'[[machines]]\ngpu = "{gpu}"\ncount = {n}\ngpus = {gpus}\n' for gpu, n, gpus in machines)
+    text = "".join(
+        f'[[machines]]\ngpu = "{gpu}"\ncount = {n}\ngpus = {gpus}\n' for gpu, n, gpus in machines
+    )
     path, alpha = write(tmp_path, text + LINKS), rng.choice([0, 0.5, 1, 4])
     try:
         found = planned(capsys, path, "--model", folder, *JOB, "--async-ratio", alpha)
@@ -120,7 +143,10 @@ def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(seed, si
         return
     config, pools = trainer_config(found["commands"][0]["command"]), read_cluster(path)[0].pools
     words = shlex.split(found["commands"][0]["command"])
-    nodes, ranks = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1, sum(found["train"].values())
+    nodes, ranks = (
+        int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1,
+        sum(found["train"].values()),
+    )
     assert config == config.checked()
     for line in found["commands"]:
         (pool,) = (pool for pool in pools if line["machines"].endswith(f"× {pool.name}"))
@@ -161,7 +187,9 @@ def test_gpus_that_stay_idle_are_hidden_from_a_machine_that_joins(tmp_path, mode
 
 
 def test_one_gpu_trains_and_samples_by_one_command(tmp_path, model, capsys):
-    found = planned(capsys, write(tmp_path, '[[machines]]\ngpu = "H200"\ngpus = 1\n'), "--model", model, *JOB)
+    found = planned(
+        capsys, write(tmp_path, '[[machines]]\ngpu = "H200"\ngpus = 1\n'), "--model", model, *JOB
+    )
     (line,) = found["commands"]
     assert trainer_config(line["command"]).colocate == "share" and found["transport"] == "ipc"
     assert found["rollout"] == {} and found["cost_per_million_tokens"] == 0
@@ -176,11 +204,22 @@ def test_links_that_are_missing_are_assumed_and_said(tmp_path, model, capsys):
 
 
 def test_people_get_a_picture_the_next_best_plans_and_the_commands(tmp_path, model, capsys):
-    main([str(write(tmp_path, MACHINES + LINKS)), "--model", model, *JOB, "--lengths", "lognormal:500,0.7"])
+    main(
+        [
+            str(write(tmp_path, MACHINES + LINKS)),
+            "--model",
+            model,
+            *JOB,
+            "--lengths",
+            "lognormal:500,0.7",
+        ]
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("train ") and any("█" in line for line in lines)
     assert sum("an hour; " in line for line in lines) == 3
-    assert any(line.startswith("torchrun") for line in lines) and lines[-1].startswith("planned in ")
+    assert any(line.startswith("torchrun") for line in lines) and lines[-1].startswith(
+        "planned in "
+    )
 
 
 def test_data_sheets_may_be_overridden_and_two_lists_of_a_kind_are_told_apart(tmp_path):
@@ -193,16 +232,28 @@ def test_data_sheets_may_be_overridden_and_two_lists_of_a_kind_are_told_apart(tm
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('[[machines]]\ngpu = "H8000"\ngpus = 8\n', "gpu 'H8000' is none of B200, .*; did you mean H800?"),
+        (
+            '[[machines]]\ngpu = "H8000"\ngpus = 8\n',
+            "gpu 'H8000' is none of B200, .*; did you mean H800?",
+        ),
         ('[[machines]]\ngpu = "H800"\n', "H800: gpus is missing"),
         ('[[machines]]\ngpu = "H800"\ngpus = 0\n', "gpus must be a whole number above 0, got 0"),
-        ('[[machines]]\ngpu = "H800"\ngpus = 2.5\n', "gpus must be a whole number above 0, got 2.5"),
+        (
+            '[[machines]]\ngpu = "H800"\ngpus = 2.5\n',
+            "gpus must be a whole number above 0, got 2.5",
+        ),
         (
             '[[machines]]\ngpu = "H800"\ngpus = 1\nprice_hour = 2\n',
             "price_hour is none of .*; did you mean price_per_hour?",
         ),
-        ('[[machines]]\ngpu = "H800"\ngpus = 1\nprice_per_hour = -1\n', "price_per_hour must be a number at least 0"),
-        (MACHINES + "[links]\nsame_kinds = 5\n", "same_kinds is none of .*; did you mean same_kind?"),
+        (
+            '[[machines]]\ngpu = "H800"\ngpus = 1\nprice_per_hour = -1\n',
+            "price_per_hour must be a number at least 0",
+        ),
+        (
+            MACHINES + "[links]\nsame_kinds = 5\n",
+            "same_kinds is none of .*; did you mean same_kind?",
+        ),
         (MACHINES + '[links]\nsame_kind = "5"\n', "same_kind must be a number above 0, got '5'"),
         ("[links]\nsame_kind = 5\n", r"lists no \[\[machines\]\]"),
         ("[[machines\n", "cannot be read"),
@@ -218,14 +269,20 @@ def test_mistakes_in_the_file_are_one_line(tmp_path, model, text, says):
 def test_mistakes_on_the_command_line_are_one_line(tmp_path, model):
     path = write(tmp_path, MACHINES + LINKS)
     assert "cannot be read" in refusal(tmp_path / "none.toml", "--model", model)
-    assert "--lengths takes lognormal:MEDIAN,SIGMA" in refusal(path, "--model", model, "--lengths", "normal:3")
+    assert "--lengths takes lognormal:MEDIAN,SIGMA" in refusal(
+        path, "--model", model, "--lengths", "normal:3"
+    )
     assert "--model is missing" in refusal(path)
-    assert "--tokens-per-s must be above 0, got -1.0" in refusal(path, "--model", model, "--tokens-per-s", -1)
+    assert "--tokens-per-s must be above 0, got -1.0" in refusal(
+        path, "--model", model, "--tokens-per-s", -1
+    )
     assert "is above --max-prompt-tokens" in refusal(path, "--model", model, "--prompt-tokens", 513)
     clash = refusal(write(tmp_path, JOINING), "--model", model, *JOB, "--scheduling", "batch")
     assert "--listen" in clash and "--scheduling batch" in clash
     assert "did you mean --async-ratio" in refusal(path, "--model", model, "--async-rato", 1)
-    assert "no plan has 1e+12 tokens/s" in refusal(path, "--model", model, *JOB, "--tokens-per-s", 1e12)
+    assert "no plan has 1e+12 tokens/s" in refusal(
+        path, "--model", model, *JOB, "--tokens-per-s", 1e12
+    )
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic(tmp_path):
@@ -235,7 +292,12 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic(tmp_path):
     assert "L4 has 21.6 GiB" in said and "parameters × 2 B / 1 GPUs" in said
 
 
-SIZES = {"groups_per_step": 2, "group_size": 2, "max_prompt_tokens": 128, "max_response_tokens": 2048}
+SIZES = {
+    "groups_per_step": 2,
+    "group_size": 2,
+    "max_prompt_tokens": 128,
+    "max_response_tokens": 2048,
+}
 
 
 @pytest.fixture
@@ -243,7 +305,10 @@ def run(tmp_path, model):
     """A run on one H100 that trained and one that sampled, of 8 steps, as records/ writes it."""
     config = Config(model=model, runs_dir=str(tmp_path), run_name="run", **SIZES)
     directory = RunDirectory(config, num_ranks=1)
-    spent, decoding = Counter({"wait": 5 * 10**8, "forward_backward": 10**9, "optimizer": 5 * 10**8}), 15 * 10**8
+    spent, decoding = (
+        Counter({"wait": 5 * 10**8, "forward_backward": 10**9, "optimizer": 5 * 10**8}),
+        15 * 10**8,
+    )
     for step in range(1, 9):
         for member in range(4):
             fields = {
@@ -253,10 +318,14 @@ def run(tmp_path, model):
                 "ended_at": 2.0 * step - 1 + 0.25 * member,
             }
             directory.record("trajectory", **fields)
-        report = RolloutReport([], SampledTokens(new=200), Counter(), Counter({"tokens_generated": 200 * step}), 0)
+        report = RolloutReport(
+            [], SampledTokens(new=200), Counter(), Counter({"tokens_generated": 200 * step}), 0
+        )
         times = time_metrics(spent, {"decoding": decoding, "gated": 5 * 10**8})
         sampled = rollout_metrics(report, 200 * (step - 1), times["time/step_s"])
-        directory.log_metrics({"step": step, "tokens/trained": 200.0, "tokens/forward": 600.0, **sampled, **times})
+        directory.log_metrics(
+            {"step": step, "tokens/trained": 200.0, "tokens/forward": 600.0, **sampled, **times}
+        )
     directory.close()
     info = json.loads((directory.path / "run.json").read_text())
     info["hardware"]["gpus"] = ["NVIDIA H100 80GB HBM3"] * 2
@@ -271,7 +340,9 @@ def test_the_lengths_of_a_run_are_those_of_its_prompts_and_responses(run):
 
 
 @pytest.mark.parametrize("sharing", [True, "prompt", "tree"])
-def test_the_prompts_of_a_run_that_read_prefixes_once_are_not_told_by_the_tokens_it_read(run, sharing):
+def test_the_prompts_of_a_run_that_read_prefixes_once_are_not_told_by_the_tokens_it_read(
+    run, sharing
+):
     info = json.loads((run / "run.json").read_text())
     info["config"]["share_prefix"] = sharing
     (run / "run.json").write_text(json.dumps(info))
@@ -279,35 +350,54 @@ def test_the_prompts_of_a_run_that_read_prefixes_once_are_not_told_by_the_tokens
 
 
 def test_a_runs_rates_are_those_of_the_planner_for_the_same_gpu_and_job(run, tmp_path):
-    path = write(tmp_path, '[[machines]]\ngpu = "H100 SXM"\ngpus = 2\n[[machines]]\ngpu = "H20"\ngpus = 1\n')
+    path = write(
+        tmp_path, '[[machines]]\ngpu = "H100 SXM"\ngpus = 2\n[[machines]]\ngpu = "H20"\ngpus = 1\n'
+    )
     cluster, note = with_rates(read_cluster(path)[0], load(run))
     measured, other = cluster.pools
     assert (other.mfu, other.hbm_efficiency) == (0.4, 0.7) and "H100 SXM has mfu" in note
     config = Config(**SIZES)
-    job = Job(config, read_shape(load(run).info["config"]["model"]), lengths_of(load(run), config, None))
+    job = Job(
+        config, read_shape(load(run).info["config"]["model"]), lengths_of(load(run), config, None)
+    )
     training = Training(measured, 1, 1, 1, (), 1, False)
     assert compute_s(job, training) == pytest.approx(1.0), "for 200 tokens, and 0.5 s of AdamW"
     requests = 4 * (1 + 1.25 + 1.5 + 1.75) / 4 / 1.5
-    assert make_engine(job, measured, 1, requests).rate == pytest.approx(200 / 1.5), "while it decoded"
+    assert make_engine(job, measured, 1, requests).rate == pytest.approx(200 / 1.5), (
+        "while it decoded"
+    )
 
 
 def test_a_run_on_what_the_cluster_has_not_gives_its_lengths_alone(run, model, tmp_path, capsys):
     main([str(write(tmp_path, MACHINES + LINKS)), "--model", model, *JOB, "--workload", str(run)])
-    assert "note: " in (out := capsys.readouterr().out) and "ran on NVIDIA H100 80GB HBM3: its lengths are taken" in out
+    assert (
+        "note: " in (out := capsys.readouterr().out)
+        and "ran on NVIDIA H100 80GB HBM3: its lengths are taken" in out
+    )
     info = json.loads((run / "run.json").read_text())
     info["config"]["listen"] = "0.0.0.0:29600"
     (run / "run.json").write_text(json.dumps(info))
-    _, note = with_rates(read_cluster(write(tmp_path, MACHINES.replace("H800", "H100 SXM")))[0], load(run))
+    _, note = with_rates(
+        read_cluster(write(tmp_path, MACHINES.replace("H800", "H100 SXM")))[0], load(run)
+    )
     assert "ran on machines that joined it, too" in note
     (run / "events.jsonl").write_text("")
     said = refusal(write(tmp_path, MACHINES + LINKS), "--model", model, *JOB, "--workload", run)
     assert "has no response; give a run that has trained, or --lengths" in said
-    assert "does not exist" in refusal(write(tmp_path, MACHINES), "--model", model, "--workload", tmp_path / "none")
+    assert "does not exist" in refusal(
+        write(tmp_path, MACHINES), "--model", model, "--workload", tmp_path / "none"
+    )
 
 
 def test_rates_of_a_bench_take_the_place_of_efficiencies(tmp_path, model, capsys):
-    text = '[[machines]]\ngpu = "H20"\ngpus = 8\ntrained_tokens_per_s = 5000\nsampled_tokens_per_s = {}\n' + LINKS
-    slow, fast = (planned(capsys, write(tmp_path, text.format(rate)), "--model", model, *JOB) for rate in (200, 800))
+    text = (
+        '[[machines]]\ngpu = "H20"\ngpus = 8\ntrained_tokens_per_s = 5000\nsampled_tokens_per_s = {}\n'
+        + LINKS
+    )
+    slow, fast = (
+        planned(capsys, write(tmp_path, text.format(rate)), "--model", model, *JOB)
+        for rate in (200, 800)
+    )
     assert fast["tokens_per_s"] > 1.5 * slow["tokens_per_s"]
     said = refusal(write(tmp_path, text.format(10**9)), "--model", model, *JOB)
     assert "H20 is said to sample 1e+09 tokens/s per GPU" in said and "lower host_s" in said
@@ -315,19 +405,37 @@ def test_rates_of_a_bench_take_the_place_of_efficiencies(tmp_path, model, capsys
 
 def test_lognormal_lengths_are_cut_at_the_longest_allowed():
     lengths = read_lengths("lognormal:100,1", Config(max_response_tokens=5000), None)
-    assert lengths.response == pytest.approx(100 * 2.718281828**0.5, rel=0.01) and lengths.prompt == 40
-    assert read_lengths("lognormal:100,1", Config(max_response_tokens=120), None).longest == pytest.approx(120)
+    assert (
+        lengths.response == pytest.approx(100 * 2.718281828**0.5, rel=0.01) and lengths.prompt == 40
+    )
+    assert read_lengths(
+        "lognormal:100,1", Config(max_response_tokens=120), None
+    ).longest == pytest.approx(120)
 
 
 def test_the_options_of_a_config_make_it_again():
-    config = Config(model="m", save_memory=("activations", "optimizer"), async_ratio=2.0, replicate_prompts=False)
-    config = dataclasses.replace(config, share_prefix="prompt", algo_args=("clip_high=1.28",), algo="tis")
+    config = Config(
+        model="m",
+        save_memory=("activations", "optimizer"),
+        async_ratio=2.0,
+        replicate_prompts=False,
+    )
+    config = dataclasses.replace(
+        config, share_prefix="prompt", algo_args=("clip_high=1.28",), algo="tis"
+    )
     assert parse_config(options_of(config)) == config
 
 
 def test_every_data_sheet_is_whole_and_has_a_source():
     for name, sheet in tomllib.loads(planner.SHEETS.read_text()).items():
-        assert set(sheet) == {"called", "tflops", "hbm_gb_per_s", "memory_gib", "gb_per_s", "source"}, name
+        assert set(sheet) == {
+            "called",
+            "tflops",
+            "hbm_gb_per_s",
+            "memory_gib",
+            "gb_per_s",
+            "source",
+        }, name
         numbers = {key: value for key, value in sheet.items() if key not in ("called", "source")}
         assert all(value > 0 for value in numbers.values()) and len(sheet["source"]) > 10
         assert Pool(name, name, 1, 1, 0.0, **numbers).device.total_bytes > 2**30

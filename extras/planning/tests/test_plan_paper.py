@@ -35,14 +35,21 @@ def jobs(tmp_path_factory):
     """The paper's job by model."""
     config = Config.from_dict(PAPER["workload"]["options"]).checked()
     lengths = read_lengths(PAPER["workload"]["lengths"], config, PAPER["workload"]["prompt_tokens"])
-    return {model: Job(config, shape_of(model, str(tmp_path_factory.mktemp("shape"))), lengths) for model in MODELS}
+    return {
+        model: Job(config, shape_of(model, str(tmp_path_factory.mktemp("shape"))), lengths)
+        for model in MODELS
+    }
 
 
-def cluster_of(machines: dict[str, int], constants: dict[str, dict], rates: dict[str, dict]) -> Cluster:
+def cluster_of(
+    machines: dict[str, int], constants: dict[str, dict], rates: dict[str, dict]
+) -> Cluster:
     """Machines of 8, with other constants than those of the sheets, and measured rates."""
     sheets, pools = planner.read_sheets(), []
     for kind, count in machines.items():
-        numbers = {"price_per_hour": 1.0} | sheets[kind] | constants.get(kind, {}) | rates.get(kind, {})
+        numbers = (
+            {"price_per_hour": 1.0} | sheets[kind] | constants.get(kind, {}) | rates.get(kind, {})
+        )
         pools.append(Pool(kind, kind, count, 8, **numbers))
     return Cluster(tuple(pools), **PAPER["links"])
 
@@ -52,7 +59,10 @@ def rates_of(model: str) -> dict[str, dict]:
     prices, place = PAPER["constants"]["AReaL-Hex"], MODELS.index(model)
     names = {"sampling": "sampled_tokens_per_s", "training": "trained_tokens_per_s"}
     return {
-        kind: {names[what]: of["price_per_hour"] / PAPER["table_1"][what][kind][place] for what in names}
+        kind: {
+            names[what]: of["price_per_hour"] / PAPER["table_1"][what][kind][place]
+            for what in names
+        }
         for kind, of in prices.items()
     }
 
@@ -61,7 +71,9 @@ def best_plan(job: Job, cluster: Cluster, train_gpus: int | None) -> Plan:
     """The fastest plan, or the fastest in which so many GPUs train."""
     if train_gpus is None:
         return planner.plan(job, cluster, num=1)[0]
-    cluster = dataclasses.replace(cluster, pools=tuple(planner.calibrated(job, pool) for pool in cluster.pools))
+    cluster = dataclasses.replace(
+        cluster, pools=tuple(planner.calibrated(job, pool) for pool in cluster.pools)
+    )
     splits = (split for split in planner.splits(job, cluster) if split.training.ranks == train_gpus)
     return min(filter(None, (split.solved(None) for split in splits)), key=lambda plan: plan.step_s)
 
@@ -81,17 +93,25 @@ def numbers_of(plan: Plan) -> dict[str, float]:
 def predicted(job: Job, model: str) -> list[dict]:
     """A record for each row: the paper's number, and ours by each set of constants."""
     sheets = [(of, {}) for of in PAPER["constants"].values()]
-    sets = dict(zip(SETS, [(PAPER["constants"]["AReaL-Hex"], rates_of(model)), *sheets], strict=True))
+    sets = dict(
+        zip(SETS, [(PAPER["constants"]["AReaL-Hex"], rates_of(model)), *sheets], strict=True)
+    )
 
     @cache
     def of(name: str, where: str, train_gpus: int | None) -> dict[str, float]:
         with pytest.MonkeyPatch.context() as patch:
             if name == BY_TABLE_1:  # whose rates say nothing of engines on several GPUs
                 patch.setattr(planner, "TPS", (1,))
-            return numbers_of(best_plan(job, cluster_of(PAPER["clusters"][where], *sets[name]), train_gpus))
+            return numbers_of(
+                best_plan(job, cluster_of(PAPER["clusters"][where], *sets[name]), train_gpus)
+            )
 
     def number(row: dict, name: str) -> float:
-        over = of(name, row["over"], row.get("over_train_gpus"))[row["number"]] if "over" in row else 1.0
+        over = (
+            of(name, row["over"], row.get("over_train_gpus"))[row["number"]]
+            if "over" in row
+            else 1.0
+        )
         return of(name, row["on"], row.get("train_gpus"))[row["number"]] / over
 
     place = MODELS.index(model)
@@ -104,13 +124,17 @@ def predicted(job: Job, model: str) -> list[dict]:
 
 def test_rates_of_the_papers_first_table_are_those_of_the_calibrated_plans(jobs):
     for kind, machines in (("H800", "24 H800"), ("H20", "88 H20")):
-        cluster = cluster_of(PAPER["clusters"][machines], PAPER["constants"]["AReaL-Hex"], rates_of("1.5B"))
+        cluster = cluster_of(
+            PAPER["clusters"][machines], PAPER["constants"]["AReaL-Hex"], rates_of("1.5B")
+        )
         pool = planner.calibrated(jobs["1.5B"], cluster.pools[0])
         engine = planner.largest_engine(jobs["1.5B"], pool, 1)
         assert engine.rate == pytest.approx(rates_of("1.5B")[kind]["sampled_tokens_per_s"])
         training = planner.Training(pool, 1, 8, 8, ("activations",), 32768, False)
         seconds = planner.compute_s(jobs["1.5B"], training)
-        assert jobs["1.5B"].tokens / seconds / 8 == pytest.approx(rates_of("1.5B")[kind]["trained_tokens_per_s"])
+        assert jobs["1.5B"].tokens / seconds / 8 == pytest.approx(
+            rates_of("1.5B")[kind]["trained_tokens_per_s"]
+        )
 
 
 @pytest.mark.study

@@ -89,9 +89,18 @@ def held(name: str):
 def machine(name: str, core: int, address: str, folder: Path):
     """A machine on one core that joins; `hold()` holds it to its share."""
     with held(name) as group, open(folder / f"{name}.log", "w") as log, ExitStack() as on_end:
-        command = [sys.executable, "rollout.py", "--join", address, "--key", str(folder / "rig" / "swarm.key")]
+        command = [
+            sys.executable,
+            "rollout.py",
+            "--join",
+            address,
+            "--key",
+            str(folder / "rig" / "swarm.key"),
+        ]
         into = f'echo $$ > {group}/cgroup.procs && exec taskset -c {core} "$@"'
-        process = subprocess.Popen(["sh", "-c", into, "sh", *command], cwd=ROOT, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            ["sh", "-c", into, "sh", *command], cwd=ROOT, stdout=log, stderr=log
+        )
         on_end.callback(process.wait, 60)
         on_end.callback(process.send_signal, signal.SIGTERM)
         on_end.callback((group / "cpu.cfs_quota_us").write_text, "-1")
@@ -109,11 +118,22 @@ def measured(rig: JoinedRig, train_s: float) -> list[dict]:
             rig.turn(train_s)
         seconds = time.monotonic() - start
         events = read_events(rig.node.run.path / "events.jsonl")
-        done = [e for e in events if e["event"] == "trajectory" and since < e["time"] < since + seconds]
-        of_first = sum(e["tokens"] for e in done if e["worker"] == 0) / sum(e["tokens"] for e in done)
+        done = [
+            e for e in events if e["event"] == "trajectory" and since < e["time"] < since + seconds
+        ]
+        of_first = sum(e["tokens"] for e in done if e["worker"] == 0) / sum(
+            e["tokens"] for e in done
+        )
         update_s = statistics.median(rig.update_seconds(first))
         rate = sum(e["tokens"] for e in done) / (seconds - STEPS * update_s)  # between updates
-        found.append({"step_s": seconds / STEPS, "share": of_first, "update_s": update_s, "tokens_per_s": rate})
+        found.append(
+            {
+                "step_s": seconds / STEPS,
+                "share": of_first,
+                "update_s": update_s,
+                "tokens_per_s": rate,
+            }
+        )
     return found
 
 
@@ -123,13 +143,28 @@ def median(found: list[dict], name: str) -> float:
 
 def planned(job: Job, rates: dict[str, float], update_s: float, train_s: float) -> Plan:
     """The plan for a trainer that takes `train_s` and machines with these rates."""
-    sheet = {"price_per_hour": 0.0, "tflops": 1.0, "hbm_gb_per_s": 100.0, "memory_gib": 16.0, "gb_per_s": 10.0}
-    pools = [Pool(name, name, 1, 1, **sheet, sampled_tokens_per_s=rate) for name, rate in rates.items()]
+    sheet = {
+        "price_per_hour": 0.0,
+        "tflops": 1.0,
+        "hbm_gb_per_s": 100.0,
+        "memory_gib": 16.0,
+        "gb_per_s": 10.0,
+    }
+    pools = [
+        Pool(name, name, 1, 1, **sheet, sampled_tokens_per_s=rate) for name, rate in rates.items()
+    ]
     rate = job.tokens / max(train_s, 1e-3)
-    pools.append(Pool("trains", "trains", 1, 1, **sheet, trained_tokens_per_s=rate, sampled_tokens_per_s=1e-3))
+    pools.append(
+        Pool(
+            "trains", "trains", 1, 1, **sheet, trained_tokens_per_s=rate, sampled_tokens_per_s=1e-3
+        )
+    )
     link = 2 * job.shape.num_parameters / update_s / 1e9
     plans = planner.plan(job, Cluster(tuple(pools), link, link, update_factor=1.0), num=10)
-    return next(p.solved(None) for p in plans if p.training.pool.name == "trains" and not p.colocate)  # none idle
+    # none idle
+    return next(
+        p.solved(None) for p in plans if p.training.pool.name == "trains" and not p.colocate
+    )
 
 
 def free_address() -> str:
@@ -138,7 +173,9 @@ def free_address() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def measure_all(config: Config, folder: Path) -> tuple[dict[str, list[dict]], dict[float, list[dict]], Job]:
+def measure_all(
+    config: Config, folder: Path
+) -> tuple[dict[str, list[dict]], dict[float, list[dict]], Job]:
     """What each machine did alone, both together for each time of training, and the job that it was."""
     alone, together = {}, {}
     with running(JoinedRig(config, run_worker, folder / "rig")) as rig, ExitStack() as until_end:
@@ -156,13 +193,20 @@ def measure_all(config: Config, folder: Path) -> tuple[dict[str, list[dict]], di
                 together[train_s] = measured(rig, train_s)
         rig.await_workers(1)
         alone["fast"] = measured(rig, 0.0)
-        events = [e for e in read_events(rig.node.run.path / "events.jsonl") if e["event"] == "trajectory"]
+        events = [
+            e for e in read_events(rig.node.run.path / "events.jsonl") if e["event"] == "trajectory"
+        ]
         lengths = Lengths.of(config.max_prompt_tokens / 2, [e["tokens"] for e in events], 16 * 8)
         return alone, together, Job(config, read_shape(rig.node.model_path), lengths)
 
 
 def test_machines_of_unequal_speed_share_the_work_and_take_as_long_as_planned(tmp_path):
-    options = {"groups_per_step": 16, "group_size": 8, "async_ratio": 1.0, "max_running_requests": 8}
+    options = {
+        "groups_per_step": 16,
+        "group_size": 8,
+        "async_ratio": 1.0,
+        "max_running_requests": 8,
+    }
     config = Config(
         listen=free_address(), num_rollout_workers=0, swarm=SwarmOptions(verify_share=0), **options
     ).checked()
@@ -172,13 +216,20 @@ def test_machines_of_unequal_speed_share_the_work_and_take_as_long_as_planned(tm
     rows = []
     for train_s, found in together.items():
         plan = planned(job, rates, update_s, train_s)
-        share = sum(e.rate * count for _, e, count in plan.engines if e.pool.name == "slow") / plan.rate
-        said = {"arm": f"{train_s:.2f} s of training", "predicted_share": share, "predicted_s": plan.step_s}
+        share = (
+            sum(e.rate * count for _, e, count in plan.engines if e.pool.name == "slow") / plan.rate
+        )
+        said = {
+            "arm": f"{train_s:.2f} s of training",
+            "predicted_share": share,
+            "predicted_s": plan.step_s,
+        }
         rows += [{"case": "running", "repeat": i, **said, **one} for i, one in enumerate(found)]
     rows += [{"case": "alone", "arm": name, "repeat": i, **one}
              for name, found in alone.items() for i, one in enumerate(found)]  # fmt: skip
     print(*rows, sep="\n")
     keep(__file__, rows)
     for row in (row for row in rows if row["case"] == "running"):
-        assert abs(row["share"] - row["predicted_share"]) < 0.2, row  # wide: others may compute here meanwhile
+        # wide: others may compute here meanwhile
+        assert abs(row["share"] - row["predicted_share"]) < 0.2, row
         assert 0.6 < row["predicted_s"] / row["step_s"] < 1.5, row

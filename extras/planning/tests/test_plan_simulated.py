@@ -39,9 +39,16 @@ def shapes(tmp_path_factory):
 
 
 def job(shape, **options) -> Job:
-    sizes = {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": LAW.longest, "groups_per_step": 16}
+    sizes = {
+        "max_prompt_tokens": PROMPT_TOKENS,
+        "max_response_tokens": LAW.longest,
+        "groups_per_step": 16,
+    }
     normal = statistics.NormalDist()
-    drawn = (LAW.median * 2.718281828 ** (LAW.sigma * normal.inv_cdf((i + 0.5) / 4000)) for i in range(4000))
+    drawn = (
+        LAW.median * 2.718281828 ** (LAW.sigma * normal.inv_cdf((i + 0.5) / 4000))
+        for i in range(4000)
+    )
     lengths = Lengths.of(PROMPT_TOKENS, (min(max(1.0, n), LAW.longest) for n in drawn), 16 * 8)
     return Job(Config(**sizes, **options).checked(), shape, lengths)
 
@@ -50,7 +57,9 @@ def random_cluster(rng: random.Random) -> Cluster:
     """Two or three kinds of GPUs by their data sheets, 1–3 machines of each, 2–8 GPUs in one."""
     sheets, pools = read_sheets(), []
     for name in rng.sample(KINDS, rng.choice([2, 2, 3])):
-        pools.append(Pool(name, name, rng.randint(1, 3), rng.choice([2, 4, 8]), 1.0, **sheets[name]))
+        pools.append(
+            Pool(name, name, rng.randint(1, 3), rng.choice([2, 4, 8]), 1.0, **sheets[name])
+        )
     return Cluster(tuple(pools), rng.choice([5.0, 25.0]), rng.choice([1.5, 5.0]))
 
 
@@ -59,8 +68,16 @@ class PlannedSimulation(Simulation):
 
     def __init__(self, plan: Plan, seed: int, steps: int):
         of, chosen = plan.job, [engine for _, engine, count in plan.engines for _ in range(count)]
-        machines = Simulated(self.curve(of, chosen[0]), len(chosen), plan.training_s / of.read_tokens)
-        names = ("groups_per_step", "group_size", "async_ratio", "max_prompt_tokens", "max_response_tokens")
+        machines = Simulated(
+            self.curve(of, chosen[0]), len(chosen), plan.training_s / of.read_tokens
+        )
+        names = (
+            "groups_per_step",
+            "group_size",
+            "async_ratio",
+            "max_prompt_tokens",
+            "max_response_tokens",
+        )
         options = {name: getattr(of.config, name) for name in (*names, "max_running_requests")}
         period = 1 + int(of.config.async_ratio)  # groups that start together end together
         case = Case(options, Workload(LAW), machines, steps * period, 2 + period, seed)
@@ -108,7 +125,10 @@ def clusters(shapes, count):
     seed = 0
     while count:
         rng, seed = random.Random(seed), seed + 1
-        options = {"async_ratio": rng.choice([0.0, 1.0, 2.0]), "max_running_requests": rng.choice([32, 128])}
+        options = {
+            "async_ratio": rng.choice([0.0, 1.0, 2.0]),
+            "max_running_requests": rng.choice([32, 128]),
+        }
         j, c = job(shapes[rng.choice(list(shapes))], **options), random_cluster(rng)
         plans = [plan for plan in planner.plan(j, c) if not plan.colocate]
         if plans:
@@ -127,9 +147,18 @@ def test_the_steps_of_30_random_clusters_are_in_the_order_of_the_simulated_ones(
     rows = []
     for seed, j, c, plan in clusters(shapes, 30):
         gpus = " + ".join(f"{p.count} × {p.gpus} {p.gpu}" for p in c.pools)
-        rows.append({"arm": f"{seed}", "gpus": gpus, "async_ratio": j.config.async_ratio, **compared(plan, seed)})
+        rows.append(
+            {
+                "arm": f"{seed}",
+                "gpus": gpus,
+                "async_ratio": j.config.async_ratio,
+                **compared(plan, seed),
+            }
+        )
     errors = [row["predicted_s"] / row["simulated_s"] - 1 for row in rows]
-    rank = spearmanr([row["predicted_s"] for row in rows], [row["simulated_s"] for row in rows]).statistic
+    rank = spearmanr(
+        [row["predicted_s"] for row in rows], [row["simulated_s"] for row in rows]
+    ).statistic
     said = f"Rank correlation (Spearman) {rank:.3f}."
     keep(__file__, [{"case": "simulated", "repeat": 0, **row, "all": said} for row in rows])
     assert rank > 0.95, rank
@@ -147,7 +176,9 @@ def test_the_chosen_plan_is_not_beaten_by_50_random_ones_in_the_simulation(shape
             others.append((plan.step_s, simulated_step_s(plan, seed, steps=4)))
         chosen_s = simulated_step_s(best, seed, steps=4)
         steps_s = sorted(simulated for _, simulated in others)
-        rank = spearmanr([predicted for predicted, _ in others], [simulated for _, simulated in others]).statistic
+        rank = spearmanr(
+            [predicted for predicted, _ in others], [simulated for _, simulated in others]
+        ).statistic
         rows.append({"arm": f"{seed}", "chosen_s": chosen_s, "best_s": steps_s[0], "median_s": steps_s[25],
                      "rank": rank, "beaten_by": sum(s < chosen_s for s in steps_s)})  # fmt: skip
         assert chosen_s <= 1.05 * steps_s[0], rows[-1]

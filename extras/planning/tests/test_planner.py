@@ -38,14 +38,22 @@ CONFIG = Config(
 def shape(layers=28, hidden=1024, wide=3072, heads=16, vocab=151936) -> ModelShape:
     """The 0.6b of Qwen3, if nothing else is said."""
     layer, root = hidden * 128 * (2 * heads + 16) + 3 * hidden * wide, vocab * hidden
-    return ModelShape(layers * layer + root, layer, root, root, layers, hidden, wide, heads, 8, 128, vocab)
+    return ModelShape(
+        layers * layer + root, layer, root, root, layers, hidden, wide, heads, 8, 128, vocab
+    )
 
 
 SMALL, LARGE = shape(), shape(36, 2560, 9728, 32)
 
 
 def pool(name="fast", count=1, gpus=2, **changes) -> Pool:
-    sheet = {"price_per_hour": 2.0, "tflops": 100.0, "hbm_gb_per_s": 1000.0, "memory_gib": 80.0, "gb_per_s": 100.0}
+    sheet = {
+        "price_per_hour": 2.0,
+        "tflops": 100.0,
+        "hbm_gb_per_s": 1000.0,
+        "memory_gib": 80.0,
+        "gb_per_s": 100.0,
+    }
     return Pool(name, name, count, gpus, **{**sheet, **changes})
 
 
@@ -71,12 +79,18 @@ def rate_of(j, numbers):
         level = (low + high) / 2
         taken = sum(count * min(level, most[engine]) for engine, count in numbers.items())
         low, high = (level, high) if taken <= j.requests else (low, level)
-    return sum(count * make_engine(j, *engine, min(low, most[engine])).rate for engine, count in numbers.items())
+    return sum(
+        count * make_engine(j, *engine, min(low, most[engine])).rate
+        for engine, count in numbers.items()
+    )
 
 
 def seconds_of_step(j, generation_s, train_s, alone):
     """`alone` are the engines that sample, with one request each."""
-    alpha, tail_s = j.config.async_ratio, (j.lengths.longest - 500) * min(engine.decode_s for engine in alone)
+    alpha, tail_s = (
+        j.config.async_ratio,
+        (j.lengths.longest - 500) * min(engine.decode_s for engine in alone),
+    )
     return max(generation_s, train_s, (generation_s + train_s + tail_s) / (1 + alpha))
 
 
@@ -85,10 +99,15 @@ def outcomes(j, c):
     tps = [tp for tp in (1, 2, 4, 8) if memory.can_split(j.shape, tp)]
     weights = 2 * j.shape.num_parameters / 1e9
     for p in c.pools:
-        for machines, gpus, stages in itertools.product(range(1, p.count + 1), range(1, p.gpus + 1), (False, True)):
+        for machines, gpus, stages in itertools.product(
+            range(1, p.count + 1), range(1, p.gpus + 1), (False, True)
+        ):
             if j.config.groups_per_step % machines or (stages and gpus == p.gpus):
                 continue
-            train_s = min((training_s(j, c, t) for t in trainings(j, p, machines, gpus, stages)), default=math.inf)
+            train_s = min(
+                (training_s(j, c, t) for t in trainings(j, p, machines, gpus, stages)),
+                default=math.inf,
+            )
             if train_s == math.inf:
                 continue
             others = [(q, q.count - machines * (q is p)) for q in c.pools]
@@ -99,17 +118,25 @@ def outcomes(j, c):
                     for q, _ in chosen:
                         link = c.same_kind if q.gpu == p.gpu else c.across_kinds
                         update_s = max(update_s, 5 * weights / link)
-                    here = [((p, tp), machines * n) for tp in tps for n in range(1, (p.gpus - gpus) // tp * stages + 1)]
+                    here = [
+                        ((p, tp), machines * n)
+                        for tp in tps
+                        for n in range(1, (p.gpus - gpus) // tp * stages + 1)
+                    ]
                     there = [
                         [((q, tp), n) for tp in tps for n in range(1, count * (q.gpus // tp) + 1)]
                         for q, count in chosen
                     ]
-                    for sampling in itertools.product([None, *here], *([None, *ways] for ways in there)):
+                    for sampling in itertools.product(
+                        [None, *here], *([None, *ways] for ways in there)
+                    ):
                         way = Counter()
                         for engine, count in filter(None, sampling):
                             way[engine] += count
                         if 0 < way.total() <= j.requests and (rate := rate_of(j, way)):
-                            used = sum(q.price_per_hour * tp * count for (q, tp), count in way.items())
+                            used = sum(
+                                q.price_per_hour * tp * count for (q, tp), count in way.items()
+                            )
                             alone = [make_engine(j, q, tp, 1) for q, tp in way]
                             step_s = seconds_of_step(j, j.tokens / rate + update_s, train_s, alone)
                             yield step_s, used + machines * gpus * p.price_per_hour
@@ -119,7 +146,10 @@ def shared_outcomes(j, c):
     """Of one GPU that both sides share, as the planner has them."""
     for p in c.pools:
         for found in planner._shared(j, c, p):
-            generation_s, tail_s = j.tokens / found.options[0][1].rate, make_engine(j, p, 1, 1).decode_s
+            generation_s, tail_s = (
+                j.tokens / found.options[0][1].rate,
+                make_engine(j, p, 1, 1).decode_s,
+            )
             tail_s *= j.lengths.longest - 500
             yield generation_s + found.update_s + found.training_s + tail_s, p.price_per_hour
 
@@ -141,8 +171,13 @@ def random_case(seed):
             "gb_per_s": rng.choice([32.0, 200.0, 450.0]),
         }
         pools.append(pool(f"kind{kind}", count, gpus, **sheet))
-    c = cluster(*pools, same_kind=rng.choice([1.25, 5.0, 50.0]), across_kinds=rng.choice([0.1, 1.25, 10.0]))
-    options = {"async_ratio": rng.choice([0.0, 0.5, 1.0, 2.0]), "max_running_requests": rng.choice([2, 4, 8])}
+    c = cluster(
+        *pools, same_kind=rng.choice([1.25, 5.0, 50.0]), across_kinds=rng.choice([0.1, 1.25, 10.0])
+    )
+    options = {
+        "async_ratio": rng.choice([0.0, 0.5, 1.0, 2.0]),
+        "max_running_requests": rng.choice([2, 4, 8]),
+    }
     return job(rng.choice([SMALL, SMALL, LARGE]), **options), c
 
 
@@ -185,7 +220,9 @@ def test_another_machine_or_more_gpus_never_make_a_plan_slower_or_dearer(seed):
     rng = random.Random(1000 + seed)
     j, small = random_case(1000 + seed)
     one, *others = small.pools
-    grown = dataclasses.replace(one, **rng.choice([{"count": one.count + 1}, {"gpus": one.gpus + 1}]))
+    grown = dataclasses.replace(
+        one, **rng.choice([{"count": one.count + 1}, {"gpus": one.gpus + 1}])
+    )
     large = rng.choice([(grown, *others), (*small.pools, pool("new", memory_gib=24.0))])
     try:
         step_s = plan(j, small)[0].step_s
@@ -194,7 +231,10 @@ def test_another_machine_or_more_gpus_never_make_a_plan_slower_or_dearer(seed):
     large = dataclasses.replace(small, pools=large)
     assert plan(j, large)[0].step_s <= step_s * 1.001
     wanted = j.tokens / step_s / 1.5
-    assert plan(j, large, wanted)[0].cost_per_hour <= plan(j, small, wanted)[0].cost_per_hour * 1.001 + 0.01
+    assert (
+        plan(j, large, wanted)[0].cost_per_hour
+        <= plan(j, small, wanted)[0].cost_per_hour * 1.001 + 0.01
+    )
 
 
 # Costs, by hand
@@ -228,7 +268,8 @@ def test_replicas_on_two_machines_share_their_network_link_and_keep_gathers_at_h
     j, p = job(), pool(count=2, gpus=4, tflops=1e6, hbm_gb_per_s=1e9, gb_per_s=1e6)
     t = Training(p, 2, 4, 4, (), 4112, False)
     microbatches = math.ceil(32 * 600 / 8 / 4112)
-    reduced = 2 * 4 * (4 * SMALL.num_parameters / 4) * (1 / 2)  # four ranks of a machine, a quarter each, over one link
+    # four ranks of a machine, a quarter each, over one link
+    reduced = 2 * 4 * (4 * SMALL.num_parameters / 4) * (1 / 2)
     assert training_s(j, cluster(p), t) == pytest.approx(microbatches * reduced / 5e9, rel=1e-2)
 
 
@@ -243,7 +284,10 @@ def test_an_engine_reads_weights_and_cache_computes_and_waits_for_the_host():
 
 
 def test_two_gpus_of_an_engine_halve_its_reading_and_pay_four_exchanges_a_layer():
-    j, p = job(), pool(tflops=100.0, mfu=0.5, hbm_gb_per_s=1000.0, hbm_efficiency=0.5, gb_per_s=100.0)
+    j, p = (
+        job(),
+        pool(tflops=100.0, mfu=0.5, hbm_gb_per_s=1000.0, hbm_efficiency=0.5, gb_per_s=100.0),
+    )
     alone, both = make_engine(j, p, 1, 8), make_engine(j, p, 2, 8)
     exchanges_s = 4 * 28 * (10e-6 + 8 * 1024 * 2 / (2 * 100e9))
     assert both.decode_s - 0.003 - exchanges_s == pytest.approx((alone.decode_s - 0.003) / 2)
@@ -289,7 +333,9 @@ def test_gpus_that_would_only_wait_stay_idle():
 def test_one_gpu_trains_and_samples_in_turns():
     (best,) = plan(job(), cluster(pool(count=1, gpus=1)))
     assert best.colocate == "share" and best.cost_per_hour == 2.0
-    assert best.step_s == pytest.approx(best.generation_s + best.tail_s + best.update_s + best.training_s)
+    assert best.step_s == pytest.approx(
+        best.generation_s + best.tail_s + best.update_s + best.training_s
+    )
     synchronous = plan(job(async_ratio=0.0), cluster(pool(count=1, gpus=1, memory_gib=20.0)))[0]
     assert synchronous.colocate == "sleep", "where both do not fit at the same time"
 
@@ -298,17 +344,24 @@ def test_each_kind_has_engines_of_as_many_gpus_as_suit_it():
     small, large = pool("small", 1, 8, memory_gib=13.0), pool("large", 4, 1)
     c = cluster(pool("trains", 1, 1, tflops=1e5, memory_gib=300.0), small, large, across_kinds=50.0)
     best = plan(job(LARGE, max_running_requests=256, async_ratio=8.0), c)[0]
-    assert {engine.pool.name: engine.tp for _, engine, _ in best.engines} == {"small": 2, "large": 1}
+    assert {engine.pool.name: engine.tp for _, engine, _ in best.engines} == {
+        "small": 2,
+        "large": 1,
+    }
 
 
 def test_engines_of_two_gpus_leave_the_third_of_each_machine_idle():
     threes = pool("threes", 2, 3)
     engine = make_engine(job(), threes, 2, 1)
     joined, training = planner.Site(threes, 2, 3, False), planner.Site(threes, 2, 3, True)
-    assert planner.choose_engines([(joined, engine)], 100) == [(joined, engine, 2)], "6 GPUs, and not 3 engines"
+    assert planner.choose_engines([(joined, engine)], 100) == [(joined, engine, 2)], (
+        "6 GPUs, and not 3 engines"
+    )
     assert planner.choose_engines([(training, engine)], 100) == [(training, engine, 2)]
     assert planner.choose_engines([(joined, engine)], 1) == [(joined, engine, 1)], "one request"
-    assert planner.choose_engines([(training, engine)], 1) is None, "both machines have the same engines"
+    assert planner.choose_engines([(training, engine)], 1) is None, (
+        "both machines have the same engines"
+    )
 
 
 def test_requests_are_shared_evenly_by_engines_as_far_as_they_fit():
@@ -317,9 +370,15 @@ def test_requests_are_shared_evenly_by_engines_as_far_as_they_fit():
     j = job(max_running_requests=64)
     options = tuple((site, engine) for site in sites if (engine := largest_engine(j, site.pool, 1)))
     training = Training(roomy, 1, 1, 1, (), 4112, False)
-    chosen = [(site, make_engine(j, site.pool, 1, 1), count) for site, count in zip(sites, (2, 1), strict=True)]
+    chosen = [
+        (site, make_engine(j, site.pool, 1, 1), count)
+        for site, count in zip(sites, (2, 1), strict=True)
+    ]
     shared = planner.Plan(j, training, 1.0, 0.0, 1.0, options).sampled_by(chosen)
-    assert {engine.pool.name: engine.requests for _, engine, _ in shared.engines} == {"narrow": 3, "roomy": 29 / 2}
+    assert {engine.pool.name: engine.requests for _, engine, _ in shared.engines} == {
+        "narrow": 3,
+        "roomy": 29 / 2,
+    }
     assert shared.rate == sum(engine.rate * count for _, engine, count in shared.engines)
 
 
@@ -330,7 +389,9 @@ def test_a_batch_keeps_its_places_until_its_longest_response_has_ended():
     steps = {}
     for alpha in (0.0, 1.0, 8.0):
         j = job(async_ratio=alpha)
-        p = planner.Plan(j, training, 1.0, 0.5, 1.0, ((site, engine),)).sampled_by([(site, engine, 4)])
+        p = planner.Plan(j, training, 1.0, 0.5, 1.0, ((site, engine),)).sampled_by(
+            [(site, engine, 4)]
+        )
         steps[alpha] = p.step_s
         tail_s = (LENGTHS.longest - 500) * make_engine(j, roomy, 1, 1).decode_s
         assert p.tail_s == pytest.approx(tail_s) and 399 < LENGTHS.longest - 500 <= 400
@@ -359,13 +420,22 @@ def test_without_prices_the_fewest_gpus_are_the_cheapest():
 def test_the_next_best_plans_train_on_other_gpus_and_are_in_order():
     plans = plan(job(), cluster(pool("a", 2, 4), pool("b", 2, 4, tflops=300.0)))
     assert len(plans) == 4
-    assert len({(p.training.pool.name, p.training.machines, p.training.gpus, p.colocate) for p in plans}) == 4
+    assert (
+        len(
+            {
+                (p.training.pool.name, p.training.machines, p.training.gpus, p.colocate)
+                for p in plans
+            }
+        )
+        == 4
+    )
     assert [p.step_s for p in plans] == sorted(p.step_s for p in plans)
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic():
     with pytest.raises(
-        ValueError, match=r"fast has 15.4 GiB; one of 2 trainer ranks needs .* = .* a tp 2 engine needs"
+        ValueError,
+        match=r"fast has 15.4 GiB; one of 2 trainer ranks needs .* = .* a tp 2 engine needs",
     ):
         plan(job(shape(64, 5120, 25600, 64)), cluster(pool(memory_gib=16.0)))
 
@@ -378,6 +448,8 @@ def test_a_rate_that_no_plan_reaches_is_refused_with_the_best():
 
 def test_lengths_are_means_of_what_was_given():
     lengths = Lengths.of(10, [3, 1], 2)
-    assert (lengths.prompt, lengths.response, lengths.longest) == (10, 2, 2.5), "of two one is 3 in three cases of four"
+    assert (lengths.prompt, lengths.response, lengths.longest) == (10, 2, 2.5), (
+        "of two one is 3 in three cases of four"
+    )
     assert lengths.square == (11**2 + 13**2) / 2
     assert lengths.context == 10 + (1 + 9) / 2 / (2 * 2)

@@ -17,7 +17,12 @@ def test_the_config_says_what_the_loaded_model_has(tmp_path, tied):
     assert shape.layer_parameters == sum(p.numel() for p in model.model.layers[0].parameters())
     assert shape.root_parameters == shape.num_parameters - 2 * shape.layer_parameters
     assert shape.largest_parameter == max(p.numel() for p in model.parameters())
-    assert (shape.num_layers, shape.hidden_size, shape.num_key_value_heads, shape.head_dim) == (2, 64, 2, 32)
+    assert (shape.num_layers, shape.hidden_size, shape.num_key_value_heads, shape.head_dim) == (
+        2,
+        64,
+        2,
+        32,
+    )
 
 
 @pytest.mark.parametrize(("size", "millions"), [("0.6b", 596), ("8b", 8191)])
@@ -30,6 +35,7 @@ def test_without_weights_the_config_is_enough(tmp_path, size, millions):
 @pytest.mark.parametrize("name", ["not a name", "../nowhere/to/be/found"])
 def test_a_model_that_is_nowhere_is_refused_in_one_line_of_ours(name):
     with pytest.raises(
-        ValueError, match=f"^--model {name}: neither a folder with a config.json nor to be had: [^\n]+$"
+        ValueError,
+        match=f"^--model {name}: neither a folder with a config.json nor to be had: [^\n]+$",
     ):
         read_shape(name)

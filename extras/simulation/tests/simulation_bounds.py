@@ -78,7 +78,10 @@ def check(outcome: Outcome) -> list[Bound]:
     mean_s = statistics.fmean(s for step in steps for s in step.slot_s)
     rollout_s = config.groups_per_step * config.group_size / slots * mean_s
     if config.async_ratio == 0 and config.publish_delay == 0:
-        rollouts = [Bound("1", step.wait_s, sum(step.slot_s) / slots + max(step.slot_s), unmet) for step in steps]
+        rollouts = [
+            Bound("1", step.wait_s, sum(step.slot_s) / slots + max(step.slot_s), unmet)
+            for step in steps
+        ]
         return [*rollouts, Bound("2 sync", step_s, rollout_s + train_s + longest_s + sync_s, unmet)]
     generation_s = rollout_s + longest_s / (config.async_ratio + 1)
     unmet_here = unmet or unmet_by_pipeline(outcome, generation_s, train_s)

@@ -20,7 +20,14 @@ from extras.simulation.cluster import Case, Cluster, Simulation, simulate
 from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm, roofline
 from extras.simulation.scenarios import Claim, Scenario
 from extras.simulation.swarm import Uplink, fair_share
-from extras.simulation.workload import LONGEST_TO_MEDIAN, LengthLaw, Turns, Workload, draws_of, lengths_up_to
+from extras.simulation.workload import (
+    LONGEST_TO_MEDIAN,
+    LengthLaw,
+    Turns,
+    Workload,
+    draws_of,
+    lengths_up_to,
+)
 from extras.swarm import leases, remote
 from extras.swarm.pull import KEPT
 from scripts import simulate as script
@@ -55,14 +62,18 @@ def slowing(slots=8):
 
 def case(options=None, workload=None, workers=2, curve=None, steps=4, warmup=1, **cluster):
     options = {"groups_per_step": 3, "group_size": 4, **(options or {})}
-    machines = Cluster(curve or slowing(), workers, **{"train_s_per_token": 0.002, "sync_s": 0.5, **cluster})
+    machines = Cluster(
+        curve or slowing(), workers, **{"train_s_per_token": 0.002, "sync_s": 0.5, **cluster}
+    )
     return Case(options, workload or Workload(LAW, prompt_tokens=10), machines, steps, warmup)
 
 
 def rollout_s(options, curve, workload=None):
     """Time of the first batch on one worker."""
     workload = workload or Workload(LAW, prompt_tokens=0)
-    return simulate(case(options, workload, 1, curve, steps=1, warmup=0, sync_s=0.0)).numbers["rollout_s"]
+    return simulate(case(options, workload, 1, curve, steps=1, warmup=0, sync_s=0.0)).numbers[
+        "rollout_s"
+    ]
 
 
 # By hand
@@ -75,7 +86,13 @@ def test_three_responses_on_two_slots_take_what_they_take_by_hand():
     options = {"groups_per_step": 1, "group_size": 3}
     outcome = simulate(case(options, workload, 1, steady(2), train_s_per_token=0.01, sync_s=0.4))
     assert [step.wait_s for step in outcome.steps] == pytest.approx([3.0] * 4)
-    expected = {"step_s": 4.0, "rollout_s": 3.0, "train_s": 0.6, "trained_tokens_per_s": 15.0, "slot_share": 6 / 8}
+    expected = {
+        "step_s": 4.0,
+        "rollout_s": 3.0,
+        "train_s": 0.6,
+        "trained_tokens_per_s": 15.0,
+        "slot_share": 6 / 8,
+    }
     assert {name: outcome.numbers[name] for name in expected} == pytest.approx(expected)
     assert outcome.numbers["new_tokens_per_rollout_s"] == pytest.approx(20.0)
 
@@ -123,7 +140,9 @@ def test_a_barrier_costs_the_slowest_of_each_turn():
     draws = [[1.0 + turns.latency.draw(rng).seconds for _ in range(4)] for rng in episodes]
     slowest_turns = sum(map(max, zip(*draws, strict=True)))
     assert rollout_s({}, steady(100), workload) == pytest.approx(max(map(sum, draws)))
-    assert rollout_s({"scheduling": "lockstep"}, steady(100), workload) == pytest.approx(slowest_turns)
+    assert rollout_s({"scheduling": "lockstep"}, steady(100), workload) == pytest.approx(
+        slowest_turns
+    )
 
 
 # The real logic is driven
@@ -146,7 +165,11 @@ def test_every_group_and_token_is_accounted_for_and_none_is_trained_on_beyond_th
     outcome = simulate(case(ARMS[arm], steps=6))
     ledger = outcome.ledger
     for source in ("groups_issued", "tokens_generated"):
-        rest = [count for name, count in ledger.items() if name.startswith(source[:6]) and name != source]
+        rest = [
+            count
+            for name, count in ledger.items()
+            if name.startswith(source[:6]) and name != source
+        ]
         assert ledger[source] == sum(rest)
     assert ledger["groups_consumed"] == 7 * 3
     assert [len(step.staleness) for step in outcome.steps] == [3 * 4] * 6
@@ -157,8 +180,12 @@ def test_every_group_and_token_is_accounted_for_and_none_is_trained_on_beyond_th
 
 
 def test_the_real_buffer_refuses_tokens_that_are_older_than_their_group(monkeypatch):
-    monkeypatch.setattr(SimulatedEngine, "segments", lambda engine, request, num_tokens: [(0, num_tokens)])
-    with pytest.raises(RuntimeError, match="has a token of version 0, but its group was started at version 1"):
+    monkeypatch.setattr(
+        SimulatedEngine, "segments", lambda engine, request, num_tokens: [(0, num_tokens)]
+    )
+    with pytest.raises(
+        RuntimeError, match="has a token of version 0, but its group was started at version 1"
+    ):
         simulate(case())
 
 
@@ -176,12 +203,19 @@ def test_a_seed_makes_the_run_and_another_seed_another():
 
 def test_a_controller_that_takes_longer_than_the_results_come_sets_the_pace():
     workload = Workload(LAW, prompt_tokens=0)
-    numbers = simulate(case(workload=workload, message_s=100.0, train_s_per_token=0.0, sync_s=0.0)).numbers
-    assert numbers["step_s"] == pytest.approx(12 * 100.0, rel=0.2) and numbers["controller_share"] > 0.8
+    numbers = simulate(
+        case(workload=workload, message_s=100.0, train_s_per_token=0.0, sync_s=0.0)
+    ).numbers
+    assert (
+        numbers["step_s"] == pytest.approx(12 * 100.0, rel=0.2)
+        and numbers["controller_share"] > 0.8
+    )
 
 
 def test_what_is_not_simulated_is_refused():
-    with pytest.raises(ValueError, match="on_update restart is not simulated; use keep, recompute or resume"):
+    with pytest.raises(
+        ValueError, match="on_update restart is not simulated; use keep, recompute or resume"
+    ):
         simulate(case({"on_update": "restart"}))
 
 
@@ -216,7 +250,13 @@ def test_a_fair_share_uses_the_whole_link_or_fills_all_others():
 
 
 def swarm_case(options=None, steps=9, workers=8, **swarm):
-    known = {"weight_bytes": 1e7, "delta_share": 0.02, "uplink_bytes_per_s": 1e7, "stay_s": 1e9, **swarm}
+    known = {
+        "weight_bytes": 1e7,
+        "delta_share": 0.02,
+        "uplink_bytes_per_s": 1e7,
+        "stay_s": 1e9,
+        **swarm,
+    }
     options = {"async_ratio": 1.0, "max_running_requests": 4, **(options or {})}
     return case(options, workers=workers, curve=slowing(4), steps=steps, swarm=Swarm(**known))
 
@@ -235,14 +275,18 @@ def test_weights_take_a_machine_the_time_of_their_bytes_and_those_no_longer_kept
     assert 0.999 * 8 * 2e5 / 1e7 < quick["fetch_s"] < 1 and slow["fetch_s"] > 8 * 2e5 / 1e4 > 100
     assert quick["uplink_share"] < slow["uplink_share"] <= 1 and quick["step_s"] < slow["step_s"]
     lag = {"swarm.refresh_lag": KEPT}
-    whole, files = (simulate(swarm_case(lag, uplink_bytes_per_s=rate)).numbers for rate in (1e7, math.inf))
+    whole, files = (
+        simulate(swarm_case(lag, uplink_bytes_per_s=rate)).numbers for rate in (1e7, math.inf)
+    )
     assert whole["fetch_s"] > 10 * files["fetch_s"]
 
 
 def test_a_machine_that_ends_without_a_word_is_missed_after_its_silence(monkeypatch):
     monkeypatch.setattr(swarm, "CRASH_SHARE", 1.0)
     simulation, died_at = Simulation(swarm_case(steps=30, stay_s=60.0)), []
-    simulation.controller.journal.record = lambda event, **fields: died_at.append((event, simulation.clock.now))
+    simulation.controller.journal.record = lambda event, **fields: died_at.append(
+        (event, simulation.clock.now)
+    )
     ended_at, end = [], simulation.swarm._end
     simulation.swarm._end = lambda machine: (ended_at.append(simulation.clock.now), end(machine))
     simulation.run()
@@ -270,7 +314,11 @@ def list_schedule(durations, slots):
 def test_rollout_at_a_steady_speed_is_list_scheduling(seed):
     rng = random.Random(seed)
     groups, size, slots = rng.randint(1, 6), rng.randint(2, 5), rng.randint(1, 9)
-    durations = [LAW.draw(group, ticket(group), member) / 10 for group in range(groups) for member in range(size)]
+    durations = [
+        LAW.draw(group, ticket(group), member) / 10
+        for group in range(groups)
+        for member in range(size)
+    ]
     options = {"groups_per_step": groups, "group_size": size}
     assert rollout_s(options, steady(slots)) == pytest.approx(list_schedule(durations, slots))
 
@@ -281,11 +329,22 @@ def test_the_propositions_hold_where_their_assumptions_do(seed):
     options = {"groups_per_step": rng.randint(2, 8), "group_size": rng.randint(2, 6)}
     ratio = options["async_ratio"] = rng.choice((0.0, 0.0, 1.0, 2.0, 4.0))
     workload = Workload(lengths_up_to(400, rng.choice((5.0, 20.0))), prompt_tokens=10)
-    workers, curve, train_s = rng.randint(1, 3), slowing(rng.randint(1, 8)), rng.choice((0.001, 0.01, 0.05))
-    one = case(options, workload, workers, curve, steps=5, warmup=2 + int(ratio), train_s_per_token=train_s)
+    workers, curve, train_s = (
+        rng.randint(1, 3),
+        slowing(rng.randint(1, 8)),
+        rng.choice((0.001, 0.01, 0.05)),
+    )
+    one = case(
+        options, workload, workers, curve, steps=5, warmup=2 + int(ratio), train_s_per_token=train_s
+    )
     outcome = simulate(one)
     bounds = check(outcome)
-    assert {bound.proposition for bound in bounds} <= {"1", "2 sync", "2 async", "2 async, no overlap"}
+    assert {bound.proposition for bound in bounds} <= {
+        "1",
+        "2 sync",
+        "2 async",
+        "2 async, no overlap",
+    }
     for bound in bounds:
         assert bound.measured_s <= bound.bound_s + 1e-6 or bound.unmet, bound
     assert any(not bound.unmet for bound in bounds)
@@ -319,7 +378,9 @@ def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit():
     curve = roofline("Qwen3-8B", "H800", 10_000)
     kv_bytes = 2 * 36 * 8 * 128 * 2 * 10_000
     for n in (1, 16, 128):
-        seconds = 0.003 + max(2 * 8.2e9 * n / (0.4 * 989e12), (16.4e9 + n * kv_bytes) / (0.7 * 3.35e12))
+        seconds = 0.003 + max(
+            2 * 8.2e9 * n / (0.4 * 989e12), (16.4e9 + n * kv_bytes) / (0.7 * 3.35e12)
+        )
         assert curve.rate(n) == pytest.approx(1 / seconds)
     assert curve.max_running_requests == math.floor((0.9 * 80e9 - 16.4e9) / kv_bytes) == 37
     with pytest.raises(ValueError, match="cannot hold Qwen3-8B"):
@@ -336,7 +397,10 @@ def test_a_curve_is_read_as_it_was_written_and_goes_on_behind_its_last_point(tmp
 
 def test_lengths_have_the_tail_that_is_stated_and_members_of_a_group_are_alike():
     law = lengths_up_to(8192)
-    drawn = [[law.draw(problem, ticket(problem), member) for member in range(8)] for problem in range(1500)]
+    drawn = [
+        [law.draw(problem, ticket(problem), member) for member in range(8)]
+        for problem in range(1500)
+    ]
     flat = sorted(itertools.chain(*drawn))
     assert flat[-1] == 8192 and flat[len(flat) // 2] == pytest.approx(8192 / 20, rel=0.07)
     assert sum(flat) / len(flat) == pytest.approx(law.moments[0], rel=0.07)
@@ -362,26 +426,39 @@ def made_arms(values, measure="trained_tokens_per_s"):
     return {arm: {measure: value} for arm, value in values.items()}
 
 
-@pytest.mark.parametrize(("measure", "times"), [("rollout_s", 2.5), ("new_tokens_per_rollout_s", 0.4)])
+@pytest.mark.parametrize(
+    ("measure", "times"), [("rollout_s", 2.5), ("new_tokens_per_rollout_s", 0.4)]
+)
 def test_less_time_and_more_tokens_are_better(measure, times):
-    assert scenarios.times_better(measure, "b", "a")(made_arms({"a": 10.0, "b": 4.0}, measure)) == times
+    assert (
+        scenarios.times_better(measure, "b", "a")(made_arms({"a": 10.0, "b": 4.0}, measure))
+        == times
+    )
 
 
 def test_the_smallest_alpha_near_the_best_and_the_best_split_are_found():
     rates = made_arms({"α = 0": 1.0, "α = 1": 2.0, "α = 2": 2.92, "α = 4": 3.0})
     assert scenarios.sufficient_alpha(rates) == 2.0 and scenarios.best_over_one(rates) == 1.5
-    splits = made_arms({"in turn on all 40": 9.0, "36 + 4": 1.0, "24 + 16": 2.0, "by Proposition 2": 3.0})
+    splits = made_arms(
+        {"in turn on all 40": 9.0, "36 + 4": 1.0, "24 + 16": 2.0, "by Proposition 2": 3.0}
+    )
     assert scenarios.best_split(splits) == 24.0
 
 
-@pytest.mark.parametrize("mechanism", dict.fromkeys(scenario.mechanism for scenario in scenarios.scenarios()))
+@pytest.mark.parametrize(
+    "mechanism", dict.fromkeys(scenario.mechanism for scenario in scenarios.scenarios())
+)
 def test_every_arm_in_the_file_of_comparisons_is_a_valid_run(mechanism):
     for scenario in scenarios.scenarios([mechanism]):
         assert scenario.why and scenario.source
         outcome = simulate(case(steps=1))  # stands for the arm by which others are split
         for arm in scenario.arms:
             one = scenario.case(arm, dict.fromkeys(scenario.arms, outcome), seed=3)
-            assert one.config and one.seed == 3 and one.steps % math.ceil(1 + one.config.async_ratio) == 0
+            assert (
+                one.config
+                and one.seed == 3
+                and one.steps % math.ceil(1 + one.config.async_ratio) == 0
+            )
 
 
 def test_the_check_against_our_own_bench_takes_its_numbers_from_its_records():
@@ -393,23 +470,47 @@ def test_the_check_against_our_own_bench_takes_its_numbers_from_its_records():
 
 
 def test_a_hit_is_within_the_range_of_the_seeds_or_near_their_mean():
-    assert report.verdict((2.0, 2.0), 1.5, 1.0, 2.1) == report.verdict((2.0, 2.0), 1.8, 1.7, 1.9) == "hit"
-    assert report.verdict((1.0, 1.6), 1.7, 1.65, 1.8) == "hit" and report.verdict(None, 1.7, 1.65, 1.8) == "–"
-    assert report.verdict((2.0, 2.0), 1.7, 1.6, 1.8) == report.verdict((1.0, 1.3), 1.7, 1.65, 1.8) == "MISS"
+    assert (
+        report.verdict((2.0, 2.0), 1.5, 1.0, 2.1)
+        == report.verdict((2.0, 2.0), 1.8, 1.7, 1.9)
+        == "hit"
+    )
+    assert (
+        report.verdict((1.0, 1.6), 1.7, 1.65, 1.8) == "hit"
+        and report.verdict(None, 1.7, 1.65, 1.8) == "–"
+    )
+    assert (
+        report.verdict((2.0, 2.0), 1.7, 1.6, 1.8)
+        == report.verdict((1.0, 1.3), 1.7, 1.65, 1.8)
+        == "MISS"
+    )
 
 
 def tiny_scenario():
     options, measure = {"groups_per_step": 3, "group_size": 4}, "trained_tokens_per_s"
     known = {"options": options, "longest": 400, "engines": 2, "train_gpus": 1, "steps": 3}
-    arms = {"sync": known, "again": known, "async": {**known, "options": {**options, "async_ratio": 1.0}}}
+    arms = {
+        "sync": known,
+        "again": known,
+        "async": {**known, "options": {**options, "async_ratio": 1.0}},
+    }
     claims = [
-        Claim("again", scenarios.times_better(measure, "again", "sync"), "again", "sync", (2.0, 2.0), "the same twice"),
+        Claim(
+            "again",
+            scenarios.times_better(measure, "again", "sync"),
+            "again",
+            "sync",
+            (2.0, 2.0),
+            "the same twice",
+        ),
         Claim("async", scenarios.times_better(measure, "async", "sync"), "async", "sync"),
     ]
     return Scenario("m", "tiny", measure, arms, claims, "2x, sure", "small", LONGEST_TO_MEDIAN)
 
 
-def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_its_earlier_record(tmp_path, monkeypatch):
+def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_its_earlier_record(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(scenarios, "scenarios", lambda only=None: [tiny_scenario()])
     made_by = {"command": "python x", "commit": "c0ffee", "dirty": False, "hardware": "2 CPU cores"}
     path = tmp_path / "simulation.jsonl"
@@ -417,14 +518,25 @@ def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_it
         report.replace(script.run(tiny_scenario(), seed) | made_by, path)
     records = read(path)
     assert [record["seed"] for record in records] == [0, 1]
-    gains = sorted(scenarios.times_better("trained_tokens_per_s", "async", "sync")(r["arms"]) for r in records)
+    gains = sorted(
+        scenarios.times_better("trained_tokens_per_s", "async", "sync")(r["arms"]) for r in records
+    )
     row = report.claims(records).iloc[1]
-    assert (row["mean"], row["min"], row["max"], row["count"]) == pytest.approx((sum(gains) / 2, *gains, 2))
+    assert (row["mean"], row["min"], row["max"], row["count"]) == pytest.approx(
+        (sum(gains) / 2, *gains, 2)
+    )
     short = report.short(records)
-    assert "| the same twice | 2 | 1 | 1 | MISS |" in short and "numbers of papers 0 are hit" in short[-1]
+    assert (
+        "| the same twice | 2 | 1 | 1 | MISS |" in short
+        and "numbers of papers 0 are hit" in short[-1]
+    )
     report.write(tmp_path)
     text = (tmp_path / "table.md").read_text()
-    assert "| again | sync | 2 | 1 | 1 | MISS |" in text and "commit c0ffee" in text and "n = 2 seeds" in text
+    assert (
+        "| again | sync | 2 | 1 | 1 | MISS |" in text
+        and "commit c0ffee" in text
+        and "n = 2 seeds" in text
+    )
     with pytest.raises(ValueError, match="records of 'tiny' do not have the arms of"):
         report.table([{**records[0], "arms": {}}])
 
@@ -444,8 +556,14 @@ def test_the_short_table_of_the_committed_records_fits_and_has_hits_and_misses()
 
 def test_the_table_of_swarms_has_every_arm_with_its_means_and_ranges():
     head, _, *rows = report.swarms(read(RECORDS))
-    arms = [f"{scenario.name} {arm}" for scenario in scenarios.scenarios(["swarm"]) for arm in scenario.arms]
-    assert {row.split("|")[1].strip() for row in rows} == set(arms) and "cpu_ms_per_trajectory" in head
+    arms = [
+        f"{scenario.name} {arm}"
+        for scenario in scenarios.scenarios(["swarm"])
+        for arm in scenario.arms
+    ]
+    assert {row.split("|")[1].strip() for row in rows} == set(
+        arms
+    ) and "cpu_ms_per_trajectory" in head
     assert all(row.count("(") == len(report.OF_SWARMS) for row in rows)
     assert report.swarms([{"scenario": "other", "arms": {"one": {"step_s": 1.0}}}])[2:] == []
 

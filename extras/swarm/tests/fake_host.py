@@ -68,7 +68,12 @@ class Run:
     """A controller and its swarm, and the trainer's part in their protocol."""
 
     def __init__(self, controller, swarm, key_path, events, num_floats):
-        self.num_floats, self.controller, self.swarm, self.events = num_floats, controller, swarm, events
+        self.num_floats, self.controller, self.swarm, self.events = (
+            num_floats,
+            controller,
+            swarm,
+            events,
+        )
         self.address, self.key_path = f"127.0.0.1:{swarm.hub.port}", str(key_path)
         self.version, self.trained, self.value_of = -1, [], float
 
@@ -109,7 +114,11 @@ class Run:
 
     def left(self):
         """Hosts that have left or were shut out, and why."""
-        return [(event["machine"], event["why"]) for event in self.events if event["event"] == "machine_left"]
+        return [
+            (event["machine"], event["why"])
+            for event in self.events
+            if event["event"] == "machine_left"
+        ]
 
 
 @contextmanager
@@ -136,7 +145,9 @@ def running(
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(MODEL_CONFIG)
     record = lambda event, **fields: events.append({"event": event, **fields})  # noqa: E731
-    placement = Placement((None,), 1, tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_own)), "shm")
+    placement = Placement(
+        (None,), 1, tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_own)), "shm"
+    )
     workers = SwarmWorkers(config, placement, "fine", tmp_path, run_fake_worker)
     controller = SwarmController(config, workers, TicketSource(config, prompts), record)
     directory = SimpleNamespace(record=record, path=Path(config.runs_dir) / "run")
@@ -163,8 +174,8 @@ class FakeHost:
         self.send, self.lock, self.context = self.link.send, threading.Lock(), zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger, self.socket.rcvhwm = 500, rcvhwm
-        self.socket.curve_serverkey, self.socket.curve_publickey, self.socket.curve_secretkey = keys or read_key(
-            run.key_path
+        self.socket.curve_serverkey, self.socket.curve_publickey, self.socket.curve_secretkey = (
+            keys or read_key(run.key_path)
         )
         self.socket.connect(f"tcp://{run.address}")
         self.num_engines, self.seen, self.sent = num_engines, [], []
@@ -176,7 +187,9 @@ class FakeHost:
         self.held, self.had, self.versions = [], [], {}
         self.puller, self.wants = None, {}
         self.name = name
-        self.said = dataclasses.replace(Join(PROTOCOL, code_digest(), "cpu", name, time.time()), **said)
+        self.said = dataclasses.replace(
+            Join(PROTOCOL, code_digest(), "cpu", name, time.time()), **said
+        )
         self.is_silent = self.is_closed = False
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -205,7 +218,8 @@ class FakeHost:
     def send_frames(self, frames):
         with self.lock:
             self.sent.append(frames)
-            with contextlib.suppress(zmq.Again):  # refused by its key, it has no connection any more
+            # refused by its key, it has no connection any more
+            with contextlib.suppress(zmq.Again):
                 self.socket.send_multipart(frames, flags=zmq.DONTWAIT)
 
     def saw(self, kind):
@@ -217,15 +231,23 @@ class FakeHost:
             asked = [held for held in self.held if tickets is None or held[1].ticket_id in tickets]
             self.held = [held for held in self.held if held not in asked]
         for index, ticket in asked:
-            self.send(Finished([self.changes(t) for t in self.made(index, ticket, reason)], None), index)
+            self.send(
+                Finished([self.changes(t) for t in self.made(index, ticket, reason)], None), index
+            )
 
     def made(self, index, ticket, reason="stop"):
         """All trajectories of a ticket."""
         spec = SimpleNamespace(placement=SimpleNamespace(worker=77))
         members = range(ticket.member, ticket.member + ticket.num_members)
-        made = [trajectory(ticket, self.versions.get(index, 0), spec, reason, member) for member in members]
+        made = [
+            trajectory(ticket, self.versions.get(index, 0), spec, reason, member)
+            for member in members
+        ]
         turns = [(t.started_at - 0.01, t.started_at, t.ended_at) for t in made]
-        return [dataclasses.replace(t, started_at=turn[0], turns=(turn,)) for t, turn in zip(made, turns, strict=True)]
+        return [
+            dataclasses.replace(t, started_at=turn[0], turns=(turn,))
+            for t, turn in zip(made, turns, strict=True)
+        ]
 
     def _serve(self):
         while not self.is_closed:
@@ -235,7 +257,12 @@ class FakeHost:
                     time.sleep(0.005)
                 else:
                     self._act(*got)
-            if self.saw(Welcome) and not self.saw(Refused) and not self.is_silent and not self.is_closed:
+            if (
+                self.saw(Welcome)
+                and not self.saw(Refused)
+                and not self.is_silent
+                and not self.is_closed
+            ):
                 self.send(Beat())
 
     def _receive(self):
@@ -263,7 +290,10 @@ class FakeHost:
                 self.versions[index] = version
                 self.send(Updated(version, 0.001, SampledTokens(), None), index)
                 if probe:
-                    self.send(Probed(version, tuple(np.full(len(t) - 1, -1, np.float32) for t in probe)), index)
+                    self.send(
+                        Probed(version, tuple(np.full(len(t) - 1, -1, np.float32) for t in probe)),
+                        index,
+                    )
             case Tickets(tickets):
                 self.had += tickets
                 for ticket in tickets:

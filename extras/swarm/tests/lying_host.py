@@ -14,7 +14,10 @@ send_honestly = Link.send
 
 def send(link, message, *engine):
     if isinstance(message, Finished):
-        lies = [dataclasses.replace(t, behavior_logprobs=t.behavior_logprobs * 0.5) for t in message.trajectories]
+        lies = [
+            dataclasses.replace(t, behavior_logprobs=t.behavior_logprobs * 0.5)
+            for t in message.trajectories
+        ]
         message = dataclasses.replace(message, trajectories=lies)
     send_honestly(link, message, *engine)
 

@@ -14,10 +14,17 @@ pytestmark = [pytest.mark.e2e, pytest.mark.study]
 
 
 def test_no_update_trains_on_what_was_found_false_before_it(tmp_path):
-    options = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 1, "eval_every": 0}
+    options = {
+        "listen": "127.0.0.1:0",
+        "num_rollout_workers": 0,
+        "swarm.verify_share": 1,
+        "eval_every": 0,
+    }
     job = start_job(tmp_path, steps=4, async_ratio=0, **options)
     liar = join_host(job, "extras/swarm/tests/lying_host.py")
-    job.wait_until(lambda: "is let in no more" in job.output() or "sent what is not true" in job.output())
+    job.wait_until(
+        lambda: "is let in no more" in job.output() or "sent what is not true" in job.output()
+    )
     honest = join_host(job)
     assert job.wait() == 0, job.output()[-3000:]
     assert liar.wait(timeout_s=30) != 0 and honest.wait(timeout_s=30) == 0
@@ -58,7 +65,12 @@ def stop_while_it_samples(engine, job):
 
 def test_a_run_without_workers_of_its_own_trains_on_hosts_that_come_are_killed_and_leave(tmp_path):
     shared_memory = set(os.listdir("/dev/shm"))
-    options = {"eval_every": 12, "listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 0.5}
+    options = {
+        "eval_every": 12,
+        "listen": "127.0.0.1:0",
+        "num_rollout_workers": 0,
+        "swarm.verify_share": 0.5,
+    }
     job = start_job(tmp_path, steps=24, async_ratio=1, **options)
     first = join_host(job)
     job.wait_until(lambda: job.num_steps() >= 3)
@@ -76,8 +88,14 @@ def test_a_run_without_workers_of_its_own_trains_on_hosts_that_come_are_killed_a
     metrics = job.metrics()
     assert len(metrics) == 24 and max(line["staleness/max"] for line in metrics) <= 1
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
-    assert {0, 12, 24} <= {line["eval/policy_version"] for line in metrics if "eval/accuracy" in line}
+    assert {0, 12, 24} <= {
+        line["eval/policy_version"] for line in metrics if "eval/accuracy" in line
+    }
     assert {event["worker"] for event in job.events("trajectory")} == {0, 1, 2}
-    assert (metrics[-1]["swarm/joins"], metrics[-1]["swarm/leaves"], metrics[-1]["swarm/shut_out"]) == (3, 2, 0)
+    assert (
+        metrics[-1]["swarm/joins"],
+        metrics[-1]["swarm/leaves"],
+        metrics[-1]["swarm/shut_out"],
+    ) == (3, 2, 0)
     assert_ledger_balances(metrics)
     assert_nothing_is_left(processes, shared_memory)

@@ -130,7 +130,9 @@ def lasting(tmp_path_factory):
         with running(tmp_path, answers=answers, swarm=SwarmOptions(lease_s=3)) as run:
             run.relay, run.pulls = Relay(run.address), []
             open_way = run.controller.pulled.open
-            run.controller.pulled.open = lambda version, base: run.pulls.append(base) or open_way(version, base)
+            run.controller.pulled.open = lambda version, base: (
+                run.pulls.append(base) or open_way(version, base)
+            )
             run.far = Far(run.relay.address, run.key_path, tmp_path / "far")
             run.host = run.far.host
             wait_until(lambda: run.host.engines and run.host.engines[0].is_up)
@@ -166,14 +168,20 @@ def test_versions_that_are_equal_to_the_bit_are_told_apart(lasting, monkeypatch)
     assert len(lasting.left()) == num_left
 
 
-@pytest.mark.parametrize("way", ["the run's side gave it up", "the connection broke", "neither side heard the other"])
-def test_a_host_joins_again_with_its_engines_and_weights_and_says_nothing_of_the_old_session(lasting, monkeypatch, way):
+@pytest.mark.parametrize(
+    "way", ["the run's side gave it up", "the connection broke", "neither side heard the other"]
+)
+def test_a_host_joins_again_with_its_engines_and_weights_and_says_nothing_of_the_old_session(
+    lasting, monkeypatch, way
+):
     run, num_joins = lasting, joins(lasting)
     lasting.pulls.clear()
     if way == "the connection broke":
         run.relay.drop()
     elif way == "the run's side gave it up":
-        run.swarm.hub.do_soon(lambda: [run.swarm._lose(m, "was given up") for m in list(run.swarm._hosts.values())])
+        run.swarm.hub.do_soon(
+            lambda: [run.swarm._lose(m, "was given up") for m in list(run.swarm._hosts.values())]
+        )
     else:
         monkeypatch.setattr("extras.swarm.link.SILENCE_S", 1.0)
         run.relay.is_stalled = True
@@ -213,7 +221,9 @@ def test_a_host_joins_again_when_the_run_was_started_again_with_its_key(tmp_path
         process = far.host.engines[0].process.process.pid
         run.swarm._hosts.clear()  # it is killed: nobody is told
     # As --resume does, with options that may change.
-    with running(tmp, listen=f"127.0.0.1:{port}", steps=9, lr=0.1, resume=str(tmp), run_name="again") as run:
+    with running(
+        tmp, listen=f"127.0.0.1:{port}", steps=9, lr=0.1, resume=str(tmp), run_name="again"
+    ) as run:
         for _ in range(2):
             run.step()
         assert far.host.engines[0].process.process.pid == process
@@ -224,7 +234,9 @@ def test_a_key_is_kept_by_a_run_that_goes_on_and_is_the_owners_alone(tmp_path):
     first = make_key(tmp_path / "swarm.key")
     assert make_key(tmp_path / "swarm.key") == first != make_key(tmp_path / "other.key")
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
-    assert first[1].decode() not in (tmp_path / "swarm.key").read_text(), "hosts do not get the run's secret"
+    assert first[1].decode() not in (tmp_path / "swarm.key").read_text(), (
+        "hosts do not get the run's secret"
+    )
 
 
 @pytest.mark.parametrize("is_same_run", [True, False])
@@ -238,7 +250,9 @@ def test_a_host_with_another_key_says_so_at_once(tmp_path, is_same_run):
             keys["run"] = json.loads(Path(run.key_path).read_text())["run"]
             (tmp_path / "other.key").write_text(json.dumps(keys))
         start = time.monotonic()
-        Far(run.address, tmp_path / "other.key", tmp_path / "far").fails(ValueError, "has another key")
+        Far(run.address, tmp_path / "other.key", tmp_path / "far").fails(
+            ValueError, "has another key"
+        )
         assert time.monotonic() - start < 20
         with FakeHost(run):
             run.step()
@@ -255,7 +269,9 @@ def test_a_host_whose_run_is_not_there_says_so(tmp_path, monkeypatch):
 def test_a_host_that_is_refused_ends_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.join.code_digest", lambda: "f" * 64)
     with running(tmp_path) as run:
-        Far(run.address, run.key_path, tmp_path / "far").fails(ValueError, "its code is ffffffffffff")
+        Far(run.address, run.key_path, tmp_path / "far").fails(
+            ValueError, "its code is ffffffffffff"
+        )
 
 
 def test_a_host_has_engines_of_as_many_gpus_as_the_runs_own_or_as_it_is_told(tmp_path):
@@ -269,8 +285,12 @@ def test_a_host_has_engines_of_as_many_gpus_as_the_runs_own_or_as_it_is_told(tmp
         far.ends_with(run)
 
 
-@pytest.mark.parametrize("spoil", [lambda path: path.write_text("def loss(): ...  # another\n"), Path.unlink])
-def test_a_host_that_lacks_user_code_or_has_another_ends_before_it_starts_anything(tmp_path, monkeypatch, spoil):
+@pytest.mark.parametrize(
+    "spoil", [lambda path: path.write_text("def loss(): ...  # another\n"), Path.unlink]
+)
+def test_a_host_that_lacks_user_code_or_has_another_ends_before_it_starts_anything(
+    tmp_path, monkeypatch, spoil
+):
     path = write_own(tmp_path / "own", "def loss(): ...\n")
     monkeypatch.chdir(path.parent)
     with running(tmp_path, algo=f"{path}:loss") as run:
@@ -281,7 +301,9 @@ def test_a_host_that_lacks_user_code_or_has_another_ends_before_it_starts_anythi
 
 
 def run_worker_that_notes_its_options(spec, connection):
-    Path(spec.log_path).with_name("options").write_text(f"{spec.config.algo} {spec.config.timeout_s:g}")
+    Path(spec.log_path).with_name("options").write_text(
+        f"{spec.config.algo} {spec.config.timeout_s:g}"
+    )
     run_fake_worker(spec, connection)
 
 
@@ -293,7 +315,9 @@ def test_engines_of_a_host_have_user_code_from_its_folder_and_half_of_the_timeou
     shutil.copytree(path.parent, here)
     monkeypatch.chdir(here)
     with running(tmp_path, algo=f"{path}:loss", timeout_s=50.0) as run:
-        far = Far(run.address, run.key_path, tmp_path / "far", main=run_worker_that_notes_its_options)
+        far = Far(
+            run.address, run.key_path, tmp_path / "far", main=run_worker_that_notes_its_options
+        )
         run.step()
         assert (tmp_path / "far" / "options").read_text() == f"{here / path.name}:loss 25"
         far.ends_with(run)
@@ -301,7 +325,10 @@ def test_engines_of_a_host_have_user_code_from_its_folder_and_half_of_the_timeou
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_host_that_is_stopped_leaves_in_order(tmp_path, number):
-    environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}:{Path.cwd() / 'tests'}", "TMPDIR": str(tmp_path)}
+    environment = os.environ | {
+        "PYTHONPATH": f"{Path.cwd()}:{Path.cwd() / 'tests'}",
+        "TMPDIR": str(tmp_path),
+    }
     with running(tmp_path) as run, open(tmp_path / "out", "w") as out:
         command = [sys.executable, "-c", PROGRAM, "--join", run.address, "--key", run.key_path]
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)

@@ -14,9 +14,13 @@ class Outbox:
 
 
 def test_a_ticket_that_holds_the_batch_back_goes_to_a_full_but_much_faster_host_and_not_back():
-    config = Config(groups_per_step=1, group_size=2, async_ratio=0, max_running_requests=1, listen="127.0.0.1:1")
+    config = Config(
+        groups_per_step=1, group_size=2, async_ratio=0, max_running_requests=1, listen="127.0.0.1:1"
+    )
     slow, fast = (RemoteWorker(i, Outbox(), state="sampling", sent_version=0) for i in range(2))
-    tickets = TicketSource(config, PromptSource(lambda index: Problem("p", "a"), [], lambda problem: [2, 3]))
+    tickets = TicketSource(
+        config, PromptSource(lambda index: Problem("p", "a"), [], lambda problem: [2, 3])
+    )
     dispatcher = LeasingDispatcher(config, [slow, fast], SwarmBuffer(config), tickets)
     dispatcher.token_s = {0: 0.1, 1: 0.01}
     dispatcher.fill()

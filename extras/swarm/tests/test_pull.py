@@ -19,7 +19,9 @@ SPECS = [ParameterSpec("a", torch.bfloat16, (300, 7)), ParameterSpec("b", torch.
 
 
 def payload(seed, num_words=50_000):
-    return np.random.default_rng(seed).integers(0, 1 << 16, num_words, dtype=np.uint16).view(np.uint8)
+    return (
+        np.random.default_rng(seed).integers(0, 1 << 16, num_words, dtype=np.uint16).view(np.uint8)
+    )
 
 
 def changed(base, share, seed):
@@ -84,7 +86,9 @@ def test_garbage_in_a_delta_is_a_value_error_or_found_by_the_digest():
 def test_a_delta_that_would_unpack_to_more_than_a_block_is_refused_before_memory_is_taken():
     base, packed = payload(0), zstandard.ZstdCompressor().compress(bytes(1 << 20))
     for num_changed in (0, 5, 1 << 31):
-        delta = encode_delta(0, base, base)[:16] + struct.pack("<II", num_changed, len(packed)) + packed
+        delta = (
+            encode_delta(0, base, base)[:16] + struct.pack("<II", num_changed, len(packed)) + packed
+        )
         with pytest.raises(ValueError, match="changes of 50000 words have 1048576 bytes"):
             apply_delta(delta, 0, base.copy())
 
@@ -100,7 +104,9 @@ def staged(*versions):
     """A transport with these versions, of which each has one value in five hundred of its own."""
     transport = PullTransport(SPECS)
     for version in versions:
-        transport.stage(version, [("a", torch.ones(300, 7)), ("b", torch.full((5,), float(version)))])
+        transport.stage(
+            version, [("a", torch.ones(300, 7)), ("b", torch.full((5,), float(version)))]
+        )
     return transport
 
 
@@ -137,9 +143,10 @@ def test_many_slow_hosts_cannot_make_the_trainer_keep_all_versions():
     transport = PullTransport(SPECS)
     for version in range(20):
         transport.acquire(version, transport.stage(version, parameters(version)))
-    assert [v for v in range(20) if is_left(transport, v)] == [*range(MAX_READ), *range(20 - KEPT, 20)], (
-        "the oldest are nearest to their end"
-    )
+    assert [v for v in range(20) if is_left(transport, v)] == [
+        *range(MAX_READ),
+        *range(20 - KEPT, 20),
+    ], "the oldest are nearest to their end"
 
 
 def test_the_trainer_stages_on_while_a_delta_of_what_it_forgets_is_encoded(monkeypatch):
@@ -222,7 +229,10 @@ def test_a_host_that_skips_versions_has_the_very_weights_of_those_it_takes(seed)
     host = Host(transport, piece_bytes=int(rng.integers(1, 3000)))
     for version in range(12):
         share = rng.choice([0.0, 0.01, 0.3, 1.0])  # of values that this step changes
-        values = [(n, torch.where(torch.rand(v.shape, generator=generator) < share, v + 0.1, v)) for n, v in values]
+        values = [
+            (n, torch.where(torch.rand(v.shape, generator=generator) < share, v + 0.1, v))
+            for n, v in values
+        ]
         staged = transport.stage(version, values)
         if rng.random() < 0.5:
             host.pull(staged)
@@ -264,7 +274,9 @@ def test_a_pull_that_is_cut_after_any_piece_goes_on_where_it_was(is_delta):
         host.puller.want(second.messages[0]) if num_before % 2 else host.puller.resume()
         assert host.asked[-1].offset == 60 * num_before
         host.take_all()
-        assert host.num_bytes == num_bytes and is_same(host.puller, [("a", a), ("b", torch.zeros(5))])
+        assert host.num_bytes == num_bytes and is_same(
+            host.puller, [("a", a), ("b", torch.zeros(5))]
+        )
 
 
 def test_a_whole_copy_in_place_of_the_rest_of_a_delta_begins_at_its_start(begun):
@@ -288,7 +300,9 @@ def test_where_the_base_is_another_than_the_runs_the_whole_is_taken():
     host.puller.want(second.messages[0])
     wrong = host.answer()
     assert not host.puller.take(wrong)
-    assert host.puller.here.version == 0 and is_same(host.puller, here), "what is here stays meanwhile"
+    assert host.puller.here.version == 0 and is_same(host.puller, here), (
+        "what is here stays meanwhile"
+    )
     assert not host.puller.take(wrong), "nor does it count when it comes twice"
     host.take_all()
     assert [pull.base for pull in host.asked] == [None, 0, None]
@@ -315,7 +329,8 @@ WHOLE = PullTransport(SPECS).num_bytes
 )
 def test_a_piece_that_no_snapshot_has_is_refused(begun, is_delta, num_bytes, offset, data):
     with pytest.raises(
-        ValueError, match=f"a piece of {len(data)} bytes at {offset} of a .* of {num_bytes}; .* {WHOLE}"
+        ValueError,
+        match=f"a piece of {len(data)} bytes at {offset} of a .* of {num_bytes}; .* {WHOLE}",
     ):
         begun.puller.take(Piece(1, is_delta, num_bytes, offset, data))
     begun.take_all()

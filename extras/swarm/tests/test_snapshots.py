@@ -130,7 +130,12 @@ def test_the_way_of_fewest_bytes_is_taken():
     assert cheapest_way(sizes, node(6), node(4)) == [delta(5), delta(6)]
     assert cheapest_way(sizes, node(6), node(0)) == [delta(v) for v in range(1, 7)]
     assert cheapest_way(sizes, node(6), None) == [whole(3), delta(4), delta(5), delta(6)]
-    assert cheapest_way({**sizes, delta(2): 95}, node(6), node(0)) == [whole(3), delta(4), delta(5), delta(6)]
+    assert cheapest_way({**sizes, delta(2): 95}, node(6), node(0)) == [
+        whole(3),
+        delta(4),
+        delta(5),
+        delta(6),
+    ]
     assert cheapest_way(sizes, node(4), node(4)) == []
     assert cheapest_way(sizes, node(7), node(4)) is None
     del sizes[delta(5)]
@@ -229,14 +234,19 @@ def disk():
     Disk.goes.set()
 
 
-def test_with_a_full_disk_the_trainer_goes_on_and_hosts_are_sent_to_it_again_when_it_has_room(disk, capsys):
+def test_with_a_full_disk_the_trainer_goes_on_and_hosts_are_sent_to_it_again_when_it_has_room(
+    disk, capsys
+):
     trainer = Trainer("disk://run")
     assert "snapshots" in trainer.write() and capsys.readouterr().out == ""
     disk.is_full = True
     trainer.write()
     assert ["snapshots" in trainer.write() for _ in range(3)] == [False] * 3
     (line,) = capsys.readouterr().out.splitlines()
-    assert "version 1 cannot be written to disk://run (OSError: [Errno 28] No space left on device)" in line
+    assert (
+        "version 1 cannot be written to disk://run (OSError: [Errno 28] No space left on device)"
+        in line
+    )
     disk.is_full = False
     trainer.write()
     wait_until(lambda: not trainer.writer.is_failing)
@@ -246,10 +256,14 @@ def test_with_a_full_disk_the_trainer_goes_on_and_hosts_are_sent_to_it_again_whe
     assert not disk.store
 
 
-@pytest.mark.parametrize("url", ["no-such-protocol://run", "/dev/null/run", "/dev/null", "disk://full"])
+@pytest.mark.parametrize(
+    "url", ["no-such-protocol://run", "/dev/null/run", "/dev/null", "disk://full"]
+)
 def test_a_url_that_cannot_be_written_to_is_refused_in_one_line(disk, url):
     disk.is_full = True
-    with pytest.raises(ValueError, match=f"^--swarm.snapshots {url}: is no folder .*; give one .*$") as error:
+    with pytest.raises(
+        ValueError, match=f"^--swarm.snapshots {url}: is no folder .*; give one .*$"
+    ) as error:
         SnapshotWriter(url)
     assert "\n" not in str(error.value)
 
@@ -263,7 +277,9 @@ def test_a_slow_file_system_holds_no_step_and_what_it_has_no_time_for_is_skipped
     assert len(disk.store) == 1
     disk.goes.set()
     wait_until(trainer.is_written)
-    assert len(disk.store) in (2, 3) and not trainer.writer.is_failing, "one or none of the four between"
+    assert len(disk.store) in (2, 3) and not trainer.writer.is_failing, (
+        "one or none of the four between"
+    )
     assert Host(trainer).want(trainer.write())
 
 
@@ -279,7 +295,9 @@ def test_while_files_hang_newer_weights_come_by_the_socket(disk):
     assert [pull.version for pull in host.asked] == [1]
     disk.goes.set()
     assert host.woken.acquire(timeout=60) and not host.puller.collect()
-    assert host.puller.here is None and host.puller.wanted == newer, "what was read is wanted no more"
+    assert host.puller.here is None and host.puller.wanted == newer, (
+        "what was read is wanted no more"
+    )
     host.puller.give_up()
     wait_until(trainer.is_written)
     assert host.want(newer) and host.puller.here.version == 1

@@ -26,7 +26,9 @@ def test_a_run_without_workers_of_its_own_trains_on_what_a_host_samples(tmp_path
     wait_until(lambda: far.saw(Leave))  # it is told that the run has ended
     far.close()
     (welcome,) = far.saw(Welcome)
-    assert welcome.options["group_size"] == 2 and welcome.model_files == {"config.json": MODEL_CONFIG.encode()}
+    assert welcome.options["group_size"] == 2 and welcome.model_files == {
+        "config.json": MODEL_CONFIG.encode()
+    }
     assert capsys.readouterr().out.count("far has joined") == 1
 
 
@@ -43,11 +45,18 @@ def test_a_host_with_another_protocol_or_code_is_refused_in_one_line(tmp_path, c
         assert run.swarm.take_report()["swarm/machines"].value == 0
     (refused,) = far.saw(Refused)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "refused" in line]
-    assert why in refused.reason and why in line and "check out the same commit" in line and not far.saw(Welcome)
+    assert (
+        why in refused.reason
+        and why in line
+        and "check out the same commit" in line
+        and not far.saw(Welcome)
+    )
 
 
 @pytest.mark.parametrize("why", ["has left", "was silent", "cannot be"])
-def test_the_tickets_of_a_host_that_is_gone_are_issued_again_and_what_it_says_later_is_late(tmp_path, monkeypatch, why):
+def test_the_tickets_of_a_host_that_is_gone_are_issued_again_and_what_it_says_later_is_late(
+    tmp_path, monkeypatch, why
+):
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     with running(tmp_path) as run, FakeHost(run, "first") as first:
         first.holds = lambda ticket: True
@@ -66,7 +75,9 @@ def test_the_tickets_of_a_host_that_is_gone_are_issued_again_and_what_it_says_la
         if why != "cannot be":  # it comes to, and does not know that it was given up
             first.is_silent = False
             first.finish()
-            wait_until(lambda: first.saw(JoinAgain) and run.swarm.take_report()["swarm/late"].value == 8)
+            wait_until(
+                lambda: first.saw(JoinAgain) and run.swarm.take_report()["swarm/late"].value == 8
+            )
         with FakeHost(run, "second") as second:
             for _ in range(3):
                 run.step()
@@ -88,14 +99,22 @@ def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path):
         far._look_for_weights()
         wait_until(lambda: [update.version for update in far.saw(Update)] == [0, 1, 2])
         run.step()
-    kinds = [type(message) for _, message in far.seen if isinstance(message, (Fetch, Update, Piece))]
+    kinds = [
+        type(message) for _, message in far.seen if isinstance(message, (Fetch, Update, Piece))
+    ]
     assert kinds[:3] == [Fetch, Piece, Update], "fetched, then loaded"
     order = [message for _, message in far.seen if isinstance(message, (Fetch, Update, Tickets))]
-    assert any(isinstance(m, Tickets) for m in order[order.index(far.saw(Fetch)[1]) : order.index(far.saw(Update)[1])])
+    assert any(
+        isinstance(m, Tickets)
+        for m in order[order.index(far.saw(Fetch)[1]) : order.index(far.saw(Update)[1])]
+    )
 
 
 def test_a_host_refreshes_only_when_it_is_so_many_versions_behind_and_no_token_is_too_old(tmp_path):
-    with running(tmp_path, async_ratio=1.0, swarm=SwarmOptions(refresh_lag=3)) as run, FakeHost(run) as far:
+    with (
+        running(tmp_path, async_ratio=1.0, swarm=SwarmOptions(refresh_lag=3)) as run,
+        FakeHost(run) as far,
+    ):
         lags = []
         for step in range(12):
             lags += [step - group.min_version for group in run.step()]
@@ -115,7 +134,12 @@ def test_a_host_that_is_behind_takes_over_from_one_that_was_ahead_and_leaves(tmp
         ahead = FakeHost(run, "ahead")
         ahead.holds = lambda ticket: True
         with ahead:
-            wait_until(lambda: [ticket.group_id for _, ticket in ahead.held] == [3, 3] and ahead.versions == {0: 1})
+            wait_until(
+                lambda: (
+                    [ticket.group_id for _, ticket in ahead.held] == [3, 3]
+                    and ahead.versions == {0: 1}
+                )
+            )
             ahead.send(Leave())
             wait_until(run.left)
         assert behind.versions == {0: 0}
@@ -124,8 +148,13 @@ def test_a_host_that_is_behind_takes_over_from_one_that_was_ahead_and_leaves(tmp
         assert [group.min_version for group in run.step()] == [0, 1]
 
 
-def test_a_prompt_that_is_too_long_ends_the_run_and_is_not_blamed_on_the_host_that_made_room_for_it(tmp_path):
-    changes = {"drop_zero_variance": True, "answers": lambda index: "ok" if index % 3 == 0 else "vary"}
+def test_a_prompt_that_is_too_long_ends_the_run_and_is_not_blamed_on_the_host_that_made_room_for_it(
+    tmp_path,
+):
+    changes = {
+        "drop_zero_variance": True,
+        "answers": lambda index: "ok" if index % 3 == 0 else "vary",
+    }
     with (
         pytest.raises(RuntimeError, match="has 1000 tokens, --max-prompt-tokens is"),
         running(tmp_path, **changes) as run,
@@ -148,21 +177,30 @@ def test_a_host_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_path,
         with FakeHost(run, "fast") as fast:
             run.step()
             lapsed = {(ticket.group_id, ticket.member): ticket.seed for _, ticket in kept}
-            again = {(t.group_id, t.member): t.seed for t in fast.had if (t.group_id, t.member) in lapsed}
-            assert again and again.items() <= lapsed.items(), "the same responses are asked for, by the same seeds"
+            again = {
+                (t.group_id, t.member): t.seed for t in fast.had if (t.group_id, t.member) in lapsed
+            }
+            assert again and again.items() <= lapsed.items(), (
+                "the same responses are asked for, by the same seeds"
+            )
             slow.held = kept
             before = len(run.taken)
             slow.finish()
             for _ in range(3):
                 run.step()
-            assert len(run.taken) > before and not {ticket.ticket_id for _, ticket in kept} & set(run.taken)
+            assert len(run.taken) > before and not {ticket.ticket_id for _, ticket in kept} & set(
+                run.taken
+            )
             assert run.controller.take_report().ledger["tokens_dropped_late"] > 0
             assert not run.left()
 
 
 def test_a_host_that_holds_the_batch_back_loses_its_tickets_sooner(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
-    with running(tmp_path, async_ratio=0.0, swarm=SwarmOptions(lease_s=1000)) as run, FakeHost(run, "fast"):
+    with (
+        running(tmp_path, async_ratio=0.0, swarm=SwarmOptions(lease_s=1000)) as run,
+        FakeHost(run, "fast"),
+    ):
         run.step()  # now it is known how long a trajectory takes
         slow = FakeHost(run, "slow")
         slow.holds = lambda ticket: True
@@ -180,7 +218,9 @@ def test_a_run_whose_last_host_has_left_or_that_none_joins_ends_in_one_line(tmp_
         if has_host:
             with FakeHost(run):
                 run.step()
-        with pytest.raises(WorkerDied, match=r"^no host has sampled for this run for 1 s, .* --join-timeout-s$"):
+        with pytest.raises(
+            WorkerDied, match=r"^no host has sampled for this run for 1 s, .* --join-timeout-s$"
+        ):
             for _ in range(5):
                 run.step()
 
@@ -206,7 +246,9 @@ def test_a_run_that_is_asked_to_stop_and_has_no_worker_waits_for_nothing(tmp_pat
 
 
 def test_one_engine_of_each_host_scores_the_probe_and_all_evaluate(tmp_path):
-    with running(tmp_path, eval_answers=["ok"] * 12, publishes=False, max_running_requests=4) as run:
+    with running(
+        tmp_path, eval_answers=["ok"] * 12, publishes=False, max_running_requests=4
+    ) as run:
         with FakeHost(run, "a", num_engines=2) as a, FakeHost(run, "b") as b:
             wait_until(lambda: len(run.workers_of("a")) == 2 and run.workers_of("b"))
             a.holds = b.holds = lambda ticket: ticket.is_evaluation
@@ -218,7 +260,9 @@ def test_one_engine_of_each_host_scores_the_probe_and_all_evaluate(tmp_path):
             evaluation = run.controller.take_evaluation()
             run.step()
             probes = {}
-            wait_until(lambda: probes.update(run.controller.take_probes().get(0, {})) or len(probes) == 2)
+            wait_until(
+                lambda: probes.update(run.controller.take_probes().get(0, {})) or len(probes) == 2
+            )
         assert set(probes) == {run.workers_of("a")[0], *run.workers_of("b")}
         assert evaluation["eval/accuracy"] == 1.0 and evaluation["eval/problems"] == 12
 
@@ -293,12 +337,16 @@ def test_a_host_with_wrong_weights_is_shut_out_and_the_run_is_told_when_it_was_t
         wait_until(lambda: run.workers_of("a") and run.workers_of("b"))
         for name, host, goes_on in (("a", a, True), ("b", b, False)):
             (worker,) = run.workers_of(name)
-            assert run.controller.shuts_out(worker, "does not have the trainer's weights") == goes_on
+            assert (
+                run.controller.shuts_out(worker, "does not have the trainer's weights") == goes_on
+            )
             wait_until(lambda host=host: host.saw(Refused))
 
 
 @pytest.mark.parametrize("async_ratio", [0.0, 1.0])
-def test_a_batch_of_a_host_that_lied_is_put_back_and_all_its_groups_are_dropped(tmp_path, async_ratio):
+def test_a_batch_of_a_host_that_lied_is_put_back_and_all_its_groups_are_dropped(
+    tmp_path, async_ratio
+):
     with running(tmp_path, async_ratio=async_ratio) as run, FakeHost(run, "liar") as liar:
         held = run.controller.hold_batch()
         (worker,) = {t.worker for group in held for t in group.trajectories}
@@ -311,7 +359,9 @@ def test_a_batch_of_a_host_that_lied_is_put_back_and_all_its_groups_are_dropped(
         assert not buffer.groups_of({worker})
         with FakeHost(run, "honest"):
             trained = [*run.step(), *run.step()]
-        assert {t.worker for group in trained for t in group.trajectories} == {*run.workers_of("honest")}
+        assert {t.worker for group in trained for t in group.trajectories} == {
+            *run.workers_of("honest")
+        }
         ledger = run.controller.take_report().ledger
         assert ledger["groups_dropped_shut_out"] >= num_groups and ledger["groups_consumed"] == 4
 
@@ -325,4 +375,6 @@ def test_a_batch_is_believed_though_another_host_lied_earlier(tmp_path):
         with FakeHost(run, "honest"):
             run.controller.hold_batch()
             assert not run.controller.refuse_batch(run.swarm.disbelieved)
-            assert {t.worker for group in run.controller.consume_batch() for t in group.trajectories} == {1}
+            assert {
+                t.worker for group in run.controller.consume_batch() for t in group.trajectories
+            } == {1}

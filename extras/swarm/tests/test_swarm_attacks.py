@@ -14,7 +14,19 @@ from fake_host import PROBE, FakeHost, running, wait_until
 
 from asyncrl.messages import Finished, Probed, Ready, SampledTokens, Update, Updated
 from extras.swarm.hub import MAX_MESSAGE_BYTES
-from extras.swarm.wire import Beat, Codec, Fetched, Join, JoinAgain, Leave, Piece, Pull, Refused, Welcome, read_key
+from extras.swarm.wire import (
+    Beat,
+    Codec,
+    Fetched,
+    Join,
+    JoinAgain,
+    Leave,
+    Piece,
+    Pull,
+    Refused,
+    Welcome,
+    read_key,
+)
 
 pack = msgspec.msgpack.encode
 ENCODE = Codec(()).encode
@@ -38,7 +50,11 @@ def goes_on(run):
 
 def printed_of(capsys, name):
     """Lines about a host, but for that it joined."""
-    return [line for line in capsys.readouterr().out.splitlines() if f"{name} " in line and "has joined" not in line]
+    return [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if f"{name} " in line and "has joined" not in line
+    ]
 
 
 @contextlib.contextmanager
@@ -71,7 +87,10 @@ def is_shut_out(run, host, why, capsys):
         ([b"-1"] * 300, "a message of 300 frames"),
         ([b"0", b"Beat", b"\x81" + pack("x") + b"\x91" * 10**6], "a broken Beat"),
         ([b"0", b"Fetched", pack({"version": "x" * (10 << 20)})], "a broken Fetched"),
-        ([b"0", b"Finished", pack({"trajectories": [], "activity": "\x1b[2J\n" * 10})], "a broken Finished"),
+        (
+            [b"0", b"Finished", pack({"trajectories": [], "activity": "\x1b[2J\n" * 10})],
+            "a broken Finished",
+        ),
         ([b"7", *ENCODE(Fetched(0))], "of an engine 7 that is not up"),
         ([b"-1", *ENCODE(Ready(0.0))], "of an engine -1 that is not up"),
         ([b"9" * 5000, *ENCODE(Ready(0.0))], "sent"),
@@ -80,7 +99,10 @@ def is_shut_out(run, host, why, capsys):
         ([b"0", *ENCODE(Ready(0.0))], "Ready of an engine that is up"),
         ([b"1", *ENCODE(Ready(math.nan))], "nan s as the time to start"),
         ([b"0", *ENCODE(Fetched(3))], "Fetched of version 3, which it was not asked for"),
-        ([b"0", *ENCODE(Updated(0, 0.1, SampledTokens(), None))], "Updated of version 0, which it was not asked for"),
+        (
+            [b"0", *ENCODE(Updated(0, 0.1, SampledTokens(), None))],
+            "Updated of version 0, which it was not asked for",
+        ),
         ([b"0", *ENCODE(Probed(0, ()))], "Probed of version 0, which it was not asked for"),
         ([b"-1", *ENCODE(Pull(0, None, -5))], "a Pull from byte -5"),
         ([b"-1", *ENCODE(Join(1, "", "cpu", "liar", 0.0))], "a Join after its Join"),
@@ -95,10 +117,15 @@ def test_a_host_that_sends_what_no_honest_one_can_is_shut_out(run, capsys, frame
 
 @pytest.mark.parametrize(
     "frames",
-    [[b"0", b"\xff" * 100, b"\x00"], *([b"-1", *ENCODE(Join(1, "", "cpu", "", t))] for t in (math.nan, 1e300, -1.0))],
+    [
+        [b"0", b"\xff" * 100, b"\x00"],
+        *([b"-1", *ENCODE(Join(1, "", "cpu", "", t))] for t in (math.nan, 1e300, -1.0)),
+    ],
     ids=["garbage", "nan", "late", "early"],
 )
-def test_a_stranger_with_garbage_or_an_impossible_clock_is_shut_out_in_one_line(run, capsys, frames):
+def test_a_stranger_with_garbage_or_an_impossible_clock_is_shut_out_in_one_line(
+    run, capsys, frames
+):
     stranger = FakeHost(run)
     stranger.thread.start()
     for _ in range(50):
@@ -114,7 +141,11 @@ def test_a_name_is_shown_in_one_short_line(run, capsys):
     with FakeHost(run, "\x1b[31mevil\n" + "x" * (10 << 20) + "/../..") as host:
         wait_until(lambda: host.saw(Welcome))
         goes_on(run)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "evil" in line and "has joined" in line]
+    (line,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "evil" in line and "has joined" in line
+    ]
     assert line.isprintable() and len(line) < 120
 
 
@@ -142,8 +173,14 @@ def changed(index, **fields):
         ([changed(0, ticket_id=10**9)], "which it has not"),
         ([list, list], "which it has not"),
         ([lambda made: made + made], "not all of them"),
-        ([lambda made: [*made, dataclasses.replace(made[0], member=made[0].member + 1)]], "not all of them"),
-        ([changed(0, finish_reason="aborted", reward=math.nan)], "as aborted, which it was not told to abort"),
+        (
+            [lambda made: [*made, dataclasses.replace(made[0], member=made[0].member + 1)]],
+            "not all of them",
+        ),
+        (
+            [changed(0, finish_reason="aborted", reward=math.nan)],
+            "as aborted, which it was not told to abort",
+        ),
     ],
     ids=["another", "twice", "all twice", "one more", "aborted"],
 )
@@ -183,17 +220,27 @@ UPDATED = Updated(0, 0.1, SampledTokens(), None)
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        *((Probed(0, shapes), "in other shapes") for shapes in ((), (np.zeros(7, "f"),), (np.zeros((1, 2), "f"),))),
+        *(
+            (Probed(0, shapes), "in other shapes")
+            for shapes in ((), (np.zeros(7, "f"),), (np.zeros((1, 2), "f"),))
+        ),
         *((Probed(0, (np.full(2, value, "f"),)), "not finite") for value in (math.nan, -math.inf)),
         (Probed(0, (np.zeros(2, np.int64),)), "not finite float32"),
-        *((dataclasses.replace(UPDATED, pause_s=pause_s), "an update of") for pause_s in (math.nan, 1e300)),
+        *(
+            (dataclasses.replace(UPDATED, pause_s=pause_s), "an update of")
+            for pause_s in (math.nan, 1e300)
+        ),
         (dataclasses.replace(UPDATED, sampled=SampledTokens(new=-1)), "an update of"),
         (dataclasses.replace(UPDATED, sampled=SampledTokens(discarded=2**62)), "an update of"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_numbers_that_no_update_or_probe_has_shut_a_host_out(tmp_path, capsys, answer, why):
-    with running(tmp_path, publishes=False) as run, FakeHost(run, "honest"), liar(run, holds=False) as host:
+    with (
+        running(tmp_path, publishes=False) as run,
+        FakeHost(run, "honest"),
+        liar(run, holds=False) as host,
+    ):
 
         def act(engine, message, act=host._act):
             if not isinstance(message, Update):
@@ -251,9 +298,13 @@ def test_a_flood_of_pulls_shuts_a_host_out(run, capsys):
 
 def test_pulls_of_what_is_not_there_bring_nothing(run, capsys):
     answer, answered = run.swarm._answer, []
-    run.swarm._answer = lambda host, pull, opened: (answer(host, pull, opened), answered.append(pull))
+    run.swarm._answer = lambda host, pull, opened: (
+        answer(host, pull, opened),
+        answered.append(pull),
+    )
     with liar(run, holds=False) as host:
-        wait_until(lambda: host.versions)  # a pull while it pulls, be that on its own, is another attack
+        # a pull while it pulls, be that on its own, is another attack
+        wait_until(lambda: host.versions)
         host._act = lambda *_: None
         for pull in (Pull(10**9, None, 0), Pull(-1, 5, 0), Pull(2**63, 2**63, 2**63)):
             host.send(pull)
@@ -305,11 +356,16 @@ def test_another_key_brings_nothing_through(run, capsys):
 
 def test_a_hundred_clients_that_say_nothing_change_nothing(run, capsys):
     host, port = run.address.split(":")
-    silent, context = [socket.create_connection((host, int(port))) for _ in range(100)], zmq.Context()
+    silent, context = (
+        [socket.create_connection((host, int(port))) for _ in range(100)],
+        zmq.Context(),
+    )
     for _ in range(100):
         dealer = context.socket(zmq.DEALER)
         dealer.linger = 0
-        dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = read_key(run.key_path)
+        dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = read_key(
+            run.key_path
+        )
         dealer.connect(f"tcp://{run.address}")
     garbage = [socket.create_connection((host, int(port))) for _ in range(20)]
     for connection in garbage:

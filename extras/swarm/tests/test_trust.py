@@ -32,7 +32,9 @@ def make_ticket(config, **fields):
     return replace(Ticket(70, 3, 1, 1, 0, prompt, "", seed, 123, 5), **fields)
 
 
-PREFIX = Partial(70, np.array([7, 8]), np.full(2, -0.25, np.float32), np.array([3, 6], np.int32), None)
+PREFIX = Partial(
+    70, np.array([7, 8]), np.full(2, -0.25, np.float32), np.array([3, 6], np.int32), None
+)
 
 
 def sampling(turns, versions):
@@ -49,7 +51,9 @@ def sampling(turns, versions):
         tokens = (words + [EOS] * (reason == "stop"))[: max_tokens - len(prefix.tokens)]
         stamps = np.sort(np.resize(np.array(versions, np.int32), len(tokens)))
         logprobs = np.concatenate((prefix.logprobs, np.full(len(tokens), -0.5, np.float32)))
-        return Completion([*prefix.tokens, *tokens], logprobs, np.concatenate((prefix.versions, stamps)), reason)
+        return Completion(
+            [*prefix.tokens, *tokens], logprobs, np.concatenate((prefix.versions, stamps)), reason
+        )
 
     return generate
 
@@ -81,7 +85,9 @@ def run(config, *turns, versions=(5,), member=1, environment=None, abort=False, 
         pool = EnvironmentPool(lambda: ENVIRONMENTS["guess_number"](), TOKENIZER, 5.0)
         environment = MultiTurn(pool, ticket.environment_seed)
     environment = environment or SingleTurn(ticket, TOKENIZER, Rewards())
-    episode = Episode(config, ticket, member, environment=environment, generate=sampling(turns, versions))
+    episode = Episode(
+        config, ticket, member, environment=environment, generate=sampling(turns, versions)
+    )
     if abort:
         episode.abort()
     return asyncio.run(episode.run(0)), ticket, config
@@ -97,9 +103,15 @@ HONEST = {
     "aborted without a token": lambda: run(SINGLE, ("", "aborted")),
     "aborted in its turn": lambda: run(SINGLE, ("1 2", "aborted")),
     "through an update": lambda: run(SINGLE, ("1 2 3 4", "stop"), versions=(5, 6, 7)),
-    "stop of one that goes on": lambda: run(SINGLE, ("1 2", "stop"), versions=(6, 7), prefix=PREFIX, min_version=6),
-    "length of one that goes on": lambda: run(SINGLE, ("1 " * 20, "length"), versions=(6, 7), prefix=PREFIX),
-    "aborted as it went on": lambda: run(SINGLE, ("", "aborted"), versions=(6, 7), prefix=PREFIX, min_version=6),
+    "stop of one that goes on": lambda: run(
+        SINGLE, ("1 2", "stop"), versions=(6, 7), prefix=PREFIX, min_version=6
+    ),
+    "length of one that goes on": lambda: run(
+        SINGLE, ("1 " * 20, "length"), versions=(6, 7), prefix=PREFIX
+    ),
+    "aborted as it went on": lambda: run(
+        SINGLE, ("", "aborted"), versions=(6, 7), prefix=PREFIX, min_version=6
+    ),
     "aborted before it went on": lambda: run(SINGLE, abort=True, prefix=PREFIX),
     "of a ticket for all": lambda: run(SINGLE, ("1", "stop"), member=3, num_members=8),
     "stop after turns": lambda: run(SEVERAL, *[(str(n), "stop") for n in range(1, 21)]),
@@ -118,7 +130,10 @@ def look(trajectory, ticket, config):
 @pytest.mark.parametrize("kind", HONEST)
 def test_every_trajectory_of_an_honest_worker_passes(kind):
     trajectory, ticket, config = HONEST[kind]()
-    expected = next((reason for reason in ("stop", "length", "failed", "aborted") if kind.startswith(reason)), None)
+    expected = next(
+        (reason for reason in ("stop", "length", "failed", "aborted") if kind.startswith(reason)),
+        None,
+    )
     assert expected is None or trajectory.finish_reason == expected
     codec = Codec((Finished,))
     assert codec.decode(*codec.encode(Finished([trajectory], None)))
@@ -156,8 +171,12 @@ def longer(num, generated):
         return {
             "tokens": np.append(t.tokens, [4] * num),
             "loss_mask": np.append(t.loss_mask, [generated] * num),
-            "behavior_logprobs": np.append(t.behavior_logprobs, [-0.5 * generated] * num).astype(np.float32),
-            "policy_versions": np.append(t.policy_versions, [5 if generated else -1] * num).astype(np.int32),
+            "behavior_logprobs": np.append(t.behavior_logprobs, [-0.5 * generated] * num).astype(
+                np.float32
+            ),
+            "policy_versions": np.append(t.policy_versions, [5 if generated else -1] * num).astype(
+                np.int32
+            ),
         }
 
     return lie
@@ -250,7 +269,9 @@ LIES = {
 """Of each kind, lies about it and words of what is found."""
 
 
-@pytest.mark.parametrize(("kind", "lie", "words"), [(kind, *row) for kind, rows in LIES.items() for row in rows])
+@pytest.mark.parametrize(
+    ("kind", "lie", "words"), [(kind, *row) for kind, rows in LIES.items() for row in rows]
+)
 def test_every_single_lie_is_named(kind, lie, words):
     trajectory, ticket, config = HONEST[kind]()
     lying = replace(trajectory, **(lie(trajectory) if callable(lie) else lie))
@@ -280,12 +301,20 @@ def test_a_mask_that_is_longer_than_the_rest_is_named_where_there_was_something_
     trajectory, ticket, config = HONEST["stop of one that goes on"]()
     num_tokens = len(trajectory.tokens)
     lie = replace(trajectory, loss_mask=np.arange(3 * num_tokens) >= num_tokens)
-    assert look(lie, ticket, config) == f"loss_mask of bool ({3 * num_tokens},) for {num_tokens} tokens"
+    assert (
+        look(lie, ticket, config)
+        == f"loss_mask of bool ({3 * num_tokens},) for {num_tokens} tokens"
+    )
 
 
 def test_what_comes_after_what_there_was_has_the_versions_that_were_asked_for():
-    trajectory, ticket, _ = run(SINGLE, ("1 2", "stop"), versions=(5, 7), prefix=PREFIX, min_version=6)
-    assert look(trajectory, ticket, SINGLE) == "versions 5 … 7, not ascending from 6 at least to 7 at most"
+    trajectory, ticket, _ = run(
+        SINGLE, ("1 2", "stop"), versions=(5, 7), prefix=PREFIX, min_version=6
+    )
+    assert (
+        look(trajectory, ticket, SINGLE)
+        == "versions 5 … 7, not ascending from 6 at least to 7 at most"
+    )
 
 
 def test_under_restart_one_may_begin_anew_with_the_versions_that_were_asked_for():

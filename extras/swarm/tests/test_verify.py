@@ -62,7 +62,16 @@ def make_pair(i, tokens, logprobs, tokenizer):
     claimed, versions = np.zeros(length, np.float32), np.where(mask, VERSION, -1).astype(np.int32)
     claimed[mask] = logprobs
     ticket = Ticket(
-        i, i, 0, 1, 0, PROMPT, tokenizer.decode(tokens[len(PROMPT) :], skip_special_tokens=True), None, 0, VERSION
+        i,
+        i,
+        0,
+        1,
+        0,
+        PROMPT,
+        tokenizer.decode(tokens[len(PROMPT) :], skip_special_tokens=True),
+        None,
+        0,
+        VERSION,
     )
     arrays = (np.array(tokens), mask, claimed, versions)
     return ticket, Trajectory(i, i, 0, *arrays, 1.0, "stop", "", 1, 0.0, 1.0, worker=5)
@@ -70,7 +79,9 @@ def make_pair(i, tokens, logprobs, tokenizer):
 
 def make_verifier(config, share=1.0, cluster=None, **options):
     config = replace(config, swarm=SwarmOptions(verify_share=share))
-    return Verifier(config, cluster or Cluster(), AutoTokenizer.from_pretrained(config.model), **options)
+    return Verifier(
+        config, cluster or Cluster(), AutoTokenizer.from_pretrained(config.model), **options
+    )
 
 
 def verify(config, pairs):
@@ -93,14 +104,22 @@ def test_honest_responses_pass_by_far_and_their_rewards_are_right(model, cuts):
     assert found == [[], []]
     metrics = over_nodes([verifier.metrics()])
     assert 0 < metrics.pop("swarm/verify_diff_max") < 1e-5 < allowed_distance(config, torch.float32)
-    counts = {"verified": 20, "too_late": 0, "verify_failed": 0, "rewards_verified": 20, "rewards_unverified": 0}
+    counts = {
+        "verified": 20,
+        "too_late": 0,
+        "verify_failed": 0,
+        "rewards_verified": 20,
+        "rewards_unverified": 0,
+    }
     assert metrics == {f"swarm/{name}": count for name, count in counts.items()}
 
 
 def exchange(t):
     """Two different generated tokens in each other's place."""
     places = np.flatnonzero(t.loss_mask)
-    one, other = next(pair for pair in itertools.combinations(places, 2) if t.tokens[pair[0]] != t.tokens[pair[1]])
+    one, other = next(
+        pair for pair in itertools.combinations(places, 2) if t.tokens[pair[0]] != t.tokens[pair[1]]
+    )
     tokens = t.tokens.copy()
     tokens[[one, other]] = tokens[[other, one]]
     return {"tokens": tokens}
@@ -108,7 +127,9 @@ def exchange(t):
 
 LIES = {
     "multiplied": lambda t: {"behavior_logprobs": t.behavior_logprobs * np.float32(0.9)},
-    "shifted": lambda t: {"behavior_logprobs": np.where(t.loss_mask, t.behavior_logprobs - np.float32(0.05), 0)},
+    "shifted": lambda t: {
+        "behavior_logprobs": np.where(t.loss_mask, t.behavior_logprobs - np.float32(0.05), 0)
+    },
     "made up": lambda t: {"behavior_logprobs": np.where(t.loss_mask, np.float32(-1.5), 0)},
     "not a number": lambda t: {"behavior_logprobs": np.where(t.loss_mask, np.float32("nan"), 0)},
     "tokens exchanged": exchange,
@@ -124,7 +145,11 @@ def test_a_lie_about_a_response_is_found_and_the_honest_ones_beside_it_pass(mode
     pairs[liar] = ticket, replace(t, worker=9, **LIES[lie](t))
     verifier = make_verifier(config)
     ((worker, what),) = verifier.verify(pairs, load(config), VERSION)
-    assert worker == 9 and f"trainer's at version {VERSION}" in what and f"ticket {ticket.ticket_id} are" in what
+    assert (
+        worker == 9
+        and f"trainer's at version {VERSION}" in what
+        and f"ticket {ticket.ticket_id} are" in what
+    )
     assert "0.001 are allowed" in what and verifier.metrics()["swarm/verify_failed"].value == 1
 
 
@@ -133,12 +158,16 @@ def test_responses_of_older_weights_that_claim_to_be_new_are_found(model):
     policy = load(config)
     for _ in range(10):
         policy.train_step(distribute([random_sequences(4)], 1, 10_000)[0], policy_version=12)
-    assert [worker for worker, _ in make_verifier(config).verify(sample(config, 8), policy, VERSION)] == [5] * 8
+    assert [
+        worker for worker, _ in make_verifier(config).verify(sample(config, 8), policy, VERSION)
+    ] == [5] * 8
 
 
 def test_responses_of_another_model_are_found(model, tmp_path):
     config, other = make_config(model), str(save_tiny_model(str(tmp_path), tied=False))
-    assert len(make_verifier(config).verify(sample(make_config(other), 8), load(config), VERSION)) == 8
+    assert (
+        len(make_verifier(config).verify(sample(make_config(other), 8), load(config), VERSION)) == 8
+    )
 
 
 def test_what_has_a_token_of_another_version_is_counted_as_too_late_and_not_scored(model):
@@ -155,7 +184,11 @@ def test_what_has_a_token_of_another_version_is_counted_as_too_late_and_not_scor
 def test_a_false_reward_is_found_later_and_one_that_cannot_be_scored_here_is_counted(model):
     config = make_config(model)
     (one, first), (two, second), three = sample(config, 3)
-    pairs = [(replace(one, answer="t1 t2"), replace(first, worker=9)), (replace(two, answer=""), second), three]
+    pairs = [
+        (replace(one, answer="t1 t2"), replace(first, worker=9)),
+        (replace(two, answer=""), second),
+        three,
+    ]
     *found, verifier = verify(config, pairs)
     assert found == [[], [(9, "the reward of ticket 0 is 0, not 1")]]
     assert (verifier.counts["rewards_verified"], verifier.counts["rewards_unverified"]) == (2, 1)
@@ -168,7 +201,10 @@ def large(response, answer):
 def test_a_large_reward_is_compared_to_within_its_rounding(model):
     config = make_config(model, reward=(f"{__file__}:large",))
     (one, first), (two, second) = sample(config, 2)
-    rounded, false = replace(first, reward=1e11 + 1e-4), replace(second, reward=1e11 + 1e6, worker=9)
+    rounded, false = (
+        replace(first, reward=1e11 + 1e-4),
+        replace(second, reward=1e11 + 1e6, worker=9),
+    )
     at_once, later, _ = verify(config, [(one, rounded), (two, false)])
     assert not at_once and [worker for worker, _ in later] == [9]
 
@@ -177,8 +213,12 @@ async def judge(response, answer):
     return 0.0
 
 
-@pytest.mark.parametrize("options", [{"reward": (f"{__file__}:judge",)}, {"task": "guess_number"}], ids=str)
-def test_rewards_of_async_functions_and_environments_are_counted_as_not_checked_and_log_probs_are(model, options):
+@pytest.mark.parametrize(
+    "options", [{"reward": (f"{__file__}:judge",)}, {"task": "guess_number"}], ids=str
+)
+def test_rewards_of_async_functions_and_environments_are_counted_as_not_checked_and_log_probs_are(
+    model, options
+):
     config = make_config(model, **options)
     found, _, verifier = verify(config, sample(config, 3))
     assert (found, verifier.counts["rewards_unverified"], verifier.counts["verified"]) == ([], 3, 3)
@@ -190,10 +230,16 @@ def wordy(response, answer):
 
 def test_rewards_of_a_function_of_ones_own_are_checked_by_it(model):
     config = make_config(model, reward=(f"{__file__}:wordy",))
-    pairs = [(ticket, replace(t, reward=1.0 + len(ticket.answer.split()))) for ticket, t in sample(config, 3)]
+    pairs = [
+        (ticket, replace(t, reward=1.0 + len(ticket.answer.split())))
+        for ticket, t in sample(config, 3)
+    ]
     (ticket, honest), *_ = pairs
     pairs[0] = ticket, replace(honest, worker=9, reward=99.0)
-    assert verify(config, pairs)[:2] == ([], [(9, f"the reward of ticket 0 is {honest.reward:g}, not 99")])
+    assert verify(config, pairs)[:2] == (
+        [],
+        [(9, f"the reward of ticket 0 is {honest.reward:g}, not 99")],
+    )
 
 
 def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_host_has(model):
@@ -209,7 +255,10 @@ def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_ho
     assert chosen() != chosen() and chosen(key=b"one") == chosen(key=b"one") != chosen(key=b"other")
     for one in (response, replace(response, group_id=EVALUATION_GROUP)):
         assert make_verifier(config).chooses(one)
-    for one in (replace(response, finish_reason="aborted"), replace(response, group_id=GREEDY_GROUP)):
+    for one in (
+        replace(response, finish_reason="aborted"),
+        replace(response, group_id=GREEDY_GROUP),
+    ):
         assert not make_verifier(config).chooses(one)
 
 
@@ -225,7 +274,9 @@ def test_neither_one_token_lifts_the_mean_of_a_short_response_nor_do_many_hide_a
 def test_more_is_allowed_in_bfloat16_and_where_rounding_may_change_the_nucleus():
     assert allowed_distance(Config(), torch.float32) < allowed_distance(Config(), torch.bfloat16)
     for cut in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
-        assert allowed_distance(Config(**cut), torch.float32) == allowed_distance(Config(), torch.bfloat16)
+        assert allowed_distance(Config(**cut), torch.float32) == allowed_distance(
+            Config(), torch.bfloat16
+        )
 
 
 def seven_with_a_lie(config):
@@ -237,7 +288,10 @@ def seven_with_a_lie(config):
 def verify_on_two_nodes(rank: int, folder: str, config: Config) -> None:
     """Body of a spawned rank, of two nodes of two: node 0 has one response and node 1 seven, then nobody any."""
     torch.set_num_threads(1)
-    peers, store = [Peer(node, "ab"[node]) for node in NODE_OF_RANK], dist.FileStore(f"{folder}/store", 4)
+    peers, store = (
+        [Peer(node, "ab"[node]) for node in NODE_OF_RANK],
+        dist.FileStore(f"{folder}/store", 4),
+    )
     cluster = form_cluster(peers, rank, store, "gloo", TIMEOUT)
     policy = load(config)
     verifier = make_verifier(config, cluster=cluster)
@@ -248,7 +302,9 @@ def verify_on_two_nodes(rank: int, folder: str, config: Config) -> None:
     dist.destroy_process_group()
 
 
-def test_nodes_with_unequal_numbers_of_responses_share_them_over_their_ranks_and_leaders_know(model, tmp_path):
+def test_nodes_with_unequal_numbers_of_responses_share_them_over_their_ranks_and_leaders_know(
+    model, tmp_path
+):
     config = make_config(model, max_tokens_per_microbatch=30)
     assert run_ranks(verify_on_two_nodes, 4, str(tmp_path), config) == [0, 0, 0, 0]
     results = [torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(4)]

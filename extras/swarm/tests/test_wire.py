@@ -7,9 +7,26 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncrl.messages import ActivityReport, Finished, Probed, SampledTokens, Tickets, Update, Updated
+from asyncrl.messages import (
+    ActivityReport,
+    Finished,
+    Probed,
+    SampledTokens,
+    Tickets,
+    Update,
+    Updated,
+)
 from asyncrl.records import Ticket, Trajectory
-from extras.swarm.wire import FROM_ENGINE, FROM_HOST, TO_ENGINE, TO_HOST, Codec, Join, Piece, read_key
+from extras.swarm.wire import (
+    FROM_ENGINE,
+    FROM_HOST,
+    TO_ENGINE,
+    TO_HOST,
+    Codec,
+    Join,
+    Piece,
+    read_key,
+)
 
 pack = msgspec.msgpack.encode
 CODEC = Codec(FROM_ENGINE)
@@ -70,7 +87,11 @@ def test_a_numpy_scalar_of_a_reward_is_sent_as_a_number():
             (b"Probed", pack({"version": 1, "logprobs": [array]}), "as many bytes")
             for array in (["<f4", [1 << 40], b"1234"], ["O", [1], b"12345678"])
         ),
-        (b"Probed", pack({"version": 1, "logprobs": [["<f4", [0, 2**63], b""]]}), "a broken Probed"),
+        (
+            b"Probed",
+            pack({"version": 1, "logprobs": [["<f4", [0, 2**63], b""]]}),
+            "a broken Probed",
+        ),
         (b"Probed", pack({"version": 1, "logprobs": [["|b1", [1], b"\x07"]]}), "a broken Probed"),
         (b"Probed", pack({"version": "x", "logprobs": []}), "a broken Probed"),
     ],

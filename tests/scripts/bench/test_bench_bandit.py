@@ -55,7 +55,9 @@ def test_weights_of_whole_arms_are_unbiased_at_every_lag_and_no_weights_are_not(
     arms, rewards, path = problem
     true = bandit.true_gradient(path[-1], arms, rewards)
     bias = {
-        algo: bandit.measure(*bandit.arm_gradients(algo, path[-1], path[-1 - lag], arms, rewards), true)["bias"]
+        algo: bandit.measure(
+            *bandit.arm_gradients(algo, path[-1], path[-1 - lag], arms, rewards), true
+        )["bias"]
         for algo in ("sequence_is", "reinforce")
     }
     assert bias["sequence_is"] < 1e-12
@@ -68,7 +70,10 @@ def stale_arms(lag, rows=bandit.ROWS):
     path = bandit.policies(8, 3, 4.0, arms, rewards, seed=1)
     true = bandit.true_gradient(path[-1], arms, rewards)
     return {
-        row: bandit.measure(*bandit.arm_gradients(row, path[-1], path[-1 - lag], arms, rewards), true) for row in rows
+        row: bandit.measure(
+            *bandit.arm_gradients(row, path[-1], path[-1 - lag], arms, rewards), true
+        )
+        for row in rows
     }
 
 
@@ -79,7 +84,9 @@ def test_on_stale_arms_only_the_ratios_of_whole_sequences_are_unbiased(lag):
     assert found["sequence_is"]["bias"] < 1e-9
 
 
-def test_on_very_stale_arms_none_varies_as_much_as_whole_sequences_and_a_cap_trades_that_for_bias(monkeypatch):
+def test_on_very_stale_arms_none_varies_as_much_as_whole_sequences_and_a_cap_trades_that_for_bias(
+    monkeypatch,
+):
     monkeypatch.setitem(LOSSES, "capped", functools.partial(LOSSES["sequence_is"], cap=2.0))
     found = stale_arms(8, (*bandit.ROWS, "capped"))
     whole, capped = found.pop("sequence_is"), found.pop("capped")
@@ -90,7 +97,10 @@ def test_on_very_stale_arms_none_varies_as_much_as_whole_sequences_and_a_cap_tra
 def test_on_arms_of_one_token_a_token_s_weight_is_the_arm_s():
     arms, rewards = bandit.all_arms(num_tokens=1, num_choices=3)
     path = bandit.policies(1, 3, 0.5, arms, rewards, seed=0)
-    of_token, of_arm = (bandit.arm_gradients(algo, *path[::-1], arms, rewards)[0] for algo in ("aipo", "sequence_is"))
+    of_token, of_arm = (
+        bandit.arm_gradients(algo, *path[::-1], arms, rewards)[0]
+        for algo in ("aipo", "sequence_is")
+    )
     torch.testing.assert_close(of_token, of_arm)
 
 
@@ -101,32 +111,52 @@ def test_exact_mean_and_variance_agree_with_sampled_arms(problem, algo):
     true = bandit.true_gradient(path[-1], arms, rewards)
     found = bandit.measure(gradients, probs, true)
     num = 200_000
-    drawn = torch.multinomial(probs, num, replacement=True, generator=torch.Generator().manual_seed(0))
+    drawn = torch.multinomial(
+        probs, num, replacement=True, generator=torch.Generator().manual_seed(0)
+    )
     samples = gradients.flatten(1)[drawn]
     spread = samples.var(dim=0).sum().sqrt()
     assert found["std"] == pytest.approx((spread / true.norm()).item(), rel=0.02)
     error = (samples.mean(dim=0) - probs @ gradients.flatten(1)).norm()
     assert error < 4 * spread / math.sqrt(num)
     assert found["bias"] == pytest.approx(
-        ((samples.mean(dim=0) - true.flatten()).norm() / true.norm()).item(), abs=4 * found["std"] / math.sqrt(num)
+        ((samples.mean(dim=0) - true.flatten()).norm() / true.norm()).item(),
+        abs=4 * found["std"] / math.sqrt(num),
     )
 
 
 def test_the_drift_is_the_divergence_per_token(problem):
     _, _, (first, *_, last) = problem
     p, q = first.softmax(-1).tolist(), last.softmax(-1).tolist()
-    expected = sum(a * math.log(a / b) for i in range(2) for a, b in zip(p[i], q[i], strict=True)) / 2
+    expected = (
+        sum(a * math.log(a / b) for i in range(2) for a, b in zip(p[i], q[i], strict=True)) / 2
+    )
     assert bandit.token_drift(last, first) == pytest.approx(expected)
 
 
 @pytest.mark.slow
 def test_the_script_writes_records_with_their_command_a_table_and_a_figure(tmp_path):
-    options = ["--tokens", "1", "2", "--choices", "2", "--max-lag", "2", "--starts", "2", "--out", str(tmp_path)]
+    options = [
+        "--tokens",
+        "1",
+        "2",
+        "--choices",
+        "2",
+        "--max-lag",
+        "2",
+        "--starts",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     command = [sys.executable, "scripts/bench/bandit.py", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     made_by, *records = map(json.loads, (tmp_path / "bandit.jsonl").read_text().splitlines())
-    assert made_by["command"].startswith("python scripts/bench/bandit.py --tokens 1 2") and made_by["n"] == 2
+    assert (
+        made_by["command"].startswith("python scripts/bench/bandit.py --tokens 1 2")
+        and made_by["n"] == 2
+    )
     keys = {(r["tokens"], r["algo"], r["lag"]) for r in records}
     measured = {*LOSSES} - {"m2po"}
     assert keys == set(itertools.product((1, 2), measured, range(3))) and len(records) == len(keys)

@@ -15,13 +15,17 @@ from scripts.lines import read
 from scripts.qwen3_shapes import qwen3_config
 
 
-def brute_force_flops(layers, hidden, intermediate, heads, keys, head_dim, vocab, lengths, num_trained):
+def brute_force_flops(
+    layers, hidden, intermediate, heads, keys, head_dim, vocab, lengths, num_trained
+):
     """Two per multiply-add, weight by weight and query by key, three times for forward and backward."""
     forward = 0
     for length in lengths:
         for position in range(length):
             for _ in range(layers):
-                forward += 2 * hidden * (heads + 2 * keys) * head_dim + 2 * heads * head_dim * hidden
+                forward += (
+                    2 * hidden * (heads + 2 * keys) * head_dim + 2 * heads * head_dim * hidden
+                )
                 forward += 3 * 2 * hidden * intermediate
                 forward += 2 * (position + 1) * heads * head_dim * 2
     return 3 * (forward + 2 * hidden * vocab * num_trained)
@@ -30,10 +34,16 @@ def brute_force_flops(layers, hidden, intermediate, heads, keys, head_dim, vocab
 def test_flops_are_those_of_every_multiply_add():
     """Norms aside; and the formula takes half a square for the causal triangle, which is one diagonal more."""
     layers, hidden, intermediate, heads, keys, head_dim, vocab = 3, 64, 160, 4, 2, 16, 1000
-    layer = hidden * (heads + 2 * keys) * head_dim + heads * head_dim * hidden + 3 * hidden * intermediate
+    layer = (
+        hidden * (heads + 2 * keys) * head_dim
+        + heads * head_dim * hidden
+        + 3 * hidden * intermediate
+    )
     shape = ModelShape(0, layer, 0, 0, layers, hidden, intermediate, heads, keys, head_dim, vocab)
     lengths = [50, 200]
-    expected = brute_force_flops(layers, hidden, intermediate, heads, keys, head_dim, vocab, lengths, 170)
+    expected = brute_force_flops(
+        layers, hidden, intermediate, heads, keys, head_dim, vocab, lengths, 170
+    )
     assert training_flops(shape, lengths, 170) == pytest.approx(expected, rel=0.005)
 
 
@@ -45,11 +55,21 @@ def test_throughput_is_of_the_median_step_and_mfu_is_its_share_of_the_matmul_rat
 
 def test_a_jobs_numbers_leave_the_warm_up_out_but_not_its_disagreement():
     lines = [
-        {"time/step_s": s, "time/publish_s": 0.1, "rollout/tokens_per_s": 10 * s, "mismatch/abs_mean": gap}
+        {
+            "time/step_s": s,
+            "time/publish_s": 0.1,
+            "rollout/tokens_per_s": 10 * s,
+            "mismatch/abs_mean": gap,
+        }
         for s, gap in [(60.0, 0.003), (30.0, 0.001), (2.0, 0.001), (3.0, 0.001), (4.0, 0.002)]
     ]
     found = job_numbers([*lines[:-1], lines[-1] | {"memory/peak_gib": 7.5}])
-    assert (found["step_s"], found["tokens_per_s"], found["spread_s"], found["steps"]) == (3.0, 30.0, 2.0, 3)
+    assert (found["step_s"], found["tokens_per_s"], found["spread_s"], found["steps"]) == (
+        3.0,
+        30.0,
+        2.0,
+        3,
+    )
     assert (found["gap_mean"], found["peak_gib"]) == (0.003, 7.5)
     assert "peak_gib" not in job_numbers(lines), "on the CPU"
 
@@ -77,7 +97,9 @@ def test_the_table_has_a_row_for_every_number_and_every_failure():
         ]
     )  # fmt: skip
     rows = {line.split("  ")[0].strip(): line for line in shown.splitlines()}
-    assert "1.20 GB in 0.010 + 0.050 s (trainer + engine), 20.0 GB/s" in rows["weight sync 0.6b, ipc"]
+    assert (
+        "1.20 GB in 0.010 + 0.050 s (trainer + engine), 20.0 GB/s" in rows["weight sync 0.6b, ipc"]
+    )
     assert "mean 3.00e-03" in rows["|engine − trainer| 0.6b, nats"]
     assert rows["rollout over bare vLLM"].endswith("0.90")
     assert rows["job-async over job-sync"].endswith("1.50× faster per step")
@@ -96,9 +118,16 @@ def test_the_last_error_is_what_a_failed_part_says():
 
 def test_every_part_has_a_function_and_rows_and_the_first_ones_fit_into_the_budget():
     kinds = {part.split()[0] for part in (*gpu.PARTS, *gpu.TINY_PARTS)}
-    assert kinds == (ALONE | FUNCTIONS).keys() and {kind.split("-")[0] for kind in kinds} == gpu.ROWS.keys()
-    assert sum(list(gpu.PARTS.values())[:3]) < gpu.BUDGET_S, "the trainer, its tests, and the engine's agreement"
-    assert {part.split()[0] for part in list(gpu.PARTS)[:2]} < ALONE.keys(), "what needs no vLLM comes first"
+    assert (
+        kinds == (ALONE | FUNCTIONS).keys()
+        and {kind.split("-")[0] for kind in kinds} == gpu.ROWS.keys()
+    )
+    assert sum(list(gpu.PARTS.values())[:3]) < gpu.BUDGET_S, (
+        "the trainer, its tests, and the engine's agreement"
+    )
+    assert {part.split()[0] for part in list(gpu.PARTS)[:2]} < ALONE.keys(), (
+        "what needs no vLLM comes first"
+    )
 
 
 def test_predictions_are_of_parts_and_the_trainers_is_by_the_formula_of_its_flops(tmp_path):
@@ -121,7 +150,11 @@ def run_bench(monkeypatch, out, *options):
 @pytest.mark.slow
 def test_parts_that_fail_or_have_no_time_left_leave_the_others(tmp_path, monkeypatch, capsys):
     """Real processes: one ends with an error, one is ended, one has no time left."""
-    monkeypatch.setattr(gpu, "TINY_PARTS", {"no-such-part tiny": 30, "trainer no-such-size": 0.2, "trainer tiny": 1000})
+    monkeypatch.setattr(
+        gpu,
+        "TINY_PARTS",
+        {"no-such-part tiny": 30, "trainer no-such-size": 0.2, "trainer tiny": 1000},
+    )
     records, status = run_bench(monkeypatch, tmp_path, "--budget-s", "30")
     assert "exited with 1; KeyError: 'no-such-part'" in records[0]["failed"]
     assert "took more than 0 s" in records[1]["failed"]
@@ -142,7 +175,9 @@ def test_the_trainer_part_runs_where_what_only_rollout_needs_is_not_installed(tm
         "import sys; sys.modules.update(dict.fromkeys(('vllm', 'zmq', 'setproctitle'))); "
         "from scripts.bench import gpu; gpu.measure('trainer', 'tiny', 'cpu', *sys.argv[1:])"
     )
-    subprocess.run([sys.executable, "-c", code, tmp_path, tmp_path / "result"], cwd=gpu.ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code, tmp_path, tmp_path / "result"], cwd=gpu.ROOT, check=True
+    )
     assert json.loads((tmp_path / "result").read_text())["tokens_per_s"] > 0
 
 

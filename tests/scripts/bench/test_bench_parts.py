@@ -30,7 +30,9 @@ def test_a_work_is_known_by_its_longest_response():
     assert all(work_of(work.config().max_response_tokens) is work for work in WORKS.values())
 
 
-def test_the_plain_step_moves_the_weights_as_our_step_does_with_plain_policy_gradient(one_rank, model_path):
+def test_the_plain_step_moves_the_weights_as_our_step_does_with_plain_policy_gradient(
+    one_rank, model_path
+):
     config = Config(model=model_path, algo="reinforce", optim=OptimOptions(warmup=0), lr=1e-2)
     sequences = random_sequences(12)
     policy, plain = load(config), parts.PlainStep(config, model_path)
@@ -38,7 +40,9 @@ def test_the_plain_step_moves_the_weights_as_our_step_does_with_plain_policy_gra
     version = int(max(s.policy_versions.max() for s in sequences))
     policy.train_step([[bundle(sequences[:5]), bundle(sequences[5:])]], policy_version=version)
     plain.step([pack(bundle(half), one_row=False) for half in (sequences[:5], sequences[5:])])
-    for (name, ours), (_, theirs) in zip(policy.named_full_parameters(), plain.model.named_parameters(), strict=True):
+    for (name, ours), (_, theirs) in zip(
+        policy.named_full_parameters(), plain.model.named_parameters(), strict=True
+    ):
         assert not torch.equal(theirs, before[name])
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
@@ -57,9 +61,17 @@ def test_a_ratio_is_ours_by_the_limit_and_a_speed_up_the_other_way_round():
 
 def test_whole_steps_give_overlap_pause_and_speed_up():
     of_ratio = {"pause_s": 0.1, "generate_alone_s": 1.0, "train_alone_s": 0.4}
-    found = {"α=0": {"step_s": 2.0}, "α=1": {"step_s": 1.25, **of_ratio}, "α=2": {"step_s": 1.0, **of_ratio}}
+    found = {
+        "α=0": {"step_s": 2.0},
+        "α=1": {"step_s": 1.25, **of_ratio},
+        "α=2": {"step_s": 1.0, **of_ratio},
+    }
     ratios = {r["part"]: r["ratio"] for r in parts.against_synchronous(found)}
-    assert ratios["overlap α=1"] == 1.25 and ratios["pause α=2"] == 0.1 and ratios["speed-up natural α=1"] == 1.6
+    assert (
+        ratios["overlap α=1"] == 1.25
+        and ratios["pause α=2"] == 0.1
+        and ratios["speed-up natural α=1"] == 1.6
+    )
 
 
 def test_every_case_is_there_in_both_sizes():
@@ -70,7 +82,9 @@ def test_every_case_is_there_in_both_sizes():
 
 def test_the_records_of_the_repository_give_their_page(tmp_path):
     text = "\n".join(parts.report(read(harness.ROOT / "results/parts/parts.jsonl")))
-    rollout = "| rollout natural | rollout worker, tokens/s | 5 | 8500 [7468–9462] | 8876 [7711–9437] |"
+    rollout = (
+        "| rollout natural | rollout worker, tokens/s | 5 | 8500 [7468–9462] | 8876 [7711–9437] |"
+    )
     assert f"{rollout} 0.968 [0.887–1.040] | ≥ 0.95 | yes | plain AsyncLLM |" in text
     assert "| 1.146 [1.078–1.317] | ≤ 1.1 | no | slower half alone |" in text
     assert "µs | 5 | 203 [189–228] | – | – | – | – | – |" in text

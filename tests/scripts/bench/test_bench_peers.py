@@ -27,24 +27,37 @@ def run_of(arm, work="long", **measured):
 
 def test_packed_attention_is_causal_attention_of_each_segment_on_its_own():
     torch.manual_seed(0)
-    lengths_q, lengths_k = [3, 1, 5, 2] * 20, [3, 7, 5, 9] * 20  # more segments than are computed at once
-    starts_q, starts_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k))
-    query, key, value = (torch.randn(int(starts[-1]), 2, 4) for starts in (starts_q, starts_k, starts_k))
-    packed = peers_trl.varlen_attention(query, key, value, starts_q, starts_k, 5, 9, softmax_scale=0.3, causal=True)
+    # more segments than are computed at once
+    lengths_q, lengths_k = [3, 1, 5, 2] * 20, [3, 7, 5, 9] * 20
+    starts_q, starts_k = (
+        torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k)
+    )
+    query, key, value = (
+        torch.randn(int(starts[-1]), 2, 4) for starts in (starts_q, starts_k, starts_k)
+    )
+    packed = peers_trl.varlen_attention(
+        query, key, value, starts_q, starts_k, 5, 9, softmax_scale=0.3, causal=True
+    )
     for s, (num_q, num_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
         for i in range(num_q):
             seen = slice(int(starts_k[s]), int(starts_k[s]) + num_k - num_q + i + 1)
             for head in range(2):
                 scores = key[seen, head] @ query[starts_q[s] + i, head] * 0.3
                 expected = scores.softmax(0) @ value[seen, head]
-                torch.testing.assert_close(packed[starts_q[s] + i, head], expected, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    packed[starts_q[s] + i, head], expected, rtol=1e-5, atol=1e-6
+                )
 
 
 def test_packed_attention_passes_gradients_on():
     starts = torch.tensor([0, 2, 5], dtype=torch.int32)
-    query, key, value = (torch.randn(5, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    query, key, value = (
+        torch.randn(5, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    )
     assert torch.autograd.gradcheck(
-        lambda q, k, v: peers_trl.varlen_attention(q, k, v, starts, starts, 3, 3, softmax_scale=0.5),
+        lambda q, k, v: peers_trl.varlen_attention(
+            q, k, v, starts, starts, 3, 3, softmax_scale=0.5
+        ),
         (query, key, value),
     )
 
@@ -54,7 +67,10 @@ def test_steady_state_begins_with_the_end_of_the_first_quarter():
     lines = [{"time": t, "samples": 4, "tokens": 10 + i} for i, t in enumerate(times)]
     found = peers.steady_state(lines)
     assert found["step_s"] == 0.5 and found["samples_per_s"] == 8.0
-    assert found["tokens_per_s"] == (13 + 14 + 15 + 16 + 17) / 2.5 and found["tokens_per_sample"] == 75 / 20
+    assert (
+        found["tokens_per_s"] == (13 + 14 + 15 + 16 + 17) / 2.5
+        and found["tokens_per_sample"] == 75 / 20
+    )
 
 
 def test_time_to_an_accuracy_is_that_of_the_first_weights_which_have_it():
@@ -84,13 +100,17 @@ def test_weights_that_were_kept_are_scored_on_held_out_problems(tmp_path, monkey
 
 def test_weights_are_kept_under_their_names(tmp_path):
     peers_ours.save_weights([("a", torch.ones(2)), ("b", torch.zeros(3))], tmp_path / "step_4")
-    assert {name: w.tolist() for name, w in load_file(tmp_path / "step_4/model.safetensors").items()} == {
+    assert {
+        name: w.tolist() for name, w in load_file(tmp_path / "step_4/model.safetensors").items()
+    } == {
         "a": [1.0, 1.0],
         "b": [0.0, 0.0, 0.0],
     }
 
 
-def test_ours_keeps_weights_and_nothing_else_where_a_run_would_save_a_checkpoint(tmp_path, monkeypatch):
+def test_ours_keeps_weights_and_nothing_else_where_a_run_would_save_a_checkpoint(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(Checkpoints, "_save", Checkpoints._save)  # so that it is put back
     monkeypatch.setattr(train_async, "train", lambda config, worker_main: None)
     monkeypatch.setattr(peers_ours, "steps_of", lambda run, samples: [])
@@ -129,9 +149,16 @@ def test_steps_of_ours_are_read_from_its_run(tmp_path):
 
 def test_tokens_of_a_step_of_trl_are_read_from_its_log():
     assert peers_trl.trained_tokens({"completions/mean_length": 2.5}, samples=64) == 160
-    assert peers_trl.trained_tokens({"completions/mean_length": 3, "batch/trained_tokens_per_step": 7}, 64) == 7
+    assert (
+        peers_trl.trained_tokens(
+            {"completions/mean_length": 3, "batch/trained_tokens_per_step": 7}, 64
+        )
+        == 7
+    )
     summary = {"train_runtime": 3.0, "batch/trained_tokens_per_step": 7.5}
-    assert peers_trl.trained_tokens(summary, 64) is None, "a line of it would count the last step twice"
+    assert peers_trl.trained_tokens(summary, 64) is None, (
+        "a line of it would count the last step twice"
+    )
 
 
 def test_trl_is_asked_and_rewarded_as_the_task_says():
@@ -158,13 +185,25 @@ def test_trl_is_asked_in_the_tokens_of_our_prompts_where_there_is_a_chat_templat
 
 def test_the_small_language_models_job_is_the_same_for_trl():
     config = SMOLLM2.config(seed=2, steps=30, runs_dir="here")
-    assert (config.model, config.task, config.share_prefix) == ("smollm2", "sums:one_digit", "prompt")
+    assert (config.model, config.task, config.share_prefix) == (
+        "smollm2",
+        "sums:one_digit",
+        "prompt",
+    )
     told = peers_trl.common_options(config)
     assert told["per_device_train_batch_size"] == 64 and told["num_generations"] == 8
     assert (told["learning_rate"], told["bf16"], told["seed"]) == (4e-5, True, 2)
-    assert (told["max_completion_length"], told["max_steps"], told["output_dir"]) == (20, 30, "here")
+    assert (told["max_completion_length"], told["max_steps"], told["output_dir"]) == (
+        20,
+        30,
+        "here",
+    )
     of_tiny = peers_trl.common_options(NATURAL.config())
-    assert (of_tiny["learning_rate"], of_tiny["bf16"], of_tiny["per_device_train_batch_size"]) == (1e-3, False, 256)
+    assert (of_tiny["learning_rate"], of_tiny["bf16"], of_tiny["per_device_train_batch_size"]) == (
+        1e-3,
+        False,
+        256,
+    )
     assert {work.config().model for work in (NATURAL, SHORT, LONG)} == {"tiny"}
 
 
@@ -175,13 +214,19 @@ def test_accuracy_is_the_share_of_right_responses_as_many_to_each_problem(monkey
         def generate(self, prompts, attention_mask, **limits):
             right = [p.answer for p in load_task("addition", 0).eval_problems(4)] * 3
             texts = [text if i % 2 else "a0" for i, text in enumerate(right)]
-            written = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+            written = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")[
+                "input_ids"
+            ]
             assert len(prompts) == 12 and (attention_mask[:, -1] == 1).all(), "padded on the left"
             return torch.cat([prompts, written], dim=1)
 
     tokenizer, task = addition_tokenizer(), load_task("addition", 0)
     problems = task.eval_problems(4)
-    few = type("Few", (), {"eval_problems": lambda _, n: list(problems), "encode_prompt": task.encode_prompt})
+    few = type(
+        "Few",
+        (),
+        {"eval_problems": lambda _, n: list(problems), "encode_prompt": task.encode_prompt},
+    )
     few.score = staticmethod(task.score)
     monkeypatch.setattr(peers, "load_task", lambda *_: few())
     monkeypatch.setattr(peers, "EVAL_RESPONSES", 14)
@@ -209,15 +254,26 @@ TO_ACCURACY = "s to held-out 0.8 (natural), 0.9 (smollm2)"
 
 def cells(lines, name):
     """Heading -> cell of the row of an arm."""
-    heading, row = (next(line for line in lines if what in line).strip("| ").split(" | ") for what in ("| n |", name))
+    heading, row = (
+        next(line for line in lines if what in line).strip("| ").split(" | ")
+        for what in ("| n |", name)
+    )
     return dict(zip(heading, row, strict=True))
 
 
 def test_ours_is_compared_with_the_best_of_trl_and_both_with_the_machine():
-    rates = {"ours α=1": 150.0, "ours α=2": 180.0, "TRL a": 30.0, "TRL b": 60.0, "training alone": 1200.0}
+    rates = {
+        "ours α=1": 150.0,
+        "ours α=2": 180.0,
+        "TRL a": 30.0,
+        "TRL b": 60.0,
+        "training alone": 1200.0,
+    }
     cost = {"cores": 2, "cpu_ms_per_sample": 10.0, "cores_busy": 1.8}
     turns = [(i, name) for i in range(3) for name in rates]
-    records = [run_of(name, "natural", samples_per_s=rates[name], repeat=i, **cost) for i, name in turns]
+    records = [
+        run_of(name, "natural", samples_per_s=rates[name], repeat=i, **cost) for i, name in turns
+    ]
     lines = peers.summary(records)
     assert len(lines) == 4, "the best of each"
     ours, peer = cells(lines, "ours α=2"), cells(lines, "TRL b")
@@ -226,16 +282,25 @@ def test_ours_is_compared_with_the_best_of_trl_and_both_with_the_machine():
     assert ours["÷ limit of the machine"] == "0.90 [0.90–0.90]"
     assert {r["limit"] for r in peers.arms_of(records)["natural"]["ours α=2"]} == {200.0}
     long = [{**record, "work": "long"} for record in records]
-    assert cells(peers.summary(long), "ours α=2")["reached"] == "no", "there it is the limit that counts"
+    assert cells(peers.summary(long), "ours α=2")["reached"] == "no", (
+        "there it is the limit that counts"
+    )
     lines = peers.summary([*records, run_of("TRL c", "natural", samples_per_s=100.0)])
-    assert cells(lines, "ours α=2")["÷ TRL"] == "1.80 [1.80–1.80]" and cells(lines, "ours α=2")["reached"] == "no"
-    assert len(peers.summary([run_of("ours α=1")])) == 2, "without TRL there is nothing to compare with"
+    assert (
+        cells(lines, "ours α=2")["÷ TRL"] == "1.80 [1.80–1.80]"
+        and cells(lines, "ours α=2")["reached"] == "no"
+    )
+    assert len(peers.summary([run_of("ours α=1")])) == 2, (
+        "without TRL there is nothing to compare with"
+    )
 
 
 def test_runs_are_compared_with_the_one_whose_turn_was_beside_theirs():
     speeds = {"ours": (200.0, 100.0, 300.0), "TRL": (100.0, 50.0, 100.0)}
     records = [
-        run_of(arm, samples_per_s=rate, repeat=i) for arm, rates in speeds.items() for i, rate in enumerate(rates)
+        run_of(arm, samples_per_s=rate, repeat=i)
+        for arm, rates in speeds.items()
+        for i, rate in enumerate(rates)
     ]
     other = {"commit": "other", "samples_per_s": 1.0}
     records += [run_of("TRL", repeat=0, **other), run_of("ours", repeat=3)]
@@ -253,7 +318,9 @@ def test_the_tables_have_medians_spread_and_what_was_not_reached(tmp_path):
     found = cells(natural, "TRL a")
     assert (found["natural"], found["n"], found["samples/s"]) == ("TRL a", "3", "11.0 [10.0–12.0]")
     assert found[TO_ACCURACY] == "70 [50–inf]" and found["CPU ms per sample"] == "–"
-    assert found["s with the engine up"] == "40 [40–40], n = 1", "older records do not say when it was up"
+    assert found["s with the engine up"] == "40 [40–40], n = 1", (
+        "older records do not say when it was up"
+    )
     found = cells(long, "ours α=1")
     assert (found["cores busy"], found[TO_ACCURACY]) == ("1.50 [1.50–1.50], n = 1", "–")
 
@@ -287,7 +354,9 @@ def test_memory_and_cpu_time_of_a_process_that_has_gone_are_nothing():
     assert peers.look(2**22 + 1)[1:] == (0.0, 0)
 
 
-def test_cores_busy_are_those_between_two_moments_and_not_of_what_has_ended_by_the_second(tmp_path, monkeypatch):
+def test_cores_busy_are_those_between_two_moments_and_not_of_what_has_ended_by_the_second(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(peers, "POLL_S", 0.1)
     looks = peers.run([sys.executable, "-c", BUSY], dict(os.environ), tmp_path / "log")
     assert max(memory for *_, memory in looks) > 1e6
@@ -320,7 +389,12 @@ def test_a_run_is_told_its_work_and_what_it_says_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "resolve_model", lambda *_: "no model")
     way = peers.Way(options={"num_rollout_workers": 3})
     found = peers.measure(way, SHORT, tmp_path, True, iter([7]), tmp_path)
-    assert (found["work"], found["steps"], found["seed"], found["peer"]) == ("short", 5, 7, "trl==1.16.0")
+    assert (found["work"], found["steps"], found["seed"], found["peer"]) == (
+        "short",
+        5,
+        7,
+        "trl==1.16.0",
+    )
     assert found["start_s"] - found["up_s"] == pytest.approx(1.0), "the first line is the start"
     assert found["tokens_per_sample"] == 3.0 and found["samples_per_s"] == pytest.approx(256.0)
     assert "curve" not in found, "with forced lengths nothing is learned"
@@ -336,7 +410,9 @@ pathlib.Path(told["out"], "steps.jsonl").write_text("\\n".join(map(json.dumps, l
 """
 
 
-def test_an_installation_that_is_there_is_left_alone_and_one_that_fails_says_why(tmp_path, monkeypatch):
+def test_an_installation_that_is_there_is_left_alone_and_one_that_fails_says_why(
+    tmp_path, monkeypatch
+):
     for pin in peers.PINS:
         (tmp_path / f"{pin.replace('==', '-')}.dist-info").mkdir()
     monkeypatch.setattr(sys, "executable", "/bin/false")

@@ -19,7 +19,9 @@ CONFIG = Config(max_response_tokens=192)
 
 
 def tickets_of(config, group_id):
-    source = TicketSource(config, PromptSource(lambda index: Problem("p", "a"), [], lambda problem: [1]))
+    source = TicketSource(
+        config, PromptSource(lambda index: Problem("p", "a"), [], lambda problem: [1])
+    )
     for _ in range(group_id + 1):
         tickets = source.for_group(source.next_group_id(), 0)
     return tickets
@@ -38,7 +40,9 @@ def test_a_turn_of_an_environment_has_always_the_same_length():
 
 
 @pytest.mark.parametrize("group_id", [0, 7])
-def test_one_request_for_a_group_has_the_lengths_of_the_tickets_that_its_members_would_have_been(group_id):
+def test_one_request_for_a_group_has_the_lengths_of_the_tickets_that_its_members_would_have_been(
+    group_id,
+):
     lengths = work.member_lengths(CONFIG, group_id)
     assert [work.TAIL.length(ticket.seed) for ticket in tickets_of(CONFIG, group_id)] == lengths
     assert len(set(lengths)) > 1
@@ -62,7 +66,9 @@ def test_vllm_gives_each_response_of_one_request_its_length(monkeypatch):
 def test_recomputed_tokens_are_those_before_each_change_of_version_with_the_prompt():
     versions = np.array([-1, -1, 0, 0, 1, 1, 3])
     of = np.zeros(7), versions >= 0, np.zeros(7), versions
-    trajectory = Trajectory(0, 0, 0, *of, 0.0, "length", "", 1, started_at=0.0, ended_at=0.0, worker=0)
+    trajectory = Trajectory(
+        0, 0, 0, *of, 0.0, "length", "", 1, started_at=0.0, ended_at=0.0, worker=0
+    )
     assert bench.recomputed_tokens(trajectory) == 4 + 6
 
 
@@ -96,7 +102,16 @@ def test_the_records_of_the_repository_give_their_page(tmp_path):
 @pytest.mark.e2e
 @pytest.mark.study
 def test_one_request_and_replicated_prompts_sample_the_same_tokens_on_real_engines(tmp_path):
-    options = ["--only", "replication 8x8", "--size", "tiny", "--repeats", "2", "--out", str(tmp_path)]
+    options = [
+        "--only",
+        "replication 8x8",
+        "--size",
+        "tiny",
+        "--repeats",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     command = [sys.executable, "scripts/bench/rollout.py", *options]
     done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -106,6 +121,10 @@ def test_one_request_and_replicated_prompts_sample_the_same_tokens_on_real_engin
     assert [{r["arm"] for r in rounds[i]} for i in (0, 1)] == [{"one request", "replicated"}] * 2
     assert all(one["tokens"] == other["tokens"] for one, other in rounds.values())
     for r in records:
-        assert r["groups"] == r["ledger"]["groups_consumed"] == 2 and r["seconds"] > 0 and r["update_s"] > 0
+        assert (
+            r["groups"] == r["ledger"]["groups_consumed"] == 2
+            and r["seconds"] > 0
+            and r["update_s"] > 0
+        )
         assert r["ledger"]["tokens_consumed"] == r["tokens"] and r["inherited_share"] == 0
     assert "Size tiny: the numbers mean nothing" in (tmp_path / "table.md").read_text()

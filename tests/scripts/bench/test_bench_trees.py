@@ -28,7 +28,8 @@ def recordings(tmp_path):
     for step in (1, 2):
         sequences = grouped_sequences(3, 4, seed=step, max_prompt=30)
         groups = [
-            Group(i, tuple(trajectory(s, i, j) for j, s in enumerate(sequences[4 * i : 4 * i + 4]))) for i in range(3)
+            Group(i, tuple(trajectory(s, i, j) for j, s in enumerate(sequences[4 * i : 4 * i + 4])))
+            for i in range(3)
         ]
         write_batch(batch_path(directory.path, step), step, groups)
     directory.close()
@@ -55,7 +56,16 @@ def share_of_a_tree(step):
 def test_the_bench_measures_each_way_to_share_in_turn_and_its_table_says_what_a_tree_would_save(
     recordings, tmp_path, monkeypatch
 ):
-    options = ["--only", WORK, "--repeats", "1", "--recordings", recordings, "--out", tmp_path / "out"]
+    options = [
+        "--only",
+        WORK,
+        "--repeats",
+        "1",
+        "--recordings",
+        recordings,
+        "--out",
+        tmp_path / "out",
+    ]
     monkeypatch.setattr("sys.argv", ["trees.py", *map(str, options)])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     records = harness.main(trees.BENCH)
@@ -64,16 +74,23 @@ def test_the_bench_measures_each_way_to_share_in_turn_and_its_table_says_what_a_
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in trees.table(records)]
     for row, record in zip(rows[2:], records, strict=True):
         found = dict(zip(rows[0], row, strict=True))
-        assert found["POR, %"] == f"{100 * wanted:.1f}" and found["1/(1 − POR)"] == f"{1 / (1 - wanted):.2f}"
+        assert (
+            found["POR, %"] == f"{100 * wanted:.1f}"
+            and found["1/(1 − POR)"] == f"{1 / (1 - wanted):.2f}"
+        )
         assert record["seconds"] > 0 and record["peak"] > record["added"] >= 0
         assert record["grad_norm"] == pytest.approx(records[0]["grad_norm"], rel=1e-3)
     off, prompt, tree = (r["tokens/saved_share"] for r in records)
     assert off == 0 < prompt <= tree <= wanted + 1e-9
-    assert "\n".join(trees.table(records)) in (tmp_path / "out" / "table.md").read_text(encoding="utf-8")
+    assert "\n".join(trees.table(records)) in (tmp_path / "out" / "table.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_round_whose_gradients_differ_or_vanish_is_refused():
-    found = {arm: {"grad_norm": 2.0 + 0.001 * i, "dtype": "float32"} for i, arm in enumerate(trees.ARMS)}
+    found = {
+        arm: {"grad_norm": 2.0 + 0.001 * i, "dtype": "float32"} for i, arm in enumerate(trees.ARMS)
+    }
     assert [r["arm"] for r in trees.of_round(found)] == list(trees.ARMS)
     found["tree"]["grad_norm"] = 2.01
     with pytest.raises(RuntimeError, match=r"2\.01\]: they must agree to 0\.001"):
@@ -86,11 +103,17 @@ def test_a_round_whose_gradients_differ_or_vanish_is_refused():
 
 def test_rows_have_five_answered_problems_before_the_question_others_or_the_same(tmp_path):
     same, other = (
-        [r["prompt"] for r in read(trees.write_rows(tmp_path / f"{of}-sums.jsonl"))] for of in ("same", "other")
+        [r["prompt"] for r in read(trees.write_rows(tmp_path / f"{of}-sums.jsonl"))]
+        for of in ("same", "other")
     )
     problems = [load_task("sums:one_digit", 0).train_problem(i) for i in range(6)]
     shown = " ".join(f"{p.prompt} {p.answer}" for p in problems[:5])
-    assert same[0] == f"{shown} {problems[5].prompt}" and all(prompt.startswith(shown) for prompt in same)
+    assert same[0] == f"{shown} {problems[5].prompt}" and all(
+        prompt.startswith(shown) for prompt in same
+    )
     assert len({prompt.rpartition(" What")[0] for prompt in other}) > 200
     assert all(prompt.count("?") == 6 for prompt in other)
-    assert json.loads((tmp_path / "same-sums.jsonl").read_text().splitlines()[0])["answer"] == problems[5].answer
+    assert (
+        json.loads((tmp_path / "same-sums.jsonl").read_text().splitlines()[0])["answer"]
+        == problems[5].answer
+    )
