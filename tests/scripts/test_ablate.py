@@ -320,7 +320,6 @@ def test_the_script_goes_on_with_a_grid_that_is_finished_without_running_anythin
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_study_is_cells_that_runs_accept_each_once_with_whole_seeds_first():
     parts = ablate.study([])
     assert list(parts) == ["lag", "others", "smollm2", "rates", "time"] and [
@@ -342,6 +341,7 @@ def test_the_study_is_cells_that_runs_accept_each_once_with_whole_seeds_first():
     assert {cell["algo"] for part in ("lag", "others") for cell in parts[part][0]} == set(LOSSES)
 
 
+@pytest.mark.slow
 def test_a_part_of_the_study_goes_on_where_it_stopped_and_one_that_is_not_there_is_refused(
     tmp_path,
 ):
@@ -426,7 +426,6 @@ def test_a_replay_does_not_take_over_the_options_that_the_recorded_run_gave_its_
     assert options(own) == ["--algo=grpo", "--algo-args", "clip_high=0.3"]
 
 
-@pytest.mark.slow
 def test_a_replay_is_not_given_another_loss_than_its_row_says(tmp_path):
     run = str(write_recorded(tmp_path / "run", 0, 0.5))
     with pytest.raises(
@@ -437,6 +436,7 @@ def test_a_replay_is_not_given_another_loss_than_its_row_says(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_replay_that_fails_ends_it_with_its_reason_and_keeps_what_was_made_in_the_working_directory(
     tmp_path,
 ):

@@ -181,7 +181,6 @@ def random_case(seed):
     return job(rng.choice([SMALL, SMALL, LARGE]), **options), c
 
 
-@pytest.mark.slow
 def check_against_brute_force(seed):
     j, c = random_case(seed)
     every = [*outcomes(j, c), *shared_outcomes(j, c)]
@@ -200,6 +199,7 @@ def check_against_brute_force(seed):
     return "fits"
 
 
+@pytest.mark.slow
 def test_plans_are_the_best_of_all_on_small_random_clusters():
     results = [check_against_brute_force(seed) for seed in range(60)]
     assert results.count("fits") >= 30
