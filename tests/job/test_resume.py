@@ -16,10 +16,8 @@ from option_words import words_that_change
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import (
     OPTIONS,
-    AdvantageOptions,
     Config,
     May,
-    OptimOptions,
     SwarmOptions,
     options_for,
 )
@@ -117,29 +115,6 @@ def test_where_no_run_is_or_one_of_other_code_one_line_says_so(tmp_path):
     (run / "run.json").write_text(json.dumps(made))
     with pytest.raises(ValueError, match="made by other code, which had an_old_option"):
         read_options(["--resume", str(run)])
-
-
-def test_options_that_are_in_groups_now_are_read_from_older_runs(tmp_path):
-    run = make_run(tmp_path)
-    header = json.loads((run / "run.json").read_text())
-    older = {name: value for name, value in header["config"].items() if "." not in name}
-    older |= {
-        "swarm_args": ["lease_s=5"],
-        "advantage_args": ["whiten=false"],
-        "optim_args": ["by_ess=true"],
-    }
-    for warmup, weight_decay, arguments in (
-        (5, 0.0, ()),
-        (2, 0.0, ()),
-        (0, 0.5, ("weight_decay=0.5",)),
-    ):
-        header["config"] = older | {"warmup": warmup, "weight_decay": weight_decay}
-        (run / "run.json").write_text(json.dumps(header))
-        config = read_options(["--resume", str(run)])
-        assert config.optim == OptimOptions(warmup=warmup, by_ess=True, args=arguments)
-        assert config.swarm == SwarmOptions(
-            lease_s=5
-        ) and config.advantage_options == AdvantageOptions(whiten=False)
 
 
 # Checkpoints
