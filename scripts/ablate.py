@@ -306,9 +306,9 @@ def checked(cells: list[dict], extra: Sequence[str]) -> list[dict]:
     # to read all takes seconds, and other seeds differ by nothing else
     for cell in [*first, *cells[-1:]]:
         try:
-            alone = read_options(options(cell))
             for name in (name for name in cell if f"--{flag(name)}" in flags_of_extra):
-                if getattr(read_options([*extra]), name) != getattr(alone, name):
+                of_extra, of_cell = read_options([*extra]), read_options(options(cell))
+                if getattr(of_extra, name) != getattr(of_cell, name):
                     raise ValueError(f"--{flag(name)} is the grid's; give it before --")
             config = read_options(options(cell, extra))
             if "of" not in cell:  # a replay's other options are those of its recorded run
