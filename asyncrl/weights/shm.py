@@ -14,10 +14,10 @@ from asyncrl.weights.transport import Buffers, ParameterSpec, Staged, copy_param
 
 ALIGNMENT = 64  # bytes, of each parameter
 HEADER_BYTES = 4096  # one page, which begins with the version, int64
-# bytes; larger models are checked every CHECKSUM_INTERVAL versions
 CHECKSUM_EVERY_VERSION_BELOW = 64 << 20
-# on GPUs, whose updates a checksum would make longer by far, once in each buffer
+"""Size in bytes from which a model is checked only every CHECKSUM_INTERVAL versions."""
 CHECKSUM_INTERVAL = 10
+"""Versions. On GPUs, whose updates a checksum would make longer by far, each buffer is checked once."""
 NO_CHECKSUM = 0
 
 
