@@ -31,8 +31,8 @@ from asyncrl.config import OWN, Config, flag, nearest
 
 OUR_MODULES = {"algos", "asyncrl", "data", "extras", "rollout", "train_async"}
 _MAX_REASON = 300  # characters
-# folder that this process imports a module of the user from, by the module's name
 _FOLDERS: dict[str, str] = {}
+"""The folder from which this process imports a module of the user, by the module's name."""
 Options = TypeVar("Options", bound=Config)
 
 

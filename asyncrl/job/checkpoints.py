@@ -46,11 +46,11 @@ class Checkpoints:
             dist.barrier(self.writer.group)  # all have read and accepted all that they go on from
             if node.cluster.is_leader:
                 node.run.cut_back()
-        # what only the first copy costs is spent while the engines start
+        # The first copy makes host memory, which takes long. So it is made while the engines start.
         self.writer.stager.stage(policy.state())
         self._handlers: dict[int, Any] = {}
         self._asked_by = 0  # number of the signal that asks the run to stop
-        # the last step that this start of the run has made
+        # The last step that this start of the run has made.
         self._last: tuple[int, Publisher] | None = None
         self._is_saved = False
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0

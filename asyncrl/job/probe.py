@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 Tokens = tuple[tuple[int, ...], ...]
 """Token ids of each sequence."""
 NUM_SEQUENCES = 4
-# and one below the engine's context length, as it must have room to sample one more
 MAX_TOKENS = 256
+"""Longest sequence. It is also one below the engine's context length, as an engine must have room to sample a token."""
 NUM_VERSIONS = 64
 """Versions, besides those of publish_delay, whose log-probs are kept: a slow worker loads a version late."""
 ALLOWED_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.3}
@@ -102,10 +102,13 @@ class Probe:
 
     def state(self, versions: Iterable[int]) -> dict:
         """Return the sequences, and the trainer's scores at versions that are still to be announced, in plain data."""
-        scores = [(version, self._scores[version]) for version in versions]
+        kept = {version: self._scores[version] for version in versions}
         return {
             "tokens": self.tokens,
-            "scores": [(version, its.tokens, its.logprobs.tolist()) for version, its in scores],
+            "scores": [
+                (version, scores.tokens, scores.logprobs.tolist())
+                for version, scores in kept.items()
+            ],
         }
 
     def tokens_at(self, version: int) -> Tokens:

@@ -37,7 +37,7 @@ class Publisher:
         if node.controller is not None:
             connect_workers(node, policy.sent_specs())
         self._has_warned = False
-        # version of the weights that this start of the run begins with
+        # The version that this start of the run announced first: wrong weights at it end the run.
         self._first_announced: int | None = None
         self._snapshots = collections.deque(self._resumed_snapshots())
 
