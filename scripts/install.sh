@@ -5,13 +5,16 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+UNUSED=(torchvision torchaudio torchcodec triton) # requirements-cpu.txt says why
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 FLASH_ATTN_BUILD_S=1800
+UV=uv==0.13.9 # installs on all cores what pip installs on one
 MIN_DRIVER=580 MIN_CUDA=13 # of the wheels that PyPI has of torch 2.13
 
 say() { printf 'install: %s\n' "$*"; }
 fail() { printf 'install: error: %s\n' "$*" >&2; exit 1; }
 pip() { .venv/bin/python -m pip "$@"; }
+uv() { .venv/bin/python -m uv pip "$1" --python .venv/bin/python "${@:2}"; }
 
 find_python() {
     # A version manager offers names of versions that it does not have, so each is tried.
@@ -81,57 +84,40 @@ PYTHON
     echo ".venv/$1.txt"
 }
 
-missing() { # FILE...: the pins in them that .venv does not meet, one a line
-    .venv/bin/python - "$@" <<'PYTHON'
-import sys
-from importlib.metadata import PackageNotFoundError, version
-
-
-def installed(name):
-    try:
-        return version(name).split("+")[0]  # 2.13.0+cpu is 2.13.0
-    except PackageNotFoundError:
-        return None
-
-
-for path in sys.argv[1:]:
-    for line in open(path, encoding="utf-8"):
-        pin = line.split("#")[0].strip()
-        name, _, wanted = pin.partition("==")
-        if pin and not pin.startswith("-") and installed(name) != wanted:
-            print(pin)
-PYTHON
+pip_settings() { # uv reads no settings of pip: an index or a folder of wheels that pip knows is handed on, one word a line
+    local name
+    for name in index-url extra-index-url find-links; do
+        pip config list | sed -n "s/^[^=]*\\.$name='\\(.*\\)'\$/\\1/p" | tr ' ' '\n' | sed -n "s/^..*/--$name\n&/p"
+    done
 }
 
-index_answers() { # URL: within seconds, as without network pip would try for minutes
+index_answers() { # URL: within seconds, where uv would try for minutes without network
     timeout 5 .venv/bin/python -c "import urllib.request as r; r.urlopen('$1', timeout=3)" 2>/dev/null
 }
 
 install_pins() {
-    local wanted pins options=(--constraint .venv/pins.txt)
-    sed '/^-/d' "${files[@]}" >.venv/pins.txt # so that nothing that is there is moved off its pin
-    wanted=$(missing "${files[@]}")
-    [ -n "$wanted" ] || return 0
-    mapfile -t pins <<<"$wanted"
-    say "installing ${#pins[@]} pinned packages and what they need: ${pins[*]}"
+    local options=()
+    [ "$(.venv/bin/python -m uv --version 2>/dev/null | cut -d' ' -f2)" = "${UV#uv==}" ] || pip install -q "$UV" ||
+        fail "pip cannot install $UV, see above"
+    mapfile -t options < <(pip_settings)
     if [ "$kind" = cpu ]; then
+        printf '%s ; python_version < "3"\n' "${UNUSED[@]}" >.venv/unused.txt # a condition that never holds
+        options+=(--override .venv/unused.txt)
         if index_answers "$CPU_INDEX/torch/"; then
             options+=(--extra-index-url "$CPU_INDEX")
         else
             say "$CPU_INDEX does not answer; going on without it"
         fi
     fi
-    pip install --no-compile "${options[@]}" "${pins[@]}" || fail "pip failed, see above; what it has installed is kept for the next try"
-}
-
-compile_packages() { # on all cores, where pip uses one; and not the thousands of files that nobody imports here
-    say "compiling them"
-    .venv/bin/python -W ignore -m compileall -qq -j 0 -x '/tests?/|/testing/|/models/(?!(auto|llama|qwen|_|reg|util|inter))' .venv/lib || true
+    say "installing what is missing of ${files[*]}"
+    # Of several indexes uv would ask only the first that has a name; torch for the CPU is in one, the rest in another.
+    uv install --index-strategy unsafe-best-match "${options[@]}" "${files[@]/#/--requirements=}" ||
+        fail "uv failed, see above; what it has installed is kept for the next try"
 }
 
 try_flash_attn() {
-    [ -n "$(missing "$flash_attn")" ] || return 0
     local built_for
+    sed '/^-/d' "${files[@]}" >.venv/pins.txt # so that nothing that is there is moved off its pin
     built_for=$(own_architectures)
     say "trying flash-attn; without a wheel for this torch it compiles${built_for:+ for sm_$built_for}," \
         "for $((FLASH_ATTN_BUILD_S / 60)) minutes at most"
@@ -169,11 +155,6 @@ if pip show -qq "$other" 2>/dev/null; then
     fail ".venv has $other, which is for the other kind of machine; remove it (rm -r .venv) and try again"
 fi
 install_pins
-if [ "$kind" = cpu ]; then
-    pip uninstall -qqy torchvision torchaudio torchcodec triton # requirements-cpu.txt says why
-elif [ -n "$flash_attn" ]; then
-    try_flash_attn
-fi
-compile_packages
+[ -z "$flash_attn" ] || [ "$kind" = cpu ] || try_flash_attn
 touch "$stamp"
 say "done: .venv meets ${files[*]}"

@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 bash scripts/install.sh
+unset PYTHONDONTWRITEBYTECODE # or every process of the run would compile all that it imports
 case " $* " in *" --help "* | *" -h "*) exec .venv/bin/python train_async.py --help ;; esac
 
 # An option given twice counts the second time, so a --run-name of the user's wins over this one.

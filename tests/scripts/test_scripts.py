@@ -139,7 +139,7 @@ def test_a_changed_pin_is_installed_and_a_failure_is_an_error(copy):
     result = run_script(copy, "install.sh")
     assert (
         result.returncode == 1
-        and "installing 1 pinned packages and what they need: numpy==0.0.1" in result.stdout
+        and "numpy==0.0.1" in result.stderr
     )
     assert "up to date" not in run_script(copy, "install.sh").stdout
 
@@ -191,12 +191,9 @@ def test_a_driver_that_is_too_old_for_torch_is_told_in_a_line(copy, driver, cuda
     )
     result = run_script(copy, "install.sh")
     assert (result.returncode == 0) == is_enough
-    line = (
-        ""
-        if is_enough
-        else f"install: error: the NVIDIA driver is {driver}, and torch, which is built for CUDA 13,"
-    )
-    assert result.stderr.startswith(line) and result.stderr.count("\n") == (not is_enough)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("install: error")]
+    reason = f"the NVIDIA driver is {driver}, and torch, which is built for CUDA 13,"
+    assert len(errors) == (not is_enough) and all(reason in line for line in errors)
 
 
 def test_an_option_that_the_installation_does_not_have_is_an_error(copy):
