@@ -21,7 +21,6 @@ import argparse
 import os
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -219,7 +218,7 @@ def write_metrics(
         **evaluated,
         "tokens/generated": 0,
         **training_metrics(stats),
-        **time_metrics(account.spent, Counter()),
+        **time_metrics(account.spent),
     }
     node.run.record("step", step=step, spans=account.spans_s)
     node.run.log_metrics(metrics)

@@ -17,6 +17,7 @@ from asyncrl.controller.cut import ControllerState, cut, restore
 from asyncrl.controller.dispatcher import Dispatcher
 from asyncrl.controller.evaluation import Evaluations, evaluation_metrics
 from asyncrl.controller.journal import Journal
+from asyncrl.controller.ledger import ledger_metrics
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.waiting import Changes
 from asyncrl.controller.workers import Worker, Workers
@@ -32,7 +33,7 @@ from asyncrl.messages import (
     Updated,
 )
 from asyncrl.records import Group, Ticket, Trajectory
-from asyncrl.runlog.metrics import Measured, RolloutReport
+from asyncrl.runlog.metrics import Measured, Sum
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.weights.transport import Announcement, Staged, Transport
 
@@ -293,16 +294,16 @@ class Controller:
 
     # What was measured
 
-    def take_report(self) -> RolloutReport:
+    def take_metrics(self) -> Measured:
         """Take what was measured since the last call, and the ledger."""
         with self._changed:
             # what ended a reading thread is the reason if the ledger does not balance
             self.workers.check()
-            return self.journal.take_report(self.buffer.ledger(), self.workers.num_restarts)
-
-    def take_extra_metrics(self) -> Measured:
-        """Take metrics of this node that an optional system has; none here."""
-        return {}
+            return {
+                **ledger_metrics(self.buffer.ledger()),
+                **self.journal.take_metrics(),
+                "rollout/restarts": Sum(self.workers.num_restarts),
+            }
 
     def shuts_out(self, worker: int, problem: str) -> bool:
         """Whether a worker whose weights are wrong is done without; one of this node is not."""

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from asyncrl.messages import ActivityReport, SampledTokens, Updated
+from asyncrl.messages import ActivityReport, Updated
 from asyncrl.records import Trajectory
-from asyncrl.runlog.metrics import RolloutReport
+from asyncrl.runlog.metrics import Mean, Measured, Sum, together
 from asyncrl.runlog.time_ledger import WORKER_STATES, TimeLedger, seconds, unix_ns
 
 
@@ -27,10 +27,9 @@ class Journal:
         self._ledgers: dict[int, TimeLedger] = {}
         self._reported: dict[int, int] = {}  # worker that is up -> until when, on its own clock
         self._starts: Counter[int] = Counter()
-        self._pauses_s: list[float] = []
+        self._measured: list[Measured] = []
         # version -> worker -> log-probs
         self._probes: dict[int, dict[int, tuple[np.ndarray, ...]]] = {}
-        self._sampled = SampledTokens()
 
     # The life of workers
 
@@ -80,8 +79,15 @@ class Journal:
     def updated(self, worker: int, message: Updated, made_at: float) -> None:
         """A worker has loaded new weights, which were announced at `made_at`, monotonic seconds."""
         self.active(worker, message.activity)
-        self._pauses_s.append(message.pause_s)
-        self._sampled += message.sampled
+        sampled = message.sampled
+        self._measured.append(
+            {
+                "rollout/pause_s": Mean(message.pause_s, 1),
+                # APRIL's ratio (arXiv 2509.18521): last segments of resumed responses, of all new tokens
+                "rollout/resumed_share": Mean(sampled.resumed, sampled.new),
+                "rollout/discarded_tokens": Sum(sampled.discarded),
+            }
+        )
         broadcast_s = time.monotonic() - made_at
         self.record(
             "update",
@@ -101,14 +107,14 @@ class Journal:
 
     # Sums
 
-    def take_report(self, ledger: dict[str, int], num_restarts: int) -> RolloutReport:
-        """Take what was measured since the last call, and add what the controller knows."""
-        report = RolloutReport(
-            self._pauses_s, self._sampled, self.take_time(), Counter(ledger), num_restarts
-        )
-        self._pauses_s = []
-        self._sampled = SampledTokens()
-        return report
+    def take_metrics(self) -> Measured:
+        """Take what was measured since the last call."""
+        measured, self._measured = self._measured, []
+        spent = self.take_time()
+        shares = {
+            f"worker_time/{state}": Mean(spent[state], spent.total()) for state in WORKER_STATES
+        }
+        return together([{"rollout/discarded_tokens": Sum(0)}, shares, *measured])
 
     def take_time(self) -> Counter[str]:
         """Take the nanoseconds in each state, all workers together, that have become known since the last call."""

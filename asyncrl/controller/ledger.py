@@ -1,11 +1,13 @@
 """Where every group and every generated token went. Pure counting."""
 
+import operator
 from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
 import numpy as np
 
 from asyncrl.records import Trajectory
+from asyncrl.runlog.metrics import Comparison, Mean, Measured, Sum
 
 DropReason = Literal["stale", "filtered", "failed", "aborted", "late", "shut_out"]
 """`late`: tokens of a ticket that was issued again meanwhile; `shut_out`: of a machine that is not believed."""
@@ -82,25 +84,26 @@ class Ledger:
         return counts
 
 
-def bias_of_dropping(counts: Mapping[str, float]) -> dict[str, float]:
-    """Return by reason, as `dropped/REASON_*`, how groups dropped so far differ from those that were consumed.
+def ledger_metrics(counts: Mapping[str, float]) -> Measured:
+    """Return the metrics of a ledger's `counts`: COUNTS, and how groups dropped so far differ from those consumed.
 
-    `length_ratio` is the ratio of their mean response lengths; `reward_gap` is the difference of their mean rewards.
-    Both are over members that had finished. `counts` are those of one ledger, or the sums of several.
+    `dropped/REASON_length_ratio` is the ratio of their mean response lengths; `dropped/REASON_reward_gap` is the
+    difference of their mean rewards. Both are over members that had finished.
     """
-    if not counts.get("length_consumed"):
-        return {}
-    length, reward = _means(counts, "consumed")
-    metrics = {}
+    measured: Measured = {f"ledger/{name}": Sum(counts[name]) for name in COUNTS}
+    measured["tokens/generated"] = Sum(counts["tokens_generated"])
     for reason in DROP_REASONS:
-        if counts.get(f"measured_dropped_{reason}"):
-            dropped_length, dropped_reward = _means(counts, f"dropped_{reason}")
-            metrics[f"dropped/{reason}_length_ratio"] = dropped_length / length
-            metrics[f"dropped/{reason}_reward_gap"] = dropped_reward - reward
-    return metrics
+        for name, quantity, compare in (
+            ("length_ratio", "length", operator.truediv),
+            ("reward_gap", "reward", operator.sub),
+        ):
+            dropped = _mean(counts, quantity, f"dropped_{reason}")
+            measured[f"dropped/{reason}_{name}"] = Comparison(
+                compare, dropped, _mean(counts, quantity, "consumed")
+            )
+    return measured
 
 
-def _means(counts: Mapping[str, float], fate: str) -> tuple[float, float]:
-    """Return the mean length and the mean reward of groups with a fate."""
-    num_groups = counts[f"measured_{fate}"]
-    return counts[f"length_{fate}"] / num_groups, counts[f"reward_{fate}"] / num_groups
+def _mean(counts: Mapping[str, float], quantity: str, fate: str) -> Mean:
+    """Return the mean length or reward of groups with a fate."""
+    return Mean(counts.get(f"{quantity}_{fate}", 0.0), counts.get(f"measured_{fate}", 0))

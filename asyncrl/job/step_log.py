@@ -1,11 +1,7 @@
 """What a run writes and prints about every step: rank 0 for all nodes, the other leaders their own events."""
 
-import functools
-import operator
-
 from asyncrl import extras
 from asyncrl.cluster.processes import freeze_garbage
-from asyncrl.controller.ledger import bias_of_dropping
 from asyncrl.job.node import Node
 from asyncrl.records import Group
 from asyncrl.runlog.metrics import (
@@ -13,7 +9,6 @@ from asyncrl.runlog.metrics import (
     Measured,
     batch_metrics,
     over_nodes,
-    rollout_metrics,
     time_metrics,
     training_metrics,
 )
@@ -65,31 +60,27 @@ class StepLog:
         if not self.node.cluster.is_leader:
             return
         measured = self._measure(step, groups)
-        report = self.node.controller.take_report()
         if step == config.steps:
             self.node.controller.finish_evaluations()
             self.clock.enter("evaluate")  # also where another node's is waited for
-        nodes = self.node.cluster.gather((measured, report))
-        metrics_of_nodes, reports = zip(*nodes, strict=True)
-        rollout = functools.reduce(operator.add, reports)
+        nodes = self.node.cluster.gather(measured)
         self.clock.enter("other")
         self.node.run.record(
             "step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups]
         )
         if not self.node.cluster.is_first:
             return
-        times = time_metrics(account.spent, rollout.worker_time)
         metrics = {
             "step": step,
             "policy_version": step,
             "samples": step * config.groups_per_step * config.group_size,
-            **over_nodes(metrics_of_nodes),
+            **over_nodes(nodes),
             **self.node.controller.take_evaluation(),
-            **rollout_metrics(rollout, self.tokens_before, times["time/step_s"]),
-            **bias_of_dropping(rollout.ledger),
             **training_metrics(stats),
-            **times,
+            **time_metrics(account.spent),
         }
+        num_new = metrics["tokens/generated"] - self.tokens_before
+        metrics["rollout/tokens_per_s"] = num_new / metrics["time/step_s"]
         self.warn_of_equal_rewards(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
@@ -106,7 +97,7 @@ class StepLog:
         mismatches = [mismatch.metrics() for mismatch in node.probe.take_newest()]
         for name in mismatches[0] if mismatches else ():
             measured[name] = Max(max(mismatch[name] for mismatch in mismatches))
-        return measured | node.controller.take_extra_metrics()
+        return measured | node.controller.take_metrics()
 
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
         """Warn once if the run has learnt nothing from its first steps, and say where to look."""

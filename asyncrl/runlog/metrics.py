@@ -1,18 +1,17 @@
 """What one step's line in metrics.jsonl holds. Each name is explained in docs/reference.md."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from algos.advantages import overlong_penalty
 from asyncrl.config import Config
-from asyncrl.messages import SampledTokens
 from asyncrl.records import Group
-from asyncrl.runlog.time_ledger import TRAINER_STATES, TRAINING, WAITING, WORKER_STATES, shares
+from asyncrl.runlog.time_ledger import TRAINER_STATES, TRAINING, WAITING, shares
 
-# What each node measures of a step. The type of a value says how those of several nodes become one.
+# What each node measures of a step. The type of a value says how those of several nodes, or moments, become one.
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,29 @@ class Mean:
         return Mean(self.total + other.total, self.count + other.count)
 
     @property
-    def value(self) -> float:
-        """The mean."""
-        return self.total / self.count
+    def value(self) -> float | None:
+        """The mean; None of nothing."""
+        return self.total / self.count if self.count else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two means, compared when those of all nodes are known."""
+
+    compare: Callable[[float, float], float]
+    """A function of the module `operator`."""
+    left: Mean
+    right: Mean
+
+    def __add__(self, other: "Comparison") -> "Comparison":
+        return Comparison(self.compare, self.left + other.left, self.right + other.right)
+
+    @property
+    def value(self) -> float | None:
+        """The result; None if one of the means is of nothing."""
+        if self.left.count and self.right.count:
+            return self.compare(self.left.value, self.right.value)
+        return None
 
 
 @dataclass(frozen=True)
@@ -72,18 +91,23 @@ class Sum:
         return Sum(self.value + other.value)
 
 
-Measured = dict[str, Mean | Deviation | Max | Sum]
+Measured = dict[str, Mean | Comparison | Deviation | Max | Sum]
 """Metrics of one node, by name."""
 
 
-def over_nodes(nodes: Iterable[Measured]) -> dict[str, float]:
-    """Return the metrics of all nodes together; a node may lack some."""
+def together(parts: Iterable[Measured]) -> Measured:
+    """Return the sum of measurements; each may lack some metrics."""
     whole: Measured = {}
-    for measured in nodes:
-        whole |= {
-            name: whole[name] + part if name in whole else part for name, part in measured.items()
-        }
-    return {name: measurement.value for name, measurement in whole.items()}
+    for measured in parts:
+        for name, part in measured.items():
+            whole[name] = whole[name] + part if name in whole else part
+    return whole
+
+
+def over_nodes(nodes: Iterable[Measured]) -> dict[str, float]:
+    """Return the metrics of all nodes together, without means of nothing."""
+    values = {name: measurement.value for name, measurement in together(nodes).items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def batch_metrics(
@@ -133,32 +157,6 @@ def batch_metrics(
     return metrics
 
 
-@dataclass(frozen=True)
-class RolloutReport:
-    """What the controller of a node measured since its last report; those of several nodes add up."""
-
-    pauses_s: list[float]
-    """Time without progress of each weight update, seconds."""
-    sampled: SampledTokens
-    worker_time: Counter[str]
-    """Nanoseconds of all workers in each of WORKER_STATES."""
-    ledger: Counter[str]
-    """SampleBuffer.ledger, since the start of the run."""
-    num_restarts: int
-    """Restarts of workers, since the start of the run."""
-
-    def __add__(self, other: "RolloutReport") -> "RolloutReport":
-        ledger = Counter(self.ledger)
-        ledger.update(other.ledger)
-        return RolloutReport(
-            self.pauses_s + other.pauses_s,
-            self.sampled + other.sampled,
-            self.worker_time + other.worker_time,
-            ledger,
-            self.num_restarts + other.num_restarts,
-        )
-
-
 def training_metrics(stats: dict[str, float]) -> dict[str, float]:
     """The policy's stats under the names of the log: loss/*, but for drift/*, memory/*, tokens/* and value/*."""
     renamed = {"loss": "loss/total", "tokens": "tokens/trained"}
@@ -172,29 +170,8 @@ def training_metrics(stats: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-def rollout_metrics(report: RolloutReport, previous_tokens: int, step_s: float) -> dict[str, float]:
-    """Metrics of what the controllers measured since the last line."""
-    ledger, sampled = report.ledger, report.sampled
-    metrics = {
-        f"ledger/{name}": n for name, n in ledger.items() if name.startswith(("groups_", "tokens_"))
-    }
-    metrics["tokens/generated"] = ledger["tokens_generated"]
-    metrics["rollout/tokens_per_s"] = (ledger["tokens_generated"] - previous_tokens) / step_s
-    metrics["rollout/restarts"] = report.num_restarts
-    if sampled.new:
-        # APRIL's ratio (arXiv 2509.18521): last segments of resumed responses, of all new tokens
-        metrics["rollout/resumed_share"] = sampled.resumed / sampled.new
-    metrics["rollout/discarded_tokens"] = sampled.discarded
-    if report.pauses_s:
-        metrics["rollout/pause_s"] = float(np.mean(report.pauses_s))
-    return metrics
-
-
-def time_metrics(trainer: Counter[str], workers: dict[str, int]) -> dict[str, float]:
-    """Seconds of the step and of its main phases, and the shares of all states: nanoseconds per state in.
-
-    `workers` is of all workers together, so their shares are means weighted by how long each is known.
-    """
+def time_metrics(spent: Counter[str]) -> dict[str, float]:
+    """Seconds of the step and of its main phases, and the shares of the trainer's states: nanoseconds per state in."""
     phases = {
         "wait": WAITING,
         "train": TRAINING,
@@ -202,15 +179,9 @@ def time_metrics(trainer: Counter[str], workers: dict[str, int]) -> dict[str, fl
         "step": tuple(TRAINER_STATES),
     }
     times = {
-        f"time/{name}_s": sum(trainer[state] for state in states) / 1e9
+        f"time/{name}_s": sum(spent[state] for state in states) / 1e9
         for name, states in phases.items()
     }
     in_steps = [state for state in TRAINER_STATES if state != "starting"]
-    return {
-        **times,
-        **{f"trainer_time/{state}": share for state, share in shares(trainer, in_steps).items()},
-        **{
-            f"worker_time/{state}": share
-            for state, share in shares(Counter(workers), WORKER_STATES).items()
-        },
-    }
+    trainer = {f"trainer_time/{state}": share for state, share in shares(spent, in_steps).items()}
+    return times | trainer

@@ -182,7 +182,7 @@ class Simulation:
             slot_share=counts["slot_s"] / (seconds * self.case.cluster.num_slots),
             controller_share=counts["controller_s"] / seconds,
             counts=counts,
-            ledger=dict(self.controller.take_report().ledger),
+            ledger=self.controller.buffer.ledger(),
             of_swarm=self._of_swarm(counts, seconds) if self.swarm else {},
         )
 
@@ -275,7 +275,7 @@ class Simulation:
 
     def _end_step(self) -> None:
         self._version += 1
-        self.controller.take_report()  # checks the ledger
+        self.controller.buffer.ledger()  # raises if it does not balance
         self._publish()
 
     def _step(self, batch: list[Group]) -> Step:

@@ -156,9 +156,9 @@ class SwarmController(Controller):
 
     # What was measured
 
-    def take_extra_metrics(self) -> Measured:
-        """Take the metrics `swarm/*` of what hosts did since the last call."""
-        return self.swarm.take_report()
+    def take_metrics(self) -> Measured:
+        """Take what was measured since the last call, also `swarm/*` of what hosts did."""
+        return super().take_metrics() | self.swarm.take_metrics()
 
     def shuts_out(self, worker: int, problem: str) -> bool:
         """Shut out the host of a worker whose weights are wrong.

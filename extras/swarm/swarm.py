@@ -234,7 +234,7 @@ class Swarm:
         """Take what hosts have sampled since the last call, each with its ticket."""
         return [self._answered.popleft() for _ in range(len(self._answered))]
 
-    def take_report(self) -> Measured:
+    def take_metrics(self) -> Measured:
         """Take the metrics `swarm/*` of what hosts did since the last call."""
         hosts, metrics = list(self._hosts.values()), {}
         now, since = time.monotonic(), self._reported_at

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
+from asyncrl.runlog.metrics import together
 from scripts.bench import harness
 from scripts.bench.harness import Arm, Bench, Case, Column
 from scripts.bench.rig import Rig, running
@@ -116,39 +117,41 @@ def measure(rig: Rig, steps: int, counts_sampled: bool = False) -> dict:
     start, first_version, before = (
         time.monotonic(),
         rig.version,
-        rig.controller.take_report().ledger,
+        rig.controller.buffer.ledger(),
     )
+    rig.controller.take_metrics()
     batches = [rig.step()]
-    first = rig.controller.take_report()
+    first = rig.controller.take_metrics()
     batches += [rig.step() for _ in range(steps - 1)]
     seconds = time.monotonic() - start
     if counts_sampled:
         rig.step()  # workers say at an update what they have sampled since the one before
     rig.wait_until_idle()
-    rest = rig.controller.take_report()
+    rest = rig.controller.take_metrics()
+    measured = together([first, rest])
     rebuilds = rig.config.on_update in ("recompute", "resume")
     rebuilt = [t for groups in batches for group in groups for t in group.trajectories if rebuilds]
     found = {
         "seconds": seconds,
         "seconds_per_step": seconds / steps,
         **trained(batches, first_version, seconds),
-        "pause_s": statistics.fmean(first.pauses_s + rest.pauses_s),
+        "pause_s": measured["rollout/pause_s"].value,
         "update_s": statistics.fmean(rig.update_seconds(first_version)),
-        "discarded_per_step": (first.sampled.discarded + rest.sampled.discarded) / steps,
+        "discarded_per_step": measured["rollout/discarded_tokens"].value / steps,
         "recomputed_per_step": sum(map(recomputed_tokens, rebuilt)) / steps,
         "ledger": {
-            k: n - before[k]
-            for k, n in rest.ledger.items()
-            if n > before[k] and not k.endswith("resident")
+            k: n - before.get(k, 0)
+            for k, n in rig.controller.buffer.ledger().items()
+            if n > before.get(k, 0) and not k.endswith("resident")
         },
     }
     # what APRIL (arXiv 2509.18521) measures: new tokens, and how many of them continue a response
     if counts_sampled:
-        new, resumed = rest.sampled.new, rest.sampled.resumed
+        share = rest["rollout/resumed_share"]
         found |= {
-            "new_tokens": new,
-            "new_tokens_per_s": new / seconds,
-            "resumed_share": resumed / new,
+            "new_tokens": share.count,
+            "new_tokens_per_s": share.count / seconds,
+            "resumed_share": share.value,
         }
     return found
 

@@ -1,5 +1,4 @@
 import random
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +9,8 @@ from trajectories import make_trajectory
 
 from asyncrl.config import Config
 from asyncrl.controller.buffer import BufferState, SampleBuffer
-from asyncrl.controller.ledger import COUNTS, DROP_REASONS, bias_of_dropping
-from asyncrl.messages import SampledTokens
-from asyncrl.runlog.metrics import RolloutReport, rollout_metrics
+from asyncrl.controller.ledger import COUNTS, DROP_REASONS, ledger_metrics
+from asyncrl.runlog.metrics import over_nodes
 from asyncrl.runlog.plain import decode, encode
 
 
@@ -401,16 +399,10 @@ def test_dropped_groups_are_measured_by_their_finished_members_against_those_con
     ledger = buffer.ledger()
     assert ledger["groups_dropped_stale"] == 3 and ledger["measured_dropped_stale"] == 2
     assert (ledger["length_dropped_stale"], ledger["reward_dropped_stale"]) == (6 + 9, -1.5 - 3)
-    report = RolloutReport([], SampledTokens(), Counter(), Counter(ledger), 0)
-    metrics = rollout_metrics(report, previous_tokens=0, step_s=1.0)
-    assert bias_of_dropping(ledger) == {
-        "dropped/stale_length_ratio": pytest.approx(7.5 / 3), "dropped/stale_reward_gap": pytest.approx(-2.25 - 0.5)
-    }  # fmt: skip
-    assert not [
-        name
-        for name in metrics
-        if (name.startswith("ledger/") and "_length" in name) or "measured" in name
-    ]
+    bias = {"dropped/stale_length_ratio": 7.5 / 3, "dropped/stale_reward_gap": -2.25 - 0.5}
+    counts = {f"ledger/{name}": ledger[name] for name in COUNTS}
+    expected = counts | bias | {"tokens/generated": ledger["tokens_generated"]}
+    assert over_nodes([ledger_metrics(ledger)]) == pytest.approx(expected)
     assert ledger.keys() == {**ledger, **dict.fromkeys(COUNTS, 0)}.keys(), (
         "what was not measured is not there"
     )

@@ -106,7 +106,7 @@ def test_batches_are_whole_groups_within_the_bound_from_both_workers(tmp_path):
             )
             assert all(0 <= step - 1 - g.min_version <= 1 for g in groups)
             s.publish(step)
-        assert s.controller.take_report().ledger["groups_consumed"] == 10
+        assert s.controller.buffer.ledger()["groups_consumed"] == 10
     assert {e["worker"] for e in s.events if e["event"] == "trajectory"} == {0, 1}
 
 
@@ -124,7 +124,7 @@ def test_a_failed_trajectory_drops_its_group_counted_and_another_takes_the_place
         assert [g.group_id for g in s.controller.take_batch()] == [1, 2]
         s.publish(1)
         s.controller.take_batch()
-        ledger = s.controller.take_report().ledger
+        ledger = s.controller.buffer.ledger()
     assert ledger["groups_dropped_failed"] == 2 and ledger["tokens_dropped_failed"] > 0
 
 
@@ -148,7 +148,7 @@ def test_a_dead_workers_tickets_are_issued_again_and_it_restarts(tmp_path):
         assert 1 <= s.controller.workers.num_restarts <= 2, (
             "both members of group 2 kill the worker that gets them first"
         )
-        assert s.controller.take_report().ledger["groups_consumed"] == 6
+        assert s.controller.buffer.ledger()["groups_consumed"] == 6
     death = next(e for e in s.events if e["event"] == "worker_died")
     assert death["exit_code"] == 3
     assert [e["attempt"] for e in s.events if e["event"] == "worker_started"][:3] == [0, 0, 1]
@@ -265,7 +265,7 @@ def test_a_worker_that_dies_while_it_loads_weights_gives_their_buffer_back(tmp_p
             s.controller.take_batch()
             s.publish(step)
         assert s.controller.workers.num_restarts == 1
-        assert s.controller.take_report().ledger["groups_consumed"] == 10
+        assert s.controller.buffer.ledger()["groups_consumed"] == 10
 
 
 def test_a_worker_that_dies_in_an_evaluation_has_its_problems_asked_again(tmp_path):
@@ -294,7 +294,7 @@ def test_under_drop_an_expired_group_is_aborted_and_its_problem_issued_again(tmp
         for step in range(1, 5):
             assert 0 not in [g.group_id for g in s.controller.take_batch()]
             s.publish(step)
-        ledger = s.controller.take_report().ledger
+        ledger = s.controller.buffer.ledger()
     assert ledger["groups_dropped_stale"] == 1 and hung.count(0) == 2
 
 
@@ -317,7 +317,7 @@ def test_groups_without_variance_are_dropped_counted_and_replaced_at_once(tmp_pa
             batch = s.controller.take_batch()
             assert all(set(group.rewards) == {0.0, 1.0} for group in batch)
             s.publish(step)
-        ledger = s.controller.take_report().ledger
+        ledger = s.controller.buffer.ledger()
     assert ledger["groups_consumed"] == 6 and ledger["groups_dropped_filtered"] >= 10
 
 
@@ -336,7 +336,7 @@ def test_extra_groups_that_are_left_when_the_batch_is_full_are_aborted_and_their
         s.publish(1)
         s.controller.take_batch()
         assert asked.count(0) == 2
-        assert s.controller.take_report().ledger["groups_dropped_aborted"] == 2, (
+        assert s.controller.buffer.ledger()["groups_dropped_aborted"] == 2, (
             "one is left over in every step"
         )
 
@@ -358,7 +358,7 @@ def test_a_failed_member_is_no_loss_where_there_is_an_extra_one(tmp_path):
         assert [[t.member for t in group.trajectories] for group in s.controller.take_batch()] == [
             [1, 2]
         ] * 2
-        assert s.controller.take_report().ledger["groups_dropped_failed"] == 0
+        assert s.controller.buffer.ledger()["groups_dropped_failed"] == 0
 
 
 def test_without_replication_a_group_is_one_ticket_on_one_worker(tmp_path):
@@ -439,9 +439,10 @@ def test_every_workers_time_sums_to_its_life_and_says_why_it_had_no_ticket(tmp_p
             s.publish(step)
             s.controller.take_batch()
             wait_until(lambda: all(worker.held == "bound" for worker in s.controller.workers))
-            measured.append(s.controller.take_report().worker_time)
+            with s.controller._changed:
+                measured.append(s.controller.journal.take_time())
         with s.controller._changed:
-            measured.append(s.controller.take_report().worker_time)
+            measured.append(s.controller.journal.take_time())
             known = sum(spent.total() for spent in s.controller.journal.worker_time().values())
         assert sum(spent.total() for spent in measured) == known
     for worker, ledger in s.controller.journal._ledgers.items():
@@ -466,7 +467,7 @@ def test_weights_are_sent_to_each_worker_when_it_is_ready_for_them(tmp_path, mod
             lambda: all(worker.is_up and not worker.loading for worker in s.controller.workers)
         )
         s.transport.check()
-        restarts = s.controller.take_report().num_restarts
+        restarts = s.controller.workers.num_restarts
     assert restarts == (0 if model == "fine" else 2)
 
 

@@ -42,8 +42,8 @@ def test_what_is_in_flight_goes_on_and_what_has_finished_is_there_when_another_c
         s.controller.take_batch()
         s.publish(1)
         wait_until(lambda: len(finished(s.events)) == 12)
-        state, ledger = cut(s), s.controller.take_report().ledger
-        assert ledger == s.controller.take_report().ledger, "a cut changes nothing"
+        state, ledger = cut(s), s.controller.buffer.ledger()
+        assert ledger == s.controller.buffer.ledger(), "a cut changes nothing"
     assert running(state).keys() == {(0, 1), (3, 1)}
     assert [t.prefix.policy_versions.tolist() for t in state.queue] == [[1], [1]]
     assert (state.buffer.trainer_version, state.buffer.published_version, state.announced) == (
@@ -54,7 +54,7 @@ def test_what_is_in_flight_goes_on_and_what_has_finished_is_there_when_another_c
     assert not state.evaluates
     before = {(e["group"], e["member"]) for e in s.events if e["event"] == "trajectory"}
     with session(tmp_path, one_hangs, restored=state, **options) as s:
-        assert s.controller.take_report().ledger == ledger
+        assert s.controller.buffer.ledger() == ledger
         s.publish(1)
         (first, second) = s.controller.take_batch()
         assert {first.group_id, second.group_id} <= {
@@ -65,7 +65,7 @@ def test_what_is_in_flight_goes_on_and_what_has_finished_is_there_when_another_c
         s.publish(2)
         state = cut(s)
         assert [len(running(state)[key].prefix.tokens) for key in ((0, 1), (3, 1))] == [2, 2]
-        assert s.controller.take_report().ledger["groups_consumed"] == 4
+        assert s.controller.buffer.ledger()["groups_consumed"] == 4
 
 
 def test_at_alpha_0_nobody_is_asked_and_tickets_come_again_as_they_were(tmp_path):
@@ -95,7 +95,7 @@ def test_a_worker_that_dies_while_the_cut_waits_for_it_is_waited_for_no_longer(t
         assert running(state).keys() == {(0, 1), (3, 1)}
         assert all(ticket.prefix is None and ticket.attempt == 1 for ticket in state.queue)
     with session(tmp_path, one_hangs, restored=state, **options) as s:
-        assert s.controller.take_report().num_restarts == 1
+        assert s.controller.workers.num_restarts == 1
 
 
 def test_a_worker_that_does_not_say_how_far_it_is_holds_the_cut_up_for_a_while_and_is_named(
@@ -180,7 +180,7 @@ def test_a_run_that_is_cut_after_every_step_consumes_each_problem_once(tmp_path,
             consumed += [int(group.group_id) for group in s.controller.take_batch()]
             s.publish(step + 1)
             state = cut(s)
-            ledger = s.controller.take_report().ledger
+            ledger = s.controller.buffer.ledger()
     assert len(set(consumed)) == 8 == ledger["groups_consumed"]
     done = ledger["groups_consumed"] + ledger["groups_dropped_filtered"] + ledger["groups_resident"]
     assert state.tickets.next_problem == done + len(state.tickets.put_back)

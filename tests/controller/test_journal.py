@@ -3,7 +3,8 @@
 import pytest
 
 from asyncrl.controller.journal import Journal
-from asyncrl.messages import ActivityReport
+from asyncrl.messages import ActivityReport, SampledTokens, Updated
+from asyncrl.runlog.metrics import over_nodes
 
 
 class Clock:
@@ -86,3 +87,17 @@ def test_a_report_that_overlaps_the_one_before_is_an_error():
         RuntimeError, match="worker 0 reports 'starved' at 19 ns after reporting until 20"
     ):
         journal.active(0, ActivityReport(((19, "starved", ""),), 25))
+
+
+def test_what_workers_report_becomes_metrics_of_their_moments_and_times_together():
+    journal, clock = make_journal()
+    clock.now = 0
+    assert over_nodes([journal.take_metrics()]) == {"rollout/discarded_tokens": 0}
+    journal.started(0)
+    for pause_s, sampled in ((0.1, SampledTokens(30, 10, 5)), (0.3, SampledTokens(10, 0, 0))):
+        journal.updated(0, Updated(1, pause_s, sampled, None), made_at=0.0)
+    clock.now = 10
+    metrics = over_nodes([journal.take_metrics(), {}])
+    assert metrics["rollout/pause_s"] == pytest.approx(0.2)
+    assert metrics["rollout/resumed_share"] == 0.25 and metrics["rollout/discarded_tokens"] == 5
+    assert metrics["worker_time/starting"] == 1 and metrics["worker_time/decoding"] == 0

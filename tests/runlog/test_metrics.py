@@ -8,17 +8,14 @@ from trajectories import make_group, make_trajectory
 from algos.advantages import overlong_penalty
 from asyncrl.config import AdvantageOptions, Config
 from asyncrl.controller.evaluation import Evaluation, evaluation_metrics
-from asyncrl.controller.ledger import bias_of_dropping
-from asyncrl.messages import SampledTokens
+from asyncrl.controller.ledger import COUNTS, ledger_metrics
 from asyncrl.records import Group
 from asyncrl.runlog.metrics import (
     Max,
     Mean,
-    RolloutReport,
     Sum,
     batch_metrics,
     over_nodes,
-    rollout_metrics,
     time_metrics,
     training_metrics,
 )
@@ -113,16 +110,6 @@ def test_greedy_answers_have_an_accuracy_of_their_own():
     assert (metrics["eval/accuracy"], metrics["eval/greedy_accuracy"]) == (0.0, 0.75)
 
 
-def test_tokens_per_second_are_those_of_this_step():
-    sampled = SampledTokens(new=40, resumed=10, discarded=5)
-    report = RolloutReport([0.1, 0.3], sampled, Counter(), Counter(tokens_generated=500), 0)
-    metrics = rollout_metrics(report, previous_tokens=300, step_s=2.0)
-    assert metrics["rollout/tokens_per_s"] == 100 and metrics["rollout/pause_s"] == pytest.approx(
-        0.2
-    )
-    assert metrics["rollout/resumed_share"] == 0.25 and metrics["rollout/discarded_tokens"] == 5
-
-
 def test_what_is_dropped_on_one_node_alone_is_measured_against_what_all_consume():
     consumed = {"measured_consumed": 2, "length_consumed": 20.0, "reward_consumed": 1.0}
     dropped = {
@@ -130,18 +117,17 @@ def test_what_is_dropped_on_one_node_alone_is_measured_against_what_all_consume(
         "length_dropped_shut_out": 25.0,
         "reward_dropped_shut_out": -0.5,
     }
-    whole = sum(
-        (
-            RolloutReport([], SampledTokens(), Counter(), Counter(of), 0)
-            for of in (dropped, consumed)
-        ),
-        start=RolloutReport([], SampledTokens(), Counter(), Counter(consumed), 0),
-    )
-    assert bias_of_dropping(whole.ledger) == {
+    one, other = (ledger_metrics(dict.fromkeys(COUNTS, 0) | sums) for sums in (dropped, consumed))
+    assert bias_in(over_nodes([one, other, other])) == {
         "dropped/shut_out_length_ratio": 2.5,
         "dropped/shut_out_reward_gap": -1.0,
     }
-    assert bias_of_dropping(dropped) == {}, "nothing to compare"
+    assert bias_in(over_nodes([one])) == {}, "nothing to compare"
+
+
+def bias_in(metrics):
+    """The metrics of how dropped groups differ from those consumed."""
+    return {name: value for name, value in metrics.items() if name.startswith("dropped/")}
 
 
 def test_inherited_tokens_are_those_sampled_before_the_newest_weights():
@@ -173,25 +159,6 @@ def test_metrics_over_nodes_are_those_of_the_whole_batch():
     assert found == pytest.approx(whole, rel=1e-12) and found.keys() == whole.keys()
 
 
-def make_report(num_restarts=0, worker_time=None):
-    ledger = Counter({"tokens_generated": 5, "groups_resident": 0})
-    return RolloutReport(
-        [0.1], SampledTokens(4, 2, 1), worker_time or Counter(), ledger, num_restarts
-    )
-
-
-def test_reports_of_nodes_are_added():
-    report = make_report(num_restarts=1, worker_time=Counter(decoding=7, paused=0))
-    assert report + report + report == RolloutReport(
-        [0.1] * 3,
-        SampledTokens(12, 6, 3),
-        Counter(decoding=21),
-        Counter({"tokens_generated": 15, "groups_resident": 0}),
-        3,
-    )
-    assert "groups_resident" in (report + report).ledger, "also what is 0 has its metric"
-
-
 def test_the_type_of_a_metric_and_not_its_name_says_how_nodes_become_one():
     nodes = (
         {"a/max": Sum(2), "b": Mean(3.0, 2), "c": Max(1.0)},
@@ -199,7 +166,8 @@ def test_the_type_of_a_metric_and_not_its_name_says_how_nodes_become_one():
         {"c": Max(2.0)},
     )
     assert over_nodes(nodes) == {"a/max": 7, "b": 3.0, "c": 4.0, "d_mean": 0.5}
-    assert over_nodes([{"count": Sum(0), "largest": Max(3)}]) == {"count": 0, "largest": 3}
+    nothing = {"mean": Mean(0, 0)}
+    assert over_nodes([{"count": Sum(0), "largest": Max(3)}, nothing]) == {"count": 0, "largest": 3}
 
 
 def test_a_steps_time_is_split_into_shares_that_sum_to_1():
@@ -211,21 +179,12 @@ def test_a_steps_time_is_split_into_shares_that_sum_to_1():
         optimizer=1_000,
         publish=1_000,
     )
-    metrics = time_metrics(trainer, Counter(decoding=3_000, gated=1_000))
+    metrics = time_metrics(trainer)
     assert (
         metrics["time/step_s"] == 10e-6
         and metrics["time/wait_s"] == 5e-6
         and metrics["time/train_s"] == 4e-6
     )
     assert metrics["trainer_time/wait"] == 0.4 and metrics["trainer_time/save"] == 0
-    assert metrics["worker_time/decoding"] == 0.75 and metrics["worker_time/starting"] == 0
-    for who in ("trainer", "worker"):
-        assert sum(
-            share for name, share in metrics.items() if name.startswith(f"{who}_time/")
-        ) == pytest.approx(1)
-
-
-def test_a_step_in_which_no_worker_reported_says_nothing_of_them():
-    assert not any(
-        name.startswith("worker_time/") for name in time_metrics(Counter(wait=1), Counter())
-    )
+    shares = [share for name, share in metrics.items() if name.startswith("trainer_time/")]
+    assert sum(shares) == pytest.approx(1)

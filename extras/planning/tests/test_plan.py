@@ -15,8 +15,7 @@ from asyncrl.cluster.cluster import check_shares
 from asyncrl.cluster.placement import place
 from asyncrl.config import Config
 from asyncrl.job.command_line import parse_config
-from asyncrl.messages import SampledTokens
-from asyncrl.runlog.metrics import RolloutReport, rollout_metrics, time_metrics
+from asyncrl.runlog.metrics import time_metrics
 from asyncrl.runlog.run_directory import RunDirectory
 from extras.planning import memory, planner
 from extras.planning import plan as script
@@ -305,10 +304,7 @@ def run(tmp_path, model):
     """A run on one H100 that trained and one that sampled, of 8 steps, as records/ writes it."""
     config = Config(model=model, runs_dir=str(tmp_path), run_name="run", **SIZES)
     directory = RunDirectory(config, num_ranks=1)
-    spent, decoding = (
-        Counter({"wait": 5 * 10**8, "forward_backward": 10**9, "optimizer": 5 * 10**8}),
-        15 * 10**8,
-    )
+    spent = Counter({"wait": 5 * 10**8, "forward_backward": 10**9, "optimizer": 5 * 10**8})
     for step in range(1, 9):
         for member in range(4):
             fields = {
@@ -318,14 +314,16 @@ def run(tmp_path, model):
                 "ended_at": 2.0 * step - 1 + 0.25 * member,
             }
             directory.record("trajectory", **fields)
-        report = RolloutReport(
-            [], SampledTokens(new=200), Counter(), Counter({"tokens_generated": 200 * step}), 0
-        )
-        times = time_metrics(spent, {"decoding": decoding, "gated": 5 * 10**8})
-        sampled = rollout_metrics(report, 200 * (step - 1), times["time/step_s"])
-        directory.log_metrics(
-            {"step": step, "tokens/trained": 200.0, "tokens/forward": 600.0, **sampled, **times}
-        )
+        metrics = {
+            "step": step,
+            "tokens/trained": 200.0,
+            "tokens/forward": 600.0,
+            "tokens/generated": 200 * step,
+            "rollout/tokens_per_s": 100.0,
+            "worker_time/decoding": 0.75,
+            "worker_time/gated": 0.25,
+        }
+        directory.log_metrics(metrics | time_metrics(spent))
     directory.close()
     info = json.loads((directory.path / "run.json").read_text())
     info["hardware"]["gpus"] = ["NVIDIA H100 80GB HBM3"] * 2

@@ -90,7 +90,7 @@ class Run:
 
     def step_if_ready(self):
         """The same, unless that would have to wait."""
-        self.controller.take_report()  # raises what ended the swarm's thread
+        self.controller.take_metrics()  # raises what ended the swarm's thread
         if (groups := self.controller.take_batch_if_ready()) is not None:
             self._train(groups)
 
@@ -98,7 +98,7 @@ class Run:
         trained = [(t.ticket_id, t.member) for group in groups for t in group.trajectories]
         assert not set(trained) & set(self.trained)
         self.trained += trained
-        self.controller.take_report()  # raises if the ledger does not balance
+        self.controller.take_metrics()  # raises if the ledger does not balance
         self.publish()
         return groups
 

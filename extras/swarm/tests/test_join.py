@@ -194,7 +194,7 @@ def test_a_host_joins_again_with_its_engines_and_weights_and_says_nothing_of_the
         run.step()
     assert run.host.engines[0].process.process.pid == run.process and len(run.host.engines) == 1
     assert None not in run.pulls, "what it pulls is what has changed since"
-    assert joins(run) == num_joins + 1 and run.swarm.take_report()["swarm/shut_out"].value == 0
+    assert joins(run) == num_joins + 1 and run.swarm.take_metrics()["swarm/shut_out"].value == 0
 
 
 def test_what_a_host_had_of_an_old_session_is_issued_again_and_not_trained_on(lasting):

@@ -22,7 +22,7 @@ def test_a_run_without_workers_of_its_own_trains_on_what_a_host_samples(tmp_path
         for _ in range(4):
             groups = run.step()
             assert {t.worker for group in groups for t in group.trajectories} == {0}
-        assert run.swarm.take_report()["swarm/machines"].value == 1
+        assert run.swarm.take_metrics()["swarm/machines"].value == 1
     wait_until(lambda: far.saw(Leave))  # it is told that the run has ended
     far.close()
     (welcome,) = far.saw(Welcome)
@@ -42,7 +42,7 @@ def test_a_run_without_workers_of_its_own_trains_on_what_a_host_samples(tmp_path
 def test_a_host_with_another_protocol_or_code_is_refused_in_one_line(tmp_path, capsys, said, why):
     with running(tmp_path) as run, FakeHost(run, **said) as far:
         wait_until(lambda: far.saw(Refused))
-        assert run.swarm.take_report()["swarm/machines"].value == 0
+        assert run.swarm.take_metrics()["swarm/machines"].value == 0
     (refused,) = far.saw(Refused)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "refused" in line]
     assert (
@@ -76,7 +76,7 @@ def test_the_tickets_of_a_host_that_is_gone_are_issued_again_and_what_it_says_la
             first.is_silent = False
             first.finish()
             wait_until(
-                lambda: first.saw(JoinAgain) and run.swarm.take_report()["swarm/late"].value == 8
+                lambda: first.saw(JoinAgain) and run.swarm.take_metrics()["swarm/late"].value == 8
             )
         with FakeHost(run, "second") as second:
             for _ in range(3):
@@ -191,7 +191,7 @@ def test_a_host_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_path,
             assert len(run.taken) > before and not {ticket.ticket_id for _, ticket in kept} & set(
                 run.taken
             )
-            assert run.controller.take_report().ledger["tokens_dropped_late"] > 0
+            assert run.controller.buffer.ledger()["tokens_dropped_late"] > 0
             assert not run.left()
 
 
@@ -285,7 +285,7 @@ def test_a_host_that_does_not_read_is_cut_off_and_others_go_on(tmp_path, monkeyp
         deaf, sent = FakeHost(run, "deaf", rcvhwm=1).join(), []
 
         def has_sent(megabytes):
-            sent.append(run.swarm.take_report().get("swarm/deaf/mb_sent", Sum(0.0)).value)
+            sent.append(run.swarm.take_metrics().get("swarm/deaf/mb_sent", Sum(0.0)).value)
             return sum(sent) > megabytes or run.left()
 
         for num_sent in range(100):
@@ -362,7 +362,7 @@ def test_a_batch_of_a_host_that_lied_is_put_back_and_all_its_groups_are_dropped(
         assert {t.worker for group in trained for t in group.trajectories} == {
             *run.workers_of("honest")
         }
-        ledger = run.controller.take_report().ledger
+        ledger = run.controller.buffer.ledger()
         assert ledger["groups_dropped_shut_out"] >= num_groups and ledger["groups_consumed"] == 4
 
 
