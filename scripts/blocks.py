@@ -87,9 +87,9 @@ def losses() -> str:
     return lines(markdown(["`--algo`", "formula as in", "what it does"], rows))
 
 
-def study(part: str, *arguments: str) -> str:
-    """A part of docs/staleness.md: what the function of that name in staleness.py says."""
-    return lines(getattr(staleness_page, part)(*arguments))
+def study() -> str:
+    """The table of docs/staleness.md."""
+    return lines(staleness_page.summary())
 
 
 def replay() -> str:

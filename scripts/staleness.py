@@ -1,319 +1,269 @@
-"""What docs/staleness.md says, made from results/study; `python scripts/staleness.py` draws its two figures there.
+"""The tables and the figure of results/study, from its records: `python scripts/staleness.py`.
 
-A seed counts when all of its cells in a part have run, and a part with enough seeds. The words of a sentence are chosen
-by its interval.
+docs/staleness.md shows the figure and one of the tables. A seed counts if it has every run that another seed of the
+part has. A part is shown from three such seeds on.
 """
 
-import functools
 import itertools
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from scipy import stats
 
-from scripts import ablate, figures, grids
+from scripts import grids
 from scripts.lines import markdown
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "study"
-WHAT = {
+PARTS = {
     "lag": "12 losses at exact lags, tiny model",
     "others": "8 more losses at exact lags, tiny model",
     "smollm2": "5 losses at exact lags, SmolLM2-135M",
     "rates": "6 losses: another learning rate, 4 updates a step",
     "time": "6 losses at four async ratios",
 }
-EXACT = ("lag", "others", "smollm2")  # parts with exact lags
-NOISE = "Rounding, `reinforce` − `grpo`"
+EXACT = ("lag", "others", "smollm2")
+"""Parts with exact lags."""
 LATE = 16
 """The greatest lag, in steps: where losses are compared with each other."""
 
 
-@functools.cache  # to read the options of hundreds of runs takes seconds
-def cells_of(part: str) -> list[dict]:
-    """All cells of a part."""
-    return ablate.study([part])[part][0]
+def records_of(part: str) -> list[dict]:
+    """All records of a part."""
+    return grids.read_records(RESULTS / part / "cells.jsonl")
 
 
-def whole(part: str, least: int = grids.MIN_SEEDS) -> list[dict]:
-    """The records of a part's seeds of which no cell is missing; none of fewer than `least` such seeds."""
-    found = {
-        grids.key(record["cell"]): record
-        for record in grids.read_records(RESULTS / part / "cells.jsonl")
-    }
-    missing = {cell["seed"] for cell in cells_of(part) if grids.key(cell) not in found}
-    there = [found[grids.key(cell)] for cell in cells_of(part) if cell["seed"] not in missing]
-    return there if len({record["cell"]["seed"] for record in there}) >= least else []
+def whole(part: str) -> list[dict]:
+    """The records of a part's complete seeds; none of too few such seeds."""
+    records = records_of(part)
+    counts = Counter(record["cell"]["seed"] for record in records)
+    seeds = {seed for seed, count in counts.items() if count == max(counts.values())}
+    if len(seeds) < grids.MIN_SEEDS:
+        return []
+    return [record for record in records if record["cell"]["seed"] in seeds]
 
 
-def not_run(part: str) -> list[str]:
-    there, wanted = len(grids.read_records(RESULTS / part / "cells.jsonl")), len(cells_of(part))
+def what_was_run() -> list[str]:
+    """How many runs each part has, and at which commits they were made."""
+    rows, rewards, machines = [], {}, set()
+    for part, what in PARTS.items():
+        records = records_of(part)
+        seeds = {record["cell"]["seed"] for record in records}
+        failed = sum("error" in record for record in records)
+        counts = Counter(record["git_commit"][:7] for record in records)
+        commits = ", ".join(f"{commit}: {number}" for commit, number in counts.items())
+        rows.append([f"`{part}`", what, len(records), len(seeds), failed, commits])
+        for record in records:
+            run = (grids.key(record["cell"]), *record["options"])
+            rewards.setdefault(run, []).append(str(record["series"]["reward"]))
+            machines.add("{cpu_cores} cores of {cpu}".format(**record["hardware"]))
+    repeated = [series for series in rewards.values() if len(series) > 1]
+    equal = sum(len(set(series)) == 1 for series in repeated)
     return [
-        f"*Not run yet: `--study {part}` has {there} of {wanted} runs, too few complete seeds.*"
+        *markdown(["`--study`", "what", "runs", "seeds", "failed", "commits: runs"], rows),
+        "",
+        f"A run is `torchrun train_async.py` with the `options` of its record, on {', '.join(sorted(machines))}. "
+        f"{len(repeated)} runs are in several parts; {equal} of these have the same rewards to the bit each time.",
     ]
 
 
-def was_run() -> list[str]:
-    """How much of each part there is, and how it was made."""
-    rows, records = [], []
-    for part in WHAT:
-        cells, kept = cells_of(part), grids.read_records(RESULTS / part / "cells.jsonl")
-        seeds, wanted = (
-            {record["cell"]["seed"] for record in whole(part, 1)},
-            {cell["seed"] for cell in cells},
-        )
-        failed = sum("error" in record for record in kept)
-        counts = f"{len(kept)} of {len(cells)}", f"{len(seeds)} of {len(wanted)}", failed
-        rows.append([f"`{part}`", WHAT[part], *counts, _commits(kept)])
-        records += kept
-    total, machines = (
-        sum(len(cells_of(part)) for part in WHAT),
-        [record["hardware"] for record in records],
-    )
-    made = sorted({f"{machine['cpu_cores']} cores of {machine['cpu']}" for machine in machines})
-    text = f"A run is `torchrun train_async.py` with the `options` of its record, on {', '.join(made)}."
-    rewards: dict[tuple, list[str]] = {}
-    for record in records:
-        run = grids.key(record["cell"]), *record["options"]
-        rewards.setdefault(run, []).append(str(record["series"]["reward"]))
-    again = [of for of in rewards.values() if len(of) > 1]
-    text += f" {len(again)} runs are in several parts; {sum(len(set(of)) == 1 for of in again)} of these have the same "
-    text += "rewards to the bit each time."
-    state = f"**Partial: {len(records)} of {total} runs are there.** What is missing is said where it would stand."
-    return [
-        *([state, ""] if len(records) < total else []),
-        *markdown(["`--study`", "what", "runs", "complete seeds", "failed", "commits: runs"], rows),
-        *(["", text] if records else []),
-    ]
-
-
-def _commits(records: list[dict]) -> str:
-    """Which commits a part ran at, and how many runs each."""
-    counts = Counter(record["git_commit"][:7] for record in records)
-    return ", ".join(f"{commit}: {number}" for commit, number in counts.items()) or grids.MISSING
+COLOURS = {"lag 1": ("C2", 0.2), "lag 4": ("C0", 0.0), f"lag {LATE}": ("C3", -0.2)}
+"""How the figure shows a lag: its colour, and how far above the middle of a row."""
 
 
 # Exact lags
 
 
-def lags(part: str = "lag") -> pd.DataFrame:
-    """A row per run on stale data less its fresh one, `setting` the lag; and what rounding alone does."""
-    path = RESULTS / part / "cells.jsonl"
-    return _lags(part, path, path.stat().st_mtime_ns) if path.exists() else pd.DataFrame()
+def lags(part: str) -> pd.DataFrame:
+    """A row per run on stale data less its fresh one, as grids.differences; `setting` is the lag."""
+    found = grids.differences(whole(part))
+    if not found.empty:
+        found["setting"] = "lag " + found["setting"].str.extract(r"delay` (\d+)", expand=False)
+    return found
 
 
-@functools.lru_cache  # a page asks a dozen times
-def _lags(part: str, path: Path, changed_ns: int) -> pd.DataFrame:
-    records = whole(part)
-    if not records or (found := grids.differences(records)).empty:
-        return pd.DataFrame()
-    found["setting"] = "lag " + found["setting"].str.extract(r"delay` (\d+)", expand=False)
-    fresh = {
-        (r["cell"]["algo"], r["cell"]["seed"]): r for r in records if not r["cell"]["publish_delay"]
-    }
-    both = [
-        (run, fresh["grpo", seed]) for (algo, seed), run in fresh.items() if algo == "reinforce"
-    ]
-    rounding = [grids.difference(*pair, found["end"].iloc[0]) for pair in both]
-    return pd.concat(
-        [found, pd.DataFrame([{"loss": NOISE, "setting": NOISE, **one} for one in rounding])]
+def rounding(end: int) -> str:
+    """What rounding alone does: `reinforce` less `grpo`, both fresh, where they have one gradient."""
+    fresh = [record for record in whole("lag") if not record["cell"]["publish_delay"]]
+    plain, clipped = (
+        sorted(
+            (record for record in fresh if record["cell"]["algo"] == algo),
+            key=lambda record: record["cell"]["seed"],
+        )
+        for algo in ("reinforce", "grpo")
     )
+    pairs = zip(plain, clipped, strict=True)
+    found = pd.DataFrame([grids.difference(run, base, end) for run, base in pairs])
+    differences = (f"{name} {grids.shown(found[name], '{:+.4f}')}" for name in grids.MEASURES)
+    return f"Rounding, `reinforce` − `grpo`, both fresh: {', '.join(differences)}."
 
 
-def cost(part: str, measured: str) -> list[str]:
-    """The table of a measure. What rounding does stands below it, in no family of comparisons."""
-    if (found := lags(part)).empty:
-        return not_run(part)
-    rounding = found.loc[found["loss"] == NOISE, measured].tolist()
-    below = [f"{NOISE}, both fresh: {grids.shown(rounding, '{:+.4f}')}."] if rounding else []
-    *table, caption = grids.compact(compare(found, measured))
-    start, end = (int(found[name].iloc[0]) for name in ("start", "end"))
-    window = {"area": f"Versions 0 to {end}:"}.get(measured, f"Versions {start} to {end}:")
-    return [*table, " ".join([*([] if measured == "final" else [window]), caption, *below])]
+def summary() -> list[str]:
+    """The table of docs/staleness.md: level, lagged − fresh, of every loss at every lag on both models."""
+    columns, n = {}, {}
+    for part, model in (("lag", "tiny"), ("others", "tiny"), ("smollm2", "SmolLM2")):
+        cells = grids.cells_of(grids.compare(lags(part)))
+        n[part] = len({record["cell"]["seed"] for record in whole(part)})
+        for lag in cells:
+            columns.setdefault(f"{model}, {lag}", []).append(cells[lag])
+    table = pd.DataFrame({name: pd.concat(parts) for name, parts in columns.items()})
+    table = table.fillna(grids.MISSING).sort_index(key=lambda index: index.map(_place))
+    caption = (
+        f"Mean (95 % t-interval); n = {n['lag']} seeds where there is a lag of 1, else {n['others']}. Bold leaves zero "
+        "out after Holm's correction over the records of one part: `lag`, `others` or `smollm2`."
+    )
+    return [*markdown(["loss", *table], table.reset_index().to_numpy()), "", caption]
 
 
-def compare(found: pd.DataFrame, measured: str = "level") -> pd.DataFrame:
-    """What grids.py's compare says of runs on stale data, without the rows of rounding."""
-    return grids.compare(found[found["loss"] != NOISE], measured)
+def _place(name: str) -> int:
+    return list(grids.LOSSES).index(name.strip("`"))
 
 
-def levels(part: str = "lag") -> pd.DataFrame:
+def levels(part: str) -> pd.DataFrame:
     """Mean reward of the last part at the greatest lag, a row per seed and a column per loss, the best first."""
-    found = {}
+    rows = []
     for record in whole(part):
         if record["cell"]["publish_delay"] == LATE and "error" not in record:
             start = len(record["series"]["reward"]) // 2
             level = grids.measure(grids.reward_by_version(record), start)["level"]
-            found.setdefault(record["cell"]["algo"], {})[record["cell"]["seed"]] = level
-    frame = pd.DataFrame(found)
+            rows.append({**record["cell"], "level": level})
+    frame = pd.DataFrame(rows).pivot(index="seed", columns="algo", values="level")
     return frame[frame.mean().sort_values(ascending=False).index]
 
 
 def compare_pairs(level: pd.DataFrame) -> pd.DataFrame:
-    """What grids.py's compare says of each loss (`setting`) less each one in a later column, by seed."""
+    """What grids.compare says of each loss (`setting`) less each one in a later column, by seed."""
     pairs = [
-        {"setting": one, "loss": other, "level": value}
-        for one, other in itertools.combinations(level, 2)
-        for value in (level[one] - level[other]).dropna()
+        {"setting": better, "loss": worse, "level": value}
+        for better, worse in itertools.combinations(level, 2)
+        for value in (level[better] - level[worse]).dropna()
     ]
     return grids.compare(pd.DataFrame(pairs))
 
 
-def order(part: str = "lag") -> list[str]:
+def order(part: str) -> list[str]:
     """The losses by level at the greatest lag, and which pairs can be told apart."""
-    if (level := levels(part)).empty:
-        return not_run(part)
-    rows, lines = compare_pairs(level), []
-    outside, stay = rows["says"].isin((grids.BELOW, grids.ABOVE)).sum(), rows[rows["stays"]]
-    for loss in level:
-        below = [f"`{row.loss}`" for row in stay[stay["setting"] == loss].itertuples()]
-        seeds = level[loss].dropna().tolist()
-        said = (
-            grids.shown(seeds, "{:.3f}"),
-            f"{min(seeds):.3f}",
-            len(seeds),
-            ", ".join(below) or "none",
-        )
-        lines.append([f"`{loss}`", *said])
+    level = levels(part)
+    pairs = compare_pairs(level)
+    outside = ((pairs["low"] > 0) | (pairs["high"] < 0)).sum()
+    lines = []
+    for loss, values in level.items():
+        below = pairs.loc[pairs["stays"] & (pairs["setting"] == loss), "loss"]
+        names = ", ".join(f"`{name}`" for name in below) or "none"
+        worst = f"{values.min():.3f}"
+        lines.append([f"`{loss}`", grids.shown(values.dropna(), "{:.3f}"), worst, names])
+    heading = ["loss", "level, mean (95 % t-interval)", "worst seed", "above in pairs, after Holm"]
     return [
-        f"- At lag {LATE}, {len(rows) - outside} of {len(rows)} pairs of losses have a 95 % t-interval, of their "
-        f"difference by seed, that includes zero. {outside} leave it out, chance alone would have "
-        f"{0.05 * len(rows):.1f} do so; {len(stay)} after Holm's correction over all {len(rows)}.",
+        *markdown(heading, lines),
         "",
-        *markdown(
-            [
-                "loss",
-                "level, mean (95 % t-interval)",
-                "worst seed",
-                "n",
-                "above in pairs, after Holm",
-            ],
-            lines,
-        ),
+        f"{len(pairs)} pairs of losses, by seed: {outside} of the 95 % t-intervals leave zero out, by chance alone "
+        f"{0.05 * len(pairs):.1f} would; {pairs['stays'].sum()} after Holm's correction.",
     ]
 
 
-def same_order() -> list[str]:
-    """How far the order of losses is the same on both models: of means, and of pairs that can be told apart."""
-    tiny, text = levels("lag"), levels("smollm2")
-    if tiny.empty or text.empty:
-        return not_run("lag" if tiny.empty else "smollm2")
-    common = tiny.columns.intersection(text.columns)
-    tau = stats.kendalltau(tiny[common].mean(), text[common].mean())
-    each = (compare_pairs(level[common])["says"] for level in (tiny, text))
-    says = [of.where(of.isin((grids.BELOW, grids.ABOVE))) for of in each]
-    both = says[0].notna() & says[1].notna()
-    found = f"{tau.statistic:+.2f}, two-sided p {tau.pvalue:.2f}".replace(
-        "-", "−", int(tau.statistic < 0)
+def same_order() -> str:
+    """How far the order of losses is the same on both models."""
+    tiny, text = levels("lag").mean(), levels("smollm2").mean()
+    common = tiny.index.intersection(text.index)
+    tau = stats.kendalltau(tiny[common], text[common])
+    return (
+        f"Kendall's τ of the levels of the {len(common)} losses on both models: {tau.statistic:+.2f}, two-sided p "
+        f"{tau.pvalue:.2f}."
     )
-    return [
-        f"- Kendall's τ of the levels of {len(common)} losses at lag {LATE} is {found}, if any order were as likely.",
-        f"- Of their {len(both)} pairs {says[0].notna().sum()} can be told apart on the tiny model and "
-        f"{says[1].notna().sum()} on SmolLM2 (95 % t-intervals, no correction), {both.sum()} on both; "
-        f"{(says[0] == says[1])[both].sum()} of these the same way.",
-    ]
 
 
 # Rates
 
 
-def rates() -> list[str]:
-    """What lag 16 costs at other rates less what it costs with the defaults, a point for each rate; then both."""
-    records, usual = whole("rates"), lags("lag")
-    found = grids.differences(records) if records else usual[:0]
-    if usual.empty or found["seed"].nunique() < grids.MIN_SEEDS:
-        return not_run("lag" if usual.empty else "rates")
-    usual = usual[usual["setting"] == f"lag {LATE}"].astype({"loss": str})
-    both = found.astype({"loss": str}).merge(usual, on=["loss", "seed"], suffixes=("", "_usual"))
-    both["setting"] = both["setting"].astype(str).str.replace(r"^.*?delay` \d+, ", "", regex=True)
-    rows, less = (
-        grids.compare(one) for one in (both, both.assign(level=both["level"] - both["level_usual"]))
-    )
-    grpo, defaults = both[both["loss"] == "grpo"], "`lr` 0.001 with one update a step"
-    bases = dict(
-        [
-            *grpo.groupby("setting", sort=False)["base"],
-            (defaults, grpo.groupby("seed")["base_usual"].first()),
-        ]
-    )
-    fresh = "; ".join(f"{grids.shown(list(of), '{:.3f}')} at {at}" for at, of in bases.items())
-    tables = [*grids.compact(less), "", "The cost itself:", "", *grids.compact(rows)]
-    return [*grids.sentences(less), "", *tables, "", f"Fresh, `grpo` has a level of {fresh}."]
+def rates(usual: pd.DataFrame) -> list[str]:
+    """What the greatest lag costs at other rates, less what it costs with the defaults; and the cost itself."""
+    found = grids.differences(whole("rates"))
+    usual = usual[usual["setting"] == f"lag {LATE}"]
+    both = found.merge(usual, on=["loss", "seed"], suffixes=("", "_usual"))
+    both["setting"] = both["setting"].str.replace(r"^.*?delay` \d+, ", "", regex=True)
+    less = both.assign(level=both["level"] - both["level_usual"])
+    grpo = both[both["loss"] == "grpo"]
+    bases = dict(list(grpo.groupby("setting", sort=False)["base"]))
+    bases["`lr` 0.001 with one update a step"] = grpo.groupby("seed")["base_usual"].first()
+    fresh = [[name, grids.shown(values, "{:.3f}")] for name, values in bases.items()]
+    return [
+        *grids.compact(grids.compare(less)),
+        "",
+        "The cost itself:",
+        "",
+        *grids.compact(grids.compare(both)),
+        "",
+        *markdown(["rate", "level of fresh `grpo`"], fresh),
+    ]
 
 
 # Time
 
 
 def over_time(record: dict, start_s: float, end_s: float) -> float:
-    """Mean training reward of the newest weights between two times in seconds of steps: a version counts from the end
-    of its step to that of the next, whenever its samples are trained on."""
-    of_version, ends = grids.reward_by_version(record), _ends(record)
-    since, until = ends[of_version.index], ends[of_version.index + 1]
+    """Mean training reward of the newest weights between two times in seconds of steps.
+
+    A version counts from the end of its step to that of the next, however late its samples are trained on.
+    """
+    by_version, ends = grids.reward_by_version(record), ends_of(record)
+    since, until = ends[by_version.index], ends[by_version.index + 1]
     inside = np.clip(until, start_s, end_s) - np.clip(since, start_s, end_s)
-    return float(np.dot(of_version, inside) / inside.sum())
+    return float(np.average(by_version, weights=inside))
 
 
-def _ends(record: dict) -> np.ndarray:
-    """When each version was made, 0 the first, in seconds of steps."""
-    return np.concatenate([[0.0], np.cumsum(record["series"]["step_s"])])
+def ends_of(record: dict) -> np.ndarray:
+    """When each version was made, the first at 0, in seconds of steps."""
+    return np.cumsum([0.0, *record["series"]["step_s"]])
 
 
 def by_time(records: list[dict]) -> pd.DataFrame:
-    """A row per run: its loss, seed and α; and until the first run of that loss and seed has no newer version that
-    sampled: seconds, steps and reward. `staleness` is that of the second half of its steps."""
-    rows, runs = [], [record for record in records if "error" not in record]
-    pairs = [(grids.loss(record["cell"]), record["cell"]["seed"]) for record in runs]
-    for pair, record in zip(pairs, runs, strict=True):
-        rivals = (other for of, other in zip(pairs, runs, strict=True) if of == pair)
-        until = min(_ends(other)[grids.reward_by_version(other).index[-1] + 1] for other in rivals)
-        row = {
-            "loss": pair[0],
-            "seed": pair[1],
-            "alpha": record["cell"]["async_ratio"],
-            "seconds": until,
-        }
-        row |= {"mean": over_time(record, 0, until), "late": over_time(record, 0.8 * until, until)}
-        row |= {"steps": np.sum(_ends(record)[1:] <= until)}
-        staleness = record["series"]["staleness_mean"]
-        rows.append(row | {"staleness": np.mean(staleness[len(staleness) // 2 :])})
-    return pd.DataFrame(rows)
+    """A row per run: loss, seed, α, and seconds, steps and reward up to a time that all runs of loss and seed reach.
+
+    It is the first time at which one of these runs has no newer version that sampled. `staleness` is that of the second
+    half of the run's steps.
+    """
+    runs = [record for record in records if "error" not in record]
+    frame = pd.DataFrame({"record": runs})
+    frame["loss"] = [grids.loss(record["cell"]) for record in runs]
+    frame["seed"] = [record["cell"]["seed"] for record in runs]
+    frame["alpha"] = [record["cell"]["async_ratio"] for record in runs]
+    last = [ends_of(record)[grids.reward_by_version(record).index[-1] + 1] for record in runs]
+    frame["seconds"] = frame.assign(last=last).groupby(["loss", "seed"])["last"].transform("min")
+    timed = list(zip(runs, frame["seconds"], strict=True))
+    frame["mean"] = [over_time(record, 0, end) for record, end in timed]
+    frame["late"] = [over_time(record, 0.8 * end, end) for record, end in timed]
+    frame["steps"] = [int((ends_of(record)[1:] <= end).sum()) for record, end in timed]
+    staleness = [record["series"]["staleness_mean"] for record in runs]
+    frame["staleness"] = [np.mean(values[len(values) // 2 :]) for values in staleness]
+    return frame
 
 
 def bought(runs: pd.DataFrame) -> pd.DataFrame:
     """What each α > 0 of a loss and seed has more than α = 0 after the same time."""
-    both = runs[runs["alpha"] > 0].merge(
-        runs[runs["alpha"] == 0], on=["loss", "seed"], suffixes=("", "_0")
-    )
-    both = both.assign(setting=[f"α = {alpha:g}" for alpha in both["alpha"]])
-    less = {name: both[name] - both[f"{name}_0"] for name in ("mean", "late")}
-    return both.assign(**less).sort_values("alpha", kind="stable")
+    is_fresh = runs["alpha"] == 0
+    both = runs[~is_fresh].merge(runs[is_fresh], on=["loss", "seed"], suffixes=("", "_fresh"))
+    for name in ("mean", "late"):
+        both[name] -= both[f"{name}_fresh"]
+    both["setting"] = [f"α = {alpha:g}" for alpha in both["alpha"]]
+    return both.sort_values("alpha", kind="stable")
 
 
 def equal_time() -> list[str]:
     """What async ratios gain in equal time: on the whole and late; by how many steps, and how stale."""
-    if (runs := by_time(whole("time"))).empty:
-        return not_run("time")
+    runs = by_time(whole("time"))
     lines, found = [], bought(runs)
     for measured, text in (
         ("mean", "Mean reward up to that time"),
         ("late", "Mean reward in the last fifth of it"),
     ):
-        lines += [
-            f"**{text}, α > 0 − α = 0.**",
-            "",
-            *grids.compact(grids.compare(found, measured)),
-            "",
-        ]
+        table = grids.compact(grids.compare(found, measured))
+        lines += [f"**{text}, α > 0 − α = 0.**", "", *table, ""]
     by_alpha = [
-        [
-            f"{alpha:g}",
-            *(
-                grids.shown(of.groupby("seed")[name].mean(), "{:.2f}")
-                for name in ("steps", "staleness")
-            ),
-        ]
-        for alpha, of in runs.groupby("alpha")
+        [f"{alpha:g}", *(grids.shown(of_seed[name], "{:.2f}") for name in ("steps", "staleness"))]
+        for alpha, group in runs.groupby("alpha")
+        for of_seed in [group.groupby("seed")[["steps", "staleness"]].mean()]
     ]
     noise = runs[runs["alpha"] == 0].groupby("seed")["mean"].std().mean()
     heading = ["α", "steps in that time", "staleness in the second half of a run, steps"]
@@ -326,67 +276,58 @@ def equal_time() -> list[str]:
     ]
 
 
-def best() -> list[str]:
-    """The α with the greatest mean reward up to one time, for each loss, and whether it can be told from α = 0."""
-    if (runs := by_time(whole("time"))).empty:
-        return not_run("time")
-    points, rows = [], grids.compare(bought(runs), "mean")
-    for loss, of in rows.groupby("loss", sort=False):
-        top = of.loc[of["values"].map(np.mean).idxmax()]
-        first = "best at" if np.mean(top["values"]) > 0 else "best at α = 0. Next is"
-        holds = f"{'also' if top['stays'] else 'not'} after Holm's correction over {len(rows)}"
-        said = (
-            top["says"] if top["says"] in (grids.FEW, grids.UNCLEAR) else f"{top['says']}, {holds}"
-        )
-        points.append(
-            f"- `{loss}`: {first} {top['setting']}: {grids.shown(top['values'])} against α = 0, {said}."
-        )
-    return points
+# Output
 
 
-def in_short() -> list[str]:
-    """What the study answers, a point for each interval that counts; and first, which question has no runs yet."""
-    answers = {
-        "Which losses can be told apart": order()[:1],
-        "Whether the order holds on both models": same_order(),
-    }
-    answers["What asynchrony gains in equal time: the best α by loss, in mean reward"] = best()
-    for part, measured in (*((part, "level") for part in EXACT), ("smollm2", "final")):
-        said = (
-            grids.sentences(compare(found, measured)) if len(found := lags(part)) else not_run(part)
-        )
-        answers[f"What lag costs: {WHAT[part]}; {measured}, lagged − fresh"] = said
-    answers[
-        f"What lag {LATE} costs at other rates, less what it costs with the defaults; level"
-    ] = rates()[:3]
-    lines, missing = (
-        [],
-        [title for title, points in answers.items() if not points[0].startswith("-")],
-    )
-    if missing:
-        lines += [
-            "**Not answered yet, as runs are missing:**",
-            "",
-            *(f"- {title}" for title in missing),
-            "",
-        ]
-    for title in (title for title in answers if title not in missing):
-        lines += [f"**{title}.**", "", *answers[title], ""]
-    return lines[:-1]
+def page(found: dict[str, pd.DataFrame]) -> list[str]:
+    """All tables, under headings; `found` are the lags of the parts with exact ones."""
+    lines = ["# The study of staleness: all tables", ""]
+    lines += ["Made by `scripts/staleness.py`. [What it says](../../docs/staleness.md).", ""]
+    lines += ["## What was run", "", *what_was_run(), ""]
+    for part, differences in found.items():
+        lines += [f"## {PARTS[part]}: lagged − fresh", "", *grids.paired_page(differences), ""]
+    lines += [rounding(found["lag"]["end"].iloc[0]), ""]
+    for part in ("lag", "smollm2"):
+        lines += [f"## {PARTS[part]}: the order at lag {LATE}", "", *order(part), ""]
+    lines += [same_order(), ""]
+    title = f"## {PARTS['rates']}: the cost of lag {LATE} in level, less that with the defaults"
+    lines += [title, "", *rates(found["lag"]), ""]
+    return [*lines, f"## {PARTS['time']}: equal time", "", *equal_time()]
+
+
+def draw(models: dict[str, pd.DataFrame], path: Path) -> None:
+    """Draw what lag costs: a panel per model, a row per loss and a colour per lag, mean and interval.
+
+    The least cost at the greatest lag is on top. A mean is filled if it stays after Holm's correction.
+    """
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    for panel, (title, rows) in zip(panels, models.items(), strict=True):
+        late = rows[rows["setting"] == f"lag {LATE}"].sort_values("mean")
+        places = {loss: place for place, loss in enumerate(late["loss"])}
+        for setting, at_lag in rows.groupby("setting", sort=False):
+            colour, offset = COLOURS[setting]
+            heights = [places[loss] + offset for loss in at_lag["loss"]]
+            halves = (at_lag["high"] - at_lag["low"]) / 2
+            bars = {"fmt": "none", "color": colour, "label": setting}
+            panel.errorbar(at_lag["mean"], heights, xerr=halves, **bars)
+            faces = at_lag["stays"].map({True: colour, False: "white"})
+            panel.scatter(at_lag["mean"], heights, s=18, c=faces, edgecolors=colour, zorder=3)
+        panel.set_yticks(list(places.values()), list(places))
+        panel.set_title(title, fontsize="medium")
+        panel.axvline(0, color="0.6", linewidth=0.8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    figure.supxlabel("level, lagged − fresh: mean and 95 % t-interval", fontsize="medium")
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
-    """Draw the figures from what is there."""
-    found = {part: compare(of) for part in EXACT if len(of := lags(part))}
-    if "lag" not in found:
-        raise SystemExit(
-            "error: no seed of results/study/lag is complete; scripts/ablate.py --study lag runs it"
-        )
-    figures.draw_lags(found["lag"], RESULTS / "lag.png")
-    late = {part: rows[rows["setting"] == f"lag {LATE}"] for part, rows in found.items()}
-    tiny = pd.concat([rows for part, rows in late.items() if part != "smollm2"])
-    panels = {"tiny model": tiny} | {WHAT[part]: late[part] for part in late if part == "smollm2"}
-    figures.draw_order(panels, RESULTS / "order.png")
+    """Write tables.md and cost.png."""
+    found = {part: lags(part) for part in EXACT}
+    (RESULTS / "tables.md").write_text("\n".join(page(found)) + "\n", encoding="utf-8")
+    rows = {part: grids.compare(differences) for part, differences in found.items()}
+    tiny = pd.concat([rows["lag"], rows["others"]])
+    draw({"tiny model": tiny, "SmolLM2-135M": rows["smollm2"]}, RESULTS / "cost.png")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ made all its steps, a column says how many it made.
 """
 
 import argparse
-import json
 import statistics
 import sys
+from collections.abc import Iterable
+
+import pandas as pd
 
 from asyncrl.config import nearest
 from asyncrl.user_code import typed
@@ -28,57 +30,43 @@ MISSING = "–"
 def table(runs: list[Run], by: list[str] | None = None) -> list[str]:
     """The lines of the table. Raises ValueError for an option that no run has."""
     options = [option.replace("-", "_") for option in by] if by else differing_options(runs)
+    known = dict.fromkeys(name for run in runs for name in run.info["config"])
     for option in options:
-        known = dict.fromkeys(name for run in runs for name in run.info["config"])
         if option not in known:
             raise ValueError(f"--by {option}: run.json has no such option{nearest(option, known)}")
-    groups: dict[tuple, list[Run]] = {}
-    for index, (run, name) in enumerate(zip(runs, names(runs), strict=True)):
-        values = [run.info["config"].get(option) for option in options]
-        order = tuple(map(sort_key, values)) if by else (index,)
-        label = tuple(map(show, values)) if by else (name, *map(show, values))
-        groups.setdefault((order, label), []).append(run)
-    lines, made, is_cut, others = [], [], False, dict[str, None]()
-    for (_, label), alike in sorted(groups.items(), key=lambda group: group[0]):
-        summaries = [summarise(run.metrics) for run in alike]
-        cells = [
-            spread([one[key] for one in summaries], template)
-            for key, (_, template) in COLUMNS.items()
-        ]
-        steps = [
-            (one["steps"], run.info["config"].get("steps", 0))
-            for one, run in zip(summaries, alike, strict=True)
-        ]
-        made.append(
-            ", ".join(dict.fromkeys(f"{done} of {max(done, wanted)}" for done, wanted in steps))
-        )
-        is_cut |= any(done < wanted for done, wanted in steps)
-        lines.append([*label, *[str(len(alike))] * bool(by), *cells])
-        others |= dict.fromkeys(
-            f"`{option}`" for option in differing_options(alike) if option != "seed"
-        )
-    head = [*["run"] * (not by), *(f"`{option}`" for option in options), *["n"] * bool(by)]
-    if is_cut:
-        lines = [
-            [*line[: len(head)], text, *line[len(head) :]]
-            for line, text in zip(lines, made, strict=True)
-        ]
-        head.append("steps made")
+    frame = pd.DataFrame([summarise(run.metrics) for run in runs]).assign(name=names(runs))
+    values = [[run.info["config"].get(option) for option in options] for run in runs]
+    frame["order"] = [tuple(map(sort_key, row)) for row in values] if by else range(len(runs))
+    wanted = frame["steps"].clip(lower=[run.info["config"].get("steps", 0) for run in runs])
+    frame["made"] = frame["steps"].astype(str) + " of " + wanted.astype(str)
+    head = [*(["run"] if not by else []), *(f"`{option}`" for option in options)]
+    head += ["n"] if by else []
+    is_cut = (frame["steps"] < wanted).any()
+    lines, others = [], {}
+    for _, group in frame.groupby("order"):
+        line = [] if by else [group["name"].iloc[0]]
+        line += [show(value) for value in values[group.index[0]]]
+        line += [len(group)] if by else []
+        line += [", ".join(group["made"].unique())] if is_cut else []
+        lines.append(line + [spread(group[key], form) for key, (_, form) in COLUMNS.items()])
+        others |= dict.fromkeys(differing_options([runs[index] for index in group.index]))
+    head += ["steps made"] if is_cut else []
     rows = markdown([*head, *(heading for heading, _ in COLUMNS.values())], lines)
-    return [
-        *rows,
-        *(["", f"Runs of one row also differ in {', '.join(others)}."] if others else []),
-    ]
+    others.pop("seed", None)
+    if others:
+        rows += ["", f"Runs of one row also differ in {', '.join(f'`{name}`' for name in others)}."]
+    return rows
 
 
 def differing_options(runs: list[Run]) -> list[str]:
     """The options that do not have one value in all runs, but for the names of the runs."""
     options = [run.info["config"] for run in runs]
-    values = {name: {json.dumps(of.get(name)) for of in options} for of in options for name in of}
+    known = dict.fromkeys(name for config in options for name in config)
     return [
         name
-        for name, found in values.items()
-        if len(found) > 1 and name not in ("run_name", "runs_dir")
+        for name in known
+        if name not in ("run_name", "runs_dir")
+        and len({show(config.get(name)) for config in options}) > 1
     ]
 
 
@@ -98,17 +86,15 @@ def sort_key(value) -> tuple[bool, float, str]:
     return not is_number, value if is_number else 0.0, show(value)
 
 
-def spread(values: list[float | None], template: str) -> str:
+def spread(values: Iterable[float | None], template: str) -> str:
     """Mean ± standard deviation in the format of one number; the number itself where all are equal."""
-    measured = [value for value in values if value is not None]
+    measured = [value for value in values if pd.notna(value)]
     if not measured:
         return MISSING
     mean = template.format(statistics.mean(measured))
-    return (
-        mean
-        if len(set(measured)) == 1
-        else f"{mean} ± {template.format(statistics.stdev(measured))}"
-    )
+    if len(set(measured)) == 1:
+        return mean
+    return f"{mean} ± {template.format(statistics.stdev(measured))}"
 
 
 def main() -> None:

@@ -38,22 +38,12 @@ def write_run(path, accuracies, step_s, **config):
 @pytest.fixture
 def runs(tmp_path):
     same = {"seed": 0, "share_prefix": False}
+    tis = {"algo": "tis", "async_ratio": 10.0, "algo_args": []}
+    grpo = {"algo": "grpo", "async_ratio": 2.0, "algo_args": ["clip_high=0.3"]}
     return [
-        write_run(
-            tmp_path / "a", [0.25, 0.5], 2.0, algo="tis", async_ratio=10.0, algo_args=[], **same
-        ),
-        write_run(
-            tmp_path / "b", [0.25, 0.75], 2.0, algo="tis", async_ratio=10.0, algo_args=[], **same
-        ),
-        write_run(
-            tmp_path / "c",
-            [0.25, 1.0],
-            4.0,
-            algo="grpo",
-            async_ratio=2.0,
-            algo_args=["clip_high=0.3"],
-            **same,
-        ),
+        write_run(tmp_path / "a", [0.25, 0.5], 2.0, **tis, **same),
+        write_run(tmp_path / "b", [0.25, 0.75], 2.0, **tis, **same),
+        write_run(tmp_path / "c", [0.25, 1.0], 4.0, **grpo, **same),
     ]
 
 
@@ -77,7 +67,7 @@ def test_a_row_of_unlike_runs_says_in_what_else_they_differ(runs):
 @pytest.mark.parametrize(
     ("by", "labels"),
     [
-        (["async_ratio"], ["2", "10"]),
+        (["async-ratio"], ["2", "10"]),
         (["algo"], ["grpo", "tis"]),
         (["algo_args"], ["clip_high=0.3", "none"]),
         (["share_prefix", "algo"], ["off | grpo", "off | tis"]),
@@ -92,10 +82,6 @@ def test_runs_with_the_same_values_share_a_row_with_mean_and_standard_deviation(
         for label in labels
     }
     assert rows == [f"| {label} | {cells[n[label]]}" for label in labels]
-
-
-def test_an_option_may_be_named_as_on_the_command_line(runs):
-    assert table(runs, ["async-ratio"]) == table(runs, ["async_ratio"])
 
 
 def test_a_run_that_was_stopped_early_adds_a_column_of_the_steps_made(tmp_path):
@@ -143,6 +129,5 @@ def test_the_table_of_the_recorded_runs_is_made_again():
 def test_a_directory_that_is_no_run_is_one_line(tmp_path):
     command = [sys.executable, "scripts/table.py", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (
-        done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
