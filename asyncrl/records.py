@@ -124,7 +124,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     """group_size trajectories, in member order."""
     problem: int = -1
-    """Index of its problem in the task, known once it is consumed; −1 before. By controller."""
+    """Index of its problem in the task; −1 where it is not known. By controller."""
 
     @property
     def rewards(self) -> np.ndarray:

@@ -118,7 +118,7 @@ class Driver:
         assert isinstance(message, Updated) and message.version == self.version
 
     def start_group(self, group_id):
-        tickets = self.tickets.for_group(group_id, self.version)
+        tickets = self.tickets.for_group(group_id, group_id, self.version)
         self.pipe.send(Tickets(tickets))
         return tickets
 
@@ -281,7 +281,7 @@ def test_what_it_has_been_doing_is_reported_in_order_and_without_a_gap(driver):
 
 def test_a_ticket_for_weights_that_are_still_to_come_ends_the_worker(driver):
     """Last, as the worker is gone then: messages are acted on in order, so this cannot happen by chance."""
-    (ticket, *_) = driver.tickets.for_group(9, driver.version)
+    (ticket, *_) = driver.tickets.for_group(9, 9, driver.version)
     driver.pipe.send(Tickets([dataclasses.replace(ticket, min_version=driver.version + 1)]))
     driver.process.join(30)
     assert driver.process.exitcode == 1 and "needs version" in driver.log_path.read_text()
@@ -380,7 +380,7 @@ def ticket():
     config = Config(task=TASK, max_prompt_tokens=64)
     return TicketSource(
         config, PromptSource(task.train_problem, task.eval_problems(4), encode)
-    ).for_group(0, -1)[0]
+    ).for_group(0, 0, -1)[0]
 
 
 @pytest.mark.parametrize("message", [None, Suspend(), Update(0, [], ())])

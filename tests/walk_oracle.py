@@ -46,7 +46,7 @@ class Oracle:
         self.trainer_version = 0
         self.announced, self.announced_trainer_version = -1, -1
         self.groups, self.problems, self.problem_of = {}, {}, {}
-        self.closed, self.forgotten, self.made_by = {}, set(), {}
+        self.closed, self.made_by = {}, {}
         self.count, self.tokens = Counter(), Counter()
         self.sums = Counter()
         """Over the groups of each fate that had a member: their number, and their means of length and of reward."""
@@ -147,7 +147,12 @@ class Oracle:
                 group.oldest = version if group.started_at is None else min(version, group.oldest)
                 group.started_at = self.num_events
 
-    def put_back(self, group_id):
+    def put_back(self, problem):
+        (group_id,) = [
+            group_id
+            for group_id, group in self.groups.items()
+            if group.problem == problem and group.state in ("running", "finished")
+        ]
         reason = "stale" if self.config.stale_policy == "drop" else "aborted"
         if self.disbelieved is not None:
             assert self._is_of(self.groups[group_id], self.disbelieved), (
@@ -174,10 +179,6 @@ class Oracle:
         if not trajectory.is_evaluation:
             self.tokens["generated"] += trajectory.num_generated
             self.tokens["late"] += trajectory.num_generated
-
-    def forget(self, group_id):
-        assert group_id not in self.forgotten
-        self.forgotten.add(group_id)
 
     # What comes back
 
@@ -328,12 +329,6 @@ class Oracle:
         assert len(outstanding) + len(unpublished) <= self.capacity, (
             "more groups outstanding than the capacity"
         )
-        done = {
-            i
-            for i, group in self.groups.items()
-            if group.state in ("consumed", "failed", "filtered")
-        }
-        assert self.forgotten == done, f"forgotten {self.forgotten ^ done}"
         for group in self.groups.values():
             assert group.state != "stale" or group.oldest < self.trainer_version - self.bound
         assert self.num_given_up <= self.config.extra_groups * (self.num_held + 1)
@@ -398,15 +393,11 @@ class WatchedTickets(TicketSource):
 
     oracle = None
 
-    def for_group(self, group_id, min_version):
-        tickets = super().for_group(group_id, min_version)
+    def for_group(self, group_id, problem_index, min_version):
+        tickets = super().for_group(group_id, problem_index, min_version)
         self.oracle.issue(group_id, tickets)
         return tickets
 
-    def put_back(self, group_id):
-        super().put_back(group_id)
-        self.oracle.put_back(group_id)
-
-    def forget(self, group_id):
-        self.oracle.forget(group_id)
-        return super().forget(group_id)
+    def put_back(self, problem_index):
+        super().put_back(problem_index)
+        self.oracle.put_back(problem_index)

@@ -24,14 +24,13 @@ from asyncrl.records import Group, Trajectory
 class Resident:
     """A group that holds a place: running while members are missing, finished when all have arrived."""
 
+    problem: int
+    """Index of its problem in the task."""
     version: int
     """Oldest version that its tokens can have: that of its admission, then of its start; the true one once finished."""
     started: bool = False
     num_failed: int = 0
     members: dict[int, Trajectory] = field(default_factory=dict)
-    group: Group | None = None
-    rank: int = 0
-    """Place in the order in which groups finished."""
 
     @property
     def num_generated(self) -> int:
@@ -43,9 +42,10 @@ class BufferState:
     """A buffer in plain data."""
 
     trainer_version: int
-    published_version: int
+    """All steps until it were published."""
     residents: dict[int, Resident]
-    """Those that have no place on this node any more admit nothing new until they are consumed."""
+    """Finished groups in the order in which they finished. Groups may be more than there are places for on this node;
+    then nothing new is admitted until they are consumed."""
     ledger: dict[str, int | float]
 
 
@@ -64,45 +64,37 @@ class SampleBuffer:
     def __init__(self, config: Config):
         """`config` is that of the node: see Config.of_node."""
         self.config = config
-        self.trainer_version = self.published_version = 0
+        self.trainer_version = 0
+        self._last_published = 0
+        """Trainer version until which all consumed groups have given back their places."""
+        # finished groups stand in the order in which they finished
         self._residents: dict[int, Resident] = {}
-        # trainer version that each consumed, unpublished group is to make
-        self._unpublished: list[int] = []
         # Groups whose other members are only counted, and as what; kept for good, as members may return late.
         self._closed: dict[int, DropReason] = {}
-        self._num_finished = 0
         # whether anything has happened since `take` had none that could give it one
         self._may_have_batch = False
         self._ledger = Ledger()
 
     def state(self) -> BufferState:
         """All that a resumed run needs of the buffer, in which every batch was published; see `restore`."""
-        published = max(self.published_version, self.trainer_version - self.config.publish_delay)
-        residents = {
-            i: replace(r, members=dict(r.members), group=None) for i, r in self._residents.items()
-        }
-        return BufferState(self.trainer_version, published, residents, dict(self._ledger.counts))
+        residents = _copied(self._residents)
+        return BufferState(self.trainer_version, residents, dict(self._ledger.counts))
 
     def restore(self, state: BufferState) -> None:
         """Go on from a `state`; members of closed groups need not be told apart, as none can come any more."""
-        self.trainer_version, self.published_version = (
-            state.trainer_version,
-            state.published_version,
-        )
+        self.trainer_version = self._last_published = state.trainer_version
         self._ledger.counts |= state.ledger
-        for group_id, resident in state.residents.items():
-            members = dict(resident.members)
-            self._residents[group_id] = replace(
-                resident, members=members, group=self._whole(group_id, members)
-            )
-        self._num_finished = 1 + max(
-            (resident.rank for resident in state.residents.values()), default=0
-        )
+        self._residents = _copied(state.residents)
         self._may_have_batch = True
 
     @property
     def _is_bounded(self) -> bool:
         return self.config.stale_policy != "gate"
+
+    @property
+    def published_version(self) -> int:
+        """Newest version that workers were given: publish_delay steps behind the trainer's last published one."""
+        return max(0, self._last_published - self.config.publish_delay)
 
     @property
     def oldest_to_start(self) -> int:
@@ -118,10 +110,14 @@ class SampleBuffer:
             and self.oldest_to_start + self.config.max_staleness < self.trainer_version
         ):
             return 0
-        return self.config.max_outstanding_groups - len(self._residents) - len(self._unpublished)
+        num_unpublished = self.config.groups_per_step * (
+            self.trainer_version - self._last_published
+        )
+        return self.config.max_outstanding_groups - len(self._residents) - num_unpublished
 
-    def admit(self, group_id: int) -> int:
-        """Give a place to a new group, whose id is new. Returns the version that its tokens must have at least."""
+    def admit(self, group_id: int, problem: int) -> int:
+        """Give a place to a new group, whose id is new, of the problem with an index. Returns the version that its
+        tokens must have at least."""
         if self.num_free_places() < 1:
             most = self.config.max_outstanding_groups
             raise RuntimeError(
@@ -129,7 +125,7 @@ class SampleBuffer:
             )
         if group_id in self._residents or group_id in self._closed:
             raise RuntimeError(f"group {group_id} was admitted before")
-        self._residents[group_id] = Resident(self.oldest_to_start)
+        self._residents[group_id] = Resident(problem, self.oldest_to_start)
         self._ledger.issue()
         return self.oldest_to_start
 
@@ -144,7 +140,7 @@ class SampleBuffer:
         """Version that further members of a running group need at least, as that of the first is counted on; else 0."""
         # once: the swarm's thread asks while others drop groups
         resident = self._residents.get(group_id)
-        return 0 if resident is None or resident.group is not None else resident.version
+        return 0 if resident is None or self._is_finished(resident) else resident.version
 
     def add(self, trajectory: Trajectory) -> Group | None:
         """Take in a trajectory that finished. Returns its group if this is the last member it needs.
@@ -158,20 +154,25 @@ class SampleBuffer:
         resident = self._residents.get(trajectory.group_id)
         self._check_belongs(trajectory, resident)
         resident.members[trajectory.member] = trajectory
-        resident.group = self._whole(trajectory.group_id, resident.members)
-        if resident.group is None:
+        if not self._is_finished(resident):
             return None
-        resident.version, resident.rank = resident.group.min_version, self._num_finished
-        self._num_finished += 1
+        # to the end of those that have finished
+        self._residents[trajectory.group_id] = self._residents.pop(trajectory.group_id)
         self._may_have_batch = True
         if self.config.extra_members:
             self._closed[trajectory.group_id] = "aborted"
-        return resident.group
+        group = self.group(trajectory.group_id)
+        resident.version = group.min_version
+        return group
 
-    def _whole(self, group_id: int, members: dict[int, Trajectory]) -> Group | None:
-        if len(members) < self.config.group_size:
-            return None
-        return Group(group_id, tuple(members[i] for i in sorted(members)))
+    def group(self, group_id: int) -> Group:
+        """Return a finished group."""
+        resident = self._residents[group_id]
+        members = tuple(resident.members[i] for i in sorted(resident.members))
+        return Group(group_id, members, resident.problem)
+
+    def _is_finished(self, resident: Resident) -> bool:
+        return len(resident.members) == self.config.group_size
 
     def _check_belongs(self, trajectory: Trajectory, resident: Resident | None) -> None:
         who = f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}"
@@ -192,7 +193,7 @@ class SampleBuffer:
             trajectory.num_generated, self._closed.get(trajectory.group_id, "failed")
         )
         resident = self._residents.get(trajectory.group_id)
-        if resident is None or resident.group is not None:
+        if resident is None or self._is_finished(resident):
             return True
         resident.num_failed += 1
         return resident.num_failed <= self.config.extra_members
@@ -202,11 +203,6 @@ class SampleBuffer:
         self._ledger.generate(num_tokens, reason)
 
     # Consumption
-
-    def take(self) -> list[Group] | None:
-        """Find and consume the next batch of B groups, or return None while it must be waited for."""
-        batch = self.find_batch()
-        return None if batch is None else self.consume(batch)
 
     def find_batch(self) -> list[int] | None:
         """Find the next batch of B groups, oldest version first, or return None while it must be waited for.
@@ -220,15 +216,15 @@ class SampleBuffer:
         if not self._may_have_batch:
             return None
         for group_id in batch:
-            self._check_fresh(self._residents[group_id].group)
+            self._check_fresh(group_id)
         return batch
 
     def consume(self, batch: list[int]) -> list[Group]:
         """Take out and return the groups of a batch: they are trained on now, and keep their places until `publish`."""
-        groups = [self._residents.pop(group_id).group for group_id in batch]
+        groups = [self.group(group_id) for group_id in batch]
         self.trainer_version += 1
-        self._unpublished += [self.trainer_version] * len(batch)
         for group in groups:
+            del self._residents[group.group_id]
             self._ledger.consume(group.trajectories)
         return groups
 
@@ -239,14 +235,20 @@ class SampleBuffer:
         return too_late if len(too_late) <= self.config.extra_groups else []
 
     def _next_batch(self) -> list[int] | None:
-        finished = sorted(
-            (resident.version if self._is_bounded else resident.rank, group_id)
+        finished = [
+            group_id
             for group_id, resident in self._residents.items()
-            if resident.group is not None
-        )
+            if self._is_finished(resident)
+        ]
         if len(finished) < self.config.groups_per_step:
             return None
-        return [group_id for _, group_id in finished[: self.config.groups_per_step]]
+        if self._is_bounded:
+            finished.sort(key=self._age)
+        return finished[: self.config.groups_per_step]
+
+    def _age(self, group_id: int) -> tuple[int, int]:
+        """Return what sorts groups by age, the oldest first."""
+        return self._residents[group_id].version, group_id
 
     def _left_too_late(self, batch: list[int]) -> Iterator[int]:
         """Groups, as few as possible and running ones first, without which the others outside `batch` can all be
@@ -254,33 +256,28 @@ class SampleBuffer:
         if self.config.stale_policy != "wait":
             return
         kept: list[int] = []
-        left = self._residents.keys() - batch
-        for version, group_id in sorted(
-            (self._residents[group_id].version, group_id) for group_id in left
-        ):
+        for group_id in sorted(self._residents.keys() - batch, key=self._age):
             kept.append(group_id)
-            steps_left = version + self.config.max_staleness - self.trainer_version
-            if len(kept) > self.config.groups_per_step * steps_left:
-                running = [i for i in kept if self._residents[i].group is None]
+            deadline = self._residents[group_id].version + self.config.max_staleness
+            if len(kept) > self.config.groups_per_step * (deadline - self.trainer_version):
+                running = [group_id for group_id in kept if self.is_running(group_id)]
                 too_late = (running or kept)[-1]
                 kept.remove(too_late)
                 yield too_late
 
-    def _check_fresh(self, group: Group) -> None:
-        staleness = self.trainer_version - group.min_version
+    def _check_fresh(self, group_id: int) -> None:
+        version = self._residents[group_id].version
+        staleness = self.trainer_version - version
         if staleness < 0 or (self._is_bounded and staleness > self.config.max_staleness):
             raise RuntimeError(
-                f"group {group.group_id} has tokens of version {group.min_version} at trainer version "
+                f"group {group_id} has tokens of version {version} at trainer version "
                 f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.config.max_staleness}"
             )
 
     def publish(self, trainer_version: int) -> None:
         """Give back the places of all groups consumed up to the step that made `trainer_version`, as that is published
         now, publish_delay steps late."""
-        self.published_version = max(
-            self.published_version, trainer_version - self.config.publish_delay
-        )
-        self._unpublished = [version for version in self._unpublished if version > trainer_version]
+        self._last_published = trainer_version
 
     # Dropping
 
@@ -293,20 +290,28 @@ class SampleBuffer:
             group_id for group_id, resident in self._residents.items() if resident.version < oldest
         ]
 
-    def drop(self, group_id: int, reason: DropReason) -> None:
-        """Take a resident group out, whole, and give its place back."""
+    def drop(self, group_id: int, reason: DropReason) -> int:
+        """Take a resident group out, whole, and give its place back. Returns its problem."""
         resident = self._residents.pop(group_id)
         self._may_have_batch = True
         self._closed[group_id] = reason
         self._ledger.drop(reason, resident.members.values())
+        return resident.problem
 
     def is_running(self, group_id: int) -> bool:
         """Whether the group holds a place and waits for members."""
         # once: the swarm's thread asks while others drop groups
         resident = self._residents.get(group_id)
-        return resident is not None and resident.group is None
+        return resident is not None and not self._is_finished(resident)
 
     def ledger(self) -> dict[str, int | float]:
         """Where every group and generated token is; see Ledger.balance, which raises RuntimeError if any is not."""
         num_tokens = sum(resident.num_generated for resident in self._residents.values())
         return self._ledger.balance(len(self._residents), num_tokens)
+
+
+def _copied(residents: dict[int, Resident]) -> dict[int, Resident]:
+    return {
+        group_id: replace(resident, members=dict(resident.members))
+        for group_id, resident in residents.items()
+    }

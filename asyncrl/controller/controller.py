@@ -202,7 +202,7 @@ class Controller:
 
     def consume(self, batch: list[int]) -> list[Group]:
         """Consume a batch that was found: it is trained on now. Returns its groups; the caller holds the lock."""
-        groups = self.dispatcher.consume(batch)
+        groups = self.buffer.consume(batch)
         self.dispatcher.drop_expired()
         # which no update may end
         if self.config.over_sampling > 1 and self.evaluations.running is None:

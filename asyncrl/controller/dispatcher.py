@@ -5,7 +5,6 @@ scheduling). What the paper compares with is in extras/baselines.py.
 """
 
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from asyncrl.controller.ledger import DropReason
 from asyncrl.controller.tickets import TicketQueue, TicketSource
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import Abort, Hold, HoldReason, Tickets
-from asyncrl.records import Group, Ticket, Trajectory
+from asyncrl.records import Ticket, Trajectory
 
 MIN_FAILED_IN_A_ROW = 20
 """Groups that may fail one after the other, however few are outstanding, before the run is taken for broken."""
@@ -69,19 +68,12 @@ class Dispatcher:
             self.drop(group_id, "aborted")
         return self.buffer.find_batch()
 
-    def consume(self, batch: list[int]) -> list[Group]:
-        """Consume a batch that was found. Returns its groups, each with its problem."""
-        groups = self.buffer.consume(batch)
-        return [replace(group, problem=self.tickets.forget(group.group_id)) for group in groups]
-
     def drop(self, group_id: int, reason: DropReason) -> None:
         """Drop a group; a problem that is not to blame is issued again, so that slow problems are not starved."""
-        self.buffer.drop(group_id, reason)
+        problem = self.buffer.drop(group_id, reason)
         self._abort(group_id)
-        if reason in ("filtered", "failed"):
-            self.tickets.forget(group_id)
-        else:
-            self.tickets.put_back(group_id)
+        if reason not in ("filtered", "failed"):
+            self.tickets.put_back(problem)
 
     def _abort(self, group_id: int) -> None:
         """End what still runs or waits for a group."""
@@ -137,8 +129,9 @@ class Dispatcher:
     def admit_groups(self) -> None:
         """Admit groups while there are places for them."""
         while self.buffer.num_free_places() > 0:
-            group_id = self.tickets.next_group_id()
-            self.queue.append(self.tickets.for_group(group_id, self.buffer.admit(group_id)))
+            group_id, problem = self.tickets.next_group()
+            min_version = self.buffer.admit(group_id, problem)
+            self.queue.append(self.tickets.for_group(group_id, problem, min_version))
 
     def may_start(self, worker: Worker, ticket: Ticket) -> bool:
         """Whether a worker with a free slot may be given a ticket."""

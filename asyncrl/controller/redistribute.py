@@ -16,11 +16,9 @@ def redistribute(states: list[ControllerState], num_nodes: int) -> list[Controll
 
     Raises RuntimeError if the states are not of one step.
     """
-    versions = [(state.buffer.trainer_version, state.buffer.published_version) for state in states]
+    versions = [state.buffer.trainer_version for state in states]
     if len(set(versions)) != 1:
-        raise RuntimeError(
-            f"states of nodes at different (trainer, published) versions: {versions}"
-        )
+        raise RuntimeError(f"states of nodes at different trainer versions: {versions}")
     if len(states) == num_nodes:
         return states
     whole = _merge(states)
@@ -33,7 +31,6 @@ def _merge(states: list[ControllerState]) -> ControllerState:
     """Return the state of a run of one node, which has what all nodes have."""
     frontier = max(state.tickets.next_problem for state in states)
     put_back = []
-    problems = {}
     residents = {}
     ledger = Counter()
     for state in states:
@@ -41,7 +38,6 @@ def _merge(states: list[ControllerState]) -> ControllerState:
             *state.tickets.put_back,
             *range(state.tickets.next_problem, frontier, len(states)),
         ]
-        problems |= state.tickets.problems
         residents |= state.buffer.residents
         ledger.update(state.buffer.ledger)  # and not `+`, which leaves out sums below 0
     next_ids = [
@@ -51,7 +47,7 @@ def _merge(states: list[ControllerState]) -> ControllerState:
     return replace(
         states[0],
         buffer=replace(states[0].buffer, residents=residents, ledger=dict(ledger)),
-        tickets=TicketState(frontier, *next_ids, problems, sorted(put_back)),
+        tickets=TicketState(frontier, *next_ids, sorted(put_back)),
         queue=[ticket for state in states for ticket in state.queue],
         evaluates=any(state.evaluates for state in states),
         evaluations=[evaluation for state in states for evaluation in state.evaluations],
@@ -77,12 +73,11 @@ def _share(whole: ControllerState, order: list[int], node: int, num_nodes: int) 
     next_ids = (
         next_id + node * IDS_PER_NODE for next_id in (tickets.next_group, tickets.next_ticket)
     )
-    problems = {group_id: tickets.problems[group_id] for group_id in residents}
     next_problem = tickets.next_problem + (node - tickets.next_problem) % num_nodes
     return replace(
         whole,
         buffer=replace(buffer, residents=residents, ledger=dict(ledger)),
-        tickets=TicketState(next_problem, *next_ids, problems, tickets.put_back[node::num_nodes]),
+        tickets=TicketState(next_problem, *next_ids, tickets.put_back[node::num_nodes]),
         queue=[ticket for ticket in whole.queue if ticket.group_id in residents],
         evaluates=whole.evaluates and is_first,
         evaluations=whole.evaluations if is_first else [],

@@ -50,13 +50,11 @@ class PromptSource:
 
 @dataclass
 class TicketState:
-    """How far a source of tickets is: what it handed out is consumed, resident, put back or dropped for good."""
+    """How far a source of tickets is: what it gave out is consumed, resident, put back or dropped for good."""
 
     next_problem: int
     next_group: int
     next_ticket: int
-    problems: dict[int, int]
-    """Resident group -> index of its problem."""
     put_back: list[int]
     """Problems to issue again, in this order."""
 
@@ -69,9 +67,7 @@ class TicketSource:
 
     def __init__(self, config: Config, prompts: PromptSource, node: int = 0, num_nodes: int = 1):
         self.config, self.prompts, self._num_nodes = config, prompts, num_nodes
-        self._at = TicketState(
-            node, node * IDS_PER_NODE, node * IDS_PER_NODE, problems={}, put_back=[]
-        )
+        self._at = TicketState(node, node * IDS_PER_NODE, node * IDS_PER_NODE, put_back=[])
 
     def state(self) -> TicketState:
         """All that a resumed run needs of it."""
@@ -93,19 +89,18 @@ class TicketSource:
         """The right answer to the problem of a consumed group; empty where an environment asks."""
         return self.prompts.train_problem(group.problem).answer
 
-    def next_group_id(self) -> int:
-        """Give out an id for a new group."""
-        self._at.next_group += 1
-        return self._at.next_group - 1
-
-    def for_group(self, group_id: int, min_version: int) -> list[Ticket]:
-        """Make the tickets of a new group, one per member or one for all: of a problem put back, or of the next."""
+    def next_group(self) -> tuple[int, int]:
+        """Give out the id of a new group, and the index of its problem: of one that was put back, or of the next."""
         if not self._at.put_back:
             self._at.put_back.append(self._at.next_problem)
             self._at.next_problem += self._num_nodes
-        self._at.problems[group_id] = index = self._at.put_back.pop(0)
+        self._at.next_group += 1
+        return self._at.next_group - 1, self._at.put_back.pop(0)
+
+    def for_group(self, group_id: int, problem_index: int, min_version: int) -> list[Ticket]:
+        """Make the tickets of a new group, one per member or one for all."""
         try:
-            problem = self.prompts.train_problem(index)
+            problem = self.prompts.train_problem(problem_index)
             tokens = self._prompt_tokens(problem)
         except ValueError as error:
             # of the run, and not of the machine whose message made room for the group
@@ -119,13 +114,9 @@ class TicketSource:
             for member in members
         ]
 
-    def put_back(self, group_id: int) -> None:
-        """Issue the group's problem again: it was not the problem's fault that the group is gone."""
-        self._at.put_back.append(self._at.problems.pop(group_id))
-
-    def forget(self, group_id: int) -> int:
-        """Note that the group's problem need not be issued again. Returns its index."""
-        return self._at.problems.pop(group_id)
+    def put_back(self, problem_index: int) -> None:
+        """Issue a problem again: it was not the problem's fault that its group is gone."""
+        self._at.put_back.append(problem_index)
 
     def for_evaluation(self, version: int) -> list[Ticket]:
         """Make one ticket for each held-out problem, or two with --eval-greedy, to be sampled at `version`."""

@@ -136,7 +136,7 @@ class SwarmBuffer(SampleBuffer):
     @property
     def held_groups(self) -> list[Group]:
         """The groups of the batch that is held."""
-        return [self._residents[group_id].group for group_id in self.held]
+        return [self.group(group_id) for group_id in self.held]
 
     def holding_back(self) -> set[int]:
         """Groups that run, and without which there is no next batch, now or in time for the groups after it."""

@@ -18,14 +18,14 @@ def make_source(seed=0, eval_problems=2, node=0, num_nodes=1, **options):
 
 
 def test_a_groups_tickets_share_the_prompt_and_differ_in_member_id_and_seed():
-    tickets = make_source().for_group(0, min_version=4)
+    tickets = make_source().for_group(0, 0, min_version=4)
     assert [t.member for t in tickets] == [0, 1, 2]
     assert len({t.prompt_tokens for t in tickets}) == 1 and {t.min_version for t in tickets} == {4}
     assert len({t.ticket_id for t in tickets}) == len({t.seed for t in tickets}) == 3
 
 
 def test_seeds_depend_on_run_seed_group_member_and_attempt_and_on_nothing_else():
-    first, same, other = (make_source(seed).for_group(7, 0) for seed in (0, 0, 1))
+    first, same, other = (make_source(seed).for_group(7, 0, 0) for seed in (0, 0, 1))
     assert [t.seed for t in first] == [t.seed for t in same]
     assert not {t.seed for t in first} & {t.seed for t in other}
     assert all(0 <= t.seed < 2**31 for t in first)
@@ -33,7 +33,7 @@ def test_seeds_depend_on_run_seed_group_member_and_attempt_and_on_nothing_else()
 
 def test_a_lost_response_keeps_its_seed_until_it_is_lost_twice_with_workers_of_this_node():
     source = make_source()
-    ticket = source.for_group(7, 0)[0]
+    ticket = source.for_group(7, 0, 0)[0]
     tickets = [ticket, source.elsewhere(ticket)]
     for _ in range(3):
         tickets.append(source.again(tickets[-1]))
@@ -46,22 +46,20 @@ def test_a_lost_response_keeps_its_seed_until_it_is_lost_twice_with_workers_of_t
 
 def test_problems_come_in_order_and_a_dropped_groups_problem_can_come_again():
     source = make_source()
-    assert [source.for_group(g, 0)[0].answer for g in (0, 1, 2)] == ["a0", "a1", "a2"]
+    assert [source.next_group() for _ in range(3)] == [(0, 0), (1, 1), (2, 2)]
     source.put_back(1)
-    assert [source.for_group(g, 0)[0].answer for g in (3, 4)] == ["a1", "a3"]
-    assert source.forget(4) == 3
+    assert [source.next_group() for _ in range(2)] == [(3, 1), (4, 3)]
+    assert {ticket.answer for ticket in source.for_group(4, 3, 0)} == {"a3"}
     assert source.answer(Group(4, (), problem=3)) == "a3"
-    source.put_back(3)
-    assert source.for_group(5, 0)[0].answer == "a1"
 
 
 def test_without_replication_one_ticket_asks_for_the_whole_group():
-    (ticket,) = make_source(replicate_prompts=False).for_group(0, 0)
+    (ticket,) = make_source(replicate_prompts=False).for_group(0, 0, 0)
     assert (ticket.member, ticket.num_members) == (0, 3)
 
 
 def test_extra_members_have_tickets_of_their_own():
-    tickets = make_source(extra_members=2).for_group(0, 0)
+    tickets = make_source(extra_members=2).for_group(0, 0, 0)
     assert [t.member for t in tickets] == [0, 1, 2, 3, 4] and {t.num_members for t in tickets} == {
         1
     }
@@ -102,12 +100,12 @@ def test_of_prompts_that_do_not_fit_the_longest_is_named_with_the_length_that_wo
 
 def test_the_nodes_of_a_run_take_every_problem_once_with_ids_and_seeds_of_their_own():
     sources = [make_source(node=node, num_nodes=3) for node in range(3)]
-    groups = [source.for_group(source.next_group_id(), 0) for source in sources for _ in range(4)]
+    groups = [source.for_group(*source.next_group(), 0) for source in sources for _ in range(4)]
     assert sorted(group[0].answer for group in groups) == sorted(f"a{index}" for index in range(12))
     assert [group[0].answer for group in groups[4:8]] == ["a1", "a4", "a7", "a10"]
     tickets = [ticket for group in groups for ticket in group]
     assert len({t.group_id for t in tickets}) == 12
     assert len({t.ticket_id for t in tickets}) == len({t.seed for t in tickets}) == 36
     assert groups[4][0].group_id == IDS_PER_NODE
-    sources[1].put_back(IDS_PER_NODE)
-    assert sources[1].for_group(sources[1].next_group_id(), 0)[0].answer == "a1"
+    sources[1].put_back(1)
+    assert sources[1].next_group() == (IDS_PER_NODE + 4, 1)

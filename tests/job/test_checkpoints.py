@@ -56,7 +56,7 @@ class Rollout:
         self.config = config
 
     def cut(self, measure):
-        tickets = TicketState(5, 5, 9, {3: 3}, [1])
+        tickets = TicketState(5, 5, 9, [1])
         state = SampleBuffer(self.config).state()
         ended = [Evaluation(2, set())]
         counts = {"announced": 2, "num_restarts": 1}
@@ -179,7 +179,7 @@ def test_a_run_goes_on_from_the_newest_of_what_it_saved(tmp_path, model, saved):
         for name, tensor in weights(resumed.policy).items()
     )
     state = controller_of(found, model, Cluster(), node.config)
-    assert state.tickets == TicketState(5, 5, 9, {3: 3}, [1]) and state.evaluations[0].version == 2
+    assert state.tickets == TicketState(5, 5, 9, [1]) and state.evaluations[0].version == 2
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -137,10 +137,7 @@ def test_a_changed_pin_is_installed_and_a_failure_is_an_error(copy):
     run_script(copy, "install.sh")
     (copy / "requirements.txt").write_text("numpy==0.0.1\n")
     result = run_script(copy, "install.sh")
-    assert (
-        result.returncode == 1
-        and "numpy==0.0.1" in result.stderr
-    )
+    assert result.returncode == 1 and "numpy==0.0.1" in result.stderr
     assert "up to date" not in run_script(copy, "install.sh").stdout
 
 

@@ -23,7 +23,7 @@ def tickets_of(config, group_id):
         config, PromptSource(lambda index: Problem("p", "a"), [], lambda problem: [1])
     )
     for _ in range(group_id + 1):
-        tickets = source.for_group(source.next_group_id(), 0)
+        tickets = source.for_group(*source.next_group(), 0)
     return tickets
 
 
