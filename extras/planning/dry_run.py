@@ -40,7 +40,7 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
     cluster = Cluster((pool,), BETWEEN_MACHINES, BETWEEN_MACHINES)
     best = planner.plan(job, cluster)[0]
     per_machine = int(
-        os.environ.get("LOCAL_WORLD_SIZE", best.training.gpus if pool.count == 1 else 0)
+        os.environ.get("LOCAL_WORLD_SIZE", best.split.training.gpus if pool.count == 1 else 0)
     )
     if not per_machine:
         raise ValueError(
@@ -69,9 +69,10 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
 
 def _describe_step(now: Plan, best: Plan, pool: Pool, lengths: Lengths) -> Iterator[str]:
     """Lines that say how long a step takes as placed `now`, and how the `best` plan differs if it is much faster."""
+    split, alpha = now.split, now.split.alpha
     yield (
-        f"step: about {now.step_s:.1f} s; training {now.training_s:.1f}, sampling {now.generation_s:.1f}, weights "
-        f"{now.update_s:.1f} s, {'one after the other' if now.alpha == 0 else f'which overlap at α = {now.alpha:g}'}"
+        f"step: about {now.step_s:.1f} s; training {split.training_s:.1f}, sampling {now.generation_s:.1f}, weights "
+        f"{split.update_s:.1f} s, {'one after the other' if alpha == 0 else f'which overlap at α = {alpha:g}'}"
     )
     yield (
         f"predicted with mfu {pool.mfu:g}, {pool.hbm_efficiency:.0%} of memory's bandwidth, prompts of "
@@ -79,7 +80,7 @@ def _describe_step(now: Plan, best: Plan, pool: Pool, lengths: Lengths) -> Itera
     )
     if now.step_s > WORTH_A_CHANGE * best.step_s and pool.count == 1:
         to_sample = " + ".join(f"{count} engines of {e.tp} GPUs" for _, e, count in best.engines)
-        yield f"faster: --nproc-per-node {best.training.gpus} and {to_sample}: about {best.step_s:.1f} s"
+        yield f"faster: --nproc-per-node {best.split.training.gpus} and {to_sample}: about {best.step_s:.1f} s"
 
 
 def read_pool(text: str | None) -> Pool:

@@ -27,8 +27,9 @@ only a few splits differ: all get a bound, and are solved, by MILP, as long as t
 import itertools
 import math
 import tomllib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
 
@@ -265,17 +266,17 @@ def training_s(job: Job, cluster: Cluster, t: Training) -> float:
 
 
 def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> Iterator[Training]:
-    """Ways to train on so many GPUs that fit; of each the one with the largest micro-batch, which is the fastest."""
+    """Settings that train on so many GPUs and fit; of each the largest micro-batch, which is the fastest."""
     ranks, room = machines * gpus, memory.available_bytes(pool.device)
-    for shards, savings in itertools.product(
-        (n for n in range(1, ranks + 1) if not ranks % n), SAVINGS
-    ):
-        if not shards % gpus or not gpus % shards:
-            ways = (
-                Training(pool, machines, gpus, shards, savings, tokens, stages)
-                for tokens in memory.budgets(job.config)
-            )
-            yield from itertools.islice((t for t in ways if memory.total(t.items(job)) <= room), 1)
+    divisors = [shards for shards in range(1, ranks + 1) if not ranks % shards]
+    for shards, savings in itertools.product(divisors, SAVINGS):
+        if shards % gpus and gpus % shards:
+            continue
+        for tokens in memory.budgets(job.config):
+            training = Training(pool, machines, gpus, shards, savings, tokens, stages)
+            if memory.total(training.items(job)) <= room:
+                yield training
+                break
 
 
 # Sampling
@@ -377,236 +378,253 @@ class Site:
 
 
 def choose_engines(
-    options: list[tuple[Site, Engine]],
+    options: Sequence[tuple[Site, Engine]],
     requests: int,
     least_rate: float | None = None,
     one_of: Collection[int] = (),
 ) -> list[tuple[Site, Engine, int]] | None:
-    """How many engines on each site, of which number of GPUs, give the highest rate, or at the lowest price
-    `least_rate`, at least one of the options `one_of` among them; None if none do."""
+    """Return how many engines each site has, of which number of GPUs; None if no choice keeps the limits.
+
+    The choice has the highest rate, or at the lowest price `least_rate`. At least one of the options with an index in
+    `one_of` is in it.
+    """
     copies = np.array([site.machines if site.trains else 1 for site, _ in options])
     rates = copies * [engine.rate for _, engine in options]
     most = np.array(
         [site.gpus // e.tp * (1 if site.trains else site.machines) for site, e in options]
     )
-    none, each = np.zeros(len(options)), np.eye(len(options))
-    # Unknown are how many there are of each, and whether any is: of a site's, only one may be chosen.
-    rows, limits = (
-        [np.append(copies * [engine.requests for _, engine in options], none)],
-        [requests],
-    )
-    rows, limits = [*rows, *np.hstack([each, -np.diag(most)])], [*limits, *none]
+    # Unknown are the number of each option, and whether it is chosen: of a site's options, only one may be.
+    counts, is_chosen = np.split(np.eye(2 * len(options)), 2)
+    limits = [(copies * [engine.requests for _, engine in options] @ counts, requests)]
+    limits += [(row, 0) for row in counts - most[:, None] * is_chosen]
     for site in dict.fromkeys(site for site, _ in options):
-        rows.append(np.append(none, [of is site for of, _ in options]))
-        limits.append(1)
+        limits.append(([other is site for other, _ in options] @ is_chosen, 1))
     if one_of:
-        rows.append(np.append(-each[list(one_of)].sum(0), none))
-        limits.append(-1)
+        limits.append((-counts[list(one_of)].sum(0), -1))
     cost = -rates
     if least_rate is not None:  # the last part prefers few GPUs among those that cost the same
         cost = copies * [engine.tp * (engine.pool.price_per_hour + 1e-3) for _, engine in options]
-        rows, limits = [*rows, np.append(-rates, none)], [*limits, -least_rate]
-    bounds, constraints = (
-        Bounds(0, np.append(most, none + 1)),
-        LinearConstraint(np.array(rows), ub=limits),
-    )
-    costs, gap = np.append(cost, none), {"mip_rel_gap": GAP}
-    found = milp(costs, constraints=constraints, integrality=1, bounds=bounds, options=gap)
-    if found.x is None or not found.x[: len(options)].round().any():
+        limits.append((-rates @ counts, -least_rate))
+    rows, upper = zip(*limits, strict=True)
+    solution = milp(
+        cost @ counts,
+        constraints=LinearConstraint(np.array(rows), ub=upper),
+        integrality=1,
+        bounds=Bounds(0, np.append(most, np.ones(len(options)))),
+        options={"mip_rel_gap": GAP},
+    ).x
+    if solution is None:
         return None
-    counts = (found.x[: len(options)].round() * copies).astype(int).tolist()
-    return [
-        (site, engine, count)
-        for (site, engine), count in zip(options, counts, strict=True)
-        if count
-    ]
+    numbers = (solution[: len(options)].round() * copies).astype(int).tolist()
+    return [(*option, n) for option, n in zip(options, numbers, strict=True) if n] or None
 
 
 # Both
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who trains, who samples, and what a step takes then. Before it is solved, `rate` is one that nothing exceeds."""
+class Split:
+    """Who trains and who may sample, and what no choice of engines exceeds."""
 
     job: Job
     training: Training
     training_s: float
     update_s: float
-    rate: float
-    """Tokens/s of all engines."""
     options: tuple[tuple[Site, Engine], ...]
     """Engines that a site may have, each with as many requests as it has room for."""
-    tail_s: float = 0.0
-    """Seconds for which the longest response of a step decodes on when one of mean length has ended; not solved: the
-    least."""
-    engines: tuple[tuple[Site, Engine, int], ...] = ()
     colocate: str | None = None
     """How trainer and engine share their GPU, if they do; they then take turns whatever α is."""
+
+    @property
+    def trainer(self) -> tuple:
+        """The GPUs that train. Splits with the same trainer are alternatives of one plan."""
+        t = self.training
+        return t.pool, t.machines, t.gpus, self.colocate is None
 
     @property
     def alpha(self) -> float:
         """The async_ratio that the hardware lets count."""
         return 0.0 if self.colocate else self.job.config.async_ratio
 
+    @cached_property
+    def tails(self) -> list[float]:
+        """Seconds of the tail with each of the options."""
+        return [tail_s(self.job, [engine]) for _, engine in self.options]
+
+    @cached_property
+    def most_rate(self) -> float:
+        """Tokens/s that no choice of engines exceeds.
+
+        It is bounded by the best engine for each GPU, and by the best for each request, which is alone in its engine.
+        """
+        best: dict[Site, float] = {}
+        for site, engine in self.options:
+            best[site] = max(best.get(site, 0.0), engine.rate / engine.tp)
+        by_gpus = sum(site.machines * site.gpus * rate for site, rate in best.items())
+        alone = max(make_engine(self.job, e.pool, e.tp, 1).rate for _, e in self.options)
+        return min(by_gpus, self.job.requests * alone)
+
+    def step_s(self, rate: float, tail: float) -> float:
+        """Seconds of a step, about, of engines with this rate, tokens/s, and this tail, seconds."""
+        busy_s = self.job.tokens / rate + self.update_s
+        return least_step_s(busy_s, self.training_s, self.alpha, tail)
+
+    def least_rate(self, step_s: float, tail: float) -> float:
+        """Tokens/s that the engines need for a step of so many seconds; infinite if no rate is enough."""
+        busy_s = min(step_s, step_s * (1 + self.alpha) - self.training_s - tail)
+        if busy_s <= self.update_s or self.training_s > step_s:
+            return math.inf
+        return self.job.tokens / (busy_s - self.update_s)
+
+    def bound(self, limit_s: float | None, rate: float, tail: float) -> float:
+        """Seconds of a step, or with a limit on them the price per hour, that it does not get below."""
+        if limit_s is None:
+            return self.step_s(rate, tail)
+        least = self.least_rate(limit_s, tail)
+        prices = (e.pool.price_per_hour * e.tp / e.rate for _, e in self.options)
+        sampling = 0.0 if self.colocate else least * min(prices)
+        trains = self.training.pool.price_per_hour * self.training.ranks
+        return trains + sampling if least <= rate else math.inf
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A split with its engines, and what a step takes then."""
+
+    split: Split
+    engines: tuple[tuple[Site, Engine, int], ...]
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s of all engines."""
+        return sum(engine.rate * count for _, engine, count in self.engines)
+
+    @property
+    def tail_s(self) -> float:
+        """Seconds of the tail."""
+        return tail_s(self.split.job, [engine for _, engine, _ in self.engines])
+
     @property
     def generation_s(self) -> float:
         """Seconds in which the engines sample what a step trains on (g)."""
-        return self.job.tokens / self.rate
+        return self.split.job.tokens / self.rate
 
     @property
     def step_s(self) -> float:
         """Seconds of a step, about."""
-        return least_step_s(
-            self.generation_s + self.update_s, self.training_s, self.alpha, self.tail_s
-        )
+        return self.split.step_s(self.rate, self.tail_s)
 
     @property
     def most_step_s(self) -> float:
         """Seconds of a step, at most: by its longest response, in the slowest engine."""
-        longest_s = self.job.lengths.longest * max(engine.decode_s for _, engine, _ in self.engines)
-        return most_step_s(
-            self.generation_s + self.update_s, self.training_s, longest_s, self.alpha
-        )
+        split = self.split
+        longest_s = split.job.lengths.longest * max(e.decode_s for _, e, _ in self.engines)
+        busy_s = self.generation_s + split.update_s
+        return most_step_s(busy_s, split.training_s, longest_s, split.alpha)
 
     @property
     def sampling_gpus(self) -> list[tuple[Pool, int]]:
         """GPUs that sample and train nothing."""
-        return (
-            []
-            if self.colocate
-            else [(engine.pool, engine.tp * count) for _, engine, count in self.engines]
-        )
+        engines = () if self.split.colocate else self.engines
+        return [(engine.pool, engine.tp * count) for _, engine, count in engines]
 
     @property
     def cost_per_hour(self) -> float:
         """Price of the GPUs in use; those that stay idle cost nothing."""
-        used = [(self.training.pool, self.training.ranks), *self.sampling_gpus]
+        training = self.split.training
+        used = [(training.pool, training.ranks), *self.sampling_gpus]
         return sum(pool.price_per_hour * gpus for pool, gpus in used)
-
-    def least_rate(self, step_s: float) -> float:
-        """Tokens/s that the engines need for a step of so many seconds; infinite if none are enough."""
-        generation_s = (
-            min(step_s, step_s * (1 + self.alpha) - self.training_s - self.tail_s) - self.update_s
-        )
-        if generation_s <= 0 or self.training_s > step_s:
-            return math.inf
-        return self.job.tokens / generation_s
-
-    def bound(self, limit_s: float | None) -> float:
-        """Seconds of a step, or with a limit on them the price per hour, that it does not get below."""
-        if limit_s is None:
-            return self.step_s
-        least, (pool, ranks) = self.least_rate(limit_s), (self.training.pool, self.training.ranks)
-        cheapest = (
-            min(e.pool.price_per_hour * e.tp / e.rate for _, e in self.options)
-            if not self.colocate
-            else 0.0
-        )
-        return pool.price_per_hour * ranks + least * cheapest if least <= self.rate else math.inf
 
     def value(self, limit_s: float | None) -> float:
         """What is to be least: seconds of a step, or with a limit on them the price per hour."""
         return self.cost_per_hour if limit_s else self.step_s
 
-    def solved(self, limit_s: float | None = None) -> "Plan | None":
-        """The plan with the engines of the least step, or with a limit on it the cheapest; None if none keep it.
 
-        The step has two unknowns: the rate, and the tail, which the fastest engine decides. For each tail the best rate
-        is sought, if a lower one is enough, and as long as the best of all so far could beat what was found.
-        """
-        tails, found, sought = [tail_s(self.job, [engine]) for _, engine in self.options], [], set()
-        for tail in sorted(set(tails), reverse=True):
-            rate = self.rate if limit_s or not found else max(plan.rate for plan in found)
-            way = replace(self, tail_s=tail, rate=rate)
-            best = min((plan.value(limit_s) for plan in found), default=math.inf)
-            wanted = way.least_rate(limit_s) if limit_s else None
-            if wanted not in sought and way.bound(limit_s) * (1 + GAP) < best:
-                sought |= {wanted} - {None}
-                fast = {
-                    option for option, its in zip(self.options, tails, strict=True) if its <= tail
-                }
-                found += filter(None, way._ways(limit_s, fast).values())
-        return min(found, key=lambda plan: plan.value(limit_s), default=None)
-
-    def _ways(
-        self, limit_s: float | None, fast: Collection[tuple[Site, Engine]]
-    ) -> "dict[int, Plan | None]":
-        """Plans with the best engines, one of them `fast`, by the number of engines among which requests are divided.
-
-        The controller gives a request to who has the fewest, so that all engines have as many, or as many as fit. How
-        many that are depends on how many engines there are: powers of two are tried, then those beside the best.
-        """
-        requests, gpus = (
-            self.job.requests,
-            sum(s.machines * s.gpus for s in {site for site, _ in self.options}),
-        )
-        most = min(requests, gpus)
-        # fewer are all full
-        least = min(most, max(1, requests // max(engine.requests for _, engine in self.options)))
-        to_try, found = [least, *(1 << i for i in range(20) if least < 1 << i < most), most], {}
-        while to_try:
-            found |= {
-                n: self._with_requests(requests / n, limit_s, fast)
-                for n in to_try
-                if n not in found
-            }
-            if best := min(
-                filter(None, found.values()), key=lambda plan: plan.value(limit_s), default=None
-            ):
-                num = sum(count for _, _, count in best.engines)
-                by = max(1, num // FINE)
-                to_try = [
-                    n for n in (num - by, num, num + by) if least <= n <= most and n not in found
-                ]
-            else:
-                to_try = []
-        return found
-
-    def _with_requests(self, each: float, limit_s: float | None, fast: Collection) -> "Plan | None":
-        """The plan with the best engines if each has so many requests, or as many as fit; then with those they have."""
-        options = [
-            (site, make_engine(self.job, e.pool, e.tp, min(each, e.requests)))
-            for site, e in self.options
-        ]
-        one_of = [index for index, option in enumerate(self.options) if option in fast]
-        chosen = choose_engines(
-            options, self.job.requests, limit_s and self.least_rate(limit_s), one_of
-        )
-        way = chosen and self.sampled_by(chosen)
-        return way if way and (limit_s is None or way.step_s <= limit_s * (1 + 1e-6)) else None
-
-    def sampled_by(self, chosen: list[tuple[Site, Engine, int]]) -> "Plan":
-        """The plan with so many of these engines, to which all requests go in equal numbers, as far as they fit."""
-        most = {(site, engine.tp): engine.requests for site, engine in self.options}
-        left, waiting, sampling = self.job.requests, sum(count for _, _, count in chosen), []
-        for site, engine, count in sorted(chosen, key=lambda choice: most[choice[0], choice[1].tp]):
-            requests = min(most[site, engine.tp], left / waiting)
-            left, waiting = left - count * requests, waiting - count
-            sampling.append((site, make_engine(self.job, engine.pool, engine.tp, requests), count))
-        rate, tail = (
-            sum(e.rate * count for _, e, count in sampling),
-            tail_s(self.job, [e for _, e, _ in sampling]),
-        )
-        return replace(self, engines=tuple(sampling), rate=rate, tail_s=tail)
-
-
-def tail_s(job: Job, sampling: Iterable[Engine]) -> float:
+def tail_s(job: Job, engines: Iterable[Engine]) -> float:
     """Seconds for which a step's longest response decodes on, in the fastest engine, when a mean one has ended."""
-    decode_s = min(
-        make_engine(job, pool, tp, 1).decode_s for pool, tp in {(e.pool, e.tp) for e in sampling}
-    )
+    decode_s = min(sum(decode_parts_s(job, e.pool, e.tp, 1)) for e in engines)
     return (job.lengths.longest - job.lengths.response) * decode_s
 
 
-def splits(job: Job, cluster: Cluster) -> Iterator[Plan]:
-    """Every division of the GPUs, with the fastest training for it, unsolved."""
+def solve(split: Split, limit_s: float | None = None) -> Plan | None:
+    """Return the plan with the least step, or with a limit on it the cheapest; None if none keeps the limit.
+
+    The step has two unknowns: the rate, and the tail, which the fastest engine decides. For each tail the best rate is
+    sought, as long as the best rate of all so far could beat the best plan. A shorter tail allows fewer engines, so it
+    has no higher rate.
+    """
+    plans: list[Plan] = []
+    rate = split.most_rate
+    for tail in sorted(set(split.tails), reverse=True):
+        best = min((plan.value(limit_s) for plan in plans), default=math.inf)
+        if split.bound(limit_s, rate, tail) * (1 + GAP) < best:
+            plans += _plans_with_tail(split, tail, limit_s)
+        if plans and limit_s is None:
+            rate = max(plan.rate for plan in plans)
+    return min(plans, key=lambda plan: plan.value(limit_s), default=None)
+
+
+def _plans_with_tail(split: Split, tail: float, limit_s: float | None) -> list[Plan]:
+    """Return plans, one of whose engines has at most this tail, for several numbers of engines.
+
+    The controller gives a request to who has the fewest, so that all engines have as many, or as many as fit. How many
+    that are depends on how many engines there are: powers of two are tried, then those beside the best.
+    """
+    requests, sites = split.job.requests, {site for site, _ in split.options}
+    most = min(requests, sum(site.machines * site.gpus for site in sites))
+    # fewer are all full
+    least = min(most, max(1, requests // max(engine.requests for _, engine in split.options)))
+    numbers = [least, *(1 << i for i in range(20) if least < 1 << i < most), most]
+    plans: dict[int, Plan | None] = {}
+    while numbers:
+        plans |= {n: _plan_with_requests(split, requests / n, tail, limit_s) for n in numbers}
+        fitting = [plan for plan in plans.values() if plan]
+        if not fitting:
+            return []
+        best = min(fitting, key=lambda plan: plan.value(limit_s))
+        num = sum(count for _, _, count in best.engines)
+        by = max(1, num // FINE)
+        beside = (num - by, num, num + by)
+        numbers = [n for n in beside if least <= n <= most and n not in plans]
+    return fitting
+
+
+def _plan_with_requests(
+    split: Split, requests: float, tail: float, limit_s: float | None
+) -> Plan | None:
+    """Return the plan with the best engines if each has so many requests, or as many as fit."""
+    options = [
+        (site, make_engine(split.job, e.pool, e.tp, min(requests, e.requests)))
+        for site, e in split.options
+    ]
+    fast = [index for index, seconds in enumerate(split.tails) if seconds <= tail]
+    least_rate = limit_s and split.least_rate(limit_s, tail)
+    chosen = choose_engines(options, split.job.requests, least_rate, fast)
+    if chosen is None:
+        return None
+    plan = sampled_by(split, chosen)
+    return plan if limit_s is None or plan.step_s <= limit_s * (1 + 1e-6) else None
+
+
+def sampled_by(split: Split, chosen: Iterable[tuple[Site, Engine, int]]) -> Plan:
+    """Return the plan with so many of these engines, to which requests go in equal numbers, as far as they fit."""
+    room = {(site, engine.tp): engine.requests for site, engine in split.options}
+    engines = []
+    requests_left, engines_left = split.job.requests, sum(count for _, _, count in chosen)
+    for site, engine, count in sorted(chosen, key=lambda choice: room[choice[0], choice[1].tp]):
+        requests = min(room[site, engine.tp], requests_left / engines_left)
+        requests_left, engines_left = requests_left - count * requests, engines_left - count
+        engines.append((site, make_engine(split.job, engine.pool, engine.tp, requests), count))
+    return Plan(split, tuple(engines))
+
+
+def splits(job: Job, cluster: Cluster) -> Iterator[Split]:
+    """Every division of the GPUs, with the fastest training for it."""
     tps = [tp for tp in TPS if memory.can_split(job.shape, tp)]
-    can = {
+    engines = {
         pool: [e for tp in tps if tp <= pool.gpus and (e := largest_engine(job, pool, tp))]
         for pool in cluster.pools
     }
-    tails = {pool: {e.tp: tail_s(job, [e]) for e in some} for pool, some in can.items()}
     update = 2 * job.shape.num_parameters / 1e9
     for pool in cluster.pools:
         yield from _shared(job, cluster, pool)
@@ -614,44 +632,28 @@ def splits(job: Job, cluster: Cluster) -> Iterator[Plan]:
             if not _can_share(job.config, machines):
                 continue
             left = [(other, other.count - machines * (other is pool)) for other in cluster.pools]
-            near = [Site(p, n, p.gpus, False) for p, n in left if n and p.gpu == pool.gpu]
-            far = [Site(p, n, p.gpus, False) for p, n in left if n and p.gpu != pool.gpu]
+            sites = [Site(other, count, other.gpus, False) for other, count in left if count]
+            near = [site for site in sites if site.pool.gpu == pool.gpu]
+            far = [site for site in sites if site.pool.gpu != pool.gpu]
             reach = [([], math.inf), (near, cluster.same_kind), (far, cluster.across_kinds)]
-            reach.append(([*near, *far], min(cluster.same_kind, cluster.across_kinds)))
+            reach.append((sites, min(cluster.same_kind, cluster.across_kinds)))
             for stages in (False, True)[: 1 + (gpus < pool.gpus)]:
                 here = [Site(pool, machines, pool.gpus - gpus, True)] * stages
-                ways = (
-                    (training_s(job, cluster, t), t)
-                    for t in trainings(job, pool, machines, gpus, stages)
-                )
-                seconds, t = min(ways, key=lambda way: way[0], default=(math.inf, None))
-                for sites, link in reach:
-                    options = [
-                        (s, e) for s in [*here, *sites] for e in can[s.pool] if e.tp <= s.gpus
-                    ]
-                    if t is None or not options:
-                        continue
-                    update_s = max(
-                        stages * update / pool.gb_per_s, cluster.update_factor * update / link
+                timed = [
+                    (training_s(job, cluster, training), training)
+                    for training in trainings(job, pool, machines, gpus, stages)
+                ]
+                if not timed:
+                    continue
+                seconds, training = min(timed, key=lambda pair: pair[0])
+                for joined, link in reach:
+                    options = tuple(
+                        (s, e) for s in [*here, *joined] for e in engines[s.pool] if e.tp <= s.gpus
                     )
-                    rate, tail = (
-                        _most_rate(job, options),
-                        min(tails[e.pool][e.tp] for _, e in options),
-                    )
-                    yield Plan(job, t, seconds, update_s, rate, tuple(options), tail)
-
-
-def _most_rate(job: Job, options: Collection[tuple[Site, Engine]]) -> float:
-    """Tokens/s that no choice of engines exceeds: by the best for each GPU, and by the best for each request, which is
-    alone in its engine."""
-    best: dict[Site, float] = {}
-    for site, engine in options:
-        best[site] = max(best.get(site, 0.0), engine.rate / engine.tp)
-    by_gpus = sum(site.machines * site.gpus * rate for site, rate in best.items())
-    alone = {(e.pool, e.tp) for _, e in options}
-    return min(
-        by_gpus, job.requests * max(make_engine(job, pool, tp, 1).rate for pool, tp in alone)
-    )
+                    publish_s = cluster.update_factor * update / link
+                    update_s = max(stages * update / pool.gb_per_s, publish_s)
+                    if options:
+                        yield Split(job, training, seconds, update_s, options)
 
 
 def _can_share(config: Config, machines: int) -> bool:
@@ -663,8 +665,9 @@ def _can_share(config: Config, machines: int) -> bool:
     return True
 
 
-def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Plan]:
+def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Split]:
     """Trainer and engine on one GPU, all others idle."""
+    update_s = 4 * job.shape.num_parameters / pool.hbm_bytes_per_s
     for colocate in {job.config.colocate, "sleep" if job.config.async_ratio == 0 else "share"}:
         for savings, tokens in itertools.product(SAVINGS, memory.budgets(job.config)):
             t = Training(pool, 1, 1, 1, savings, tokens, True)
@@ -674,12 +677,8 @@ def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Plan]:
             except ValueError:
                 continue
             if engine := largest_engine(job, pool, 1, share * pool.device.total_bytes):
-                seconds, update_s = (
-                    training_s(job, cluster, t),
-                    4 * job.shape.num_parameters / pool.hbm_bytes_per_s,
-                )
-                options, tail = ((Site(pool, 1, 1, True), engine),), tail_s(job, [engine])
-                yield Plan(job, t, seconds, update_s, engine.rate, options, tail, colocate=colocate)
+                options = ((Site(pool, 1, 1, True), engine),)
+                yield Split(job, t, training_s(job, cluster, t), update_s, options, colocate)
 
 
 def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int = 4) -> list[Plan]:
@@ -689,61 +688,57 @@ def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int
     """
     cluster = replace(cluster, pools=tuple(calibrated(job, pool) for pool in cluster.pools))
     limit_s = tokens_per_s and job.tokens / tokens_per_s
-    bounds = sorted(
-        ((split.bound(limit_s), split) for split in splits(job, cluster)), key=lambda pair: pair[0]
-    )
+    bounds = [
+        (split.bound(limit_s, split.most_rate, min(split.tails)), split)
+        for split in splits(job, cluster)
+    ]
     if not bounds:
         raise ValueError(_refusal(job, cluster))
-    found: dict[tuple, tuple[float, Plan]] = {}
-    for bound, split in bounds:
-        who = (
-            split.training.pool,
-            split.training.machines,
-            split.training.gpus,
-            split.colocate is None,
-        )
-        enough = sorted(value for value, _ in found.values())[num - 1 : num]
-        if bound == math.inf or (enough and bound >= enough[0]):
+    best: dict[tuple, Plan] = {}
+    for bound, split in sorted(bounds, key=lambda pair: pair[0]):
+        values = sorted(plan.value(limit_s) for plan in best.values())
+        if bound == math.inf or (len(values) >= num and bound >= values[num - 1]):
             break
-        if who not in found or bound < found[who][0]:
-            solved = split.solved(limit_s)
-            if solved and (who not in found or solved.value(limit_s) < found[who][0]):
-                found[who] = solved.value(limit_s), solved
-    if not found:
-        best = job.tokens / plan(job, cluster, num=1)[0].step_s
-        raise ValueError(f"no plan has {tokens_per_s:g} tokens/s; the fastest has {best:g}")
-    plans = [plan for _, plan in sorted(found.values(), key=lambda pair: pair[0])[:num]]
-    return plans if limit_s else [p.solved(p.step_s * (1 + GAP)) or p for p in plans]
+        known = best.get(split.trainer)
+        if known and bound >= known.value(limit_s):
+            continue
+        solved = solve(split, limit_s)
+        if solved and (not known or solved.value(limit_s) < known.value(limit_s)):
+            best[split.trainer] = solved
+    if not best:
+        fastest = job.tokens / plan(job, cluster, num=1)[0].step_s
+        raise ValueError(f"no plan has {tokens_per_s:g} tokens/s; the fastest has {fastest:g}")
+    plans = sorted(best.values(), key=lambda plan: plan.value(limit_s))[:num]
+    return plans if limit_s else [solve(p.split, p.step_s * (1 + GAP)) or p for p in plans]
 
 
 def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
     """What a step takes if all machines, of one kind, have this placement of `placement.py`."""
     (pool,), config, weights = cluster.pools, job.config, 2 * job.shape.num_parameters
     ranks, worker = len(placement.trainer_gpus), placement.workers[0]
-    shards, saved = (
+    training = Training(
+        pool,
+        pool.count,
+        ranks,
         ranks * pool.count // config.replicas,
-        (config.save_memory, config.max_tokens_per_microbatch),
+        config.save_memory,
+        config.max_tokens_per_microbatch,
+        placement.transport != "shm",
     )
-    training = Training(pool, pool.count, ranks, shards, *saved, placement.transport != "shm")
     # By ipc the engine copies what it reads, by shm both ends do.
     update_s = {
         "nccl": weights / (pool.gb_per_s * 1e9),
         "ipc": 2 * weights / pool.hbm_bytes_per_s,
         "shm": 2 * weights / HOST_BYTES_PER_S,
     }[placement.transport]
-    is_shared = worker.shared_with_rank is not None
-    room = worker.gpu_memory_utilization * pool.device.total_bytes if is_shared else None
-    engine, colocate = (
-        largest_engine(job, pool, config.rollout_tp, room),
-        config.colocate if is_shared else None,
-    )
-    site, count = (
-        Site(pool, pool.count, pool.gpus - ranks, True),
-        len(placement.workers) * pool.count,
-    )
+    room, colocate = None, None
+    if worker.shared_with_rank is not None:
+        room, colocate = worker.gpu_memory_utilization * pool.device.total_bytes, config.colocate
+    engine = largest_engine(job, pool, config.rollout_tp, room)
+    site = Site(pool, pool.count, pool.gpus - ranks, True)
     seconds = training_s(job, cluster, training)
-    plan = Plan(job, training, seconds, update_s, 0.0, ((site, engine),), colocate=colocate)
-    return plan.sampled_by([(site, engine, count)])
+    split = Split(job, training, seconds, update_s, ((site, engine),), colocate)
+    return sampled_by(split, [(site, engine, len(placement.workers) * pool.count)])
 
 
 def _refusal(job: Job, cluster: Cluster) -> str:

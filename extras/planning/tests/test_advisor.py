@@ -21,7 +21,6 @@ from extras.planning.advice import (
     measure_machines,
     rate_that_suffices,
     training_share_by_proposition_2,
-    training_share_by_rates,
 )
 from extras.planning.advisor import Measured, expected_step, predicted_step, tail_share
 from scripts.runs import frame
@@ -34,20 +33,8 @@ def measured(**changes):
 
     A step takes as long as proposition 2 allows.
     """
-    defaults = {
-        "async_ratio": 1.0,
-        "rollout_devices": 4,
-        "training_devices": 2,
-        "unit": "GPU",
-        "is_shared": False,
-        "samples": 64,
-        "decoding_s": 12.0,
-        "training_s": 4.0,
-        "response_mean_s": 1.0,
-        "response_max_s": 3.0,
-        "step_s": 4.5,
-    }
-    return Measured(**{**defaults, **changes})
+    usual = Measured(1.0, 4, 2, "GPU", False, 64, 12.0, 4.0, 1.0, 3.0, 4.5)
+    return dataclasses.replace(usual, **changes)
 
 
 # The paper: K workers take mu_gen for each of N samples, one by one; E epochs of mu_train a sample; a share beta trains
@@ -107,23 +94,18 @@ def test_the_papers_example_of_lognormal_lengths():
 # By hand
 
 
-def test_by_the_rates_the_slower_side_sets_the_pace_and_without_overlap_both_add_up():
-    m = measured()
-    assert predicted_step(m, 1, 4, 2)[0] == 3.0, "12/4 against 4/2"
-    assert predicted_step(m, 0, 4, 2)[0] == 5.0, "12/4 + 4/2"
-    assert predicted_step(m, 0.25, 4, 2)[0] == 4.0, (
-        "(12/4 + 4/2) / 1.25: a batch and a quarter hold places"
-    )
-    assert training_share_by_rates(m) == 0.25
-
-
-def test_proposition_2_adds_the_longest_response_over_the_batches_in_flight():
-    m = measured()
-    assert predicted_step(m, 0, 4, 2)[1] == 12 / 4 + 3 + 4 / 2
-    assert predicted_step(m, 1, 4, 2)[1] == 12 / 4 + 3 / 2
-    assert predicted_step(m, 2, 4, 2)[1] == 12 / 4 + 3 / 3
-    assert predicted_step(m, 0.25, 4, 2)[1] == 8 / 1.25
-    assert predicted_step(m, 2, 4, 0.5)[1] == 8.0, "training is slower"
+@pytest.mark.parametrize(
+    ("alpha", "training", "least_s", "most_s"),
+    [
+        (0, 2, 12 / 4 + 4 / 2, 12 / 4 + 3 + 4 / 2),
+        (0.25, 2, (12 / 4 + 4 / 2) / 1.25, (12 / 4 + 3 + 4 / 2) / 1.25),
+        (1, 2, 12 / 4, 12 / 4 + 3 / 2),
+        (2, 2, 12 / 4, 12 / 4 + 3 / 3),
+        (2, 0.5, 4 / 0.5, 4 / 0.5),
+    ],
+)
+def test_a_step_is_predicted_by_the_rates_and_by_proposition_2(alpha, training, least_s, most_s):
+    assert predicted_step(measured(), alpha, 4, training) == (least_s, most_s)
 
 
 def test_the_best_split_is_the_best_of_all_and_the_present_one_unless_another_is_better():
@@ -178,21 +160,18 @@ def test_the_advice_shows_its_arithmetic():
     assert "share these" not in text
 
 
-def test_where_nothing_would_be_gained_it_says_so():
-    balanced = measured(
-        decoding_s=3.0, training_s=3.0, response_max_s=0.1, rollout_devices=1, training_devices=1
-    )
-    assert "advice: leave both as they are" in advise(balanced)
-
-
 @pytest.mark.parametrize(
-    ("alpha", "words"), [(0.0, "promise too much"), (1.0, "took part of them")]
+    ("changes", "words"),
+    [
+        ({"decoding_s": 3.0, "training_s": 3.0, "response_max_s": 0.1}, "leave both as they are"),
+        ({"is_shared": True, "unit": "CPU core", "async_ratio": 0.0}, "promise too much"),
+        ({"is_shared": True, "unit": "CPU core"}, "took part of them"),
+    ],
 )
-def test_on_shared_cores_it_says_what_its_numbers_cannot_mean(alpha, words):
-    shared = measured(
-        unit="CPU core", is_shared=True, rollout_devices=1, training_devices=1, async_ratio=alpha
-    )
-    assert words in advise(shared)
+def test_it_says_where_nothing_is_gained_and_what_numbers_of_shared_cores_cannot_mean(
+    changes, words
+):
+    assert words in advise(measured(rollout_devices=1, training_devices=1, **changes))
 
 
 # What is measured
@@ -302,14 +281,7 @@ def test_a_run_of_several_nodes_or_without_responses_is_refused():
 
 def machines(**changes):
     """Rates of 4, 2, 2 and 1 response/s; a step trains 5 s on 36 responses, and weights take 1 s to a machine."""
-    known = {
-        "rates": (2.0, 4.0, 1.0, 2.0),
-        "responses": 36,
-        "train_s": 5.0,
-        "broadcast_s": 1.0,
-        "refresh_lag": 1,
-    }
-    return Machines(**{**known, **changes})
+    return dataclasses.replace(Machines((2.0, 4.0, 1.0, 2.0), 36, 5.0, 1.0, 1), **changes)
 
 
 def test_the_rate_that_suffices_just_fits_responses_and_broadcast_into_training():

@@ -108,18 +108,10 @@ def test_gpus_that_are_not_known_are_one_line(text, said):
         read_pool(text)
 
 
-def test_a_model_that_fits_nowhere_and_gpus_of_a_real_run_are_refused(models, capsys):
-    for options, said in (
-        (
-            ["--dry-run", "--gpus", "1xL4"],
-            "the model fits on no GPUs to train and to sample: L4 has",
-        ),
-        (
-            ["--gpus", "8xH100"],
-            "--gpus 8xH100 is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES",
-        ),
-    ):
-        with pytest.raises(SystemExit):
-            parse_config(["--model", str(models["8b"]), *LONG, *options])
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: {said}")
+def test_gpus_of_a_real_run_are_refused(models, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(["--model", str(models["8b"]), *LONG, "--gpus", "8xH100"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "error: --gpus 8xH100 is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES"
+    )

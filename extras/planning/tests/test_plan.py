@@ -4,6 +4,7 @@ extras/planning/tests/test_planner.py's."""
 import dataclasses
 import json
 import random
+import re
 import shlex
 import tomllib
 from collections import Counter
@@ -88,29 +89,25 @@ def test_the_plan_for_machines_has_all_that_is_promised(tmp_path, model, capsys)
     assert 1 <= len(found["next"]) <= 3
 
 
+def number_after(option, command, default):
+    found = re.search(rf"{option} (\d+)", command)
+    return int(found[1]) if found else default
+
+
 def check_that_it_fits(command, pool, config, shape, machines, ranks):
     """What a node of the run, or a machine that joins it, checks before it starts; no step of it may be doubtful."""
-    words = shlex.split(command)
-    visible = (
-        words[0].removeprefix("CUDA_VISIBLE_DEVICES=").split(",")
-        if "=" in words[0]
-        else range(pool.gpus)
-    )
-    gpus = [pool.device] * len(visible)
-    if "--join" in words:
-        tp = (
-            int(words[words.index("--rollout-tp") + 1])
-            if "--rollout-tp" in words
-            else config.rollout_tp
-        )
+    visible = re.match(r"CUDA_VISIBLE_DEVICES=(\S+)", command)
+    num_gpus = len(visible[1].split(",")) if visible else pool.gpus
+    gpus = [pool.device] * num_gpus
+    if "--join" in command:
+        tp = number_after("--rollout-tp", command, config.rollout_tp)
         config = dataclasses.replace(
             config, num_rollout_workers=None, weight_sync="auto", rollout_tp=tp
         )
-        assert sum(worker.num_gpus for worker in place(config, len(gpus), 64, 0).workers) == len(
-            gpus
-        )
+        workers = place(config, num_gpus, 64, 0).workers
+        assert sum(worker.num_gpus for worker in workers) == num_gpus
         return memory.check_engine(config, shape, pool.device)
-    placement = place(config, len(gpus), 64, ranks // machines)
+    placement = place(config, num_gpus, 64, ranks // machines)
     placement, arithmetic = plan_memory(
         config, placement, shape, gpus, memory.Sharing(ranks, ranks // config.replicas)
     )
@@ -141,11 +138,8 @@ def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(
         assert "fits on no GPUs" in refused.code or "does not go with" in refused.code
         return
     config, pools = trainer_config(found["commands"][0]["command"]), read_cluster(path)[0].pools
-    words = shlex.split(found["commands"][0]["command"])
-    nodes, ranks = (
-        int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1,
-        sum(found["train"].values()),
-    )
+    nodes = number_after("--nnodes", found["commands"][0]["command"], 1)
+    ranks = sum(found["train"].values())
     assert config == config.checked()
     for line in found["commands"]:
         (pool,) = (pool for pool in pools if line["machines"].endswith(f"× {pool.name}"))
@@ -156,9 +150,9 @@ def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(
 def test_the_examples_make_plans_whose_commands_a_run_accepts(example, model, capsys):
     found = planned(capsys, example, "--model", model, *JOB)
     trainer, *others = found["commands"]
-    config, words = trainer_config(trainer["command"]), shlex.split(trainer["command"])
-    machines = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
-    ranks = machines * int(words[words.index("--nproc-per-node") + 1])
+    config = trainer_config(trainer["command"])
+    machines = number_after("--nnodes", trainer["command"], 1)
+    ranks = machines * number_after("--nproc-per-node", trainer["command"], None)
     assert sum(found["train"].values()) == ranks
     check_shares(config, machines, ranks)
     assert config.model == model and config.groups_per_step == 16
@@ -194,26 +188,12 @@ def test_one_gpu_trains_and_samples_by_one_command(tmp_path, model, capsys):
     assert found["rollout"] == {} and found["cost_per_million_tokens"] == 0
 
 
-def test_links_that_are_missing_are_assumed_and_said(tmp_path, model, capsys):
-    path = write(tmp_path, MACHINES)
-    cluster, notes = read_cluster(path)
-    assert (cluster.same_kind, cluster.across_kinds) == (1.25, 1.25) and len(notes) == 2
-    main([str(path), "--model", model, *JOB])
-    assert "note: [links] same_kind is missing; 1.25 GB/s assumed" in capsys.readouterr().out
-
-
 def test_people_get_a_picture_the_next_best_plans_and_the_commands(tmp_path, model, capsys):
-    main(
-        [
-            str(write(tmp_path, MACHINES + LINKS)),
-            "--model",
-            model,
-            *JOB,
-            "--lengths",
-            "lognormal:500,0.7",
-        ]
-    )
-    lines = capsys.readouterr().out.splitlines()
+    path = write(tmp_path, MACHINES + "[links]\nacross_kinds = 1.5\n")
+    main([str(path), "--model", model, *JOB, "--lengths", "lognormal:500,0.7"])
+    note, *lines = capsys.readouterr().out.splitlines()
+    assert note.startswith("note: [links] same_kind is missing; 1.25 GB/s assumed")
+    assert read_cluster(path)[0].same_kind == 1.25
     assert lines[0].startswith("train ") and any("█" in line for line in lines)
     assert sum("an hour; " in line for line in lines) == 3
     assert any(line.startswith("torchrun") for line in lines) and lines[-1].startswith(
@@ -236,7 +216,6 @@ def test_data_sheets_may_be_overridden_and_two_lists_of_a_kind_are_told_apart(tm
             "gpu 'H8000' is none of B200, .*; did you mean H800?",
         ),
         ('[[machines]]\ngpu = "H800"\n', "H800: gpus is missing"),
-        ('[[machines]]\ngpu = "H800"\ngpus = 0\n', "gpus must be a whole number above 0, got 0"),
         (
             '[[machines]]\ngpu = "H800"\ngpus = 2.5\n',
             "gpus must be a whole number above 0, got 2.5",
@@ -249,25 +228,18 @@ def test_data_sheets_may_be_overridden_and_two_lists_of_a_kind_are_told_apart(tm
             '[[machines]]\ngpu = "H800"\ngpus = 1\nprice_per_hour = -1\n',
             "price_per_hour must be a number at least 0",
         ),
-        (
-            MACHINES + "[links]\nsame_kinds = 5\n",
-            "same_kinds is none of .*; did you mean same_kind?",
-        ),
         (MACHINES + '[links]\nsame_kind = "5"\n', "same_kind must be a number above 0, got '5'"),
-        ("[links]\nsame_kind = 5\n", r"lists no \[\[machines\]\]"),
         ("[[machines\n", "cannot be read"),
         ('[machines]\ngpu = "H800"\n', r"lists no \[\[machines\]\]"),
     ],
 )
-def test_mistakes_in_the_file_are_one_line(tmp_path, model, text, says):
-    with pytest.raises(ValueError, match=says.replace("?", r"\?")):
-        read_cluster(write(tmp_path, text))
-    assert refusal(write(tmp_path, text), "--model", model, *JOB).startswith("error: ")
+def test_mistakes_in_the_file_are_one_line(tmp_path, text, says):
+    error = refusal(write(tmp_path, text), "--model", "m")
+    assert re.search("^error: .*" + says.replace("?", r"\?"), error)
 
 
 def test_mistakes_on_the_command_line_are_one_line(tmp_path, model):
     path = write(tmp_path, MACHINES + LINKS)
-    assert "cannot be read" in refusal(tmp_path / "none.toml", "--model", model)
     assert "--lengths takes lognormal:MEDIAN,SIGMA" in refusal(
         path, "--model", model, "--lengths", "normal:3"
     )
@@ -279,16 +251,6 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, model):
     clash = refusal(write(tmp_path, JOINING), "--model", model, *JOB, "--scheduling", "batch")
     assert "--listen" in clash and "--scheduling batch" in clash
     assert "did you mean --async-ratio" in refusal(path, "--model", model, "--async-rato", 1)
-    assert "no plan has 1e+12 tokens/s" in refusal(
-        path, "--model", model, *JOB, "--tokens-per-s", 1e12
-    )
-
-
-def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic(tmp_path):
-    qwen3_config("8b", num_hidden_layers=200).save_pretrained(tmp_path / "large")
-    text = '[[machines]]\ngpu = "L4"\ngpus = 1\n'
-    said = refusal(write(tmp_path, text), "--model", tmp_path / "large", *JOB)
-    assert "L4 has 21.6 GiB" in said and "parameters × 2 B / 1 GPUs" in said
 
 
 SIZES = {
@@ -301,19 +263,14 @@ SIZES = {
 
 @pytest.fixture
 def run(tmp_path, model):
-    """A run on one H100 that trained and one that sampled, of 8 steps, as records/ writes it."""
+    """A run on one H100 that trained and one that sampled, of 8 steps, as asyncrl/runlog writes it."""
     config = Config(model=model, runs_dir=str(tmp_path), run_name="run", **SIZES)
     directory = RunDirectory(config, num_ranks=1)
-    spent = Counter({"wait": 5 * 10**8, "forward_backward": 10**9, "optimizer": 5 * 10**8})
+    spent = Counter(wait=5 * 10**8, forward_backward=10**9, optimizer=5 * 10**8)
     for step in range(1, 9):
         for member in range(4):
-            fields = {
-                "tokens": 50,
-                "worker": 1,
-                "started_at": 2.0 * step - 2,
-                "ended_at": 2.0 * step - 1 + 0.25 * member,
-            }
-            directory.record("trajectory", **fields)
+            span = {"started_at": 2.0 * step - 2, "ended_at": 2.0 * step - 1 + 0.25 * member}
+            directory.record("trajectory", tokens=50, worker=1, **span)
         metrics = {
             "step": step,
             "tokens/trained": 200.0,
@@ -325,10 +282,15 @@ def run(tmp_path, model):
         }
         directory.log_metrics(metrics | time_metrics(spent))
     directory.close()
-    info = json.loads((directory.path / "run.json").read_text())
-    info["hardware"]["gpus"] = ["NVIDIA H100 80GB HBM3"] * 2
-    (directory.path / "run.json").write_text(json.dumps(info))
+    gpus = ["NVIDIA H100 80GB HBM3"] * 2
+    change_run(directory.path, lambda info: info["hardware"].update(gpus=gpus))
     return directory.path
+
+
+def change_run(run, change):
+    info = json.loads((run / "run.json").read_text())
+    change(info)
+    (run / "run.json").write_text(json.dumps(info))
 
 
 def test_the_lengths_of_a_run_are_those_of_its_prompts_and_responses(run):
@@ -341,9 +303,7 @@ def test_the_lengths_of_a_run_are_those_of_its_prompts_and_responses(run):
 def test_the_prompts_of_a_run_that_read_prefixes_once_are_not_told_by_the_tokens_it_read(
     run, sharing
 ):
-    info = json.loads((run / "run.json").read_text())
-    info["config"]["share_prefix"] = sharing
-    (run / "run.json").write_text(json.dumps(info))
+    change_run(run, lambda info: info["config"].update(share_prefix=sharing))
     assert lengths_of(load(run), Config(max_prompt_tokens=500), None).prompt == 500
 
 
@@ -368,13 +328,10 @@ def test_a_runs_rates_are_those_of_the_planner_for_the_same_gpu_and_job(run, tmp
 
 def test_a_run_on_what_the_cluster_has_not_gives_its_lengths_alone(run, model, tmp_path, capsys):
     main([str(write(tmp_path, MACHINES + LINKS)), "--model", model, *JOB, "--workload", str(run)])
-    assert (
-        "note: " in (out := capsys.readouterr().out)
-        and "ran on NVIDIA H100 80GB HBM3: its lengths are taken" in out
-    )
-    info = json.loads((run / "run.json").read_text())
-    info["config"]["listen"] = "0.0.0.0:29600"
-    (run / "run.json").write_text(json.dumps(info))
+    note, *_ = capsys.readouterr().out.splitlines()
+    assert note.startswith("note: ")
+    assert "ran on NVIDIA H100 80GB HBM3: its lengths are taken" in note
+    change_run(run, lambda info: info["config"].update(listen="0.0.0.0:29600"))
     _, note = with_rates(
         read_cluster(write(tmp_path, MACHINES.replace("H800", "H100 SXM")))[0], load(run)
     )

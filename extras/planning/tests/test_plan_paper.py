@@ -75,17 +75,18 @@ def best_plan(job: Job, cluster: Cluster, train_gpus: int | None) -> Plan:
         cluster, pools=tuple(planner.calibrated(job, pool) for pool in cluster.pools)
     )
     splits = (split for split in planner.splits(job, cluster) if split.training.ranks == train_gpus)
-    return min(filter(None, (split.solved(None) for split in splits)), key=lambda plan: plan.step_s)
+    return min(filter(None, map(planner.solve, splits)), key=lambda plan: plan.step_s)
 
 
 def numbers_of(plan: Plan) -> dict[str, float]:
     """What rows show of a plan."""
-    price, tokens_per_s = plan.training.pool.price_per_hour, plan.job.tokens / plan.step_s
+    split, job = plan.split, plan.split.job
+    training_price, tokens_per_s = split.training.pool.price_per_hour, job.tokens / plan.step_s
     sampling = sum(pool.price_per_hour * gpus for pool, gpus in plan.sampling_gpus)
     return {
-        "tokens_per_s": tokens_per_s, "update_s": plan.update_s, "generation_s": plan.generation_s,
+        "tokens_per_s": tokens_per_s, "update_s": split.update_s, "generation_s": plan.generation_s,
         "cost_per_million_tokens": plan.cost_per_hour / 3600 / tokens_per_s * 1e6,
-        "training_cost": price * plan.training.ranks * plan.training_s / plan.job.tokens,
+        "training_cost": training_price * split.training.ranks * split.training_s / job.tokens,
         "sampling_cost": sampling / plan.rate,
     }  # fmt: skip
 

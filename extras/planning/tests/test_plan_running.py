@@ -163,7 +163,9 @@ def planned(job: Job, rates: dict[str, float], update_s: float, train_s: float) 
     plans = planner.plan(job, Cluster(tuple(pools), link, link, update_factor=1.0), num=10)
     # none idle
     return next(
-        p.solved(None) for p in plans if p.training.pool.name == "trains" and not p.colocate
+        planner.solve(p.split)
+        for p in plans
+        if p.split.training.pool.name == "trains" and not p.split.colocate
     )
 
 

@@ -67,9 +67,12 @@ class PlannedSimulation(Simulation):
     """A plan under the real controller: each worker has the engine of the plan, the trainer its time for a token."""
 
     def __init__(self, plan: Plan, seed: int, steps: int):
-        of, chosen = plan.job, [engine for _, engine, count in plan.engines for _ in range(count)]
+        of, chosen = (
+            plan.split.job,
+            [engine for _, engine, count in plan.engines for _ in range(count)],
+        )
         machines = Simulated(
-            self.curve(of, chosen[0]), len(chosen), plan.training_s / of.read_tokens
+            self.curve(of, chosen[0]), len(chosen), plan.split.training_s / of.read_tokens
         )
         names = (
             "groups_per_step",
@@ -84,7 +87,7 @@ class PlannedSimulation(Simulation):
         super().__init__(case)
         for worker, engine in zip(self.workers, chosen, strict=True):
             worker.process.engine = SimulatedEngine(self.clock, self.curve(of, engine))
-            worker.process.sync_s = plan.update_s
+            worker.process.sync_s = plan.split.update_s
 
     @staticmethod
     def curve(of: Job, engine: planner.Engine) -> EngineCurve:
@@ -105,7 +108,7 @@ def compared(plan: Plan, seed: int) -> dict:
     return {"predicted_s": plan.step_s, "at_most_s": plan.most_step_s, "simulated_s": step_s}
 
 
-def random_plan(every: list[Plan], rng: random.Random) -> Plan:
+def random_plan(every: list[planner.Split], rng: random.Random) -> Plan:
     """Some split of the GPUs with some engines on some of them."""
     split = rng.choice(every)
     site, engine = rng.choice(split.options)
@@ -117,7 +120,7 @@ def random_plan(every: list[Plan], rng: random.Random) -> Plan:
         other, of = rng.choice(others)
         more = rng.randint(1, other.gpus // of.tp * (1 if other.trains else other.machines))
         chosen.append((other, of, more * (other.machines if other.trains else 1)))
-    return split.sampled_by(chosen)
+    return planner.sampled_by(split, chosen)
 
 
 def clusters(shapes, count):
@@ -130,7 +133,7 @@ def clusters(shapes, count):
             "max_running_requests": rng.choice([32, 128]),
         }
         j, c = job(shapes[rng.choice(list(shapes))], **options), random_cluster(rng)
-        plans = [plan for plan in planner.plan(j, c) if not plan.colocate]
+        plans = [plan for plan in planner.plan(j, c) if not plan.split.colocate]
         if plans:
             count -= 1
             yield seed, j, c, plans[0]
