@@ -11,21 +11,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pandas as pd
 
-from asyncrl.config import OPTIONS
 from asyncrl.runlog.header import read_header
-from scripts.lines import read, read_events
+from scripts.lines import read
 
 SUMMARY = {
-    "steps": ("steps", "{}"), "samples": ("samples", "{}"), "seconds": ("time in steps, s", "{:.1f}"),
-    "reward_first": ("reward, first tenth of the steps", "{:.3f}"), "reward_last": ("reward, last tenth", "{:.3f}"),
-    "accuracy_first": ("held-out accuracy, first", "{:.3f}"), "accuracy_last": ("held-out accuracy, last", "{:.3f}"),
-    "staleness_mean": ("staleness, mean, steps", "{:.2f}"), "staleness_max": ("staleness, max, steps", "{}"),
-    "tokens_per_s": ("generated tokens/s", "{:.0f}"), "wait_share": ("share of time the trainer waited", "{:.1%}"),
-}  # fmt: skip
+    "steps": ("steps", "{}"),
+    "samples": ("samples", "{}"),
+    "seconds": ("time in steps, s", "{:.1f}"),
+    "reward_first": ("reward, first tenth of the steps", "{:.3f}"),
+    "reward_last": ("reward, last tenth", "{:.3f}"),
+    "accuracy_first": ("held-out accuracy, first", "{:.3f}"),
+    "accuracy_last": ("held-out accuracy, last", "{:.3f}"),
+    "staleness_mean": ("staleness, mean, steps", "{:.2f}"),
+    "staleness_max": ("staleness, max, steps", "{}"),
+    "tokens_per_s": ("generated tokens/s", "{:.0f}"),
+    "wait_share": ("share of time the trainer waited", "{:.1%}"),
+}
 """What people look at first: key of `summarise`, label, format."""
 
 
@@ -53,13 +57,9 @@ class Run:
     @cached_property
     def events(self) -> dict[str, pd.DataFrame]:
         """The events of all nodes by kind, in the order written; an empty frame for a kind that did not occur."""
-        files = {
-            int(p.parent.name.removeprefix("node_")): p
-            for p in self.path.glob("node_*/events.jsonl")
-        }
         by_kind = defaultdict(list)
-        for node, file in sorted({0: self.path / "events.jsonl", **files}.items()):
-            for event in read_events(file, self._cut):
+        for node, folder in [(0, self.path), *_other_nodes(self.path)]:
+            for event in read(folder / "events.jsonl", self._cut):
                 by_kind[event["event"]].append(event | {"node": node})
         return _Events({kind: frame(events) for kind, events in by_kind.items()})
 
@@ -75,6 +75,12 @@ class Run:
         return [str(path.relative_to(self.path)) for path in self._cut]
 
 
+def _other_nodes(path: Path) -> list[tuple[int, Path]]:
+    """Return the number and the folder of each other node."""
+    folders = path.glob("node_*")
+    return sorted((int(folder.name.removeprefix("node_")), folder) for folder in folders)
+
+
 def load(path: str | Path) -> Run:
     """Read a run's directory.
 
@@ -83,64 +89,37 @@ def load(path: str | Path) -> Run:
     path, cut = Path(path), []
     for name in ("metrics.jsonl", "run.json"):
         if not (path / name).exists():
-            raise ValueError(
-                f"{path / name} does not exist; give the directory of a run, as in runs/NAME"
-            )
+            what = "does not exist; give the directory of a run, as in runs/NAME"
+            raise ValueError(f"{path / name} {what}")
     try:
         info = read_header(path)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path / 'run.json'} is not JSON: {error}; restore it, or take another run"
-        ) from None
-    if "config" in info:
-        info["config"] = todays_options(info["config"])
+        what = f"is not JSON: {error}; restore it, or take another run"
+        raise ValueError(f"{path / 'run.json'} {what}") from None
     metrics = read(path / "metrics.jsonl", cut)
     if not metrics:
-        empty = "is empty: the run has not finished a step; wait for it, or see worker_*.log"
-        raise ValueError(f"{path / 'metrics.jsonl'} {empty}")
+        what = "is empty: the run has not finished a step; wait for it, or see worker_*.log"
+        raise ValueError(f"{path / 'metrics.jsonl'} {what}")
     return Run(path, info, frame(metrics), cut)
 
 
-def todays_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options that a run of any age recorded by the names in OPTIONS.
-
-    Older runs have groups as NAME=VALUE, two options of the optimizer by themselves, and `share_prefix` as yes or no.
-    """
-    today = dict(options)
-    if isinstance(today.get("share_prefix"), bool):
-        today["share_prefix"] = "prompt" if today["share_prefix"] else "off"
-    items = {group: today.pop(f"{group}_args", ()) for group in ("optim", "advantage", "swarm")}
-    if "warmup" in today:
-        items["optim"] = [f"warmup={today.pop('warmup')}", *items["optim"]]
-    if weight_decay := today.pop("weight_decay", 0):
-        items["optim"] = [f"weight_decay={weight_decay}", *items["optim"]]
-    for group, item in ((group, item) for group, of_group in items.items() for item in of_group):
-        name, _, value = item.partition("=")
-        if f"{group}.{name}" in OPTIONS:
-            today[f"{group}.{name}"] = value
-        else:
-            today["optim.args"] = [*today.get("optim.args", ()), item]
-    return today
-
-
 def frame(records: list[dict]) -> pd.DataFrame:
-    """A row per record and a column per name; where one is missing it is NA, and whole numbers stay whole (Int64)."""
-    known = dict.fromkeys(name for record in records for name in record)
-    columns = {name: [record.get(name) for record in records] for name in known}
-    kinds = {
-        name: {type(value) for value in values} - {type(None)} for name, values in columns.items()
-    }
-    return pd.DataFrame(
-        {n: pd.array(v, "Int64") if kinds[n] == {int} else v for n, v in columns.items()}
-    )
+    """Return a row per record and a column per name. What is missing is NA, and whole numbers stay whole (Int64)."""
+    names = dict.fromkeys(name for record in records for name in record)
+    columns = {}
+    for name in names:
+        values = [record.get(name) for record in records]
+        is_whole = {type(value) for value in values} - {type(None)} == {int}
+        columns[name] = pd.array(values, "Int64") if is_whole else values
+    return pd.DataFrame(columns)
 
 
 def rows(table: pd.DataFrame) -> list[dict]:
-    """The rows of a frame as plain dicts, each without what is missing in it."""
-    records = zip(table.to_dict("records"), table.notna().to_dict("records"), strict=True)
+    """Return the rows of a frame as plain dicts, each without what is missing in it."""
+    missing = table.isna().to_dict("records")
     return [
-        {name: value for name, value in record.items() if is_there[name]}
-        for record, is_there in records
+        {name: value for name, value in row.items() if not is_missing[name]}
+        for row, is_missing in zip(table.to_dict("records"), missing, strict=True)
     ]
 
 
@@ -169,34 +148,45 @@ def progress(metrics: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarise(metrics: pd.DataFrame) -> dict[str, float | None]:
-    """Reduce a run to a few numbers; None where nothing was measured.
+    """Return a run as a few numbers; None where nothing was measured.
 
-    Rewards are means over the first and the last tenth of the steps, at least one; accuracies are those of the oldest
-    and the newest version evaluated, and the best. staleness_mean is over all steps, as all have as many samples, and
-    staleness_settled over the last half of them, when a publish delay has run in.
+    Rewards are means over the first and the last tenth of the steps, at least one. Accuracies are those of the oldest
+    and the newest version evaluated, and the best. staleness_mean is over all steps, and staleness_settled over the
+    last half of them, when a publish delay has run in.
     """
     rewards, staleness = metrics["reward/mean"], metrics["staleness/mean"]
-    tenth, seconds, last = (
-        max(1, len(metrics) // 10),
-        float(metrics["time/step_s"].sum()),
-        metrics.iloc[-1],
-    )
-    accuracies, is_sampled = evaluations(metrics).tolist() or [None], "tokens/generated" in metrics
-    return {
-        "steps": int(last["step"]), "samples": int(last["samples"]), "seconds": seconds,
+    accuracies = evaluations(metrics)
+    tenth = max(1, len(metrics) // 10)
+    seconds = float(metrics["time/step_s"].sum())
+    last = metrics.iloc[-1]
+    summary = {
+        "steps": int(last["step"]),
+        "samples": int(last["samples"]),
+        "seconds": seconds,
         "seconds_per_step": seconds / int(last["step"]),
-        "reward_first": fmean(rewards[:tenth]), "reward_last": fmean(rewards[-tenth:]),
-        "accuracy_first": accuracies[0], "accuracy_last": accuracies[-1],
-        "accuracy_best": max(accuracies, key=lambda accuracy: accuracy or 0),
-        "staleness_mean": fmean(staleness), "staleness_max": int(metrics["staleness/max"].max()),
+        "reward_first": fmean(rewards[:tenth]),
+        "reward_last": fmean(rewards[-tenth:]),
+        "accuracy_first": None,
+        "accuracy_last": None,
+        "accuracy_best": None,
+        "staleness_mean": fmean(staleness),
+        "staleness_max": int(metrics["staleness/max"].max()),
         "staleness_settled": fmean(staleness[len(staleness) // 2 :]),
-        "tokens_per_s": float(last["tokens/generated"] / seconds) if is_sampled else None,
-        "wait_share": float(metrics["time/wait_s"].sum() / seconds) if is_sampled else None,
-    }  # fmt: skip
+        "tokens_per_s": None,
+        "wait_share": None,
+    }
+    if len(accuracies):
+        summary["accuracy_first"] = float(accuracies.iloc[0])
+        summary["accuracy_last"] = float(accuracies.iloc[-1])
+        summary["accuracy_best"] = float(accuracies.max())
+    if "tokens/generated" in metrics:
+        summary["tokens_per_s"] = float(last["tokens/generated"] / seconds)
+        summary["wait_share"] = float(metrics["time/wait_s"].sum() / seconds)
+    return summary
 
 
 def readable_summary(metrics: pd.DataFrame) -> dict[str, str]:
-    """What people look at first, by its label; nothing for what was not measured."""
+    """Return what people look at first, by its label. What was not measured is left out."""
     summary = summarise(metrics)
     return {
         label: form.format(summary[key])

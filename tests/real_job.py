@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.controller.ledger import DROP_REASONS
-from scripts.lines import read_events
+from scripts.lines import read
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -58,9 +58,7 @@ class Job:
     def events(self, kind: str) -> list[dict]:
         """The events of one kind."""
         return [
-            event
-            for event in read_events(self.run_path / "events.jsonl", [])
-            if event["event"] == kind
+            event for event in read(self.run_path / "events.jsonl", []) if event["event"] == kind
         ]
 
     def output(self) -> str:

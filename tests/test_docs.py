@@ -23,7 +23,7 @@ COMMANDS, COMMITS, CHANGES = (
     ("dirty", "git_dirty", "git_diff"),
 )
 """Keys under which a record says how it was made. The cell of a grid has the options of its train_async.py."""
-BESIDE_RUN_JSON = ("metrics.jsonl", "events.jsonl", "samples.jsonl")
+BESIDE_RUN_JSON = ("metrics.jsonl", "events.jsonl", "events.jsonl.gz", "samples.jsonl")
 
 
 def made(page, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from real_job import assert_ledger_balances, assert_nothing_is_left, start_nodes
 
 from asyncrl.controller.tickets import IDS_PER_NODE
-from scripts.lines import read_events
+from scripts.lines import read
 
 pytestmark = pytest.mark.e2e
 
@@ -39,7 +39,7 @@ def test_two_nodes_train_one_policy_each_on_samples_of_its_own(tmp_path):
 
 
 def read_trajectories(path):
-    return [event for event in read_events(path) if event["event"] == "trajectory"]
+    return [event for event in read(path) if event["event"] == "trajectory"]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from scripts.bench.work import WORKS, run_work_worker
-from scripts.lines import read, read_events
+from scripts.lines import read
 
 
 def train(config: Config) -> list[dict]:
@@ -40,7 +40,7 @@ def save_weights(named: Iterable[tuple], folder: Path) -> None:
 
 def steps_of(run: Path, samples: int) -> list[dict]:
     """When the first engine was up, as step 0, and each step of a run: when it ended and what was trained in it."""
-    events = list(read_events(run / "events.jsonl"))
+    events = list(read(run / "events.jsonl"))
     up = next(e["time"] for e in events if e["event"] == "worker_ready")
     ends = {e["step"]: e["spans"][-1][2] for e in events if e["event"] == "step"}
     steps = [

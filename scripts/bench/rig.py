@@ -28,7 +28,7 @@ from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec
 from scripts.bench.work import NO_LEARNING, run_work_worker
-from scripts.lines import read_events
+from scripts.lines import read
 
 IDLE_TIMEOUT_S, SETTLE_S = 60.0, 0.1
 TRANSPORTS = {"ipc": IpcTransport, "shm": ShmTransport}
@@ -86,7 +86,7 @@ class Rig:
 
     def update_seconds(self, since: int) -> list[float]:
         """From each publish to when a worker sampled under it, of the versions from `since` on."""
-        events = read_events(self.node.run.path / "events.jsonl")
+        events = read(self.node.run.path / "events.jsonl")
         updates = [
             event for event in events if event["event"] == "update" and event["version"] >= since
         ]

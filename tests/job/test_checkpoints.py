@@ -38,7 +38,7 @@ from asyncrl.runlog.manifest import PART, Checkpoint, checkpoints_in, id_of, new
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.batch import distribute
-from scripts.lines import read_events
+from scripts.lines import read
 
 CPU, BUDGET = torch.device("cpu"), 60
 PUBLISHER = SimpleNamespace(delayed={})
@@ -572,7 +572,7 @@ def test_the_folders_of_all_nodes_have_the_id_of_the_run(tmp_path):
     assert run_ranks(open_on_two_nodes, 2, str(tmp_path)) == [0, 0]
     ids = [id_of(folder) for folder in (tmp_path / "one", tmp_path / "one/node_1")]
     assert ids[0] == ids[1] and re.fullmatch("[0-9a-f]{16}", ids[0])
-    events = [read_events(tmp_path / "one" / name / "events.jsonl") for name in ("", "node_1")]
+    events = [read(tmp_path / "one" / name / "events.jsonl") for name in ("", "node_1")]
     assert [[event["event"] for event in of_node] for of_node in events] == [
         ["run_resumed", "run_ended"]
     ] * 2

@@ -22,7 +22,7 @@ from asyncrl.runlog.batches import weights_sha256
 from asyncrl.runlog.manifest import id_of, newest_checkpoint
 from extras.swarm.tests.fake_host import FakeHost
 from extras.swarm.wire import Leave
-from scripts.lines import read_events
+from scripts.lines import read
 
 OPTIONS = {
     "groups-per-step": 4, "group-size": 4, "max-response-tokens": 24, "eval-every": 4, "eval-problems": 8,
@@ -330,4 +330,4 @@ def test_two_nodes_are_stopped_together_and_one_goes_on_with_what_both_had(tmp_p
 
 
 def steps_in(folder: Path) -> list[dict]:
-    return [event for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
+    return [event for event in read(folder / "events.jsonl") if event["event"] == "step"]

@@ -37,7 +37,7 @@ def write_run(path, accuracies, step_s, **config):
 
 @pytest.fixture
 def runs(tmp_path):
-    same = {"seed": 0, "share_prefix": False}
+    same = {"seed": 0, "share_prefix": "off"}
     tis = {"algo": "tis", "async_ratio": 10.0, "algo_args": []}
     grpo = {"algo": "grpo", "async_ratio": 2.0, "algo_args": ["clip_high=0.3"]}
     return [

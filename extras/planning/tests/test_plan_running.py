@@ -27,7 +27,7 @@ from extras.planning.shape import read_shape
 from rollout import run_worker
 from scripts.bench.harness import ROOT
 from scripts.bench.rig import Rig, load_weights, running, specs_of
-from scripts.lines import read_events
+from scripts.lines import read
 
 CGROUPS = Path("/sys/fs/cgroup/cpu")
 QUOTAS_US = {"slow": 20_000, "fast": 50_000}
@@ -117,7 +117,7 @@ def measured(rig: JoinedRig, train_s: float) -> list[dict]:
         for _ in range(STEPS):
             rig.turn(train_s)
         seconds = time.monotonic() - start
-        events = read_events(rig.node.run.path / "events.jsonl")
+        events = read(rig.node.run.path / "events.jsonl")
         done = [
             e for e in events if e["event"] == "trajectory" and since < e["time"] < since + seconds
         ]
@@ -195,9 +195,7 @@ def measure_all(
                 together[train_s] = measured(rig, train_s)
         rig.await_workers(1)
         alone["fast"] = measured(rig, 0.0)
-        events = [
-            e for e in read_events(rig.node.run.path / "events.jsonl") if e["event"] == "trajectory"
-        ]
+        events = [e for e in read(rig.node.run.path / "events.jsonl") if e["event"] == "trajectory"]
         lengths = Lengths.of(config.max_prompt_tokens / 2, [e["tokens"] for e in events], 16 * 8)
         return alone, together, Job(config, read_shape(rig.node.model_path), lengths)
 
