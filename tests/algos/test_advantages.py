@@ -1,97 +1,63 @@
 import math
 import random
 import typing
+from statistics import mean, stdev
 
 import pytest
 import torch
 
 from algos import ADVANTAGES, KL_ESTIMATORS
-from algos.advantages import EPS
+from algos.advantages import EPS, overlong_penalty
 from asyncrl.config import Advantage, KlEstimator
 
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
+
+def deviation(rewards):
+    return stdev(rewards) + EPS
 
 
-def mean(values):
-    return sum(values) / len(values)
-
-
-def std(values):
-    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
-
-
-def batch(groups):
-    return [reward for members in groups for reward in members]
-
-
-def centered(groups):
-    """Every reward of the batch less the mean of its group; `groups` are lists of rewards."""
-    return [reward - mean(members) for members in groups for reward in members]
-
-
-# Of a reward, the rewards of its group, those of the group's other members, and the lists of rewards of all groups.
+# Of a reward, the rewards of its group, those of the step, and those of the step less the means of their groups.
 FORMULAS = {
-    "grpo": lambda reward, members, others, groups: (reward - mean(members)) / (std(members) + EPS),
-    "dr_grpo": lambda reward, members, others, groups: reward - mean(members),
-    "rloo": lambda reward, members, others, groups: reward - mean(others),
-    "reinforce": lambda reward, members, others, groups: (
-        (reward - mean(batch(groups))) / (std(batch(groups)) + EPS)
+    "grpo": lambda reward, group, step, centered: (reward - mean(group)) / deviation(group),
+    "dr_grpo": lambda reward, group, step, centered: reward - mean(group),
+    "rloo": lambda reward, group, step, centered: reward - (sum(group) - reward) / (len(group) - 1),
+    "reinforce": lambda reward, group, step, centered: (reward - mean(step)) / deviation(step),
+    "reinforce_baseline": lambda reward, group, step, centered: (
+        (reward - mean(group)) / deviation(centered)
     ),
-    "reinforce_baseline": lambda reward, members, others, groups: (
-        (reward - mean(members)) / (std(centered(groups)) + EPS)
-    ),
-    "gae": lambda reward, members, others, groups: reward,
+    "gae": lambda reward, group, step, centered: reward,
 }
 
 
-def oracle(name, rewards, groups):
-    """Advantage of each sequence, from the formula, one loop per sequence."""
-    of_group = {k: [r for r, g in zip(rewards, groups, strict=True) if g == k] for k in groups}
-    advantages = []
-    for i, reward in enumerate(rewards):
-        others = [
-            r
-            for j, (r, g) in enumerate(zip(rewards, groups, strict=True))
-            if g == groups[i] and j != i
-        ]
-        advantages.append(
-            FORMULAS[name](reward, of_group[groups[i]], others, list(of_group.values()))
-        )
-    return advantages
+def estimate(name, rewards, group_ids):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    return ADVANTAGES[name](rewards, torch.tensor(group_ids)).tolist()
 
 
-def estimate(name, rewards, groups):
-    return ADVANTAGES[name](
-        torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
-    ).tolist()
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("sizes", [(2,), (6, 3), (2, 5, 3, 4)])
+def test_advantages_equal_the_formula_for_groups_of_any_size_and_order(name, sizes):
+    rng = random.Random(0)
+    pairs = zip((7, -3, 100, 0), sizes, strict=False)
+    group_ids = [group_id for group_id, size in pairs for _ in range(size)]
+    rng.shuffle(group_ids)
+    # no group is all equal
+    rewards = [rng.choice([0.0, 1.0, 0.3, rng.gauss(0, 2)]) + i / 10 for i in range(len(group_ids))]
+    groups = [
+        [r for other_id, r in zip(group_ids, rewards, strict=True) if other_id == group_id]
+        for group_id in group_ids
+    ]
+    pairs = list(zip(rewards, groups, strict=True))
+    centered = [reward - mean(group) for reward, group in pairs]
+    expected = [FORMULAS[name](reward, group, rewards, centered) for reward, group in pairs]
+    assert estimate(name, rewards, group_ids) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", list(ADVANTAGES))
-@pytest.mark.parametrize("seed", range(5))
-def test_advantages_equal_the_formula_for_groups_of_any_size_and_order(name, seed):
-    rng = random.Random(seed)
-    groups = [g for g in (7, -3, 100, 0) for _ in range(rng.randint(2, 6))]
-    rng.shuffle(groups)
-    rewards = [rng.choice([0.0, 1.0, 0.3, rng.gauss(0, 2)]) for _ in groups]
-    rewards[0] += 1e-3  # no group may be all equal here
-    if any(len({r for r, g in zip(rewards, groups, strict=True) if g == k}) == 1 for k in groups):
-        rewards = [r + i / 10 for i, r in enumerate(rewards)]
-    assert estimate(name, rewards, groups) == pytest.approx(
-        oracle(name, rewards, groups), rel=1e-12, abs=1e-12
-    )
-
-
-@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -7.3, 1e9])
-def test_a_group_of_equal_rewards_gets_exactly_zero(name, reward):
-    advantages = estimate(name, [reward] * 3 + [0.0, 1.0], [5, 5, 5, 6, 6])
-    assert advantages[:3] == [0.0, 0.0, 0.0]
-    assert advantages[3] < 0 < advantages[4]
-
-
-@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-def test_a_group_of_one_gets_exactly_zero(name):
-    assert estimate(name, [0.7, 0.0, 1.0], [1, 2, 2])[0] == 0.0
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_baseline"])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.1, -7.3, 1e9])
+def test_a_group_of_equal_rewards_or_of_one_gets_exactly_zero(name, reward):
+    advantages = estimate(name, [reward] * 3 + [0.7, 0.0, 1.0], [5, 5, 5, 4, 6, 6])
+    assert advantages[:4] == [0.0, 0.0, 0.0, 0.0]
+    assert advantages[4] < 0 < advantages[5]
 
 
 def test_reinforce_gives_an_equal_group_an_advantage_but_an_equal_batch_exactly_zero():
@@ -99,10 +65,24 @@ def test_reinforce_gives_an_equal_group_an_advantage_but_an_equal_batch_exactly_
     assert estimate("reinforce", [0.1] * 3, [1, 1, 2]) == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", list(ADVANTAGES))
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_step_of_one_sequence_or_none_has_an_advantage(name):
+    assert estimate(name, [0.7], [3]) == [0.7 if name == "gae" else 0.0]
+    assert estimate(name, [], []) == []
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_reward_that_is_not_finite_is_refused(name):
-    with pytest.raises(RuntimeError, match=r"finite, got .*nan"):
+    with pytest.raises(RuntimeError, match=r"^rewards must be finite, got \[nan\]$"):
         estimate(name, [0.0, math.nan], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"), [(32, 0.0), (33, 0.0625), (47, 0.9375), (48, 1.0)]
+)
+def test_the_overlong_penalty_begins_where_its_last_tokens_begin(num_tokens, penalty):
+    assert overlong_penalty(num_tokens, max_tokens=48, overlong=16) == penalty
+    assert overlong_penalty(num_tokens, max_tokens=48, overlong=0) == 0.0
 
 
 def test_the_dicts_hold_exactly_the_names_that_config_offers():

@@ -1,171 +1,187 @@
-"""What holds for every loss. Each has a file of its own beside this one for its formula and its boundaries."""
+"""What holds for every loss, with the options of losses.toml: its formula, and what the trainer needs of it."""
 
-import functools
 import itertools
+import math
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
+import oracles
 import pytest
 import torch
-from loss_checks import (
-    check_on_policy_gradient,
-    check_sequences_are_independent,
-    check_tokens_are_independent,
-    evaluate,
-    gradient,
-    random_inputs,
-    select,
-    within,
-)
+from loss_inputs import evaluate, gradient, random_inputs, select, to_float32
 
 from algos import LOSSES, LossInputs
-from algos.sequence_mean import sequence_mean
+from algos.inputs import couples_tokens
 
-VARIANTS = {
-    **LOSSES,
-    "grpo-dual_clip": functools.partial(LOSSES["grpo"], dual_clip=3.0),
-    "decoupled_ppo-truncate": functools.partial(LOSSES["decoupled_ppo"], action="truncate"),
-    "cispo-unified_mask": functools.partial(LOSSES["cispo"], unified_mask=True),
-    "icepop-sequence": functools.partial(LOSSES["icepop"], level="sequence"),
-    "dppo-kl": functools.partial(LOSSES["dppo"], divergence="kl"),
-    "mis-sequence": functools.partial(LOSSES["mis"], level="sequence"),
-    "mis-geometric": functools.partial(LOSSES["mis"], level="geometric"),
-    "tis_ppo-sequence": functools.partial(LOSSES["tis_ppo"], level="sequence"),
-    "sequence_is-cap": functools.partial(LOSSES["sequence_is"], cap=2.0),
-}
-"""Every loss, and every option of one that is another formula. What is said of tokens and sequences is said of one
-update: a loss that couples all of its tokens sees the same one in each micro-batch."""
-SEQUENCE_LEVEL = (
-    "gspo", "icepop-sequence", "opsm", "mis-sequence", "mis-geometric", "tis_ppo-sequence", "gmpo", "vespo",
-    "sequence_is", "sequence_is-cap",
-)  # fmt: skip
-TOKEN_LEVEL = tuple(name for name in VARIANTS if name not in SEQUENCE_LEVEL)
+CASES = tomllib.loads((Path(__file__).parent / "losses.toml").read_text())
+VARIANTS = [
+    (name, options) for name in LOSSES for options in [{}, *CASES.get(name, {}).get("options", [])]
+]
+AT_ONE = [(name, options) for name, case in CASES.items() for options in case.get("at_one", [])]
+SAME = [
+    ("aipo", {"cap": 1.0}, "tis", {}),
+    ("weighted_topr", {}, "topr", {}),
+    ("tis_ppo", {}, "decoupled_ppo", {"action": "truncate", "behavior_weight_cap": 2.0}),
+]
+"""A loss and its options, and another loss that is then the same to the bit."""
+
+every_variant = pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
 
 
-# With the default options there is no exception. Three can be made to differ: weighted_topr, by other weights, which is
-# what they are for (its own test); gspo and gmpo, whose gradient is spread over the sequence, by advantages that differ
-# between the tokens of one sequence, which are refused (the next test), or weights that do, which no aggregation gives.
-@pytest.mark.parametrize("name", VARIANTS)
+def oracle_rows(name, options, inputs):
+    """Tokens of the inputs, and a function from tokens to their rows by the formula, one sequence after the other."""
+    columns = [getattr(inputs, key).tolist() for key in inputs.__dataclass_fields__]
+    *numbers, sequence_ids = columns
+    tokens = [oracles.Token(row[0], *row) for row in zip(*numbers, strict=True)]
+    if couples_tokens(LOSSES[name]):
+        options = options | {"update": tokens}
+
+    def rows(tokens):
+        numbered = zip(sequence_ids, tokens, strict=True)
+        sequences = itertools.groupby(numbered, key=lambda pair: pair[0])
+        return [
+            row
+            for _, sequence in sequences
+            for row in getattr(oracles, name)([token for _, token in sequence], **options)
+        ]
+
+    return tokens, rows
+
+
+def check_rows(losses, stats, rows):
+    """Losses and stats, one number per token, are those of the oracle, and the losses alone carry gradient."""
+    found = {"loss": losses, **stats}
+    assert set(found) == set(rows[0])
+    for key, values in found.items():
+        assert values.requires_grad == (key == "loss")
+        expected = torch.tensor([row[key] for row in rows], dtype=torch.float64)
+        torch.testing.assert_close(values.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+@every_variant
+@pytest.mark.parametrize("tokens_per_sequence", [1, 7])
+def test_losses_gradients_and_stats_are_those_of_the_formula(name, options, tokens_per_sequence):
+    inputs = random_inputs(70, spread=0.8, tokens_per_sequence=tokens_per_sequence)
+    inputs = replace(inputs, advantages=inputs.advantages + inputs.advantages.roll(31))
+    losses, stats = evaluate(LOSSES[name], inputs, **options)
+    tokens, rows = oracle_rows(name, options, inputs)
+    check_rows(losses, stats, rows(tokens))
+    # Each token has a weight of its own, as only so the sum's gradient shows which loss it comes from.
+    weights = torch.linspace(0.5, 1.5, 70, dtype=torch.float64)
+    slopes = gradient(weights * losses, inputs).tolist()
+    for place, token in enumerate(tokens):
+        sums = []
+        for step in (1e-6, -1e-6):
+            moved = replace(token, logprob=token.logprob + step)
+            moved_rows = rows([*tokens[:place], moved, *tokens[place + 1 :]])
+            pairs = zip(weights.tolist(), moved_rows, strict=True)
+            sums.append(math.fsum(weight * row["loss"] for weight, row in pairs))
+        expected = (sums[0] - sums[1]) / 2e-6
+        assert math.isclose(slopes[place], expected, rel_tol=1e-6, abs_tol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "options"), AT_ONE, ids=str)
+def test_a_fresh_token_is_inside_bounds_that_lie_at_its_ratio(name, options):
+    inputs = random_inputs(spread=0.0)
+    tokens, rows = oracle_rows(name, options, inputs)
+    check_rows(*evaluate(LOSSES[name], inputs, **options), rows(tokens))
+    assert not any(row.get("clipped") for row in rows(tokens))
+
+
+# Weights of two sides other than 1 are there to differ from it. gspo and gmpo spread the gradient over the sequence, so
+# for them the advantages of a sequence must be equal.
+@pytest.mark.parametrize(
+    ("name", "options"), [v for v in VARIANTS if v[0] != "weighted_topr" or not v[1]], ids=str
+)
 @pytest.mark.parametrize("tokens_per_sequence", [1, 10])
-def test_on_policy_every_loss_is_policy_gradient(name, tokens_per_sequence):
-    check_on_policy_gradient(VARIANTS[name], random_inputs(tokens_per_sequence=tokens_per_sequence))
+def test_on_policy_every_loss_is_policy_gradient(name, options, tokens_per_sequence):
+    inputs = random_inputs(spread=0.0, tokens_per_sequence=tokens_per_sequence)
+    losses, _ = evaluate(LOSSES[name], inputs, **options)
+    torch.testing.assert_close(gradient(losses, inputs), -inputs.advantages, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_gradient_of_a_token_has_no_other_token_s_advantage_or_the_loss_refuses_advantages_per_token(
-    name,
+@every_variant
+def test_the_gradient_of_a_token_has_no_other_advantage_or_the_loss_refuses_advantages_per_token(
+    name, options
 ):
     inputs = random_inputs()
     inputs = replace(inputs, advantages=torch.linspace(-1, 1, 60, dtype=torch.float64).roll(7))
-    others = inputs.advantages.clone()
-    others[1::2] *= -2
-    loss = within(VARIANTS[name], inputs)
-    changed = gradient(loss, replace(inputs, advantages=others))[::2]
-    is_its_own = torch.equal(changed, gradient(loss, inputs)[::2])
-    assert is_its_own == (name not in ("gspo", "gmpo"))
-    assert hasattr(LOSSES[name.partition("-")[0]], "needs_equal_advantages") == (
-        name in ("gspo", "gmpo", "opsm")
+    other_advantages = inputs.advantages.clone()
+    other_advantages[1::2] *= -2
+    changed = replace(inputs, advantages=other_advantages)
+    slopes, changed_slopes = (
+        gradient(evaluate(LOSSES[name], tokens, update=inputs, **options)[0], tokens)
+        for tokens in (inputs, changed)
     )
+    assert torch.equal(slopes[::2], changed_slopes[::2]) == (name not in ("gspo", "gmpo"))
+    refuses = hasattr(LOSSES[name], "needs_equal_advantages")
+    assert refuses == (name in ("gspo", "gmpo", "opsm"))
 
 
-@pytest.mark.parametrize("name", TOKEN_LEVEL)
-def test_no_token_depends_on_another(name):
-    check_tokens_are_independent(VARIANTS[name], random_inputs())
-
-
-@pytest.mark.parametrize("name", VARIANTS)
+@every_variant
 @pytest.mark.parametrize("tokens_per_sequence", [1, 7])
-def test_no_sequence_depends_on_another(name, tokens_per_sequence):
-    check_sequences_are_independent(
-        VARIANTS[name], random_inputs(tokens_per_sequence=tokens_per_sequence)
-    )
+def test_no_sequence_depends_on_another_and_no_token_in_a_loss_of_tokens(
+    name, options, tokens_per_sequence
+):
+    inputs = random_inputs(tokens_per_sequence=tokens_per_sequence)
+    losses, _ = evaluate(LOSSES[name], inputs, **options)
+    of_sequences = "sequence_level" in CASES.get(name, {}) or "level" in options
+    units = inputs.sequence_ids if of_sequences else torch.arange(60)
+    for unit in units.unique()[::5]:
+        chosen = units == unit
+        alone, _ = evaluate(LOSSES[name], select(inputs, chosen), inputs, **options)
+        torch.testing.assert_close(alone, losses[chosen], rtol=1e-14, atol=0)
+        assert not gradient(losses[chosen], inputs)[~chosen].any()
 
 
-@pytest.mark.parametrize("name", SEQUENCE_LEVEL)
-def test_a_sequence_level_loss_on_sequences_of_one_token_is_a_token_level_loss(name):
-    check_tokens_are_independent(VARIANTS[name], random_inputs(tokens_per_sequence=1))
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_order_of_sequences_changes_nothing(name):
-    inputs = random_inputs()
-    order = torch.arange(60).reshape(6, 10).flip(0).flatten()
-    turned = replace(select(inputs, order), sequence_ids=inputs.sequence_ids)
-    losses, stats = evaluate(VARIANTS[name], inputs)
-    turned_losses, turned_stats = evaluate(VARIANTS[name], turned)
-    torch.testing.assert_close(turned_losses, losses[order], rtol=1e-14, atol=0)
-    for key, values in stats.items():
-        torch.testing.assert_close(turned_stats[key], values[order], rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_without_advantage_there_is_no_loss_and_no_gradient_but_kimi_s_pull(name):
-    inputs = replace(random_inputs(spread=2.0), advantages=torch.zeros(60, dtype=torch.float64))
-    losses, stats = evaluate(VARIANTS[name], inputs)
-    slopes = gradient(VARIANTS[name], inputs)
-    if name == "kimi":
-        log_ratio = (inputs.logprobs - inputs.behavior_logprobs).detach()
-        torch.testing.assert_close(slopes, 0.1 * log_ratio)
-    else:
-        assert not losses.any() and not slopes.any()
-    assert all(torch.isfinite(values).all() for values in stats.values())
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_type_of_the_inputs_is_that_of_the_loss_and_its_stats(name, dtype):
-    inputs = convert(random_inputs(), dtype)
-    losses, stats = evaluate(VARIANTS[name], inputs)
-    assert losses.shape == (60,) and losses.dtype == dtype
-    assert {values.dtype for values in stats.values()} == {dtype}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_float32_agrees_with_float64(name):
+@every_variant
+def test_float32_agrees_with_float64(name, options):
     inputs = random_inputs(spread=1.0)
-    narrow = convert(inputs, torch.float32)
-    narrow_losses, _ = evaluate(VARIANTS[name], narrow)
-    losses, _ = evaluate(VARIANTS[name], inputs)
-    torch.testing.assert_close(narrow_losses.double(), losses, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        gradient(VARIANTS[name], narrow).double(),
-        gradient(VARIANTS[name], inputs),
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    narrow = to_float32(inputs)
+    losses, stats = evaluate(LOSSES[name], narrow, **options)
+    assert {losses.dtype, *(values.dtype for values in stats.values())} == {torch.float32}
+    wide_losses, _ = evaluate(LOSSES[name], inputs, **options)
+    found = torch.stack([losses, gradient(losses, narrow)]).double()
+    expected = torch.stack([wide_losses, gradient(wide_losses, inputs)])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@every_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("tokens_per_sequence", [1, 5])
 def test_extreme_log_ratios_give_finite_losses_gradients_and_stats(
-    name, dtype, tokens_per_sequence
+    name, options, dtype, tokens_per_sequence
 ):
     # All log-probs that are at most 90 nats apart, with every sign of advantage and reward; some of them sure (0).
     levels = itertools.product(
         (-90.0, -25.0, 0.0), (-90.0, -25.0, 0.0), (-90.0, 0.0), (-1.0, 0.0, 1.0), (0.0, 1.0)
     )
-    columns = [torch.tensor(column, dtype=dtype) for column in zip(*levels, strict=True)]
+    columns = torch.tensor(list(levels), dtype=dtype).unbind(1)
     sequence_ids = torch.arange(len(columns[0])) // tokens_per_sequence
-    inputs = LossInputs(columns[0].requires_grad_(), *columns[1:], sequence_ids)
-    losses, stats = evaluate(VARIANTS[name], inputs)
-    assert torch.isfinite(losses).all()
-    assert torch.isfinite(gradient(VARIANTS[name], inputs)).all()
-    assert all(torch.isfinite(values).all() for values in stats.values())
+    inputs = LossInputs(columns[0].clone().requires_grad_(), *columns[1:], sequence_ids)
+    losses, stats = evaluate(LOSSES[name], inputs, **options)
+    for values in (losses, gradient(losses, inputs), *stats.values()):
+        assert torch.isfinite(values).all()
+    assert stats["ratio"].log().abs().max() <= 20.001, "past e²⁰ a ratio has no gradient"
 
 
-def test_the_mean_over_a_sequence_is_that_of_a_loop_and_carries_gradient():
-    values = torch.tensor([1.0, 2.0, 6.0, 5.0], dtype=torch.float64, requires_grad=True)
-    means = sequence_mean(values, torch.tensor([0, 0, 0, 1]))
-    assert means.tolist() == [3.0, 3.0, 3.0, 5.0]
-    (slopes,) = torch.autograd.grad(means[0], values)
-    assert slopes.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.0])
+@pytest.mark.parametrize(("name", "options", "other", "other_options"), SAME)
+def test_a_loss_is_another_one_to_the_bit(name, options, other, other_options):
+    inputs = random_inputs(spread=1.0)
+    found = evaluate(LOSSES[name], inputs, **options)
+    torch.testing.assert_close(
+        found, evaluate(LOSSES[other], inputs, **other_options), rtol=0, atol=0
+    )
 
 
-def convert(inputs, dtype):
-    columns = {name: getattr(inputs, name).detach() for name in inputs.__dataclass_fields__}
-    columns = {
-        name: column.to(dtype) if column.is_floating_point() else column
-        for name, column in columns.items()
-    }
-    columns["logprobs"].requires_grad_()
-    return LossInputs(**columns)
+@pytest.mark.parametrize("bound", [1.2, 1.5, 3.0])
+def test_the_dual_clip_is_the_two_sided_clip_of_intellect_2(bound):
+    # arXiv 2505.07291: min(min(r, δ)·A, clip(r, 1 − ε, 1 + ε)·A), with δ of at least 1 + ε.
+    inputs = random_inputs(spread=2.0)
+    ratio = (inputs.logprobs - inputs.behavior_logprobs).exp()
+    two_sided = torch.minimum(
+        ratio.clamp(max=bound) * inputs.advantages, ratio.clamp(0.8, 1.2) * inputs.advantages
+    )
+    losses, _ = evaluate(LOSSES["grpo"], inputs, dual_clip=bound)
+    torch.testing.assert_close(losses, -two_sided)

@@ -1,0 +1,56 @@
+"""Random inputs of losses, and how a test calls a loss."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from algos import LossInputs
+from algos.inputs import couples_tokens
+
+
+def random_inputs(num_tokens: int = 60, spread: float = 0.5, tokens_per_sequence: int = 10):
+    """Return float64 LossInputs; `spread` is the std of the log-ratios, nats. Some advantages and rewards are 0."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal() -> Tensor:
+        return torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+
+    behavior = -normal().abs() - 1.0
+    sequence_ids = torch.arange(num_tokens) // tokens_per_sequence
+    return LossInputs(
+        logprobs=(behavior + spread * normal()).clamp(max=-0.05).requires_grad_(),
+        behavior_logprobs=behavior,
+        proximal_logprobs=behavior + spread * normal(),
+        advantages=torch.nn.functional.hardshrink(normal(), 0.2)[sequence_ids],
+        rewards=normal().round()[sequence_ids],
+        sequence_ids=sequence_ids,
+    )
+
+
+def evaluate(loss: Callable, inputs: LossInputs, update: LossInputs | None = None, **options):
+    """Return loss and stats of a micro-batch; without `update` it is a whole update."""
+    whole = [(update or inputs).to("cpu")] if couples_tokens(loss) else []
+    return loss(inputs, *whole, **options)
+
+
+def gradient(losses: Tensor, inputs: LossInputs) -> Tensor:
+    """Return d Σ losses / d logprobs, [N]."""
+    return torch.autograd.grad(losses.sum(), inputs.logprobs, retain_graph=True)[0]
+
+
+def select(inputs: LossInputs, chosen: Tensor) -> LossInputs:
+    """Return the tokens `chosen`, [N] bool, as a micro-batch of their own."""
+    columns = {name: getattr(inputs, name)[chosen] for name in inputs.__dataclass_fields__}
+    columns["sequence_ids"] = columns["sequence_ids"].unique(return_inverse=True)[1]
+    return LossInputs(**columns)
+
+
+def to_float32(inputs: LossInputs) -> LossInputs:
+    """Return a copy in float32, whose log-probs take a gradient."""
+    columns = {name: getattr(inputs, name).detach() for name in inputs.__dataclass_fields__}
+    floats = {
+        name: column.float() for name, column in columns.items() if column.is_floating_point()
+    }
+    floats["logprobs"].requires_grad_()
+    return LossInputs(**columns | floats)
