@@ -40,12 +40,9 @@ from extras.swarm.wire import (
     PROTOCOL,
     TO_ENGINE,
     TO_HOST,
-    Beat,
     Fetch,
     Fetched,
     Join,
-    JoinAgain,
-    Leave,
     Piece,
     Refused,
     Welcome,
@@ -68,12 +65,8 @@ class Run:
     """A controller and its swarm, and the trainer's part in their protocol."""
 
     def __init__(self, controller, swarm, key_path, events, num_floats):
-        self.num_floats, self.controller, self.swarm, self.events = (
-            num_floats,
-            controller,
-            swarm,
-            events,
-        )
+        self.controller, self.swarm = controller, swarm
+        self.events, self.num_floats = events, num_floats
         self.address, self.key_path = f"127.0.0.1:{swarm.hub.port}", str(key_path)
         self.version, self.trained, self.value_of = -1, [], float
 
@@ -231,47 +224,32 @@ class FakeHost:
             asked = [held for held in self.held if tickets is None or held[1].ticket_id in tickets]
             self.held = [held for held in self.held if held not in asked]
         for index, ticket in asked:
-            self.send(
-                Finished([self.changes(t) for t in self.made(index, ticket, reason)], None), index
-            )
+            made = [self.changes(t) for t in self.made(index, ticket, reason)]
+            self.send(Finished(made, None), index)
 
     def made(self, index, ticket, reason="stop"):
         """All trajectories of a ticket."""
         spec = SimpleNamespace(placement=SimpleNamespace(worker=77))
+        version = self.versions.get(index, 0)
         members = range(ticket.member, ticket.member + ticket.num_members)
-        made = [
-            trajectory(ticket, self.versions.get(index, 0), spec, reason, member)
-            for member in members
-        ]
-        turns = [(t.started_at - 0.01, t.started_at, t.ended_at) for t in made]
-        return [
-            dataclasses.replace(t, started_at=turn[0], turns=(turn,))
-            for t, turn in zip(made, turns, strict=True)
-        ]
+        return [trajectory(ticket, version, spec, reason, member) for member in members]
 
     def _serve(self):
         while not self.is_closed:
-            beaten_at = time.monotonic()
-            while not self.is_closed and time.monotonic() < beaten_at + 0.2:
-                if self.is_silent or not (got := self._receive()):
-                    time.sleep(0.005)
-                else:
-                    self._act(*got)
-            if (
-                self.saw(Welcome)
-                and not self.saw(Refused)
-                and not self.is_silent
-                and not self.is_closed
-            ):
-                self.send(Beat())
+            if self.is_silent or not self._receive():
+                time.sleep(0.005)
+            if self.saw(Welcome) and not self.saw(Refused) and not self.is_silent:
+                self.link.beat()
 
     def _receive(self):
+        """Act on a message, if one is there. Returns whether it was."""
         with self.lock:
             if not self.socket.poll(0):
-                return None
-            engine, message = self.link.read(self.socket.recv_multipart())
-        self.seen.append((engine, message))
-        return engine, message
+                return False
+            received = self.link.read(self.socket.recv_multipart())
+        self.seen.append(received)
+        self._act(*received)
+        return True
 
     def _act(self, index, message):
         match message:
@@ -290,10 +268,8 @@ class FakeHost:
                 self.versions[index] = version
                 self.send(Updated(version, 0.001, SampledTokens(), None), index)
                 if probe:
-                    self.send(
-                        Probed(version, tuple(np.full(len(t) - 1, -1, np.float32) for t in probe)),
-                        index,
-                    )
+                    logprobs = tuple(np.full(len(tokens) - 1, -1, np.float32) for tokens in probe)
+                    self.send(Probed(version, logprobs), index)
             case Tickets(tickets):
                 self.had += tickets
                 for ticket in tickets:
@@ -303,8 +279,6 @@ class FakeHost:
                         self.finish([ticket.ticket_id])
             case Abort(ticket_ids):
                 self.finish(ticket_ids, "aborted")
-            case JoinAgain() | Leave():
-                pass
 
     def _look_for_weights(self):
         here = self.puller.here

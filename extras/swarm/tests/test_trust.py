@@ -168,15 +168,14 @@ def longer(num, generated):
     """More tokens at its end, generated or not."""
 
     def lie(t):
+        more = {
+            "tokens": 4,
+            "loss_mask": generated,
+            "behavior_logprobs": np.float32(-0.5 * generated),
+            "policy_versions": np.int32(5 if generated else -1),
+        }
         return {
-            "tokens": np.append(t.tokens, [4] * num),
-            "loss_mask": np.append(t.loss_mask, [generated] * num),
-            "behavior_logprobs": np.append(t.behavior_logprobs, [-0.5 * generated] * num).astype(
-                np.float32
-            ),
-            "policy_versions": np.append(t.policy_versions, [5 if generated else -1] * num).astype(
-                np.int32
-            ),
+            name: np.append(getattr(t, name), np.repeat(value, num)) for name, value in more.items()
         }
 
     return lie
@@ -207,7 +206,6 @@ LIES = {
         ({"num_turns": 2}, "2 turns, 1 of them with times, not 1 to 1"),
         ({"num_turns": 0, "turns": ()}, "0 turns"),
         (changed("behavior_logprobs", 4, np.nan), "log-probs that are nan"),
-        (changed("behavior_logprobs", 4, np.inf), "log-probs that are inf"),
         (changed("behavior_logprobs", 4, -np.inf), "log-probs that are -inf"),
         (changed("behavior_logprobs", 4, 0.01), "at most 0.01"),
         (changed("behavior_logprobs", 4, -80.0), "log-probs that are -81 nats"),
@@ -253,6 +251,13 @@ LIES = {
         (longer(101, False), "101 tokens of prompt and 0 after it"),
         ({"finish_reason": "stop", "reward": 1.0}, "an end that is not after a turn"),
     ],
+    "stop of one that goes on": [
+        (changed("tokens", 3, 9), "another beginning than the ticket's"),
+        (changed("behavior_logprobs", 3, -1.25), "another beginning than the ticket's"),
+        (changed("policy_versions", 3, 4), "another beginning than the ticket's"),
+        (changed("policy_versions", 5, 5), "versions 5 … 7, not ascending from 6 at least to 7"),
+        (lambda t: {"loss_mask": np.arange(24) >= 8}, "loss_mask of bool (24,) for 8 tokens"),
+    ],
     "length": [(longer(1, True), "3 tokens of prompt and 9 after it")],
     "cut turns": [(lambda t: {"turns": t.turns[:-1]}, "an end that is not after a turn")],
     "aborted in its turn": [
@@ -278,43 +283,11 @@ def test_every_single_lie_is_named(kind, lie, words):
     assert words in (look(lying, ticket, config) or "nothing")
 
 
-def test_a_response_cut_short_passes_for_one_that_stopped_as_which_tokens_end_a_turn_is_not_looked_at():
+@pytest.mark.parametrize("change", [shorter, lambda t: {"ended_at": t.ended_at - 0.5}])
+def test_a_response_cut_short_and_a_clock_that_is_set_back_a_little_pass(change):
+    """Which tokens end a turn is not looked at."""
     trajectory, ticket, config = HONEST["stop"]()
-    assert look(replace(trajectory, **shorter(trajectory)), ticket, config) is None
-
-
-def test_a_clock_that_is_set_back_a_little_is_no_lie():
-    trajectory, ticket, config = HONEST["stop"]()
-    assert look(replace(trajectory, ended_at=trajectory.ended_at - 0.5), ticket, config) is None
-
-
-@pytest.mark.parametrize("name", ["tokens", "behavior_logprobs", "policy_versions"])
-def test_one_that_does_not_go_on_from_what_there_was_is_found_out(name):
-    trajectory, ticket, config = HONEST["stop of one that goes on"]()
-    array = getattr(trajectory, name).copy()
-    array[len(PROMPT)] += 1 if name != "behavior_logprobs" else -1
-    lie = replace(trajectory, **{name: array})
-    assert look(lie, ticket, config) == "another beginning than the ticket's"
-
-
-def test_a_mask_that_is_longer_than_the_rest_is_named_where_there_was_something_before():
-    trajectory, ticket, config = HONEST["stop of one that goes on"]()
-    num_tokens = len(trajectory.tokens)
-    lie = replace(trajectory, loss_mask=np.arange(3 * num_tokens) >= num_tokens)
-    assert (
-        look(lie, ticket, config)
-        == f"loss_mask of bool ({3 * num_tokens},) for {num_tokens} tokens"
-    )
-
-
-def test_what_comes_after_what_there_was_has_the_versions_that_were_asked_for():
-    trajectory, ticket, _ = run(
-        SINGLE, ("1 2", "stop"), versions=(5, 7), prefix=PREFIX, min_version=6
-    )
-    assert (
-        look(trajectory, ticket, SINGLE)
-        == "versions 5 … 7, not ascending from 6 at least to 7 at most"
-    )
+    assert look(replace(trajectory, **change(trajectory)), ticket, config) is None
 
 
 def test_under_restart_one_may_begin_anew_with_the_versions_that_were_asked_for():

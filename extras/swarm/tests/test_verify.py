@@ -61,18 +61,8 @@ def make_pair(i, tokens, logprobs, tokenizer):
     length, mask = len(tokens), np.arange(len(tokens)) >= len(PROMPT)
     claimed, versions = np.zeros(length, np.float32), np.where(mask, VERSION, -1).astype(np.int32)
     claimed[mask] = logprobs
-    ticket = Ticket(
-        i,
-        i,
-        0,
-        1,
-        0,
-        PROMPT,
-        tokenizer.decode(tokens[len(PROMPT) :], skip_special_tokens=True),
-        None,
-        0,
-        VERSION,
-    )
+    text = tokenizer.decode(tokens[len(PROMPT) :], skip_special_tokens=True)
+    ticket = Ticket(i, i, 0, 1, 0, PROMPT, text, None, 0, VERSION)
     arrays = (np.array(tokens), mask, claimed, versions)
     return ticket, Trajectory(i, i, 0, *arrays, 1.0, "stop", "", 1, 0.0, 1.0, worker=5)
 
@@ -163,13 +153,6 @@ def test_responses_of_older_weights_that_claim_to_be_new_are_found(model):
     ] == [5] * 8
 
 
-def test_responses_of_another_model_are_found(model, tmp_path):
-    config, other = make_config(model), str(save_tiny_model(str(tmp_path), tied=False))
-    assert (
-        len(make_verifier(config).verify(sample(make_config(other), 8), load(config), VERSION)) == 8
-    )
-
-
 def test_what_has_a_token_of_another_version_is_counted_as_too_late_and_not_scored(model):
     config = make_config(model)
     (_, first), (_, second), *_ = pairs = sample(config, 4)
@@ -222,24 +205,6 @@ def test_rewards_of_async_functions_and_environments_are_counted_as_not_checked_
     config = make_config(model, **options)
     found, _, verifier = verify(config, sample(config, 3))
     assert (found, verifier.counts["rewards_unverified"], verifier.counts["verified"]) == ([], 3, 3)
-
-
-def wordy(response, answer):
-    return {"right": float(response == answer), "words": len(response.split())}
-
-
-def test_rewards_of_a_function_of_ones_own_are_checked_by_it(model):
-    config = make_config(model, reward=(f"{__file__}:wordy",))
-    pairs = [
-        (ticket, replace(t, reward=1.0 + len(ticket.answer.split())))
-        for ticket, t in sample(config, 3)
-    ]
-    (ticket, honest), *_ = pairs
-    pairs[0] = ticket, replace(honest, worker=9, reward=99.0)
-    assert verify(config, pairs)[:2] == (
-        [],
-        [(9, f"the reward of ticket 0 is {honest.reward:g}, not 99")],
-    )
 
 
 def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_host_has(model):
