@@ -7,18 +7,15 @@ speed is measured. `smollm2` is the job of the small language model, 8 groups of
 weights (ours by FSDP, TRL by autocast). An arm's runs have the seeds 0, 1, 2, … TRL comes into a folder of its own on
 top of .venv, so that torch, transformers and vLLM are the same ones.
 
-Nobody evaluates while learning: weights are kept every few steps, and scored afterwards by some 250 responses to the
-same held-out problems, at temperature 1.
-
 Fairness. Each mode of TRL has the fastest settings found that are correct: one micro-batch per step; no gradient
 checkpointing, saving, prompt shuffling or reference model. `generate` is transformers' with its cache, on policy.
 `async` is TRL's asynchronous trainer and a vLLM server with our engine options, and its default staleness of 4. Where
 TRL cannot run without a GPU, it gets the fastest that we have (peers_cpu.py). What is compared is the best arm of each.
-`colocate`, vLLM in the trainer's process, was never that: its code is in the history, at its records' commits.
 
 Each measurement is a run of its own. Steady state is from the end of the first quarter of the steps on, when what was
-sampled while the trainer was starting is used up. Time to an accuracy is from the start of the process, or from when
-the engine was up (TRL: training begins); infinite if not met.
+sampled while the trainer was starting is used up. The page also has `colocate`, vLLM in TRL's trainer, and the time to
+a held-out accuracy, from the start of the process or of the engine. Weights were kept every few steps and scored later.
+The code of both is in the history, at their records' commits.
 """
 
 import argparse
@@ -40,12 +37,8 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.cluster.processes import kill_session
-from asyncrl.tasks import load_task
 from asyncrl.weights.models import resolve_model
 from scripts.bench.harness import ROOT, Arm, Bench, Case, Column, main, rounds, table
 from scripts.bench.work import WORKS, Work
@@ -56,7 +49,6 @@ PINS = ("trl==1.16.0", "accelerate==1.15.0")
 TIMEOUT_S = 1200.0
 POLL_S = 2.0
 TINY_STEPS = 5
-EVAL_RESPONSES = 256
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 AIMS = _TABLES["aims"]
 
@@ -90,17 +82,8 @@ def install(folder: Path) -> None:
     if all((folder / f"{pin.replace('==', '-')}.dist-info").exists() for pin in PINS):
         return
     print(f"installing {', '.join(PINS)} into {folder}", flush=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--upgrade",
-        "--target",
-        str(folder),
-        *PINS,
-    ]
+    target = ["--no-deps", "--upgrade", "--target", str(folder)]
+    command = [sys.executable, "-m", "pip", "install", *target, *PINS]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
@@ -114,35 +97,23 @@ def measure(
 ) -> dict:
     """Run from start to end, with TRL from the folder `peers`. Returns what its steps and its processes say."""
     steps, config, seed = TINY_STEPS if tiny else way.steps(work.name), work.config(), next(seeds)
-    model = resolve_model(config.model, config.task)
     out = Path(tempfile.mkdtemp(prefix=f"{way.mode}-{work.name}-", dir=logs))
     options = {"work": work.name, "steps": steps, "out": str(out), "seed": seed, **way.options}
-    options |= {"mode": way.mode, "model": model} if way.is_peer else {}
-    options |= {"snapshot_every": min(work.keep_every, steps)} if work.keep_every else {}
+    if way.is_peer:
+        options |= {"mode": way.mode, "model": resolve_model(config.model, config.task)}
     script = ROOT / "scripts" / "bench" / ("peers_trl.py" if way.is_peer else "peers_ours.py")
+    command = [sys.executable, str(script), json.dumps(options)]
     started_at = time.time()
-    looks = run(
-        [sys.executable, str(script), json.dumps(options)], environment(way, peers), out / "log"
-    )
+    looks = run(command, environment(way, peers), out / "log")
     up, *lines = read(out / "steps.jsonl")
-    found = {
-        "work": work.name,
-        "steps": steps,
-        "seed": seed,
-        "peer": PINS[0],
-        **steady_state(lines),
-    }
-    found |= {"up_s": up["time"] - started_at, "start_s": lines[0]["time"] - started_at}
-    found["cores_busy"] = cores_busy(looks, lines[len(lines) // 4]["time"], lines[-1]["time"])
-    found["cpu_ms_per_sample"] = 1e3 * found["cores_busy"] / found["samples_per_s"]
-    found |= {
-        "cores": len(os.sched_getaffinity(0)),
-        "peak_memory_gb": max(memory for *_, memory in looks) / 1e9,
-    }
-    if work.keep_every:
-        found["curve"] = accuracy_curve(out, work, model, started_at)
-        found["to_accuracy_s"] = seconds_to(found["curve"], work.wanted_accuracy)
-    return found
+    rates = steady_state(lines)
+    busy = cores_busy(looks, lines[len(lines) // 4]["time"], lines[-1]["time"])
+    return {
+        "work": work.name, "steps": steps, "seed": seed, "peer": PINS[0], **rates,
+        "up_s": up["time"] - started_at, "start_s": lines[0]["time"] - started_at,
+        "cores_busy": busy, "cpu_ms_per_sample": 1e3 * busy / rates["samples_per_s"],
+        "cores": len(os.sched_getaffinity(0)), "peak_memory_gb": max(memory for *_, memory in looks) / 1e9,
+    }  # fmt: skip
 
 
 def environment(way: Way, peers: Path) -> dict[str, str]:
@@ -213,58 +184,13 @@ def steady_state(lines: list[dict]) -> dict[str, float]:
     return {"step_s": seconds / len(steady), **rates, "tokens_per_sample": tokens / samples}
 
 
-def accuracy_curve(
-    out: Path, work: Work, model_path: str, started_at: float
-) -> list[tuple[int, float, float]]:
-    """(step, seconds since the start, held-out accuracy) of each of the weights that a run kept; deletes these."""
-    dtype, curve = work.config().dtype_on("cpu"), []
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, trust_remote_code=False)
-    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
-    for weights in [
-        *out.glob("snapshots/step_*/*.safetensors"),
-        *out.glob("run/checkpoints/step_*/*.safetensors"),
-    ]:
-        model.load_state_dict(load_file(weights), strict=False)
-        step, seconds = (
-            int(weights.parent.name.removeprefix("step_")),
-            weights.stat().st_mtime - started_at,
-        )
-        curve.append((step, seconds, accuracy(model, work, tokenizer)))
-        weights.unlink()  # half a gigabyte each
-    return sorted(curve)
-
-
-@torch.no_grad()
-def accuracy(model, work: Work, tokenizer) -> float:
-    """Share of right responses to held-out problems, as many to each, sampled at temperature 1 with a fixed seed."""
-    task = load_task(work.config().task, 0)
-    problems = task.eval_problems(EVAL_RESPONSES)
-    problems *= EVAL_RESPONSES // len(problems)
-    prompts = {"input_ids": [task.encode_prompt(problem, tokenizer) for problem in problems]}
-    asked, seen = tokenizer.pad(prompts, padding_side="left", return_tensors="pt").values()
-    torch.manual_seed(0)
-    said = model.generate(
-        asked, attention_mask=seen, max_new_tokens=work.max_response_tokens, do_sample=True, top_k=0
-    )
-    texts = tokenizer.batch_decode(said[:, asked.shape[1] :], skip_special_tokens=True)
-    return statistics.fmean(
-        task.score(p.answer, text) for p, text in zip(problems, texts, strict=True)
-    )
-
-
-def seconds_to(curve: list[tuple[int, float, float]], wanted: float) -> float | None:
-    """Seconds to the first weights whose accuracy is at least `wanted`, or None if none has it."""
-    return next((seconds for _, seconds, accuracy in curve if accuracy >= wanted), None)
-
-
 # Tables
 
-LEARNING = [work for work in WORKS.values() if work.keep_every]
 COLUMNS = (
     Column("samples_per_s", "samples/s", ".1f"), Column("tokens_per_s", "tokens/s", ".0f"),
     Column("tokens_per_sample", "tokens per sample", ".1f"), Column("cpu_ms_per_sample", "CPU ms per sample", ".1f"),
     Column("cores_busy", "cores busy"), Column("limit", "limit of the machine, samples/s", ".0f"),
-    Column("to_accuracy_s", f"s to held-out {', '.join(f'{w.wanted_accuracy:g} ({w.name})' for w in LEARNING)}", ".0f"),
+    Column("to_accuracy_s", "s to held-out 0.8 (natural), 0.9 (smollm2)", ".0f"),
     Column("learning_s", "s with the engine up", ".0f"), Column("start_s", "s to the end of step 1", ".0f"),
     Column("peak_memory_gb", "peak memory, GB", ".1f"),
 )  # fmt: skip
@@ -272,22 +198,18 @@ COLUMNS = (
 
 def arms_of(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
     """Work -> arm -> its records, with what it would do were all cores busy, and infinity if an aim was not reached."""
-    of_limit = [r["cores_busy"] / r["cores"] if r.get("cores_busy") else None for r in records]
-    times = [(r["to_accuracy_s"] or math.inf) if "curve" in r else None for r in records]
-    ups = [
-        s and s - r["up_s"] if "up_s" in r else None for r, s in zip(records, times, strict=True)
-    ]
-    more = [
-        {
-            **r,
-            "over_limit": share,
-            "limit": share and r["samples_per_s"] / share,
-            "to_accuracy_s": s,
-            "learning_s": up,
-        }
-        for r, share, s, up in zip(records, of_limit, times, ups, strict=True)
-    ]
-    return {work: rounds(of_work, "arm") for work, of_work in rounds(more, "work").items()}
+    completed = []
+    for record in records:
+        more = {"to_accuracy_s": None, "learning_s": None, "over_limit": None, "limit": None}
+        if record.get("cores_busy"):
+            more["over_limit"] = record["cores_busy"] / record["cores"]
+            more["limit"] = record["samples_per_s"] / more["over_limit"]
+        if "curve" in record:  # held-out accuracy over time
+            more["to_accuracy_s"] = record["to_accuracy_s"] or math.inf
+            if "up_s" in record:
+                more["learning_s"] = more["to_accuracy_s"] - record["up_s"]
+        completed.append(record | more)
+    return {work: rounds(of_work, "arm") for work, of_work in rounds(completed, "work").items()}
 
 
 def rate(found: list[dict]) -> float:

@@ -1,4 +1,4 @@
-"""One training run of TRL for peers.py; writes steps.jsonl and snapshots.
+"""One training run of TRL for peers.py; writes steps.jsonl.
 
 Its one argument is what `main` takes, in JSON. Each mode has the fastest settings found for it that are correct: see
 the top of peers.py.
@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from asyncrl.config import Config
 from asyncrl.tasks import load_task, score_of
 from asyncrl.trainer.optimizer import optimizer_arguments
-from scripts.bench.peers_ours import ended, save_weights
+from scripts.bench.peers_ours import ended
 from scripts.bench.work import WORKS, Work
 
 NUM_PROBLEMS = 4096
@@ -34,24 +34,16 @@ PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 """The asynchronous trainer takes conversations only; this one is the text as it is."""
 
 
+@dataclass
 class Recorder(TrainerCallback):
-    """Writes a line per optimizer step of `samples`, and the weights every `snapshot_every` steps."""
+    """Writes a line per optimizer step of `samples`."""
 
-    def __init__(self, out: Path, snapshot_every: int, samples: int):
-        self.out, self.snapshot_every, self.samples, self._ended_at = (
-            out,
-            snapshot_every,
-            samples,
-            0.0,
-        )
+    path: Path
+    samples: int
 
-    def on_step_end(self, arguments, state, control, model=None, **_) -> None:
+    def on_step_end(self, *_, **__) -> None:
         """Stamp the step, before weights are published."""
         self._ended_at = time.time()
-        if self.snapshot_every and state.global_step % self.snapshot_every == 0:
-            folder = self.out / "snapshots" / f"step_{state.global_step}"
-            save_weights(model.named_parameters(), folder)
-            os.utime(folder / "model.safetensors", (self._ended_at, self._ended_at))
 
     def on_log(self, arguments, state, control, logs=None, **_) -> None:
         """Write the step's line."""
@@ -59,8 +51,8 @@ class Recorder(TrainerCallback):
             self.write(ended(state.global_step, self._ended_at, tokens, self.samples))
 
     def write(self, line: dict) -> None:
-        """Append a line to steps.jsonl."""
-        with open(self.out / "steps.jsonl", "a", encoding="utf-8") as file:
+        """Append a line."""
+        with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
@@ -71,6 +63,7 @@ class Start(TrainerCallback):
     recorder: Recorder
 
     def on_train_begin(self, *_, **__) -> None:
+        """Write the line."""
         self.recorder.write(ended(0, time.time()))
 
 
@@ -146,24 +139,14 @@ def asynchronous_trainer(work: Work, config: Config, recorder: Recorder, url: st
     if work.forced:
         peers_cpu.force_async()
     transfer = peers_cpu.ShmWeightTransfer(url)
-    options = {
-        "vllm_server_base_url": url,
-        "token_budget": -1,
-        "max_staleness": 4,
-        "weight_sync_steps": 1,
-    }
-    arguments, rows = (
-        AsyncGRPOConfig(**common_options(config), **options),
-        problems(config, conversational=True),
-    )
-    parts = {
-        "processing_class": plain_tokenizer(config.model),
-        "weight_transfer": transfer,
-        "callbacks": [recorder],
-    }
+    arguments = AsyncGRPOConfig(
+        **common_options(config), vllm_server_base_url=url, token_budget=-1, max_staleness=4, weight_sync_steps=1
+    )  # fmt: skip
+    rows, tokenizer = problems(config, conversational=True), plain_tokenizer(config.model)
     trainer = AsyncGRPOTrainer(
-        config.model, task_reward, args=arguments, train_dataset=rows, **parts
-    )
+        config.model, task_reward, args=arguments, train_dataset=rows, processing_class=tokenizer,
+        weight_transfer=transfer, callbacks=[recorder],
+    )  # fmt: skip
     transfer.named_parameters = trainer.model.named_parameters
     return trainer
 
@@ -242,15 +225,15 @@ def server(config: Config, out: Path) -> Iterator[str]:
             process.terminate()
 
 
-def main(mode: str, work: str, steps: int, out: str, snapshot_every: int = 0, **options) -> None:
-    """Train, and write steps.jsonl and snapshots into the folder `out`. `mode`: generate or async."""
+def main(mode: str, work: str, steps: int, out: str, **options) -> None:
+    """Train, and write steps.jsonl into the folder `out`. `mode`: generate or async."""
     config = WORKS[work].config(steps=steps, runs_dir=out, **options)
-    recorder = Recorder(Path(out), snapshot_every, config.groups_per_step * config.group_size)
+    samples = config.groups_per_step * config.group_size
+    made = (WORKS[work], config, Recorder(Path(out, "steps.jsonl"), samples))
     with server(config, Path(out)) if mode == "async" else contextlib.nullcontext() as url:
-        made = (WORKS[work], config, recorder)
         trainer = asynchronous_trainer(*made, url) if url else synchronous_trainer(*made)
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(Start(recorder))
+        trainer.add_callback(Start(made[2]))
         trainer.train()
 
 

@@ -49,10 +49,6 @@ class Work:
     """Of ln(tokens)."""
     options: dict = field(default_factory=dict, hash=False)
     """Of Config, beside its sizes."""
-    keep_every: int = 0
-    """Steps between versions of the weights that are kept, and scored after the run; 0 if none is."""
-    wanted_accuracy: float = 0.0
-    """Of the weights that are kept, on held-out problems."""
 
     @property
     def forced(self) -> bool:
@@ -76,17 +72,14 @@ class Work:
         ).checked()
 
 
-NATURAL = Work("natural", max_response_tokens=48, keep_every=4, wanted_accuracy=0.8)
-SUMS = {
-    "model": "smollm2",
-    "task": "sums:one_digit",
-    "dtype": "bfloat16",
-    "groups_per_step": 8,
-    "lr": 4e-5,
-}
+NATURAL = Work("natural", max_response_tokens=48)
 SMOLLM2 = Work(
-    "smollm2", 20, options=SUMS | {"share_prefix": "prompt"}, keep_every=5, wanted_accuracy=0.9
-)
+    "smollm2", max_response_tokens=20,
+    options={
+        "model": "smollm2", "task": "sums:one_digit", "dtype": "bfloat16", "groups_per_step": 8, "lr": 4e-5,
+        "share_prefix": "prompt",
+    },
+)  # fmt: skip
 SHORT = Work("short", max_response_tokens=4, median_tokens=4.0)
 LONG = Work("long", max_response_tokens=256, median_tokens=30.0, sigma=1.0)
 """Mean 47, so that the longest is 5 times the mean."""
