@@ -131,39 +131,44 @@ def add(record: dict, path: Path, key: tuple[str, ...]) -> None:
 
 def measure(bench: Bench, case: Case, repeats: int, path: Path, made: dict) -> None:
     """Measure the arms of a case in turn, `repeats` times, and keep a record of each that there is none of yet."""
-    there = [
-        r for r in read(path) if "failed" not in r and all(r.get(k) == made[k] for k in MAKERS)
+    done = {
+        (record["repeat"], None if case.records else record["arm"])
+        for record in read(path)
+        if record.get("case") == case.name
+        and "failed" not in record
+        and all(record.get(name) == made[name] for name in MAKERS)
+    }
+    rounds_left = [
+        [
+            arm
+            for arm in case.arms[:: -1 if repeat % 2 else 1]
+            if (repeat, None if case.records else arm.name) not in done
+        ]
+        for repeat in range(repeats)
     ]
-    todo = []
-    for repeat, arm in (
-        (i, arm) for i in range(repeats) for arm in case.arms[:: -1 if i % 2 else 1]
-    ):
-        of = {"case": case.name, "repeat": repeat} | ({} if case.records else {"arm": arm.name})
-        if not any(of.items() <= {name: r.get(name) for name in of}.items() for r in there):
-            todo.append((of, arm))
-    arms = [arm for arm in case.arms if any(arm is other for _, other in todo)]
+    arms = [arm for arm in case.arms if any(arm in arms_left for arms_left in rounds_left)]
+
+    def keep(records: Iterable[dict], repeat: int) -> None:
+        for measured in records:
+            record = {"case": case.name, "repeat": repeat, **measured, **made}
+            add(record, path, bench.key)
+            number = record.get(bench.shown)
+            shown = f"{number:.4g}" if isinstance(number, float) else number
+            what = ", ".join(str(record[name]) for name in bench.key)
+            print(f"{what} {repeat + 1}/{repeats}: {bench.shown} {shown}", flush=True)
+
     with started(case.name, arms) as measures:
         for arm in arms * case.warm_up:
             measures[arm.name]()
-        found: dict[str, dict] = {}
-        for of, arm in todo:
-            found[arm.name] = measures[arm.name]()
-            if case.records and len(found) < len(arms):
-                continue
-            new = (
-                case.records(found)
-                if case.records
-                else [{"options": arm.options, **found[arm.name]}]
-            )
-            for record in ({**of, **record, **made} for record in new):
-                add(record, path, bench.key)
-                what, number = (
-                    ", ".join(str(record[name]) for name in bench.key),
-                    record.get(bench.shown),
-                )
-                shown = f"{number:.4g}" if isinstance(number, float) else number
-                print(f"{what} {of['repeat'] + 1}/{repeats}: {bench.shown} {shown}", flush=True)
+        for repeat, arms_left in enumerate(rounds_left):
             found = {}
+            for arm in arms_left:
+                found[arm.name] = measures[arm.name]()
+                if not case.records:
+                    record = {"arm": arm.name, "options": arm.options, **found[arm.name]}
+                    keep([record], repeat)
+            if case.records and found:
+                keep(case.records(found), repeat)
 
 
 @contextmanager

@@ -15,36 +15,20 @@ from scripts.lines import read
 from scripts.qwen3_shapes import qwen3_config
 
 
-def brute_force_flops(
-    layers, hidden, intermediate, heads, keys, head_dim, vocab, lengths, num_trained
-):
-    """Two per multiply-add, weight by weight and query by key, three times for forward and backward."""
-    forward = 0
-    for length in lengths:
-        for position in range(length):
-            for _ in range(layers):
-                forward += (
-                    2 * hidden * (heads + 2 * keys) * head_dim + 2 * heads * head_dim * hidden
-                )
-                forward += 3 * 2 * hidden * intermediate
-                forward += 2 * (position + 1) * heads * head_dim * 2
-    return 3 * (forward + 2 * hidden * vocab * num_trained)
-
-
 def test_flops_are_those_of_every_multiply_add():
     """Norms aside; and the formula takes half a square for the causal triangle, which is one diagonal more."""
     layers, hidden, intermediate, heads, keys, head_dim, vocab = 3, 64, 160, 4, 2, 16, 1000
-    layer = (
-        hidden * (heads + 2 * keys) * head_dim
-        + heads * head_dim * hidden
-        + 3 * hidden * intermediate
-    )
+    attention = hidden * (heads + 2 * keys) * head_dim + heads * head_dim * hidden
+    layer = attention + 3 * hidden * intermediate
     shape = ModelShape(0, layer, 0, 0, layers, hidden, intermediate, heads, keys, head_dim, vocab)
-    lengths = [50, 200]
-    expected = brute_force_flops(
-        layers, hidden, intermediate, heads, keys, head_dim, vocab, lengths, 170
-    )
-    assert training_flops(shape, lengths, 170) == pytest.approx(expected, rel=0.005)
+    lengths, num_trained = [50, 200], 170
+    # two per multiply-add, weight by weight and query by key
+    forward = 2 * hidden * vocab * num_trained
+    for length in lengths:
+        for position in range(length):
+            forward += layers * (2 * layer + 2 * (position + 1) * heads * head_dim * 2)
+    expected = 3 * forward  # forward and backward
+    assert training_flops(shape, lengths, num_trained) == pytest.approx(expected, rel=0.005)
 
 
 def test_throughput_is_of_the_median_step_and_mfu_is_its_share_of_the_matmul_rate():
@@ -53,25 +37,16 @@ def test_throughput_is_of_the_median_step_and_mfu_is_its_share_of_the_matmul_rat
     assert found["spread_s"] == 8.0
 
 
-def test_a_jobs_numbers_leave_the_warm_up_out_but_not_its_disagreement():
+def test_the_numbers_of_a_job_leave_the_warm_up_out_but_not_its_disagreement():
+    steps = [(60.0, 0.003), (30.0, 0.001), (2.0, 0.001), (3.0, 0.001), (4.0, 0.002)]
     lines = [
-        {
-            "time/step_s": s,
-            "time/publish_s": 0.1,
-            "rollout/tokens_per_s": 10 * s,
-            "mismatch/abs_mean": gap,
-        }
-        for s, gap in [(60.0, 0.003), (30.0, 0.001), (2.0, 0.001), (3.0, 0.001), (4.0, 0.002)]
-    ]
-    found = job_numbers([*lines[:-1], lines[-1] | {"memory/peak_gib": 7.5}])
-    assert (found["step_s"], found["tokens_per_s"], found["spread_s"], found["steps"]) == (
-        3.0,
-        30.0,
-        2.0,
-        3,
-    )
-    assert (found["gap_mean"], found["peak_gib"]) == (0.003, 7.5)
-    assert "peak_gib" not in job_numbers(lines), "on the CPU"
+        {"time/step_s": s, "time/publish_s": 0.1, "rollout/tokens_per_s": 10 * s, "mismatch/abs_mean": gap}
+        for s, gap in steps
+    ]  # fmt: skip
+    found = {"step_s": 3.0, "publish_s": 0.1, "tokens_per_s": 30.0, "spread_s": 2.0, "steps": 3}
+    assert job_numbers(lines) == found | {"gap_mean": 0.003}, "on the CPU"
+    lines[-1]["memory/peak_gib"] = 7.5
+    assert job_numbers(lines)["peak_gib"] == 7.5
 
 
 def record(part, **numbers):
@@ -79,34 +54,35 @@ def record(part, **numbers):
     return {"case": part, "kind": kind, "model": model, "gpu": None, "numbers": numbers}
 
 
-JOB = {"step_s": 3.0, "spread_s": 0.1, "steps": 4, "publish_s": 0.02, "tokens_per_s": 9e3, "peak_gib": 20.0,
-       "gap_mean": 2e-3}  # fmt: skip
-
-
 def test_the_table_has_a_row_for_every_number_and_every_failure():
+    job = {"step_s": 3.0, "spread_s": 0.1, "steps": 4, "publish_s": 0.02, "tokens_per_s": 9e3, "peak_gib": 20.0,
+           "gap_mean": 2e-3}  # fmt: skip
+    rates = {"spread": 100.0, "steps": 3, "tokens": 65536}
     shown = gpu.table(
         [
             record("sync 0.6b", transport="ipc", gb=1.2, stage_s=0.01, load_s=0.05, spread_s=0.004, gb_per_s=20.0,
                    rounds=5, gap_mean=3e-3, gap_max=0.03, gap_tokens=1020, trainer_peak_gib=5.0, gpu_used_gib=50.0),
-            record("rollout 0.6b", tokens_per_s=9000.0, spread=100.0, steps=3, tokens=65536),
-            record("bare 0.6b", tokens_per_s=10000.0, spread=100.0, steps=3, tokens=65536),
-            record("job-sync 0.6b", **JOB),
-            record("job-async 0.6b", **JOB | {"step_s": 2.0}),
+            record("rollout 0.6b", tokens_per_s=9000.0, **rates),
+            record("bare 0.6b", tokens_per_s=10000.0, **rates),
+            record("job-sync 0.6b", **job),
+            record("job-async 0.6b", **job | {"step_s": 2.0}),
             record("tests-trainer -", summary="30 passed, 2 skipped"),
             {"case": "trainer 0.6b", "kind": "trainer", "failed": "exited with 1; oh (/tmp/x)"},
         ]
     )  # fmt: skip
     rows = {line.split("  ")[0].strip(): line for line in shown.splitlines()}
-    assert (
-        "1.20 GB in 0.010 + 0.050 s (trainer + engine), 20.0 GB/s" in rows["weight sync 0.6b, ipc"]
-    )
-    assert "mean 3.00e-03" in rows["|engine − trainer| 0.6b, nats"]
-    assert rows["rollout over bare vLLM"].endswith("0.90")
-    assert rows["job-async over job-sync"].endswith("1.50× faster per step")
-    assert rows["trainer 0.6b"].endswith("exited with 1; oh (/tmp/x)")
-    assert rows["memory, job-sync 0.6b"].endswith("20.0 GiB peak of the trainer")
-    assert "9e+03, 0.13 × the prediction: 10 to 15 µs" in rows["rollout 0.6b, tokens_per_s"]
-    assert "30 passed" in rows["tests-trainer"] and len(rows) == 19
+    assert len(rows) == 19
+    for name, text in {
+        "weight sync 0.6b, ipc": "1.20 GB in 0.010 + 0.050 s (trainer + engine), 20.0 GB/s",
+        "|engine − trainer| 0.6b, nats": "mean 3.00e-03",
+        "rollout over bare vLLM": "0.90",
+        "job-async over job-sync": "1.50× faster per step",
+        "trainer 0.6b": "exited with 1; oh (/tmp/x)",
+        "memory, job-sync 0.6b": "20.0 GiB peak of the trainer",
+        "rollout 0.6b, tokens_per_s": "9e+03, 0.13 × the prediction: 10 to 15 µs",
+        "tests-trainer": "30 passed",
+    }.items():
+        assert text in rows[name]
 
 
 def test_the_last_error_is_what_a_failed_part_says():
@@ -118,16 +94,11 @@ def test_the_last_error_is_what_a_failed_part_says():
 
 def test_every_part_has_a_function_and_rows_and_the_first_ones_fit_into_the_budget():
     kinds = {part.split()[0] for part in (*gpu.PARTS, *gpu.TINY_PARTS)}
-    assert (
-        kinds == (ALONE | FUNCTIONS).keys()
-        and {kind.split("-")[0] for kind in kinds} == gpu.ROWS.keys()
-    )
-    assert sum(list(gpu.PARTS.values())[:3]) < gpu.BUDGET_S, (
-        "the trainer, its tests, and the engine's agreement"
-    )
-    assert {part.split()[0] for part in list(gpu.PARTS)[:2]} < ALONE.keys(), (
-        "what needs no vLLM comes first"
-    )
+    assert kinds == (ALONE | FUNCTIONS).keys()
+    assert {kind.split("-")[0] for kind in kinds} == gpu.ROWS.keys()
+    # the trainer, its tests, and the engine's agreement; first those without vLLM
+    assert sum(list(gpu.PARTS.values())[:3]) < gpu.BUDGET_S
+    assert {part.split()[0] for part in list(gpu.PARTS)[:2]} < ALONE.keys()
 
 
 def test_predictions_are_of_parts_and_the_trainers_is_by_the_formula_of_its_flops(tmp_path):
@@ -150,15 +121,12 @@ def run_bench(monkeypatch, out, *options):
 @pytest.mark.slow
 def test_parts_that_fail_or_have_no_time_left_leave_the_others(tmp_path, monkeypatch, capsys):
     """Real processes: one ends with an error, one is ended, one has no time left."""
-    monkeypatch.setattr(
-        gpu,
-        "TINY_PARTS",
-        {"no-such-part tiny": 30, "trainer no-such-size": 0.2, "trainer tiny": 1000},
-    )
+    parts = {"no-such-part tiny": 30, "trainer no-such-size": 0.2, "trainer tiny": 1000}
+    monkeypatch.setattr(gpu, "TINY_PARTS", parts)
     records, status = run_bench(monkeypatch, tmp_path, "--budget-s", "30")
-    assert "exited with 1; KeyError: 'no-such-part'" in records[0]["failed"]
-    assert "took more than 0 s" in records[1]["failed"]
-    assert "not run" in records[2]["failed"] and "commit" in records[2]
+    reasons = ["exited with 1; KeyError: 'no-such-part'", "took more than 0 s", "not run"]
+    for record, reason in zip(records, reasons, strict=True):
+        assert reason in record["failed"] and "commit" in record
     assert status == 1 and capsys.readouterr().out.count("not run") == 1
 
 
@@ -175,9 +143,8 @@ def test_the_trainer_part_runs_where_what_only_rollout_needs_is_not_installed(tm
         "import sys; sys.modules.update(dict.fromkeys(('vllm', 'zmq', 'setproctitle'))); "
         "from scripts.bench import gpu; gpu.measure('trainer', 'tiny', 'cpu', *sys.argv[1:])"
     )
-    subprocess.run(
-        [sys.executable, "-c", code, tmp_path, tmp_path / "result"], cwd=gpu.ROOT, check=True
-    )
+    command = [sys.executable, "-c", code, tmp_path, tmp_path / "result"]
+    subprocess.run(command, cwd=gpu.ROOT, check=True)
     assert json.loads((tmp_path / "result").read_text())["tokens_per_s"] > 0
 
 

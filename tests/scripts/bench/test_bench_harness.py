@@ -11,13 +11,9 @@ from scripts.bench.harness import Arm, Bench, Case, Column
 from scripts.lines import read
 
 MADE = {
-    "size": "full",
-    "command": "python bench",
-    "commit": "c0ffee",
-    "dirty": False,
-    "changes": "",
-}
-MADE |= {"hardware": "2 CPU cores", "load_before": 0.1, "packages": {"torch": "2"}}
+    "size": "full", "command": "python bench", "commit": "c0ffee", "dirty": False, "changes": "",
+    "hardware": "2 CPU cores", "load_before": 0.1, "packages": {"torch": "2"},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +44,10 @@ class Counting:
 
 
 def bench_of(log, **more):
-    case = Case(
-        "race on foot",
-        [Arm(name, Counting(name, log).start, {"fast": name == "b"}) for name in "ab"],
-        **more,
-    )
-    return Bench(
-        "race", "A race", lambda given: [case], lambda records: [], key=("case", "arm")
-    ), case
+    arms = [Arm(name, Counting(name, log).start, {"fast": name == "b"}) for name in "ab"]
+    case = Case("race on foot", arms, **more)
+    key = ("case", "arm")
+    return Bench("race", "A race", lambda given: [case], lambda records: [], key=key), case
 
 
 def records_of(path):
@@ -70,31 +62,25 @@ def run(bench, monkeypatch, *options):
 def test_arms_are_measured_in_turn_every_second_round_backwards_and_the_first_round_is_dropped(
     tmp_path,
 ):
-    log = []
+    log, path = [], tmp_path / "race.jsonl"
     bench, case = bench_of(log)
-    harness.measure(bench, case, 2, tmp_path / "race.jsonl", MADE)
-    assert log[:8] == ["start a", "start b", "a", "b", "a", "b", "b", "a"] and sorted(log[8:]) == [
-        "end a",
-        "end b",
-    ]
-    assert records_of(tmp_path / "race.jsonl") == [
-        ("a", 0, 2.0),
-        ("b", 0, 2.0),
-        ("b", 1, 3.0),
-        ("a", 1, 3.0),
-    ]
-    assert read(tmp_path / "race.jsonl")[1]["options"] == {"fast": True}
+    harness.measure(bench, case, 2, path, MADE)
+    assert log[:8] == ["start a", "start b", "a", "b", "a", "b", "b", "a"]
+    assert sorted(log[8:]) == ["end a", "end b"]
+    assert records_of(path) == [("a", 0, 2.0), ("b", 0, 2.0), ("b", 1, 3.0), ("a", 1, 3.0)]
+    assert read(path)[1]["options"] == {"fast": True}
+    assert not list(tmp_path.glob("bench-*")), "logs are kept after a failure only"
 
 
-def test_a_bench_goes_on_where_it_stopped_and_measures_nothing_twice(tmp_path):
+def test_a_bench_resumes_where_it_stopped_and_measures_nothing_twice(tmp_path):
     log, path = [], tmp_path / "race.jsonl"
     bench, case = bench_of(log, warm_up=0)
-    dying = Case(
-        case.name, [case.arms[0], Arm("b", Counting("b", log, dies_at=1).start)], warm_up=0
-    )
+    dying_arm = Arm("b", Counting("b", log, dies_at=1).start)
+    dying = Case(case.name, [case.arms[0], dying_arm], warm_up=0)
     with pytest.raises(RuntimeError, match="died"):
         harness.measure(bench, dying, 2, path, MADE)
     assert records_of(path) == [("a", 0, 1.0)] and "end a" in log
+    assert sorted(path.name for path in tmp_path.glob("bench-*/*")) == ["a", "b"]
     harness.measure(bench, case, 2, path, MADE)
     assert records_of(path) == [("a", 0, 1.0), ("b", 0, 1.0), ("b", 1, 2.0), ("a", 1, 2.0)]
     log.clear()
@@ -128,21 +114,9 @@ def test_a_case_can_make_its_own_records_of_a_round(tmp_path):
     assert records_of(tmp_path / "race.jsonl") == [("b/a", 0, 1.0)]
 
 
-def test_logs_are_kept_after_a_failure_only(tmp_path):
-    bench, case = bench_of([])
-    harness.measure(bench, case, 1, tmp_path / "race.jsonl", MADE)
-    assert not list(tmp_path.glob("bench-*"))
-    dying = Case("race", [Arm("a", Counting("a", [], dies_at=2).start)])
-    with pytest.raises(RuntimeError):
-        harness.measure(bench, dying, 1, tmp_path / "other.jsonl", MADE)
-    assert [path.name for path in tmp_path.glob("bench-*/*")] == ["a"]
-
-
 def test_columns_show_median_spread_gain_and_whether_the_target_is_reached():
-    rows = {
-        "slow": [{"s": 4.0}, {"s": 6.0}, {"s": 5.0}],
-        "fast": [{"s": 2.0}, {"s": 1.0}, {"s": 3.0}],
-    }
+    rows = {"slow": [{"s": seconds} for seconds in (4.0, 6.0, 5.0)]}
+    rows["fast"] = [{"s": seconds} for seconds in (2.0, 1.0, 3.0)]
     column = Column("s", "ms", ".0f", 1000, better=-1, against="faster", target=2500)
     assert harness.table("arm", rows, [column, Column("none", "nothing")]) == [
         "| arm | n | ms | faster | target | reached | nothing |",
@@ -150,31 +124,19 @@ def test_columns_show_median_spread_gain_and_whether_the_target_is_reached():
         "| slow | 3 | 5000 [4000–6000] | 1.00 [1.00–1.00] | ≤ 2500 | no | – |",
         "| fast | 3 | 2000 [1000–3000] | 2.50 [1.67–6.00] | ≤ 2500 | yes | – |",
     ]
-    more, some = (
-        Column("s", "1/s", ".1f", better=1, against="more", target=2),
-        [{"s": 3.0}, {"s": None}],
-    )
-    assert more.cells(some, [{"s": 2.0}]) == [
-        "3.0 [3.0–3.0], n = 1",
-        "1.50 [1.50–1.50]",
-        "≥ 2",
-        "yes",
-    ]
+    more = Column("s", "1/s", ".1f", better=1, against="more", target=2)
+    cells = more.cells([{"s": 3.0}, {"s": None}], [{"s": 2.0}])
+    assert cells == ["3.0 [3.0–3.0], n = 1", "1.50 [1.50–1.50]", "≥ 2", "yes"]
 
 
 def test_the_page_names_what_made_the_records(tmp_path, monkeypatch):
     bench, _ = bench_of([])
-    found = run(
-        bench, monkeypatch, "--out", tmp_path, "--repeats", 2, "--only", "race", "--size", "tiny"
-    )
+    options = ("--repeats", 2, "--only", "race", "--size", "tiny")
+    found = run(bench, monkeypatch, "--out", tmp_path, *options)
     assert [(r["arm"], r["repeat"]) for r in found] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
-    text = (tmp_path / "table.md").read_text()
+    text, commit = (tmp_path / "table.md").read_text(), found[0]["commit"]
     assert "`scripts/bench/race.py`" in text and "Size tiny: the numbers mean nothing." in text
-    assert (
-        f"commit {found[0]['commit']}" in text
-        and "--repeats 2" in text
-        and len(found[0]["commit"]) == 12
-    )
+    assert f"commit {commit}" in text and len(commit) == 12 and "--repeats 2" in text
 
 
 @pytest.mark.parametrize(
@@ -200,14 +162,12 @@ def test_uncommitted_changes_make_no_records_in_results_and_are_said_elsewhere(t
     assert "commit c0ffee, with changes; 2 CPU cores" in harness.made_by([made])[0]
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "rollout",
-        pytest.param("parts", marks=pytest.mark.slow),
-        pytest.param("bandit", marks=pytest.mark.slow),
-    ],
-)
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("parts", "bandit", "trees", "peers")
+]
+
+
+@pytest.mark.parametrize("script", ["rollout", *SLOW])
 def test_a_bench_runs_as_a_script_although_it_may_hide_a_module_of_that_name(script):
     command = [sys.executable, f"scripts/bench/{script}.py", "--help"]
     done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, timeout=120)

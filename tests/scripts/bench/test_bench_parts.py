@@ -54,24 +54,12 @@ def test_sequences_of_a_work_have_its_lengths(model_path):
 
 
 def test_a_ratio_is_ours_by_the_limit_and_a_speed_up_the_other_way_round():
-    assert parts.record("rollout long", 90.0, 100.0)["ratio"] == pytest.approx(0.9)
-    assert parts.record("speed-up natural α=1", 0.4, 0.5)["ratio"] == pytest.approx(1.25)
-    assert parts.record("publish tiny", 80.0, 100.0, bytes=7)["bytes"] == 7
-
-
-def test_whole_steps_give_overlap_pause_and_speed_up():
-    of_ratio = {"pause_s": 0.1, "generate_alone_s": 1.0, "train_alone_s": 0.4}
-    found = {
-        "α=0": {"step_s": 2.0},
-        "α=1": {"step_s": 1.25, **of_ratio},
-        "α=2": {"step_s": 1.0, **of_ratio},
-    }
+    assert parts.record("rollout long", 90.0, 100.0, n=7)["ratio"] == pytest.approx(0.9)
+    halves = {"pause_s": 0.1, "generate_alone_s": 1.0, "train_alone_s": 0.4}
+    found = {f"α={ratio}": {"step_s": s, **halves} for ratio, s in enumerate((2.0, 1.25, 1.0))}
     ratios = {r["part"]: r["ratio"] for r in parts.against_synchronous(found)}
-    assert (
-        ratios["overlap α=1"] == 1.25
-        and ratios["pause α=2"] == 0.1
-        and ratios["speed-up natural α=1"] == 1.6
-    )
+    wanted = {"overlap α=1": 1.25, "pause α=2": 0.1, "speed-up natural α=1": 1.6}
+    assert wanted.items() <= ratios.items()
 
 
 def test_every_case_is_there_in_both_sizes():
@@ -80,15 +68,11 @@ def test_every_case_is_there_in_both_sizes():
         assert {case.name.split()[0] for case in cases} == {"trainer", "job"}
 
 
-def test_the_records_of_the_repository_give_their_page(tmp_path):
-    text = "\n".join(parts.report(read(harness.ROOT / "results/parts/parts.jsonl")))
-    rollout = (
-        "| rollout natural | rollout worker, tokens/s | 5 | 8500 [7468–9462] | 8876 [7711–9437] |"
-    )
-    assert f"{rollout} 0.968 [0.887–1.040] | ≥ 0.95 | yes | plain AsyncLLM |" in text
-    assert "| 1.146 [1.078–1.317] | ≤ 1.1 | no | slower half alone |" in text
-    assert "µs | 5 | 203 [189–228] | – | – | – | – | – |" in text
-    assert "| overlap α=1 | 5 | 220 [" in text
-    lines = parts.summary(read(harness.ROOT / "results/parts/parts.jsonl"))
+def test_the_records_of_the_repository_give_their_page():
+    folder = harness.ROOT / "results/parts"
+    records = read(folder / "parts.jsonl")
+    page = (folder / "table.md").read_text()
+    assert page.endswith("\n\n".join(parts.report(records)) + "\n")
+    lines = parts.summary(records)
     assert len(lines) == 2 + 16
     assert "| trainer long | train_step | plain step | 0.894 [0.842–0.929] | ≥ 0.9 | no |" in lines

@@ -1,4 +1,3 @@
-import json
 import statistics
 import subprocess
 import sys
@@ -82,49 +81,34 @@ def test_every_arm_is_a_valid_config_that_differs_from_the_others(comparison):
 
 
 def test_a_comparison_asks_for_the_memory_of_all_its_engines():
-    given = SimpleNamespace(size="full")
-    (scheduling,) = harness.chosen(bench.cases(given), ["scheduling"])
+    cases = bench.cases(SimpleNamespace(size="full"))
+    (scheduling,) = harness.chosen(cases, ["scheduling"])
     assert scheduling.memory == 3 * 2 * bench.ENGINE_BYTES
-    assert [case.name for case in harness.chosen(bench.cases(given), ["replication"])] == [
-        "replication 8x8",
-        "replication 16x16",
-    ]
+    names = [case.name for case in harness.chosen(cases, ["replication"])]
+    assert names == ["replication 8x8", "replication 16x16"]
 
 
-def test_the_records_of_the_repository_give_their_page(tmp_path):
-    records = read(harness.ROOT / "results/rollout/rollout.jsonl")
-    text = "\n\n".join(bench.report(records))
-    assert "| queue | 5 | 1.36 [1.00–1.87] | 1.37 [" in text and "125 s → 58 s" in text
-    assert "| R = 2 | 5 | 3568 [3197–4169] | 1.53 [" in text and "| 0.73 [0.63–0.79] |" in text
+def test_the_records_of_the_repository_give_their_page():
+    folder = harness.ROOT / "results/rollout"
+    text = "\n\n".join(bench.report(read(folder / "rollout.jsonl")))
+    assert (folder / "table.md").read_text().endswith(f"{text}\n")
     assert text.count("Papers: ") == len(bench.COMPARISONS)
 
 
 @pytest.mark.e2e
 @pytest.mark.study
 def test_one_request_and_replicated_prompts_sample_the_same_tokens_on_real_engines(tmp_path):
-    options = [
-        "--only",
-        "replication 8x8",
-        "--size",
-        "tiny",
-        "--repeats",
-        "2",
-        "--out",
-        str(tmp_path),
-    ]
+    options = ["--only", "replication 8x8", "--size", "tiny", "--repeats", "2", "--out", tmp_path]
     command = [sys.executable, "scripts/bench/rollout.py", *options]
     done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "warning" not in done.stdout, done.stdout
-    records = [json.loads(line) for line in (tmp_path / "rollout.jsonl").read_text().splitlines()]
-    rounds = harness.rounds(records, "repeat")
-    assert [{r["arm"] for r in rounds[i]} for i in (0, 1)] == [{"one request", "replicated"}] * 2
-    assert all(one["tokens"] == other["tokens"] for one, other in rounds.values())
+    records = read(tmp_path / "rollout.jsonl")
+    for of_round in harness.rounds(records, "repeat").values():
+        assert {r["arm"] for r in of_round} == {"one request", "replicated"}
+        assert len({r["tokens"] for r in of_round}) == 1
     for r in records:
-        assert (
-            r["groups"] == r["ledger"]["groups_consumed"] == 2
-            and r["seconds"] > 0
-            and r["update_s"] > 0
-        )
+        assert r["groups"] == r["ledger"]["groups_consumed"] == 2
         assert r["ledger"]["tokens_consumed"] == r["tokens"] and r["inherited_share"] == 0
+        assert r["seconds"] > 0 and r["update_s"] > 0
     assert "Size tiny: the numbers mean nothing" in (tmp_path / "table.md").read_text()

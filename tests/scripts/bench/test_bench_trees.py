@@ -1,7 +1,5 @@
 """The bench of shared prefixes: run on recorded batches of a tiny model, its table against prefixes counted by hand."""
 
-import json
-
 import pytest
 from tiny_policy import grouped_sequences, save_tiny_model
 
@@ -56,64 +54,53 @@ def share_of_a_tree(step):
 def test_the_bench_measures_each_way_to_share_in_turn_and_its_table_says_what_a_tree_would_save(
     recordings, tmp_path, monkeypatch
 ):
-    options = [
+    options = (
         "--only",
         WORK,
         "--repeats",
-        "1",
+        1,
         "--recordings",
         recordings,
         "--out",
         tmp_path / "out",
-    ]
+    )
     monkeypatch.setattr("sys.argv", ["trees.py", *map(str, options)])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     records = harness.main(trees.BENCH)
     assert [r["arm"] for r in records] == ["off", "prompt", "tree"]
     wanted = (share_of_a_tree(1) + share_of_a_tree(2)) / 2
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in trees.table(records)]
-    for row, record in zip(rows[2:], records, strict=True):
-        found = dict(zip(rows[0], row, strict=True))
-        assert (
-            found["POR, %"] == f"{100 * wanted:.1f}"
-            and found["1/(1 − POR)"] == f"{1 / (1 - wanted):.2f}"
-        )
+    heading, _, *rows = (line.strip("| ").split(" | ") for line in trees.table(records))
+    for row, record in zip(rows, records, strict=True):
+        found = dict(zip(heading, row, strict=True))
+        assert found["POR, %"] == f"{100 * wanted:.1f}"
+        assert found["1/(1 − POR)"] == f"{1 / (1 - wanted):.2f}"
         assert record["seconds"] > 0 and record["peak"] > record["added"] >= 0
         assert record["grad_norm"] == pytest.approx(records[0]["grad_norm"], rel=1e-3)
     off, prompt, tree = (r["tokens/saved_share"] for r in records)
     assert off == 0 < prompt <= tree <= wanted + 1e-9
-    assert "\n".join(trees.table(records)) in (tmp_path / "out" / "table.md").read_text(
-        encoding="utf-8"
-    )
+    assert "\n".join(trees.table(records)) in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_a_round_whose_gradients_differ_or_vanish_is_refused():
-    found = {
-        arm: {"grad_norm": 2.0 + 0.001 * i, "dtype": "float32"} for i, arm in enumerate(trees.ARMS)
-    }
-    assert [r["arm"] for r in trees.of_round(found)] == list(trees.ARMS)
-    found["tree"]["grad_norm"] = 2.01
+    def round_of(norms, dtype="float32"):
+        measured = ({"grad_norm": norm, "dtype": dtype} for norm in norms)
+        return trees.of_round(dict(zip(trees.ARMS, measured, strict=True)))
+
+    assert [r["arm"] for r in round_of([2.0, 2.001, 2.002])] == list(trees.ARMS)
+    assert round_of([2.0, 2.001, 2.01], "bfloat16")
     with pytest.raises(RuntimeError, match=r"2\.01\]: they must agree to 0\.001"):
-        trees.of_round(found)
+        round_of([2.0, 2.001, 2.01])
     with pytest.raises(RuntimeError, match="above 0"):
-        trees.of_round({arm: {"grad_norm": 0.0, "dtype": "bfloat16"} for arm in trees.ARMS})
-    found["tree"]["grad_norm"] = 2.0
-    assert trees.of_round({arm: {**of, "dtype": "bfloat16"} for arm, of in found.items()})
+        round_of([0.0, 0.0, 0.0], "bfloat16")
 
 
 def test_rows_have_five_answered_problems_before_the_question_others_or_the_same(tmp_path):
     same, other = (
-        [r["prompt"] for r in read(trees.write_rows(tmp_path / f"{of}-sums.jsonl"))]
-        for of in ("same", "other")
+        read(trees.write_rows(tmp_path / f"{of}-sums.jsonl")) for of in ("same", "other")
     )
     problems = [load_task("sums:one_digit", 0).train_problem(i) for i in range(6)]
     shown = " ".join(f"{p.prompt} {p.answer}" for p in problems[:5])
-    assert same[0] == f"{shown} {problems[5].prompt}" and all(
-        prompt.startswith(shown) for prompt in same
-    )
-    assert len({prompt.rpartition(" What")[0] for prompt in other}) > 200
-    assert all(prompt.count("?") == 6 for prompt in other)
-    assert (
-        json.loads((tmp_path / "same-sums.jsonl").read_text().splitlines()[0])["answer"]
-        == problems[5].answer
-    )
+    assert same[0] == {"prompt": f"{shown} {problems[5].prompt}", "answer": problems[5].answer}
+    assert all(row["prompt"].startswith(shown) for row in same)
+    assert len({row["prompt"].rpartition(" What")[0] for row in other}) > 200
+    assert all(row["prompt"].count("?") == 6 for row in other)
