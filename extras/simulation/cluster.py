@@ -5,11 +5,8 @@ trainer and every engine at the same time; to machines of a swarm weights come a
 the trainer's staging. Nothing else of a run is there: no evaluation, no checkpoint, no failure of a process.
 """
 
-import contextlib
 import math
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -104,10 +101,8 @@ class Outcome:
     @property
     def numbers(self) -> dict[str, float]:
         """Every number of the run that a comparison may need, by name; times are means over steps, in seconds."""
-        rollout_s, tokens = (
-            fmean(step.wait_s for step in self.steps),
-            sum(step.tokens for step in self.steps),
-        )
+        rollout_s = fmean(step.wait_s for step in self.steps)
+        tokens = sum(step.tokens for step in self.steps)
         return {
             "step_s": self.seconds / len(self.steps),
             "rollout_s": rollout_s,  # for which the trainer waited for a batch
@@ -152,13 +147,6 @@ class Simulation:
         self.controller = kinds[1](self.config, self.workers, tickets, self._record)
         self.controller.pulled = _Transport()
         self.counts, self._before = Counter(), Counter()
-        for name in (
-            "on_message",
-            "publish",
-            "take_batch_if_ready",
-            *(("let_in", "end_leases") if has_swarm else ()),
-        ):
-            setattr(self.controller, name, self._timed(getattr(self.controller, name)))
         self.workers.on_handled = self._on_handled
         self.controller.launch()
         self.controller.connect(_Transport())
@@ -171,8 +159,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all steps. Raises RuntimeError if a bound or the ledger is broken, or if nothing moves any more."""
         self._publish()
-        with self.swarm.on_its_clock() if self.swarm else contextlib.nullcontext():
-            self.clock.run_until(lambda: self._is_over and self._is_waiting)
+        self.clock.run_until(lambda: self._is_over and self._is_waiting)
         seconds = self._published_at - self._started_at
         counts = self._so_far() - self._before
         return Outcome(
@@ -192,7 +179,9 @@ class Simulation:
 
     def _so_far(self) -> Counter:
         """Counts, bytes of weights sent, and seconds in which slots, and in which the controller, were busy."""
-        so_far = self.counts + Counter(controller_s=self.workers.controller_busy_s)
+        so_far = self.counts.copy()
+        so_far["controller_s"] = self.workers.controller_busy_s
+        so_far["cpu_s"] = self.workers.cpu_s
         so_far["slot_s"] = sum(worker.process.engine.slot_s_now() for worker in self.workers)
         if self.swarm:
             so_far.update(slot_s=self.swarm.gone_slot_s, sent_bytes=self.swarm.uplink.sent_bytes)
@@ -200,20 +189,15 @@ class Simulation:
 
     def _of_swarm(self, counts: Counter, seconds: float) -> dict[str, float]:
         """What was measured of machines, and the seconds of a step by rates alone and by ECHO-2's rule."""
-        cluster, steps, lag = (
-            self.case.cluster,
-            self.steps[self.case.warmup :],
-            self.config.swarm.refresh_lag,
-        )
-        stale, train_s = (
-            [lag for step in steps for lag in step.staleness],
-            fmean(step.train_s for step in steps),
-        )
+        cluster, steps = self.case.cluster, self.steps[self.case.warmup :]
+        refresh_lag = max(1, self.config.swarm.refresh_lag)
+        stale = [lag for step in steps for lag in step.staleness]
+        train_s = fmean(step.train_s for step in steps)
         fetch_s, responses = fmean(self.swarm.fetches_s or [0.0]), len(stale) // len(steps)
         rate = counts["ended"] / counts["slot_s"] * cluster.num_slots  # with all slots taken
         # in which the responses of these steps must come
-        refresh_s = max(1, lag) * train_s - fetch_s
-        enough = max(1, lag) * responses / refresh_s if refresh_s > 0 else math.inf
+        refresh_s = refresh_lag * train_s - fetch_s
+        enough = refresh_lag * responses / refresh_s if refresh_s > 0 else math.inf
         return {
             "staleness_mean": fmean(stale),
             "uplink_share": counts["sent_bytes"] / (seconds * cluster.swarm.uplink_bytes_per_s),
@@ -224,7 +208,7 @@ class Simulation:
             "longest_s": fmean(max(step.slot_s) for step in steps),
             "responses_per_s": rate,
             "step_by_rates_s": max(train_s, responses / rate),
-            "step_by_echo_s": max(train_s, responses / rate + fetch_s / max(1, lag)),
+            "step_by_echo_s": max(train_s, responses / rate + fetch_s / refresh_lag),
             "machines_by_echo": cluster.num_workers * enough / rate,
         }
 
@@ -232,20 +216,10 @@ class Simulation:
         if event == "worker_died":
             self.counts["issued_again"] += fields["tickets"]
 
-    def _timed(self, call: Callable) -> Callable:
-        """The call of the controller, whose CPU time is counted."""
-
-        def timed(*arguments):
-            start = time.process_time()
-            result = call(*arguments)
-            self.counts["cpu_s"] += time.process_time() - start
-            return result
-
-        return timed
-
     def _publish(self) -> None:
         version = max(0, self._version - self.config.publish_delay)
-        self.controller.publish(Announcement(version, self._version, Staged(0, []), (), False))
+        with self.workers.timed():
+            self.controller.publish(Announcement(version, self._version, Staged(0, []), (), False))
         self.clock.after(self.case.cluster.sync_s, self._begin_waiting)
 
     def _begin_waiting(self) -> None:
@@ -265,7 +239,8 @@ class Simulation:
     def _try_to_take(self) -> None:
         if not self._is_waiting or self._is_over:
             return
-        batch = self.controller.take_batch_if_ready()
+        with self.workers.timed():
+            batch = self.controller.take_batch_if_ready()
         if batch is None:
             return
         self._is_waiting = False

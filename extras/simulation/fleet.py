@@ -4,10 +4,12 @@ Only what a worker does between two messages is simulated. Which ticket goes whe
 dropped and which batch is given is the Controller's, and so are SampleBuffer and Dispatcher.
 """
 
+import contextlib
 import functools
 import random
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,7 +61,7 @@ class Episode:
         """Append what a turn has decoded."""
         for version, tokens in parts:
             if self.segments and self.segments[-1][0] == version:
-                version, tokens = version, tokens + self.segments.pop()[1]
+                tokens += self.segments.pop()[1]
             self.segments.append((version, tokens))
 
 
@@ -180,9 +182,8 @@ class SimulatedProcess:
             return
         turns, ticket = self.workload.turns, episode.ticket
         if turns is None:
-            self._rewards_free_at = (
-                max(self._rewards_free_at, self.clock.now) + self.workload.reward_s
-            )
+            begins_at = max(self._rewards_free_at, self.clock.now)
+            self._rewards_free_at = begins_at + self.workload.reward_s
             self.clock.at(self._rewards_free_at, lambda: self._end(episode, "stop"))
             return
         if episode.draws is None:
@@ -246,6 +247,8 @@ class SimulatedFleet:
         self.have_worked = False
         self.on_handled: Callable[[object], None] = lambda message: None
         """Called with each message after the controller has acted on it."""
+        self.cpu_s = 0.0
+        """CPU time of the controller."""
         self.controller_busy_s = 0.0
         self._controller_free_at = 0.0
         for index in range(self.num_workers):
@@ -263,6 +266,13 @@ class SimulatedFleet:
         """Have the controller hear what a worker says."""
         worker.process.reply = functools.partial(self._deliver, worker)
 
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the CPU time of what the controller does inside of the block."""
+        start = time.process_time()
+        yield
+        self.cpu_s += time.process_time() - start
+
     def check(self) -> None:
         """Nothing happens in the background that could have failed."""
 
@@ -274,7 +284,8 @@ class SimulatedFleet:
         self._controller_free_at = max(self._controller_free_at, self.clock.now) + seconds
 
         def handle() -> None:
-            self._on_message(worker, message)
+            with self.timed():
+                self._on_message(worker, message)
             self.on_handled(message)
 
         self.clock.at(self._controller_free_at, handle)

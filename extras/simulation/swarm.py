@@ -10,12 +10,10 @@ Not simulated: latency and losses of the network, the way of responses to the tr
 applying of deltas, the trainer's own writing to a file system, starts of engines, sockets, msgpack, and lies.
 """
 
-import contextlib
 import functools
 import math
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +22,6 @@ from asyncrl.messages import Ready
 from extras.simulation.clock import Clock
 from extras.simulation.engine import Cluster, SimulatedEngine
 from extras.simulation.fleet import SimulatedFleet, SimulatedProcess
-from extras.swarm import leases, remote
 from extras.swarm.controller import SwarmController
 from extras.swarm.pull import KEPT
 from extras.swarm.remote import SwarmWorkers
@@ -51,10 +48,8 @@ class Uplink:
         """Begin to pull; `on_done()` is called at the end."""
         self._advance()
         self._done.append(on_done)
-        self._left, self._links = (
-            np.append(self._left, num_bytes),
-            np.append(self._links, link_bytes_per_s),
-        )
+        self._left = np.append(self._left, num_bytes)
+        self._links = np.append(self._links, link_bytes_per_s)
         self._share()
 
     def end(self, ended: list[Callable[[], None]]) -> None:
@@ -132,12 +127,9 @@ class SimulatedSwarm:
     """Classes of workers and controller."""
 
     def __init__(self, simulation, cluster: Cluster):
-        self.simulation, self.cluster, self.known, self.clock = (
-            simulation,
-            cluster,
-            cluster.swarm,
-            simulation.clock,
-        )
+        self.simulation, self.clock = simulation, simulation.clock
+        self.cluster, self.known = cluster, cluster.swarm
+        simulation.controller.dispatcher.now = self.clock.monotonic
         self._random = random.Random(f"swarm {simulation.case.seed}")
         self.uplink = Uplink(self.clock, self.known.uplink_bytes_per_s)
         self.fetches_s: list[float] = []
@@ -149,17 +141,9 @@ class SimulatedSwarm:
         self._wait_for_next()
         self._beat()
 
-    @contextlib.contextmanager
-    def on_its_clock(self) -> Iterator[None]:
-        """Have leases end by the virtual clock."""
-        remote.time = leases.time = self.clock
-        try:
-            yield
-        finally:
-            remote.time = leases.time = time
-
     def _beat(self) -> None:
-        self.simulation.controller.end_leases()
+        with self.simulation.workers.timed():
+            self.simulation.controller.end_leases()
         self.clock.after(BEAT_S, self._beat)
 
     def _wait_for_next(self) -> None:
@@ -167,32 +151,29 @@ class SimulatedSwarm:
         self.clock.after(delay_s, lambda: (self._join(version=None), self._wait_for_next()))
 
     def _join(self, version: int | None) -> None:
-        draw, (slowest, fastest), of = self._random, LINKS_BYTES_PER_S, self.simulation
+        draw, (slowest, fastest) = self._random, LINKS_BYTES_PER_S
+        simulation, cluster = self.simulation, self.cluster
         engine = SimulatedEngine(
-            self.clock, self.cluster.curve.times(draw.lognormvariate(0, SPEED_SIGMA))
+            self.clock, cluster.curve.times(draw.lognormvariate(0, SPEED_SIGMA))
         )
         machine = Machine(slowest * (fastest / slowest) ** draw.random(), version)
-        machine.process = FetchingProcess(
-            -1, self.clock, of.config, of.case.workload, engine, self.cluster.sync_s
+        process = machine.process = FetchingProcess(
+            -1, self.clock, simulation.config, simulation.case.workload, engine, cluster.sync_s
         )
-        machine.process.fetch = functools.partial(self._fetch, machine)
-        worker = of.controller.let_in(machine.process, "machine", True)
-        machine.process.index = worker.index
-        of.workers.listen(worker)
-        of.controller.on_message(worker, Ready(0.0))
+        process.fetch = functools.partial(self._fetch, machine)
+        with simulation.workers.timed():
+            worker = simulation.controller.let_in(process, "machine", True)
+            process.index = worker.index
+            simulation.workers.listen(worker)
+            simulation.controller.on_message(worker, Ready(0.0))
         self.clock.after(draw.expovariate(1 / self.known.stay_s), lambda: self._end(machine))
 
     def _end(self, machine: Machine) -> None:
         """Have a machine go, and be found to be gone."""
-        process, silence_s = (
-            machine.process,
-            SILENCE_S if self._random.random() < CRASH_SHARE else 0.0,
-        )
-        tell, process.reply, process.send = (
-            process.reply,
-            lambda message: None,
-            lambda message: None,
-        )
+        process = machine.process
+        silence_s = SILENCE_S if self._random.random() < CRASH_SHARE else 0.0
+        tell = process.reply
+        process.reply = process.send = lambda message: None
         self.gone_slot_s += process.engine.slot_s_now()
         process.engine.stop()
         self.uplink.end([machine.fetched])

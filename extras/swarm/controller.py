@@ -46,9 +46,13 @@ class SwarmController(Controller):
     def let_in(self, process, host: str, scores_probe: bool) -> RemoteWorker:
         """Make a worker of an engine of a host; its messages come by `on_message`."""
         with self._changed:
-            lag = self.config.swarm.refresh_lag
             worker = RemoteWorker(
-                -1, process, self.pulled, refresh_lag=lag, scores_probe=scores_probe
+                -1,
+                process,
+                self.pulled,
+                refresh_lag=self.config.swarm.refresh_lag,
+                now=self.dispatcher.now,
+                scores_probe=scores_probe,
             )
             self.workers.join(worker)
             self.journal.record("worker_started", worker=worker.index, attempt=0, machine=host)

@@ -6,7 +6,7 @@ Pure but for the clock: no host is asked, and nothing is waited for.
 import math
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from asyncrl.controller.dispatcher import Dispatcher
 from asyncrl.controller.workers import Worker
@@ -28,6 +28,9 @@ LOOK_S = 2.0
 class LeasingDispatcher(Dispatcher):
     """Knows how fast workers are, and takes tickets that the trainer waits for from hosts that are too slow."""
 
+    now: Callable[[], float] = staticmethod(time.monotonic)
+    """The clock of leases, seconds; a simulation has its own."""
+
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.token_s: dict[int, float] = {}
@@ -37,7 +40,7 @@ class LeasingDispatcher(Dispatcher):
         self._num_noted, self._most_noted = 0, self.config.groups_per_step * self.config.group_size
         self._num_moves: Counter[tuple[int, int, int]] = Counter()
         self._taken_from: dict[tuple[int, int, int], Worker] = {}
-        self._looked_at = time.monotonic()
+        self._looked_at = self.now()
 
     def may_start(self, worker: Worker, ticket: Ticket) -> bool:
         """Whether a worker may be given a ticket; not if it was taken from this worker for one that is much faster."""
@@ -89,7 +92,7 @@ class LeasingDispatcher(Dispatcher):
 
     def are_due(self) -> bool:
         """Whether to look again for leases that are over."""
-        is_time = time.monotonic() > self._looked_at + min(LOOK_S, self._mean_s)
+        is_time = self.now() > self._looked_at + min(LOOK_S, self._mean_s)
         return is_time and any(isinstance(worker, RemoteWorker) for worker in self.workers)
 
     def end_leases(self) -> list[Ticket]:
@@ -98,16 +101,15 @@ class LeasingDispatcher(Dispatcher):
 
         Another worker has a slot for each, or is so much faster that one is free there at once.
         """
-        self._looked_at = now = time.monotonic()
+        self._looked_at = now = self.now()
         self._forget_moves()
         holding_back, ended = self.buffer.holding_back(), []
         takers = sorted((worker for worker in self.workers if worker.is_up), key=self._token_s)
         slots = {
             worker.index: self.config.max_running_requests - worker.num_running for worker in takers
         }
-        for worker in [
-            worker for worker in self.workers if takers and isinstance(worker, RemoteWorker)
-        ]:
+        hosts = [worker for worker in self.workers if isinstance(worker, RemoteWorker)]
+        for worker in hosts if takers else ():
             shortest_s = min(self._urgent_lease_s(worker, takers[0]), self.config.swarm.lease_s)
             for ticket in worker.awaited:
                 had_s = now - worker.given_at[ticket.ticket_id]
@@ -156,11 +158,9 @@ class LeasingDispatcher(Dispatcher):
 
     def _forget_moves(self) -> None:
         """Forget what has moved of groups that no longer run."""
-        for key in [
-            key for key in self._num_moves if key[0] >= 0 and not self.buffer.is_running(key[0])
-        ]:
-            del self._num_moves[key]
-            self._taken_from.pop(key, None)
+        for key in list(self._num_moves):
+            if key[0] >= 0 and not self.buffer.is_running(key[0]):
+                del self._num_moves[key], self._taken_from[key]
 
     def _urgent_lease_s(self, worker: Worker, other: Worker) -> float:
         """Time for which a worker may have a ticket that the trainer waits for, if another could start it now."""

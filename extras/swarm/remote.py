@@ -2,7 +2,7 @@
 holds until it is believed."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from asyncrl.config import Config
@@ -18,12 +18,13 @@ class RemoteWorker(Worker):
     """An engine of a host that has joined. It fetches weights before it loads them, and may be some versions behind."""
 
     refresh_lag: int = 0
+    now: Callable[[], float] = time.monotonic
     scores_probe: bool = False
     """Whether the worker scores the probe after an update; one of each host does."""
     staged: Staged | None = None
     """The snapshot that the host was told to fetch last."""
     given_at: dict[int, float] = field(default_factory=dict)
-    """When the worker was given each ticket, monotonic seconds."""
+    """When the worker was given each ticket, seconds of `now()`."""
     reissued: set[int] = field(default_factory=set)
     """Tickets that were given to another worker as well. This worker still runs them; their results come too late."""
 
@@ -63,7 +64,7 @@ class RemoteWorker(Worker):
     def give(self, ticket: Ticket) -> None:
         """Note that the worker has a ticket."""
         super().give(ticket)
-        self.given_at[ticket.ticket_id] = time.monotonic()
+        self.given_at[ticket.ticket_id] = self.now()
 
     @property
     def awaited(self) -> list[Ticket]:

@@ -254,8 +254,9 @@ def test_one_engine_of_each_host_scores_the_probe_and_all_evaluate(tmp_path):
             a.holds = b.holds = lambda ticket: ticket.is_evaluation
             run.publish(evaluate=True, probe=PROBE)
             wait_until(lambda: len(a.held) == 8 and len(b.held) == 4)
-            a.finish()
-            b.finish()
+            for host in (a, b):
+                host.holds = lambda ticket: False  # also for a ticket that is moved here
+                host.finish()
             run.controller.finish_evaluations()
             evaluation = run.controller.take_evaluation()
             run.step()
