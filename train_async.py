@@ -19,8 +19,7 @@ from asyncrl.config import Config
 from asyncrl.job.command_line import parse_config
 
 if TYPE_CHECKING:
-    from asyncrl.job.node import Node
-    from asyncrl.job.step_log import StepLog
+    from asyncrl.job.node import Follower, Leader
 
 
 def train(config: Config, worker_main: Callable | None = None) -> None:
@@ -28,30 +27,28 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 
     `worker_main(spec, connection)` is what rollout workers run in place of rollout.run_worker.
     """
-    from asyncrl.job.node import start_node
-    from asyncrl.job.step_log import StepLog
+    from asyncrl.job.node import start_node, start_rank
+    from asyncrl.job.step_log import say_where_time_went
     from rollout import run_worker
 
-    with start_node(config, worker_main or run_worker) as node, StepLog(node) as log:
-        train_on(node, log)
-    log.say_where_time_went()
-    node.say_where()
+    with start_rank(config) as rank, start_node(rank, worker_main or run_worker) as node:
+        train_on(node)
+    say_where_time_went(node)
 
 
-def train_on(node: "Node", log: "StepLog") -> None:
+def train_on(node: "Leader | Follower") -> None:
     """The loop of a trainer rank; each call enters its own state of the clock."""
     from asyncrl.job.checkpoints import Checkpoints
-    from asyncrl.job.publisher import Publisher
+    from asyncrl.job.step_log import StepLog
     from asyncrl.trainer import batch
     from asyncrl.trainer.policy import load_policy
 
     config = node.config
     policy = load_policy(config, node.model_path, node.device, node.clock)
     checkpoints = Checkpoints(node, policy)
-    publisher = Publisher(node, policy)
+    publisher = node.make_publisher(policy)
     publisher.publish(node.first_version)
-    log.begin()
-    with checkpoints:  # from here on a signal lets the step end
+    with StepLog(node) as log, checkpoints:  # from here on a signal lets the step end
         for step in range(node.first_version + 1, config.steps + 1):
             groups = node.take_batch(step, publisher)
             updates = batch.deal(groups, step, policy, node.cluster)

@@ -383,6 +383,10 @@ class Config:
         """Whether rollout is one that the papers compare with; see extras/baselines.py."""
         return self.scheduling != "queue" or not self.replicate_prompts
 
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether what is done after each `every`-th step, and after the last one, is due after `step`; 0: the last."""
+        return step == self.steps or (every > 0 and step % every == 0)
+
     def dtype_on(self, device: str) -> str:
         """Name of the dtype that models compute in on a device of this type, `cpu` or `cuda`."""
         return "float32" if device == "cpu" and self.dtype != "bfloat16" else "bfloat16"

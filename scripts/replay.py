@@ -19,8 +19,8 @@ that is in the last line of metrics.jsonl.
 
 import argparse
 import os
-import sys
 import time
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -124,68 +124,63 @@ def _check_may_change(option: Option, recorded, evaluate: bool) -> None:
 
 def replay(recording: Recording, config: Config, evaluate: bool) -> None:
     """Run the whole replay; every trainer rank calls this."""
-    from asyncrl.job.node import start_node
-    from asyncrl.runlog.progress import Progress
+    from asyncrl.job.node import follow, open_records, start_node, start_rank
     from asyncrl.trainer.policy import load_policy
-
-    with start_node(config, run_worker, lambda start: lead(start, recording, evaluate)) as node:
-        policy = load_policy(config, node.model_path, node.device, node.clock)
-        progress = Progress(config.steps) if node.cluster.is_leader else None
-        try:
-            train(recording, node, policy, progress, evaluate)
-        finally:
-            if progress is not None:
-                progress.close()
-    node.say_where()
-
-
-def lead(start, recording: Recording, evaluate: bool):
-    """Make rank 0's node: the model must be the recorded one; a rollout worker is needed only to evaluate."""
-    from asyncrl.cluster.gpus import visible_gpus
-    from asyncrl.job.node import start_rollout
-    from asyncrl.runlog.run_directory import RunDirectory
     from asyncrl.weights.models import resolve_model
 
-    if start.cluster.num_nodes > 1:
-        raise ValueError(
-            f"a replay runs on one node, got {start.cluster.num_nodes}; use --nnodes 1"
-        )
-    model_path = resolve_model(start.config.model, start.config.task)
-    recording.check_weights(start.config.model, model_path)
-    if evaluate:
-        node = start_rollout(start)
-    else:
-        run = RunDirectory(start.config, gpus=[gpu.name for gpu in visible_gpus()])
-        node = replace(start, config=run.config).make_node(model_path, run=run)
-        start.on_end.callback(lambda: node.run.close(sys.exception()))
-        print(f"run directory: {node.run.path}", flush=True)
-    node.run.record("replay", of=str(recording.path), weights_sha256=recording.weights_sha256)
-    return node
+    with start_rank(config) as rank, ExitStack() as stack:
+        if rank.cluster.num_nodes > 1:
+            raise ValueError(
+                f"a replay runs on one node, got {rank.cluster.num_nodes}; use --nnodes 1"
+            )
+        model_path, run = resolve_model(config.model, config.task), None
+        if rank.cluster.is_leader:
+            recording.check_weights(config.model, model_path)
+        if evaluate:
+            node = stack.enter_context(start_node(rank, run_worker))
+            run = node.run if rank.cluster.is_leader else None
+        else:
+            run = open_records(rank, model_path) if rank.cluster.is_leader else None
+            options = rank.cluster.broadcast_on_node(run and run.config)
+            rank.use_device()
+            node = follow(replace(rank, config=options), model_path)
+        policy = load_policy(node.config, model_path, node.device, node.clock)
+        train(recording, node, policy, run, evaluate)
+    if run is not None:
+        print(f"finished: {run.path}", flush=True)
 
 
-def train(recording: Recording, node, policy, progress, evaluate: bool) -> None:
-    """Make every step on its recorded batch, as train_async.train does on what rollout gives it; collective."""
-    from asyncrl.job.node import is_due
+def train(recording: Recording, node, policy, run, evaluate: bool) -> None:
+    """Make every step on its recorded batch, as train_async.train does on what rollout gives it; collective.
+
+    The leader has the records of the replay, `run`; other ranks have None.
+    """
+    from asyncrl.runlog.progress import Progress
     from asyncrl.trainer import batch
 
     config, clock = node.config, node.clock
+    if run is not None:
+        run.record("replay", of=str(recording.path), weights_sha256=recording.weights_sha256)
     clock.enter("other")
     clock.take()
-    for step in range(recording.first_step, config.steps + 1):
-        clock.enter("wait")
-        groups = (
-            read_batch(batch_path(recording.path, step), step) if node.cluster.is_leader else None
-        )
-        updates = batch.deal(groups, step, policy, node.cluster)
-        stats = policy.train_step(updates, policy_version=step - 1)
-        clock.enter("evaluate")
-        evaluated = evaluate_last(node, policy) if evaluate and step == config.steps else {}
-        clock.enter("other")
-        if node.cluster.is_leader:
-            write_metrics(node, step, groups, stats, evaluated, clock.take(), progress)
-        if is_due(step, config.save_every, config.steps):
-            clock.enter("save")
-            policy.save(str(node.run.checkpoint_path(step)) if node.cluster.is_first else "")
+    with closing(Progress(config.steps)) if run else nullcontext() as progress:
+        for step in range(recording.first_step, config.steps + 1):
+            clock.enter("wait")
+            groups = read_batch(batch_path(recording.path, step), step) if run else None
+            updates = batch.deal(groups, step, policy, node.cluster)
+            stats = policy.train_step(updates, policy_version=step - 1)
+            clock.enter("evaluate")
+            evaluated = evaluate_last(node, policy) if evaluate and step == config.steps else {}
+            clock.enter("other")
+            if run is not None:
+                account = clock.take()
+                metrics = metrics_of(config, step, groups, stats, evaluated, account)
+                run.record("step", step=step, spans=account.spans_s)
+                run.log_metrics(metrics)
+                progress.show(metrics)
+            if config.is_due(step, config.save_every):
+                clock.enter("save")
+                policy.save(str(run.checkpoint_path(step)) if run else "")
 
 
 def evaluate_last(node, policy) -> dict[str, float]:
@@ -194,23 +189,20 @@ def evaluate_last(node, policy) -> dict[str, float]:
     Seeds of sampling follow from version and problem, so a replay and its run are sampled alike. Training prompts
     start behind the held-out ones, as in a run; nobody takes them.
     """
-    from asyncrl.job.publisher import Publisher
-
-    Publisher(node, policy).publish(node.config.steps)
+    node.make_publisher(policy).publish(node.config.steps)
     if not node.cluster.is_leader:
         return {}
     node.controller.finish_evaluations()
     return node.controller.take_evaluation()
 
 
-def write_metrics(
-    node, step: int, groups, stats: dict[str, float], evaluated: dict, account: Account, progress
-) -> None:
-    """Record a step on rank 0, under the names that a run uses."""
+def metrics_of(
+    config: Config, step: int, groups, stats: dict[str, float], evaluated: dict, account: Account
+) -> dict[str, float]:
+    """Return the metrics of a step, under the names that a run uses."""
     from asyncrl.runlog.metrics import batch_metrics, over_nodes, time_metrics, training_metrics
 
-    config = node.config
-    metrics = {
+    return {
         "step": step,
         "policy_version": step,
         "samples": step * config.groups_per_step * config.group_size,
@@ -220,9 +212,6 @@ def write_metrics(
         **training_metrics(stats),
         **time_metrics(account.spent),
     }
-    node.run.record("step", step=step, spans=account.spans_s)
-    node.run.log_metrics(metrics)
-    progress.show(metrics)
 
 
 def main() -> None:

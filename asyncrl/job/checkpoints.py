@@ -17,7 +17,7 @@ import psutil
 import torch.distributed as dist
 
 from asyncrl.cluster.processes import Interrupted, has_lost_a_rank
-from asyncrl.job.node import NobodySamples, Node, is_due
+from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
 from asyncrl.records import Group
 from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
@@ -34,11 +34,12 @@ OUT_OF_TIME = os.EX_TEMPFAIL  # exit status of a run that --stop-after-s has sto
 class Checkpoints:
     """Saves a run at the end of its steps. Every rank has one; as a context, signals then end the run after a step."""
 
-    def __init__(self, node: Node, policy: Policy):
+    def __init__(self, node: Follower | Leader, policy: Policy):
         """Make what saving needs and, in a run that goes on, have policy and records go on; collective."""
         self.node, self.policy = node, policy
         folder, self._is_shared = self._find_folder()
-        self.writer = CheckpointWriter(policy, node.cluster, node.run, folder)
+        run = node.run if node.cluster.is_leader else None
+        self.writer = CheckpointWriter(policy, node.cluster, run, folder)
         if node.resumed is not None:
             policy.restore(str(node.resumed.part), self.writer.group)
             if node.cluster.is_first:
@@ -132,7 +133,7 @@ class Checkpoints:
         """
         config, now = self.node.config, time.monotonic()
         self._longest_step_s = max(self._longest_step_s, now - self._step_ended)
-        wanted = config.save_every is not None and is_due(step, config.save_every, config.steps)
+        wanted = config.save_every is not None and config.is_due(step, config.save_every)
         mine = [int(wanted), self._asked_by, int(self._is_out_of_time())]
         due, number, is_late = self.node.cluster.max_over_ranks(mine)
         self._last = step, publisher
@@ -176,8 +177,9 @@ class Checkpoints:
             self.policy.save(str(node.run.checkpoint_path(step)) if node.cluster.is_first else "")
             return
         self.writer.wait()
-        delayed, rollout, facts = publisher.delayed, None, None
+        delayed, rollout, facts = {}, None, None
         if node.cluster.is_leader:
+            delayed = publisher.delayed
             rollout = node.controller.cut(node.run.sizes)
             facts = {"records": rollout.records, "probe": node.probe.state(delayed)}
         self.writer.start(self.policy.state(), step, delayed, rollout, facts)

@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.tickets import PromptSource, TicketSource
 from asyncrl.controller.workers import Workers
 from asyncrl.job.probe import Probe
+from asyncrl.job.publisher import LeadingPublisher, Publisher
 from asyncrl.job.resume import controller_of, find_checkpoint, how_to_go_on
 from asyncrl.records import Group
 from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
@@ -43,13 +44,11 @@ from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.tasks import check_rows, encode, load_task
 from asyncrl.trainer.loss import choose_loss
+from asyncrl.trainer.policy import Policy
 from asyncrl.user_code import call_within, is_own, texts_of
 from asyncrl.weights.ipc import check_allocator
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.problem import Problem, Task
-
-if TYPE_CHECKING:
-    from asyncrl.job.publisher import Publisher
 
 
 class NobodySamples(Exception):
@@ -57,8 +56,8 @@ class NobodySamples(Exception):
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a rank's node is made from."""
+class Rank:
+    """A trainer rank in its place, before its node has a model."""
 
     config: Config
     cluster: Cluster
@@ -66,76 +65,98 @@ class Start:
     device: torch.device
     clock: TrainerClock
     """What this rank does; every verb of the loop enters its own state."""
-    worker_main: Callable | None = None
-    """What a rollout worker's process runs: `worker_main(spec, connection)`."""
-    on_end: ExitStack = field(default_factory=ExitStack)
+    on_end: ExitStack
     """Takes down what was started, last first."""
-    watch: NodeWatch | None = None
-    resumed: Checkpoint | None = None
-    """What the run goes on from; None for a new one."""
+    watch: NodeWatch
+    resumed: Checkpoint | None
+    """What the run continues from; None for a new one."""
 
-    def make_node(self, model_path: str, **of_leader) -> "Node":
-        """The node; `of_leader` are the fields that only a leader has."""
-        probe = Probe(
-            self.config, self.resumed.probe_of(self.cluster.node) if self.resumed else None
-        )
-        kind = Node if self.config.listen is None else extras.load("--listen").SwarmNode
-        return kind(**vars(self), model_path=model_path, probe=probe, **of_leader)
+    @property
+    def first_version(self) -> int:
+        """Policy version that this start of the run begins with: 0, or that of its checkpoint."""
+        return self.resumed.step if self.resumed else 0
+
+    def make_probe(self) -> Probe:
+        """Return the probe of a new run, or as the checkpoint has it."""
+        return Probe(self.config, self.resumed and self.resumed.probe_of(self.cluster.node))
+
+    def use_device(self) -> None:
+        """Make the context of this rank's GPU. No plan of memory and no engine must find it, so they come first."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Node(Start):
-    """This rank's surroundings. Local rank 0 leads: it alone has records and the controller."""
+@dataclass(frozen=True)
+class Follower(Rank):
+    """A rank that only trains: its leader gives it its part of every batch."""
 
     model_path: str
     probe: Probe
-    run: RunDirectory | None = None
-    tokenizer: object = None
-    controller: Controller | None = None
-    restored: ControllerState | None = None
-    """What the controller goes on from."""
 
-    def take_batch(self, step: int, publisher: "Publisher") -> list[Group] | None:
-        """Wait for what this node trains on in a step, and compare the engines by then; with --record keep it.
+    def make_publisher(self, policy: Policy) -> Publisher:
+        """Return what helps the leader to publish."""
+        return Publisher(self, policy)
 
-        Returns the groups on a leader, None on other ranks.
-        """
+    def take_batch(self, step: int, publisher: Publisher) -> None:
+        """Return None: the leader alone has the groups of a step."""
+
+
+@dataclass(frozen=True)
+class Leader(Rank):
+    """Local rank 0 of a node: it trains too, and it alone has records and rollout workers."""
+
+    model_path: str
+    probe: Probe
+    run: RunDirectory
+    tokenizer: Any
+    controller: Controller
+    restored: ControllerState | None
+    """What the controller continues from."""
+
+    workers_class: ClassVar[type[Workers]] = Workers
+
+    @staticmethod
+    def controller_class(config: Config) -> type[Controller]:
+        """Return what leads the rollout of a run."""
+        return extras.load("--scheduling").BaselineController if config.is_baseline else Controller
+
+    def launch(self) -> None:
+        """Start the rollout workers, which `on_end` stops; returns before they are up, unless they share a GPU."""
+        self.on_end.callback(self.controller.stop)
+        self.controller.launch()
+        if any(worker.shared_with_rank is not None for worker in self.placement.workers):
+            # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
+            self.controller.wait_until_ready()
+
+    def make_publisher(self, policy: Policy) -> LeadingPublisher:
+        """Return what publishes versions, once all engines of this node are up."""
+        return LeadingPublisher(self, policy)
+
+    def take_batch(self, step: int, publisher: Publisher) -> list[Group]:
+        """Wait for the groups that this node trains on in a step, and compare the engines by then."""
         self.clock.enter("wait")
-        groups = self.controller.take_batch() if self.cluster.is_leader else None
+        groups = self.controller.take_batch()
         publisher.check_engines(step)
         self.record_batch(step, groups)
         return groups
 
-    def record_batch(self, step: int, groups: list[Group] | None) -> None:
-        """Write what is trained on to the run directory, with --record and on a leader."""
-        if self.config.record and groups is not None:
+    def record_batch(self, step: int, groups: list[Group]) -> None:
+        """Write what is trained on to the run directory, with --record."""
+        if self.config.record:
             self.clock.enter("save")
             write_batch(batch_path(self.run.path, step), step, groups)
 
-    @property
-    def first_version(self) -> int:
-        """Policy version that this start of the run begins with: 0, or that of the checkpoint that it goes on from."""
-        return self.resumed.step if self.resumed else 0
 
-    def say_where(self) -> None:
-        """Say, on rank 0, where the records of the finished run are."""
-        if self.cluster.is_first:
-            print(f"finished: {self.run.path}", flush=True)
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something done `every` so many steps, and after the last one, is due after `step`."""
-    return step == last or (every > 0 and step % every == 0)
+def node_kinds(config: Config) -> tuple[type[Leader], type[Follower]]:
+    """Return the classes of a node's ranks in a run."""
+    return (Leader, Follower) if config.listen is None else extras.load("--listen").NODE_KINDS
 
 
 @contextmanager
-def start_node(
-    config: Config, worker_main: Callable, lead: Callable[[Start], Node] | None = None
-) -> Iterator[Node]:
-    """Set up this rank, yield its node, and take everything down, whatever happened.
+def start_rank(config: Config) -> Iterator[Rank]:
+    """Set up this rank, yield it, and take everything down, whatever happened.
 
-    Rollout workers, which run `worker_main(spec, connection)`, come up while the caller loads the policy; a leader does
-    `lead` instead of `start_rollout`. Raises ValueError for what the user can mend, RuntimeError if another node ends.
+    Raises ValueError for what the user can fix, RuntimeError if another node ends.
     """
     config.checked()
     choose_loss(config)  # a mistake ends the run before anything is made
@@ -143,34 +164,51 @@ def start_node(
     _prepare_process(config, on_end)
     clock = TrainerClock()
     cluster = join(config, "cuda" if visible_gpus() else "cpu", fingerprint, check_same)
-    if dist.is_initialized():
-        on_end.callback(dist.destroy_process_group)
+    on_end.callback(dist.destroy_process_group)
     resumed = find_checkpoint(config, cluster)
-    watch, node = NodeWatch(cluster, dump_stacks), None
+    watch = NodeWatch(cluster, dump_stacks)
     try:
         placement, device = _take_device(config, cluster)
-        start = Start(
-            config, cluster, placement, device, clock, worker_main, on_end, watch, resumed
-        )
-        node = (lead or start_rollout)(start) if cluster.is_leader else None
-        of_node = node and (node.config, node.model_path, node.run.path / "stacks.txt")
-        config, model_path, stacks = cluster.broadcast_on_node(of_node)
-        write_stacks_to(stacks)
-        if start.device.type == "cuda":
-            # makes a context, which no plan of memory and no engine must find
-            torch.cuda.set_device(start.device)
-        yield node or replace(start, config=config).make_node(model_path)
+        yield Rank(config, cluster, placement, device, clock, on_end, watch, resumed)
         watch.finish()
     except Exception as error:
         ignore_signals()
-        explained = watch.explain(error)
-        if isinstance(explained, Interrupted) and cluster.is_first:
-            run = Path(config.resume) if config.resume else node and node.run.path
-            explained.args = (f"{explained}; {how_to_go_on(run)}", *explained.args[1:])
-        raise explained from error.__cause__
+        raise watch.explain(error) from error.__cause__
     finally:
         ignore_signals()
         on_end.close()
+
+
+@contextmanager
+def start_node(rank: Rank, worker_main: Callable) -> Iterator[Leader | Follower]:
+    """Give the rank its node's model and, if it leads, records and rollout workers, which `rank` takes down.
+
+    Workers run `worker_main(spec, connection)`, and come up while the caller loads the policy. A signal that ends the
+    run says how to continue.
+    """
+    cluster, run = rank.cluster, rank.config.resume and Path(rank.config.resume)
+    try:
+        if cluster.is_leader:
+            node = start_leader(rank, worker_main)
+            run = run or node.run.path
+            stacks = node.run.path / "stacks.txt"
+            cluster.broadcast_on_node((node.config, node.model_path, stacks))
+        else:
+            config, model_path, stacks = cluster.broadcast_on_node(None)
+            write_stacks_to(stacks)
+            node = follow(replace(rank, config=config), model_path)
+        rank.use_device()
+        yield node
+    except Interrupted as error:
+        if cluster.is_first:
+            error.args = (f"{error}; {how_to_go_on(run)}", *error.args[1:])
+        raise
+
+
+def follow(rank: Rank, model_path: str) -> Follower:
+    """Return a rank that trains, and follows its node's leader in all else."""
+    _, kind = node_kinds(rank.config)
+    return kind(**vars(rank), model_path=model_path, probe=rank.make_probe())
 
 
 def _prepare_process(config: Config, on_end: ExitStack) -> None:
@@ -189,74 +227,63 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
     rank = cluster.local_ranks[cluster.local_rank]
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     setproctitle(f"trainer {rank}: {command}")  # found by what ps has always shown
-    num_gpus, num_ranks, nccl = (
+    placement = place(
+        config,
         len(visible_gpus()),
+        available_cores(),
         len(cluster.local_ranks),
         dist.is_nccl_available(),
     )
-    placement = place(config, num_gpus, available_cores(), num_ranks, nccl)
     torch.set_num_threads(placement.trainer_threads)
     check_shares(config, cluster.num_nodes, cluster.num_ranks)
     gpu = placement.trainer_gpus[cluster.local_rank]
     return placement, torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
-def start_rollout(start: Start) -> Node:
-    """Make a leader's node: resolve the model, open the records and start the node's rollout workers."""
-    cluster, model_path = start.cluster, resolve_model(start.config.model, start.config.task)
-    start = _fit_memory(start, model_path)
+def start_leader(rank: Rank, worker_main: Callable) -> Leader:
+    """Make a leader: resolve the model, open the records and start the node's rollout workers."""
+    cluster, model_path = rank.cluster, resolve_model(rank.config.model, rank.config.task)
+    rank = _fit_memory(rank, model_path)
     cores = extras.find("cores")
     if cores is not None:
-        start = replace(start, placement=cores.claim_cores(start.placement, start.on_end))
-    config = start.config
+        rank = replace(rank, placement=cores.claim_cores(rank.placement, rank.on_end))
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
-    print(where + start.placement.table(), flush=True)
+    print(where + rank.placement.table(), flush=True)
     # What is wrong with options and data is said before anything is written or started.
-    _check_model(config, model_path)
-    tickets = _make_tickets(config, cluster, model_path)
+    _check_model(rank.config, model_path)
+    tickets = _make_tickets(rank.config, cluster, model_path)
     tickets.check_prompts()
-    restored = start.resumed and controller_of(start.resumed, model_path, cluster, config)
-    run = _open_records(start, model_path)
-    start = replace(start, config=run.config)
-    start.on_end.callback(lambda: run.close(sys.exception()))
+    restored = rank.resumed and controller_of(rank.resumed, model_path, cluster, rank.config)
+    run = open_records(rank, model_path)
+    config = run.config
+    rank = replace(rank, config=config)
     write_stacks_to(run.path / "stacks.txt")
-    make = make_controller if config.listen is None else extras.load("--listen").make_controller
-    controller = make(start, model_path=model_path, run=run, tickets=tickets, restored=restored)
-    start.on_end.callback(controller.stop)
-    controller.launch()
-    if any(worker.shared_with_rank is not None for worker in start.placement.workers):
-        # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
-        controller.wait_until_ready()
-    of_leader = {"run": run, "controller": controller, "restored": restored}
-    return start.make_node(model_path, tokenizer=load_tokenizer(model_path), **of_leader)
-
-
-def make_controller(
-    start: Start,
-    *,
-    model_path: str,
-    run: RunDirectory,
-    tickets: TicketSource,
-    restored: ControllerState | None,
-) -> Controller:
-    """Make the controller of a node, and its workers."""
-    workers = Workers(start.config, start.placement, model_path, run.path, start.worker_main)
-    kind = (
-        extras.load("--scheduling").BaselineController if start.config.is_baseline else Controller
+    kind, _ = node_kinds(config)
+    workers = kind.workers_class(config, rank.placement, model_path, run.path, worker_main)
+    make_controller = kind.controller_class(config)
+    leader = kind(
+        **vars(rank),
+        model_path=model_path,
+        probe=rank.make_probe(),
+        run=run,
+        tokenizer=load_tokenizer(model_path),
+        controller=make_controller(
+            config, workers, tickets, run.record, rank.clock, cluster.num_nodes, restored
+        ),
+        restored=restored,
     )
-    return kind(
-        start.config, workers, tickets, run.record, start.clock, start.cluster.num_nodes, restored
-    )
+    leader.launch()
+    return leader
 
 
-def _fit_memory(start: Start, model_path: str) -> Start:
-    """Return the start with the options and the placement that fit the memory of the node's GPUs; collective on
+def _fit_memory(rank: Rank, model_path: str) -> Rank:
+    """Return the rank with the options and the placement that fit the memory of the node's GPUs; collective on
     leaders."""
-    if start.device.type == "cpu":
-        return start
-    config, placement, planning = start.config, start.placement, extras.find("planning")
+    if rank.device.type == "cpu":
+        return rank
+    config, placement, planning = rank.config, rank.placement, extras.find("planning")
     if planning is not None:
-        config, placement = planning.fit(config, placement, model_path, start.cluster)
+        config, placement = planning.fit(config, placement, model_path, rank.cluster)
     else:
         print(
             "memory: not planned, as extras/planning is missing; --save-memory auto saves nothing",
@@ -264,30 +291,33 @@ def _fit_memory(start: Start, model_path: str) -> Start:
         )
     if placement.transport == "ipc":
         check_allocator()
-    return replace(start, config=config, placement=placement)
+    return replace(rank, config=config, placement=placement)
 
 
-def _open_records(start: Start, model_path: str) -> RunDirectory:
-    """Make the run directory on rank 0, and on the leaders of other nodes a folder of their own, or go on with what is
-    there; collective on them."""
-    config, cluster, run = start.config, start.cluster, None
-    resumed = start.resumed and start.resumed.event(cluster.node)
-    make = functools.partial(
+def open_records(rank: Rank, model_path: str) -> RunDirectory:
+    """Make the run directory on rank 0, and on the leaders of other nodes a folder in it, or continue what is there.
+
+    Collective on leaders.
+    """
+    config, cluster = rank.config, rank.cluster
+    open_directory = functools.partial(
         RunDirectory,
         config,
         cluster.num_ranks,
         gpus=[gpu.name for gpu in visible_gpus()],
-        resumed=resumed,
+        resumed=rank.resumed and rank.resumed.event(cluster.node),
     )
+    run = None
     if cluster.is_first:
-        weights = weights_sha256(model_path) if config.record else None
-        run = make(weights_sha256=weights)
+        run = open_directory(weights_sha256=weights_sha256(model_path) if config.record else None)
         print(f"run directory: {run.path}", flush=True)
-        if texts := texts_of(run.config):
+        texts = texts_of(run.config)
+        if texts:
             print(f"user code: {', '.join(texts)}", flush=True)
     name, run_id = cluster.gather(run and (run.path.name, run.run_id))[0]
-    folder = f"{name}/node_{cluster.node}"
-    return run or make(node_folder=folder, run_id=run_id)
+    run = run or open_directory(node_folder=f"{name}/node_{cluster.node}", run_id=run_id)
+    rank.on_end.callback(lambda: run.close(sys.exception()))
+    return run
 
 
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:

@@ -2,7 +2,7 @@
 
 from asyncrl import extras
 from asyncrl.cluster.processes import freeze_garbage
-from asyncrl.job.node import Node
+from asyncrl.job.node import Follower, Leader
 from asyncrl.records import Group
 from asyncrl.runlog.metrics import (
     Max,
@@ -23,7 +23,7 @@ STEPS_WITHOUT_SIGNAL = 3
 class StepLog:
     """Writes a step's metrics and sample on rank 0, of all nodes, and its event on each leader; nothing elsewhere."""
 
-    def __init__(self, node: Node):
+    def __init__(self, node: Follower | Leader):
         self.node = node
         self.clock = node.clock
         self.progress: Progress | None = None
@@ -33,8 +33,15 @@ class StepLog:
         """Whether any group so far had unequal rewards, without which no gradient says what is better."""
 
     def __enter__(self) -> "StepLog":
+        """End the account of the start: the first step begins. The records of a resumed run are cut back by now."""
         if self.node.cluster.is_first:
             self.progress = Progress(self.node.config.steps)
+            if self.node.first_version:
+                self.tokens_before = self.node.run.last_metrics().get("tokens/generated", 0)
+                self.has_signal = True
+        self.clock.enter("other")
+        freeze_garbage()
+        self.clock.take()
         return self
 
     def __exit__(self, *_) -> None:
@@ -42,15 +49,6 @@ class StepLog:
             self.progress.close()
             self.clock.take()
             self.node.run.record("trainer_time", seconds=seconds(self.clock.total))
-
-    def begin(self) -> None:
-        """End the account of the start: the first step begins. The records of a resumed run are cut back by now."""
-        if self.node.cluster.is_first and self.node.first_version:
-            self.tokens_before = self.node.run.last_metrics().get("tokens/generated", 0)
-            self.has_signal = True
-        self.clock.enter("other")
-        freeze_garbage()
-        self.clock.take()
 
     def write(self, step: int, groups: list[Group] | None, stats: dict[str, float]) -> None:
         """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
@@ -117,13 +115,16 @@ class StepLog:
                 flush=True,
             )
 
-    def say_where_time_went(self) -> None:
-        """Print on each leader what share of the run trainer and workers spent on what, and how to get advice on it."""
-        if self.node.cluster.is_leader:
-            print(describe("trainer ", self.clock.total))
-            for worker, spent in self.node.controller.journal.worker_time().items():
-                print(describe(f"worker {worker}", spent))
-        if self.node.cluster.is_first and extras.find("advice") is not None:
+
+def say_where_time_went(node: Follower | Leader) -> None:
+    """Print on each leader what trainer and workers spent their time on, and on rank 0 where the records are."""
+    if node.cluster.is_leader:
+        print(describe("trainer ", node.clock.total))
+        for worker, spent in node.controller.journal.worker_time().items():
+            print(describe(f"worker {worker}", spent))
+    if node.cluster.is_first:
+        if extras.find("advice") is not None:
             print(
-                f"for advice on α and the split of devices: python scripts/advise.py {self.node.run.path}"
+                f"for advice on α and the split of devices: python scripts/advise.py {node.run.path}"
             )
+        print(f"finished: {node.run.path}", flush=True)

@@ -1,15 +1,15 @@
-"""What `--listen` makes of a run: a controller that lets hosts in, and nodes that check what these have sampled."""
+"""What `--listen` makes of a run: a controller that lets hosts in, and ranks that check what these have sampled."""
 
 import functools
 from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
-from asyncrl.controller.cut import ControllerState
-from asyncrl.controller.tickets import TicketSource
-from asyncrl.job.node import NobodySamples, Node, Start
+from asyncrl.config import Config
+from asyncrl.controller.workers import Workers
+from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
 from asyncrl.records import Group
-from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.trainer.policy import Policy
 from extras.swarm.controller import SwarmController
 from extras.swarm.remote import SwarmWorkers
@@ -17,30 +17,11 @@ from extras.swarm.swarm import listen
 from extras.swarm.verify import Verifier
 
 
-def make_controller(
-    start: Start,
-    *,
-    model_path: str,
-    run: RunDirectory,
-    tickets: TicketSource,
-    restored: ControllerState | None,
-) -> SwarmController:
-    """Make the controller of a node, its workers, and the place where hosts join; collective on leaders."""
-    workers = SwarmWorkers(start.config, start.placement, model_path, run.path, start.worker_main)
-    num_nodes = start.cluster.num_nodes
-    controller = SwarmController(
-        start.config, workers, tickets, run.record, start.clock, num_nodes, restored
-    )
-    controller.swarm = listen(start, model_path, run)
-    return controller
-
-
-@dataclass(frozen=True, kw_only=True)
-class SwarmNode(Node):
-    """A rank's surroundings in a run that listens."""
+class SwarmNode:
+    """What each rank does in a run that listens."""
 
     def take_batch(self, step: int, publisher: Publisher) -> list[Group] | None:
-        """Wait for a batch that every node believes; see Node. Collective.
+        """Wait for a batch that every node believes; see Leader. Collective.
 
         A batch with a response of a host that is not believed is refused, and all groups of that host are dropped.
         Raises NobodySamples, on all ranks, if the run is asked to stop and a node has no worker.
@@ -84,3 +65,28 @@ class SwarmNode(Node):
         """Let each node know how many workers have joined the others; collective on leaders."""
         swarm = self.controller.swarm
         swarm.num_joined = Counter(dict(enumerate(self.cluster.gather(swarm.num_workers))))
+
+
+@dataclass(frozen=True)
+class SwarmFollower(SwarmNode, Follower):
+    """A rank that only trains, and helps to check."""
+
+
+@dataclass(frozen=True)
+class SwarmLeader(SwarmNode, Leader):
+    """A leader whose node lets hosts in."""
+
+    workers_class: ClassVar[type[Workers]] = SwarmWorkers
+
+    @staticmethod
+    def controller_class(config: Config) -> type[SwarmController]:
+        """Return what leads the rollout of a run that listens."""
+        return SwarmController
+
+    def launch(self) -> None:
+        """Open the place where hosts join, and start the node's own workers; collective on leaders."""
+        self.controller.swarm = listen(self)
+        super().launch()
+
+
+NODE_KINDS = SwarmLeader, SwarmFollower

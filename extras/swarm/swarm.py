@@ -57,7 +57,7 @@ from extras.swarm.wire import (
 )
 
 if TYPE_CHECKING:
-    from asyncrl.job.node import Start
+    from asyncrl.job.node import Leader
 
 MAX_ENGINES = 256
 """Of one host."""
@@ -514,20 +514,20 @@ def _metrics(counts: Counter[str], seconds: float) -> dict[str, float]:
     )
 
 
-def listen(start: "Start", model_path: str, run: RunDirectory) -> Swarm:
-    """Have hosts join that sample for this node from elsewhere."""
-    config, cluster, key_path = start.config, start.cluster, run.path / "swarm.key"
+def listen(leader: "Leader") -> Swarm:
+    """Let remote hosts join that sample for a node; collective on leaders."""
+    config, cluster, key_path = leader.config, leader.cluster, leader.run.path / "swarm.key"
     keys = cluster.gather(make_key(key_path) if cluster.is_first else None)[0]
     host, is_local = (
         config.listen.rpartition(":")[0],
         config.listen.startswith(("127.", "localhost:")),
     )
     address = config.listen if cluster.is_first else f"{host if is_local else '0.0.0.0'}:*"
-    swarm = Swarm(config, model_path, address, keys, run)
-    start.on_end.callback(swarm.stop)
+    swarm = Swarm(config, leader.model_path, address, keys, leader.run)
+    leader.on_end.callback(swarm.stop)
     is_named = is_local or (cluster.is_first and host not in ("0.0.0.0", "*"))
     where = f"{host if is_named else socket.gethostname()}:{swarm.hub.port}"
-    nodes = cluster.gather((where, len(start.placement.workers)))
+    nodes = cluster.gather((where, len(leader.placement.workers)))
     if cluster.is_first:
         swarm.nodes = nodes
         print(

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.cluster.placement import available_cores, place
+from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.config import Config
-from asyncrl.job.node import Start, start_rollout
-from asyncrl.job.publisher import Publisher
+from asyncrl.job.node import Rank, start_leader
 from asyncrl.job.step_log import StepLog
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
@@ -53,15 +54,14 @@ class Rig:
 
     def start(self, on_end: ExitStack) -> None:
         """Start the workers; returns at once. What is left of the rig goes with `on_end`."""
-        alone, placement = (
-            Cluster(),
-            place(self.config, int(self.device.type == "cuda"), available_cores(), 1),
-        )
-        start = Start(
-            self.config, alone, placement, self.device, TrainerClock(), self.worker_main, on_end
+        cluster = Cluster()
+        placement = place(self.config, int(self.device.type == "cuda"), available_cores(), 1)
+        watch = NodeWatch(cluster, dump_stacks)
+        rank = Rank(
+            self.config, cluster, placement, self.device, TrainerClock(), on_end, watch, None
         )
         with quiet():
-            self.node = start_rollout(start)
+            self.node = start_leader(rank, self.worker_main)
         self.controller = self.node.controller
 
     def connect(self) -> None:
@@ -128,10 +128,9 @@ class TrainingRig(Rig):
             self.config, self.node.model_path, self.node.device, self.node.clock
         )
         with quiet():
-            self.publisher = Publisher(self.node, self.policy)
+            self.publisher = self.node.make_publisher(self.policy)
+            self.publisher.publish(0)
             self.log = StepLog(self.node).__enter__()
-        self.publisher.publish(0)
-        self.log.begin()
 
     def step(self, train: bool = True) -> list[Group]:
         """One turn of the loop; without training, the same weights are published under the next version."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,9 +31,9 @@ from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.tickets import TicketState
 from asyncrl.job import checkpoints as module
 from asyncrl.job.checkpoints import Checkpoints
-from asyncrl.job.node import NobodySamples, _open_records
+from asyncrl.job.node import NobodySamples, open_records
 from asyncrl.job.probe import Probe
-from asyncrl.job.publisher import Publisher
+from asyncrl.job.publisher import LeadingPublisher
 from asyncrl.job.resume import controller_of
 from asyncrl.runlog.manifest import PART, Checkpoint, checkpoints_in, id_of, newest_checkpoint
 from asyncrl.runlog.run_directory import RunDirectory
@@ -42,6 +43,11 @@ from scripts.lines import read
 
 CPU, BUDGET = torch.device("cpu"), 60
 PUBLISHER = SimpleNamespace(delayed={})
+ENGINES = {
+    "controller": SimpleNamespace(connect=lambda transport: None),
+    "placement": SimpleNamespace(transport="none", workers=()),
+}
+"""What a leader has of engines that take no weights."""
 
 
 @pytest.fixture(scope="module")
@@ -126,17 +132,16 @@ def train(policy, steps) -> None:
 
 
 def test_a_run_says_at_its_start_which_tensors_its_checkpoints_will_lack(model, capsys):
-    cluster, config = SimpleNamespace(is_first=True), SimpleNamespace(listen=None)
-    node = SimpleNamespace(cluster=cluster, config=config, controller=None, resumed=None)
+    node = SimpleNamespace(cluster=Cluster(), config=Config(), resumed=None, on_end=None, **ENGINES)
     names = sorted(load_file(os.path.join(model, "model.safetensors")))
     specs = [SimpleNamespace(name=name) for name in names]
     policy = SimpleNamespace(
         module=SimpleNamespace(attention="a"), model_path=model, sent_specs=lambda: specs
     )
-    Publisher(node, policy)
+    LeadingPublisher(node, policy)
     assert "warning" not in capsys.readouterr().out
     del specs[0]
-    Publisher(node, policy)
+    LeadingPublisher(node, policy)
     assert (
         f"warning: beside --model {model}, checkpoints will lack {names[0]}\n"
         in capsys.readouterr().out
@@ -299,10 +304,9 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(tmp_path, mode
     assert found == [(version, pytest.approx(0.5)) for version in (1, 2)], (
         "they are compared as in an unbroken run"
     )
-    node.controller = SimpleNamespace(connect=lambda transport: None)
-    node.placement = SimpleNamespace(transport="none", workers=())
+    vars(node).update(ENGINES)
     node.restored = SimpleNamespace(announced=0)
-    publisher = Publisher(node, policy)
+    publisher = LeadingPublisher(node, policy)
     version, published = publisher._delayed(3, policy.named_full_parameters())
     assert version == 1 and all(
         torch.equal(a, b) for (_, a), (_, b) in zip(published, held[1], strict=True)
@@ -313,7 +317,7 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(tmp_path, mode
     assert publisher.delayed.keys() == {1, 2}
     assert publisher._delayed(5, policy.named_full_parameters())[0] == 2
     node.restored = SimpleNamespace(announced=3)  # the run was to end with that step
-    publisher = Publisher(node, policy)
+    publisher = LeadingPublisher(node, policy)
     versions = [publisher._delayed(step, policy.named_full_parameters())[0] for step in range(3, 9)]
     assert versions == [3, 3, 3, 3, 4, 5], "a worker never goes back to older weights"
 
@@ -377,6 +381,7 @@ def test_a_disk_that_hangs_ends_the_run_with_its_stacks(saved, capfd):
 def test_a_writing_thread_that_hangs_does_not_keep_the_process():
     code = """
 import time
+from contextlib import ExitStack
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from asyncrl.trainer.checkpoint import CheckpointWriter
@@ -559,8 +564,9 @@ def open_on_two_nodes(rank: int, folder: str) -> None:
         if (Path(folder) / "one/run.json").exists():
             checkpoint = Checkpoint(Path(folder), [], "", 1, "", [{"records": {}}] * 2, [])
         dist.barrier()
-        run = _open_records(
-            SimpleNamespace(config=config, cluster=cluster, resumed=checkpoint), "no model"
+        run = open_records(
+            SimpleNamespace(config=config, cluster=cluster, resumed=checkpoint, on_end=ExitStack()),
+            "no model",
         )
         run.cut_back()
         run.close()

@@ -420,12 +420,13 @@ import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from asyncrl.config import OPTIONS, AdvantageOptions, Config, May, OptimOptions, SwarmOptions, options_for
-from asyncrl.job.node import start_node
+from asyncrl.job import node as module
 from train_async import run_job
 
 def job():
     node = SimpleNamespace(config=Config(), model_path="model", run=SimpleNamespace(path=Path(sys.argv[1])))
-    with start_node(Config(), None, lead=lambda start: node):
+    module.start_leader = lambda rank, worker_main: node
+    with module.start_rank(Config()) as rank, module.start_node(rank, None):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
 

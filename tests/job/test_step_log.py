@@ -8,7 +8,7 @@ import pytest
 from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
-from asyncrl.job.step_log import StepLog
+from asyncrl.job.step_log import StepLog, say_where_time_went
 from asyncrl.runlog.time_ledger import TrainerClock
 
 
@@ -60,5 +60,5 @@ def test_a_run_names_the_command_for_advice_where_the_folder_is_there(
         "clock": TrainerClock(),
         "run": SimpleNamespace(path=Path("runs/one")),
     }
-    StepLog(SimpleNamespace(**node, cluster=Cluster(), controller=controller)).say_where_time_went()
+    say_where_time_went(SimpleNamespace(**node, cluster=Cluster(), controller=controller))
     assert capsys.readouterr().out.count("python scripts/advise.py runs/one") == is_there

@@ -19,10 +19,10 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.tickets import PromptSource, TicketSource
 from asyncrl.controller.workers import Workers
 from asyncrl.job.checkpoints import Checkpoints
-from asyncrl.job.node import Start
+from asyncrl.job.node import Leader
+from asyncrl.job.probe import Probe
 from asyncrl.records import Group, Trajectory
 from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
-from asyncrl.runlog.progress import Progress
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer import batch
@@ -79,9 +79,10 @@ def make_trajectory(step, group_id, member):
     )  # fmt: skip
 
 
-def make_node(config, clock, placement=None, **of_leader):
+def make_node(config, clock, placement=None, *, run, controller=None):
     """The only rank's node, of a model that is there."""
-    return Start(config, Cluster(), placement, CPU, clock).make_node(config.model, **of_leader)
+    rank = config, Cluster(), placement, CPU, clock, None, None, None
+    return Leader(*rank, config.model, Probe(config), run, None, controller, None)
 
 
 def replay_to_end(recording, tmp_path, *options):
@@ -89,7 +90,7 @@ def replay_to_end(recording, tmp_path, *options):
     config = choose_options(recording, [f"--runs-dir={tmp_path}", *options], evaluate=False)
     clock = TrainerClock()
     node = make_node(config, clock, run=RunDirectory(config))
-    train(recording, node, load(config, clock), Progress(config.steps), evaluate=False)
+    train(recording, node, load(config, clock), node.run, evaluate=False)
     node.run.close()
     lines = [
         json.loads(line) for line in (node.run.path / "metrics.jsonl").read_text().splitlines()

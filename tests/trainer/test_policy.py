@@ -622,16 +622,15 @@ def test_an_option_that_the_loss_does_not_take_is_refused_before_the_model_is_lo
 
 
 def test_an_argument_that_the_loss_does_not_take_ends_the_job_before_it_makes_anything(tmp_path):
-    from asyncrl.job.node import start_node
+    from asyncrl.job.node import start_rank
 
     with (
         pytest.raises(
             ValueError,
             match=r"^--algo-args cap=2: --algo grpo takes clip_low, clip_high, dual_clip$",
         ),
-        start_node(
-            Config(model="/no/such/folder", algo_args=("cap=2",), runs_dir=str(tmp_path / "runs")),
-            None,
+        start_rank(
+            Config(model="/no/such/folder", algo_args=("cap=2",), runs_dir=str(tmp_path / "runs"))
         ),
     ):
         pass
