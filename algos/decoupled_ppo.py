@@ -36,24 +36,13 @@ def loss(
     `clipped` is 1 where the clip or the mask cuts the gradient to 0, or the cap makes it smaller.
     """
     stale = importance_ratio(inputs.proximal_logprobs - inputs.behavior_logprobs)
-    weight = capped_weight(stale, behavior_weight_cap, action)
+    over = stale > behavior_weight_cap
+    weight = torch.where(over, 0.0 if action == "mask" else behavior_weight_cap, stale)
     ratio = importance_ratio(inputs.logprobs - inputs.proximal_logprobs)
     objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
     return -weight * objective, {
         "ratio": importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs),
         "proximal_ratio": ratio.detach(),
         "weight": weight,
-        "clipped": (clipped | (stale > behavior_weight_cap)).to(ratio.dtype),
+        "clipped": (clipped | over).to(ratio.dtype),
     }
-
-
-def capped_weight(weight: Tensor, cap: float, action: str) -> Tensor:
-    """Weights [N] with those above the cap set to 0 ("mask") or to the cap ("truncate").
-
-    Raises ValueError for another action.
-    """
-    if action == "mask":
-        return torch.where(weight > cap, 0.0, weight)
-    if action == "truncate":
-        return weight.clamp(max=cap)
-    raise ValueError(f"action must be mask or truncate, got {action!r}")

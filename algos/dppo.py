@@ -38,10 +38,8 @@ def loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio).
 
-    `delta_low` and `delta_high` are a probability with "tv" and nats with "kl". Raises ValueError for another one.
+    `delta_low` and `delta_high` are a probability with "tv" and nats with "kl".
     """
-    if divergence not in _DELTA:
-        raise ValueError(f"divergence must be tv or kl, got {divergence!r}")
     low, high = (
         _DELTA[divergence] if delta is None else delta for delta in (delta_low, delta_high)
     )

@@ -35,10 +35,8 @@ def loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.
 
-    `clipped` is 1 where the clip or the mask cuts the gradient to 0. Raises ValueError for another level.
+    `clipped` is 1 where the clip or the mask cuts the gradient to 0.
     """
-    if level not in ("token", "sequence"):
-        raise ValueError(f"level must be token or sequence, got {level!r}")
     log_stale = inputs.proximal_logprobs - inputs.behavior_logprobs
     stale = importance_ratio(
         sequence_mean(log_stale, inputs.sequence_ids) if level == "sequence" else log_stale

@@ -35,12 +35,7 @@ def loss(
     high: Cap = 2.0,
     level: Literal["token", "sequence", "geometric"] = "token",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, weight (w), clipped (1 where left out).
-
-    Raises ValueError for another level.
-    """
-    if level not in ("token", "sequence", "geometric"):
-        raise ValueError(f"level must be token, sequence or geometric, got {level!r}")
+    """Return the per-token loss [N], and the detached stats [N]: ratio, weight (w), clipped (1 where left out)."""
     log_ratio = inputs.logprobs.detach() - inputs.behavior_logprobs
     ratio = judged = weight = importance_ratio(log_ratio)
     if level == "sequence":
