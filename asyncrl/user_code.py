@@ -12,43 +12,40 @@ its folder on the import path. So the name of an installed module, or of this co
 import contextlib
 import functools
 import importlib
-import multiprocessing
 import os
 import re
 import shutil
 import site
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.machinery import PathFinder
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
-from asyncrl.config import OWN, Config, flag, nearest
+from asyncrl.config import USER_CODE, Config, nearest
 
 OUR_MODULES = {"algos", "asyncrl", "data", "extras", "rollout", "train_async"}
 _MAX_REASON = 300  # characters
 _FOLDERS: dict[str, str] = {}
 """The folder from which this process imports a module of the user, by the module's name."""
-Options = TypeVar("Options", bound=Config)
 
 
 def is_own(text: str) -> bool:
     """Whether a text is FILE.py:NAME, also with `environment:` before it, or a weight behind."""
-    return re.fullmatch(OWN, text) is not None
+    return re.match(USER_CODE, text) is not None
 
 
 def file_of(text: str) -> Path:
     """The file of a FILE.py:NAME, absolute."""
-    return Path(os.path.abspath(re.fullmatch(OWN, text)["file"]))
+    return Path(os.path.abspath(re.match(USER_CODE, text)["file"]))
 
 
 def title(text: str) -> str:
     """A task or loss as a word, for the name of a run: FILE-NAME of user code."""
-    match = re.fullmatch(OWN, text)
+    match = re.match(USER_CODE, text)
     return f"{Path(match['file']).stem}-{match['name']}" if match else text.replace(":", "-")
 
 
@@ -59,28 +56,26 @@ def typed(text: str) -> str:
 
 def texts_of(config: Config) -> list[str]:
     """Each FILE.py:NAME of a run."""
-    return [
-        text
-        for text in (config.algo, config.task, config.optimizer, *config.reward)
-        if is_own(text)
-    ]
+    return list(filter(is_own, (config.algo, config.task, config.optimizer, *config.reward)))
 
 
-def located(config: Options, folder: Path | None = None) -> Options:
+def located(config: Config, folder: Path | None = None) -> Config:
     """Return the options with absolute paths of user code, which is in that folder, or else where the options say."""
 
-    def locate(text: str) -> str:
-        if not is_own(text):
-            return text
-        start, end = re.fullmatch(OWN, text).span("file")
-        file = file_of(text)
-        return f"{text[:start]}{os.path.abspath((folder or file.parent) / file.name)}{text[end:]}"
+    def locate(match: re.Match) -> str:
+        file = Path(match["file"])
+        path = os.path.abspath((folder or file.parent) / file.name)
+        return f"{match['kind'] or ''}{path}:{match['name']}{match['weight'] or ''}"
 
-    named = {option: locate(getattr(config, option)) for option in ("algo", "task", "optimizer")}
-    return replace(config, **named, reward=tuple(map(locate, config.reward)))
+    options = {
+        name: re.sub(USER_CODE, locate, getattr(config, name))
+        for name in ("algo", "task", "optimizer")
+    }
+    rewards = tuple(re.sub(USER_CODE, locate, reward) for reward in config.reward)
+    return replace(config, **options, reward=rewards)
 
 
-def copied(config: Options, folder: Path) -> Options:
+def copied(config: Config, folder: Path) -> Config:
     """Copy the files of user code into a folder, which is made if there are any. Return the options with the copies."""
     for place, path in files(texts_of(config)).items():
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
@@ -129,17 +124,16 @@ def load(text: str, option: str = "--task", shipped: Mapping[str, Any] | None = 
         raise ValueError(
             f"{option} {text!r} is none of {known}, nor FILE.py:NAME{nearest(text, shipped or {})}"
         )
-    file, name = file_of(text), re.fullmatch(OWN, text)["name"]
-    module = _module(text, option)
+    module, name = _module(text, option), re.match(USER_CODE, text)["name"]
     if hasattr(module, name):
         return getattr(module, name)
     defined = [
         word
         for word, value in vars(module).items()
-        if getattr(value, "__module__", "") == file.stem
+        if getattr(value, "__module__", "") == module.__name__
     ]
     raise ValueError(
-        f"{option} {file} has no {name}; it has {', '.join(defined) or 'none'}{nearest(name, defined)}"
+        f"{option} {module.__file__} has no {name}; it has {', '.join(defined) or 'none'}{nearest(name, defined)}"
     )
 
 
@@ -170,48 +164,23 @@ def _module(text: str, option: str) -> ModuleType:
 
 @contextlib.contextmanager
 def blamed(text: str, option: str = "--task") -> Iterator[None]:
-    """Turn what user code raises here into a ValueError of one line, with its file and line."""
+    """Turn what user code raises here into a ValueError of one line, with its file and line; shipped code has none."""
     try:
         yield
     except (Exception, SystemExit) as error:  # foreign code may raise anything
-        raise ValueError(f"{option} {typed(text)}: {where(error, text)}") from error
+        reason = _described(error, file_of(text)) if is_own(text) else error
+        raise ValueError(f"{option} {typed(text)}: {reason}") from error
 
 
-def where(error: BaseException, text: str) -> str:
-    """Where in user code an error comes from, and what it says, on one line; just that for shipped code."""
-    if not is_own(text):
-        return str(error)
-    folder, place = file_of(text).parent, file_of(text).name
+def _described(error: BaseException, file: Path) -> str:
+    """Where in the folder of a file an error comes from, and what it says, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [
-        f
-        for f in frames
-        if Path(f.filename).is_relative_to(folder) and "site-packages" not in f.filename
-    ]
-    if isinstance(error, SyntaxError) and error.filename:
-        place = f"{Path(error.filename).name}, line {error.lineno}"
-    elif inside:
-        place = f"{Path(inside[-1].filename).name}, line {inside[-1].lineno}"
-    reason = " ".join(str(error).split())[:_MAX_REASON]
-    return f"{place}: {type(error).__name__}{': ' if reason else ''}{reason}"
-
-
-@functools.cache
-def _thread() -> ThreadPool:
-    """A daemon thread. One that hangs keeps no process from ending."""
-    return ThreadPool(1)
-
-
-def call_within(config: Config, option: str, function: Callable[[], Any], *, what: str) -> Any:
-    """Return what a function of the user's task returns within the seconds of an option.
-
-    Raises what the function raises, and after that time ValueError, in one line that says `what` is not there.
-    """
-    limit_s = getattr(config, option)
-    try:
-        return _thread().apply_async(function).get(limit_s)
-    except multiprocessing.TimeoutError:
-        raise ValueError(
-            f"--task {typed(config.task)}: {what} is not there after {limit_s:g} s; fix it, or raise --{flag(option)} "
-            "if it is only slow"
-        ) from None
+    places = [(frame.filename, frame.lineno) for frame in frames]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename, error.lineno))
+    where = file.name
+    for name, line in places:
+        if Path(name).is_relative_to(file.parent) and "site-packages" not in name:
+            where = f"{Path(name).name}, line {line}"
+    reason = " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())
+    return f"{where}: {reason[:_MAX_REASON]}"

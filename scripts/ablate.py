@@ -27,10 +27,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
-
 from asyncrl import user_code
-from asyncrl.config import OPTIONS, Config, allowed_values, flag, nearest, switch
+from asyncrl.config import OPTIONS, Config, flag, nearest, switch
 from asyncrl.job.command_line import check, read_options
 from scripts.grids import RECORDED, key, loss, read_records, record_of, report, setting
 from scripts.runs import load
@@ -55,12 +53,8 @@ def read_value(name: str, text: str) -> dict:
     if name not in OPTIONS:
         raise ValueError(f"--{flag(name)} is no option{nearest(name, OPTIONS)}")
     option = OPTIONS[name]
-    words = text.split() if isinstance(option.default, tuple) else text
-    try:
-        config = Config.from_dict({name: words})
-    except msgspec.ValidationError:
-        allowed = allowed_values(option.kind)
-        raise ValueError(f"{option.flag} must be {allowed}, got {text!r}") from None
+    words = text.split() if option.is_list else text
+    config = Config().changed({name: option.read(words)})
     value = option.value_in(user_code.located(config))
     return {name: list(value) if isinstance(value, tuple) else value}
 
@@ -118,10 +112,7 @@ def checked(cells: list[dict], extra: Sequence[str]) -> list[dict]:
     A cell is options, and the command line of all runs is read once. Seeds differ by nothing else, so one is tried.
     """
     flags_of_extra = {word.partition("=")[0].replace("_", "-") for word in extra}
-    config_of_all = read_options([*extra])
-    for option in OPTIONS.values():
-        option.check(config_of_all)
-    common = config_of_all.as_dict()
+    common = read_options([*extra]).as_dict()
     tried = set()
     for cell in cells:
         if cell.get("kind") == RECORDED or key(cell | {"seed": 0}) in tried:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from algos import LOSSES
-from asyncrl.config import OPTIONS, allowed_values
+from asyncrl.config import OPTIONS, Config, allowed_values
 from asyncrl.job.command_line import option_texts
 from asyncrl.trainer.loss import keywords_of
 from extras.simulation import report as simulation_report
@@ -48,18 +48,15 @@ def lines(of: Iterable[str]) -> str:
 def options() -> str:
     """All options in their groups, and the keyword arguments of the losses."""
     blocks, rows = [], []
-    for title, name, text in option_texts():
+    for title, name, text in option_texts(Config):
         if title:
             rows = []
             blocks.append((title, rows))
             continue
         option = OPTIONS[name]
-        value = option.default
-        shown = (" ".join(value) or "none") if isinstance(value, tuple) else value
+        meaning = " ".join(text.split()).replace("|", "\\|")
         allowed = allowed_values(option.kind)
-        rows.append(
-            [f"`{option.flag}`", f"`{shown}`", allowed, " ".join(text.split()).replace("|", "\\|")]
-        )
+        rows.append([f"`{option.flag}`", f"`{option.shown_default}`", allowed, meaning])
     words = {algo: keywords_of(loss) for algo, loss in LOSSES.items()}
     own = (
         [f"`{a}`", ", ".join(f"`{w.name}={w.default}`" for w in of) or "none"]

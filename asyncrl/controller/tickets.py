@@ -1,7 +1,6 @@
 """Tickets: which problem comes next, as tokens, with which sampling seed; and the queue in which tickets wait."""
 
 import copy
-import functools
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.controller.workers import Worker
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group, Partial, Ticket
-from asyncrl.user_code import call_within, is_own
 from data.problem import Problem
 
 IDS_PER_NODE = 10**9
@@ -28,24 +26,6 @@ class PromptSource:
     train_problem: Callable[[int], Problem]
     eval_problems: list[Problem]
     encode: Callable[[Problem], list[int]]
-
-    def within_limits(self, config: Config) -> "PromptSource":
-        """The same prompts, but a problem of a user's task must come within `env_timeout_s`. What hangs would keep the
-        controller's lock, and nobody could end the run."""
-        if not is_own(config.task):
-            return self
-        call = functools.partial(call_within, config, "env_timeout_s")
-
-        def train_problem(index: int) -> Problem:
-            draw = functools.partial(self.train_problem, index)
-            return call(draw, what=f"problem {index}")
-
-        def encode(problem: Problem) -> list[int]:
-            is_text = problem.environment_seed is None
-            what = repr(problem.prompt)[:60] if is_text else f"seed {problem.environment_seed}"
-            return call(functools.partial(self.encode, problem), what=f"the prompt of {what}")
-
-        return replace(self, train_problem=train_problem, encode=encode)
 
 
 @dataclass

@@ -42,13 +42,12 @@ from asyncrl.runlog.fingerprint import check_same, fingerprint
 from asyncrl.runlog.manifest import Checkpoint
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.tasks import check_rows, encode, load_task
+from asyncrl.tasks import check_rows, encode, task_of
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.trainer.policy import Policy
-from asyncrl.user_code import call_within, is_own, texts_of
+from asyncrl.user_code import texts_of
 from asyncrl.weights.ipc import check_allocator
 from asyncrl.weights.models import load_tokenizer, resolve_model
-from data.problem import Problem, Task
 
 
 class NobodySamples(Exception):
@@ -322,9 +321,11 @@ def open_records(rank: Rank, model_path: str) -> RunDirectory:
 
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:
     """The node's own share of the prompts; on the first also the held-out ones."""
-    task = load_task(config.task, config.seed, config.data_path, config.task_args)
+    task = task_of(config)
     check_rows(config, task)
-    held_out = _held_out(config, task) if config.eval_every and cluster.is_first else []
+    held_out = []
+    if config.eval_every and cluster.is_first:
+        held_out = task.eval_problems(config.eval_problems)
     if 0 < len(held_out) < config.eval_problems:
         print(
             f"held-out problems: {len(held_out)}, all that there are; --eval-problems {config.eval_problems}"
@@ -334,17 +335,7 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
         eval_problems=held_out,
         encode=functools.partial(encode, config, task, load_tokenizer(model_path)),
     )
-    return TicketSource(config, prompts.within_limits(config), cluster.node, cluster.num_nodes)
-
-
-def _held_out(config: Config, task: Task) -> list[Problem]:
-    """The held-out problems; those of a user's task must come within `timeout_s`."""
-    draw = functools.partial(task.eval_problems, config.eval_problems)
-    return (
-        call_within(config, "timeout_s", draw, what="eval_problems")
-        if is_own(config.task)
-        else draw()
-    )
+    return TicketSource(config, prompts, cluster.node, cluster.num_nodes)
 
 
 def _check_model(config: Config, model_path: str) -> None:
