@@ -42,7 +42,7 @@ def load_task(
 def task_of(config: Config) -> Task:
     """The task of a run; see load_task."""
     task = load_task(config.task, config.seed, config.data_path, config.task_args)
-    return LimitedTask(config, task) if user_code.is_own(config.task) else task
+    return LimitedTask(config, task) if user_code.is_user_code(config.task) else task
 
 
 def prepare_task(
@@ -53,7 +53,7 @@ def prepare_task(
         return functools.partial(EnvironmentTask, name, seed, prepare_environment(name, task_args))
     task_class = _task_class(name)
     given = {"seed": seed, "data_path": data_path}
-    if user_code.is_own(name):
+    if user_code.is_user_code(name):
         return functools.partial(
             UserTask, name, _with_arguments(task_class, name, task_args, given)
         )

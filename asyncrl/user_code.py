@@ -33,7 +33,7 @@ _FOLDERS: dict[str, str] = {}
 """The folder from which this process imports a module of the user, by the module's name."""
 
 
-def is_own(text: str) -> bool:
+def is_user_code(text: str) -> bool:
     """Whether a text is FILE.py:NAME, also with `environment:` before it, or a weight behind."""
     return re.match(USER_CODE, text) is not None
 
@@ -56,7 +56,7 @@ def typed(text: str) -> str:
 
 def texts_of(config: Config) -> list[str]:
     """Each FILE.py:NAME of a run."""
-    return list(filter(is_own, (config.algo, config.task, config.optimizer, *config.reward)))
+    return list(filter(is_user_code, (config.algo, config.task, config.optimizer, *config.reward)))
 
 
 def located(config: Config, folder: Path | None = None) -> Config:
@@ -119,7 +119,7 @@ def load(text: str, option: str = "--task", shipped: Mapping[str, Any] | None = 
     """
     if shipped and text in shipped:
         return shipped[text]
-    if not is_own(text):
+    if not is_user_code(text):
         known = ", ".join(shipped or {})
         raise ValueError(
             f"{option} {text!r} is none of {known}, nor FILE.py:NAME{nearest(text, shipped or {})}"
@@ -168,7 +168,7 @@ def blamed(text: str, option: str = "--task") -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # foreign code may raise anything
-        reason = _described(error, file_of(text)) if is_own(text) else error
+        reason = _described(error, file_of(text)) if is_user_code(text) else error
         raise ValueError(f"{option} {typed(text)}: {reason}") from error
 
 

@@ -153,19 +153,15 @@ def _read_jsonl(files: Iterable[Path]) -> dict[str, list[dict]]:
         name = next((name for name in TEST_SPLITS if file.name.startswith(name)), "train")
         rows = splits.setdefault(name, [])
         for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-            if line.strip():
-                rows.append(_read_line(line, f"{file.name}, line {number}"))
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"{line[:60]!r} is no JSON object")
+            except ValueError as error:
+                raise ValueError(f"{file.name}, line {number}: {error}") from None
+            rows.append(row)
     if not any(splits.values()):
         raise ValueError("no rows")
     return splits
-
-
-def _read_line(line: bytes, place: str) -> dict:
-    """The row of a line. Raises ValueError, with its place, if it is no JSON object."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{place}: {line[:60]!r} is no JSON object")
-    return row

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.tasks import score_of
-from asyncrl.user_code import is_own, load
+from asyncrl.user_code import is_user_code, load
 
 Scored = tuple[float, dict[str, float]]
 """A reward, and its parts by name, which are logged as reward/NAME."""
@@ -146,7 +146,7 @@ def load_score(task: str, rewards: Sequence[str] = ()) -> Score:
         return Score(
             [
                 RewardFunction(
-                    score_of(task), f"{task}.score" if is_own(task) else "", is_of_task=True
+                    score_of(task), f"{task}.score" if is_user_code(task) else "", is_of_task=True
                 )
             ]
         )

@@ -157,7 +157,7 @@ def _located(config: Config, folder: Path | None = None) -> Config:
     A class of gymnasium gets `environment:` before it. Raises ValueError, in one line, for a task that does not load.
     """
     config = user_code.located(config, folder)
-    if not user_code.is_own(config.task) or config.is_multi_turn:
+    if not user_code.is_user_code(config.task) or config.is_multi_turn:
         return config
     kind, gymnasium = user_code.load(config.task), sys.modules.get("gymnasium")
     if gymnasium and isinstance(kind, type) and issubclass(kind, gymnasium.Env):

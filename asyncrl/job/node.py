@@ -43,6 +43,7 @@ from asyncrl.runlog.manifest import Checkpoint
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.tasks import check_rows, encode, task_of
+from asyncrl.trainer.families import read_config
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.trainer.policy import Policy
 from asyncrl.user_code import texts_of
@@ -340,8 +341,6 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
 
 def _check_model(config: Config, model_path: str) -> None:
     """Raise ValueError if the model would be trained wrongly, or a whole sequence does not fit its positions."""
-    from asyncrl.trainer.families import read_config
-
     window = getattr(
         read_config(model_path, config.share_prefix != "off"), "max_position_embeddings", None
     )

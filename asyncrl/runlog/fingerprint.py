@@ -17,13 +17,15 @@ def fingerprint(config: Config, root: Path = Path(__file__).parents[2]) -> dict[
     """All that must be equal on all nodes: each source file of a run with its hash, user code too, and each option with
     its value."""
     inside = [path for folder in FOLDERS for path in (root / folder).rglob("*.py")]
-    sources = sorted(path for path in [*root.glob("*.py"), *inside] if "tests" not in path.parts)
-    code = {
-        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for path in sources
+    sources = {
+        path.relative_to(root).as_posix(): path
+        for path in sorted([*root.glob("*.py"), *inside])
+        if "tests" not in path.parts
     }
-    user_code = files(texts_of(config)).values()
-    code |= {str(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in user_code}
+    sources |= {str(path): path for path in files(texts_of(config)).values()}
+    code = {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in sources.items()
+    }
     options = {o.flag: str(o.value_in(config)) for o in OPTIONS.values() if May.NODE not in o.may}
     return code | options
 
@@ -31,21 +33,18 @@ def fingerprint(config: Config, root: Path = Path(__file__).parents[2]) -> dict[
 def check_same(fingerprints: dict[str, dict[str, str]]) -> None:
     """Raise ValueError, in one line, if a node's fingerprint differs from the first; keys are the nodes' names."""
     (first, expected), *others = fingerprints.items()
-    for name, found in others:
-        keys = [key for key in expected | found if expected.get(key) != found.get(key)]
-        if keys:
-            shown = "; ".join(
-                _difference(key, found.get(key), expected.get(key)) for key in keys[:MAX_SHOWN]
-            )
-            more = f"; and {len(keys) - MAX_SHOWN} more" if len(keys) > MAX_SHOWN else ""
+    for name, actual in others:
+        differences = [
+            f"{key} {actual.get(key, 'absent')} instead of {expected.get(key, 'absent')}"
+            for key in expected | actual
+            if actual.get(key) != expected.get(key)
+        ]
+        if differences:
+            shown = "; ".join(differences[:MAX_SHOWN])
+            num_more = len(differences) - MAX_SHOWN
+            more = f"; and {num_more} more" if num_more > 0 else ""
             allowed = ", ".join(option.flag for option in options_for(May.NODE))
             raise ValueError(
                 f"{name} does not run the same as {first}: {shown}{more}; start all nodes from one commit and with "
                 f"the same options, of which only {allowed} may differ"
             )
-
-
-def _difference(key: str, found: str | None, expected: str | None) -> str:
-    if not key.endswith(".py"):
-        return f"{key} {found} instead of {expected}"
-    return f"{key} {'is missing' if found is None else 'is not on the other' if expected is None else 'differs'}"

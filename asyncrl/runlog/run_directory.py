@@ -25,14 +25,6 @@ from asyncrl.runlog.record_file import RecordFile
 from asyncrl.user_code import copied, title
 
 
-def _open_files(folder: Path, names: Iterable[str], is_held: bool) -> dict[str, RecordFile]:
-    """Open the records of a run by name. Raises ValueError if another process still writes them."""
-    files = {name: RecordFile(folder / f"{name}.jsonl", is_held=is_held) for name in names}
-    if not files["events"].lock():
-        raise ValueError(f"{folder} is written by a run that has not ended; end that one first")
-    return files
-
-
 class RunDirectory:
     """Writes the records of a run; every line is written when the call returns. Safe to use from several threads.
 
@@ -67,13 +59,12 @@ class RunDirectory:
             _make(self.path)
         self.path.mkdir(parents=True, exist_ok=True)  # a node may be new in a run that is resumed
         names = ("events",) if node_folder else ("metrics", "events", "samples")
-        self._files = _open_files(self.path, names, is_held=resumed is not None)
-        self._config = config
+        self._files = self._open(names, is_held=resumed is not None)
         self.config = copied(config, self.path / "code") if resumed is None else config
         self._is_first = not node_folder
         self._resumed = resumed
         self._wandb = None
-        if resumed is None and self._is_first:
+        if self._is_first:
             run_id = secrets.token_hex(8)
         self.run_id = run_id if resumed is None else self._check(run_id)
         """Also in each of its checkpoints, which are no other run's."""
@@ -84,6 +75,15 @@ class RunDirectory:
             self.record("run_started")
         else:
             self.record("run_resumed", **resumed)
+
+    def _open(self, names: Iterable[str], is_held: bool) -> dict[str, RecordFile]:
+        """Open records by name. Raises ValueError if another process still writes them."""
+        files = {name: RecordFile(self.path / f"{name}.jsonl", is_held=is_held) for name in names}
+        if not files["events"].lock():
+            raise ValueError(
+                f"{self.path} is written by a run that has not ended; end that one first"
+            )
+        return files
 
     def _check(self, run_id: str | None) -> str | None:
         """Return the id of the run that is resumed.
@@ -103,8 +103,8 @@ class RunDirectory:
         """Write run.json, and begin or continue the run at Weights & Biases."""
         step = None if self._resumed is None else self._resumed["step"]
         header = write_header(self.path / "run.json", self._header, step)
-        if self._is_first and self._config.wandb != "disabled":
-            self._wandb = _start_wandb(self._config, self.path, header["wandb_id"], step)
+        if self._is_first and self.config.wandb != "disabled":
+            self._wandb = _start_wandb(self.config, self.path, header["wandb_id"], step)
 
     def cut_back(self) -> None:
         """Have a resumed run begin to write: cut its records back to its checkpoint, then write the held lines.
@@ -189,8 +189,8 @@ def _ended_before_first_step(folder: Path) -> bool:
 
 
 def _default_name(config: Config) -> str:
-    task, algo = title(config.task), title(config.algo)
-    return f"{task}-{algo}-a{config.async_ratio:g}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    what = f"{title(config.task)}-{title(config.algo)}"
+    return f"{what}-a{config.async_ratio:g}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def _start_wandb(config: Config, path: Path, run_id: str, resumed_from: int | None):

@@ -227,7 +227,9 @@ def test_nodes_with_other_files_of_the_users_are_refused_by_name(own_run):
     _, config, (loss, *_) = own_run
     mine = fingerprint(config)
     loss.write_text(LOSS + "\n")
-    with pytest.raises(ValueError, match=rf"{loss} differs; .*start all nodes from one commit"):
+    with pytest.raises(
+        ValueError, match=rf"{loss} \w+ instead of \w+; .*start all nodes from one commit"
+    ):
         check_same({"node 0": mine, "node 1": fingerprint(config)})
 
 
