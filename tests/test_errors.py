@@ -1,4 +1,7 @@
-"""A mistake of a user ends in one line that says what was given, what is allowed, what to change: errors.toml."""
+"""A mistake of a user ends in one line that says what was given, what is allowed, what to change: errors.toml.
+
+An optional system has an errors.toml beside its own tests.
+"""
 
 import pkgutil
 import re
@@ -10,7 +13,11 @@ import pytest
 
 from asyncrl.job.command_line import parse_config
 
-ERRORS = tomllib.loads((Path(__file__).parent / "errors.toml").read_text())
+FOLDER = Path(__file__).parent
+FILES = [FOLDER / "errors.toml", *sorted(FOLDER.parent.glob("extras/*/tests/errors.toml"))]
+ERRORS = [tomllib.loads(file.read_text(encoding="utf-8")) for file in FILES]
+COMMANDS = [row for errors in ERRORS for row in errors.get("command", {}).items()]
+CALLS = [error for errors in ERRORS for error in errors["call"]]
 
 
 def is_line(text, line):
@@ -18,7 +25,7 @@ def is_line(text, line):
     return re.fullmatch(re.escape(line).replace("…", ".+"), text) is not None
 
 
-@pytest.mark.parametrize(("command", "line"), ERRORS["command"].items())
+@pytest.mark.parametrize(("command", "line"), COMMANDS)
 def test_a_mistake_on_the_command_line_ends_in_its_line(command, line, capsys):
     with pytest.raises(SystemExit) as end:
         parse_config(shlex.split(command))
@@ -27,7 +34,7 @@ def test_a_mistake_on_the_command_line_ends_in_its_line(command, line, capsys):
     assert is_line(text, f"error: {line}\n"), text
 
 
-@pytest.mark.parametrize("error", ERRORS["call"], ids=lambda error: error["function"])
+@pytest.mark.parametrize("error", CALLS, ids=lambda error: error["function"])
 def test_a_mistake_in_a_call_raises_its_line(error):
     with pytest.raises(ValueError) as caught:
         pkgutil.resolve_name(error["function"])(**error["arguments"])

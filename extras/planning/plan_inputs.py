@@ -21,6 +21,11 @@ def read_cluster(path: Path) -> tuple[Cluster, list[str]]:
         file = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
+    return make_cluster(file, path)
+
+
+def make_cluster(file: dict, path: Path) -> tuple[Cluster, list[str]]:
+    """The cluster of a file that was read, and what had to be assumed. Raises ValueError as `read_cluster`."""
     sheets, pools, links = planner.read_sheets(), [], file.get("links", {})
     if not isinstance(file.get("machines"), list):
         raise ValueError(

@@ -9,7 +9,7 @@ from real_job import ROOT
 
 from asyncrl.config import Config
 from asyncrl.job.command_line import parse_config, read_options
-from extras.planning.dry_run import dry_run, read_pool
+from extras.planning.dry_run import dry_run
 from scripts.qwen3_shapes import qwen3_config
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -91,27 +91,4 @@ def test_without_torchrun_the_fastest_split_is_taken_and_a_slower_one_is_told_of
     # The plan may choose engines of several GPUs, which the run has by --rollout-tp alone.
     assert float(re.search(r"step: about ([\d.]+) s", best)[1]) == pytest.approx(
         float(fewer[3]), rel=0.1
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("8xH1000", "--gpus 8xH1000: 'H1000' is none of B200, H200, H100 SXM"),
-        ("H100", "--gpus H100: give NUMBERxKIND or MACHINESxNUMBERxKIND, as in 8xH100 or 2x8xH100"),
-        ("0xH100", "--gpus 0xH100: give NUMBERxKIND"),
-        (None, "--dry-run: no GPU is here whose data sheet is known; give --gpus, as in 8xH100"),
-    ],
-)
-def test_gpus_that_are_not_known_are_one_line(text, said):
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}[^\n]*$"):
-        read_pool(text)
-
-
-def test_gpus_of_a_real_run_are_refused(models, capsys):
-    with pytest.raises(SystemExit):
-        parse_config(["--model", str(models["8b"]), *LONG, "--gpus", "8xH100"])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == (
-        "error: --gpus 8xH100 is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES"
     )

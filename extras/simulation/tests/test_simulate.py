@@ -380,8 +380,6 @@ def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit():
         )
         assert curve.rate(n) == pytest.approx(1 / seconds)
     assert curve.max_running_requests == math.floor((0.9 * 80e9 - 16.4e9) / kv_bytes) == 37
-    with pytest.raises(ValueError, match="cannot hold Qwen3-8B"):
-        roofline("Qwen3-8B", "H800", 1_000_000)
 
 
 def test_a_curve_is_read_as_it_was_written_and_goes_on_behind_its_last_point(tmp_path):
@@ -566,7 +564,6 @@ def test_the_table_of_swarms_has_every_arm_with_its_means_and_ranges():
 
 
 ERRORS = {
-    "--only nothing": "--only 'nothing' is none of scheduling",
     "--report": "simulation.jsonl has no records; run python scripts/simulate.py first",
     "--seeds 0": "--seeds must be at least 1, got 0",
 }

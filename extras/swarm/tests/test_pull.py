@@ -8,7 +8,6 @@ import torch
 import zstandard
 
 import extras.swarm.pull
-from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import ParameterSpec
 from extras.swarm.delta import BLOCK_WORDS, apply_delta, digest_of, encode_delta
 from extras.swarm.pull import KEPT, MAX_READ, PullTransport
@@ -29,17 +28,6 @@ def changed(base, share, seed):
     where = rng.random(len(words)) < share
     words[where] ^= rng.integers(1, 1 << 16, where.sum(), dtype=np.uint16)
     return words.view(np.uint8)
-
-
-@pytest.mark.parametrize("share", [0.0, 1e-4, 0.01, 0.5])
-def test_a_delta_gives_the_very_bytes_of_the_new_snapshot(share):
-    base = payload(0)
-    new = changed(base, share, 1)
-    delta, copy = encode_delta(3, base, new), base.copy()
-    apply_delta(delta, 3, copy)
-    assert digest_of(copy) == digest_of(new)
-    if share == 0.01:
-        assert len(delta) < 0.04 * len(new), "about six bytes for each of a hundredth of the words"
 
 
 def test_there_is_no_delta_where_it_would_be_larger_than_the_snapshot():
@@ -169,19 +157,6 @@ def test_a_delta_that_has_begun_goes_on_when_its_base_is_forgotten():
     for version in range(2, 4):
         transport.stage(version, parameters(version))
     assert not is_left(transport, 0) and transport.open(1, 0) == begun
-
-
-def test_beside_a_local_transport_each_worker_reads_by_its_own():
-    local, pulled = ShmTransport(SPECS), PullTransport(SPECS)
-    for version in range(4, 12):
-        staged = local.stage(version, pulled.copy(version, parameters(version)))
-        local.announce(staged)
-        if version == 4:  # those after it wait for its evaluation to end
-            pulled.announce(pulled.staged(4))
-            host = Host(pulled)
-            host.pull(pulled.staged(4))
-            assert is_same(host.puller, parameters(4))
-    assert is_left(pulled, 4) and not is_left(pulled, 5)
 
 
 # The far end
