@@ -5,7 +5,6 @@ Pure but for the clock: no host is asked, and nothing is waited for.
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 
 from asyncrl.controller.dispatcher import Dispatcher
@@ -38,15 +37,15 @@ class LeasingDispatcher(Dispatcher):
         # of a trajectory, over about a step's: at its end the slow alone come
         self._mean_s = self._mean_tokens = 0.0
         self._num_noted, self._most_noted = 0, self.config.groups_per_step * self.config.group_size
-        self._num_moves: Counter[tuple[int, int, int]] = Counter()
-        self._taken_from: dict[tuple[int, int, int], Worker] = {}
+        # the workers that each ticket was taken from, in order
+        self._taken_from: dict[tuple[int, int, int], list[Worker]] = {}
         self._looked_at = self.now()
 
     def may_start(self, worker: Worker, ticket: Ticket) -> bool:
         """Whether a worker may be given a ticket; not if it was taken from this worker for one that is much faster."""
         if not super().may_start(worker, ticket):
             return False
-        is_taken = self._taken_from.get(_key(ticket)) is worker
+        is_taken = self._taken_from.get(_key(ticket), [None])[-1] is worker
         return not (is_taken and any(self._is_faster(other, worker) for other in self.workers))
 
     def take_back(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -146,21 +145,19 @@ class LeasingDispatcher(Dispatcher):
         lease_s = self.config.swarm.lease_s
         if urgent is None:
             return lease_s
-        return min(
-            lease_s, self._urgent_lease_s(worker, taker) * 2 ** self._num_moves[_key(urgent)]
-        )
+        num_moves = len(self._taken_from.get(_key(urgent), ()))
+        return min(lease_s, self._urgent_lease_s(worker, taker) * 2**num_moves)
 
     def _take_away(self, worker: Worker, ticket: Ticket) -> None:
-        self._num_moves[_key(ticket)] += 1
-        self._taken_from[_key(ticket)] = worker
+        self._taken_from.setdefault(_key(ticket), []).append(worker)
         worker.reissued.add(ticket.ticket_id)
         worker.process.send(Abort([ticket.ticket_id]))
 
     def _forget_moves(self) -> None:
         """Forget what has moved of groups that no longer run."""
-        for key in list(self._num_moves):
+        for key in list(self._taken_from):
             if key[0] >= 0 and not self.buffer.is_running(key[0]):
-                del self._num_moves[key], self._taken_from[key]
+                del self._taken_from[key]
 
     def _urgent_lease_s(self, worker: Worker, other: Worker) -> float:
         """Time for which a worker may have a ticket that the trainer waits for, if another could start it now."""

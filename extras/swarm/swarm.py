@@ -197,8 +197,6 @@ class Swarm:
         self._hosts: dict[bytes, Host] = {}
         self._shut_out: set[bytes] = set()
         self._identity_of: dict[int, bytes] = {}  # of all workers that there were
-        self.disbelieved: set[int] = set()
-        """Workers of the hosts that were shut out, also of those that had left before."""
         self._answered: deque[tuple[Ticket, Trajectory]] = deque()
         self.verified: Measured = {}
         """Metrics of what was verified (verify.py)."""
@@ -222,13 +220,15 @@ class Swarm:
     def shut_out(self, worker: int, why: str) -> None:
         """Believe nothing any more that the host of a worker has sampled, and let it in no more."""
         identity = self._identity_of[worker]
-        self._disbelieve(identity)
-        self.hub.do_soon(functools.partial(self._lose_liar, identity, why))
+        if identity not in self._shut_out:
+            self._shut_out.add(identity)
+            self.hub.do_soon(functools.partial(self._lose_liar, identity, why))
 
-    def _disbelieve(self, identity: bytes) -> None:
-        self.disbelieved.update(
-            [worker for worker, its in list(self._identity_of.items()) if its == identity]
-        )
+    @property
+    def disbelieved(self) -> set[int]:
+        """Workers of the hosts that were shut out, also of those that had left before."""
+        identities = list(self._identity_of.items())
+        return {worker for worker, identity in identities if identity in self._shut_out}
 
     def take_answered(self) -> list[tuple[Ticket, Trajectory]]:
         """Take what hosts have sampled since the last call, each with its ticket."""
@@ -452,8 +452,7 @@ class Swarm:
         host = self._hosts.get(identity)
         if host is not None:
             self._lose(host, why, is_believed=False)
-        elif identity not in self._shut_out:
-            self._shut_out.add(identity)
+        else:
             self._counts["shut_out"] += 1
             print(f"swarm: a host that has left {why}; it is let in no more", flush=True)
 
@@ -470,7 +469,6 @@ class Swarm:
         if not is_believed:
             self._counts["shut_out"] += 1
             self._shut_out.add(host.identity)
-            self._disbelieve(host.identity)
             host.link.send(Refused(why))
         for worker in host.engines.values():
             self.controller.on_message(worker, None if is_believed else Disbelieved())

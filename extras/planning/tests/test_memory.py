@@ -12,6 +12,7 @@ from asyncrl.trainer.lora import add_adapters, named_adapters
 from extras.planning.memory import (
     GIB,
     Sharing,
+    can_split,
     check_engine,
     check_tp,
     check_trainer,
@@ -138,28 +139,6 @@ def test_the_kv_cache_shrinks_to_what_is_left_but_not_below_one_sequence():
     )
 
 
-def test_a_gpu_that_others_have_filled_is_refused_with_how_much_they_hold():
-    with pytest.raises(
-        ValueError, match=r"60\.0 of 80\.0 GiB are used by other processes.*CUDA_VISIBLE_DEVICES"
-    ):
-        plan_shared(Config(**LONG, **LESS), shape("0.6b"), gpu(80, used_gib=60))
-
-
-def test_a_share_that_is_asked_for_is_taken_with_a_warning_where_it_leaves_too_little():
-    utilization, _, text = plan_shared(
-        Config(gpu_memory_utilization=0.3, **LONG, **LESS), shape("0.6b"), gpu(80)
-    )
-    assert utilization == 0.3 and "warning" not in text
-    utilization, _, text = plan_shared(
-        Config(gpu_memory_utilization=0.9, **LONG, **LESS), shape("0.6b"), gpu(80)
-    )
-    assert utilization == 0.9 and "warning" in text
-    utilization, _, text = plan_shared(
-        Config(gpu_memory_utilization=0.5, **LONG), shape("8b"), gpu(80)
-    )
-    assert utilization == 0.5 and "warning" in text
-
-
 def test_host_memory_takes_the_staging_buffers_where_the_gpu_has_no_room():
     config = Config(**LONG, **LEAST)
     with pytest.raises(ValueError, match="--weight-sync shm"):
@@ -201,14 +180,20 @@ def test_an_engine_without_room_for_one_sequence_is_refused_until_it_is_split():
 
 
 @pytest.mark.parametrize(
-    ("tp", "allowed"), [(1, True), (2, True), (8, True), (16, True), (3, False), (32, False)]
+    ("share", "size", "options", "warns"),
+    [(0.3, "0.6b", LESS, False), (0.9, "0.6b", LESS, True), (0.5, "8b", {}, True)],
 )
-def test_an_engine_is_split_where_heads_divide_evenly(tp, allowed):
-    if allowed:
-        check_tp(shape("0.6b"), tp)
-    else:
-        with pytest.raises(
-            ValueError,
-            match=r"16 attention heads and 8 key-value heads evenly; use one of \[1, 2, 4, 8",
-        ):
-            check_tp(shape("0.6b"), tp)
+def test_a_share_that_is_asked_for_is_taken_with_a_warning_where_it_leaves_too_little(
+    share, size, options, warns
+):
+    config = Config(gpu_memory_utilization=share, **LONG, **options)
+    utilization, _, text = plan_shared(config, shape(size), gpu(80))
+    assert utilization == share and ("warning" in text) == warns
+
+
+def test_an_engine_is_split_where_heads_divide_evenly():
+    allowed = [tp for tp in (1, 2, 3, 8, 16, 32) if can_split(shape("0.6b"), tp)]
+    assert allowed == [1, 2, 8, 16]
+    refusal = r"16 attention heads and 8 key-value heads evenly; use one of \[1, 2, 4, 8"
+    with pytest.raises(ValueError, match=refusal):
+        check_tp(shape("0.6b"), 3)

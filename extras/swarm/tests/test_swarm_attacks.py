@@ -82,19 +82,14 @@ def is_shut_out(run, host, why, capsys):
     ("frames", "why"),
     [
         ([b"0", b"Nonsense", b"\x80"], "a message of kind b'Nonsense'"),
-        ([b"0", b"\xff" * 10_000, b""], "a message of kind"),
-        ([b"-1", b"Join"], "a message of 2 frames"),
         ([b"-1"] * 300, "a message of 300 frames"),
-        ([b"0", b"Beat", b"\x81" + pack("x") + b"\x91" * 10**6], "a broken Beat"),
         ([b"0", b"Fetched", pack({"version": "x" * (10 << 20)})], "a broken Fetched"),
         (
             [b"0", b"Finished", pack({"trajectories": [], "activity": "\x1b[2J\n" * 10})],
             "a broken Finished",
         ),
-        ([b"7", *ENCODE(Fetched(0))], "of an engine 7 that is not up"),
         ([b"-1", *ENCODE(Ready(0.0))], "of an engine -1 that is not up"),
         ([b"9" * 5000, *ENCODE(Ready(0.0))], "sent"),
-        ([b"99999", *ENCODE(Ready(0.0))], "of an engine 99999 that is not up"),
         ([b"\xb2", *ENCODE(Ready(0.0))], "invalid literal"),
         ([b"0", *ENCODE(Ready(0.0))], "Ready of an engine that is up"),
         ([b"1", *ENCODE(Ready(math.nan))], "nan s as the time to start"),
@@ -220,16 +215,10 @@ UPDATED = Updated(0, 0.1, SampledTokens(), None)
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        *(
-            (Probed(0, shapes), "in other shapes")
-            for shapes in ((), (np.zeros(7, "f"),), (np.zeros((1, 2), "f"),))
-        ),
-        *((Probed(0, (np.full(2, value, "f"),)), "not finite") for value in (math.nan, -math.inf)),
+        *((Probed(0, shapes), "in other shapes") for shapes in ((), (np.zeros((1, 2), "f"),))),
+        (Probed(0, (np.full(2, math.nan, "f"),)), "not finite"),
         (Probed(0, (np.zeros(2, np.int64),)), "not finite float32"),
-        *(
-            (dataclasses.replace(UPDATED, pause_s=pause_s), "an update of")
-            for pause_s in (math.nan, 1e300)
-        ),
+        (dataclasses.replace(UPDATED, pause_s=math.nan), "an update of"),
         (dataclasses.replace(UPDATED, sampled=SampledTokens(new=-1)), "an update of"),
         (dataclasses.replace(UPDATED, sampled=SampledTokens(discarded=2**62)), "an update of"),
     ],
