@@ -1,12 +1,20 @@
-"""Random inputs of losses, and how a test calls a loss."""
+"""Options and random inputs of losses, and how a test calls a loss."""
 
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from algos import LossInputs
+from algos import LOSSES, LossInputs
 from algos.inputs import couples_tokens
+
+CASES = tomllib.loads((Path(__file__).parent / "losses.toml").read_text())
+VARIANTS = [
+    (name, options) for name in LOSSES for options in [{}, *CASES.get(name, {}).get("options", [])]
+]
+"""The name of a loss, and its options."""
 
 
 def random_inputs(num_tokens: int = 60, spread: float = 0.5, tokens_per_sequence: int = 10):
