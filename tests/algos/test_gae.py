@@ -29,11 +29,11 @@ def oracle(sequences, gamma, lam):
     return advantages
 
 
-def random_sequences(seed):
-    """(reward, values) of five sequences of several lengths."""
+def random_sequences(seed, scale=1.0):
+    """(reward, values) of five sequences of several lengths; `scale` is the std of both."""
     rng = random.Random(seed)
     lengths = [1, *(rng.randint(1, 30) for _ in range(4))]
-    return [(rng.gauss(0, 1), [rng.gauss(0, 1) for _ in range(length)]) for length in lengths]
+    return [(rng.gauss(0, scale), [rng.gauss(0, scale) for _ in range(n)]) for n in lengths]
 
 
 def columns(sequences):
@@ -77,8 +77,14 @@ def test_advantages_are_the_discounted_sums_of_all_later_errors(gamma, lam, seed
 
 
 @pytest.mark.parametrize("split", [0, 2, 5])
-def test_a_step_is_whitened_over_all_of_its_tokens_and_returns_have_a_lambda_of_their_own(split):
-    sequences = random_sequences(1)
+@pytest.mark.parametrize(
+    "sequences",
+    [random_sequences(1), random_sequences(1, scale=1e-5), [(0.0, [1.0]), (2.0, [0.5])]],
+    ids=["random", "small", "two tokens"],
+)
+def test_a_step_is_whitened_over_all_of_its_tokens_and_returns_have_a_lambda_of_their_own(
+    sequences, split
+):
     options = {"split": split, "lam": 0.9, "value_lam": 0.7, "gamma": 0.99}
     advantages, returns, metrics = estimate(sequences, **options)
     raw = oracle(sequences, 0.99, 0.9)
@@ -101,8 +107,9 @@ def test_a_step_is_whitened_over_all_of_its_tokens_and_returns_have_a_lambda_of_
         ([(reward, [reward] * 4) for reward in (0.0, 1.0, 3.0)], {"value/explained_variance": 1.0}),
         ([(reward, [2.0] * 4) for reward in (0.0, 1.0, 3.0)], {"value/explained_variance": 0.0}),
         ([(1.0, [0.1, 0.2]), (1.0, [0.3])], {}),
+        ([(reward, [0.0]) for reward in (0.0, 1e-8, 3e-8)], {}),
     ],
-    ids=["right values", "constant values", "equal returns"],
+    ids=["right values", "constant values", "equal returns", "returns that rounding tells apart"],
 )
 def test_what_the_values_explain_of_the_returns(sequences, metrics):
     assert estimate(sequences)[2] == pytest.approx(metrics)
