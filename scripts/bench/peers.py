@@ -38,16 +38,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from asyncrl.cluster.processes import kill_session
 from asyncrl.weights.models import resolve_model
-from scripts.bench.harness import ROOT, Arm, Bench, Case, Column, main, rounds, table
+from scripts.bench.harness import ROOT, Arm, Bench, Case, Column, main, rounds, run_process, table
 from scripts.bench.work import WORKS, Work
 from scripts.lines import markdown, read
 
 PINS = ("trl==1.16.0", "accelerate==1.15.0")
 """What .venv lacks of TRL."""
 TIMEOUT_S = 1200.0
-POLL_S = 2.0
 TINY_STEPS = 5
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 AIMS = _TABLES["aims"]
@@ -118,7 +116,7 @@ def measure(
 
 def environment(way: Way, peers: Path) -> dict[str, str]:
     """Variables that Python, vLLM, torch and transformers read."""
-    return os.environ | {
+    return {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *[str(peers)] * way.is_peer]),
         "OMP_NUM_THREADS": str(way.threads), "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
@@ -133,24 +131,13 @@ def run(
 
     Raises RuntimeError, with the last lines of its log, if it fails or takes longer than TIMEOUT_S.
     """
-    with open(log, "w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    looks, deadline = [(time.time(), 0.0, 0)], time.monotonic() + TIMEOUT_S
-    try:
-        while process.poll() is None and time.monotonic() < deadline:
-            looks.append(look(process.pid))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(min(POLL_S, TIMEOUT_S))
-    finally:
-        kill_session(process.pid)  # what is left of it, if anything
-    if process.returncode != 0:
-        status = f"none after {TIMEOUT_S:g} s" if process.returncode is None else process.returncode
+    looks = [(time.time(), 0.0, 0)]
+    status = run_process(command, log, environment, TIMEOUT_S, lambda pid: looks.append(look(pid)))
+    if status != 0:
+        status_text = f"none after {TIMEOUT_S:g} s" if status is None else status
         lines = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise RuntimeError(
-            f"{' '.join(command)} ended with status {status}; its last lines, of {log}:\n{lines}"
-        )
+        what = f"{' '.join(command)} ended with status {status_text}"
+        raise RuntimeError(f"{what}; its last lines, of {log}:\n{lines}")
     return looks
 
 

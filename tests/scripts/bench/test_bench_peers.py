@@ -173,7 +173,7 @@ def test_a_run_that_fails_or_hangs_is_ended_with_its_last_lines(
 def test_cores_busy_are_those_between_two_moments_and_not_of_what_has_ended_by_the_second(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(peers, "POLL_S", 0.1)
+    monkeypatch.setattr(harness, "POLL_S", 0.1)
     busy = "import time\nwhile time.process_time() < 1.8: pass"
     looks = peers.run([sys.executable, "-c", busy], dict(os.environ), tmp_path / "log")
     assert max(memory for *_, memory in looks) > 1e6
