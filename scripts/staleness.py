@@ -301,22 +301,20 @@ def draw(models: dict[str, pd.DataFrame], path: Path) -> None:
     The least cost at the greatest lag is on top. A mean is filled if it stays after Holm's correction.
     """
     figure = Figure(figsize=(10, 6), layout="constrained")
-    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    panels, bars = figure.subplots(1, len(models), squeeze=False)[0], {}
     for panel, (title, rows) in zip(panels, models.items(), strict=True):
         late = rows[rows["setting"] == f"lag {LATE}"].sort_values("mean")
         places = {loss: place for place, loss in enumerate(late["loss"])}
-        for setting, at_lag in rows.groupby("setting", sort=False):
+        for (setting, stays), at_lag in rows.groupby(["setting", "stays"], sort=False):
             colour, offset = COLOURS[setting]
             heights = [places[loss] + offset for loss in at_lag["loss"]]
             halves = (at_lag["high"] - at_lag["low"]) / 2
-            bars = {"fmt": "none", "color": colour, "label": setting}
-            panel.errorbar(at_lag["mean"], heights, xerr=halves, **bars)
-            faces = at_lag["stays"].map({True: colour, False: "white"})
-            panel.scatter(at_lag["mean"], heights, s=18, c=faces, edgecolors=colour, zorder=3)
+            style = {"fmt": "o", "ms": 4, "color": colour, "mfc": colour if stays else "white"}
+            bars[setting] = panel.errorbar(at_lag["mean"], heights, xerr=halves, **style)
         panel.set_yticks(list(places.values()), list(places))
         panel.set_title(title, fontsize="medium")
         panel.axvline(0, color="0.6", linewidth=0.8)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    figure.legend(bars.values(), bars.keys(), loc="outside upper center", ncols=len(bars))
     figure.supxlabel("level, lagged − fresh: mean and 95 % t-interval", fontsize="medium")
     figure.savefig(path, dpi=100)
 

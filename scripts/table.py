@@ -34,28 +34,28 @@ def table(runs: list[Run], by: list[str] | None = None) -> list[str]:
     for option in options:
         if option not in known:
             raise ValueError(f"--by {option}: run.json has no such option{nearest(option, known)}")
-    frame = pd.DataFrame([summarise(run.metrics) for run in runs]).assign(name=names(runs))
-    values = [[run.info["config"].get(option) for option in options] for run in runs]
-    frame["order"] = [tuple(map(sort_key, row)) for row in values] if by else range(len(runs))
+    frame = pd.DataFrame([summarise(run.metrics) for run in runs])
     wanted = frame["steps"].clip(lower=[run.info["config"].get("steps", 0) for run in runs])
-    frame["made"] = frame["steps"].astype(str) + " of " + wanted.astype(str)
-    head = [*(["run"] if not by else []), *(f"`{option}`" for option in options)]
-    head += ["n"] if by else []
-    is_cut = (frame["steps"] < wanted).any()
-    lines, others = [], {}
-    for _, group in frame.groupby("order"):
-        line = [] if by else [group["name"].iloc[0]]
-        line += [show(value) for value in values[group.index[0]]]
-        line += [len(group)] if by else []
-        line += [", ".join(group["made"].unique())] if is_cut else []
-        lines.append(line + [spread(group[key], form) for key, (_, form) in COLUMNS.items()])
-        others |= dict.fromkeys(differing_options([runs[index] for index in group.index]))
-    head += ["steps made"] if is_cut else []
-    rows = markdown([*head, *(heading for heading, _ in COLUMNS.values())], lines)
-    others.pop("seed", None)
-    if others:
-        rows += ["", f"Runs of one row also differ in {', '.join(f'`{name}`' for name in others)}."]
-    return rows
+    made = frame["steps"].astype(str) + " of " + wanted.astype(str)
+    values = [[run.info["config"].get(option) for option in options] for run in runs]
+    order = [tuple(map(sort_key, row)) for row in values] if by else list(range(len(runs)))
+    rows, others = [], {}
+    for _, group in frame.groupby(pd.Series(order)):
+        alike = [runs[index] for index in group.index]
+        row = {} if by else {"run": names(runs)[group.index[0]]}
+        shown = map(show, values[group.index[0]])
+        row |= zip((f"`{option}`" for option in options), shown, strict=True)
+        row |= {"n": len(alike)} if by else {}
+        row |= {"steps made": ", ".join(made[group.index].unique())}
+        row |= {heading: spread(group[key], form) for key, (heading, form) in COLUMNS.items()}
+        rows.append(row)
+        others |= dict.fromkeys(f"`{option}`" for option in differing_options(alike))
+    table = pd.DataFrame(rows)
+    if (frame["steps"] == wanted).all():
+        table = table.drop(columns="steps made")
+    lines = markdown(table.columns, table.to_numpy())
+    others.pop("`seed`", None)
+    return [*lines, "", f"Runs of one row also differ in {', '.join(others)}."] if others else lines
 
 
 def differing_options(runs: list[Run]) -> list[str]:
