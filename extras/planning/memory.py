@@ -94,14 +94,9 @@ def resident_items(
     if "optimizer" not in config.save_memory:
         of_trained = f"{trained / 1e6:.0f} M parameters / {num_shards} ranks × (4 + 8) B"
         items.append(Item("weights and AdamW", 12 * trained / num_shards, of_trained))
-        if config.lora_rank:
-            items.append(
-                Item("frozen weights", 2 * shape.num_parameters / num_shards, f"{share} × 2 B")
-            )
-        elif config.kl_coef > 0:
-            items.append(
-                Item("reference model", 2 * shape.num_parameters / num_shards, f"{share} × 2 B")
-            )
+        if config.lora_rank or config.kl_coef > 0:
+            what = "frozen weights" if config.lora_rank else "reference model"
+            items.append(Item(what, 2 * shape.num_parameters / num_shards, f"{share} × 2 B"))
     if stages_weights:
         items.append(
             Item("staging buffer", 2 * shape.num_parameters, f"{million} parameters × 2 B")

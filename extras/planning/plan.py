@@ -5,6 +5,7 @@ scripts/plan.py prints it.
 
 import dataclasses
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 
 from asyncrl.config import OPTIONS, Config, switch
@@ -18,10 +19,10 @@ WIDTH = 60
 
 def kinds(parts: list[tuple[Pool, int]]) -> dict[str, int]:
     """GPUs by kind."""
-    return {
-        gpu: sum(n for pool, n in parts if pool.gpu == gpu)
-        for gpu in dict.fromkeys(p.gpu for p, _ in parts)
-    }
+    counts: Counter[str] = Counter()
+    for pool, num_gpus in parts:
+        counts[pool.gpu] += num_gpus
+    return counts
 
 
 def planned_config(plan: Plan) -> Config:

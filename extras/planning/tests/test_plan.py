@@ -137,10 +137,13 @@ def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(
     except SystemExit as refused:
         assert "fits on no GPUs" in refused.code or "does not go with" in refused.code
         return
-    config, pools = trainer_config(found["commands"][0]["command"]), read_cluster(path)[0].pools
-    nodes = number_after("--nnodes", found["commands"][0]["command"], 1)
-    ranks = sum(found["train"].values())
-    assert config == config.checked()
+    trainer, *others = (line["command"] for line in found["commands"])
+    config, pools = trainer_config(trainer), read_cluster(path)[0].pools
+    nodes, ranks = number_after("--nnodes", trainer, 1), sum(found["train"].values())
+    assert nodes * number_after("--nproc-per-node", trainer, None) == ranks
+    check_shares(config, nodes, ranks)
+    assert config == config.checked() and bool(others) == (config.listen is not None)
+    assert all("rollout.py --join HOST0:" in other for other in others)
     for line in found["commands"]:
         (pool,) = (pool for pool in pools if line["machines"].endswith(f"× {pool.name}"))
         check_that_it_fits(line["command"], pool, config, read_shape(str(folder)), nodes, ranks)
@@ -149,15 +152,8 @@ def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_make_plans_whose_commands_a_run_accepts(example, model, capsys):
     found = planned(capsys, example, "--model", model, *JOB)
-    trainer, *others = found["commands"]
-    config = trainer_config(trainer["command"])
-    machines = number_after("--nnodes", trainer["command"], 1)
-    ranks = machines * number_after("--nproc-per-node", trainer["command"], None)
-    assert sum(found["train"].values()) == ranks
-    check_shares(config, machines, ranks)
+    config = trainer_config(found["commands"][0]["command"])
     assert config.model == model and config.groups_per_step == 16
-    assert all("rollout.py --join HOST0:" in other["command"] for other in others)
-    assert bool(others) == (config.listen is not None)
     assert 0 < found["planning_s"] < 20, "a tenth of a second where nothing else runs"
 
 

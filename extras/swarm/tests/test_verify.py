@@ -184,10 +184,8 @@ def large(response, answer):
 def test_a_large_reward_is_compared_to_within_its_rounding(model):
     config = make_config(model, reward=(f"{__file__}:large",))
     (one, first), (two, second) = sample(config, 2)
-    rounded, false = (
-        replace(first, reward=1e11 + 1e-4),
-        replace(second, reward=1e11 + 1e6, worker=9),
-    )
+    rounded = replace(first, reward=1e11 + 1e-4)
+    false = replace(second, reward=1e11 + 1e6, worker=9)
     at_once, later, _ = verify(config, [(one, rounded), (two, false)])
     assert not at_once and [worker for worker, _ in later] == [9]
 

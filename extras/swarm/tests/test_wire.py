@@ -81,16 +81,11 @@ def test_a_numpy_scalar_of_a_reward_is_sent_as_a_number():
     ("kind", "fields", "why"),
     [
         (b"Tickets", b"\x80", "a message of kind b'Tickets', not one of"),
-        *((b"Finished", fields, "a broken Finished") for fields in (b"", b"\xc0", b"\xc1" * 50)),
+        (b"Finished", b"\xc0", "a broken Finished"),
         (b"Updated", CODEC.encode(Updated(0, 0.1, SampledTokens(), None))[1][:-3], "truncated"),
         *(
-            (b"Probed", pack({"version": 1, "logprobs": [array]}), "as many bytes")
-            for array in (["<f4", [1 << 40], b"1234"], ["O", [1], b"12345678"])
-        ),
-        (
-            b"Probed",
-            pack({"version": 1, "logprobs": [["<f4", [0, 2**63], b""]]}),
-            "a broken Probed",
+            (b"Probed", pack({"version": 1, "logprobs": [array]}), "Probed|as many bytes")
+            for array in (["<f4", [1 << 40], b"1"], ["O", [1], b"1"], ["<f4", [0, 2**63], b""])
         ),
         (b"Probed", pack({"version": 1, "logprobs": [["|b1", [1], b"\x07"]]}), "a broken Probed"),
         (b"Probed", pack({"version": "x", "logprobs": []}), "a broken Probed"),
