@@ -1,26 +1,16 @@
 """The tiny models of data/tiny, and the recipe that made them."""
 
-import itertools
 import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
 from asyncrl.tasks import load_task
-from data.addition import Addition
 from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber
 from scripts import make_tiny
-from scripts.make_tiny import (
-    RECIPES,
-    TINY_MODELS,
-    Actor,
-    Adder,
-    best_guess,
-    best_moves,
-    success_rate,
-)
+from scripts.make_tiny import RECIPES, TINY_MODELS, best_guess, best_moves, success_rate
 
 LONGEST_PROMPT = {"frozen_lake": 6, "guess_number": 2}
 LONGEST_RESPONSE = {"frozen_lake": 51, "guess_number": 18}
@@ -32,12 +22,12 @@ MAX_BYTES = 600_000
 
 @pytest.fixture(scope="module", params=RECIPES)
 def recipe(request):
-    return RECIPES[request.param]()
+    return RECIPES[request.param]
 
 
 @pytest.fixture(scope="module", params=ENVIRONMENTS)
 def actor(request):
-    return Actor(request.param)
+    return RECIPES[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -76,62 +66,39 @@ def test_folders_are_whole_and_small_and_there_is_no_other():
         assert sum(files.values()) <= MAX_BYTES
 
 
-def test_tokenizer_of_addition_maps_prompts_and_answers_onto_tokens_and_back():
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MODELS / "addition")
-    for problem in Addition(0).eval_problems(300):
-        for text in (problem.prompt, problem.answer):
-            ids = tokenizer.encode(text)
-            assert tokenizer.decode(ids) == text
-            assert ids == Adder().tokenizer.encode(text)
-    assert tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
+def test_tokenizers_map_what_is_said_onto_tokens_and_back(recipe):
+    tokenizer = recipe.tokenizer
+    if recipe.name in ENVIRONMENTS:
+        games = random_games(recipe.name, 200)
+        texts = [text for game in games for said in game for text in said]
+        assert all(len(tokenizer.encode(text)) == 1 for text in ENVIRONMENTS[recipe.name].ACTIONS)
+        assert tokenizer.convert_tokens_to_ids("<assistant>") in tokenizer.all_special_ids
+    else:
+        problems = recipe.task.eval_problems(300)
+        texts = [text for problem in problems for text in (problem.prompt, problem.answer)]
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
+    assert "<" not in tokenizer.decode(range(len(tokenizer)), skip_special_tokens=True)
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
-def test_tokenizer_of_an_environment_maps_what_is_said_onto_tokens_and_back(actor):
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MODELS / actor.name)
-    assert tokenizer.chat_template == actor.tokenizer.chat_template
-    for responses, observations in random_games(actor.name, 200):
-        for text in itertools.chain(responses, observations):
-            ids = tokenizer.encode(text)
-            assert tokenizer.decode(ids) == text
-            assert ids == actor.tokenizer.encode(text)
-    assert all(len(tokenizer.encode(action)) == 1 for action in ENVIRONMENTS[actor.name].ACTIONS)
-    everything = list(range(len(tokenizer)))
-    assert "<" not in tokenizer.decode(everything, skip_special_tokens=True)
-    assert (
-        len({tokenizer.eos_token_id, tokenizer.pad_token_id, *tokenizer.encode("<assistant>")}) == 3
-    )
-
-
 def test_games_have_the_few_tokens_that_are_promised(actor):
-    prompts = [
-        actor.task.encode_prompt(problem, actor.tokenizer)
-        for problem in actor.task.eval_problems(100)
-    ]
-    assert {len(tokens) for tokens in prompts} == {LONGEST_PROMPT[actor.name]}
+    for problem in actor.task.eval_problems(100):
+        prompt = actor.task.encode_prompt(problem, actor.tokenizer)
+        assert len(prompt) == LONGEST_PROMPT[actor.name]
     longest = 0
     for responses, observations in random_games(actor.name, 300):
-        between = [
-            len(actor.conversation.reply(observation, ended=True))
-            for observation in observations[1:-1]
-        ]
+        replies = [actor.conversation.reply(text, ended=True) for text in observations[1:-1]]
         if "correct" not in responses:
-            longest = max(longest, 2 * len(responses) + sum(between))
+            longest = max(longest, 2 * len(responses) + sum(map(len, replies)))
     assert longest == LONGEST_RESPONSE[actor.name]
 
 
 def test_model_is_small_and_fits_vllm_and_its_games(recipe, model):
-    longest = LONGEST_PROMPT.get(recipe.name, 0) + LONGEST_RESPONSE.get(
-        recipe.name, Config().max_sequence_tokens
-    )
+    response = LONGEST_RESPONSE.get(recipe.name, Config().max_sequence_tokens)
     assert model.num_parameters() <= 1_000_000
-    assert model.config.max_position_embeddings >= longest
+    assert model.config.max_position_embeddings >= LONGEST_PROMPT.get(recipe.name, 0) + response
     assert model.config.head_dim in (32, 64, 80, 96, 128)  # vLLM's CPU attention
-    assert (
-        model.config.eos_token_id
-        == model.generation_config.eos_token_id
-        == recipe.tokenizer.eos_token_id
-    )
+    assert model.generation_config.eos_token_id == recipe.tokenizer.eos_token_id
 
 
 def test_held_out_success_leaves_something_to_sharpen(recipe, model):
@@ -142,7 +109,7 @@ def test_held_out_success_leaves_something_to_sharpen(recipe, model):
 
 
 def test_problems_are_answered_together_as_each_is_alone():
-    adder = Adder()
+    adder = RECIPES["addition"]
     model = AutoModelForCausalLM.from_pretrained(TINY_MODELS / "addition")
     problems = adder.task.eval_problems(16)
     right = 0
@@ -154,22 +121,15 @@ def test_problems_are_answered_together_as_each_is_alone():
 
 
 def test_the_scripted_player_wins_always_when_it_takes_the_best(actor):
-    environment = ENVIRONMENTS[actor.name]()
     for problem in actor.task.eval_problems(200):
-        observations, actions, reward = (
-            [environment.reset(seed=problem.environment_seed)[0]],
-            [],
-            0.0,
-        )
-        while not reward:
-            chances = make_tiny.player_distribution(actor.name, actions, observations)
-            assert sum(chances.values()) == pytest.approx(1) and list(chances) == list(
-                ENVIRONMENTS[actor.name].ACTIONS
-            )
-            actions.append(max(chances, key=chances.get))
-            observation, reward, terminated, truncated, _ = environment.step(actions[-1])
-            observations.append(observation)
-            assert reward or not (terminated or truncated)
+        game = actor.begin(problem)
+        while not game.is_over:
+            chances = make_tiny.player_distribution(actor.name, game.actions, game.observations)
+            assert sum(chances.values()) == pytest.approx(1)
+            assert list(chances) == list(ENVIRONMENTS[actor.name].ACTIONS)
+            best = max(chances, key=chances.get)
+            game.answer([*actor.tokenizer.encode(best), actor.tokenizer.eos_token_id])
+        assert game.reward == 1
 
 
 def test_best_actions_of_small_cases():
@@ -190,27 +150,26 @@ def test_transcripts_imitate_the_player_at_his_own_tokens_alone(actor):
     first = LONGEST_PROMPT[actor.name]
     for tokens, drawn_from, length in zip(games.tokens, games.imitated, games.lengths, strict=True):
         is_player = drawn_from != make_tiny.NOT_IMITATED
-        own, imitated = tokens[is_player], games.distributions[drawn_from[is_player]]
+        written, imitated = tokens[is_player], games.distributions[drawn_from[is_player]]
         assert is_player[length - 1] and not is_player[length:].any()
         assert (imitated.sum(-1) - 1).abs().max() < 1e-5
-        assert (imitated.gather(1, own[:, None]) > 0).all()
-        assert set(actor.tokenizer.convert_ids_to_tokens(own[::2])) <= set(
-            ENVIRONMENTS[actor.name].ACTIONS
-        )
-        assert (own[1::2] == actor.tokenizer.eos_token_id).all()
+        assert (imitated.gather(1, written[:, None]) > 0).all()
+        actions = actor.tokenizer.convert_ids_to_tokens(written[::2])
+        assert set(actions) <= set(ENVIRONMENTS[actor.name].ACTIONS)
+        assert (written[1::2] == actor.tokenizer.eos_token_id).all()
         assert not is_player[:first].any() and is_player[first]
 
 
 def test_a_turn_that_never_ends_is_cut_and_played_as_it_is():
-    actor = Actor("frozen_lake")
-    game = actor.begin(actor.task.eval_problems(1)[0])
+    lake = RECIPES["frozen_lake"]
+    game = lake.begin(lake.task.eval_problems(1)[0])
     prompt = list(game.tokens)
     for _ in range(FrozenLake.max_turns):
         assert not game.is_over
-        game.answer(actor.tokenizer.encode("up" * Actor.max_turn_tokens))
+        game.answer(lake.tokenizer.encode("up" * lake.max_turn_tokens))
     assert game.is_over and game.reward == 0.0
-    turns = "up" * Actor.max_turn_tokens + "<eos>"
-    assert actor.tokenizer.decode(game.tokens[len(prompt) :]).count(turns) == FrozenLake.max_turns
+    turns = "up" * lake.max_turn_tokens + "<eos>"
+    assert lake.tokenizer.decode(game.tokens[len(prompt) :]).count(turns) == FrozenLake.max_turns
 
 
 def test_the_same_steps_make_the_same_weights(recipe):
@@ -225,9 +184,8 @@ def test_the_same_steps_make_the_same_weights(recipe):
 
 
 def test_a_model_outside_the_accuracy_window_is_an_error(recipe):
-    with pytest.raises(
-        RuntimeError, match=rf"{recipe.name} .* 0\.600 sampled and 0\.990 greedy; wanted"
-    ):
+    text = rf"{recipe.name} .* 0\.600 sampled and 0\.990 greedy; wanted"
+    with pytest.raises(RuntimeError, match=text):
         recipe.check(0.6, 0.99)
     with pytest.raises(RuntimeError):
         recipe.check(0.3, 0.5)
@@ -236,11 +194,7 @@ def test_a_model_outside_the_accuracy_window_is_an_error(recipe):
 
 @pytest.mark.study
 @pytest.mark.timeout(1800)
-def test_the_recipe_makes_a_model_as_good_as_the_one_that_is_stored(
-    recipe, model, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(make_tiny, "TINY_MODELS", tmp_path)
-    make_tiny.main([recipe.name])
-    made = AutoModelForCausalLM.from_pretrained(tmp_path / recipe.name)
+def test_the_recipe_makes_a_model_as_good_as_the_one_that_is_stored(recipe, model):
+    made = make_tiny.make(recipe)
     problems = recipe.task.eval_problems(512)
     assert abs(success_rate(recipe, made, problems) - success_rate(recipe, model, problems)) < 0.12

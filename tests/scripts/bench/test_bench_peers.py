@@ -15,7 +15,7 @@ from asyncrl.weights.models import resolve_model
 from scripts.bench import harness, peers, peers_ours, peers_trl
 from scripts.bench.work import NATURAL, SHORT, SMOLLM2
 from scripts.lines import read
-from scripts.make_tiny import addition_tokenizer
+from scripts.make_tiny import RECIPES
 
 # TRL
 
@@ -81,7 +81,7 @@ def test_trl_is_asked_and_rewarded_as_the_task_says():
 
 
 def test_trl_is_asked_in_the_tokens_of_our_prompts_with_and_without_a_chat_template(tmp_path):
-    tokenizer = addition_tokenizer()
+    tokenizer = RECIPES["addition"].tokenizer
     tokenizer.save_pretrained(tmp_path / "plain")
     plain = peers_trl.plain_tokenizer(str(tmp_path / "plain"))
     prompt = load_task("addition", 0).train_problem(0).prompt
