@@ -38,7 +38,8 @@ options = {
     "source_paths": [source],
     "only_mutate": [str(path) for path in files],
     "also_copy": [path.name for path in Path().iterdir() if path.name not in (source, "results")],
-    "pytest_add_cli_args": ["-n0", "-p", "no:cacheprovider"],
+    # pytest would collect garbage ten times after the tests of each change.
+    "pytest_add_cli_args": ["-n0", "-p", "no:cacheprovider", "-p", "no:unraisableexception"],
     "pytest_add_cli_args_test_selection": tests,
     "use_git_change_detection": False,
 }

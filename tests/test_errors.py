@@ -25,7 +25,7 @@ def is_line(text, line):
     return re.fullmatch(re.escape(line).replace("…", ".+"), text) is not None
 
 
-@pytest.mark.parametrize(("command", "line"), COMMANDS)
+@pytest.mark.parametrize(("command", "line"), COMMANDS, ids=[command for command, _ in COMMANDS])
 def test_a_mistake_on_the_command_line_ends_in_its_line(command, line, capsys):
     with pytest.raises(SystemExit) as end:
         parse_config(shlex.split(command))
