@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 FILES = [FOLDER / "errors.toml", *sorted(FOLDER.parent.glob("extras/*/tests/errors.toml"))]
 ERRORS = [tomllib.loads(file.read_text(encoding="utf-8")) for file in FILES]
 COMMANDS = [row for errors in ERRORS for row in errors.get("command", {}).items()]
-CALLS = [error for errors in ERRORS for error in errors["call"]]
+CALLS = [error for errors in ERRORS for error in errors.get("call", [])]
 
 
 def is_line(text, line):
