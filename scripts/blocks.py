@@ -7,10 +7,11 @@ another number than the records: tests/test_docs.py makes all blocks again and c
 import inspect
 import re
 import statistics
-import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import pandas as pd
 
 from algos import LOSSES
 from asyncrl.config import OPTIONS, Config, allowed_values
@@ -33,328 +34,263 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
 def records_of(name: str) -> list[dict]:
-    """The records of results/NAME/NAME.jsonl."""
+    """Return the records of results/NAME/NAME.jsonl."""
     return read(RESULTS / name / f"{name}.jsonl")
 
 
-def lines(of: Iterable[str]) -> str:
-    """Lines as a block."""
-    return "".join(f"{line}\n" for line in of)
+def lines(texts: Iterable[str]) -> str:
+    """Return lines as a block."""
+    return "".join(f"{text}\n" for text in texts)
+
+
+def table(heading: str, rows: Iterable[Sequence[object]]) -> str:
+    """Return a table as a block. The headings are separated as in Markdown."""
+    return lines(markdown(heading.split(" | "), rows))
 
 
 # From the code
 
 
 def options() -> str:
-    """All options in their groups, and the keyword arguments of the losses."""
-    blocks, rows = [], []
+    """Return all options in their groups, and the keyword arguments of the losses."""
+    rows_by_title = {}
     for title, name, text in option_texts(Config):
         if title:
-            rows = []
-            blocks.append((title, rows))
+            rows = rows_by_title[title] = []
             continue
         option = OPTIONS[name]
         meaning = " ".join(text.split()).replace("|", "\\|")
         allowed = allowed_values(option.kind)
         rows.append([f"`{option.flag}`", f"`{option.shown_default}`", allowed, meaning])
-    words = {algo: keywords_of(loss) for algo, loss in LOSSES.items()}
-    own = (
-        [f"`{a}`", ", ".join(f"`{w.name}={w.default}`" for w in of) or "none"]
-        for a, of in words.items()
-    )
-    heading, keywords = (
-        ["option", "default", "allowed", "meaning"],
-        ["`--algo`", "keyword arguments and their defaults"],
-    )
-    text = "".join(f"**{title}**\n\n{lines(markdown(heading, rows))}\n" for title, rows in blocks)
-    return f"{text}**`--algo-args`**\n\n{lines(markdown(keywords, own))}"
-
-
-# Losses
+    blocks = [
+        f"**{title}**\n\n{table('option | default | allowed | meaning', rows)}\n"
+        for title, rows in rows_by_title.items()
+    ]
+    keywords = []
+    for algo, loss in LOSSES.items():
+        shown = [f"`{keyword.name}={keyword.default}`" for keyword in keywords_of(loss)]
+        keywords.append([f"`{algo}`", ", ".join(shown) or "none"])
+    of_losses = table("`--algo` | keyword arguments and their defaults", keywords)
+    return f"{''.join(blocks)}**`--algo-args`**\n\n{of_losses}"
 
 
 def losses() -> str:
-    """What each loss does, and where its formula is from."""
+    """Return what each loss does, and where its formula is from."""
     rows = []
     for algo, loss in LOSSES.items():
         text = inspect.getmodule(loss).__doc__
         paper = re.search(r"arXiv (\d{4}\.\d{5})", text)
         linked = f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper else "Williams 1992"
         rows.append([f"`{algo}`", linked, text.partition("\n")[0].partition(": ")[2].rstrip(".")])
-    return lines(markdown(["`--algo`", "formula as in", "what it does"], rows))
-
-
-def study() -> str:
-    """The table of docs/staleness.md."""
-    return lines(staleness_page.summary())
-
-
-def replay() -> str:
-    """Losses on the same recorded batches."""
-    return lines(grids.replay_table(grids.read_records(RESULTS / "replay" / "replays.jsonl")))
-
-
-def environments() -> str:
-    """Held-out success of the environments' tiny models."""
-    rows = []
-    for name in ("frozen_lake", "guess_number"):
-        (record,) = grids.read_records(RESULTS / "environments" / name / "cells.jsonl")
-        first, *_, last = (accuracy for _, accuracy in record["evaluations"])
-        rows.append([f"`{name}`", f"{first:.2f}", f"{last:.2f}"])
-    return lines(markdown(["task", "before", "after"], rows))
-
-
-def smollm2() -> str:
-    """When the small language model could do sums, by level and seed."""
-    rows = []
-    for run in map(load, sorted((RESULTS / "smollm2").glob("*-s*"))):
-        level, wanted = run.info["config"]["task"], 0.9 if "one_digit" in run.name else 0.7
-        reward, evaluated = run.metrics["reward/mean"], run.events["evaluation"]
-        able = evaluated[evaluated["accuracy"] >= wanted].iloc[0]
-        after_s = able["time"] - run.events["worker_ready"]["time"].iloc[0]
-        last = (
-            f"{reward[:5].mean():.2f}",
-            f"{reward[-5:].mean():.2f}",
-            f"{evaluated['accuracy'].iloc[-1]:.2f}",
-        )
-        rows.append(
-            [
-                f"`{level}`",
-                run.info["config"]["seed"],
-                wanted,
-                f"{after_s:.0f} s",
-                able["version"],
-                *last,
-            ]
-        )
-    heading = [
-        "task",
-        "seed",
-        "held out",
-        "first after",
-        "steps",
-        "reward, first five",
-        "last five",
-        "held out, last",
-    ]
-    return lines(markdown(heading, rows))
-
-
-def machines(part: str) -> str:
-    """What was measured of machines that join: a part of results/swarm, medians alone."""
-    page = (RESULTS / "swarm" / "table.md").read_text(encoding="utf-8")
-    (table,) = (block for block in page.split("\n\n") if block.startswith(f"| {part} |"))
-    return lines(re.sub(r" \[[^]]*\]", "", table).splitlines())
-
-
-def old_keys() -> str:
-    """How far old keys and values move a token's log-prob, nats."""
-    rows = [
-        [
-            f"`{r['on_update']}`",
-            r["updates"],
-            r["tokens"],
-            f"{r['gap_abs_mean']:.1e}",
-            f"{r['step_abs_mean']:.1e}",
-        ]
-        for r in records_of("stale_kv")
-    ]
-    heading = [
-        "`--on-update`",
-        "updates before the token",
-        "tokens",
-        "moves it by, nats, mean",
-        "a step moves it by",
-    ]
-    return lines(markdown(heading, rows))
+    return table("`--algo` | formula as in | what it does", rows)
 
 
 # Runs
 
 
+def study() -> str:
+    """Return the table of docs/staleness.md."""
+    return lines(staleness_page.summary())
+
+
+def replay() -> str:
+    """Return losses on the same recorded batches."""
+    return lines(grids.replay_table(grids.read_records(RESULTS / "replay" / "replays.jsonl")))
+
+
+def environments() -> str:
+    """Return the held-out success of the environments' tiny models."""
+    rows = []
+    for name in ("frozen_lake", "guess_number"):
+        (record,) = grids.read_records(RESULTS / "environments" / name / "cells.jsonl")
+        first, *_, last = (accuracy for _, accuracy in record["evaluations"])
+        rows.append([f"`{name}`", f"{first:.2f}", f"{last:.2f}"])
+    return table("task | before | after", rows)
+
+
+def smollm2() -> str:
+    """Return when the small language model could do sums, by level and seed."""
+    rows = []
+    for path in sorted((RESULTS / "smollm2").glob("*-s*")):
+        run = load(path)
+        config = run.info["config"]
+        wanted = 0.9 if "one_digit" in run.name else 0.7
+        reward, evaluated = run.metrics["reward/mean"], run.events["evaluation"]
+        able = evaluated[evaluated["accuracy"] >= wanted].iloc[0]
+        after_s = able["time"] - run.events["worker_ready"]["time"].iloc[0]
+        ends = (reward[:5].mean(), reward[-5:].mean(), evaluated["accuracy"].iloc[-1])
+        row = [f"`{config['task']}`", config["seed"], wanted, f"{after_s:.0f} s", able["version"]]
+        rows.append(row + [f"{value:.2f}" for value in ends])
+    heading = "task | seed | held out | first after | steps | reward, first five | last five"
+    return table(f"{heading} | held out, last", rows)
+
+
 def staleness_runs() -> list[Run]:
-    """The default job at three async ratios, with each seed."""
+    """Return the default job at three async ratios, with each seed."""
     return [load(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json"))]
 
 
 def staleness() -> str:
-    """The default job at three async ratios."""
+    """Return the default job at three async ratios."""
     return lines(run_table.table(staleness_runs(), ["async_ratio"]))
+
+
+def findings() -> str:
+    """Return what came out, hits and misses, a point for each study."""
+    runs = staleness_runs()
+    steps = pd.Series([run.metrics["time/step_s"].mean() for run in runs])
+    seconds = steps.groupby([run.info["config"]["async_ratio"] for run in runs]).mean()
+    claims = simulation_report.claims(records_of("simulation"))
+    is_ours = claims["scenario"].str.startswith("own bench")
+    claims = claims[(claims["tail"] == LONGEST_TO_MEDIAN) & ~is_ours]
+    verdicts = claims["verdict"].value_counts()
+    scaling = claims[claims["short"].str.contains("128 GPUs over 16")].iloc[0]
+    return (
+        "- Time of a step against α = 0, on two cores, means of three seeds: "
+        f"{seconds[1] / seconds[0]:.2f} at α = 1, {seconds[2] / seconds[0]:.2f} at α = 2. "
+        "[More](docs/results.md#three-async-ratios)\n"
+        "- The papers' comparisons, simulated with the real controller: "
+        f"{verdicts['hit']} of {verdicts['hit'] + verdicts['MISS']} numbers are hit. A miss: 128 GPUs make "
+        f"{scaling['mean']:.2f} times the throughput of 16, reported are {scaling['paper'][0]:g}.\n"
+        "  [More](docs/results.md#the-papers-comparisons-at-their-scale)\n"
+    )
 
 
 # Benches
 
 
+def machines(part: str) -> str:
+    """Return what was measured of remote hosts: a part of results/swarm, medians alone."""
+    page = (RESULTS / "swarm" / "table.md").read_text(encoding="utf-8")
+    (block,) = (block for block in page.split("\n\n") if block.startswith(f"| {part} |"))
+    return lines(re.sub(r" \[[^]]*\]", "", block).splitlines())
+
+
+def old_keys() -> str:
+    """Return how far old keys and values move a token's log-prob, nats."""
+    heading = "`--on-update` | updates before the token | tokens | moves it by, nats, mean"
+    rows = [
+        [f"`{r['on_update']}`", r["updates"], r["tokens"]]
+        + [f"{r[name]:.1e}" for name in ("gap_abs_mean", "step_abs_mean")]
+        for r in records_of("stale_kv")
+    ]
+    return table(f"{heading} | a step moves it by", rows)
+
+
 def mechanisms() -> str:
-    """How many times better than its baseline each mechanism of rollout is, by medians: steps, or trained tokens."""
+    """Return the gain of each mechanism of rollout over its baseline, by medians: steps, or trained tokens."""
     records, rows = records_of("rollout"), []
     for comparison in rollout_bench.COMPARISONS:
-        arms = rounds(records, "arm", comparison=comparison.name)
+        settings = rounds(records, "arm", comparison=comparison.name)
         # With over-sampling steps are not alike.
         column = comparison.columns[comparison.name == "over-sampling"]
-        for arm, (option, baseline, paper, against) in comparison.mechanisms.items():
-            gain = column.gain(column.values(arms[arm]), column.values(arms[against]))
+        for setting, (option, baseline, paper, against) in comparison.mechanisms.items():
+            gain = column.gain(column.values(settings[setting]), column.values(settings[against]))
             rows.append([option, baseline, paper, f"{gain:.2f}×"])
-    return lines(markdown(["option", "baseline", "paper", "gain"], rows))
+    return table("option | baseline | paper | gain", rows)
 
 
 def mechanisms_in_full() -> str:
-    """Every comparison of mechanisms: a table of its arms, medians with minimum and maximum."""
+    """Return a table of each comparison of mechanisms: medians with minimum and maximum."""
     records = records_of("rollout")
-    tables = (
-        "\n".join(rollout_bench.table(records, comparison))
-        for comparison in rollout_bench.COMPARISONS
-    )
-    return "\n\n".join(tables) + "\n"
+    return "\n".join(lines(rollout_bench.table(records, c)) for c in rollout_bench.COMPARISONS)
 
 
 def peers() -> str:
-    """Our best arm and TRL's on each work."""
+    """Return our best setting and TRL's on each workload."""
     return lines(peers_bench.summary(records_of("peers")))
 
 
-WHY_NOT = {
-    "overlap α=2": "trainer and worker share the core that is not the engine's",
-    "trainer natural": "FSDP's hooks, packing and statistics by lag, beside so small a model",
-}
-"""Why a row of `speed` may not reach its aim."""
-
-
 def speed() -> str:
-    """What the system's speed is to reach: against TRL, against the machine, and against its own parts."""
-    rows, peers = [], peers_bench.ours(records_of("peers"))
-    for work, found in peers.items():
-        key, aim = peers_bench.AIMS[work]
+    """Return what the system's speed is to reach: against TRL, against the hardware, and against its own parts."""
+    rows = []
+    for workload, records in peers_bench.ours(records_of("peers")).items():
+        key, aim = peers_bench.AIMS[workload]
         against = {"over_peer": "TRL's fastest", "over_limit": "the machine's limit"}[key]
-        share = statistics.median(r["over_limit"] for r in found if r["over_limit"])
-        most = statistics.median(r["over_peer"] / r["over_limit"] for r in found if r["over_limit"])
+        limited = [record for record in records if record["over_limit"]]
+        share = statistics.median(r["over_limit"] for r in limited)
+        most = statistics.median(r["over_peer"] / r["over_limit"] for r in limited)
         why = f"cores are busy {share:.1%} of the time; always busy it would be {most:.2f}× TRL's fastest"
-        own = found[0]["arm"].removeprefix("ours ")
-        rows.append(
-            (
-                f"samples/s, `{work}`: {own}",
-                against,
-                peers_bench.RATIOS[key].values(found),
-                aim,
-                1,
-                why,
-            )
-        )
-    for name, what, against in (
-        ("overlap α=2", "seconds a step, α = 2", "its slower half alone"),
-        ("trainer natural", "tokens/s, trainer", "a plain step"),
-    ):
-        part = parts_bench.PARTS[name]
-        ratios = [r["ratio"] for r in records_of("parts") if r["part"] == name]
-        rows.append((what, against, ratios, part["target"], part.get("better", 1), WHY_NOT[name]))
-    lines_of = []
-    for what, against, ratios, aim, better, why in rows:
-        is_met = better * statistics.median(ratios) >= better * aim
-        shown = (
-            f"{statistics.median(ratios):.3g}×",
-            len(ratios),
-            f"{'≥' if better > 0 else '≤'} {aim:g}×",
-        )
-        lines_of.append([what, against, *shown, "reached" if is_met else why])
-    return lines(markdown(["what", "against", "ours", "n", "aim", "if not, why"], lines_of))
+        what = f"samples/s, `{workload}`: {records[0]['arm'].removeprefix('ours ')}"
+        ratios = peers_bench.RATIOS[key].values(records)
+        rows.append(_aim(what, against, ratios, "≥", aim, why))
+    ratios = {
+        name: [r["ratio"] for r in parts]
+        for name, parts in rounds(records_of("parts"), "part").items()
+    }
+    why = "trainer and worker share the core that is not the engine's"
+    half = ("seconds a step, α = 2", "its slower half alone", ratios["overlap α=2"], "≤")
+    rows.append(_aim(*half, parts_bench.PARTS["overlap α=2"]["target"], why))
+    why = "FSDP's hooks, packing and statistics by lag, beside so small a model"
+    trainer = ("tokens/s, trainer", "a plain step", ratios["trainer natural"], "≥")
+    rows.append(_aim(*trainer, parts_bench.PARTS["trainer natural"]["target"], why))
+    return table("what | against | ours | n | aim | if not, why", rows)
+
+
+def _aim(what: str, against: str, ratios: list[float], sign: str, aim: float, why: str) -> list:
+    """Return a row of `speed`: the median ratio beside its aim, and why it may not reach that."""
+    ratio = statistics.median(ratios)
+    is_reached = ratio >= aim if sign == "≥" else ratio <= aim
+    cells = [f"{ratio:.3g}×", len(ratios), f"{sign} {aim:g}×"]
+    return [what, against, *cells, "reached" if is_reached else why]
 
 
 def parts() -> str:
-    """Each part against its limit, and the CPU time of a step."""
+    """Return each part against its limit, and the CPU time of a step."""
     records = records_of("parts")
     return lines([*parts_bench.summary(records), "", *parts_bench.cpu_table(records)])
 
 
 def trees() -> str:
-    """What sharing prefixes saves in the trainer."""
+    """Return what sharing prefixes saves in the trainer."""
     return lines(trees_bench.table(records_of("trees")))
 
 
 def simulation() -> str:
-    """The papers' numbers beside the simulated ones, hits and misses."""
+    """Return the papers' numbers beside the simulated ones, hits and misses."""
     return lines(simulation_report.short(records_of("simulation")))
 
 
 def reliability() -> str:
-    """What came of campaigns, and of a job that is killed beside the unbroken one; what checkpoints cost."""
-    found = records_of("reliability")
-    rows, shares = [], [pair["share"] for r in found for pair in r.get("cost", {}).get("pairs", ())]
-    for r in found:
-        said = ", ".join(
-            f"{n} {o}"
-            for o, n in sorted(Counter(one["outcome"] for one in r.get("rounds", ())).items())
-        )
-        what = re.split(" --(?:keep|out) ", r["command"].partition("chaos ")[2])[0]
-        for name, of in ((f"`{what}`: {said}", "accounts"), ("the same, unbroken", "unbroken")):
-            if runs := r.get(of):
-                sums = (sum(a[key] for a in runs) for key in ("starts", "consumed", "dropped"))
-                rows.append([name, len(runs), *sums, f"{min(a['accuracy'] for a in runs):.3f}"])
-    heading = [
-        "broken",
-        "runs",
-        "starts",
-        "prompts trained on",
-        "dropped",
-        "held-out accuracy, at least",
-    ]
-    cost = (
-        f"Of the trainer's time checkpoints take {spread(shares, '.1%')}, n = {len(shares)}."
-        if shares
-        else ""
-    )
-    return lines([*markdown(heading, rows), *["", cost] * bool(cost)])
-
-
-def findings() -> str:
-    """What came out, hits and misses, a point for each study."""
-    steps = [
-        (run.info["config"]["async_ratio"], run.metrics["time/step_s"].mean())
-        for run in staleness_runs()
-    ]
-    seconds = {a: statistics.mean(s for ratio, s in steps if ratio == a) for a in (0, 1, 2)}
-    ratios = ", ".join(f"{seconds[a] / seconds[0]:.2f} at α = {a}" for a in (1, 2))
-    text = f"Time of a step against α = 0, on two cores, means of three seeds: {ratios}."
-    points = [f"{text} [More](docs/results.md#three-async-ratios)"]
-    claims = simulation_report.claims(records_of("simulation"))
-    found = claims[
-        (claims["tail"] == LONGEST_TO_MEDIAN) & ~claims["scenario"].str.startswith("own bench")
-    ]
-    hit, missed = (found["verdict"] == "hit").sum(), (found["verdict"] == "MISS").sum()
-    scaling = found[found["short"].str.contains("128 GPUs over 16")].iloc[0]
-    points += [
-        f"The papers' comparisons, simulated with the real controller: {hit} of {hit + missed} numbers are hit. A miss:"
-        f" 128 GPUs make {scaling['mean']:.2f} times the throughput of 16, reported are {scaling['paper'][0]:g}. "
-        "[More](docs/results.md#the-papers-comparisons-at-their-scale)"
-    ]
-    return lines(
-        line
-        for point in points
-        for line in textwrap.wrap(f"- {point}", 160, subsequent_indent="  ")
-    )
-
-
-# The planner
+    """Return what came of campaigns, and of a killed job beside the unbroken one; what checkpoints cost."""
+    rows, shares = [], []
+    for record in records_of("reliability"):
+        shares += [pair["share"] for pair in record.get("cost", {}).get("pairs", ())]
+        outcomes = Counter(one["outcome"] for one in record.get("rounds", ()))
+        shown = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+        what = re.split(" --(?:keep|out) ", record["command"].partition("chaos ")[2])[0]
+        kinds = {"accounts": f"`{what}`: {shown}", "unbroken": "the same, unbroken"}
+        for kind, name in kinds.items():
+            if kind in record:
+                runs = pd.DataFrame(record[kind])
+                sums = runs[["starts", "consumed", "dropped"]].sum()
+                rows.append([name, len(runs), *sums, f"{runs['accuracy'].min():.3f}"])
+    heading = "broken | runs | starts | prompts trained on | dropped | held-out accuracy, at least"
+    cost = f"Of the trainer's time checkpoints take {spread(shares, '.1%')}, n = {len(shares)}.\n"
+    return f"{table(heading, rows)}\n{cost}"
 
 
 def planner() -> str:
-    """How near the planner comes to what AReaL-Hex, the simulated cluster and machines here have measured."""
-    found, rows = records_of("planner"), []
+    """Return how near the planner comes to what AReaL-Hex, the simulated cluster and hardware here have measured."""
+    records, rows = pd.DataFrame(records_of("planner")), []
     for what in ("table 3, searched over uniform", "fig. 3, 8 H800 + 48 H20 over 24 H800"):
-        of = [r for r in found if r["arm"] == what]
-        numbers = (
-            ", ".join(f"{r[name]:.2f}" for r in of) for name in ("rates of table 1", "paper")
-        )
+        gains = records.loc[records["arm"] == what, ["rates of table 1", "paper"]]
+        numbers = gains.map("{:.2f}".format).agg(", ".join)
         rows.append([f"AReaL-Hex, {what}; 1.5B, 7B, 14B", *numbers])
-    (time,) = rounds(found, "arm", case="time", arm="56 GPUs").values()
-    seconds = statistics.median(r["planning_s"] for r in time)
-    rows.append(["planning, 56 GPUs, s (table 5)", f"{seconds:.2f}", f"{time[0]['paper_s']:g}"])
-    cases = [("simulated", "simulated_s", "step, 30 random clusters under the real controller")]
-    cases += [("running", "step_s", "step, two machines of unequal speed that joined a run")]
-    for case, measured, what in cases:
-        of = [r["predicted_s"] / r[measured] for r in found if r["case"] == case]
-        spread = f"{statistics.median(of):.2f} × ({min(of):.2f}–{max(of):.2f}, n = {len(of)})"
-        rows.append([f"{what}, predicted / measured", spread, "1 ×"])
-    shares = [(r["predicted_share"], r["share"]) for r in found if r["case"] == "running"]
-    means = (f"{statistics.fmean(of):.3f}" for of in zip(*shares, strict=True))
-    rows.append(["share of the slow machine, mean", *means])
-    return lines(markdown(["what", "planner", "measured"], rows))
+    time = records[(records["case"] == "time") & (records["arm"] == "56 GPUs")]
+    medians = time[["planning_s", "paper_s"]].median()
+    seconds = f"{medians['planning_s']:.2f}", f"{medians['paper_s']:g}"
+    rows.append(["planning, 56 GPUs, s (table 5)", *seconds])
+    for case, measured, what in (
+        ("simulated", "simulated_s", "30 random clusters under the real controller"),
+        ("running", "step_s", "two machines of unequal speed that joined a run"),
+    ):
+        of_case = records[records["case"] == case]
+        ratios = of_case["predicted_s"] / of_case[measured]
+        shown = (
+            f"{ratios.median():.2f} × ({ratios.min():.2f}–{ratios.max():.2f}, n = {len(ratios)})"
+        )
+        rows.append([f"step, {what}, predicted / measured", shown, "1 ×"])
+    shares = of_case[["predicted_share", "share"]].mean().map("{:.3f}".format)
+    rows.append(["share of the slow machine, mean", *shares])
+    return table("what | planner | measured", rows)
