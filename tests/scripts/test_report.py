@@ -1,4 +1,7 @@
-"""The report of a run: what its page and its trace say of a run written here, and that a browser draws it."""
+"""The report of a run: what its page and its trace say of a recorded run, and that a browser draws it.
+
+The run is one of results/. A worker of another node that dies, and two remote hosts, are written here.
+"""
 
 import base64
 import gzip
@@ -9,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,132 +20,49 @@ import pytest
 from asyncrl import extras
 from asyncrl.config import Config
 from scripts import report
+from scripts.lines import read
 from scripts.runs import load
 from scripts.timeline import trace
 
 ROOT = Path(__file__).parents[2]
-STARTED = 1_700_000_000.0
-"""2023-11-14T22:13:20Z."""
-STEPS, STEP_S, STARTUP_S = 12, 2.0, 5.0
+RECORDED = ROOT / "results/smollm2/one_digit-s0"
+METRICS = read(RECORDED / "metrics.jsonl")
+EVENTS = read(RECORDED / "events.jsonl")
+STARTED = datetime.fromisoformat(load(RECORDED).info["started_at"]).timestamp()
 HOSTILE = (
     "</script><script>alert('a')</script><img src=x onerror=alert(1)> & \"quoted\" {{ 7 * 7 }}"
 )
-RUN = {
-    "command": ["python", "train_async.py", "--task", "a task"],
-    "world_size": 2,
-    "config": {"algo": "tis", "task": "addition", "steps": STEPS, "async_ratio": 2.0, "gone": 1},
-    "git_commit": "0123abc",
-    "git_diff": "diff --git a/x.py b/y.py\n--- a/x.py\n+++ b/y.py\n-one\n+two\n+three",
-    "packages": {"torch": "9.9"},
-    "python": "3.11.0",
-    "hardware": {"cpu_cores": 2, "cpu": "Some CPU", "gpus": ["H200", "H200"]},
-    "started_at": "2023-11-14T22:13:20+0000",
-}
-
-
-def metrics_line(step, **more):
-    """A step of 2 s: 8 groups of 4 consumed, 1 dropped, 10 tokens per response."""
-    line = {
-        "step": step,
-        "samples": 32 * step,
-        "reward/mean": step / 20,
-        "reward/format": 0.25,
-        "reward/zero_variance_groups": 0.125,
-        "staleness/mean": 0.5,
-        "staleness/max": 1,
-        "response/length_mean": 10.0 + step,
-        "ledger/groups_issued": 9 * step + 3,
-        "ledger/groups_consumed": 8 * step,
-        "ledger/groups_resident": 3,
-        "ledger/groups_dropped_shut_out": step,
-        "ledger/tokens_generated": 360 * step,
-        "ledger/tokens_consumed": 320 * step,
-        "ledger/tokens_resident": 0,
-        "ledger/tokens_dropped_stale": 40 * step,
-        "tokens/generated": 360 * step,
-        "loss/total": 0.01 * step,
-        "loss/entropy": 0.5,
-        "loss/clipped/lag_1": None if step == 1 else 0.2,
-        "mismatch/k3": 1e-7 * step,
-        "time/wait_s": 0.8,
-        "time/step_s": STEP_S,
-        "trainer_time/wait": 0.4,
-        "trainer_time/gather": 0.0,
-        "trainer_time/forward_backward": 0.6,
-        "worker_time/decoding": 0.75,
-    }
-    if step in (6, 12):
-        line |= {"eval/accuracy": step / 12, "eval/policy_version": step}
-    return line | more
 
 
 def event(kind, at, **fields):
     return {"event": kind, "time": STARTED + at, **fields}
 
 
-def trajectory(ticket, worker, start, seconds, version, **changes):
-    fields = {
-        "ticket": ticket,
-        "group": ticket // 4,
-        "member": ticket % 4,
-        "worker": worker,
-        "started_at": STARTED + start,
-        "ended_at": STARTED + start + seconds,
-        "tokens": 10,
-        "finish_reason": "stop",
-        "reward": 1.0,
-        "min_version": version,
-        "max_version": version,
-    }
-    return event("trajectory", start + seconds, **fields) | changes
+def trajectory(ticket, worker, start, seconds, **fields):
+    """A response of the first version that takes so long from so many seconds after the start."""
+    times = {"started_at": STARTED + start, "ended_at": STARTED + start + seconds}
+    fields = {"group": 0, "tokens": 10, "finish_reason": "stop", "min_version": 0} | fields
+    return event("trajectory", start + seconds, ticket=ticket, worker=worker, **times, **fields)
 
 
-def state_events(worker, changes):
-    """A report after each change (second, state, reason)."""
-    return [
-        event("worker_state", at, worker=worker, changes=[[STARTED + at, *state]])
-        for at, *state in changes
+def dying_worker():
+    """It starts at second 1, dies at 10, works again from 13.9 on and ends at 25."""
+    changes = {5.0: ("decoding", ""), 13.9: ("paused", "update"), 14.1: ("starved", "round")}
+    states = [
+        event("worker_state", at, worker=0, changes=[[STARTED + at, *state]])
+        for at, state in changes.items()
     ]
-
-
-def life_events():
-    """Worker 0 lives from second 1 to 29. Worker 1 lives from 1 to 25, and is dead from 10 to 13.9."""
-    first = [(5.0, "gated", "weights"), (6.0, "decoding", ""), (27.0, "gated", "bound")]
-    again = [(13.9, "paused", "update"), (14.1, "decoding", ""), (24.0, "starved", "round")]
-    return [
-        *[event("worker_started", 1.0, worker=worker, attempt=0) for worker in (0, 1)],
-        *[event("worker_ready", 5.0, worker=worker, startup_s=4.0) for worker in (0, 1)],
-        *state_events(0, first),
-        event("worker_time", 29.5, worker=0, until=STARTED + 29.0),
-        *state_events(1, [(5.0, "decoding", "")]),
-        event("worker_died", 10.0, worker=1, exit_code=-9, tickets=4),
-        event("worker_started", 10.1, worker=1, attempt=1),
-        event("worker_ready", 14.0, worker=1, startup_s=3.0),
-        *state_events(1, again),
-        event("worker_time", 29.5, worker=1, until=STARTED + 25.0),
-    ]
-
-
-def make_events():
-    """Two workers, the second of which dies. Version 6 is evaluated; a response fails, and one never starts."""
-    events = life_events()
-    for step in range(1, STEPS + 1):
-        start = STARTUP_S + (step - 1) * STEP_S
-        for i in range(32):
-            ticket = 32 * (step - 1) + i
-            seconds = 1.2 + 0.01 * (i % 7)
-            events.append(trajectory(ticket, i % 2, start + 0.01 * i, seconds, step - 1))
-        events.append(event("update", start + 1.95, worker=0, version=step, pause_s=0.03))
-        times = [STARTED + start + after for after in (0.0, 0.8, STEP_S)]
-        spans = [["wait", *times[:2]], ["forward_backward", *times[1:]]]
-        groups = [*range(8 * step - 8, 8 * step)]
-        events.append(event("step", start + STEP_S, step=step, spans=spans, groups=groups))
-    events += [trajectory(9000 + i, i % 2, 17.0, 0.5, 6, group=-1) for i in range(4)]
-    events.append(event("evaluation", 17.6, version=6, accuracy=0.5))
     failed = {"finish_reason": "failed", "reward": None, "failure": "it </script> broke"}
-    events.append(trajectory(9100, 0, 20.0, 0.4, 7, **failed))
-    unstarted = trajectory(9101, 1, 20.0, 0.0, 7, finish_reason="aborted", reward=None, tokens=0)
-    return [*events, {k: v for k, v in unstarted.items() if not k.endswith("_version")}]
+    return [
+        event("worker_started", 1.0, worker=0, attempt=0),
+        states[0],
+        trajectory(9000, 0, 6.0, 1.0, **failed),
+        event("worker_died", 10.0, worker=0, exit_code=-9, tickets=4),
+        event("worker_started", 10.1, worker=0, attempt=1),
+        event("worker_ready", 14.0, worker=0, startup_s=3.0),
+        *states[1:],
+        event("worker_time", 25.5, worker=0, until=STARTED + 25.0),
+    ]
 
 
 def host_events():
@@ -155,9 +76,8 @@ def host_events():
         event("machine", 10.0, machine="far", lag=1.0, **measured),
         event("machine", 12.0, machine="far", lag=2.0, **measured),
         event("machine", 12.0, machine="far.2", **measured),
-        *[trajectory(8000 + i, 2, 11.0 + i, 0.5, 2) for i in range(3)],
-        trajectory(8010, 3, 15.0, 0.5, 2, tokens=70),
-        event("mismatch", 12.0, worker=0, **{"mismatch/k3": 9.0}),
+        *[trajectory(8000 + i, 2, 11.0 + i, 0.5) for i in range(3)],
+        trajectory(8010, 3, 15.0, 0.5, tokens=70),
         event("mismatch", 14.0, worker=2, **{"mismatch/k3": 2e-6}),
         event("machine_left", 20.0, machine="far.2", why="was silent", tickets=4),
         event("worker_died", 20.0, worker=3, tickets=4),
@@ -171,12 +91,13 @@ def write_lines(path, records):
 
 @pytest.fixture
 def run(tmp_path):
-    path = tmp_path / "my run"
-    write_lines(path / "metrics.jsonl", [metrics_line(step) for step in range(1, STEPS + 1)])
-    write_lines(path / "events.jsonl", make_events())
-    (path / "run.json").write_text(json.dumps(RUN))
-    sample = {"prompt": "what?", "response": HOSTILE, "reward": 0.1 + 0.2, "group_reward": 0.1}
-    write_lines(path / "samples.jsonl", [{"step": step, **sample} for step in range(1, 60)])
+    path = shutil.copytree(RECORDED, tmp_path / "my run")
+    write_lines(path / "events.jsonl", EVENTS + host_events())
+    write_lines(path / "node_1" / "events.jsonl", dying_worker())
+    write_lines(
+        path / "samples.jsonl",
+        [*read(path / "samples.jsonl"), {"step": 39, "response": HOSTILE, "reward": 0.1 + 0.2}],
+    )
     return path
 
 
@@ -184,11 +105,9 @@ def page_of(run, now=STARTED + 10_000):
     """What the page of a run shows. Every cell of its tables stands in the HTML in its order."""
     loaded = load(run)
     page = report.make_page(loaded, trace(loaded), now)
-    text = report.render(page)
-    shown = [html.unescape(cell) for cell in re.findall("<td>(.*?)</td>", text)]
-    assert shown == [
-        str(v) for table in page["tables"].values() for row in table.itertuples() for v in row
-    ]
+    shown = [html.unescape(cell) for cell in re.findall("<td>(.*?)</td>", report.render(page))]
+    rows = [row for table in page["tables"].values() for row in table.itertuples()]
+    assert shown == [str(value) for row in rows for value in row]
     return page
 
 
@@ -213,8 +132,8 @@ def lanes_of(run):
             lanes[bar["pid"]] = (bar["args"]["name"], [])
         elif bar["ph"] != "M":
             start = bar["ts"] / 1e6
-            bar |= {"start": start, "end": start + bar.get("dur", 0) / 1e6}
-            lanes[bar["pid"]][1].append(bar)
+            end = start + bar.get("dur", 0) / 1e6
+            lanes[bar["pid"]][1].append(bar | {"start": start, "end": end})
     return dict(lanes.values())
 
 
@@ -229,145 +148,140 @@ def spans(bars, *rows_or_kinds):
 
 def run_script(*arguments):
     command = [sys.executable, ROOT / "scripts/report.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 # Page
 
 
 def test_the_header_says_what_was_run_and_how_it_differs_from_the_default_job(run):
+    info = json.loads((run / "run.json").read_text())
+    info["git_diff"] = "diff --git a/x.py b/y.py\n--- a/x.py\n+++ b/y.py\n-one\n+two\n+three"
+    info["config"] = json.loads(json.dumps(Config(algo="tis", steps=38).as_dict())) | {"gone": 1}
+    (run / "run.json").write_text(json.dumps(info))
     facts = page_of(run)["facts"]
-    assert facts["command"] == "python train_async.py --task 'a task'"
-    assert facts["options"] == "algo = tis, steps = 12, async_ratio = 2, gone = 1"
-    assert facts["commit"] == "0123abc, dirty: +2 −1 lines in y.py (see run.json)"
-    assert facts["outcome"] == "finished: all 12 steps; worker deaths: 1"
-    assert re.findall(r"\d:\S\S:\d\d", facts["lasted"]) == ["0:00:30", "0:00:05", "0:00:00"]
-    assert report.changed_options(json.loads(json.dumps(Config().as_dict()))) == ""
+    assert facts["command"].startswith("python train_async.py --model smollm2")
+    assert facts["options"] == "algo = tis, steps = 38, gone = 1"
+    assert facts["commit"] == f"{info['git_commit']}, dirty: +2 −1 lines in y.py (see run.json)"
+    assert re.findall(r"\d:\d\d:\d\d", facts["lasted"]) == ["0:04:58", "0:00:11", "0:00:12"]
+    hosts = "remote hosts that joined: 2, that left before the end: 1"
+    assert facts["outcome"] == f"finished: all 38 steps; worker deaths: 1; {hosts}"
 
 
 def test_every_curve_has_the_points_of_its_metric(run):
     drawn = curves(page_of(run))
     points = [curve for chart in drawn.values() for curve in chart.values()]
-    lines = [metrics_line(step) for step in range(1, STEPS + 1)]
-    charted = (
-        r"(reward|response|staleness|loss|mismatch|trainer_time|worker_time)/|time/(wait|step)"
-    )
-    for name in filter(re.compile(charted).match, lines[0]):
-        if name not in ("reward/mean", "trainer_time/gather"):
-            values = [(line["step"], line[name]) for line in lines if line[name] is not None]
-            assert values in points, name
-    assert len(points) == 18, "no other curve"
-    by_samples, by_time = (
-        drawn[f"Reward and held-out accuracy over {x}"] for x in ("samples", "seconds")
-    )
-    assert by_samples["held-out accuracy"] == [(192, 0.5), (384, 1.0)]
-    assert by_time["reward"] == [(STEP_S * line["step"], line["reward/mean"]) for line in lines]
+    names = "staleness/max response/length_mean reward/zero_variance_groups rollout/tokens_per_s loss/total "
+    names += "loss/grad_norm drift/k3 mismatch/k3 loss/entropy loss/clipped/lag_1 loss/ess/lag_1 time/step_s "
+    for name in (names + "trainer_time/wait worker_time/decoding").split():
+        recorded = [(m["step"], m[name]) for m in METRICS if m.get(name) is not None]
+        assert recorded and recorded in points, name
+    by_samples = drawn["Reward and held-out accuracy over samples"]
+    assert by_samples["reward"] == [(m["samples"], m["reward/mean"]) for m in METRICS]
+    samples = {m["step"]: m["samples"] for m in METRICS} | {0: 0}
+    evaluated = {
+        m["eval/policy_version"]: m["eval/accuracy"] for m in METRICS if "eval/accuracy" in m
+    }
+    expected = [(samples[version], accuracy) for version, accuracy in evaluated.items()]
+    assert by_samples["held-out accuracy"] == expected
 
 
 def test_the_ledgers_are_those_of_the_last_line_and_sum(run):
-    page, last = page_of(run), metrics_line(STEPS)
+    page = page_of(run)
     for unit, total in (("groups", "issued"), ("tokens", "generated")):
         ledger = table(page, f"the {unit} went")
         counts = {
             name.replace(": ", "_").replace(" ", "_"): int(n) for name, (n, _) in ledger.items()
         }
-        recorded = {
-            n.split("_", 1)[1]: v for n, v in last.items() if n.startswith(f"ledger/{unit}")
+        prefix = f"ledger/{unit}_"
+        assert counts == {
+            k.removeprefix(prefix): v for k, v in METRICS[-1].items() if k.startswith(prefix)
         }
-        assert counts == recorded
         assert sum(counts.values()) == 2 * counts[total]
         assert ledger["consumed"][1] == f"{counts['consumed'] / counts[total]:.1%}"
 
 
-def test_where_time_went_sums_to_the_steps_and_to_the_workers_lives(run):
+def test_where_time_went_is_what_trainer_and_workers_recorded(run):
     page = page_of(run)
-    trainer = {
-        state: float(seconds) for state, (seconds, _) in table(page, "trainer's time").items()
-    }
-    assert trainer == {"wait": 9.6, "forward_backward": 14.4, "all steps": STEPS * STEP_S}
+    trainer = table(page, "trainer's time")
+    steps_s = sum(m["time/step_s"] for m in METRICS)
+    for state, (seconds, share) in trainer.items():
+        spent = sum(m.get(f"trainer_time/{state}", 1.0) * m["time/step_s"] for m in METRICS)
+        assert seconds == f"{spent:.2f}" and share == f"{spent / steps_s:.1%}"
+    assert float(trainer["all steps"][0]) == pytest.approx(steps_s, abs=0.01)
+    (recorded,) = (e["seconds"] for e in EVENTS if e["event"] == "worker_time")
+    dying = {"starting": 4.0, "decoding": 5.0, "restarting": 3.9, "paused": 0.2, "starved": 10.9}
+    states = recorded.keys() | dying.keys()
     workers = table(page, "workers' time")
-    assert {state: float(seconds) for state, (seconds, *_) in workers.items()} == {
-        "decoding": 21 + 5 + 9.9,
-        "starting": 4 + 4,
-        "restarting": 3.9,
-        "gated: bound": 2,
-        "gated: weights": 1,
-        "starved: round": 1,
-        "paused: update": 0.2,
-        "all workers": 28 + 24,
-    }
-    assert workers["restarting"][1:] == ["7.5%", "0.0% … 16.2%"]
+    for state in states:
+        seconds = sum(float(row[0]) for name, row in workers.items() if name.split(":")[0] == state)
+        assert seconds == pytest.approx(recorded.get(state, 0) + dying.get(state, 0), abs=0.03)
+    total = float(workers["all workers"][0])
+    assert total == pytest.approx(sum(recorded.values()) + sum(dying.values()), abs=0.03)
+    assert workers["restarting"][2] == f"0.0% … {3.9 / 24:.1%}"
 
 
-def test_samples_are_spread_over_the_run_and_their_numbers_are_rounded(run):
+def test_samples_are_spread_over_the_run_escaped_and_rounded(run):
     page = page_of(run)
-    assert [sample["step"] for sample in page["samples"]] == [*range(1, 60, 2)]
+    steps = [sample["step"] for sample in page["samples"]]
+    assert len({*steps}) == report.NUM_SAMPLES and (steps[0], steps[-1]) == (1, 39)
     text = report.render(page)
-    assert text.count("<b>reward</b> 0.3<") == text.count("best of its group") == 30
-    assert html.unescape(text).count(HOSTILE) == 30
-    members = [
-        {"step": 1, "group": 7, "response": str(reward), "reward": reward} for reward in (1.0, 0.0)
+    recorded = [s for s in read(run / "samples.jsonl") if s["step"] in steps]
+    assert [html.unescape(shown) for shown in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)] == [
+        sample["response"] for sample in recorded
     ]
-    write_lines(
-        run / "samples.jsonl", [member | {"group_reward": 0.5, "answer": "4"} for member in members]
+    assert text.count("best of its group") == sum(
+        s["reward"] > s.get("group_reward", 1) for s in recorded
     )
-    text = report.render(page_of(run))
-    assert re.findall("(best|worst) of its group|<pre>(.*?)</pre>", text) == [
-        ("best", ""), ("", "1.0"), ("worst", ""), ("", "0.0"),
-    ]  # fmt: skip
-    assert text.count('<pre class="answer">4</pre>') == 2
+    assert "<b>reward</b> 0.3<" in text, "and not 0.30000000000000004"
 
 
 def test_what_a_run_has_written_is_text_and_the_page_needs_nothing_but_itself(run):
     text = report.render(page_of(run))
     assert text.count("</script>") == 2 and "<img" not in text and "{%" not in text
-    assert "default-src 'none'" in text and set(re.findall(' (?:src|href)="(.*?)"', text)) == {
-        "data:,"
-    }
+    assert "default-src 'none'" in text
+    assert set(re.findall(' (?:src|href)="(.*?)"', text)) == {"data:,"}
     data = re.search('id="data" type="text/plain">(.*?)<', text)[1]
     assert "it </script> broke" in gzip.decompress(base64.b64decode(data)).decode()
 
 
 def test_a_run_of_one_step_and_nothing_else_has_a_page(run):
-    bare = {
-        k: v for k, v in metrics_line(1).items() if not k.startswith(("ledger", "trainer_time"))
-    }
+    optional = ("ledger", "trainer_time", "eval")
+    bare = {name: value for name, value in METRICS[0].items() if not name.startswith(optional)}
     write_lines(run / "metrics.jsonl", [bare])
-    (run / "events.jsonl").unlink()
-    (run / "samples.jsonl").unlink()
+    for name in ("events.jsonl", "events.jsonl.gz", "samples.jsonl", "node_1/events.jsonl"):
+        (run / name).unlink()
     page = page_of(run)
     assert page["tables"] == {} and page["samples"] == []
     assert {"Held-out accuracy", "Trainer's time, share of each step"} <= {*page["missing"]}
-    assert "No sample has been recorded" in report.render(page)
 
 
 @pytest.mark.parametrize(
     ("ended", "age_s", "outcome"),
     [
-        ([], 7, "still training, or ended just now: 2 of 12 steps, last record 7 s ago"),
-        ([], 600, "ended early: 2 of 12 steps; worker_"),
+        ([], 7, "still training, or ended just now: 2 of 38 steps, last record 7 s ago"),
+        ([], 600, "ended early: 2 of 38 steps; worker_"),
         (
             [event("run_ended", 1, reason="Interrupted")],
             7,
-            "ended early: 2 of 12 steps; Interrupted",
+            "ended early: 2 of 38 steps; Interrupted",
         ),
     ],
 )
 def test_a_run_that_was_killed_or_still_trains_is_reported_as_far_as_it_got(
     run, ended, age_s, outcome
 ):
-    write_lines(run / "metrics.jsonl", [metrics_line(1), metrics_line(2)])
-    write_lines(run / "events.jsonl", make_events() + ended)
+    write_lines(run / "metrics.jsonl", METRICS[:2])
+    write_lines(run / "events.jsonl", ended)
     with open(run / "events.jsonl", "a") as file:
         file.write('{"event": "traj')
-    facts = page_of(run, STARTED + 29.5 + age_s)["facts"]
+    facts = page_of(run, STARTED + 25.5 + age_s)["facts"]
     assert facts["outcome"].startswith(outcome) and "advice" not in facts
     assert facts["left out"] == "the last line of events.jsonl, which is half written"
 
 
 def test_advice_on_devices_stands_on_the_page_if_the_extra_is_there(run, monkeypatch):
-    (run / "run.json").write_text(json.dumps(RUN | {"world_size": 1}))
-    assert re.match(r"--async-ratio \d", page_of(run)["facts"]["advice"])
+    assert page_of(run)["facts"]["advice"]
     monkeypatch.setitem(extras.MODULES, "advice", "extras.nowhere.advice")
     assert "advice" not in page_of(run)["facts"]
 
@@ -376,20 +290,17 @@ def test_advice_on_devices_stands_on_the_page_if_the_extra_is_there(run, monkeyp
 
 
 def test_several_runs_have_one_page_with_how_they_differ_and_a_line_each_in_every_chart(run):
-    other = shutil.copytree(run, run.parent / "other")
-    (other / "run.json").write_text(json.dumps(RUN | {"config": RUN["config"] | {"algo": "grpo"}}))
-    lines = [metrics_line(step, **{"reward/mean": step / 40}) for step in range(1, 5)]
-    write_lines(other / "metrics.jsonl", lines)
+    other = ROOT / "results/smollm2/one_digit-s1"
     page = report.make_comparison([load(run), load(other)])
-    steps = {"my run": "algo = tis, 12 of 12 steps", "other": "algo = grpo, 4 of 12 steps"}
-    assert page["facts"] == steps
+    assert page["facts"]["one_digit-s1"] == "seed = 1, 38 of 38 steps"
     drawn = curves(page)
-    rewards = drawn["Reward and held-out accuracy over samples: reward"]
-    assert rewards["other"] == [(line["samples"], line["reward/mean"]) for line in lines]
-    assert [*drawn["Reward and held-out accuracy over samples: held-out accuracy"]] == ["my run"]
-    assert len(drawn["Trainer's time, share of each step: wait"]["other"]) == len(lines)
-    assert table(page, "Summary")["held-out accuracy, last"] == ["1.000", "–"]
-    assert {sample["run"] for sample in page["samples"]} == {"my run", "other"}
+    recorded = {"my run": METRICS, "one_digit-s1": read(other / "metrics.jsonl")}
+    assert drawn["Loss: loss"] == {
+        n: [(m["step"], m["loss/total"]) for m in ms] for n, ms in recorded.items()
+    }
+    accuracy = [f"{metrics[-1]['eval/accuracy']:.3f}" for metrics in recorded.values()]
+    assert table(page, "Summary")["held-out accuracy, last"] == accuracy
+    assert {sample["run"] for sample in page["samples"]} == {*recorded}
     result = run_script(run, other)
     assert result.stdout.endswith(f"comparison: {run / 'comparison.html'}\n"), result.stderr
     assert (run / "comparison.html").read_text() == report.render(page)
@@ -408,129 +319,95 @@ def test_the_command_writes_page_and_trace_and_ends_a_mistake_with_one_line(run,
 # Timeline
 
 
-def test_the_trace_has_a_bar_for_everything_that_took_time(run):
+def test_the_trace_has_a_bar_for_every_response_step_update_and_evaluation(run):
     lanes = lanes_of(run)
-    assert [*lanes] == ["trainer", "evaluation", "worker 0", "worker 1"]
-    responses = {
-        bar["args"]["ticket"]: bar
-        for bars in lanes.values()
-        for bar in bars
-        if bar["cat"] == "response"
-    }
-    recorded = {event["ticket"]: event for event in make_events() if event["event"] == "trajectory"}
-    assert responses.keys() == recorded.keys()
-    for ticket, bar in responses.items():
-        assert bar["args"].items() <= recorded[ticket].items()
-        assert STARTED + bar["start"] == pytest.approx(recorded[ticket]["started_at"], abs=1e-5)
-        assert STARTED + bar["end"] == pytest.approx(recorded[ticket]["ended_at"], abs=1e-5)
-    assert len(spans(lanes["trainer"], "step")) == len(spans(lanes["worker 0"], "update")) == STEPS
-    assert spans(lanes["evaluation"], 0) == [("evaluation", 17.0, 17.6)]
-    assert lanes["evaluation"][0]["args"] == {"version": 6, "responses": 4, "accuracy": 0.5}
+    recorded = EVENTS + host_events() + dying_worker()
+    responses = [bar for bars in lanes.values() for bar in bars if bar["cat"] == "response"]
+    bars = {bar["args"]["ticket"]: bar for bar in responses if bar["args"]["group"] >= 0}
+    for ended in (e for e in recorded if e["event"] == "trajectory" and e["group"] >= 0):
+        bar = bars.pop(ended["ticket"])
+        assert bar["args"].items() <= ended.items()
+        assert STARTED + bar["start"] == pytest.approx(ended["started_at"], abs=1e-5)
+        assert STARTED + bar["end"] == pytest.approx(ended["ended_at"], abs=1e-5)
+    assert not bars, "no other response"
+    assert len(spans(lanes["trainer"], "step")) == len(METRICS)
+    assert len(spans(lanes["worker 0"], "update")) == sum(e["event"] == "update" for e in EVENTS)
+    evaluations = [e for e in EVENTS if e["event"] == "evaluation"]
+    assert [bar["args"] for bar in lanes["evaluation"]] == [
+        {"version": e["version"], "responses": 22, "accuracy": e["accuracy"]} for e in evaluations
+    ]
 
 
 def test_bars_of_one_row_never_overlap_and_rows_are_as_few_as_responses_at_once(run):
-    write_lines(run / "events.jsonl", make_events() + host_events())
     for bars in lanes_of(run).values():
-        responses = [bar for bar in bars if bar["cat"] == "response"]
+        bars = sorted((bar for bar in bars if bar["ph"] == "X"), key=lambda bar: bar["ts"])
         for row in {bar["tid"] for bar in bars}:
-            in_row = sorted(
-                (bar["ts"], bar["ts"] + bar["dur"])
-                for bar in bars
-                if bar["tid"] == row and "dur" in bar
-            )
+            in_row = [(bar["ts"], bar["ts"] + bar["dur"]) for bar in bars if bar["tid"] == row]
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(in_row))
-        at_once = [
-            sum(o["ts"] <= r["ts"] < o["ts"] + o["dur"] for o in responses) for r in responses
-        ]
+        responses = [bar for bar in bars if bar["cat"] == "response"]
+        starts = [(bar["ts"], 1) for bar in responses]
+        ends = [(bar["ts"] + bar["dur"], -1) for bar in responses]
+        at_once = itertools.accumulate(change for _, change in sorted(starts + ends))
         assert len({bar["tid"] for bar in responses}) == max(at_once, default=0)
 
 
 def test_a_workers_states_follow_on_each_other_and_moments_are_marked(run):
-    worker = lanes_of(run)["worker 1"]
-    assert [bar for bar in spans(worker, 0) if bar[1] < bar[2]] == [
+    worker = lanes_of(run)["worker 1.0"]
+    assert [span for span in spans(worker, 0) if span[1] < span[2]] == [
         ("starting", 1, 5), ("decoding", 5, 10), ("restarting", 10, 13.9), ("paused", 13.9, 14.1),
-        ("decoding", 14.1, 24), ("starved", 24, 25),
+        ("starved", 14.1, 25),
     ]  # fmt: skip
-    assert spans(worker, "started", "died") == [
-        ("started", 5, 5),
-        ("died", 10, 10),
-        ("started", 14, 14),
-    ]
-    events = [e for e in make_events() if e.get("worker") != 1 or e["time"] < STARTED + 13]
-    write_lines(run / "events.jsonl", events)
-    assert spans(lanes_of(run)["worker 1"], "restarting") == [("restarting", 10, 29.5)]
-
-
-def test_workers_of_other_nodes_have_the_same_bars_in_lanes_of_their_own(run):
-    before = lanes_of(run)
-    events = make_events()
-    write_lines(run / "events.jsonl", [e for e in events if e.get("worker") != 1])
-    there = [e | {"worker": 0} for e in events if e.get("worker") == 1]
-    write_lines(run / "node_1" / "events.jsonl", there)
-    lanes = lanes_of(run)
-    assert [*lanes] == ["trainer", "evaluation", "worker 0", "worker 1.0"]
-    assert lanes["worker 1.0"] == before["worker 1"] and lanes["trainer"] == before["trainer"]
+    assert spans(worker, "started", "died") == [("died", 10, 10), ("started", 14, 14)]
+    write_lines(run / "node_1" / "events.jsonl", dying_worker()[:4])
+    end = EVENTS[-1]["time"] - STARTED
+    assert spans(lanes_of(run)["worker 1.0"], "restarting") == [("restarting", 10, round(end, 4))]
 
 
 def test_two_evaluations_of_one_version_are_two_bars_and_one_that_did_not_end_is_one(run):
     events = [
-        *[trajectory(i, 0, 1.0, 2.0, 0, group=-1) for i in range(3)],
+        *[trajectory(i, 0, 1.0, 2.0, group=-1) for i in range(3)],
         event("evaluation", 3.1, version=0, accuracy=0.25),
-        trajectory(3, 0, 5.0, 2.0, 0, group=-1),
+        trajectory(3, 0, 5.0, 2.0, group=-1),
         event("evaluation", 7.1, version=0, accuracy=None),
-        trajectory(4, 0, 9.0, 2.0, 1, group=-1),
+        trajectory(4, 0, 9.0, 2.0, group=-1),
     ]
-    write_lines(run / "events.jsonl", events)
+    write_lines(run / "events.jsonl", EVENTS[:1] + events)
     bars = lanes_of(run)["evaluation"]
     assert [span[1:] for span in spans(bars, 0)] == [(1, 3.1), (5, 7.1), (9, 11)]
-    values = [(0, 3, 0.25), (0, 1, None), (1, 1, None)]
-    assert [tuple(bar["args"].values()) for bar in bars] == values
-
-
-# Remote hosts
+    assert [tuple(bar["args"].values()) for bar in bars] == [
+        (0, 3, 0.25),
+        (0, 1, None),
+        (0, 1, None),
+    ]
 
 
 def test_remote_hosts_have_a_lane_with_their_number_and_their_workers_have_one_bar(run):
-    spent = table(page_of(run), "workers' time")
-    write_lines(run / "events.jsonl", make_events() + host_events())
     lanes = lanes_of(run)
-    assert [*lanes][2:] == [
-        "remote hosts",
-        "worker 0",
-        "worker 1",
-        "worker 2 (far)",
-        "worker 3 (far.2)",
+    workers = ["worker 0", "worker 2 (far)", "worker 3 (far.2)", "worker 1.0"]
+    assert [*lanes] == ["trainer", "evaluation", "remote hosts", *workers]
+    end = round(EVENTS[-1]["time"] - STARTED, 4)
+    hosts = lanes["remote hosts"]
+    assert spans(hosts, "hosts") == [("hosts", 6, 8), ("hosts", 8, 20), ("hosts", 20, end)]
+    assert [bar["name"] for bar in hosts if bar["cat"] == "hosts"] == [
+        "1 hosts",
+        "2 hosts",
+        "1 hosts",
     ]
-    there = [
-        (bar["name"], *span[1:])
-        for bar, span in zip(lanes["remote hosts"], spans(lanes["remote hosts"], 0), strict=True)
-    ]
-    assert there == [
-        ("far joined", 6, 6), ("1 hosts", 6, 8), ("far.2 joined", 8, 8), ("2 hosts", 8, 20),
-        ("far.2 left", 20, 20), ("1 hosts", 20, 29.5),
-    ]  # fmt: skip
-    assert spans(lanes["worker 2 (far)"], "away") == [("away", 7, 29.5)]
+    assert spans(hosts, "joined", "left") == [("joined", 6, 6), ("joined", 8, 8), ("left", 20, 20)]
+    assert spans(lanes["worker 2 (far)"], "away") == [("away", 7, end)]
     assert spans(lanes["worker 3 (far.2)"], 0) == [("left", 20, 20), ("away", 9, 20)]
-    page = page_of(run)
-    assert table(page, "workers' time") == spent, "they have no part in it"
-    suffix = "worker deaths: 1; remote hosts that joined: 2, that left before the end: 1"
-    assert page["facts"]["outcome"].endswith(suffix)
 
 
 def test_each_remote_host_has_a_row_and_curves_those_that_sampled_most_first(run):
-    assert not any("host" in title for title in page_of(run)["tables"])
-    write_lines(run / "events.jsonl", make_events() + host_events())
     page = page_of(run)
     assert table(page, "remote hosts") == {
         "far.2": ["12.0", "1", "70", "5.8", "", "2.0", "0.5", "", "was silent"],
         "far": ["8.0", "3", "30", "3.8", "1.50", "4.0", "1.0", "2e-06", ""],
         "all 2": ["14.0", "4", "100", "7.1", "1.50", "6.0", "1.5", "2e-06", ""],
     }
-    drawn = curves(page)
-    rates = {"far.2": [(12.0, 40.0)], "far": [(10.0, 40.0), (12.0, 40.0)]}
-    assert drawn["Generated tokens/s, by host"] == rates
-    mismatch = drawn["Mismatch with the trainer, k3, nats per token, by host"]
-    assert mismatch == {"far": [(14.0, 2e-6)]}
+    drawn = curves(page)["Generated tokens/s, by host"]
+    rates = {host: [(round(x, 3), y) for x, y in points] for host, points in drawn.items()}
+    assert rates == {"far.2": [(12.0, 40.0)], "far": [(10.0, 40.0), (12.0, 40.0)]}
 
 
 # In a browser
@@ -566,10 +443,9 @@ def test_a_browser_draws_the_page_and_names_what_is_under_the_pointer(run, brows
     assert view.evaluate("document.documentElement.scrollWidth") == width, "nothing is cut off"
     assert view.locator("#charts polyline").count() == sum(map(len, curves(page).values()))
     canvas = view.locator("#timeline")
-    box = canvas.bounding_box()
     tips = []
-    for share in (0.25, 0.4, 0.5, 0.6, 0.8):
-        canvas.hover(position={"x": box["width"] * share, "y": box["height"] - 30})
+    for x in range(100, width - 100, width // 50):
+        canvas.hover(position={"x": x, "y": 158})
         tips.append(view.locator("#tip").inner_text())
     assert any(tip.startswith("response\nticket: ") for tip in tips), tips
     pixels = "canvas => canvas.toDataURL()"
@@ -581,6 +457,8 @@ def test_a_browser_draws_the_page_and_names_what_is_under_the_pointer(run, brows
     view.wait_for_timeout(100)
     assert canvas.evaluate(pixels) == whole
     view.fill("#least", "0.5")
-    assert view.locator("#count").inner_text() == "0 of 30"
+    good = [sample for sample in page["samples"] if sample["reward"] >= 0.5]
+    assert view.locator("#count").inner_text() == f"{len(good)} of {len(page['samples'])}"
+    assert view.locator(".sample:visible").count() == len(good)
     assert problems == []
     view.close()
