@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncrl.cluster.placement import WorkerSpec, available_cores
-from asyncrl.engine.reward_pool import Rewards
+from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.score import Failed, brief, one_line
 from asyncrl.records import Ticket
 from asyncrl.tasks import prepare_environment
@@ -61,7 +61,7 @@ class Environments:
 class SingleTurn:
     """A task of one response: the prompt is the ticket's, the only step is its reward."""
 
-    def __init__(self, ticket: Ticket, tokenizer, rewards: Rewards):
+    def __init__(self, ticket: Ticket, tokenizer, rewards: RewardPool):
         self.ticket, self.tokenizer, self.rewards = ticket, tokenizer, rewards
 
     async def reset(self) -> list[int]:
@@ -188,7 +188,7 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
         f"rewards {spec.placement.worker}",
         max(4, min(16, available_cores() // 2)),
     )
-    rewards = Rewards(config.task, config.reward, config.env_timeout_s, num_processes, title)
+    rewards = RewardPool(config.task, config.reward, config.env_timeout_s, num_processes, title)
     return Environments(
         lambda ticket, member: SingleTurn(ticket, tokenizer, rewards), rewards.close
     )

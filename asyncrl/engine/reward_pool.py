@@ -4,7 +4,7 @@ A response that hangs or kills its process costs itself alone. Each process has 
 process, and what it is kept from, is in reward_process.py. Processes answer in JSON only, as a hostile one could send
 anything.
 
-A plain function has one response at a time in a process, and an async function many. If a process dies, nobody knows
+A process scores one response at a time by plain functions, and many by async ones. If a process dies, nobody knows
 which response is to blame. It may also have been killed from outside. So all its responses are scored once more, each
 in a new process of its own.
 """
@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from asyncrl.engine.score import MAX_REWARD, Failed, Scored, add, are_parts, load_score
 
@@ -40,97 +39,95 @@ class _Died(Exception):
     """A process ended, or sent what it must not, before it answered."""
 
 
-class Rewards:
-    """Scores responses to a task in processes that can be killed: by plain functions and by async ones."""
-
-    def __init__(
-        self,
-        task: str,
-        rewards: Sequence[str],
-        timeout_s: float,
-        num_processes: int,
-        title: str = "rewards",
-    ):
-        """As of RewardPool."""
-        kinds = {function.is_async for function in load_score(task, rewards).functions}
-        self._pools = [
-            RewardPool(task, rewards, timeout_s, num_processes, title, kind)
-            for kind in sorted(kinds)
-        ]
-
-    async def score(self, answer: str, response: str) -> Scored:
-        """As of RewardPool."""
-        return add(await asyncio.gather(*(pool.score(answer, response) for pool in self._pools)))
-
-    def close(self) -> None:
-        """End the processes, whatever they are doing."""
-        for pool in self._pools:
-            pool.close()
-
-
 class RewardPool:
-    """Scores responses by plain functions, or by async ones, in processes that can be killed."""
+    """Scores responses to a task in processes that can be killed: some for plain functions, others for async ones."""
 
     def __init__(
         self,
         task: str,
         rewards: Sequence[str],
         timeout_s: float,
-        num_processes=4,
-        title="rewards",
-        is_async=False,
+        num_processes: int = 4,
+        title: str = "rewards",
     ) -> None:
-        """`rewards` are those of load_score, here without the functions of the other kind; `title` is for ps.
+        """`rewards` are those of load_score; `title` is for ps; `num_processes` is the number for each kind.
 
         Raises ValueError for a file that cannot be loaded and for what is no reward function.
         """
-        self._functions = str(load_score(task, rewards).of(is_async))
-        self._timeout_s = timeout_s
-        self._is_async = is_async
-        self._template = _Template(task, rewards, is_async, title)
-        self._retries = asyncio.Semaphore(num_processes)
-        self._places: asyncio.Queue[_Place] = asyncio.Queue()
-        for _ in range(num_processes):
-            self._places.put_nowait(_Place())
+        score = load_score(task, rewards)
+        self._lanes = [
+            _Lane(
+                str(score.of(is_async)),
+                _Template(task, rewards, is_async, title),
+                timeout_s,
+                num_processes,
+                is_async=is_async,
+            )
+            for is_async in sorted({function.is_async for function in score.functions})
+        ]
 
     async def score(self, answer: str, response: str) -> Scored:
         """Return the reward of one response, and its parts. `timeout_s` bounds its scoring, not the wait for its turn.
 
-        Raises Failed if the reward raises, hangs, kills its process, or is neither a finite number nor a dict.
+        Raises Failed if a reward raises, hangs, kills its process, or is neither a finite number nor a dict.
         """
-        if self._template.is_closed:
+        return add(await asyncio.gather(*(lane.score(answer, response) for lane in self._lanes)))
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        for lane in self._lanes:
+            lane.template.close()
+
+
+class _Lane:
+    """The processes that score by plain functions, or those that score by async ones."""
+
+    def __init__(
+        self,
+        functions: str,
+        template: "_Template",
+        timeout_s: float,
+        num_processes: int,
+        *,
+        is_async: bool,
+    ) -> None:
+        self.template = template
+        self._functions = functions
+        self._timeout_s = timeout_s
+        self._is_async = is_async
+        self._retries = asyncio.Semaphore(num_processes)
+        self._scorers: asyncio.Queue[_Scorer | None] = asyncio.Queue()
+        for _ in range(num_processes):
+            self._scorers.put_nowait(None)
+
+    async def score(self, answer: str, response: str) -> Scored:
+        if self.template.is_closed:
             raise RuntimeError("the reward pool is closed")
         request = [self._timeout_s, answer, response]
         try:
-            return await self._score_beside_others(request) or await self._score_alone(request)
+            try:
+                return await self._score_beside_others(request)
+            except _Died:
+                return await self._score_alone(request)
         except TimeoutError:
             raise Failed(f"{self._functions}timed out after {self._timeout_s:g} s") from None
         except _Died:
             raise Failed(f"{self._functions}its process died") from None
 
-    def close(self) -> None:
-        """End the processes, whatever they are doing."""
-        self._template.close()
-
-    async def _score_beside_others(self, request: list) -> Scored | None:
-        """Score where others are scored before, after or at the same time. Return None if the process died."""
-        place = await self._places.get()
-        if self._is_async:
-            self._places.put_nowait(place)
+    async def _score_beside_others(self, request: list) -> Scored:
+        """Score where others are scored before, after or, by async functions, at the same time."""
+        scorer = await self._scorers.get()
         try:
-            async with place.is_changing:
-                if place.scorer is None or place.scorer.is_dead:
-                    place.scorer = await self._start_scorer()
-            return await place.scorer.score(request)
-        except _Died:
-            return None
-        except TimeoutError:
+            if scorer is None or scorer.is_dead:
+                scorer = await self._start_scorer()
             if not self._is_async:
-                raise
-            return None  # its event loop is blocked, maybe by another response
+                return await scorer.score(request)
         finally:
-            if not self._is_async:
-                self._places.put_nowait(place)
+            self._scorers.put_nowait(scorer)
+        try:
+            return await scorer.score(request)
+        except TimeoutError:
+            raise _Died from None  # its event loop is blocked, maybe by another response
 
     async def _score_alone(self, request: list) -> Scored:
         async with self._retries:
@@ -142,12 +139,12 @@ class RewardPool:
 
     async def _start_scorer(self) -> "_Scorer":
         try:
-            pid, reader, writer = await self._template.fork()
+            streams = await self.template.fork()
         except (OSError, ValueError):
             reason = "its process cannot be started; the log of its worker says why"
             raise Failed(f"{self._functions}{reason}") from None
         limit_s = self._timeout_s + _GRACE_S * self._is_async
-        return _Scorer(pid, reader, writer, limit_s=limit_s, is_shared=self._is_async)
+        return _Scorer(*streams, limit_s=limit_s, is_shared=self._is_async)
 
 
 class _Scorer:
@@ -156,14 +153,14 @@ class _Scorer:
     def __init__(
         self, pid: int, reader: asyncio.StreamReader, writer, *, limit_s: float, is_shared: bool
     ):
+        self.is_dead = False
         self._pid = pid
         self._writer = writer
         self._limit_s = limit_s
         self._is_shared = is_shared
         self._numbers = itertools.count()  # none twice, as a hostile one may answer twice
-        self._replies: dict[int, asyncio.Future] = {}
+        self._replies: dict[int, asyncio.Future[Scored | str]] = {}
         self._reading = asyncio.create_task(self._read(reader))
-        self.is_dead = False
 
     async def score(self, request: list) -> Scored:
         """Return the reward and parts of one response.
@@ -175,7 +172,7 @@ class _Scorer:
         self._writer.write(json.dumps([number, *request]).encode() + b"\n")
         try:
             async with asyncio.timeout(self._limit_s):
-                return await reply
+                outcome = await reply
         except TimeoutError:
             self.kill()
             raise
@@ -183,21 +180,19 @@ class _Scorer:
             if not self._is_shared:
                 self.kill()  # it would keep the next response waiting
             raise
+        if isinstance(outcome, str):
+            raise Failed(outcome)
+        return outcome
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Hand every reply to whoever waits for it, until the process ends or sends what it must not."""
-        try:
+        # the last three by hostile JSON
+        with contextlib.suppress(OSError, KeyError, ValueError, RecursionError):
             while (line := await reader.readline()).endswith(b"\n"):
                 number, outcome = _parse(line)
                 reply = self._replies.pop(number)
-                if reply.cancelled():
-                    continue
-                if isinstance(outcome, str):
-                    reply.set_exception(Failed(outcome))
-                else:
+                if not reply.cancelled():
                     reply.set_result(outcome)
-        except (OSError, KeyError, ValueError, RecursionError):  # the last three by hostile JSON
-            pass
         self.kill()
 
     def kill(self) -> None:
@@ -232,22 +227,14 @@ def _parse(line: bytes) -> tuple[int, Scored | str]:
     raise ValueError(f"a reward process sent {line[:100]!r}")
 
 
-@dataclass(eq=False)
-class _Place:
-    """Where one process at a time scores."""
-
-    is_changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    scorer: _Scorer | None = None
-
-
 class _Template:
     """The process from which scorers are forked; it never sees a response."""
 
     def __init__(self, *arguments):
         """`arguments` are those of run_template after the socket's descriptor."""
+        self.is_closed = False
         self._arguments = arguments
         self._is_forking = asyncio.Lock()
-        self.is_closed = False
         self._start()
 
     async def fork(self) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
@@ -274,10 +261,12 @@ class _Template:
         self._control, template_end = socket.socketpair()
         # a plain process: multiprocessing's would import this one's __main__, and so torch and vllm
         with template_end:
-            arguments = json.dumps([sys.path, template_end.fileno(), *self._arguments])
-            command = [sys.executable, "-c", _TEMPLATE, arguments]
+            descriptor = template_end.fileno()
+            arguments = json.dumps([sys.path, descriptor, *self._arguments])
             self._process = subprocess.Popen(
-                command, pass_fds=[template_end.fileno()], stdin=subprocess.DEVNULL
+                [sys.executable, "-c", _TEMPLATE, arguments],
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
             )
         self._max_fork_s = _MAX_START_S
 

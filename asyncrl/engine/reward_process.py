@@ -194,7 +194,7 @@ async def _serve_together(connection: socket.socket, score: Score) -> None:
     """As _serve by async functions: all responses at once, each with its own limit."""
 
     async def serve(number: int, timeout_s: float, answer: str, response: str) -> None:
-        scoring = asyncio.ensure_future(score.together(answer, response))
+        scoring = asyncio.ensure_future(score.wait(answer, response))
         await asyncio.wait({scoring}, timeout=timeout_s)
         outcome: Scored | tuple[str] = (f"{score}timed out after {timeout_s:g} s",)
         if not scoring.cancel():  # it has ended

@@ -1,9 +1,9 @@
-"""What a response is worth: the score of its task, or reward functions of the user's own, weighted and added up.
+"""What a response is worth: the score of its task, or the user's reward functions, weighted and added up.
 
-A function of one's own is called as `f(response=TEXT, **row)`, where `row` has the columns of the response's problem:
-those that it names, or all where it takes `**` (a column called `response` is hidden by the policy's). It returns a
-number up to MAX_REWARD, or a dict of such by name, its parts, whose sum counts. With `async def` it may wait for
-others, as for a judge behind HTTP.
+A reward function is called as `f(response=TEXT, **row)`. `row` has the columns of the response's problem: those that the
+function names, or all if it takes `**`. The policy's response hides a column called `response`. The function returns a
+number up to MAX_REWARD, or a dict of such numbers by name: its parts, whose sum counts. With `async def` it may wait for
+others, such as a judge behind HTTP.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ square of 1e24 leaves room for the gradients of log-probs, and for their number.
 
 
 class Failed(Exception):
-    """A reward or an environment raised, hung, died or gave what it must not. The message is one line of UTF-8 text."""
+    """A reward or an environment raised, hung, died or returned nonsense. The message is one line of UTF-8 text."""
 
     def __init__(self, reason: str):
         # foreign code may quote lone surrogates
@@ -46,35 +46,28 @@ class Failed(Exception):
 class RewardFunction:
     """A function that scores."""
 
-    call: Callable
+    call: Callable[[str, str], Any]
+    """Returns what the function returns for a problem's answer and a response."""
+    is_async: bool
+    """Whether what it returns is to be awaited."""
     text: str = ""
     """FILE.py:NAME; empty for the score of a shipped task."""
     weight: float = 1.0
     label: str = ""
-    """What its reward is logged as; empty if it is the only function."""
-    columns: frozenset[str] | None = None
-    """Names of the columns that it takes; None for all."""
-    is_of_task: bool = False
-    """Whether it is the score of a task, called as `call(answer, response)`."""
+    """The name of its reward in the log; empty if it is the only function."""
 
-    @property
-    def is_async(self) -> bool:
-        """Whether what it returns is to be awaited."""
-        method = getattr(self.call, "__call__", None)  # noqa: B004
-        return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(method)
+    def score(self, answer: str, response: str) -> Scored:
+        """Return the weighted reward and its parts. Raises Failed, whatever the function raises."""
+        with self._blamed():
+            return self._read(self.call(answer, response))
 
-    def begin(self, answer: str, response: str) -> Any:
-        """What the function returns."""
-        if self.is_of_task:
-            return self.call(answer, response)
-        row = _row(answer)
-        taken = (
-            row if self.columns is None else {name: row[name] for name in self.columns & row.keys()}
-        )
-        return self.call(**{**taken, "response": response})
+    async def wait(self, answer: str, response: str) -> Scored:
+        """Return the same as `score`, by an async function."""
+        with self._blamed():
+            return self._read(await self.call(answer, response))
 
-    def read(self, returned: Any) -> Scored:
-        """The weighted reward and the parts in what the function returned."""
+    def _read(self, returned: Any) -> Scored:
+        """Return the weighted reward and the parts in what the function returned."""
         parts = {}
         if isinstance(returned, dict):
             parts = {
@@ -82,26 +75,22 @@ class RewardFunction:
             }
         reward = _number(sum(parts.values()) if parts else returned, "the reward")
         if self.label:
-            parts = {
-                self.label: reward,
-                **{f"{self.label}.{name}": part for name, part in parts.items()},
-            }
+            named = {f"{self.label}.{name}": part for name, part in parts.items()}
+            parts = {self.label: reward, **named}
         return self.weight * reward, parts
 
     @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """Turn what the function raises into a Failed that says where: file, function and line."""
+    def _blamed(self) -> Iterator[None]:
+        """Turn what the function raises into a Failed that names file, function and line."""
         try:
             yield
         except BaseException as error:  # foreign code may raise anything
             file = self.text.rpartition(":")[0]
-            lines = [
-                line
-                for frame, line in traceback.walk_tb(error.__traceback__)
-                if frame.f_code.co_filename == file
-            ]
-            where = self.text and f"{self.text}{f', line {lines[-1]}' if lines else ''}: "
-            raise Failed(where + one_line(error)) from None
+            place = self.text
+            for frame, line in traceback.walk_tb(error.__traceback__):
+                if frame.f_code.co_filename == file:
+                    place = f"{self.text}, line {line}"
+            raise Failed(f"{place}: {one_line(error)}" if place else one_line(error)) from None
 
 
 class Score:
@@ -112,60 +101,48 @@ class Score:
         self.is_async = any(function.is_async for function in functions)
 
     def of(self, is_async: bool) -> "Score":
-        """The same by its async functions alone, or by its plain ones."""
+        """Return the score by the async functions alone, or by the plain ones."""
         return Score([function for function in self.functions if function.is_async == is_async])
 
     def __str__(self) -> str:
-        """The user's own functions, to begin a message about all of them with; empty for a task's."""
+        """The user's functions, as the beginning of a message about all of them; empty for a shipped task."""
         return "".join(f"{function.text}: " for function in self.functions if function.text)
 
     def __call__(self, answer: str, response: str) -> Scored:
-        """Reward and parts by plain functions. Raises Failed, whatever they raise."""
-        found = []
-        for function in self.functions:
-            with function.named():
-                found.append(function.read(function.begin(answer, response)))
-        return add(found, str(self))
+        """Return reward and parts by plain functions. Raises Failed, whatever they raise."""
+        return add([function.score(answer, response) for function in self.functions], str(self))
 
-    async def together(self, answer: str, response: str) -> Scored:
-        """Reward and parts by async functions, which wait together. Raises Failed, whatever they raise."""
-
-        async def wait(function: RewardFunction) -> Scored:
-            with function.named():
-                return function.read(await function.begin(answer, response))
-
-        return add(await asyncio.gather(*map(wait, self.functions)), str(self))
+    async def wait(self, answer: str, response: str) -> Scored:
+        """Return reward and parts by async functions, which wait together. Raises Failed, whatever they raise."""
+        waiting = [function.wait(answer, response) for function in self.functions]
+        return add(await asyncio.gather(*waiting), str(self))
 
 
 def load_score(task: str, rewards: Sequence[str] = ()) -> Score:
-    """The score of a task or, in its place, reward functions: `FILE.py:NAME` or `FILE.py:NAME*WEIGHT` each.
+    """Return the score of a task, or of the reward functions that replace it: `FILE.py:NAME` or `FILE.py:NAME*WEIGHT`.
 
     Raises ValueError, in one line, for a file that cannot be loaded and for what is no reward function.
     """
     if not rewards:
-        return Score(
-            [
-                RewardFunction(
-                    score_of(task), f"{task}.score" if is_user_code(task) else "", is_of_task=True
-                )
-            ]
-        )
-    functions = [_load(*reward.partition("*"), is_only=len(rewards) == 1) for reward in rewards]
-    labels = [function.label for function in functions]
+        call = score_of(task)
+        return Score([RewardFunction(call, _is_async(call), f"{task}.score" * is_user_code(task))])
+    functions = [_load(reward, is_only=len(rewards) == 1) for reward in rewards]
+    labels = [function.label for function in functions if function.label]
     for function in functions:
-        if function.label in _TAKEN or (function.label and labels.count(function.label) > 1):
+        if function.label in _TAKEN or labels.count(function.label) > 1:
             raise ValueError(
                 f"--reward {function.text} would be reward/{function.label}, as another metric; rename it"
             )
     return Score(functions)
 
 
-def _load(text: str, star: str, weight: str, is_only: bool) -> RewardFunction:
-    """One function, of FILE.py:NAME and a weight if there is a star."""
-    call = load(text, "--reward")
-    if not callable(call):
+def _load(reward: str, is_only: bool) -> RewardFunction:
+    """Return the function of FILE.py:NAME or FILE.py:NAME*WEIGHT."""
+    text, star, weight = reward.partition("*")
+    function = load(text, "--reward")
+    if not callable(function):
         raise ValueError(
-            f"--reward {text} is {brief(call)}, not a function: write `def NAME(response, answer, **row)`"
+            f"--reward {text} is {brief(function)}, not a function: write `def NAME(response, answer, **row)`"
         )
     try:
         factor = float(weight if star else 1)
@@ -173,23 +150,31 @@ def _load(text: str, star: str, weight: str, is_only: bool) -> RewardFunction:
         factor = math.nan
     if not math.isfinite(factor):
         raise ValueError(
-            f"--reward {text}*{weight}: the weight is {weight!r}, not a finite number; write *0.5, say"
+            f"--reward {reward}: the weight is {weight!r}, not a finite number; write *0.5, say"
         )
-    parameters = inspect.signature(call).parameters.values()
-    columns = frozenset(
-        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    )
+    parameters = inspect.signature(function).parameters.values()
+    columns = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if "response" not in columns and not takes_all:
         raise ValueError(
             f"--reward {text} takes {sorted(columns)}, and not `response`, the text that it is to score"
         )
+
+    def call(answer: str, response: str) -> Any:
+        row = _row(answer)
+        taken = row if takes_all else {name: row[name] for name in columns & row.keys()}
+        return function(**{**taken, "response": response})
+
     label = "" if is_only else text.rpartition(":")[2]
-    return RewardFunction(call, text, factor, label, None if takes_all else columns)
+    return RewardFunction(call, _is_async(function), text, factor, label)
+
+
+def _is_async(function: Callable) -> bool:
+    return any(map(inspect.iscoroutinefunction, (function, function.__call__)))
 
 
 def _row(answer: str) -> dict:
-    """The columns of a problem."""
+    """Return the columns of a problem."""
     if answer.startswith("{"):
         with contextlib.suppress(ValueError):
             return json.loads(answer)
@@ -205,7 +190,7 @@ def _number(value: Any, what: str) -> float:
 
 
 def bounded(number: float, what: str) -> float:
-    """The number. Raises Failed if it is larger than a reward may be."""
+    """Return the number. Raises Failed if it is larger than a reward may be."""
     if abs(number) > MAX_REWARD:
         raise Failed(
             f"{what} is {number:g}, allowed is {-MAX_REWARD:g} to {MAX_REWARD:g}; scale it down"
@@ -213,35 +198,39 @@ def bounded(number: float, what: str) -> float:
     return number
 
 
-def add(found: Sequence[Scored], whose: str = "") -> Scored:
-    """The sum of rewards, and all their parts. Raises Failed if these are what no log can have."""
-    parts = {name: part for _, of_one in found for name, part in of_one.items()}
+def add(scores: Sequence[Scored], whose: str = "") -> Scored:
+    """Return the sum of rewards, and all their parts. Raises Failed for parts that no log can have."""
+    parts = {name: part for _, parts_of_one in scores for name, part in parts_of_one.items()}
     if not are_parts(parts):
-        allowed = f"{MAX_PARTS} printable names of at most {MAX_NAME} characters, none of them {', '.join(_TAKEN)}"
         raise Failed(
-            f"{whose}the reward has {len(parts)} parts, {brief([*parts])}; allowed are {allowed}"
+            f"{whose}the reward has {len(parts)} parts, {brief([*parts])}; allowed are {MAX_PARTS} printable names of "
+            f"at most {MAX_NAME} characters, none of them {', '.join(_TAKEN)}"
         )
-    return _number(sum(reward for reward, _ in found), f"{whose}the sum of rewards"), parts
+    return _number(sum(reward for reward, _ in scores), f"{whose}the sum of rewards"), parts
 
 
 def are_parts(parts: dict) -> bool:
     """Whether a reward may have these parts: names that a log can have, and numbers that rewards may be."""
-    are_names = all(
-        isinstance(n, str) and n.isprintable() and len(n) <= MAX_NAME and n not in _TAKEN
-        for n in parts
+    return len(parts) <= MAX_PARTS and all(
+        isinstance(name, str)
+        and name.isprintable()
+        and 0 < len(name) <= MAX_NAME
+        and name not in _TAKEN
+        and abs(part) <= MAX_REWARD
+        for name, part in parts.items()
     )
-    are_numbers = all(abs(part) <= MAX_REWARD for part in parts.values())
-    return are_names and "" not in parts and len(parts) <= MAX_PARTS and are_numbers
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message of what foreign code raised, on one line, even where its `__str__` raises too; a Failed has
-    that already as its message."""
+    """Return type and message of what foreign code raised, on one line, even where its `__str__` raises too.
+
+    A Failed already has such a line as its message.
+    """
     if type(error) is Failed:
         return str(error)
     return " ".join("".join(traceback.format_exception_only(error))[:_MAX_REASON].split())
 
 
 def brief(value: object) -> str:
-    """What foreign code returned, in a few words on one line."""
+    """Return what foreign code returned, in a few words on one line."""
     return " ".join(reprlib.repr(value).split())

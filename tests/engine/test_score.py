@@ -10,7 +10,7 @@ from pathlib import Path
 import own_rewards
 import pytest
 
-from asyncrl.engine.reward_pool import Rewards
+from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.reward_process import _why_no_namespaces
 from asyncrl.engine.score import MAX_FAILURE, Failed, load_score
 
@@ -27,7 +27,7 @@ def outcomes(
     """What becomes of each response, all asked for at once."""
 
     async def ask() -> list:
-        rewards = Rewards("addition", functions, timeout_s, num_processes)
+        rewards = RewardPool("addition", functions, timeout_s, num_processes)
         try:
             return await asyncio.gather(
                 *(rewards.score(answer, r) for r in responses), return_exceptions=True
@@ -76,7 +76,7 @@ def test_without_a_function_the_task_scores():
 
 def test_a_task_of_ones_own_scores_with_parts_and_its_failures_are_told_with_its_file():
     async def ask() -> list:
-        rewards = Rewards(texts("OwnTask")[0], [], 5.0, 1)
+        rewards = RewardPool(texts("OwnTask")[0], [], 5.0, 1)
         asked = rewards.score("4", "4"), rewards.score("", "4")
         found = await asyncio.gather(*asked, return_exceptions=True)
         rewards.close()
@@ -111,7 +111,7 @@ def test_256_async_rewards_of_one_second_each_wait_together():
 
 def test_one_process_takes_async_rewards_on_while_others_wait():
     async def ask() -> float:
-        rewards = Rewards("addition", texts("one_second"), 5.0, 1)
+        rewards = RewardPool("addition", texts("one_second"), 5.0, 1)
         await rewards.score("", "0")
         began = time.monotonic()
         first = [asyncio.create_task(rewards.score("", str(i))) for i in range(2)]
@@ -207,7 +207,7 @@ def test_what_is_no_reward_function_is_refused_in_one_line_before_a_process_star
     rewards, message
 ):
     with pytest.raises(ValueError) as refused:
-        Rewards("addition", rewards, 1.0, 2)
+        RewardPool("addition", rewards, 1.0, 2)
     assert (
         message in str(refused.value)
         and "\n" not in str(refused.value)
@@ -219,7 +219,7 @@ def test_a_plain_reward_costs_little_more_than_its_own_time():
     """0.2 ms on an idle core; the bound leaves room for a busy one."""
 
     async def ask() -> float:
-        rewards = Rewards("addition", texts("parts"), 5.0, min(4, os.cpu_count() or 1))
+        rewards = RewardPool("addition", texts("parts"), 5.0, min(4, os.cpu_count() or 1))
         await asyncio.gather(*(rewards.score(ROW, "4") for _ in range(64)))
         began = time.monotonic()
         await asyncio.gather(*(rewards.score(ROW, "4") for _ in range(2000)))
