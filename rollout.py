@@ -64,11 +64,12 @@ class RolloutWorker:
         self.spec, self.config, self.connection = spec, spec.config, connection
         self.proxy, self.environments = proxy, environments
         self._ended = asyncio.get_running_loop().create_future()
+        self._inbox: asyncio.Queue = asyncio.Queue()
         self._tasks: set[asyncio.Task] = set()
         self._episodes: dict[int, list[Episode]] = {}  # ticket -> its trajectories
         self._finished: list[Trajectory] = []
         self._is_flushing = False
-        self._probing: asyncio.Task | None = None
+        self._probing: list[asyncio.Task] = []
 
     async def act(self, message) -> None:
         """Act on a message of the controller."""
@@ -94,6 +95,10 @@ class RolloutWorker:
 
     async def serve(self) -> None:
         """Act on messages until one says stop or anything fails; then end what the worker has started."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(
+            target=self._read, args=(loop,), name="read-controller", daemon=True
+        ).start()
         try:
             self._start(self.proxy.watch())
             self._start(self._act_on_messages())
@@ -103,13 +108,25 @@ class RolloutWorker:
             self.proxy.shutdown()
             self.environments.close()
 
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read all messages, in a thread of its own, so that the controller's sends never fill the pipe."""
+        while True:
+            try:
+                message = self.connection.recv()
+            except (EOFError, OSError):
+                os._exit(1)  # the controller is gone, and nobody is left to tell
+            loop.call_soon_threadsafe(self._receive, message)
+
+    def _receive(self, message) -> None:
+        if isinstance(message, Cut):
+            # At once, and not after an update that may wait for responses to end: the trainer waits for the answer.
+            self._start(self._report_in_flight())
+        else:
+            self._inbox.put_nowait(message)
+
     async def _act_on_messages(self) -> None:
-        # At once, and not after an update that may wait for responses to end: the trainer waits for the answer.
-        inbox = start_reading(
-            self.connection, {Cut: lambda _: self._start(self._say_what_is_in_flight())}
-        )
-        while not self._ended.done():
-            await self.act(await inbox.get())
+        while True:
+            await self.act(await self._inbox.get())
 
     def _start_tickets(self, tickets: list[Ticket]) -> None:
         self.proxy.activity.add(trajectories=sum(ticket.num_members for ticket in tickets))
@@ -145,8 +162,8 @@ class RolloutWorker:
         ]
 
     async def _update(self, update: Update) -> None:
-        """Load new weights and report; the probe is scored while sampling goes on, and before the next update."""
-        await self._finish_probing()
+        """Load new weights and report. The probe is scored while sampling continues, and before the next update."""
+        await asyncio.gather(*self._probing)
         is_sent = self.spec.transport == "nccl"  # by the others an engine reads by itself
         receiving = functools.partial(self.connection.send, Receiving()) if is_sent else None
         pause_s = await self.proxy.update(update.version, update.update_infos, receiving)
@@ -155,11 +172,7 @@ class RolloutWorker:
                 update.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()
             )
         )
-        self._probing = self._start(self._score_probe(update)) if update.probe else None
-
-    async def _finish_probing(self) -> None:
-        if self._probing is not None:
-            await self._probing
+        self._probing = [self._start(self._score_probe(update))] if update.probe else []
 
     async def _score_probe(self, update: Update) -> None:
         scores = await asyncio.gather(*(self.proxy.score(tokens) for tokens in update.probe))
@@ -177,11 +190,13 @@ class RolloutWorker:
 
     async def _suspend(self, suspend: Callable) -> None:
         """Stop sampling by `proxy.suspend` or `proxy.sleep`."""
-        await self._finish_probing()  # frozen, it could not end, and the update waits for it
+        await asyncio.gather(
+            *self._probing
+        )  # frozen, it could not end, and the update waits for it
         self.proxy.activity.stand("suspended")
         await suspend()
 
-    async def _say_what_is_in_flight(self) -> None:
+    async def _report_in_flight(self) -> None:
         await settle(self.proxy)
         self._flush()  # what ends from here on ends after the answer
         self.connection.send(read_in_flight(self.proxy, self._episodes))
@@ -210,25 +225,6 @@ class RolloutWorker:
             # which a dead engine may only be the end of
             print(f"ended by {task.exception()!r}", flush=True)
             self._ended.set_exception(self.proxy.death or task.exception())
-
-
-def start_reading(
-    connection: Connection, at_once: dict[type, Callable] | None = None
-) -> asyncio.Queue:
-    """The messages of a connection but those of kinds that are acted on `at_once`; a thread reads them, so that the
-    controller's sends never fill the pipe."""
-    loop, inbox = asyncio.get_running_loop(), asyncio.Queue()
-
-    def read() -> None:
-        while True:
-            try:
-                message = connection.recv()
-            except (EOFError, OSError):
-                os._exit(1)  # the controller is gone, and nobody is left to tell
-            loop.call_soon_threadsafe((at_once or {}).get(type(message), inbox.put_nowait), message)
-
-    threading.Thread(target=read, name="read-controller", daemon=True).start()
-    return inbox
 
 
 async def start_worker(

@@ -203,8 +203,9 @@ async def generate_group(
     request = proxy.requests[request_id] = Request()
     try:
         await proxy.until_resumed()
-        request.engine_id = request_id
         max_tokens = proxy.config.max_response_tokens
-        return await proxy.sample(request_id, list(prompt_tokens), seed, max_tokens, num_responses)
+        return await proxy.sample(
+            request, request_id, list(prompt_tokens), seed, max_tokens, num_responses
+        )
     finally:
         del proxy.requests[request_id]

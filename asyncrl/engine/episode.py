@@ -78,7 +78,11 @@ class Episode:
     async def _play(self) -> FinishReason:
         """Reset, then act and step until the environment ends or the tokens are used up."""
         self._tokens += await self.environment.reset()
-        self._check_prompt()
+        if len(self._tokens) > self.config.max_prompt_tokens:
+            raise ValueError(
+                f"the first observation of {self.config.task} with seed {self.ticket.environment_seed} has "
+                f"{len(self._tokens)} tokens, --max-prompt-tokens is {self.config.max_prompt_tokens}; raise it"
+            )
         max_tokens = len(self._tokens) + self.config.max_response_tokens
         while True:
             completion = await self.act(max_tokens - len(self._tokens))
@@ -93,13 +97,6 @@ class Episode:
             if len(self._tokens) + len(step.tokens) >= max_tokens:
                 return "length"
             self._tokens += step.tokens
-
-    def _check_prompt(self) -> None:
-        if len(self._tokens) > self.config.max_prompt_tokens:
-            raise ValueError(
-                f"the first observation of {self.config.task} with seed {self.ticket.environment_seed} has "
-                f"{len(self._tokens)} tokens, --max-prompt-tokens is {self.config.max_prompt_tokens}; raise it"
-            )
 
     async def act(self, max_tokens: int) -> Completion:
         """Let the policy take one turn."""

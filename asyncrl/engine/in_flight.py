@@ -4,7 +4,7 @@ import asyncio
 
 from asyncrl.engine.completion import Completion, Request, read_completion
 from asyncrl.engine.episode import Episode
-from asyncrl.engine.proxy import LLMProxy
+from asyncrl.engine.proxy import LLMProxy, running
 from asyncrl.engine.vllm_setup import num_sampled, output_so_far, request_states
 from asyncrl.messages import InFlight
 
@@ -15,12 +15,8 @@ SETTLING_TURNS = 100
 async def settle(proxy: LLMProxy) -> None:
     """Let responses that have just ended in the engine come to whoever waits for them."""
     for _ in range(SETTLING_TURNS):
-        running = [
-            request.engine_id
-            for request in proxy.requests.values()
-            if request.engine_id is not None
-        ]
-        if all(request_states(proxy.engine, engine_id) for engine_id in running):
+        engine_ids = running(proxy.requests.values())
+        if all(request_states(proxy.engine, engine_id) for engine_id in engine_ids):
             return
         await asyncio.sleep(0)
 
@@ -44,8 +40,8 @@ def _so_far(proxy: LLMProxy, episode: Episode) -> Completion | None:
         return episode.turns[0][1]
     if (request := proxy.requests.get(episode.request_id)) is None:
         return None
-    running = [output_so_far(state) for state in request_states(proxy.engine, request.engine_id)]
-    segments = [*request.segments, *map(read_completion, running)]
+    outputs = map(output_so_far, request_states(proxy.engine, request.engine_id))
+    segments = [*request.segments, *map(read_completion, outputs)]
     return Request(segments=segments).end("aborted")
 
 

@@ -6,9 +6,10 @@ response gets one response, whatever happened on the way. Imports vllm inside fu
 
 import asyncio
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from asyncrl.engine.completion import Completion, Request, read_completion
 from asyncrl.messages import SampledTokens
 from asyncrl.runlog.time_ledger import Activity
 
-ABORT_AGAIN_S = 0.02
+ABORT_AGAIN_S = 0.001
 WATCH_S = 0.2
 """Between two looks at whether the engine is alive."""
 ASK_S = 1.0
@@ -40,10 +41,9 @@ class LLMProxy:
         self.sampled = SampledTokens()
         self.activity = Activity()
         """What this worker does; the proxy notes requests and updates in it, its owner the rest."""
-        self._num_scores = 0
+        self._score_numbers = itertools.count()
         self.requests: dict[str, Request] = {}
         """Responses on their way, by the ids that they were asked for with."""
-        self._returned = asyncio.Event()  # an engine request ended
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._asleep = False
@@ -98,8 +98,10 @@ class LLMProxy:
         max_tokens: int | None = None,
         prefix: Completion | None = None,
     ) -> Completion:
-        """Sample one response, or what follows a `prefix` of it, through any updates: at most `max_tokens` tokens
-        (max_response_tokens) in all. Without a seed each is the likeliest."""
+        """Sample one response, or what follows a `prefix` of it, through any updates.
+
+        It has at most `max_tokens` tokens in all, by default max_response_tokens. Without a seed each is the likeliest.
+        """
         if prefix is not None and prefix.finish_reason != "aborted":
             return prefix
         max_tokens = max_tokens or self.config.max_response_tokens
@@ -111,79 +113,62 @@ class LLMProxy:
                     return request.end("aborted")
                 if self.config.on_update == "restart":  # in which every response is of one version
                     self.sampled.discarded += request.keep_only(self.version)
-                segment = await self._sample_segment(
-                    request, request_id, prompt_tokens, seed, max_tokens
+                attempt, sampled = len(request.segments), request.tokens
+                (segment,) = await self.sample(
+                    request,
+                    f"{request_id}-{attempt}-{self.version}",
+                    [*prompt_tokens, *sampled],
+                    None if seed is None else seed + attempt,
+                    max_tokens - len(sampled),
                 )
+                if sampled:
+                    self.sampled.resumed += len(segment.tokens)
                 request.segments.append(segment)
                 if segment.finish_reason != "aborted" or request.aborted:
                     return request.end(segment.finish_reason)
-                if self.config.on_update == "restart":
-                    self.sampled.discarded += len(segment.tokens)
-                    request.segments.clear()
-                elif len(request.tokens) == max_tokens:
+                if len(request.tokens) == max_tokens:
                     return request.end("length")
         finally:
             del self.requests[request_id]
 
     async def until_resumed(self) -> None:
-        """Wait while sampling stands; else a request would be stamped and salted with the version that is going."""
+        """Wait while sampling is paused; else a request would be stamped and salted with the old version."""
         # an update that wakes it may be followed at once by a suspend
         while not self._resumed.is_set():
             await self._resumed.wait()
 
-    async def _sample_segment(
-        self,
-        request: Request,
-        request_id: str,
-        prompt_tokens: tuple[int, ...],
-        seed: int | None,
-        max_tokens: int,
-    ) -> Completion:
-        """Sample the rest of a response, to its end or the next update."""
-        prefix, attempt = request.tokens, len(request.segments)
-        request.engine_id, seed = (
-            f"{request_id}-{attempt}-{self.version}",
-            None if seed is None else seed + attempt,
-        )
-        try:
-            tokens = [*prompt_tokens, *prefix]
-            (segment,) = await self.sample(
-                request.engine_id, tokens, seed, max_tokens - len(prefix)
-            )
-            self.sampled.resumed += len(segment.tokens) if prefix else 0
-            return segment
-        finally:
-            request.engine_id = None
-            self._returned.set()
-
     async def sample(
         self,
+        request: Request,
         engine_id: str,
-        prompt_tokens: list[int],
+        tokens: list[int],
         seed: int | None,
         max_tokens: int,
         num_responses: int = 1,
     ) -> list[Completion]:
         """Sample responses by one request of the engine, to their end or until they are aborted."""
-        from vllm.inputs import tokens_input
-
         params = self.sampling_params(seed, max_tokens, num_responses)
-        # As an engine input: tokens in vLLM's other form are handed to a thread, which may have text to tokenise.
-        # The salt keeps a prefix that was computed under other weights out of reach, without emptying the cache.
-        prompt = tokens_input(prompt_tokens, cache_salt=str(self.version))
+        request.engine_id = engine_id
         self.activity.add(requests=1)
         try:
-            final = [
-                output
-                async for output in self.engine.generate(prompt, params, engine_id)
-                if output.finished
-            ]
+            final = await self._ask(engine_id, tokens, params)
         finally:
             self.activity.add(requests=-1)
-        if not final:
-            raise RuntimeError(f"request {engine_id} ended without an output")
-        self.sampled.new += sum(len(output.token_ids) for output in final[0].outputs)
-        return [read_completion(one) for one in sorted(final[0].outputs, key=lambda one: one.index)]
+            request.engine_id = None
+        self.sampled.new += sum(len(output.token_ids) for output in final.outputs)
+        outputs = sorted(final.outputs, key=lambda output: output.index)
+        return list(map(read_completion, outputs))
+
+    async def _ask(self, engine_id: str, tokens: list[int], params):
+        """Return the final output of a request of the engine."""
+        from vllm.inputs import tokens_input
+
+        # As an engine input: tokens in vLLM's other form are handed to a thread, which may have text to tokenise.
+        # The salt keeps a prefix that was computed under other weights out of reach, without emptying the cache.
+        prompt = tokens_input(tokens, cache_salt=str(self.version))
+        outputs = self.engine.generate(prompt, params, engine_id)
+        (final,) = [output async for output in outputs if output.finished]
+        return final
 
     def sampling_params(self, seed: int | None, max_tokens: int, num_responses: int):
         """vLLM's parameters of one request."""
@@ -194,19 +179,11 @@ class LLMProxy:
     async def score(self, tokens: tuple[int, ...]) -> np.ndarray:
         """Log-probs of tokens 1 … T − 1 given those before, at temperature 1. Returns [T − 1] float32, nats."""
         from vllm import SamplingParams
-        from vllm.inputs import tokens_input
 
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        self._num_scores += 1
-        async for output in self.engine.generate(
-            tokens_input(list(tokens)), params, f"score-{self._num_scores}"
-        ):
-            if output.finished:
-                pairs = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
-                return np.array(
-                    [position[token].logprob for position, token in pairs], dtype=np.float32
-                )
-        raise RuntimeError("a score request ended without an output")
+        final = await self._ask(f"score-{next(self._score_numbers)}", list(tokens), params)
+        pairs = zip(final.prompt_logprobs[1:], tokens[1:], strict=True)
+        return np.array([position[token].logprob for position, token in pairs], dtype=np.float32)
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests; each returns what it has, with finish reason `aborted`. Unknown ids are passed over."""
@@ -215,9 +192,7 @@ class LLMProxy:
         ]
         for request in requests:
             request.aborted = True
-        await self.engine.abort(
-            [request.engine_id for request in requests if request.engine_id is not None]
-        )
+        await self.engine.abort(running(requests))
 
     def take_sampled(self) -> SampledTokens:
         """Tokens returned by the engine since the last call."""
@@ -232,23 +207,16 @@ class LLMProxy:
             return
         self._resumed.clear()
         if self.config.on_update in ("resume", "restart"):
-            await self._interrupt()
+            # their responses continue after `resume`
+            while engine_ids := running(self.requests.values()):
+                await self.engine.abort(engine_ids)
+                # the engine does not know yet one that has just been sent to it
+                await asyncio.sleep(ABORT_AGAIN_S)
         # The engine core is asked directly: AsyncLLM.pause_generation sleeps another 20 ms while all stand still.
         mode = "wait" if self.config.on_update == "wait" else "keep"
         await self.engine.engine_core.pause_scheduler_async(
             mode=mode, clear_cache=self.config.on_update != "keep"
         )
-
-    async def _interrupt(self) -> None:
-        """Abort every engine request and wait until all have returned; their responses go on after `resume`."""
-        while engine_ids := [
-            r.engine_id for r in self.requests.values() if r.engine_id is not None
-        ]:
-            self._returned.clear()
-            await self.engine.abort(engine_ids)
-            # the engine does not know yet one that has just been sent to it
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._returned.wait(), ABORT_AGAIN_S)
 
     async def sleep(self) -> None:
         """Stop sampling and give up the GPU's memory, weights included: the next update wakes the engine.
@@ -262,7 +230,7 @@ class LLMProxy:
         self._asleep = True
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         await self.engine.resume_generation()
         self.activity.go_on()
         self._resumed.set()
@@ -270,7 +238,7 @@ class LLMProxy:
     async def update(
         self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None = None
     ) -> float:
-        """Load new weights and go on sampling. Returns the pause seen by generation, seconds; 0 if it stood before.
+        """Load new weights and continue sampling. Returns the pause of generation, seconds; 0 if it was paused before.
 
         `receiving` is called when the engine is ready for the weights. Raises TimeoutError as `sleep` does.
         """
@@ -281,16 +249,13 @@ class LLMProxy:
             start = time.monotonic()
             self.activity.stand("update")
             await self.suspend()
-            await self._wake_up()
+            if self._asleep:
+                # its scheduler continues as well, but has no request: see sleep
+                await self.engine.wake_up()
+                self._asleep = False
             await self._load(version, update_infos, receiving)
             await self.resume()
         return time.monotonic() - start if was_running else 0.0
-
-    async def _wake_up(self) -> None:
-        if self._asleep:
-            # its scheduler goes on as well, but has no request: see sleep
-            await self.engine.wake_up()
-            self._asleep = False
 
     async def _load(
         self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None
@@ -304,11 +269,9 @@ class LLMProxy:
         if receiving is not None:
             await calls.pop()
             receiving()
-        for update_info in update_infos:
-            calls.append(
-                self.engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
-            )
+        requests = [WeightTransferUpdateRequest(update_info=info) for info in update_infos]
         calls += [
+            *map(self.engine.update_weights, requests),
             self.engine.finish_weight_update(),
             self.engine.update_weight_version(str(version)),
         ]
@@ -318,6 +281,11 @@ class LLMProxy:
     def shutdown(self) -> None:
         """End the engine process, at once: it has nothing to hand over, and a clean end takes it seconds."""
         self.engine.shutdown(timeout=0)
+
+
+def running(requests: Iterable[Request]) -> list[str]:
+    """Return the ids of the engine's requests that sample for these responses now."""
+    return [request.engine_id for request in requests if request.engine_id is not None]
 
 
 @contextlib.asynccontextmanager

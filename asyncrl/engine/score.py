@@ -1,9 +1,9 @@
 """What a response is worth: the score of its task, or the user's reward functions, weighted and added up.
 
-A reward function is called as `f(response=TEXT, **row)`. `row` has the columns of the response's problem: those that the
-function names, or all if it takes `**`. The policy's response hides a column called `response`. The function returns a
-number up to MAX_REWARD, or a dict of such numbers by name: its parts, whose sum counts. With `async def` it may wait for
-others, such as a judge behind HTTP.
+A reward function is called as `f(response=TEXT, **row)`. `row` has the columns of the response's problem: those that
+the function names, or all if it takes `**`. The policy's response hides a column called `response`. The function
+returns a number up to MAX_REWARD, or a dict of such numbers by name: its parts, whose sum counts. With `async def` it
+may wait for others, such as a judge behind HTTP.
 """
 
 import asyncio
