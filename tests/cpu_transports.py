@@ -56,7 +56,6 @@ def patch_ipc(patch, chunk_bytes):
     patch.setattr(reductions, "reduce_tensor", share)
     patch.setattr(reductions, "rebuild_cuda_tensor", map_shared)
     patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0"))
-    patch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
 class Stream:

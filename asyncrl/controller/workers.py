@@ -99,10 +99,9 @@ class Worker:
 
     def load(self, announcement: Announcement) -> None:
         """Have the worker load staged weights, score the probe, and sample."""
-        infos = self.transport.messages(self.index, announcement.staged)
         self.transport.acquire(self.index, announcement.staged)
         self.loading = announcement
-        self.send_update(infos, announcement.probe)
+        self.send_update(announcement.staged.messages, announcement.probe)
 
     def send_update(self, infos: list[dict], probe: tuple[tuple[int, ...], ...]) -> None:
         """Have the engine load the weights that are `loading`, by their update infos, and score a probe."""

@@ -54,6 +54,13 @@ class Packed:
             [sum(sizes[i] for i in chunk) for chunk in self.chunks]
         )
 
+    def fill(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy all parameters, in the order of the specs; returns when they are there."""
+        copy_parameters(parameters, self.parameters)
+        if self.payload.is_cuda:
+            # whoever reads them has another stream
+            torch.cuda.current_stream(self.payload.device).synchronize()
+
 
 class IpcTransport(Buffers):
     """Weights through the memory of the GPU that trainer and engine share, by vLLM's own CUDA IPC engine.
@@ -66,9 +73,8 @@ class IpcTransport(Buffers):
 
     def __init__(self, specs: list[ParameterSpec], device: str = "cuda"):
         """Allocate the buffer; raises ValueError where the engine could not open it."""
-        super().__init__(num_buffers=1)
+        super().__init__(1, specs)
         check_allocator()
-        self.specs = specs
         self._packed = Packed(specs, torch.device(device))
         self._messages = list(map(self._message, self._packed.chunks, self._packed.chunk_payloads))
 
@@ -82,8 +88,7 @@ class IpcTransport(Buffers):
         Raises RuntimeError while it is read.
         """
         index = self.take_buffer()
-        copy_parameters(parameters, self._packed.parameters)
-        torch.cuda.synchronize()  # the engine's stream knows nothing of ours
+        self._packed.fill(parameters)
         return Staged(index, self._messages)
 
     def _message(self, chunk: range, payload: torch.Tensor) -> dict:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from asyncrl.weights.ipc import CHUNK_BYTES, Packed
-from asyncrl.weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout
+from asyncrl.weights.transport import Buffers, ParameterSpec, Staged, layout
 
 ADDRESS = "127.0.0.1"
 ABORT_S = 6.0
@@ -147,11 +147,11 @@ class NcclTransport(Buffers):
         open_link: Callable[..., NcclLink] = NcclLink,
     ):
         """`ranks_per_worker`: GPUs of one worker's engine; `timeout_s` bounds its joining, and each transfer."""
-        super().__init__(num_buffers=1)
+        super().__init__(1, specs)
         # here, and not by a thread in the middle of a step: it takes seconds
         if open_link is NcclLink:
             import_communicator()
-        self.specs, self.device, self.ranks_per_worker = specs, device, ranks_per_worker
+        self.device, self.ranks_per_worker = device, ranks_per_worker
         self._timeout_s, self._open_link = timeout_s, open_link
         self._packed = Packed(specs, device)
         self._senders: dict[int, _Sender] = {}
@@ -181,10 +181,7 @@ class NcclTransport(Buffers):
         This is all that the trainer waits for. Raises RuntimeError while the buffer is read.
         """
         index = self.take_buffer()
-        copy_parameters(parameters, self._packed.parameters)
-        if self.device.type == "cuda":
-            # the sending threads have streams of their own
-            torch.cuda.current_stream(self.device).synchronize()
+        self._packed.fill(parameters)
         return Staged(index, [layout(self.specs)])
 
     def send(self, worker: int, staged: Staged) -> None:

@@ -103,8 +103,7 @@ class ShmTransport(Buffers):
     """The trainer's end, which makes both buffers; asyncrl/weights/extension.py has the engine's."""
 
     def __init__(self, specs: list[ParameterSpec]):
-        super().__init__(num_buffers=2)
-        self.specs = specs
+        super().__init__(2, specs)
         size = HEADER_BYTES + payload_bytes(specs)
         self._paths, self._buffers = [], []
         for index in range(2):
@@ -126,6 +125,5 @@ class ShmTransport(Buffers):
         # a reader that is not meant to be here must not take half a payload for a version
         buffer.header[0] = -1
         copy_parameters(parameters, buffer.parameters)
-        return Staged(
-            index, [{"buffer": index, "version": version, "checksum": buffer.seal(version)}]
-        )
+        message = {"buffer": index, "version": version, "checksum": buffer.seal(version)}
+        return Staged(index, [message])

@@ -37,11 +37,9 @@ def layout(specs: list[ParameterSpec]) -> dict[str, list]:
 def specs_of(
     names: list[str], dtype_names: list[str], shapes: list[list[int]]
 ) -> list[ParameterSpec]:
-    """The parameters of a `layout`."""
-    named = zip(names, dtype_names, shapes, strict=True)
-    return [
-        ParameterSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in named
-    ]
+    """Return the parameters of a `layout`."""
+    dtypes = [getattr(torch, dtype_name) for dtype_name in dtype_names]
+    return list(map(ParameterSpec, names, dtypes, map(tuple, shapes)))
 
 
 @dataclass(frozen=True)
@@ -71,23 +69,25 @@ class Announcement:
 
 
 class Transport:
-    """What most transports do; as it is, one that brings weights nowhere. Calls under the lock of the controller keep
-    books on who reads what."""
+    """The calls of a transport. This one brings weights nowhere; each other one overrides what it does in another way.
+
+    `reserve`, `announce`, `can_read`, `acquire` and `release` are called under the lock of the controller.
+    """
+
+    keeps_announced = True
+    """Whether the announced weights stay until newer ones are announced, for a worker that starts meanwhile."""
 
     def __init__(self, specs: Sequence[ParameterSpec] = ()):
         self.specs = specs
         self._readers: collections.Counter[int] = collections.Counter()
         self._announced = -1
 
-    keeps_announced = True
-    """Whether the announced weights stay until newer ones are announced, for a worker that starts meanwhile."""
-
     def init_info(self, worker: int = 0) -> dict:
-        """What a worker's engine needs when it starts, or has been started again."""
+        """Return what a worker's engine needs when it starts, or has been started again."""
         return {}
 
     def reserve(self) -> bool:
-        """Whether `stage` may be called now."""
+        """Return whether `stage` may be called now."""
         return True
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
@@ -100,12 +100,8 @@ class Transport:
         self._announced = staged.buffer
 
     def can_read(self, worker: int, staged: Staged) -> bool:
-        """Whether a worker may begin to read what was announced: not while newer weights are written over it."""
+        """Return whether a worker may begin to read what was announced: not while newer weights are written over it."""
         return staged.buffer == self._announced
-
-    def messages(self, worker: int, staged: Staged) -> list[dict]:
-        """Update infos for a worker's engine: the same for all."""
-        return staged.messages
 
     def acquire(self, worker: int, staged: Staged) -> None:
         """Note that a worker is about to read."""
@@ -129,20 +125,20 @@ class Transport:
 
 
 class Buffers(Transport):
-    """Which of one or two buffers may be written; never one that a worker is reading.
+    """A transport with one or two buffers. It never writes a buffer that a worker is reading.
 
-    Of two, not the announced one either. With one worker that is at once true of one of them, so the trainer does not
-    wait, unless the worker is still loading the version before the announced one. One alone is written once all workers
-    have loaded what is in it; who starts meanwhile waits for the next announcement.
+    Of two buffers it does not write the announced one either. So with one worker the trainer does not wait, unless the
+    worker is still loading the version before the announced one. A single buffer is written once all workers have
+    loaded what is in it. A worker that starts meanwhile waits for the next announcement.
     """
 
-    def __init__(self, num_buffers: int):
-        super().__init__()
+    def __init__(self, num_buffers: int, specs: Sequence[ParameterSpec] = ()):
+        super().__init__(specs)
         self.num_buffers, self.keeps_announced = num_buffers, num_buffers > 1
         self._reserved: int | None = None
 
     def reserve(self) -> bool:
-        """Set aside a buffer for the next `stage`, under the lock. Returns whether there is one that may be written."""
+        """Set aside a buffer for the next `stage`. Returns whether there is one that may be written."""
         if self._reserved is None:
             kept = self._announced if self.keeps_announced else None
             free = (i for i in range(self.num_buffers) if not self._readers[i] and i != kept)
@@ -152,7 +148,7 @@ class Buffers(Transport):
         return self._reserved is not None
 
     def take_buffer(self) -> int:
-        """Index of the buffer that is to be written; raises RuntimeError if there is none."""
+        """Return the index of the buffer that is to be written. Raises RuntimeError if there is none."""
         if not self.reserve():
             raise RuntimeError(
                 f"no weight buffer is free: readers {dict(self._readers)}, announced {self._announced}"
