@@ -42,15 +42,17 @@ class NodeWatch:
         self.cluster, self.dump_stacks = cluster, dump_stacks
         self.reason: str | None = None
         """Why the first node to end did so, where it was no good end."""
+        self._has_reason = threading.Event()
         self._lock = threading.Lock()
-        self._told = self._is_ending = False
+        self._is_ending = False
+        self._untold: list[int] = []
         self._threads: list[threading.Thread] = []
-        if cluster.num_nodes == 1 or not cluster.is_leader:
+        if cluster.leaders is None:
             return
         store = dist.PrefixStore(name, cluster.store)
         self._group = dist.ProcessGroupGloo(store, cluster.node, cluster.num_nodes, CONNECT_TIMEOUT)
-        self._others = [node for node in range(cluster.num_nodes) if node != cluster.node]
-        for node in self._others:
+        self._untold = [node for node in range(cluster.num_nodes) if node != cluster.node]
+        for node in self._untold:
             thread = threading.Thread(
                 target=self._watch, args=(node,), name=cluster.name(node), daemon=True
             )
@@ -75,14 +77,8 @@ class NodeWatch:
         """
         if isinstance(error, RuntimeError) and "timed out" in str(error).lower():
             error = RuntimeError(f"{error}; {self.dump_stacks()}")
-        deadline = time.monotonic() + NOTICE_S
-        while (
-            isinstance(error, RuntimeError)
-            and self._threads
-            and not self.reason
-            and time.monotonic() < deadline
-        ):
-            time.sleep(0.05)
+        if isinstance(error, RuntimeError) and self._threads:
+            self._has_reason.wait(NOTICE_S)
         with self._lock:  # waits for a dump of stacks that goes on
             self._is_ending = True
         if self.reason is None:
@@ -92,12 +88,10 @@ class NodeWatch:
         return RuntimeError(self.reason)
 
     def _tell(self, reason: str) -> None:
-        if self._told or not self._threads:
-            return
-        self._told = True
         line = " ".join(reason.split()).encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
         message = torch.frombuffer(bytearray(line), dtype=torch.uint8)
-        for node in self._others:
+        nodes, self._untold = self._untold, []
+        for node in nodes:
             with contextlib.suppress(RuntimeError):  # it may be gone already
                 self._group.send([message], node, 0).wait(TELL_TIMEOUT)
 
@@ -125,6 +119,7 @@ class NodeWatch:
             self.reason = reason
             if lost:
                 self.reason = f"{reason}; {self.dump_stacks()}"
+            self._has_reason.set()
             if not self._is_ending:
                 os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE_S)

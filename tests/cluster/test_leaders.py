@@ -4,7 +4,6 @@ import threading
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from asyncrl.cluster.cluster import Cluster
@@ -13,27 +12,22 @@ from asyncrl.cluster.node_watch import NodeWatch
 
 
 def two_leaders(timeout_s):
-    """Those of two nodes, in two threads of this process, over real gloo."""
-    store, made = dist.HashStore(), {}
-
-    def meet(node):
-        made[node] = Leaders(store, node, 2, datetime.timedelta(seconds=timeout_s))
-
-    other = threading.Thread(target=meet, args=(1,))
-    other.start()
-    meet(0)
-    other.join()
-    return made[0], made[1]
+    """Those of two nodes, over a real store."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return Leaders(server, 0, 2, timeout), Leaders(client, 1, 2, timeout)
 
 
 def test_all_gather_values_of_any_size_in_the_order_of_nodes():
     one, two = two_leaders(30)
-    found = []
-    other = threading.Thread(target=lambda: found.append(two.gather("x" * 1000)))
+    found, values = [], ["x" * 1000, None, b"y" * (4 << 20), 2]
+    other = threading.Thread(target=lambda: found.extend(map(two.gather, values)))
     other.start()
-    assert one.gather(1) == [1, "x" * 1000]
+    expected = [[number, value] for number, value in enumerate(values)]
+    assert list(map(one.gather, range(4))) == expected
     other.join()
-    assert found == [[1, "x" * 1000]]
+    assert found == expected
 
 
 def test_a_wait_that_takes_too_long_names_the_option_and_ends_with_stacks():
@@ -47,7 +41,7 @@ def test_a_wait_that_takes_too_long_names_the_option_and_ends_with_stacks():
 
 
 def test_a_signal_is_acted_on_while_a_leader_waits():
-    one, two = two_leaders(30)
+    one, _ = two_leaders(30)
 
     def interrupt(number, frame):
         raise InterruptedError("stopped")
@@ -61,5 +55,3 @@ def test_a_signal_is_acted_on_while_a_leader_waits():
         assert time.monotonic() - start < 5
     finally:
         signal.signal(signal.SIGALRM, before)
-        # what one began; else gloo waits for its timeout when both go
-        two._gather_tensors(torch.tensor([0]))
