@@ -68,7 +68,6 @@ class RolloutWorker:
         self._tasks: set[asyncio.Task] = set()
         self._episodes: dict[int, list[Episode]] = {}  # ticket -> its trajectories
         self._finished: list[Trajectory] = []
-        self._is_flushing = False
         self._probing: list[asyncio.Task] = []
 
     async def act(self, message) -> None:
@@ -129,8 +128,8 @@ class RolloutWorker:
             await self.act(await self._inbox.get())
 
     def _start_tickets(self, tickets: list[Ticket]) -> None:
-        self.proxy.activity.add(trajectories=sum(ticket.num_members for ticket in tickets))
         for ticket in tickets:  # noted at once, as the next message may be to abort them
+            self.proxy.activity.add(trajectories=ticket.num_members)
             self._episodes[ticket.ticket_id] = self.make_episodes(ticket)
             self._start(self._run_ticket(ticket))
 
@@ -180,13 +179,12 @@ class RolloutWorker:
 
     async def _abort(self, ticket_ids: list[int]) -> None:
         """End these tickets' trajectories; they come back as `aborted`. Those that have ended are passed over."""
-        episodes = [
-            episode for ticket_id in ticket_ids for episode in self._episodes.get(ticket_id, ())
-        ]
-        sampling = {episode.request_id for episode in episodes if episode.request_id is not None}
-        for episode in episodes:
-            episode.abort()
-        await self.proxy.abort(list(sampling))
+        request_ids = set()
+        for ticket_id in ticket_ids:
+            for episode in self._episodes.get(ticket_id, ()):
+                request_ids.add(episode.request_id)
+                episode.abort()
+        await self.proxy.abort(request_ids)
 
     async def _suspend(self, suspend: Callable) -> None:
         """Stop sampling by `proxy.suspend` or `proxy.sleep`."""
@@ -202,13 +200,10 @@ class RolloutWorker:
         self.connection.send(read_in_flight(self.proxy, self._episodes))
 
     def _flush_soon(self) -> None:
-        """Send all that ends in this turn of the event loop by one message instead of many."""
-        if not self._is_flushing:
-            self._is_flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+        """Send all that ends in this turn of the event loop by one message: the first flush takes everything."""
+        asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._is_flushing = False
         finished, self._finished = self._finished, []
         if finished:
             self.connection.send(Finished(finished, self.proxy.activity.report_if_due()))

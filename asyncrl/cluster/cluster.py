@@ -127,9 +127,9 @@ def form_cluster(
     )
     if cluster.num_nodes == 1:
         return cluster
-    node_groups = [dist.new_group(list(ranks), timeout, "gloo") for ranks in ranks_of_nodes]
+    node_group, _ = dist.new_subgroups_by_enumeration(ranks_of_nodes, timeout, "gloo")
     leaders = Leaders(store, node, cluster.num_nodes, timeout) if cluster.is_leader else None
-    return dataclasses.replace(cluster, node_group=node_groups[node], leaders=leaders)
+    return dataclasses.replace(cluster, node_group=node_group, leaders=leaders)
 
 
 def join(
@@ -151,23 +151,17 @@ def join(
     if "RANK" not in os.environ:
         return form_cluster([Peer(0, "localhost")], 0, dist.HashStore(), backend, timeout)
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-    mine = _describe(lambda: fingerprint(config) | {"device": device_type})
+    is_leader = os.environ["LOCAL_RANK"] == "0"
+    mine = Peer(
+        int(os.environ["GROUP_RANK"]),
+        socket.gethostname(),
+        fingerprint(config) | {"device": device_type} if is_leader else None,
+    )
     peers = _meet(dist.PrefixStore("peers", store), rank, num_ranks, mine)
     check_same(
         {f"node {peer.node} ({peer.host})": peer.fingerprint for peer in peers if peer.fingerprint}
     )
     return form_cluster(peers, rank, store, backend, timeout)
-
-
-def _describe(fingerprint: Callable[[], dict]) -> Peer:
-    """What the others must know of this rank."""
-    rank, num_local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    return Peer(
-        int(os.environ.get("GROUP_RANK", rank // num_local)),
-        socket.gethostname(),
-        fingerprint() if leads else None,
-    )
 
 
 def _meet(store: dist.Store, rank: int, num_ranks: int, mine: Peer) -> list[Peer]:

@@ -31,8 +31,8 @@ class Leaders:
         while not self._store.check(keys):  # the store's own wait lets no signal through
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"timed out: waited {self._timeout_s:g} s for all other nodes; if a step or a checkpoint only takes "
-                    "that long, raise --timeout-s, of which this is twice"
+                    f"timed out: waited {self._timeout_s:g} s for all other nodes; if a step or a checkpoint only "
+                    "takes that long, raise --timeout-s, of which this is twice"
                 )
             time.sleep(_POLL_S)
         values = [pickle.loads(self._store.get(key)) for key in keys]

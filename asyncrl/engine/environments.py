@@ -99,7 +99,7 @@ class MultiTurn:
         ended_turn = tokens[-1:] == [self.pool.conversation.end_of_turn]
         step = await call_in_thread(self._step, response, ended_turn, timeout_s=self.pool.timeout_s)
         if step.ended:
-            self.pool.give_back(self.environment)
+            self.pool.idle.append(self.environment)
         return step
 
     def _step(self, response: str, ended_turn: bool) -> Step:
@@ -158,22 +158,19 @@ class EnvironmentPool:
     """Environments of one kind. One that ended is used again; one that failed, hangs or was left is not."""
 
     def __init__(self, make: Callable[[], Any], tokenizer, timeout_s: float):
-        """`make()` gives a new environment. Raises ValueError for a tokenizer that cannot hold a conversation."""
+        """`make()` returns a new environment. Raises ValueError for a tokenizer that cannot hold a conversation."""
         self.tokenizer, self.timeout_s = tokenizer, timeout_s
         self.conversation = Conversation(tokenizer)
+        self.idle: list = []
+        """Environments for the next episodes."""
         self._make = make
-        self._idle: list = []
 
     def take(self):
-        """An environment that nobody else uses; may be called in any thread, as making one is foreign code too."""
+        """Return an environment that nobody else uses. Any thread may call it, as making one is foreign code too."""
         try:
-            return self._idle.pop()
+            return self.idle.pop()
         except IndexError:
             return self._make()
-
-    def give_back(self, environment) -> None:
-        """Leave an environment to the next episode."""
-        self._idle.append(environment)
 
 
 def start_environments(spec: WorkerSpec, tokenizer) -> Environments:

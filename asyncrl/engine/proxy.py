@@ -147,11 +147,13 @@ class LLMProxy:
         num_responses: int = 1,
     ) -> list[Completion]:
         """Sample responses by one request of the engine, to their end or until they are aborted."""
-        params = self.sampling_params(seed, max_tokens, num_responses)
+        params = vllm_setup.sampling_params(
+            self.config, self.stop_token_ids, seed, max_tokens, num_responses
+        )
         request.engine_id = engine_id
         self.activity.add(requests=1)
         try:
-            final = await self._ask(engine_id, tokens, params)
+            final = await self.ask(engine_id, tokens, params)
         finally:
             self.activity.add(requests=-1)
             request.engine_id = None
@@ -159,7 +161,7 @@ class LLMProxy:
         outputs = sorted(final.outputs, key=lambda output: output.index)
         return list(map(read_completion, outputs))
 
-    async def _ask(self, engine_id: str, tokens: list[int], params):
+    async def ask(self, engine_id: str, tokens: list[int], params):
         """Return the final output of a request of the engine."""
         from vllm.inputs import tokens_input
 
@@ -170,26 +172,18 @@ class LLMProxy:
         (final,) = [output async for output in outputs if output.finished]
         return final
 
-    def sampling_params(self, seed: int | None, max_tokens: int, num_responses: int):
-        """vLLM's parameters of one request."""
-        return vllm_setup.sampling_params(
-            self.config, self.stop_token_ids, seed, max_tokens, num_responses
-        )
-
     async def score(self, tokens: tuple[int, ...]) -> np.ndarray:
         """Log-probs of tokens 1 … T − 1 given those before, at temperature 1. Returns [T − 1] float32, nats."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        final = await self._ask(f"score-{next(self._score_numbers)}", list(tokens), params)
+        final = await self.ask(f"score-{next(self._score_numbers)}", list(tokens), params)
         pairs = zip(final.prompt_logprobs[1:], tokens[1:], strict=True)
         return np.array([position[token].logprob for position, token in pairs], dtype=np.float32)
 
-    async def abort(self, request_ids: list[str]) -> None:
+    async def abort(self, request_ids: Iterable[str | None]) -> None:
         """End requests; each returns what it has, with finish reason `aborted`. Unknown ids are passed over."""
-        requests = [
-            self.requests[request_id] for request_id in request_ids if request_id in self.requests
-        ]
+        requests = [self.requests[name] for name in request_ids if name in self.requests]
         for request in requests:
             request.aborted = True
         await self.engine.abort(running(requests))

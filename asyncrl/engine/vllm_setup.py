@@ -67,8 +67,8 @@ def start_engine(spec: WorkerSpec):
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    options = engine_options(spec)
-    engine_config = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    arguments = AsyncEngineArgs(**engine_options(spec))
+    engine_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if spec.placement.gpu is None:
         # On the CPU vLLM has just chosen to spawn; a forked engine need not import all of vLLM again, 9 s. It
         # inherits torch's threads, which the environment decides only if torch was not imported before.
@@ -77,9 +77,7 @@ def start_engine(spec: WorkerSpec):
     elif torch.distributed.is_initialized():
         # which has called CUDA, and vLLM does not see it: a fork could use no GPU
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    engine = AsyncLLM.from_vllm_config(
-        engine_config, disable_log_stats=options["disable_log_stats"]
-    )
+    engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
     if cores := spec.placement.cores:
         run_on(engine.engine_core.resources.engine_manager.processes[0].pid, cores)
         run_on(os.getpid(), os.sched_getaffinity(0).difference(cores))

@@ -12,6 +12,7 @@ What is sent is the staged memory itself; nothing is copied once more.
 """
 
 import functools
+import math
 import os
 import queue
 import socket
@@ -84,55 +85,55 @@ class _Sender:
     """A thread that opens the link to one worker and then sends what it is asked to."""
 
     def __init__(self, worker: int, open_link: Callable[[], NcclLink], timeout_s: float):
-        self._worker, self._timeout_s = worker, timeout_s
+        self._worker, self._open_link, self._timeout_s = worker, open_link, timeout_s
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._link: NcclLink | None = None
         self._error: Exception | None = None
-        self._dropped = False
-        self._aborting: threading.Thread | None = None
-        self._deadline: float | None = time.monotonic() + timeout_s
-        self._doing = f"joining rollout worker {worker}'s NCCL group"
+        self._is_dropped = False
+        self._begin(f"joining rollout worker {worker}'s NCCL group")
         # A daemon thread: one that waits for a dead worker inside NCCL must not keep the process alive.
-        name = f"send-to-worker-{worker}"
-        threading.Thread(target=self._run, args=(open_link,), name=name, daemon=True).start()
+        threading.Thread(target=self._run, name=f"send-to-worker-{worker}", daemon=True).start()
 
-    def send(self, chunks: Iterable[torch.Tensor]) -> None:
-        self._jobs.put(chunks)
+    def _begin(self, action: str) -> None:
+        self._action, self._deadline = action, time.monotonic() + self._timeout_s
 
-    def _run(self, open_link: Callable[[], NcclLink]) -> None:
+    def _run(self) -> None:
         try:
-            self._link = open_link()
-            while not self._dropped:
-                self._deadline = None
+            self._link = self._open_link()
+            while not self._is_dropped:
+                self._deadline = math.inf
                 chunks = self._jobs.get()
                 if chunks is None:
                     return
-                self._doing = f"sending weights to rollout worker {self._worker} by NCCL"
-                self._deadline = time.monotonic() + self._timeout_s
+                self._begin(f"sending weights to rollout worker {self._worker} by NCCL")
                 self._link.send(chunks)
         except (RuntimeError, OSError, ImportError) as error:
             # what torch, NCCL and their sockets raise
             self._error = error
 
+    def send(self, chunks: Iterable[torch.Tensor]) -> None:
+        self._jobs.put(chunks)
+
     def check(self) -> None:
-        if self._error is not None and not self._dropped:
-            raise RuntimeError(f"{self._doing} failed: {self._error}") from self._error
-        deadline = self._deadline
-        if deadline is not None and time.monotonic() > deadline and not self._dropped:
-            raise TimeoutError(f"{self._doing} takes too long")
+        if self._error is not None:
+            raise RuntimeError(f"{self._action} failed: {self._error}") from self._error
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"{self._action} takes too long")
 
     def drop(self) -> None:
-        self._dropped = True
+        self._is_dropped = True
         self._jobs.put(None)
-        # elsewhere, as it takes seconds, and the controller's lock is held
+        # in a thread of its own, as it takes seconds, and the controller's lock is held
+        self._aborting = threading.Thread(target=self._abort, daemon=True)
+        self._aborting.start()
+
+    def _abort(self) -> None:
         if self._link is not None:
-            self._aborting = threading.Thread(target=self._link.abort, daemon=True)
-            self._aborting.start()
+            self._link.abort()
 
     def wait(self) -> None:
         """Wait for the end of what was dropped, but not for ever."""
-        if self._aborting is not None:
-            self._aborting.join(ABORT_S)
+        self._aborting.join(ABORT_S)
 
 
 class NcclTransport(Buffers):
@@ -200,8 +201,9 @@ class NcclTransport(Buffers):
 
     def close(self) -> None:
         """Give up all groups; a broadcast that still waited would be in the way of the process's end."""
-        senders = list(self._senders.items())
-        for worker, _ in senders:
-            self.drop(worker)
-        for _, sender in senders:
+        senders = list(self._senders.values())
+        self._senders.clear()
+        for sender in senders:
+            sender.drop()
+        for sender in senders:
             sender.wait()

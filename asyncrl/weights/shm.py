@@ -58,15 +58,8 @@ class SharedBuffer:
     """One version of the weights in shared host memory: a header page, then the parameters."""
 
     def __init__(self, path: str, specs: list[ParameterSpec], on_gpu: bool = False):
-        """Map the file, from whichever process, which copies it from or to a GPU if `on_gpu`.
-
-        Raises RuntimeError if its size is not what `specs` need.
-        """
-        size, expected = os.stat(path).st_size, HEADER_BYTES + payload_bytes(specs)
-        if size != expected:
-            raise RuntimeError(
-                f"weight buffer {path} has {size} bytes, {len(specs)} parameters need {expected}"
-            )
+        """Map the file, from whichever process, which copies it from or to a GPU if `on_gpu`."""
+        size = HEADER_BYTES + payload_bytes(specs)
         memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         self.header, self.payload = memory[:HEADER_BYTES].view(torch.int64), memory[HEADER_BYTES:]
         self.parameters = parameter_views(self.payload, specs)

@@ -111,11 +111,10 @@ class ForcedLengths(LLMProxy):
         length = min(work_of(most).length(seed), max_tokens or most)
         return await super().generate(request_id, prompt_tokens, seed, length)
 
-    def sampling_params(self, seed: int, max_tokens: int, num_responses: int):
-        """vLLM's parameters of one request that nothing but its length ends."""
-        params = super().sampling_params(seed, max_tokens, num_responses)
+    async def ask(self, engine_id: str, tokens: list[int], params):
+        """Return the final output of a request that nothing but its length ends."""
         params.ignore_eos, params.stop_token_ids = True, []
-        return params
+        return await super().ask(engine_id, tokens, params)
 
 
 async def start_proxy(spec: WorkerSpec, stop_token_ids: list[int]) -> LLMProxy:

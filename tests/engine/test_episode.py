@@ -415,7 +415,7 @@ def test_an_abort_before_the_first_turn_gives_an_empty_trajectory():
 def test_an_environment_that_ended_is_used_again_and_one_that_failed_is_not():
     pool = make_pool(lambda: Broken(crash=True))
     asyncio.run(make_episode(MultiTurn(pool, 0), policy("1")).run(0))
-    assert pool._idle == []
+    assert pool.idle == []
     pool = make_pool()
     first = MultiTurn(pool, 11)
     asyncio.run(make_episode(first, policy(str(secret_of(11)))).run(0))

@@ -83,12 +83,6 @@ def test_another_order_or_number_of_parameters_is_refused():
         transport.stage(0, parameters(0.0)[:1])
 
 
-def test_a_reader_with_another_layout_is_refused():
-    transport = ShmTransport(SPECS)
-    with pytest.raises(RuntimeError, match="1 parameters need"):
-        SharedBuffer(transport.init_info()["paths"][0], SPECS[:1])
-
-
 class Cuda:
     """What CUDA's runtime is asked to lock; it refuses once it has been told to."""
 
