@@ -13,8 +13,8 @@ FILES = sorted(
 FILES = [path for path in FILES if "tests" not in path.parts]
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 MAY_PICKLE = {
-    "asyncrl/cluster/leaders.py": "leaders of one run, over gloo, which is torch.distributed's and trusts whoever "
-    "it connects",
+    "asyncrl/cluster/gathering.py": "ranks of one run, over the store of torch.distributed, which trusts whoever "
+    "connects",
     "asyncrl/weights/ipc.py": "CUDA handles, from the trainer to the engine of its own worker",
 }
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "system", "popen"}

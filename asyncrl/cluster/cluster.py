@@ -7,7 +7,6 @@ step, rewards, counts and metrics.
 
 import dataclasses
 import datetime
-import json
 import os
 import socket
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from asyncrl.cluster.leaders import Leaders
+from asyncrl.cluster.gathering import Gathering
 from asyncrl.config import Config
 
 JOIN_TIMEOUT_S = 180.0
@@ -39,7 +38,7 @@ class Cluster:
     """Where process groups are formed; None in a cluster of one that was not formed by `join`."""
     node_group: dist.ProcessGroup | None = None
     """This node's ranks; None for all ranks, where one node has them all."""
-    leaders: Leaders | None = None
+    leaders: Gathering | None = None
     """Of all nodes; None where there is one, and on ranks that lead none."""
 
     @property
@@ -91,8 +90,19 @@ class Cluster:
         return values
 
     def gather(self, value: Any) -> list:
-        """The values of all leaders, in the order of nodes; collective over leaders. For small things only."""
-        return self.leaders.gather(value) if self.leaders else [value]
+        """Return the values of all leaders, in the order of nodes; collective over leaders. For small things only.
+
+        A signal interrupts the wait. Raises RuntimeError after the timeout.
+        """
+        if self.leaders is None:
+            return [value]
+        try:
+            return self.leaders.gather(value)
+        except TimeoutError:
+            raise RuntimeError(
+                f"timed out: waited {self.leaders.timeout_s:g} s for all other nodes; if a step or a checkpoint only "
+                "takes that long, raise --timeout-s, of which this is twice"
+            ) from None
 
     def max_over_ranks(self, counts: list[int]) -> list[int]:
         """The largest of each count on any rank of any node; collective over ranks."""
@@ -128,7 +138,10 @@ def form_cluster(
     if cluster.num_nodes == 1:
         return cluster
     node_group, _ = dist.new_subgroups_by_enumeration(ranks_of_nodes, timeout, "gloo")
-    leaders = Leaders(store, node, cluster.num_nodes, timeout) if cluster.is_leader else None
+    leaders = None
+    if cluster.is_leader:
+        leader_store = dist.PrefixStore("leaders", store)
+        leaders = Gathering(leader_store, node, cluster.num_nodes, timeout.total_seconds())
     return dataclasses.replace(cluster, node_group=node_group, leaders=leaders)
 
 
@@ -165,18 +178,15 @@ def join(
 
 
 def _meet(store: dist.Store, rank: int, num_ranks: int, mine: Peer) -> list[Peer]:
-    """All peers, through the store: before there is a process group, nothing else has a short timeout."""
-    keys = [str(other) for other in range(num_ranks)]
-    store.set(keys[rank], json.dumps(dataclasses.asdict(mine)))
+    """Return all peers. They come as plain tuples, as other nodes may have another version of this code."""
     try:
-        store.wait(keys, datetime.timedelta(seconds=JOIN_TIMEOUT_S))
-    except dist.DistStoreError:
-        missing = ", ".join(key for key in keys if not store.check([key]))
+        peers = Gathering(store, rank, num_ranks, JOIN_TIMEOUT_S).gather(dataclasses.astuple(mine))
+    except TimeoutError as missing:
         raise RuntimeError(
             f"of {num_ranks} ranks that torchrun starts {missing} did not come within {JOIN_TIMEOUT_S:.0f} s: look at "
             "what their nodes printed"
         ) from None
-    return [Peer(**json.loads(store.get(key))) for key in keys]
+    return [Peer(*peer) for peer in peers]
 
 
 def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:

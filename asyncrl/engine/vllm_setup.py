@@ -48,13 +48,9 @@ def worker_environment(
             # nothing is compiled here, and one small function of vLLM's takes 0.8 s
             "TORCHDYNAMO_DISABLE": "1",
         }
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     end = placement.gpu + placement.num_gpus
-    devices = (
-        [name.strip() for name in visible.split(",")]
-        if visible
-        else [str(index) for index in range(end)]
-    )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(end)))
+    devices = [name.strip() for name in visible.split(",")]
     if any(name.startswith("GPU-") for name in devices):  # vLLM knows no UUID by its beginning
         devices = [gpu.uuid for gpu in list_gpus(visible)]
     return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}

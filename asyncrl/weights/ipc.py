@@ -25,14 +25,12 @@ def chunks_of(sizes: list[int], num_bytes: int) -> list[range]:
 
 def check_allocator() -> None:
     """Raise ValueError if torch is told to allocate memory that a child process may not open, as an engine is one."""
-    told = (
-        name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(name)
-    )
-    if (name := next(told, None)) and "expandable_segments:true" in os.environ[
-        name
-    ].lower().replace(" ", ""):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
+    name = next(filter(os.environ.get, names), names[0])
+    options = os.environ.get(name, "")
+    if "expandable_segments:true" in options.lower().replace(" ", ""):
         raise ValueError(
-            f"{name}={os.environ[name]}: an engine cannot open the trainer's expandable segments, as --weight-sync ipc "
+            f"{name}={options}: an engine cannot open the trainer's expandable segments, as --weight-sync ipc "
             "needs; take expandable_segments out of the variable, or use --weight-sync shm"
         )
 

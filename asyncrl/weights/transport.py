@@ -135,17 +135,18 @@ class Buffers(Transport):
     def __init__(self, num_buffers: int, specs: Sequence[ParameterSpec] = ()):
         super().__init__(specs)
         self.num_buffers, self.keeps_announced = num_buffers, num_buffers > 1
-        self._reserved: int | None = None
 
     def reserve(self) -> bool:
-        """Set aside a buffer for the next `stage`. Returns whether there is one that may be written."""
-        if self._reserved is None:
-            kept = self._announced if self.keeps_announced else None
-            free = (i for i in range(self.num_buffers) if not self._readers[i] and i != kept)
-            self._reserved = next(free, None)
-        if self._reserved == self._announced:
+        """Return whether there is a buffer that may be written. From then on nobody begins to read it."""
+        index = self._free_buffer()
+        if index == self._announced:
             self._announced = -1
-        return self._reserved is not None
+        return index is not None
+
+    def _free_buffer(self) -> int | None:
+        kept = self._announced if self.keeps_announced else None
+        free = (i for i in range(self.num_buffers) if not self._readers[i] and i != kept)
+        return next(free, None)
 
     def take_buffer(self) -> int:
         """Return the index of the buffer that is to be written. Raises RuntimeError if there is none."""
@@ -153,8 +154,7 @@ class Buffers(Transport):
             raise RuntimeError(
                 f"no weight buffer is free: readers {dict(self._readers)}, announced {self._announced}"
             )
-        index, self._reserved = self._reserved, None
-        return index
+        return self._free_buffer()
 
 
 def copy_parameters(

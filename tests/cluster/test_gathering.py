@@ -1,4 +1,3 @@
-import datetime
 import signal
 import threading
 import time
@@ -7,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from asyncrl.cluster.cluster import Cluster
-from asyncrl.cluster.leaders import Leaders
+from asyncrl.cluster.gathering import Gathering
 from asyncrl.cluster.node_watch import NodeWatch
 
 
@@ -15,8 +14,7 @@ def two_leaders(timeout_s):
     """Those of two nodes, over a real store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    return Leaders(server, 0, 2, timeout), Leaders(client, 1, 2, timeout)
+    return Gathering(server, 0, 2, timeout_s), Gathering(client, 1, 2, timeout_s)
 
 
 def test_all_gather_values_of_any_size_in_the_order_of_nodes():
@@ -35,7 +33,7 @@ def test_a_wait_that_takes_too_long_names_the_option_and_ends_with_stacks():
     with pytest.raises(
         RuntimeError, match=r"waited 0\.5 s for all other nodes; .* raise --timeout-s"
     ) as caught:
-        one.gather("mine")
+        Cluster(leaders=one).gather("mine")
     explained = NodeWatch(Cluster(), lambda: "stacks are in FILE").explain(caught.value)
     assert str(explained).endswith("of which this is twice; stacks are in FILE")
 
