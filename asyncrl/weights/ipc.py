@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
+from asyncrl.weights.shm import parameter_views
 from asyncrl.weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout
 
 CHUNK_BYTES = 1 << 29
@@ -42,10 +43,7 @@ class Packed:
         """Allocate it. Raises RuntimeError if a parameter would begin where none of its dtype may."""
         sizes = [spec.num_bytes for spec in specs]
         self.payload = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        parts = zip(specs, self.payload.split(sizes), strict=True)
-        self.parameters = [
-            (spec.name, part.view(spec.dtype).view(spec.shape)) for spec, part in parts
-        ]
+        self.parameters = parameter_views(self.payload, specs, alignment=1)
         """Hugging Face name and view of each."""
         self.chunks = chunks_of(sizes, CHUNK_BYTES)
         self.chunk_payloads = self.payload.split(

@@ -21,21 +21,21 @@ CHECKSUM_INTERVAL = 10
 NO_CHECKSUM = 0
 
 
-def slot_bytes(spec: ParameterSpec) -> int:
-    """Bytes from a parameter's start in a payload to the next one's, a multiple of ALIGNMENT."""
-    return -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
+def slot_bytes(specs: list[ParameterSpec], alignment: int = ALIGNMENT) -> list[int]:
+    """Return the bytes from each parameter's start in a payload to the next one's, multiples of `alignment`."""
+    return [-(-spec.num_bytes // alignment) * alignment for spec in specs]
 
 
 def payload_bytes(specs: list[ParameterSpec]) -> int:
-    """Size of a payload, which has all parameters one after the other."""
-    return sum(map(slot_bytes, specs))
+    """Return the size of a payload, which has all parameters one after the other."""
+    return sum(slot_bytes(specs))
 
 
 def parameter_views(
-    payload: torch.Tensor, specs: list[ParameterSpec]
+    payload: torch.Tensor, specs: list[ParameterSpec], alignment: int = ALIGNMENT
 ) -> list[tuple[str, torch.Tensor]]:
-    """Views of a [bytes] uint8 payload as the parameters of `specs`, in order, each with its name."""
-    slots = payload.split(list(map(slot_bytes, specs)))
+    """Return views of a [bytes] uint8 payload as the parameters of `specs`, in order, each with its name."""
+    slots = payload.split(slot_bytes(specs, alignment))
     return [
         (spec.name, slot[: spec.num_bytes].view(spec.dtype).view(spec.shape))
         for spec, slot in zip(specs, slots, strict=True)
