@@ -1,8 +1,8 @@
 """The rollout worker process: one engine, and one coroutine per trajectory.
 
 A worker reads messages from the controller in order, so a ticket sent after an update is sampled under it. Tickets run
-at the same time and independently: each is generated, stepped or scored as soon as its turn ends, and sent back;
-nothing waits for a batch.
+at the same time and independently. Each is generated, stepped or scored as soon as its turn ends, and is then sent
+back. Nothing waits for a batch.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class RolloutWorker:
     def __init__(
         self, spec: WorkerSpec, connection: Connection, proxy: LLMProxy, environments: Environments
     ):
-        """To be made in the event loop in which the engine was started."""
+        """A worker is made in the event loop in which the engine was started."""
         self.spec, self.config, self.connection = spec, spec.config, connection
         self.proxy, self.environments = proxy, environments
         self._ended = asyncio.get_running_loop().create_future()
@@ -217,7 +217,7 @@ class RolloutWorker:
     def _finish_task(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and not self._ended.done():
-            # which a dead engine may only be the end of
+            # a dead engine may only be its consequence
             print(f"ended by {task.exception()!r}", flush=True)
             self._ended.set_exception(self.proxy.death or task.exception())
 
@@ -228,9 +228,9 @@ async def start_worker(
     start_proxy=LLMProxy.start,
     start_environments=start_environments,
 ) -> RolloutWorker:
-    """Start a worker's parts, report that they are there, and make the worker of them.
+    """Start the parts of a worker, report that they are up, and return the worker.
 
-    Studies start other parts: a proxy, which is awaited, from the tokens that end a turn, or other environments.
+    Studies start other parts: another proxy, whose start is awaited, or other environments.
     """
     tokenizer = load_tokenizer(spec.model_path)
     start = time.monotonic()
@@ -247,7 +247,7 @@ async def start_worker(
 def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start_worker) -> None:
     """Entry point of the worker process. Everything it and its engine print goes to the log.
 
-    `start(spec, connection)` is awaited and gives the worker, whose `serve()` is awaited then.
+    `start(spec, connection)` is awaited and returns the worker. Then its `serve()` is awaited.
     """
     log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
@@ -274,7 +274,7 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
 
 
 def main() -> None:
-    """Sample for a run elsewhere: `python rollout.py --join HOST:PORT --key FILE`."""
+    """Sample for a run on another host: `python rollout.py --join HOST:PORT --key FILE`."""
     try:
         extras.load("--join").main(run_worker)
     except ValueError as error:

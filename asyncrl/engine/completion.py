@@ -1,4 +1,4 @@
-"""Responses: what the engine has sampled of one, and how a vLLM output becomes one."""
+"""Responses: what the engine has sampled, and how it is read from vLLM's output."""
 
 from dataclasses import dataclass, field
 
@@ -21,12 +21,13 @@ class Completion:
 
     @classmethod
     def of(cls, partial: Partial) -> "Completion":
-        """What there is of a response from before a resume."""
-        tokens, reason = partial.tokens.tolist(), partial.finish_reason or "aborted"
-        return cls(tokens, partial.behavior_logprobs, partial.policy_versions, reason)
+        """Return the part of a response that was sampled before a resume."""
+        reason = partial.finish_reason or "aborted"
+        logprobs, versions = partial.behavior_logprobs, partial.policy_versions
+        return cls(partial.tokens.tolist(), logprobs, versions, reason)
 
     def partial(self, ticket_id: int) -> Partial:
-        """The response, for another worker to go on from; one that is aborted has not ended."""
+        """Return the response for another worker to continue. An aborted one has not ended."""
         reason = None if self.finish_reason == "aborted" else self.finish_reason
         return Partial(
             ticket_id, np.array(self.tokens, np.int64), self.logprobs, self.versions, reason
@@ -35,7 +36,7 @@ class Completion:
 
 @dataclass
 class Request:
-    """A response on its way; one engine request, or one after the other."""
+    """A response that is being sampled, by one request of the engine or by several, one after the other."""
 
     engine_id: str | None = None
     """The engine request that samples it now."""
@@ -46,11 +47,11 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens sampled so far, which the next engine request goes on from."""
+        """All tokens sampled so far, which the next request of the engine continues."""
         return [token for segment in self.segments for token in segment.tokens]
 
     def keep_only(self, version: int) -> int:
-        """Give up what was sampled unless all of it is of one version. Returns the tokens given up."""
+        """Drop what was sampled unless all of it is of one version. Returns the number of tokens dropped."""
         if all((segment.versions == version).all() for segment in self.segments):
             return 0
         num_tokens = len(self.tokens)
@@ -58,7 +59,7 @@ class Request:
         return num_tokens
 
     def end(self, finish_reason: FinishReason) -> Completion:
-        """The whole response: what was sampled between updates, joined."""
+        """Return the whole response: what was sampled between updates, joined."""
         return Completion(
             self.tokens,
             np.concatenate(
@@ -72,9 +73,9 @@ class Request:
 
 
 def read_completion(output) -> Completion:
-    """The Completion in a vLLM CompletionOutput.
+    """Return the Completion in a vLLM CompletionOutput.
 
-    Raises RuntimeError if the engine ended it for a reason of its own.
+    Raises RuntimeError if the engine ended it for another reason than those of a response.
     """
     reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
     if output.finish_reason not in reasons:

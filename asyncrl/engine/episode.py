@@ -32,8 +32,10 @@ class Episode:
         environment: Environment,
         generate: Callable,
     ) -> None:
-        """`generate(request_id, prompt_tokens, seed, max_tokens)` is awaited for a turn: greedy without a seed, and
-        with a prefix where the ticket has one."""
+        """`generate(request_id, prompt_tokens, seed, max_tokens, prefix)` is awaited for each turn.
+
+        Without a seed it is greedy. The prefix is None, or what there was of the response before a resume.
+        """
         self.config = config
         self.ticket = ticket
         self.member = member
@@ -60,7 +62,7 @@ class Episode:
             self._task.cancel()
 
     async def run(self, worker: int) -> Trajectory:
-        """Run to the end, whichever it is, and return the whole trajectory."""
+        """Run to whatever end, and return the whole trajectory."""
         self._task = asyncio.current_task()
         started_at, failure = time.time(), ""
         try:
@@ -103,16 +105,14 @@ class Episode:
         started_at = time.time()
         turn = len(self.turns)
         self.request_id = f"{self.ticket.ticket_id}.{turn}"
-        seed = (
-            None
-            if self.ticket.group_id == GREEDY_GROUP
-            else self.ticket.seed + turn * _SEEDS_PER_TURN
-        )
-        # of its only turn
-        prefix = [] if self.ticket.prefix is None else [Completion.of(self.ticket.prefix)]
+        seed = None
+        if self.ticket.group_id != GREEDY_GROUP:
+            seed = self.ticket.seed + turn * _SEEDS_PER_TURN
+        # a ticket with a prefix has one turn
+        prefix = self.ticket.prefix and Completion.of(self.ticket.prefix)
         try:
             completion = await self._generate(
-                self.request_id, tuple(self._tokens), seed, max_tokens, *prefix
+                self.request_id, tuple(self._tokens), seed, max_tokens, prefix
             )
         finally:
             self.request_id = None

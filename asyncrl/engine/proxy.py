@@ -1,7 +1,7 @@
 """One vLLM engine as a rollout worker sees it: generate, abort, suspend, resume, update, score.
 
-What becomes of running requests at a weight update (`on_update`) is decided here and nowhere else: whoever waits for a
-response gets one response, whatever happened on the way. Imports vllm inside functions; importing this costs nothing.
+This module alone decides what a weight update does to running requests (`on_update`). Whoever waits for a response gets
+one response, whatever happened meanwhile. The module imports vllm inside functions, so importing it costs nothing.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ class LLMProxy:
         self.version = -1
         self.sampled = SampledTokens()
         self.activity = Activity()
-        """What this worker does; the proxy notes requests and updates in it, its owner the rest."""
+        """What this worker does. The proxy notes requests and updates in it, and its owner notes the rest."""
         self._score_numbers = itertools.count()
         self.requests: dict[str, Request] = {}
-        """Responses on their way, by the ids that they were asked for with."""
+        """Responses that are being sampled, by the ids that the callers gave."""
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._asleep = False
@@ -55,7 +55,7 @@ class LLMProxy:
 
     @property
     def death(self) -> RuntimeError | None:
-        """The error to end with once the engine is dead; vLLM has logged what it knows of it."""
+        """The error of a dead engine; None while it is alive. vLLM has logged what it knows of the death."""
         why = "the engine is dead; if nothing above says why, it was killed, most likely for want of memory"
         return RuntimeError(why) if self.engine.errored else None
 
@@ -64,13 +64,13 @@ class LLMProxy:
         await asyncio.gather(self._watch_death(), self._watch_answers())
 
     async def _watch_death(self) -> None:
-        """Raise when the engine is dead: vLLM fails its requests then, but leaves an update or a suspend waiting."""
+        """Raise when the engine is dead. vLLM then fails its requests, but leaves an update or a suspend waiting."""
         while self.death is None:
             await asyncio.sleep(WATCH_S)
         raise self.death
 
     async def _watch_answers(self) -> None:
-        """Raise TimeoutError when the engine does not answer: a stopped process looks alive, also while it samples."""
+        """Raise TimeoutError when the engine does not answer. A stopped process looks alive, also while it samples."""
         while True:
             async with _limited(self.config.timeout_s, "an answer of the engine"):
                 await self.engine.is_sleeping()  # which it answers between two steps
@@ -173,7 +173,7 @@ class LLMProxy:
         return final
 
     async def score(self, tokens: tuple[int, ...]) -> np.ndarray:
-        """Log-probs of tokens 1 … T − 1 given those before, at temperature 1. Returns [T − 1] float32, nats."""
+        """Return the log-probs of tokens 1 … T − 1 given those before, at temperature 1: [T − 1] float32, nats."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -189,7 +189,7 @@ class LLMProxy:
         await self.engine.abort(running(requests))
 
     def take_sampled(self) -> SampledTokens:
-        """Tokens returned by the engine since the last call."""
+        """Return the tokens that the engine has returned since the last call."""
         sampled, self.sampled = self.sampled, SampledTokens()
         return sampled
 
@@ -254,9 +254,12 @@ class LLMProxy:
     async def _load(
         self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None
     ) -> None:
-        """The phases of vLLM's weight update. The engine core takes calls in order, so they are sent all together: each
-        answer waited for is a round trip in which generation stands still. After one that fails the others are made
-        all the same, but then the error ends this worker, and nothing is sampled before."""
+        """Go through the phases of vLLM's weight update.
+
+        The engine core takes calls in order, so they are sent all together. Each answer that is waited for is a round
+        trip in which generation is paused. If one call fails, the others are made all the same. The error then ends
+        this worker before anything is sampled.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         calls = [self.engine.start_weight_update()]
@@ -273,7 +276,7 @@ class LLMProxy:
         self.version = version
 
     def shutdown(self) -> None:
-        """End the engine process, at once: it has nothing to hand over, and a clean end takes it seconds."""
+        """End the engine process at once. It has nothing to hand over, and a clean end takes it seconds."""
         self.engine.shutdown(timeout=0)
 
 

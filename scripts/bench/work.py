@@ -105,11 +105,12 @@ class ForcedLengths(LLMProxy):
         prompt_tokens: tuple[int, ...],
         seed: int,
         max_tokens: int | None = None,
+        prefix: Completion | None = None,
     ) -> Completion:
         """Sample one response of exactly the forced length, or of `max_tokens` if that is less."""
         most = self.config.max_response_tokens
         length = min(work_of(most).length(seed), max_tokens or most)
-        return await super().generate(request_id, prompt_tokens, seed, length)
+        return await super().generate(request_id, prompt_tokens, seed, length, prefix)
 
     async def ask(self, engine_id: str, tokens: list[int], params):
         """Return the final output of a request that nothing but its length ends."""

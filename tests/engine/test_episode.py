@@ -44,7 +44,7 @@ def policy(*responses, version=5, cut=False):
     """A policy that says these things, turn by turn; the prompts it was given are kept."""
     prompts, left = [], list(responses)
 
-    async def generate(request_id, prompt_tokens, seed, max_tokens):
+    async def generate(request_id, prompt_tokens, seed, max_tokens, prefix):
         prompts.append(list(prompt_tokens))
         whole = TOKENIZER.encode(left.pop(0)) + ([] if cut else [EOS])
         tokens = whole[:max_tokens]
