@@ -1,8 +1,8 @@
-"""Ends a node within seconds of another's end, whatever it is doing then.
+"""End a node within seconds of another's end, whatever it is doing then.
 
-Between each two leaders lies a connection on which nothing is said until the end: an empty message for a good one, or
-the reason of a bad one. If a node is killed, its kernel closes the connection. Without this, the others would find out
-at their next collective; and in one of NCCL's, when its timeout ends.
+Each two leaders have a connection. It carries one message, at the end: an empty one for a good end, or the reason of a
+bad one. If a node is killed, its kernel closes the connection. Without this, the others would notice at their next
+collective. In a collective of NCCL they would notice only after its timeout.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ CONNECT_TIMEOUT = datetime.timedelta(seconds=180)
 LONGEST_RUN = datetime.timedelta(days=365)
 MESSAGE_BYTES = 1024
 FINISH_TIMEOUT_S = 60.0
-TELL_TIMEOUT = datetime.timedelta(seconds=5)
+REPORT_TIMEOUT = datetime.timedelta(seconds=5)
 NOTICE_S = 2.0
 """Time in which a leader whose collective failed learns that a node has ended, which then is the reason."""
 GRACE_S = 30.0
@@ -32,27 +32,27 @@ GRACE_S = 30.0
 
 
 class NodeWatch:
-    """One thread per other node, on the leaders; nothing on the other ranks, and nothing on a single node."""
+    """One thread per other node on leaders. It does nothing on other ranks and on a single node."""
 
     def __init__(self, cluster: Cluster, dump_stacks: Callable[[], str], name: str = "watch"):
         """Connect the leaders and start to watch; collective. `name` must be new to the cluster's store.
 
-        `dump_stacks()`, for when a node is lost or a wait takes too long, says where the stacks are.
+        `dump_stacks()` is called when a node is lost or a wait takes too long, and returns where the stacks are.
         """
         self.cluster, self.dump_stacks = cluster, dump_stacks
         self.reason: str | None = None
-        """Why the first node to end did so, where it was no good end."""
+        """Why the first node that ended badly did so."""
         self._has_reason = threading.Event()
         self._lock = threading.Lock()
         self._is_ending = False
-        self._untold: list[int] = []
+        self._unreported: list[int] = []
         self._threads: list[threading.Thread] = []
         if cluster.leaders is None:
             return
         store = dist.PrefixStore(name, cluster.store)
         self._group = dist.ProcessGroupGloo(store, cluster.node, cluster.num_nodes, CONNECT_TIMEOUT)
-        self._untold = [node for node in range(cluster.num_nodes) if node != cluster.node]
-        for node in self._untold:
+        self._unreported = [node for node in range(cluster.num_nodes) if node != cluster.node]
+        for node in self._unreported:
             thread = threading.Thread(
                 target=self._watch, args=(node,), name=cluster.name(node), daemon=True
             )
@@ -60,8 +60,8 @@ class NodeWatch:
             thread.start()
 
     def finish(self) -> None:
-        """After a good end here, wait for that of the others. Raises RuntimeError if it takes too long."""
-        self._tell("")
+        """Wait for the good end of the others, after that of this node. Raises RuntimeError if it takes too long."""
+        self._report("")
         deadline = time.monotonic() + FINISH_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -71,7 +71,7 @@ class NodeWatch:
                 )
 
     def explain(self, error: BaseException) -> BaseException:
-        """What this node's end is due to: the end of another node before it, or `error`, of which the others are told.
+        """Return the cause of this node's end: the earlier end of another, or `error`, which is reported to others.
 
         No signal comes from here any more.
         """
@@ -82,18 +82,18 @@ class NodeWatch:
         with self._lock:  # waits for a dump of stacks that goes on
             self._is_ending = True
         if self.reason is None:
-            self._tell(str(error) or type(error).__name__)
+            self._report(str(error) or type(error).__name__)
             return error
-        self._tell(f"after {self.reason}")
+        self._report(f"after {self.reason}")
         return RuntimeError(self.reason)
 
-    def _tell(self, reason: str) -> None:
+    def _report(self, reason: str) -> None:
         line = " ".join(reason.split()).encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
         message = torch.frombuffer(bytearray(line), dtype=torch.uint8)
-        nodes, self._untold = self._untold, []
+        nodes, self._unreported = self._unreported, []
         for node in nodes:
             with contextlib.suppress(RuntimeError):  # it may be gone already
-                self._group.send([message], node, 0).wait(TELL_TIMEOUT)
+                self._group.send([message], node, 0).wait(REPORT_TIMEOUT)
 
     def _watch(self, node: int) -> None:
         message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
@@ -112,7 +112,7 @@ class NodeWatch:
             self._end(f"{self.cluster.name(node)} ended: {reason}", lost=False)
 
     def _end(self, reason: str, lost: bool) -> None:
-        """End this process: its main thread by a signal, or all of it where that one is deep in a collective."""
+        """End this process: its main thread by a signal, or all of it if that thread is deep in a collective."""
         with self._lock:
             if self.reason is not None:
                 return
