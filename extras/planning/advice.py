@@ -54,7 +54,7 @@ def advice_of(run) -> str:
     if run.events["step"]["node"].nunique() > 1:
         raise ValueError(f"{run.path} has several nodes; there is advice for one node only")
     if config.listen:
-        return advise_on_machines(measure_machines(run, config))
+        return advise_on_hosts(measure_hosts(run, config))
     hardware = run.info["hardware"]
     placement = place(config, len(hardware["gpus"]), hardware["cpu_cores"], run.info["world_size"])
     return advise(measure(run, config, placement))
@@ -150,12 +150,12 @@ def best_alpha(m: Measured) -> float:
     return min(alpha for alpha, s in seconds.items() if s <= NEAR * min(seconds.values()))
 
 
-# Machines
+# Remote hosts
 
 
 @dataclass(frozen=True)
-class Machines:
-    """What a run that machines have joined knows of its rollout workers, and of what the trainer asks of them."""
+class RemoteHosts:
+    """What a run that hosts have joined knows of its rollout workers, and of what the trainer asks of them."""
 
     rates: tuple[float, ...]
     """Responses/s of each worker in the time in which it samples any (μ); there is at least one."""
@@ -164,27 +164,27 @@ class Machines:
     train_s: float
     """That the trainer needs for a step, without its waits (T_train)."""
     broadcast_s: float
-    """From a publication until a machine has the weights, mean of the machines (T_broadcast)."""
+    """From a publication until a host has the weights, mean of the hosts (T_broadcast)."""
     refresh_lag: int
-    """Steps from one refresh of a machine to the next (κ), at least 1."""
+    """Steps from one refresh of a host to the next (κ), at least 1."""
 
 
-def rate_that_suffices(m: Machines) -> float:
-    """Responses/s with which all machines together do not keep the trainer waiting; infinite if no rate is enough.
+def rate_that_suffices(m: RemoteHosts) -> float:
+    """Responses/s with which all hosts together do not keep the trainer waiting; infinite if no rate is enough.
 
     ECHO-2 (arXiv 2602.02192): the responses of κ steps and one broadcast of weights fit into κ steps of training,
 
         κR/Σμ + T_broadcast ≤ κ·T_train,   so   Σμ ≥ κR / (κ·T_train − T_broadcast).
 
-    It takes a machine to stand still while weights come to it, and knows no longest response: where machines sample on
+    It takes a host to stand still while weights come to it, and knows no longest response: where hosts sample on
     meanwhile less is enough, with few responses a step more is needed.
     """
     left_s = m.refresh_lag * m.train_s - m.broadcast_s
     return m.refresh_lag * m.responses / left_s if left_s > 0 else math.inf
 
 
-def machines_that_suffice(m: Machines) -> float:
-    """Number of machines that are enough: the fastest of those there are, then more of their median rate."""
+def hosts_that_suffice(m: RemoteHosts) -> float:
+    """Number of hosts that are enough: the fastest of those there are, then more of their median rate."""
     needed, rates = rate_that_suffices(m), sorted(m.rates, reverse=True)
     enough = (
         count for count, rate in enumerate(itertools.accumulate(rates), start=1) if rate >= needed
@@ -195,7 +195,7 @@ def machines_that_suffice(m: Machines) -> float:
     )
 
 
-def measure_machines(run, config: Config) -> Machines:
+def measure_hosts(run, config: Config) -> RemoteHosts:
     """Return means over the steps without their first quarter; rates are those of the last steps, as hosts leave."""
     responses = trained_responses(run)
     latest = responses[responses["step"] > len(run.metrics) - MIN_STEPS]
@@ -205,7 +205,7 @@ def measure_machines(run, config: Config) -> Machines:
     first = len(run.metrics) // 4
     updates = run.events["update"]
     settled = updates[updates["time"] > run.events["step"]["time"].iloc[first - 1]]
-    return Machines(
+    return RemoteHosts(
         rates=tuple(len(spans) / _covered_s(spans) for spans in workers),
         responses=config.groups_per_step * config.group_size,
         train_s=_busy_s(run.metrics.iloc[first:]),
@@ -307,21 +307,21 @@ def _split(rollout: int, training: int) -> str:
     return f"{rollout} for rollout + {training} for training"
 
 
-def advise_on_machines(m: Machines) -> str:
-    """The advice on how many machines are enough, with its arithmetic."""
-    lag, rate, have, enough = m.refresh_lag, sum(m.rates), len(m.rates), machines_that_suffice(m)
+def advise_on_hosts(m: RemoteHosts) -> str:
+    """The advice on how many hosts are enough, with its arithmetic."""
+    lag, rate, have, enough = m.refresh_lag, sum(m.rates), len(m.rates), hosts_that_suffice(m)
     left_s, right_s = lag * m.responses / rate + m.broadcast_s, lag * m.train_s
     if math.isinf(enough):
         advice = (
-            f"no number of machines is enough, as T_broadcast ≥ κ·T_train: refresh_lag must be at least "
+            f"no number of hosts is enough, as T_broadcast ≥ κ·T_train: refresh_lag must be at least "
             f"{math.floor(m.broadcast_s / m.train_s) + 1}, or weights must come faster"
         )
     elif enough > have:
-        advice = f"{enough - have} more machines of the median rate {statistics.median(m.rates):.3g}/s are enough"
+        advice = f"{enough - have} more hosts of the median rate {statistics.median(m.rates):.3g}/s are enough"
     else:
         advice = f"the fastest {enough} of them are enough"
     return (
-        f"advice on machines: {have} workers give Σμ = {rate:.3g} responses/s; by ECHO-2 κR/Σμ + T_broadcast = "
+        f"advice on remote hosts: {have} workers give Σμ = {rate:.3g} responses/s; by ECHO-2 κR/Σμ + T_broadcast = "
         f"{lag}·{m.responses}/{rate:.3g} + {m.broadcast_s:.3f} = {left_s:.3f} s must fit into κ·T_train = "
         f"{lag}·{m.train_s:.3f} = {right_s:.3f} s: {advice}"
     )

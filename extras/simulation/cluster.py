@@ -1,7 +1,7 @@
 """A whole run on a virtual clock: the real Controller, simulated workers, and a trainer that takes its time.
 
 The trainer's turn is that of train_async.py: take a batch, train on it, publish. A broadcast of weights occupies the
-trainer and every engine at the same time; to machines of a swarm weights come as they can, and a load takes as long as
+trainer and every engine at the same time; to hosts of a swarm weights come as they can, and a load takes as long as
 the trainer's staging. Nothing else of a run is there: no evaluation, no checkpoint, no failure of a process.
 """
 
@@ -96,7 +96,7 @@ class Outcome:
     ledger: dict[str, int]
     """At the end of the run."""
     of_swarm: dict[str, float]
-    """What there is to say of machines that come and go; empty if there are none."""
+    """What there is to say of hosts that come and go; empty if there are none."""
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -126,7 +126,7 @@ class _Transport(Transport):
     """Stands where a weight transport does; the workers know how long loading takes."""
 
     def staged(self, version: int) -> Staged:
-        """A version, as machines of a swarm fetch it."""
+        """A version, as hosts of a swarm fetch it."""
         return Staged(version, [])
 
 
@@ -188,7 +188,7 @@ class Simulation:
         return so_far
 
     def _of_swarm(self, counts: Counter, seconds: float) -> dict[str, float]:
-        """What was measured of machines, and the seconds of a step by rates alone and by ECHO-2's rule."""
+        """What was measured of hosts, and the seconds of a step by rates alone and by ECHO-2's rule."""
         cluster, steps = self.case.cluster, self.steps[self.case.warmup :]
         refresh_lag = max(1, self.config.swarm.refresh_lag)
         stale = [lag for step in steps for lag in step.staleness]

@@ -132,7 +132,7 @@ def roofline(model: str, gpu: str, mean_context_tokens: float, num_gpus: int = 1
 
 @dataclass(frozen=True)
 class Swarm:
-    """What holds for workers that are machines which join and leave; see extras/simulation/swarm.py."""
+    """What holds for workers on hosts that join and leave; see extras/simulation/swarm.py."""
 
     weight_bytes: float
     delta_share: float
@@ -140,7 +140,7 @@ class Swarm:
     uplink_bytes_per_s: float
     """Of the trainer, for all that pull; infinite if they pull from a file system without such a limit."""
     stay_s: float
-    """Mean time that a machine stays."""
+    """Mean time that a host stays."""
 
 
 @dataclass(frozen=True)

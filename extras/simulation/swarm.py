@@ -1,9 +1,9 @@
-"""A simulated swarm for the real Controller: machines of unequal speed that join, fetch weights, and leave.
+"""A simulated swarm for the real Controller: hosts of unequal speed that join, fetch weights, and leave.
 
-Stands where extras/swarm/swarm.py and the far end do. A machine that joins fetches all weights; later it fetches what
+Stands where extras/swarm/swarm.py and the far end do. A host that joins fetches all weights; later it fetches what
 has changed since those that it has, if the run still keeps these, and samples on meanwhile. k versions change
-1 − (1 − delta_share)^k of the weights: what one step changes is taken to be independent of other steps. Machines that
-are there at the start have version 0. Joins are a Poisson process, a stay is exponential, and a machine that ends
+1 − (1 − delta_share)^k of the weights: what one step changes is taken to be independent of other steps. Hosts that
+are there at the start have version 0. Joins are a Poisson process, a stay is exponential, and a host that ends
 without a word is found to be gone after SILENCE_S.
 
 Not simulated: latency and losses of the network, the way of responses to the trainer (17 bytes a token), the making and
@@ -28,11 +28,11 @@ from extras.swarm.remote import SwarmWorkers
 from extras.swarm.wire import BEAT_S, SILENCE_S, Fetch, Fetched
 
 CRASH_SHARE = 0.5
-"""Of the machines that go, how many do so without a word."""
+"""Of the hosts that go, how many do so without a word."""
 SPEED_SIGMA = 0.5
-"""Standard deviation of the log of a machine's speed; the median machine has the speed of the curve."""
+"""Standard deviation of the log of a host's speed; the median host has the speed of the curve."""
 LINKS_BYTES_PER_S = (1.25e6, 125e6)
-"""Slowest and fastest link of a machine, 10 and 1000 Mbit/s; log-uniform between them."""
+"""Slowest and fastest link of a host, 10 and 1000 Mbit/s; log-uniform between them."""
 
 
 class Uplink:
@@ -93,11 +93,11 @@ def fair_share(links: np.ndarray, capacity: float) -> float:
 
 
 class SimulatedSwarmWorkers(SimulatedFleet, SwarmWorkers):
-    """Workers of machines that come and go."""
+    """Workers of hosts that come and go."""
 
 
 class FetchingProcess(SimulatedProcess):
-    """An engine of a machine, which has weights come before it loads them."""
+    """An engine of a host, which has weights come before it loads them."""
 
     fetch: Callable[[int], None]
 
@@ -109,8 +109,8 @@ class FetchingProcess(SimulatedProcess):
 
 
 @dataclass(eq=False)
-class Machine:
-    """A machine that has joined."""
+class Host:
+    """A host that has joined."""
 
     link_bytes_per_s: float
     version: int | None
@@ -121,7 +121,7 @@ class Machine:
 
 
 class SimulatedSwarm:
-    """Lets machines in and has them leave; brings weights to them."""
+    """Lets hosts in and has them leave; brings weights to them."""
 
     kinds = (SimulatedSwarmWorkers, SwarmController)
     """Classes of workers and controller."""
@@ -133,9 +133,9 @@ class SimulatedSwarm:
         self._random = random.Random(f"swarm {simulation.case.seed}")
         self.uplink = Uplink(self.clock, self.known.uplink_bytes_per_s)
         self.fetches_s: list[float] = []
-        """Time of each fetch of a machine that had older weights."""
+        """Time of each fetch of a host that had older weights."""
         self.gone_slot_s = 0.0
-        """Seconds that slots were taken of machines that are gone."""
+        """Seconds that slots were taken of hosts that are gone."""
         for _ in range(cluster.num_workers):
             self._join(version=0)
         self._wait_for_next()
@@ -156,41 +156,41 @@ class SimulatedSwarm:
         engine = SimulatedEngine(
             self.clock, cluster.curve.times(draw.lognormvariate(0, SPEED_SIGMA))
         )
-        machine = Machine(slowest * (fastest / slowest) ** draw.random(), version)
-        process = machine.process = FetchingProcess(
+        host = Host(slowest * (fastest / slowest) ** draw.random(), version)
+        process = host.process = FetchingProcess(
             -1, self.clock, simulation.config, simulation.case.workload, engine, cluster.sync_s
         )
-        process.fetch = functools.partial(self._fetch, machine)
+        process.fetch = functools.partial(self._fetch, host)
         with simulation.workers.timed():
-            worker = simulation.controller.let_in(process, "machine", True)
+            worker = simulation.controller.let_in(process, "host", True)
             process.index = worker.index
             simulation.workers.listen(worker)
             simulation.controller.on_message(worker, Ready(0.0))
-        self.clock.after(draw.expovariate(1 / self.known.stay_s), lambda: self._end(machine))
+        self.clock.after(draw.expovariate(1 / self.known.stay_s), lambda: self._end(host))
 
-    def _end(self, machine: Machine) -> None:
-        """Have a machine go, and be found to be gone."""
-        process = machine.process
+    def _end(self, host: Host) -> None:
+        """Have a host go, and be found to be gone."""
+        process = host.process
         silence_s = SILENCE_S if self._random.random() < CRASH_SHARE else 0.0
         tell = process.reply
         process.reply = process.send = lambda message: None
         self.gone_slot_s += process.engine.slot_s_now()
         process.engine.stop()
-        self.uplink.end([machine.fetched])
+        self.uplink.end([host.fetched])
         self.clock.after(silence_s, lambda: tell(None))
 
-    def _fetch(self, machine: Machine, version: int) -> None:
-        """Bring weights to a machine: what has changed if the run has the way there from what it has, else all."""
-        behind, delta, share = version - (machine.version or 0), self.known.delta_share, 1.0
-        if machine.version is not None and self.uplink.bytes_per_s == math.inf:
+    def _fetch(self, host: Host, version: int) -> None:
+        """Bring weights to a host: what has changed if the run has the way there from what it has, else all."""
+        behind, delta, share = version - (host.version or 0), self.known.delta_share, 1.0
+        if host.version is not None and self.uplink.bytes_per_s == math.inf:
             share = min(1.0, behind * delta)  # files lead from each version to the next
-        elif machine.version is not None and behind < KEPT:
+        elif host.version is not None and behind < KEPT:
             share = 1 - (1 - delta) ** behind
-        machine.fetched = functools.partial(self._fetched, machine, version, self.clock.now)
-        self.uplink.pull(share * self.known.weight_bytes, machine.link_bytes_per_s, machine.fetched)
+        host.fetched = functools.partial(self._fetched, host, version, self.clock.now)
+        self.uplink.pull(share * self.known.weight_bytes, host.link_bytes_per_s, host.fetched)
 
-    def _fetched(self, machine: Machine, version: int, began_at: float) -> None:
-        if machine.version not in (None, version):
+    def _fetched(self, host: Host, version: int, began_at: float) -> None:
+        if host.version not in (None, version):
             self.fetches_s.append(self.clock.now - began_at)
-        machine.version = version
-        machine.process.reply(Fetched(version))
+        host.version = version
+        host.process.reply(Fetched(version))

@@ -10,15 +10,15 @@ import pytest
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
 from extras.planning.advice import (
-    Machines,
+    RemoteHosts,
     advice_of,
     advise,
-    advise_on_machines,
+    advise_on_hosts,
     best_alpha,
     best_split,
-    machines_that_suffice,
+    hosts_that_suffice,
     measure,
-    measure_machines,
+    measure_hosts,
     rate_that_suffices,
     training_share_by_proposition_2,
 )
@@ -250,7 +250,7 @@ def test_the_advice_for_a_run_is_on_devices_or_where_hosts_may_join_on_these():
         "advice on α (now 1) and on the split of 8 CPU cores"
     )
     joined = advice_of(make_run(8, usual_spans, listen="127.0.0.1:5000"))
-    assert joined.startswith("advice on machines: 1 workers give Σμ = ")
+    assert joined.startswith("advice on remote hosts: 1 workers give Σμ = ")
 
 
 @pytest.mark.parametrize(
@@ -276,48 +276,46 @@ def test_a_run_of_several_nodes_or_without_responses_is_refused():
         advice_of(run)
 
 
-# Machines
+# Remote hosts
 
 
-def machines(**changes):
-    """Rates of 4, 2, 2 and 1 response/s; a step trains 5 s on 36 responses, and weights take 1 s to a machine."""
-    return dataclasses.replace(Machines((2.0, 4.0, 1.0, 2.0), 36, 5.0, 1.0, 1), **changes)
+def hosts(**changes):
+    """Rates of 4, 2, 2 and 1 response/s; a step trains 5 s on 36 responses, and weights take 1 s to a host."""
+    return dataclasses.replace(RemoteHosts((2.0, 4.0, 1.0, 2.0), 36, 5.0, 1.0, 1), **changes)
 
 
 def test_the_rate_that_suffices_just_fits_responses_and_broadcast_into_training():
     for lag, broadcast_s in itertools.product((1, 2, 4), (0.0, 1.0, 4.9)):
-        m = machines(refresh_lag=lag, broadcast_s=broadcast_s)
+        m = hosts(refresh_lag=lag, broadcast_s=broadcast_s)
         rate = rate_that_suffices(m)
         assert lag * m.responses / rate + broadcast_s == pytest.approx(lag * m.train_s)
-    assert rate_that_suffices(machines()) == 36 / (5 - 1) == 9.0
-    assert rate_that_suffices(machines(refresh_lag=2)) == 2 * 36 / (2 * 5 - 1) == 8.0
+    assert rate_that_suffices(hosts()) == 36 / (5 - 1) == 9.0
+    assert rate_that_suffices(hosts(refresh_lag=2)) == 2 * 36 / (2 * 5 - 1) == 8.0
 
 
-def test_a_broadcast_as_long_as_training_leaves_no_number_of_machines_that_is_enough():
-    assert math.isinf(rate_that_suffices(machines(broadcast_s=5.0)))
-    assert math.isinf(machines_that_suffice(machines(broadcast_s=6.0)))
-    text = advise_on_machines(machines(broadcast_s=11.0))
-    assert "no number of machines is enough" in text and "refresh_lag must be at least 3" in text
-    assert not math.isinf(machines_that_suffice(machines(broadcast_s=11.0, refresh_lag=3)))
+def test_a_broadcast_as_long_as_training_leaves_no_number_of_hosts_that_is_enough():
+    assert math.isinf(rate_that_suffices(hosts(broadcast_s=5.0)))
+    assert math.isinf(hosts_that_suffice(hosts(broadcast_s=6.0)))
+    text = advise_on_hosts(hosts(broadcast_s=11.0))
+    assert "no number of hosts is enough" in text and "refresh_lag must be at least 3" in text
+    assert not math.isinf(hosts_that_suffice(hosts(broadcast_s=11.0, refresh_lag=3)))
 
 
-def test_the_fastest_machines_are_counted_first_and_then_more_of_the_median_rate():
-    assert machines_that_suffice(machines()) == 4, "9 of 9 responses/s"
-    assert machines_that_suffice(machines(broadcast_s=0.5)) == 3, "8 of 4 + 2 + 2"
-    assert machines_that_suffice(machines(responses=16)) == 1, "4 of 4"
-    assert machines_that_suffice(machines(responses=48)) == 6, (
+def test_the_fastest_hosts_are_counted_first_and_then_more_of_the_median_rate():
+    assert hosts_that_suffice(hosts()) == 4, "9 of 9 responses/s"
+    assert hosts_that_suffice(hosts(broadcast_s=0.5)) == 3, "8 of 4 + 2 + 2"
+    assert hosts_that_suffice(hosts(responses=16)) == 1, "4 of 4"
+    assert hosts_that_suffice(hosts(responses=48)) == 6, (
         "12 are needed, 9 are there, and the median is 2"
     )
 
 
-def test_the_advice_on_machines_shows_its_arithmetic():
-    text = advise_on_machines(machines(responses=48, refresh_lag=2))
+def test_the_advice_on_hosts_shows_its_arithmetic():
+    text = advise_on_hosts(hosts(responses=48, refresh_lag=2))
     assert "4 workers give Σμ = 9 responses/s" in text
     assert "2·48/9 + 1.000 = 11.667 s must fit into κ·T_train = 2·5.000 = 10.000 s" in text
-    assert text.endswith("1 more machines of the median rate 2/s are enough")
-    assert advise_on_machines(machines(broadcast_s=0.5)).endswith(
-        "the fastest 3 of them are enough"
-    )
+    assert text.endswith("1 more hosts of the median rate 2/s are enough")
+    assert advise_on_hosts(hosts(broadcast_s=0.5)).endswith("the fastest 3 of them are enough")
 
 
 def test_rates_are_of_the_time_in_which_a_worker_has_anything_to_sample():
@@ -325,7 +323,7 @@ def test_rates_are_of_the_time_in_which_a_worker_has_anything_to_sample():
     lately = {13: [(0, 0.0, 1.5), (0, 1.0, 2.0)], 14: [(0, 5.0, 6.0), (1, 0.0, 4.0)]}
     run = make_run(20, lambda step: lately.get(step, []) if step > 12 else [(2, 0.0, 1.0)])
     run.events["update"].loc[:7, "broadcast_s"] = 99.0  # those before the fifth step ended
-    m = measure_machines(run, CONFIG)
+    m = measure_hosts(run, CONFIG)
     assert m.rates == pytest.approx((3 / 3, 1 / 4))
     assert (m.responses, m.train_s, m.broadcast_s, m.refresh_lag) == (
         64,

@@ -326,38 +326,14 @@ def test_the_propositions_hold_where_their_assumptions_do(seed):
     options = {"groups_per_step": rng.randint(2, 8), "group_size": rng.randint(2, 6)}
     ratio = options["async_ratio"] = rng.choice((0.0, 0.0, 1.0, 2.0, 4.0))
     workload = Workload(lengths_up_to(400, rng.choice((5.0, 20.0))), prompt_tokens=10)
-    workers, curve, train_s = (
-        rng.randint(1, 3),
-        slowing(rng.randint(1, 8)),
-        rng.choice((0.001, 0.01, 0.05)),
+    workers, curve = rng.randint(1, 3), slowing(rng.randint(1, 8))
+    train_s, warmup = rng.choice((0.001, 0.01, 0.05)), 2 + int(ratio)
+    bounds = check(
+        simulate(case(options, workload, workers, curve, 5, warmup, train_s_per_token=train_s))
     )
-    one = case(
-        options, workload, workers, curve, steps=5, warmup=2 + int(ratio), train_s_per_token=train_s
-    )
-    outcome = simulate(one)
-    bounds = check(outcome)
-    assert {bound.proposition for bound in bounds} <= {
-        "1",
-        "2 sync",
-        "2 async",
-        "2 async, no overlap",
-    }
     for bound in bounds:
         assert bound.measured_s <= bound.bound_s + 1e-6 or bound.unmet, bound
     assert any(not bound.unmet for bound in bounds)
-
-
-UNMET = {
-    "placed in advance": {"scheduling": "batch"},
-    "not there at the start": {"drop_zero_variance": True},
-    "suspended": {"over_sampling": 2.0},
-    "rollout may stop: 4 places beside the batch that is trained, 16 slots": {"async_ratio": 0.5},
-}
-
-
-@pytest.mark.parametrize("reason", UNMET)
-def test_an_assumption_that_a_case_does_not_meet_is_named(reason):
-    assert reason in check(simulate(case(UNMET[reason], steps=1)))[0].unmet
 
 
 def test_the_train_share_of_proposition_2_makes_its_branch_equal_to_the_bound():

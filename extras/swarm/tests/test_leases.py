@@ -1,6 +1,8 @@
 """Which tickets are taken from hosts, and who gets them."""
 
-from asyncrl.config import Config
+import pytest
+
+from asyncrl.config import Config, SwarmOptions
 from asyncrl.controller.tickets import PromptSource, TicketSource
 from data.problem import Problem
 from extras.swarm.leases import LeasingDispatcher
@@ -13,22 +15,33 @@ class Outbox:
     def send(self, message): ...
 
 
-def test_a_ticket_that_holds_the_batch_back_goes_to_a_full_but_much_faster_host_and_not_back():
-    config = Config(
-        groups_per_step=1, group_size=2, async_ratio=0, max_running_requests=1, listen="127.0.0.1:1"
-    )
-    slow, fast = (RemoteWorker(i, Outbox(), state="sampling", sent_version=0) for i in range(2))
-    tickets = TicketSource(
-        config, PromptSource(lambda index: Problem("p", "a"), [], lambda problem: [2, 3])
-    )
-    dispatcher = LeasingDispatcher(config, [slow, fast], SwarmBuffer(config), tickets)
-    dispatcher.token_s = {0: 0.1, 1: 0.01}
+def two_hosts(**options):
+    """A dispatcher, two hosts that have had a ticket each for 1000 s, and these tickets."""
+    config = Config(groups_per_step=1, group_size=2, async_ratio=0, listen="127.0.0.1:1", **options)
+    hosts = [RemoteWorker(i, Outbox(), state="sampling", sent_version=0) for i in range(2)]
+    prompts = PromptSource(lambda index: Problem("p", "a"), [], lambda problem: [2, 3])
+    tickets = TicketSource(config, prompts)
+    dispatcher = LeasingDispatcher(config, hosts, SwarmBuffer(config), tickets)
     dispatcher.fill()
-    held = {id(worker): next(iter(worker.running.values())) for worker in (slow, fast)}
-    for worker in (slow, fast):
-        worker.given_at[held[id(worker)].ticket_id] -= 1000
-    assert dispatcher.end_leases() == [held[id(slow)]], "nobody is much faster than the fast one"
-    again = dispatcher.tickets.elsewhere(held[id(slow)])
+    held = [next(iter(host.running.values())) for host in hosts]
+    for host, ticket in zip(hosts, held, strict=True):
+        host.given_at[ticket.ticket_id] -= 1000
+    return dispatcher, hosts, held
+
+
+def test_a_ticket_that_holds_the_batch_back_goes_to_a_full_but_much_faster_host_and_not_back():
+    dispatcher, (slow, fast), (ticket, _) = two_hosts(max_running_requests=1)
+    dispatcher.token_s = {0: 0.1, 1: 0.01}
+    assert dispatcher.end_leases() == [ticket], "nobody is much faster than the fast one"
+    again = dispatcher.tickets.elsewhere(ticket)
     assert dispatcher.may_start(fast, again) and not dispatcher.may_start(slow, again)
     dispatcher.token_s[1] = 0.06
     assert dispatcher.may_start(slow, again), "what was fast is not so much faster any more"
+
+
+@pytest.mark.parametrize(("lease_s", "is_over"), [(999, True), (1001, False)])
+def test_a_ticket_goes_to_a_host_with_a_free_slot_when_its_lease_is_over(lease_s, is_over):
+    swarm = SwarmOptions(lease_s=lease_s)
+    dispatcher, hosts, held = two_hosts(max_running_requests=2, swarm=swarm)
+    assert dispatcher.end_leases() == (held if is_over else [])
+    assert [host.awaited == [] for host in hosts] == [is_over] * 2

@@ -168,33 +168,6 @@ def test_a_prompt_that_is_too_long_ends_the_run_and_is_not_blamed_on_the_host_th
     assert not [why for _, why in run.left() if why.startswith("sent ")]
 
 
-def test_a_host_that_has_had_a_ticket_for_too_long_loses_it_to_another(tmp_path, monkeypatch):
-    monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
-    with running(tmp_path, swarm=SwarmOptions(lease_s=1)) as run, FakeHost(run, "slow") as slow:
-        slow.holds = lambda ticket: True
-        wait_until(lambda: len(slow.held) == 8)
-        slow.held, kept = [], slow.held  # it does not even abort
-        with FakeHost(run, "fast") as fast:
-            run.step()
-            lapsed = {(ticket.group_id, ticket.member): ticket.seed for _, ticket in kept}
-            again = {
-                (t.group_id, t.member): t.seed for t in fast.had if (t.group_id, t.member) in lapsed
-            }
-            assert again and again.items() <= lapsed.items(), (
-                "the same responses are asked for, by the same seeds"
-            )
-            slow.held = kept
-            before = len(run.taken)
-            slow.finish()
-            for _ in range(3):
-                run.step()
-            assert len(run.taken) > before and not {ticket.ticket_id for _, ticket in kept} & set(
-                run.taken
-            )
-            assert run.controller.buffer.ledger()["tokens_dropped_late"] > 0
-            assert not run.left()
-
-
 def test_a_host_that_holds_the_batch_back_loses_its_tickets_sooner(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     with (
@@ -342,29 +315,3 @@ def test_a_host_with_wrong_weights_is_shut_out_and_the_run_is_told_when_it_was_t
                 run.controller.shuts_out(worker, "does not have the trainer's weights") == goes_on
             )
             wait_until(lambda host=host: host.saw(Refused))
-
-
-@pytest.mark.parametrize("async_ratio", [0.0, 1.0])
-def test_a_batch_of_a_host_that_lied_is_put_back_and_all_its_groups_are_dropped(
-    tmp_path, async_ratio
-):
-    with running(tmp_path, async_ratio=async_ratio) as run, FakeHost(run, "liar") as liar:
-        held = run.controller.hold_batch()
-        (worker,) = {t.worker for group in held for t in group.trajectories}
-        buffer = run.controller.dispatcher.buffer
-        num_groups = (1 + async_ratio) * len(held)  # some wait behind the batch
-        wait_until(lambda: len(buffer.groups_of({worker})) >= num_groups)
-        run.swarm.shut_out(worker, "sent what is not true")
-        assert run.controller.refuse_batch(run.swarm.disbelieved)
-        wait_until(lambda: liar.saw(Refused))
-        assert not buffer.groups_of({worker})
-        with FakeHost(run, "honest"):
-            trained = [*run.step(), *run.step()]
-            ledger = run.controller.buffer.ledger()
-            run.controller.hold_batch()
-            assert not run.controller.refuse_batch(run.swarm.disbelieved)
-            trained += run.controller.consume_batch()
-        assert {t.worker for group in trained for t in group.trajectories} == {
-            *run.workers_of("honest")
-        }
-        assert ledger["groups_dropped_shut_out"] >= num_groups and ledger["groups_consumed"] == 4

@@ -117,9 +117,6 @@ def exchange(t):
 
 LIES = {
     "multiplied": lambda t: {"behavior_logprobs": t.behavior_logprobs * np.float32(0.9)},
-    "shifted": lambda t: {
-        "behavior_logprobs": np.where(t.loss_mask, t.behavior_logprobs - np.float32(0.05), 0)
-    },
     "made up": lambda t: {"behavior_logprobs": np.where(t.loss_mask, np.float32(-1.5), 0)},
     "not a number": lambda t: {"behavior_logprobs": np.where(t.loss_mask, np.float32("nan"), 0)},
     "tokens exchanged": exchange,
