@@ -149,13 +149,11 @@ def by_lag(records: list[dict], num_tokens: int, name: str) -> pandas.DataFrame:
 
 def table(records: list[dict], num_tokens: int, name: str) -> list[str]:
     """Markdown lines of one measure for one arm length: a row per loss, a column for each lag that is shown."""
-    frame, drift = (by_lag(records, num_tokens, key) for key in (name, "drift"))
+    frame = by_lag(records, num_tokens, name)
     lags = [lag for lag in SHOWN_LAGS if lag in frame]
-    rows = [
-        [f"`{algo}`", *(format(frame[lag][algo], MEASURES[name][1]) for lag in lags)]
-        for algo in frame.index
-    ]
-    rows.insert(0, ["*drift, nats per token*", *(f"*{drift[lag].iloc[0]:.3f}*" for lag in lags)])
+    drift = by_lag(records, num_tokens, "drift")[lags].iloc[0].map("*{:.3f}*".format)
+    cells = frame[lags].map(f"{{:{MEASURES[name][1]}}}".format).rename("`{}`".format)
+    rows = [["*drift, nats per token*", *drift], *cells.reset_index().to_numpy().tolist()]
     return markdown([f"{name}, T = {num_tokens}", *(f"lag {lag}" for lag in lags)], rows)
 
 
@@ -201,31 +199,26 @@ def write(out: Path) -> None:
 def main() -> None:
     """Read the command line, study each arm length, and write records, tables and figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4], help="tokens per arm (T)")
-    parser.add_argument("--choices", type=int, default=4, help="choices per token (V)")
-    parser.add_argument(
-        "--max-lag", type=int, default=16, help="updates between sampling and training, at most"
-    )
-    parser.add_argument("--starts", type=int, default=20, help="random starts (n)")
-    parser.add_argument(
-        "--lr", type=float, default=1.0, help="step size of the exact gradient steps"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "results" / "bandit", help="folder of the records"
-    )
-    parser.add_argument(
-        "--report", action="store_true", help="study nothing, write tables and figure again"
-    )
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=[1, 4], help="tokens per arm (T)")
+    add("--choices", type=int, default=4, help="choices per token (V)")
+    text = "updates between sampling and training, at most"
+    add("--max-lag", type=int, default=16, help=text)
+    add("--starts", type=int, default=20, help="random starts (n)")
+    add("--lr", type=float, default=1.0, help="step size of the exact gradient steps")
+    add("--out", type=Path, default=ROOT / "results/bandit", help="folder of the records")
+    text = "study nothing, write tables and figure again"
+    add("--report", action="store_true", help=text)
     given = parser.parse_args()
     torch.set_num_threads(1)
     given.out.mkdir(parents=True, exist_ok=True)
     if not given.report:
-        made = provenance() | {"n": given.starts, "lr": given.lr, "choices": given.choices}
-        of = (given.choices, given.max_lag, given.starts, given.lr)
-        lines = [made, *itertools.chain(*(study(tokens, *of) for tokens in given.tokens))]
-        (given.out / "bandit.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
-        )
+        sizes = {"n": given.starts, "lr": given.lr, "choices": given.choices}
+        lines = [provenance() | sizes]
+        for num_tokens in given.tokens:
+            lines += study(num_tokens, given.choices, given.max_lag, given.starts, given.lr)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (given.out / "bandit.jsonl").write_text(text, encoding="utf-8")
     write(given.out)
     print(f"records: {given.out}")
 

@@ -1,7 +1,7 @@
 """What a GPU gives, in one table: `python scripts/bench/gpu.py`, or `bash scripts/gpu_check.sh`.
 
 Each part runs in a process of its own, within a time limit, so that one that fails or hangs leaves the other rows. A
-part that no longer fits into the budget is not begun, and the table says so; started again, the bench goes on with what
+part that no longer fits into the budget is not begun, and the table says so. A bench that is started again runs what
 failed or was not begun. `--device cpu --out FOLDER` runs the same code with a tiny model and without a GPU: to see that
 it runs, not to measure.
 """
@@ -115,7 +115,7 @@ def report(records: list[dict]) -> list[str]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What this bench alone can be told."""
+    """Add the options of this bench alone."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds in all")
 

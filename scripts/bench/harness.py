@@ -1,10 +1,11 @@
 """What all benches share: arms that are measured in turn, records that say what made them, tables, a command line.
 
-All arms of a case are started first and then measured one after the other and again, every second round backwards; an
-arm stands still while another is measured. The first round warms up and is dropped. Each measurement is at once a line
-of NAME.jsonl, with what made it: command, commit, hardware, load, packages. A bench that is started again goes on where
-it stopped if its makers are the same; records of the same arms by other makers are replaced. Records in results/ are
-not made from uncommitted changes; elsewhere they say that there were some.
+All arms of a case are started first. They are measured one after the other and again, every second round backwards. An
+arm stands still while another is measured. The first round warms up and is dropped.
+
+Each measurement is at once a line of NAME.jsonl, with what made it: command, commit, hardware, load, packages. A bench
+that is started again resumes where it stopped if its makers are the same. Records of the same arms by other makers are
+replaced. Records in results/ are not made from uncommitted changes; records in another folder say that there were some.
 """
 
 import argparse

@@ -260,7 +260,7 @@ def report(records: list[dict]) -> Iterator[str]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What this bench alone can be told."""
+    """Add the options of this bench alone."""
     parser.add_argument(
         "--arms", nargs="+", choices=WAYS, metavar="ARM", help=f"of {', '.join(map(repr, WAYS))}"
     )

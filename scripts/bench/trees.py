@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -32,7 +32,7 @@ from asyncrl.runlog.batches import batch_path, read_batch
 from asyncrl.tasks import load_task
 from asyncrl.trainer.batch import deal
 from asyncrl.trainer.packing import pack
-from asyncrl.trainer.policy import load_policy
+from asyncrl.trainer.policy import Policy, load_policy
 from asyncrl.weights.models import resolve_model
 from scripts.bench import harness
 from scripts.bench.harness import ROOT, Arm, Bench, Case, Column
@@ -70,23 +70,39 @@ def recorded(work: str, folder: Path) -> Path:
 
 def write_rows(path: Path) -> Path:
     """Write the rows that a file's name says; returns its path."""
-    task, rng = (
-        load_task("addition" if "addition" in path.name else "sums:one_digit", seed=0),
-        random.Random(0),
-    )
+    task = load_task("addition" if "addition" in path.name else "sums:one_digit", seed=0)
+    rng = random.Random(0)
     problems = [task.train_problem(index) for index in range(256)]
+    lines = []
+    for asked in problems[5:]:
+        shown = problems[:5] if "same" in path.name else rng.sample(problems, 5)
+        prompt = " ".join([*(f"{p.prompt} {p.answer}" for p in shown), asked.prompt])
+        lines.append(json.dumps({"prompt": prompt, "answer": asked.answer}) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for asked in problems[5:]:
-            shown = problems[:5] if "same" in path.name else rng.sample(problems, 5)
-            prompt = " ".join([*(f"{p.prompt} {p.answer}" for p in shown), asked.prompt])
-            file.write(json.dumps({"prompt": prompt, "answer": asked.answer}) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What the process of an arm trains, and on what."""
+
+    policy: Policy
+    batches: dict[int, list[Group]]
+    """By step."""
+    held_bytes: int
+    """Memory of the process before its first step."""
+    row_lengths: list[int]
+    """Columns of each row of a micro-batch, of all steps."""
+
+    def updates(self, step: int) -> list[list]:
+        """The bundles of each update of a step."""
+        return deal(self.batches[step], step, self.policy, Cluster())
+
+
 @functools.cache
-def loaded(run: Path, share_prefix: str) -> tuple:
-    """In an arm's process: the policy, batches by step, bytes held then, columns of a step's rows, and the longest."""
+def loaded(run: Path, share_prefix: str) -> Loaded:
+    """Load the policy and the batches of a recorded run, once in each process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     recording = Recording.open(run)
@@ -94,25 +110,14 @@ def loaded(run: Path, share_prefix: str) -> tuple:
     path = resolve_model(config.model, config.task)
     recording.check_weights(config.model, path)
     policy = load_policy(config, path, torch.device("cpu"))
-    batches = {
-        step: rewarded(read_batch(batch_path(run, step), step))
-        for step in range(1, recording.num_steps + 1)
-    }
-    dealt = (
-        bundles
-        for step in batches
-        for of in deal(batches[step], step, policy, Cluster())
-        for bundles in of
-    )
-    rows = [pack(bundles, policy.one_row, share_prefix).input_ids for bundles in dealt]
-    held = psutil.Process().memory_info().rss
-    return (
-        policy,
-        batches,
-        held,
-        sum(r.numel() for r in rows) / len(batches),
-        max(r.shape[1] for r in rows),
-    )
+    steps = range(1, recording.num_steps + 1)
+    batches = {step: rewarded(read_batch(batch_path(run, step), step)) for step in steps}
+    arm = Loaded(policy, batches, 0, [])
+    updates = (update for step in steps for update in arm.updates(step))
+    rows = (pack(bundles, policy.one_row, share_prefix) for update in updates for bundles in update)
+    shapes = [row.input_ids.shape for row in rows]
+    held_bytes = psutil.Process().memory_info().rss
+    return replace(arm, held_bytes=held_bytes, row_lengths=[w for n, w in shapes for _ in range(n)])
 
 
 def rewarded(groups: list[Group]) -> list[Group]:
@@ -125,28 +130,23 @@ def rewarded(groups: list[Group]) -> list[Group]:
 
 def measure(run: Path, share_prefix: str) -> dict:
     """A training step on each batch, in an arm's process: means."""
-    policy, batches, held, columns, width = loaded(run, share_prefix)
+    arm = loaded(run, share_prefix)
     # the most that was held is counted anew
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    start, stats = time.perf_counter(), []
-    for step, groups in batches.items():
-        stats.append(
-            policy.train_step(deal(groups, step, policy, Cluster()), policy_version=step - 1)
-        )
-    seconds = (time.perf_counter() - start) / len(batches)
+    start = time.perf_counter()
+    stats = [
+        arm.policy.train_step(arm.updates(step), policy_version=step - 1) for step in arm.batches
+    ]
+    seconds = (time.perf_counter() - start) / len(stats)
     status = Path("/proc/self/status").read_text(encoding="ascii").split()
     peak = 1024 * int(status[status.index("VmHWM:") + 1])
     names = ("grad_norm", "tokens/shareable", "tokens/saved_share", "tokens/forward")
-    means = {name: statistics.fmean(of[name] for of in stats) for name in names}
-    found = {
-        "seconds": seconds,
-        "peak": peak,
-        "added": peak - held,
-        "columns": columns,
-        "width": width,
-        **means,
-    }
-    return found | {"dtype": policy.config.dtype_on("cpu")}
+    return {
+        "seconds": seconds, "peak": peak, "added": peak - arm.held_bytes,
+        "columns": sum(arm.row_lengths) / len(stats), "width": max(arm.row_lengths),
+        **{name: statistics.fmean(step[name] for step in stats) for name in names},
+        "dtype": arm.policy.config.dtype_on("cpu"),
+    }  # fmt: skip
 
 
 @contextmanager
@@ -161,15 +161,12 @@ def training(
 
 def of_round(found: dict[str, dict]) -> list[dict]:
     """Records of a round. Raises RuntimeError if the arms' gradients differ, or there is none."""
-    norms, same = (
-        [of["grad_norm"] for of in found.values()],
-        SAME[next(iter(found.values()))["dtype"]],
-    )
+    norms = [measured["grad_norm"] for measured in found.values()]
+    same = SAME[next(iter(found.values()))["dtype"]]
     if not 0 < max(norms) <= min(norms) * (1 + same):
-        raise RuntimeError(
-            f"gradient norms of {', '.join(found)} are {norms}: they must agree to {same:g}, above 0"
-        )
-    return [{"arm": arm, **of} for arm, of in found.items()]
+        what = f"gradient norms of {', '.join(found)} are {norms}"
+        raise RuntimeError(f"{what}: they must agree to {same:g}, above 0")
+    return [{"arm": arm, **measured} for arm, measured in found.items()]
 
 
 def cases(given: argparse.Namespace) -> Iterator[Case]:
@@ -189,25 +186,22 @@ def table(records: list[dict]) -> list[str]:
         Column("peak", "peak, GiB", ".2f", 2**-30),
         Column("added", "of it with the steps", ".2f", 2**-30),
     ]
-    heading = ["work", "`--share-prefix`", "n", "POR, %", "ERR, %", "1/(1 − POR)"]
-    heading += [
-        *(name for column in columns for name in column.headings()),
-        "columns ÷ tokens read",
-        "longest row",
-    ]
     rows = []
     for work, of_work in harness.rounds(records, "case").items():
         arms = harness.rounds(of_work, "arm")
-        for arm, found in arms.items():
-            r, cells = (
-                found[0],
-                (cell for column in columns for cell in column.cells(found, arms[ARMS[0]])),
-            )
-            shares = [f"{100 * r[of]:.1f}" for of in ("tokens/shareable", "tokens/saved_share")]
-            shares += [f"{1 / (1 - r['tokens/shareable']):.2f}", *cells]
-            shares.append(f"{r['columns'] / r['tokens/forward']:.2f}")
-            rows.append([work, f"`{arm}`", len(found), *shares, r["width"]])
-    return markdown(heading, rows)
+        for arm, measured in arms.items():
+            first = measured[0]
+            row = {"work": work, "`--share-prefix`": f"`{arm}`", "n": len(measured)}
+            row["POR, %"] = f"{100 * first['tokens/shareable']:.1f}"
+            row["ERR, %"] = f"{100 * first['tokens/saved_share']:.1f}"
+            row["1/(1 − POR)"] = f"{1 / (1 - first['tokens/shareable']):.2f}"
+            for column in columns:
+                cells = column.cells(measured, arms[ARMS[0]])
+                row |= zip(column.headings(), cells, strict=True)
+            row["columns ÷ tokens read"] = f"{first['columns'] / first['tokens/forward']:.2f}"
+            row["longest row"] = first["width"]
+            rows.append(row)
+    return markdown(rows[0], (row.values() for row in rows))
 
 
 BENCH = Bench(
