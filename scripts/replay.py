@@ -77,30 +77,25 @@ class Recording:
             )
 
 
-def own_options(recording: Recording) -> Config:
-    """Return the recorded run's options, with defaults for its records and devices."""
-    recorded = recording.config
-    return replace(
-        recorded,
-        **{option.path: option.default for option in options_for(May.NOT_COPIED)},
-        steps=min(recorded.steps, recording.num_steps),
-        runs_dir=str(recording.path.parent),
-        # with 0 there would be no held-out problems
-        eval_every=recorded.eval_every or recorded.steps,
-    )
-
-
 def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -> Config:
-    """Return the recorded run's options, changed by `arguments`.
+    """Return the recorded run's options, with defaults for records and devices, changed by `arguments`.
 
     Raises ValueError for one that a replay cannot change, for more steps than were recorded, and for what
     train_async.py would refuse.
     """
-    own = own_options(recording)
+    run = recording.config
+    own = replace(
+        run,
+        **{option.path: option.default for option in options_for(May.NOT_COPIED)},
+        steps=min(run.steps, recording.num_steps),
+        runs_dir=str(recording.path.parent),
+        # with 0 there would be no held-out problems
+        eval_every=run.eval_every or run.steps,
+    )
     chosen = read_options(arguments, own)
     for option in OPTIONS.values():
         if option.value_in(chosen) != option.value_in(own):
-            _check_may_change(option, option.value_in(recording.config), evaluate)
+            _check_may_change(option, option.value_in(run), evaluate)
     if chosen.steps > recording.num_steps:
         raise ValueError(
             f"--steps {chosen.steps}: {recording.path} has batches of {recording.num_steps} steps"
