@@ -10,42 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from scripts.runs import load, readable_summary
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
-METRICS = {
-    "step": 1,
-    "samples": 8,
-    "reward/mean": 0.5,
-    "staleness/mean": 0,
-    "staleness/max": 0,
-    "tokens/generated": 10,
-    "time/step_s": 1,
-    "time/wait_s": 0.125,
-    "time/train_s": 0.5,
-    "time/publish_s": 0.1,
-}
-RUN = {
-    "command": ["python", "train_async.py"],
-    "world_size": 1,
-    "config": {"algo": "grpo", "task": "addition", "steps": 1},
-    "git_commit": None,
-    "git_diff": None,
-    "packages": {},
-    "python": "3.11.0",
-    "hardware": {"cpu_cores": 2, "cpu": "Some CPU", "gpus": []},
-    "started_at": "2023-11-14T22:13:20+0000",
-}
+RECORDED = ROOT / "results/smollm2/one_digit-s0"
 HAVE = f"numpy=={version('numpy').split('+')[0]}"
 TRAIN = f"""
-import json, pathlib, sys
+import json, pathlib, shutil, sys
 print("train_async.py got", json.dumps(sys.argv[1:]))
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if given["--steps"] == "13":
     sys.exit(3)
 run = pathlib.Path(given["--runs-dir"], given["--run-name"])
-run.mkdir(parents=True)
-(run / "run.json").write_text({json.dumps(json.dumps(RUN))})
-(run / "metrics.jsonl").write_text({json.dumps(json.dumps(METRICS))} + "\\n")
+shutil.copytree({str(RECORDED)!r}, run)
 """
 
 
@@ -248,7 +226,9 @@ def test_quickstart_passes_options_on_and_ends_with_the_summary(copy):
         next(line for line in result.stdout.splitlines() if "train_async.py got" in line)[19:]
     )
     assert passed[0] == "--run-name" and passed[2:] == options
-    assert "12.5%" in result.stdout and "my runs/mine/report.html" in result.stdout
+    summary = readable_summary(load(RECORDED).metrics)
+    assert summary and all(value in result.stdout for value in summary.values())
+    assert "my runs/mine/report.html" in result.stdout
     assert (copy / "my runs/mine/report.html").exists()
 
 
