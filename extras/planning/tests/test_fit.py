@@ -14,16 +14,6 @@ from extras.planning.tests.test_memory import gpu, shape
 from scripts.qwen3_shapes import qwen3_config
 
 
-def test_an_engine_that_shares_a_gpu_gets_its_part_from_the_shape_of_the_model():
-    config = Config(
-        save_memory=("activations",), max_response_tokens=2048, max_running_requests=128
-    )
-    placed = place(config, 1, 16, 1)
-    planned, arithmetic = plan_memory(config, placed, shape("1.7b"), [gpu(141)], Sharing(1, 1))
-    assert 0.1 < planned.workers[0].gpu_memory_utilization < 0.5
-    assert "KV cache" in arithmetic and "AdamW" in arithmetic
-
-
 def test_engines_on_gpus_of_their_own_keep_their_share_and_are_checked():
     placed = place(Config(), 4, 16, 2)
     assert plan_memory(Config(), placed, shape("0.6b"), [gpu(141)] * 4, Sharing(2, 2))[0] == placed

@@ -39,18 +39,9 @@ def shapes(tmp_path_factory):
 
 
 def job(shape, **options) -> Job:
-    sizes = {
-        "max_prompt_tokens": PROMPT_TOKENS,
-        "max_response_tokens": LAW.longest,
-        "groups_per_step": 16,
-    }
-    normal = statistics.NormalDist()
-    drawn = (
-        LAW.median * 2.718281828 ** (LAW.sigma * normal.inv_cdf((i + 0.5) / 4000))
-        for i in range(4000)
-    )
-    lengths = Lengths.of(PROMPT_TOKENS, (min(max(1.0, n), LAW.longest) for n in drawn), 16 * 8)
-    return Job(Config(**sizes, **options).checked(), shape, lengths)
+    limits = {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": LAW.longest}
+    config = Config(groups_per_step=16, **limits, **options).checked()
+    return Job(config, shape, Lengths.lognormal(PROMPT_TOKENS, LAW.median, LAW.sigma, config))
 
 
 def random_cluster(rng: random.Random) -> Cluster:
@@ -67,35 +58,27 @@ class PlannedSimulation(Simulation):
     """A plan under the real controller: each worker has the engine of the plan, the trainer its time for a token."""
 
     def __init__(self, plan: Plan, seed: int, steps: int):
-        of, chosen = (
-            plan.split.job,
-            [engine for _, engine, count in plan.engines for _ in range(count)],
-        )
-        machines = Simulated(
-            self.curve(of, chosen[0]), len(chosen), plan.split.training_s / of.read_tokens
-        )
-        names = (
-            "groups_per_step",
-            "group_size",
-            "async_ratio",
-            "max_prompt_tokens",
-            "max_response_tokens",
-        )
-        options = {name: getattr(of.config, name) for name in (*names, "max_running_requests")}
-        period = 1 + int(of.config.async_ratio)  # groups that start together end together
+        split, job = plan.split, plan.split.job
+        chosen = [engine for _, engine, count in plan.engines for _ in range(count)]
+        token_s = split.training_s / job.read_tokens
+        machines = Simulated(self.curve(job, chosen[0]), len(chosen), token_s)
+        names = ["groups_per_step", "group_size", "async_ratio", "max_running_requests"]
+        names += ["max_prompt_tokens", "max_response_tokens"]
+        options = {name: getattr(job.config, name) for name in names}
+        period = 1 + int(job.config.async_ratio)  # groups that start together end together
         case = Case(options, Workload(LAW), machines, steps * period, 2 + period, seed)
         super().__init__(case)
         for worker, engine in zip(self.workers, chosen, strict=True):
-            worker.process.engine = SimulatedEngine(self.clock, self.curve(of, engine))
-            worker.process.sync_s = plan.split.update_s
+            worker.process.engine = SimulatedEngine(self.clock, self.curve(job, engine))
+            worker.process.sync_s = split.update_s
 
     @staticmethod
-    def curve(of: Job, engine: planner.Engine) -> EngineCurve:
+    def curve(job: Job, engine: planner.Engine) -> EngineCurve:
         """The planner's own costs at each number of requests; as many run as the cache allows."""
         pool, tp = engine.pool, engine.tp
-        most = planner.largest_engine(of, pool, tp).requests
-        decode = tuple((n, 1 / make_engine(of, pool, tp, n).decode_s) for n in COUNTS)
-        return EngineCurve(decode, of.lengths.prompt / planner.prefill_s(of, pool, tp), most)
+        most = planner.largest_engine(job, pool, tp).requests
+        decode = tuple((n, 1 / make_engine(job, pool, tp, n).decode_s) for n in COUNTS)
+        return EngineCurve(decode, job.lengths.prompt / planner.prefill_s(job, pool, tp), most)
 
 
 def simulated_step_s(plan: Plan, seed: int, steps: int = 6) -> float:
