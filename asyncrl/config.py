@@ -11,6 +11,7 @@ import enum
 import inspect
 import math
 import operator
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -327,8 +328,7 @@ class Config:
 
     def checked(self) -> "Config":
         """Return the config, or raise ValueError: one line with what was given, what is allowed and what to change."""
-        for option in OPTIONS.values():
-            option.read(option.value_in(self), strict=True)
+        Config.from_dict(self.as_dict(), strict=True)
         for is_broken, mistake in RULES:
             if is_broken(self):
                 raise ValueError(mistake.format(c=self))
@@ -404,13 +404,21 @@ class Config:
         return {name: option.value_in(self) for name, option in OPTIONS.items()}
 
     @classmethod
-    def from_dict(cls, options: dict[str, Any]) -> "Config":
-        """Return the config of `as_dict`, also after JSON; raises KeyError for an unknown option."""
+    def from_dict(cls, options: dict[str, Any], *, strict: bool = False) -> "Config":
+        """Return the config of `as_dict`, also after JSON, or of the texts of a command line unless `strict`.
+
+        Raises KeyError for an unknown option, and ValueError, in one line, for a value that is not allowed.
+        """
         values: dict[str, Any] = {}
         for name, value in options.items():
             group, _, field = OPTIONS[name].path.rpartition(".")
             (values.setdefault(group, {}) if group else values)[field] = value
-        return msgspec.convert(values, cls, strict=False)
+        try:
+            return msgspec.convert(values, cls, strict=strict)
+        except msgspec.ValidationError as error:
+            path = re.search(r"\$\.([\w.]+)", str(error))[1]
+            (option,) = [option for option in OPTIONS.values() if option.path == path]
+            raise ValueError(option.mistake(options[option.name])) from None
 
 
 @dataclass(frozen=True)
@@ -450,26 +458,12 @@ class Option:
         """Return the value of the option in a config."""
         return operator.attrgetter(self.path)(config)
 
-    def read(self, value: Any, *, strict: bool = False) -> Any:
-        """Return the value that a text of the command line means, or texts do; with `strict` it is a value already.
-
-        Raises ValueError, in one line, if it is not allowed.
-        """
-        kind = _bare(self.kind)
-        if self.is_list:
-            return tuple(self._convert(item, get_args(kind)[0], strict) for item in value)
-        is_unset = value == "None" and NoneType in get_args(kind)
-        return None if is_unset else self._convert(value, self.kind, strict)
-
-    def _convert(self, value: Any, kind: Any, strict: bool) -> Any:
-        try:
-            return msgspec.convert(value, kind, strict=strict)
-        except msgspec.ValidationError:
-            limits = _limits_of(kind)
-            hint = nearest(str(value), limits.examples if limits else get_args(_bare(kind)))
-            raise ValueError(
-                f"{self.flag} must be {allowed_values(kind)}, got {value!r}{hint}"
-            ) from None
+    def mistake(self, value: Any) -> str:
+        """Return what to say of a value that is not allowed."""
+        shown = " ".join(map(str, value)) if self.is_list else value
+        limits = _limits_of(self.kind)
+        hint = nearest(str(shown), limits.examples if limits else get_args(_bare(self.kind)))
+        return f"{self.flag} must be {allowed_values(self.kind)}, got {shown!r}{hint}"
 
 
 def _bare(annotation: Any) -> Any:

@@ -54,7 +54,7 @@ def read_value(name: str, text: str) -> dict:
         raise ValueError(f"--{flag(name)} is no option{nearest(name, OPTIONS)}")
     option = OPTIONS[name]
     words = text.split() if option.is_list else text
-    config = Config().changed({name: option.read(words)})
+    config = Config().changed({name: words})
     value = option.value_in(user_code.located(config))
     return {name: list(value) if isinstance(value, tuple) else value}
 

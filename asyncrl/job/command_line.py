@@ -93,16 +93,16 @@ def _parser() -> argparse.ArgumentParser:
             off = switch(name, False)
             add(off, action="store_const", const=False, help=argparse.SUPPRESS)
         elif option.is_list:
-            add(option.flag, action="extend", nargs="*", metavar="VALUE", help=meaning)
+            add(option.flag, action="extend", nargs="*", help=meaning)
         else:
-            add(option.flag, metavar="VALUE", help=meaning)
+            add(option.flag, help=meaning)
     return parser
 
 
 def _read(args: list[str] | None) -> dict[str, Any]:
-    """Return the values that a command line gives, by the names of options; or print what --help asks for, and exit.
+    """Return the texts that a command line gives, by the names of options; or print what --help asks for, and exit.
 
-    Raises ValueError, in one line, for what is no option, and for a value that is not allowed.
+    A switch is a truth and not a text. Raises ValueError, in one line, for what is no option.
     """
     words = [
         re.sub("^--[^=]+", lambda name: flag(name[0]), word)
@@ -115,7 +115,7 @@ def _read(args: list[str] | None) -> dict[str, Any]:
     if unknown:
         raise ValueError(_unknown(unknown[0]))
     wants_help = vars(texts).pop("help", False)
-    given = {name: ALL[name].read(text) for name, text in vars(texts).items()}
+    given = {name: None if text == "None" else text for name, text in vars(texts).items()}
     if wants_help:
         shown = _parser().format_help()
         if "algo" in given:
@@ -176,7 +176,8 @@ def _unknown(token: str) -> str:
             hint = f"; write {option.flag} VALUE"
         if f"`{word.replace('-', '_')}=" in text:
             hint = f"; write {option.flag} {word.replace('-', '_')}=VALUE"
-    if group := re.fullmatch(r"--(optim|advantage|swarm)-args", name):
+    group = re.fullmatch(r"--(optim|advantage|swarm)-args", name)
+    if group:
         hint = f"; its options are --{group[1]}.NAME VALUE each now, as --optim.warmup 5"
     return f"{name} is no option{hint}; --help lists all"
 

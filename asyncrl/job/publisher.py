@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Weights = Iterable[tuple[str, Tensor]]
 """Hugging Face name and full value of each parameter, in the order of sending."""
+Snapshot = tuple[int, list[tuple[str, Tensor]]]
+"""A version and a copy of its weights."""
 
 
 class Publisher:
@@ -130,13 +132,11 @@ class LeadingPublisher(Publisher):
         self.check_engines(last)
 
     @property
-    def delayed(self) -> dict[int, list[tuple[str, Tensor]]]:
+    def delayed(self) -> dict[int, Weights]:
         """Full weights of the versions that are held back, by version, without the newest; copies, none is changed."""
         return dict(list(self._snapshots)[:-1])
 
-    def _resumed_snapshots(
-        self, specs: list[ParameterSpec]
-    ) -> Iterator[tuple[int, list[tuple[str, Tensor]]]]:
+    def _resumed_snapshots(self, specs: list[ParameterSpec]) -> Iterator[Snapshot]:
         """What was held back, but for what is older than weights that were announced: a last step's are at once."""
         resumed = self.node.resumed
         for version in resumed.delayed if resumed else ():
@@ -144,11 +144,10 @@ class LeadingPublisher(Publisher):
                 weights = load_file(resumed.part / f"delayed_{version}.safetensors")
                 yield version, [(spec.name, weights[spec.name]) for spec in specs]
 
-    def _delayed(self, step: int, weights: Weights) -> tuple[int, list[tuple[str, Tensor]]]:
+    def _delayed(self, step: int, weights: Weights) -> Snapshot:
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
-        self._snapshots.append(
-            (step, [(name, tensor.to("cpu", copy=True)) for name, tensor in weights])
-        )
+        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights]
+        self._snapshots.append((step, copies))
         while self._snapshots[0][0] < step - self.config.publish_delay:
             self._snapshots.popleft()
         return self._snapshots[0]
