@@ -35,16 +35,16 @@ NUM_SAMPLES = 30  # groups of which a page shows samples, for all of its runs to
 RECENT_S = 60  # a run whose last record is younger may still train
 NUM_HOSTS = 8  # remote hosts that have curves
 HOST_COLUMNS = {
-    "there, s": ("time", np.ptp, "{:.1f}"),
-    "responses": ("ticket", "count", "{}"),
-    "tokens": ("tokens", "sum", "{}"),
-    "lag": ("lag", "mean", "{:.2f}"),
-    "MB sent": ("mb_sent", "sum", "{:.1f}"),
-    "MB received": ("mb_received", "sum", "{:.1f}"),
-    "mismatch, k3": ("mismatch/k3", "max", "{:.2g}"),
-    "why it left": ("why", "last", "{}"),
+    "there, s": ("time", np.ptp),
+    "responses": ("ticket", "count"),
+    "tokens": ("tokens", "sum"),
+    "lag": ("lag", "mean"),
+    "MB sent": ("mb_sent", "sum"),
+    "MB received": ("mb_received", "sum"),
+    "mismatch, k3": ("mismatch/k3", "max"),
+    "why it left": ("why", "last"),
 }
-"""Columns of the table of remote hosts: field of their events, how to reduce it, format."""
+"""Columns of the table of remote hosts: field of their events, and how to reduce it."""
 _CHARTS = tomllib.loads(Path(__file__).with_name("report_page.toml").read_text(encoding="utf-8"))
 
 
@@ -81,7 +81,7 @@ def make_comparison(runs: list[Run]) -> dict:
         facts[name] = ", ".join([*values, steps])
         for chart in charts(run.metrics):
             for series in chart["series"]:
-                title = f"{chart['title']}: {series['name']}"
+                title = f"{chart['title']}: {series['name'].replace('_', ' ')}"
                 same = drawn.setdefault(title, chart | {"title": title, "series": []})
                 same["series"].append(series | {"name": name})
         chosen = choose_samples(run.samples, NUM_SAMPLES // len(runs))
@@ -113,10 +113,14 @@ def render(page: dict) -> str:
 
 
 def readable(value: object) -> str:
-    """Return a value for people: numbers have four digits."""
+    """Return a value for people: numbers have four digits, and what is missing is blank."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {readable(part)}" for name, part in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float) and abs(value) < 10_000:
+        return f"{value:.4g}"
+    if value is None or value != value:
+        return ""
+    return f"{value:.0f}" if isinstance(value, float) else str(value)
 
 
 def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
@@ -276,20 +280,16 @@ def host_events(run: Run) -> pd.DataFrame:
 
 def host_table(events: pd.DataFrame) -> pd.DataFrame:
     """Return a row per remote host, those that sampled most first, and one for all."""
-    fields = [field for field, _, _ in HOST_COLUMNS.values()]
+    fields = [field for field, _ in HOST_COLUMNS.values()]
     events = events.reindex(columns=["machine", *fields])
     everything = events.assign(machine=f"all {events['machine'].nunique()}", why=None)
     tables = []
-    for table in (events, everything):
-        hosts = table.groupby("machine")
-        columns = {name: hosts[field].agg(how) for name, (field, how, _) in HOST_COLUMNS.items()}
-        tables.append(pd.DataFrame(columns).sort_values("tokens", ascending=False))
+    for part in (events, everything):
+        table = part.groupby("machine").agg(**HOST_COLUMNS)
+        tables.append(table.sort_values("tokens", ascending=False))
     table = pd.concat(tables)
-    rate = table["tokens"] / table["there, s"].clip(lower=1e-3)
-    for name, (_, _, form) in HOST_COLUMNS.items():
-        table[name] = table[name].map(form.format, na_action="ignore").astype(object)
-    table.insert(3, "tokens/s", rate.map("{:.1f}".format))
-    return table.fillna("")
+    table.insert(3, "tokens/s", table["tokens"] / table["there, s"].clip(lower=1e-3))
+    return table.map(readable)
 
 
 def host_charts(events: pd.DataFrame, hosts: list[str], start: float) -> list[dict]:

@@ -143,7 +143,7 @@ def _hosts(changes: list[dict], end: float) -> list[Bar]:
         details = {name: event[name] for name in ("why", "tickets") if name in event}
         bars.append(Bar(0, event["time"], None, moment, f"{event['machine']} {moment}", details))
         if num_hosts:
-            bars.append(Bar(0, event["time"], until, "hosts", f"{num_hosts} hosts", {}))
+            bars.append(Bar(0, event["time"], until, "hosts", f"remote hosts: {num_hosts}", {}))
     return bars
 
 

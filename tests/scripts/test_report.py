@@ -401,9 +401,9 @@ def test_remote_hosts_have_a_lane_with_their_number_and_their_workers_have_one_b
 def test_each_remote_host_has_a_row_and_curves_those_that_sampled_most_first(run):
     page = page_of(run)
     assert table(page, "remote hosts") == {
-        "far.2": ["12.0", "1", "70", "5.8", "", "2.0", "0.5", "", "was silent"],
-        "far": ["8.0", "3", "30", "3.8", "1.50", "4.0", "1.0", "2e-06", ""],
-        "all 2": ["14.0", "4", "100", "7.1", "1.50", "6.0", "1.5", "2e-06", ""],
+        "far.2": ["12", "1", "70", "5.833", "", "2", "0.5", "", "was silent"],
+        "far": ["8", "3", "30", "3.75", "1.5", "4", "1", "2e-06", ""],
+        "all 2": ["14", "4", "100", "7.143", "1.5", "6", "1.5", "2e-06", ""],
     }
     drawn = curves(page)["Generated tokens/s, by host"]
     rates = {host: [(round(x, 3), y) for x, y in points] for host, points in drawn.items()}
