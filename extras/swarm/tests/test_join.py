@@ -1,6 +1,7 @@
 """A host that joins a run: its real far end with a fake engine, a real swarm, and a network that fails."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -22,7 +24,7 @@ from asyncrl.config import SwarmOptions
 from asyncrl.messages import Probed
 from extras.swarm.hub import make_key
 from extras.swarm.join import JoinedHost
-from extras.swarm.wire import Leave
+from extras.swarm.wire import Leave, read_key
 
 PROGRAM = """
 import sys, rollout, fake_worker
@@ -79,9 +81,11 @@ class Relay:
 class Far:
     """A joined host that serves in a thread."""
 
-    def __init__(self, address, key_path, folder, main=run_fake_worker, rollout_tp=None):
+    def __init__(self, run, folder, main=run_fake_worker, rollout_tp=None):
+        """`run` has an `address` and a `key_path`."""
         folder.mkdir(exist_ok=True)
-        self.host, self.ended = JoinedHost(address, str(key_path), main, folder, rollout_tp), []
+        self.host = JoinedHost(run.address, str(run.key_path), main, folder, rollout_tp)
+        self.ended = []
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
@@ -133,7 +137,9 @@ def lasting(tmp_path_factory):
             run.controller.pulled.open = lambda version, base: (
                 run.pulls.append(base) or open_way(version, base)
             )
-            run.far = Far(run.relay.address, run.key_path, tmp_path / "far")
+            run.far = Far(
+                SimpleNamespace(address=run.relay.address, key_path=run.key_path), tmp_path / "far"
+            )
             run.host = run.far.host
             wait_until(lambda: run.host.engines and run.host.engines[0].is_up)
             run.step()
@@ -216,7 +222,7 @@ def test_a_host_joins_again_when_the_run_was_started_again_with_its_key(tmp_path
     far, tmp = None, tmp_path
     with running(tmp) as run:
         port = run.swarm.hub.port
-        far = Far(run.address, run.key_path, tmp / "far")
+        far = Far(run, tmp / "far")
         run.step()
         process = far.host.engines[0].process.process.pid
         run.swarm._hosts.clear()  # it is killed: nobody is told
@@ -242,19 +248,17 @@ def test_a_key_is_kept_by_a_run_that_goes_on_and_is_the_owners_alone(tmp_path):
 @pytest.mark.parametrize("is_same_run", [True, False])
 def test_a_host_with_another_key_says_so_at_once(tmp_path, is_same_run):
     with running(tmp_path) as run:
+        keys_of_run = read_key(run.key_path)
         make_key(tmp_path / "other.key")
         if is_same_run:  # but not the hosts' key
-            import json
-
             keys = json.loads((tmp_path / "other.key").read_text())
             keys["run"] = json.loads(Path(run.key_path).read_text())["run"]
             (tmp_path / "other.key").write_text(json.dumps(keys))
         start = time.monotonic()
-        Far(run.address, tmp_path / "other.key", tmp_path / "far").fails(
-            ValueError, "has another key"
-        )
+        run.key_path = tmp_path / "other.key"
+        Far(run, tmp_path / "far").fails(ValueError, "has another key")
         assert time.monotonic() - start < 20
-        with FakeHost(run):
+        with FakeHost(run, keys=keys_of_run):
             run.step()
 
 
@@ -262,24 +266,23 @@ def test_a_host_whose_run_is_not_there_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.join.JOIN_S", 1.0)
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     make_key(tmp_path / "swarm.key")
-    far = Far("127.0.0.1:1", tmp_path / "swarm.key", tmp_path / "far")
+    nobody = SimpleNamespace(address="127.0.0.1:1", key_path=tmp_path / "swarm.key")
+    far = Far(nobody, tmp_path / "far")
     far.fails(ValueError, "no answer in 1 s; is the run there?")
 
 
 def test_a_host_that_is_refused_ends_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.join.code_digest", lambda: "f" * 64)
     with running(tmp_path) as run:
-        Far(run.address, run.key_path, tmp_path / "far").fails(
-            ValueError, "its code is ffffffffffff"
-        )
+        Far(run, tmp_path / "far").fails(ValueError, "its code is ffffffffffff")
 
 
 def test_a_host_has_engines_of_as_many_gpus_as_the_runs_own_or_as_it_is_told(tmp_path):
     with running(tmp_path, rollout_tp=2) as run:
-        far = Far(run.address, run.key_path, tmp_path / "as_the_run")
+        far = Far(run, tmp_path / "as_the_run")
         far.fails(ValueError, "--rollout-tp 2 splits an engine over GPUs")
         assert not far.host.engines
-        far = Far(run.address, run.key_path, tmp_path / "as_told", rollout_tp=1)
+        far = Far(run, tmp_path / "as_told", rollout_tp=1)
         run.step()
         assert len(far.host.engines) == 1 and not far.ended
         far.ends_with(run)
@@ -295,7 +298,7 @@ def test_a_host_that_lacks_user_code_or_has_another_ends_before_it_starts_anythi
     monkeypatch.chdir(path.parent)
     with running(tmp_path, algo=f"{path}:loss") as run:
         spoil(path)
-        far = Far(run.address, run.key_path, tmp_path / "far")
+        far = Far(run, tmp_path / "far")
         far.fails(ValueError, f"{path}:loss: not what the run has, or imports; copy runs/NAME/code")
     assert not far.host.engines
 
@@ -315,9 +318,7 @@ def test_engines_of_a_host_have_user_code_from_its_folder_and_half_of_the_timeou
     shutil.copytree(path.parent, here)
     monkeypatch.chdir(here)
     with running(tmp_path, algo=f"{path}:loss", timeout_s=50.0) as run:
-        far = Far(
-            run.address, run.key_path, tmp_path / "far", main=run_worker_that_notes_its_options
-        )
+        far = Far(run, tmp_path / "far", main=run_worker_that_notes_its_options)
         run.step()
         assert (tmp_path / "far" / "options").read_text() == f"{here / path.name}:loss 25"
         far.ends_with(run)
@@ -348,7 +349,7 @@ def test_a_host_that_is_stopped_leaves_in_order(tmp_path, number):
 def test_a_host_joins_the_node_that_it_is_sent_to(tmp_path):
     with running(tmp_path, publishes=False) as first, running(tmp_path) as second:  # of one key
         first.swarm.nodes = [(first.address, 1), (second.address, 0)]
-        far = Far(first.address, first.key_path, tmp_path / "far")
+        far = Far(first, tmp_path / "far")
         second.step()
         assert joins(second) == 1 and joins(first) == 0
         far.ends_with(second)
@@ -356,7 +357,7 @@ def test_a_host_joins_the_node_that_it_is_sent_to(tmp_path):
 
 def test_a_host_whose_engine_dies_ends_with_its_report_and_the_run_goes_on(tmp_path):
     with running(tmp_path, answers=lambda index: "die" if index == 2 else "ok") as run:
-        far = Far(run.address, run.key_path, tmp_path / "far")
+        far = Far(run, tmp_path / "far")
         wait_until(lambda: run.step_if_ready() or far.ended)
         assert isinstance(far.end(), RuntimeError) and "exited with code 3" in str(far.ended)
         with FakeHost(run, "other"):
@@ -372,7 +373,7 @@ def test_a_host_whose_disk_is_full_ends_in_one_line_and_the_run_goes_on(tmp_path
     try:
         (folder / "full").write_bytes(bytes(4096))
         with running(tmp_path) as run:
-            Far(run.address, run.key_path, folder).fails(OSError, "No space left on device")
+            Far(run, folder).fails(OSError, "No space left on device")
             with FakeHost(run) as other:
                 run.step()
                 other.send(Leave())
