@@ -388,11 +388,8 @@ def test_remote_hosts_have_a_lane_with_their_number_and_their_workers_have_one_b
     end = round(EVENTS[-1]["time"] - STARTED, 4)
     hosts = lanes["remote hosts"]
     assert spans(hosts, "hosts") == [("hosts", 6, 8), ("hosts", 8, 20), ("hosts", 20, end)]
-    assert [bar["name"] for bar in hosts if bar["cat"] == "hosts"] == [
-        "1 hosts",
-        "2 hosts",
-        "1 hosts",
-    ]
+    numbers = [bar["name"] for bar in hosts if bar["cat"] == "hosts"]
+    assert numbers == [f"remote hosts: {number}" for number in (1, 2, 1)]
     assert spans(hosts, "joined", "left") == [("joined", 6, 6), ("joined", 8, 8), ("left", 20, 20)]
     assert spans(lanes["worker 2 (far)"], "away") == [("away", 7, end)]
     assert spans(lanes["worker 3 (far.2)"], 0) == [("left", 20, 20), ("away", 9, 20)]
