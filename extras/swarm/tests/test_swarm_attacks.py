@@ -14,6 +14,7 @@ from fake_host import PROBE, FakeHost, running, wait_until
 
 from asyncrl.messages import Finished, Probed, Ready, SampledTokens, Update, Updated
 from extras.swarm.hub import MAX_MESSAGE_BYTES
+from extras.swarm.swarm import RemoteProcess
 from extras.swarm.wire import (
     Beat,
     Codec,
@@ -144,7 +145,7 @@ def test_a_name_is_shown_in_one_short_line(run, capsys):
     assert line.isprintable() and len(line) < 120
 
 
-def test_a_message_that_is_too_large_ends_the_connection(run, capsys, monkeypatch):
+def test_a_message_that_is_too_large_ends_the_connection(run, capsys):
     with liar(run, holds=False) as host:
         host.send_frames([b"0", b"Finished", bytes(MAX_MESSAGE_BYTES + (1 << 20))])
         wait_until(lambda: host.name in dict(run.left()))
@@ -214,24 +215,11 @@ UPDATED = Updated(0, 0.1, SampledTokens(), None)
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_numbers_that_no_update_or_probe_has_shut_a_host_out(tmp_path, capsys, answer, why):
-    with (
-        running(tmp_path, publishes=False) as run,
-        FakeHost(run, "honest"),
-        liar(run, holds=False) as host,
-    ):
-
-        def act(engine, message, act=host._act):
-            if not isinstance(message, Update):
-                act(engine, message)
-                return
-            if isinstance(answer, Probed):
-                host.send(UPDATED, engine)
-            host.send(answer, engine)
-
-        host._act = act
-        run.publish(probe=PROBE)
-        is_shut_out(run, host, why, capsys)
+def test_numbers_that_no_update_or_probe_has_are_refused(answer, why):
+    process = RemoteProcess(lambda message: None, "far")
+    process.send(Update(0, [], PROBE))
+    with pytest.raises(ValueError, match=why):
+        process.check_answer(answer)
 
 
 def test_a_session_that_is_replayed_over_a_new_connection_brings_nothing(run, capsys):
