@@ -54,44 +54,49 @@ class Tokens(Protocol):
     advantages: Tensor
     """At first the reward of the token's sequence."""
     sequence_ids: Tensor
+    values: Tensor
     returns: Tensor | None
 
 
+class Options(Protocol):
+    """Options of the estimate, as AdvantageOptions in asyncrl/config.py."""
+
+    gamma: float
+    lam: float
+    value_lam: float
+    whiten: bool
+
+
 def estimate_step(
-    updates: list[list[T]],
-    values: list[list[Tensor]],
-    sum_over_ranks: Callable[[Tensor], Tensor],
-    *,
-    gamma: float,
-    lam: float,
-    value_lam: float,
-    whiten: bool,
+    updates: list[list[T]], sum_over_ranks: Callable[[Tensor], Tensor], options: Options
 ) -> tuple[list[list[T]], dict[str, float]]:
     """Give the tokens of all micro-batches of a step, [update][micro-batch], their own advantages and returns.
 
-    `values` are [N] for each micro-batch. Also returns the share of the returns' variance that the values explain: 1 if
-    the values are right, 0 if they are as good as any constant. It is absent where all returns are equal.
+    Also returns the share of the returns' variance that the values explain: 1 if the values are right, 0 if they are as
+    good as any constant. It is absent where all returns are equal.
     """
-    batches = list(itertools.chain(*updates))
-    estimates = []
-    for batch, values_of_batch in zip(batches, itertools.chain(*values), strict=True):
-        rewards, token_values = batch.advantages.cpu(), values_of_batch.cpu()
-        sequence_ids = batch.sequence_ids.cpu()
-        advantages = gae(rewards, token_values, sequence_ids, gamma, lam)
-        errors = gae(rewards, token_values, sequence_ids, gamma, value_lam)
-        estimates.append(torch.stack([advantages, token_values + errors, errors]))
+    estimates = [_estimate(batch, options) for batch in itertools.chain(*updates)]
     mean, variance = _moments(torch.cat(estimates, dim=1), sum_over_ranks)
-    if whiten:
+    if options.whiten:
         for estimate in estimates:
             estimate[0] = (estimate[0] - mean[0]) / (variance[0].sqrt() + EPS)
-    batches = [
-        _with_estimate(batch, estimate) for batch, estimate in zip(batches, estimates, strict=True)
-    ]
     metrics = {}
     if variance[1] > EPS**2:
         metrics["value/explained_variance"] = float(1 - variance[2] / variance[1])
-    remaining = iter(batches)
-    return [[next(remaining) for _ in update] for update in updates], metrics
+    remaining = iter(estimates)
+    return [
+        [_with_estimate(batch, next(remaining)) for batch in update] for update in updates
+    ], metrics
+
+
+def _estimate(batch: Tokens, options: Options) -> Tensor:
+    """Return advantages, returns and errors of the values, [3, N] float64, on the CPU."""
+    rewards = batch.advantages.cpu()
+    values = batch.values.cpu()
+    sequence_ids = batch.sequence_ids.cpu()
+    advantages = gae(rewards, values, sequence_ids, options.gamma, options.lam)
+    errors = gae(rewards, values, sequence_ids, options.gamma, options.value_lam)
+    return torch.stack([advantages, values + errors, errors])
 
 
 def _moments(columns: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

@@ -152,6 +152,7 @@ def train(recording: Recording, node, policy, run, evaluate: bool) -> None:
     """
     from asyncrl.runlog.progress import Progress
     from asyncrl.trainer import batch
+    from asyncrl.trainer.checkpoint import save_weights
 
     config, clock = node.config, node.clock
     if run is not None:
@@ -175,7 +176,7 @@ def train(recording: Recording, node, policy, run, evaluate: bool) -> None:
                 progress.show(metrics)
             if config.is_due(step, config.save_every):
                 clock.enter("save")
-                policy.save(str(run.checkpoint_path(step)) if run else "")
+                save_weights(policy, str(run.checkpoint_path(step)) if run else "")
 
 
 def evaluate_last(node, policy) -> dict[str, float]:

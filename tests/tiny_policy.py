@@ -22,6 +22,7 @@ from transformers import (
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.checkpoint import save_weights
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy, load_policy
 
@@ -229,8 +230,8 @@ def run_on_two_ranks(
         policy = load(config)
         metrics = policy.train_step(distribute(updates, 2, budget)[rank], policy_version=12)
         results.append((metrics, first_gradient(policy)))
-    policy.save(os.path.join(folder, "step_1"))
-    mine = [error_of(policy.save, os.path.join(folder, "step_1"))]
+    save_weights(policy, os.path.join(folder, "step_1"))
+    mine = [error_of(save_weights, policy, os.path.join(folder, "step_1"))]
     broken = replace(updates[0][0], advantage=float("nan"))
     share = distribute([[broken, *updates[0]]], 2, cases[-1][2])[rank]
     mine.append(error_of(policy.train_step, share, 12))
@@ -267,7 +268,7 @@ def save_with_a_file_size_limit(_rank: int, model: str, path: str, error_path: s
     policy = load(Config(model=model))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    error = error_of(policy.save, path)
+    error = error_of(save_weights, policy, path)
     with open(error_path, "w") as file:
         file.write(error)
     dist.destroy_process_group()

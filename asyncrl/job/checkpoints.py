@@ -23,7 +23,12 @@ from asyncrl.records import Group
 from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
 from asyncrl.runlog.header import read_header, write_header
 from asyncrl.runlog.manifest import set_aside
-from asyncrl.trainer.checkpoint import CheckpointWriter
+from asyncrl.trainer.checkpoint import (
+    CheckpointWriter,
+    restore_training_state,
+    save_weights,
+    training_state,
+)
 from asyncrl.trainer.policy import NotFinite, Policy
 
 GRACE_S = 20.0
@@ -41,14 +46,14 @@ class Checkpoints:
         run = node.run if node.cluster.is_leader else None
         self.writer = CheckpointWriter(policy, node.cluster, run, folder)
         if node.resumed is not None:
-            policy.restore(str(node.resumed.part), self.writer.group)
+            restore_training_state(policy, str(node.resumed.part), self.writer.group)
             if node.cluster.is_first:
                 set_aside(node.resumed)
             dist.barrier(self.writer.group)  # all have read and accepted all that they go on from
             if node.cluster.is_leader:
                 node.run.cut_back()
         # The first copy makes host memory, which takes long. So it is made while the engines start.
-        self.writer.stager.stage(policy.state())
+        self.writer.stager.stage(training_state(policy))
         self._handlers: dict[int, Any] = {}
         self._asked_by = 0  # number of the signal that asks the run to stop
         # The last step that this start of the run has made.
@@ -115,7 +120,7 @@ class Checkpoints:
         except NotFinite as error:
             path = node.run.path / f"failed_step_{step}" if node.cluster.is_first else None
             try:
-                self.policy.save(str(path / "weights") if path else "")
+                save_weights(self.policy, str(path / "weights") if path else "")
                 groups_of_nodes = node.cluster.gather(groups) if node.cluster.is_leader else []
                 if path:
                     write_recording(
@@ -174,7 +179,9 @@ class Checkpoints:
         self._is_saved = True
         node.clock.enter("save")
         if not self._is_shared:
-            self.policy.save(str(node.run.checkpoint_path(step)) if node.cluster.is_first else "")
+            save_weights(
+                self.policy, str(node.run.checkpoint_path(step)) if node.cluster.is_first else ""
+            )
             return
         self.writer.wait()
         delayed, rollout, facts = {}, None, None
@@ -182,7 +189,7 @@ class Checkpoints:
             delayed = publisher.delayed
             rollout = node.controller.cut(node.run.sizes)
             facts = {"records": rollout.records, "probe": node.probe.state(delayed)}
-        self.writer.start(self.policy.state(), step, delayed, rollout, facts)
+        self.writer.start(training_state(self.policy), step, delayed, rollout, facts)
 
 
 def write_recording(path: Path, step: int, groups: list[Group]) -> None:

@@ -1,10 +1,11 @@
 """Turns the groups of a step into each rank's micro-batches: advantages, optimizer updates, ranks, micro-batches.
 
-Every node deals its own groups to its own ranks. Nodes exchange two things only: rewards, as advantages are estimated
-over the whole step, and the number of micro-batches.
+Every node deals its own groups to its own ranks. Nodes exchange only rewards, as advantages are estimated over the
+whole step.
 """
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,15 +14,8 @@ from algos import ADVANTAGES
 from algos.advantages import overlong_penalty
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
-from asyncrl.records import Group
-from asyncrl.trainer.attention import dense_cost
-from asyncrl.trainer.packing import (
-    Bundle,
-    Sharing,
-    TrainSequence,
-    bundle_within,
-    first_fit_decreasing,
-)
+from asyncrl.records import Group, Trajectory
+from asyncrl.trainer.packing import Bundle, Sharing, TrainSequence, bundle, first_fit_decreasing
 from asyncrl.trainer.policy import Policy
 
 
@@ -33,38 +27,20 @@ def deal(
     `groups` is the node's batch on its leader and None on the others; ranks get about equal tokens.
     """
     policy.clock.enter("gather")
-    config = policy.config
     shares = None
     if groups is not None:
         shares = distribute(
-            make_updates(groups, config, cluster, step=step),
+            make_updates(groups, policy.config, cluster, step),
             len(cluster.local_ranks),
-            config.max_tokens_per_microbatch,
-            config.share_prefix,
-            policy.one_row,
-            policy.module.model.config.get_text_config().hidden_size,
+            policy.config.max_tokens_per_microbatch,
+            policy.config.share_prefix,
+            policy.module.cost,
         )
-    share = cluster.scatter_on_node(shares)
-    return share if cluster.num_nodes == 1 else pad(share, cluster)
-
-
-def pad(share: list[list[list[Bundle]]], cluster: Cluster) -> list[list[list[Bundle]]]:
-    """Add empty micro-batches until every rank of every node has as many of them; collective over ranks.
-
-    FSDP's collectives need the same number on all ranks.
-    """
-    counts = cluster.max_over_ranks([len(update) for update in share])
-    return [
-        _with_empty_microbatches(update, count) for update, count in zip(share, counts, strict=True)
-    ]
-
-
-def _with_empty_microbatches(microbatches: list[list], count: int) -> list[list]:
-    return microbatches + [[] for _ in range(count - len(microbatches))]
+    return cluster.scatter_on_node(shares)
 
 
 def make_updates(
-    groups: list[Group], config: Config, cluster: Cluster | None = None, *, step: int
+    groups: list[Group], config: Config, cluster: Cluster, step: int
 ) -> list[list[TrainSequence]]:
     """Give every trajectory its advantage and deal whole groups to the step's minibatches.
 
@@ -73,42 +49,41 @@ def make_updates(
     Collective over leaders. Raises RuntimeError for a reward that is not a finite number.
     """
     if config.minibatches > 1:
-        groups = [
-            groups[i] for i in np.random.default_rng((config.seed, step)).permutation(len(groups))
-        ]
+        order = np.random.default_rng((config.seed, step)).permutation(len(groups))
+        groups = [groups[index] for index in order]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    advantages = _advantages(trajectories, config, cluster)
+    sequences = [
+        TrainSequence(
+            trajectory.tokens,
+            trajectory.loss_mask,
+            trajectory.behavior_logprobs,
+            trajectory.policy_versions,
+            advantage,
+            trajectory.reward,
+            trajectory.group_id,
+        )
+        for trajectory, advantage in zip(trajectories, advantages, strict=True)
+    ]
+    size = len(sequences) // config.minibatches
+    return [sequences[start : start + size] for start in range(0, len(sequences), size)]
+
+
+def _advantages(trajectories: list[Trajectory], config: Config, cluster: Cluster) -> list[float]:
+    """Return the advantages of this node's trajectories, estimated from the rewards of all nodes."""
     max_tokens = config.max_response_tokens
     overlong = config.advantage_options.overlong
     rewards = [
         (t.reward - overlong_penalty(t.num_beyond_prompt, max_tokens, overlong), t.group_id)
         for t in trajectories
     ]
-    advantages = _advantages(rewards, config, cluster or Cluster())
-    sequences = [
-        TrainSequence(
-            t.tokens,
-            t.loss_mask,
-            t.behavior_logprobs,
-            t.policy_versions,
-            advantage,
-            t.reward,
-            t.group_id,
-        )
-        for t, advantage in zip(trajectories, advantages, strict=True)
-    ]
-    size = len(sequences) // config.minibatches
-    return [sequences[start : start + size] for start in range(0, len(sequences), size)]
-
-
-def _advantages(rewards: list[tuple[float, int]], config: Config, cluster: Cluster) -> list[float]:
-    """Return the advantages of this node's (reward, group_id) pairs, estimated from those of all nodes."""
     rewards_of_nodes = cluster.gather(rewards)
     values, group_ids = zip(*itertools.chain(*rewards_of_nodes), strict=True)
     advantages = ADVANTAGES[config.advantage](
         torch.tensor(values, dtype=torch.float64), torch.tensor(group_ids)
     )
-    start = sum(len(rewards_of_node) for rewards_of_node in rewards_of_nodes[: cluster.node])
-    return advantages[start : start + len(rewards)].tolist()
+    parts = advantages.split([len(rewards_of_node) for rewards_of_node in rewards_of_nodes])
+    return parts[cluster.node].tolist()
 
 
 def distribute(
@@ -116,19 +91,20 @@ def distribute(
     num_ranks: int,
     max_tokens: int,
     share_prefix: Sharing = "off",
-    one_row: bool = False,
-    hidden_size: int = 64,
+    cost: Callable[[list[int]], float] = sum,
 ) -> list[list[list[list[Bundle]]]]:
     """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → bundles.
 
-    `share_prefix` as in bundle, `one_row` as in pack; `hidden_size` of the model, by default the tiny one.
+    `share_prefix` as in bundle; `cost` as in choose_bundles. Ranks may get different numbers of micro-batches.
     """
     shares: list[list[list[list[Bundle]]]] = [[] for _ in range(num_ranks)]
     for update in updates:
-        bundles = choose_bundles(update, num_ranks, max_tokens, share_prefix, one_row, hidden_size)
-        plan = split_into_microbatches([b.num_tokens for b in bundles], num_ranks, max_tokens)
-        for share, microbatches in zip(shares, plan, strict=True):
-            share.append([[bundles[b] for b in chosen] for chosen in microbatches])
+        bundles = choose_bundles(update, num_ranks, max_tokens, share_prefix, cost)
+        lengths = [bundle.num_tokens for bundle in bundles]
+        for share, microbatches in zip(
+            shares, split_into_microbatches(lengths, num_ranks, max_tokens), strict=True
+        ):
+            share.append([[bundles[item] for item in items] for items in microbatches])
     return shares
 
 
@@ -137,30 +113,24 @@ def choose_bundles(
     num_ranks: int,
     max_tokens: int,
     share_prefix: Sharing,
-    one_row: bool,
-    hidden_size: int = 64,
+    cost: Callable[[list[int]], float],
 ) -> list[Bundle]:
     """Bundle the sequences of an update so that the rank with the most to compute has as little as may be.
 
     Whole trees save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
-    for its square; so trees are cut at half the limit, and half of that, while this helps.
+    for its square; so trees are cut at half the limit, and half of that, while this helps. `cost` is that of computing
+    bundles of these lengths on one rank.
     """
     longest = max((len(sequence.tokens) for sequence in sequences), default=1)
     limits = [max_tokens]
     while share_prefix != "off" and limits[-1] > longest:
         limits.append(max(limits[-1] // 2, longest))
 
-    def cost(bundles: list[Bundle]) -> float:
+    def largest_cost(bundles: list[Bundle]) -> float:
         lengths = [bundle.num_tokens for bundle in bundles]
-        lengths_of_ranks = [
-            [lengths[item] for item in items] for items in balance(lengths, num_ranks)
-        ]
-        return max(
-            sum(of_rank) if one_row else dense_cost(of_rank, hidden_size)
-            for of_rank in lengths_of_ranks
-        )
+        return max(cost([lengths[item] for item in items]) for items in balance(lengths, num_ranks))
 
-    return min(bundle_within(limits, sequences, share_prefix), key=cost)
+    return min((bundle(sequences, share_prefix, limit) for limit in limits), key=largest_cost)
 
 
 def split_into_microbatches(
@@ -168,8 +138,8 @@ def split_into_microbatches(
 ) -> list[list[list[int]]]:
     """Assign items of `lengths` tokens to ranks and micro-batches: [rank][micro-batch] → item indices.
 
-    Ranks get about equal tokens, each micro-batch at most `max_tokens`, and all ranks the same number of micro-batches,
-    because FSDP's collectives must match; so some may be empty. Raises ValueError for an item above `max_tokens`.
+    Ranks get about equal tokens, each micro-batch at most `max_tokens`. Raises ValueError for an item above
+    `max_tokens`.
     """
     for item, length in enumerate(lengths):
         if length > max_tokens:
@@ -181,8 +151,7 @@ def split_into_microbatches(
     for items in balance(lengths, num_ranks):
         bins = first_fit_decreasing([lengths[item] for item in items], max_tokens)
         microbatches_of_ranks.append([[items[place] for place in places] for places in bins])
-    count = max(map(len, microbatches_of_ranks), default=0)
-    return [_with_empty_microbatches(microbatches, count) for microbatches in microbatches_of_ranks]
+    return microbatches_of_ranks
 
 
 def balance(lengths: list[int], num_ranks: int) -> list[list[int]]:

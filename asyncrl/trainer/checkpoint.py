@@ -40,7 +40,6 @@ from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.trainer import lora
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.model import named_persistent_buffers
-from asyncrl.trainer.optimizer import OptimizerState
 
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
@@ -94,7 +93,7 @@ class WeightWriter:
             if name not in adapters and name != VALUE_HEAD
         }
         weights |= {
-            name: lora.merge(name, weight, adapters) for name, weight in self.frozen.items()
+            name: lora.merge(name, weight.float(), adapters) for name, weight in self.frozen.items()
         }
         self._skeleton.save_pretrained(folder, state_dict=weights | self._buffers)
         self._tokenizer.save_pretrained(folder)
@@ -127,9 +126,10 @@ def trained_names(module: TokenLogprobs) -> dict[Tensor, str]:
     }
 
 
-def save_for_people(policy: "Policy", path: str) -> None:
-    """Write the weights of a policy to the new folder `path` on rank 0; collective.
+def save_weights(policy: "Policy", path: str) -> None:
+    """Write a policy to the new folder `path`, as Hugging Face does (safetensors, config, tokenizer); collective.
 
+    With LoRA the weights are the merged ones, and the adapter is beside them in `path`/adapter, in peft's format.
     Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
     """
     writer = WeightWriter(policy)
@@ -208,10 +208,13 @@ def check_finite(state: dict[str, Tensor]) -> None:
             raise OSError(f"{name} is not finite; the checkpoints before it are kept")
 
 
-def training_state(optimizer: OptimizerState, num_updates: int) -> dict[str, Tensor]:
-    """All that training changes here, by name: trained weights, the optimizer's state, the number of updates, and the
-    random numbers of this rank. Live, and sharded as the model is."""
-    values = json.dumps({"num_updates": num_updates, "optimizer": optimizer.values()})
+def training_state(policy: "Policy") -> dict[str, Tensor]:
+    """Return all that training changes here, by name, live, and sharded as it is.
+
+    It is the trained weights, the optimizer's state, the number of updates, and the random numbers of this rank.
+    """
+    optimizer = policy.optimizer_state
+    values = json.dumps({"num_updates": policy.num_updates, "optimizer": optimizer.values()})
     return {
         **{f"weights.{name}": parameter.detach() for parameter, name in optimizer.names.items()},
         **{f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()},
@@ -251,22 +254,23 @@ def file_numbers(state: dict[str, Tensor], num_ranks: int) -> dict[str, int]:
     )
 
 
-def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.ProcessGroup) -> int:
-    """Have weights, a new optimizer and random numbers go on from the shards in a folder, of any number of ranks;
-    collective.
+def restore_training_state(policy: "Policy", folder: str, group: dist.ProcessGroup) -> None:
+    """Have a new policy continue from the shards in a folder, of any number of ranks; collective on the gloo group.
 
-    Random numbers are those of the rank with the same number, if there was one. Returns the number of updates that were
-    made. Raises ValueError if the folder is of another model or optimizer.
+    Random numbers are those of the rank with the same number, if there was one. Raises ValueError if the folder is of
+    another model or optimizer.
     """
+    optimizer = policy.optimizer_state
     shapes = _shapes(folder)
     data = torch.empty(shapes.pop(VALUES), dtype=torch.uint8)
     _load({VALUES: data}, folder, group)
     values = json.loads(data.numpy().tobytes())
-    if values["num_updates"]:
+    policy.num_updates = values["num_updates"]
+    if policy.num_updates:
         # in the form that it has for this model and these ranks
         optimizer.make(values["optimizer"])
     optimizer.set_values(values["optimizer"])
-    state = training_state(optimizer, values["num_updates"])
+    state = training_state(policy)
     del state[VALUES]
     for name in sorted(shapes.keys() | state.keys()):
         shape = tuple(state[name].shape) if name in state else None
@@ -280,7 +284,6 @@ def restore_training_state(optimizer: OptimizerState, folder: str, group: dist.P
     for name, generator in _generators().items():
         if name in state:
             generator.set_state(state[name])
-    return values["num_updates"]
 
 
 def read_trained(folder: str) -> dict[str, Tensor]:

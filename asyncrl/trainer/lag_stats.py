@@ -1,15 +1,19 @@
 """Per-token training statistics, averaged overall and by lag: how many steps old a token was when it was trained on."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from algos.kl import k3
 from algos.ratio import importance_ratio
+from asyncrl.trainer.logprobs import Scored
+from asyncrl.trainer.packing import MicroBatch
 
 T = TypeVar("T")
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
@@ -27,19 +31,42 @@ class TokenStats:
     """Sums of per-token statistics by lag bucket, over micro-batches; `reduce` turns them into means over all ranks."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        """By name, [6] float64; "tokens" counts."""
+        self._sums: Counter[str] = Counter()
+        """By name, [6] float64 numpy; "tokens" counts."""
         self._log_ratios: list[Tensor] = []
         """Of each micro-batch, [N] float32 nats."""
         self._sequence_log_ratios: list[Tensor] = []
         """Their sums over each sequence, [S] float32 nats."""
 
+    def add_scores(self, batch: MicroBatch, scored: Scored, loss_stats: dict[str, Tensor]) -> None:
+        """Add a micro-batch: its scores by the current policy, and the stats of its loss.
+
+        The backward pass adds the slopes of the loss.
+        """
+        logprobs = scored.logprobs.detach()
+        log_ratios = logprobs - batch.behavior_logprobs
+        stats = {
+            "drift/k1": -log_ratios,
+            "drift/k3": k3(batch.behavior_logprobs, logprobs, batch.behavior_logprobs),
+            "ratio": importance_ratio(log_ratios),
+            "entropy": scored.entropy.detach(),
+            "advantage": batch.advantages,
+            "reward": batch.rewards,
+            "length": batch.lengths,
+        }
+        self.add(stats | loss_stats, batch.lags)
+        self.add_ratios(log_ratios, batch.sequence_ids)
+        scored.logprobs.register_hook(
+            lambda slopes: self.add_slopes(slopes / dist.get_world_size(), batch.lags)
+        )
+
     def add_ratios(self, log_ratios: Tensor, sequence_ids: Tensor) -> None:
         """Add log-ratios [N] of current and behavior policy, nats, of the tokens of sequences [N]; not by lag."""
-        num_sequences = int(sequence_ids[-1]) + 1
-        sums = log_ratios.new_zeros(num_sequences).index_add(0, sequence_ids, log_ratios)
-        self._log_ratios.append(log_ratios.float())
-        self._sequence_log_ratios.append(sums.float())
+        log_ratios = log_ratios.cpu()
+        ids = sequence_ids.cpu()
+        sums = log_ratios.new_zeros(int(ids[-1]) + 1).index_add(0, ids, log_ratios)
+        self._log_ratios.append(log_ratios)
+        self._sequence_log_ratios.append(sums)
 
     @property
     def num_added(self) -> int:
@@ -61,23 +88,17 @@ class TokenStats:
 
     def add(self, stats: dict[str, Tensor], lags: Tensor) -> None:
         """Add per-token stats [N] of tokens with `lags` [N] int64, steps."""
-        columns = {"tokens": torch.ones_like(lags, dtype=torch.float64)}
-        columns |= {name: values.double() for name, values in stats.items()}
+        columns = {"tokens": torch.ones_like(lags), **stats}
         weight = columns.get("weight", columns.get("ratio"))
         if weight is not None:
             columns[WEIGHT] = weight
-            columns[WEIGHT_SQUARED] = weight**2
+            columns[WEIGHT_SQUARED] = weight.double() ** 2
         self._add(columns, lags)
 
     def _add(self, columns: dict[str, Tensor], lags: Tensor) -> None:
-        buckets = torch.bucketize(lags, torch.tensor(LAST_LAGS, device=lags.device))
-        one_hot = torch.nn.functional.one_hot(buckets, len(LAG_BUCKETS)).double()
-        values = torch.stack(list(columns.values()))
-        # an infinity times the zeros of one_hot is NaN in every bucket
-        finite = values.nan_to_num(0.0, 0.0, 0.0)
-        sums = (finite @ one_hot).index_add(1, buckets, values - finite)
-        for name, total in zip(columns, sums, strict=True):
-            self._sums[name] = self._sums.get(name, 0.0) + total
+        buckets = np.searchsorted(LAST_LAGS, lags.cpu())
+        for name, values in columns.items():
+            self._sums[name] += np.bincount(buckets, values.cpu(), len(LAG_BUCKETS))
 
     def reduce(self) -> dict[str, float]:
         """Sum over all ranks (collective) and return the means, per name and as `name/lag_BUCKET` where it has tokens.
@@ -87,21 +108,17 @@ class TokenStats:
         the norm of the slopes; `ratio_q01`, `ratio_q99` and `ratio_max` are quantiles of the tokens' ratios;
         `sequence_ess` is the effective sample size of the sequences' whole ratios. `tokens` is a sum.
         """
-        sums = {name: totals.tolist() for name, totals in self._sums.items()}
-        ranks = _on_all_ranks((sums, _joined(self._log_ratios), _joined(self._sequence_log_ratios)))
+        ranks = _on_all_ranks(
+            (self._sums, _joined(self._log_ratios), _joined(self._sequence_log_ratios))
+        )
         sums_of_ranks, log_ratios, sequence_log_ratios = zip(*ranks, strict=True)
-        by_name: dict[str, list[list[float]]] = {}
-        for sums in sums_of_ranks:  # a rank that only ran empty micro-batches has none
-            for name, buckets in sums.items():
-                by_name.setdefault(name, []).append(buckets)
-        totals = {
-            name: [sum(ranks) for ranks in zip(*parts, strict=True)]
-            for name, parts in by_name.items()
-        }
-        metrics = _means({name: sum(buckets) for name, buckets in totals.items()})
+        totals = Counter()
+        for sums in sums_of_ranks:
+            totals.update(sums)
+        metrics = _means({name: float(buckets.sum()) for name, buckets in totals.items()})
         metrics |= _tails(_joined(log_ratios), _joined(sequence_log_ratios))
         for index, bucket in enumerate(LAG_BUCKETS):
-            means = _means({name: buckets[index] for name, buckets in totals.items()})
+            means = _means({name: float(buckets[index]) for name, buckets in totals.items()})
             metrics |= {f"{name}/lag_{bucket}": mean for name, mean in means.items()}
         return metrics
 
@@ -127,33 +144,20 @@ def _on_all_ranks(value: T) -> list[T]:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.cpu() for part in parts]) if parts else torch.zeros(0)
+    return torch.cat([torch.zeros(0), *parts])
 
 
 def _tails(log_ratios: Tensor, sequence_log_ratios: Tensor) -> dict[str, float]:
     """Return quantiles of the tokens' ratios, and the effective sample size of the sequences'; {} of none."""
     if not len(log_ratios):
         return {}
-    last = len(log_ratios) - 1
-    ratios = importance_ratio(log_ratios.sort().values)
-    quantiles = {name: float(ratios[round(share * last)]) for name, share in QUANTILES.items()}
-    return quantiles | {"sequence_ess": _effective_sample_size(sequence_log_ratios)}
+    ratios = importance_ratio(log_ratios)
+    quantiles = np.quantile(ratios, list(QUANTILES.values()), method="nearest").tolist()
+    ess = _effective_sample_size(sequence_log_ratios)
+    return {**dict(zip(QUANTILES, quantiles, strict=True)), "sequence_ess": ess}
 
 
 def _effective_sample_size(log_weights: Tensor) -> float:
     """Return (Σw)² / (n·Σw²) of weights that may be beyond a float's range."""
     weights = (log_weights - log_weights.max()).double().exp()
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
-
-
-def drift(logprobs: Tensor, behavior_logprobs: Tensor) -> dict[str, Tensor]:
-    """Distance of the current policy from the one that sampled, per token [N]: k1, k3 (nats) and the ratio.
-
-    Estimators of KL(behavior ‖ current) from samples of behavior: Schulman, «Approximating KL divergence», 2020.
-    """
-    log_ratio = logprobs - behavior_logprobs
-    return {
-        "drift/k1": -log_ratio,
-        "drift/k3": k3(behavior_logprobs, logprobs, behavior_logprobs),
-        "ratio": importance_ratio(log_ratio),
-    }

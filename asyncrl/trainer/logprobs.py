@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from algos.sampling import Sampling, sampling_logits
-from asyncrl.trainer.attention import ONE_ROW, attention_inputs
+from asyncrl.trainer.attention import ONE_ROW, attention_inputs, dense_cost
 
 CHUNK_ROWS = 1024
 """Trained tokens per pass through the head: the most rows that a tensor [tokens, vocabulary] ever has."""
@@ -49,6 +49,12 @@ class TokenLogprobs(nn.Module):
         self.trains_entropy = trains_entropy
         self.one_row = self.attention in ONE_ROW
         """Whether that wants a micro-batch packed into one row."""
+
+    def cost(self, lengths: list[int]) -> int:
+        """Return the cost of computing bundles of `lengths` tokens; its unit depends on the attention."""
+        if self.one_row:
+            return sum(lengths)
+        return dense_cost(lengths, self.model.config.get_text_config().hidden_size)
 
     def forward(
         self,

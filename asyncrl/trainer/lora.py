@@ -92,19 +92,19 @@ def named_base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
 
 @torch.no_grad()
 def merge(name: str, weight: Tensor, adapters: dict[str, Tensor]) -> Tensor:
-    """The full parameter `name` in float32, with W + (alpha / r)·B·A where it has an adapter.
+    """Return the full parameter `name`, with W + (alpha / r)·B·A, computed in float32, where it has an adapter.
 
     `weight` is the base's, full; it and what is trained stay as they are. Adapters are by name; where they are sharded
     this is collective.
     """
     owner = name.removesuffix(".weight")
     if name == owner or f"{owner}.lora_A" not in adapters:
-        return weight.float()
-    matrices = (adapters[f"{owner}.{which}"] for which in ("lora_B", "lora_A"))
+        return weight
+    matrices = [adapters[f"{owner}.{which}"] for which in ("lora_B", "lora_A")]
     matrices = [
         matrix.full_tensor() if isinstance(matrix, DTensor) else matrix for matrix in matrices
     ]
-    return torch.addmm(weight.float(), *matrices, alpha=SCALE)
+    return torch.addmm(weight.float(), *matrices, alpha=SCALE).to(weight.dtype)
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def load_model(
     _fill_from_rank_0(model, path, dtype, config.seed)
     if module.value_head is not None:
         nn.init.zeros_(module.value_head.weight)
-    return module
+    return module.requires_grad_(False) if not is_trained else module
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:

@@ -111,14 +111,14 @@ def optimizer_arguments(config: Config) -> dict[str, Any]:
 
 
 def parameter_groups(
-    config: Config, model: nn.Module, head: nn.Module | None, head_lr: float
+    config: Config, model: nn.Module, head: nn.Module | None
 ) -> list[dict[str, Any]]:
-    """Groups of the optimizer: what is trained of the model, and the value head, if any, with `head_lr` times the
-    learning rate."""
+    """Groups of the optimizer: what is trained of the model, and the value head, if any, with its own learning rate."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": trained, "lr": config.lr}]
     if head is not None:
-        groups.append({"params": list(head.parameters()), "lr": config.lr * head_lr})
+        head_lr = config.lr * config.advantage_options.value_lr
+        groups.append({"params": list(head.parameters()), "lr": head_lr})
     return groups
 
 

@@ -4,22 +4,24 @@ A *bundle* is one sequence, or, where prefixes are shared, a tree of several, de
 tokens that it shares with the one before (Tree Training, arXiv 2511.00413; PrefixGrouper, 2506.05433, of prompts). Of G
 responses of R tokens to a prompt of P, P + G·R tokens are read instead of G·(P + R).
 
-Numpy and torch only, no model and no process group: everything here can be checked by hand.
+There is no model here, so everything can be checked by hand.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from asyncrl.config import Config
 
 ATTENTION_BLOCK = 128
 """Tokens of a block of FlexAttention's mask: rows of whole blocks are of one kind, for which one kernel is compiled."""
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 Sharing = Literal["off", "prompt", "tree"]
 
 
@@ -64,6 +66,15 @@ class Bundle:
         return sum(len(s.tokens) for s in self.sequences) - sum(self.shared)
 
 
+_NO_TOKENS = np.zeros(2, dtype=np.int64)
+_NOTHING_TO_TRAIN = Bundle(
+    (TrainSequence(_NO_TOKENS, _NO_TOKENS > 0, _NO_TOKENS, _NO_TOKENS, advantage=0, reward=0),),
+    shared=(),
+    num_distinct=0,
+)
+"""What a rank reads that only keeps the others company: of one token there would be a kernel of its own."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Packed sequences: R rows of L tokens that the model reads, and N trained tokens that the loss sees."""
@@ -89,19 +100,26 @@ class MicroBatch:
     """[N] float32."""
     rewards: Tensor
     """[N] float32."""
-    num_trained: tuple[int, ...] = field(default=())
-    """Trained tokens of each of the S sequences."""
+    lengths: Tensor
+    """[N] int64, trained tokens of the token's sequence."""
+    lags: Tensor | None = None
+    """[N] int64, the trainer's version − the token's, steps; None where nothing is trained."""
     proximal_logprobs: Tensor | None = None
     """[N] float32 nats, of the weights before the step's first update; None where the loss derives them."""
+    values: Tensor | None = None
+    """[N] float32, of the state before the token, by the same weights; None without a value head."""
     returns: Tensor | None = None
     """[N] float32, what the value head is to predict; None without one."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return MicroBatch(
-            **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
-        )
+        columns = {name: column for name, column in vars(self).items() if column is not None}
+        return replace(self, **{name: column.to(device) for name, column in columns.items()})
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that have a trained token, S."""
+        return len(self.sequence_ids.unique())
 
 
 def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]:
@@ -137,64 +155,52 @@ def bundle(
 ) -> list[Bundle]:
     """Join the sequences of an update that begin alike, and leave every other one by itself.
 
-    A tree of more than `max_tokens`, or the longest sequence, is cut, and what its parts share is read in each of them:
-    greedily, deepest first. Where branches part, they are packed into the room behind their prefix. Parts that do not
-    fit there fit together nowhere above, as they would take their own prefix along.
+    A tree of more than `max_tokens`, or the longest sequence, is cut, and each part reads the shared prefix again. The
+    cut is greedy and deepest first. Where branches part, they are packed into the room behind their prefix. If two
+    parts do not fit together here, they do not fit together higher up: there they also need their shared prefix.
     """
-    return next(bundle_within([max_tokens], sequences, share_prefix))
-
-
-def bundle_within(
-    limits: Sequence[float], sequences: list[TrainSequence], share_prefix: Sharing
-) -> Iterator[list[Bundle]]:
-    """Yield what `bundle` makes within each limit of tokens; what sequences share is found once."""
-
-    def shared_with_next(order: list[int], sharing: Sharing) -> list[int]:
-        return [
-            *(
-                common_prefix(sequences[i], sequences[j], sharing)
-                for i, j in itertools.pairwise(order)
-            ),
-            0,
-        ]
-
     # By bytes, in which equal beginnings stand together: depth first, and a sequence before those that it begins.
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.tobytes())
-    depths = shared_with_next(order, "tree")
-    alone = {
-        i: Bundle((sequences[i],), (), len(sequences[i].tokens) - d)
-        for i, d in zip(order, depths, strict=False)
+    depths = _shared_with_next([sequences[i] for i in order], "tree")
+    singles = {
+        i: Bundle((sequences[i],), (), len(sequences[i].tokens) - depth)
+        for i, depth in zip(order, depths, strict=True)
     }
+    if share_prefix == "off":
+        return [singles[i] for i in range(len(sequences))]
     if share_prefix == "prompt":
         order.sort(key=lambda i: -1 if sequences[i].group_id is None else sequences[i].group_id)
-        depths = shared_with_next(order, "prompt")
-    elif share_prefix == "off":
-        order, depths = list(range(len(sequences))), [0] * len(sequences)
-    for limit in limits:
-        most = max([limit, *(one.num_tokens for one in alone.values())])
-        # of the path from the root: depth, and what ended below it
-        nodes: list[tuple[int, list[Bundle]]] = [(0, [])]
-        for i, depth in zip(order, depths, strict=False):
-            below = [alone[i]]
-            while nodes[-1][0] > depth:
-                prefix, others = nodes.pop()
-                below = _joined([*others, *below], prefix, most)
-            if nodes[-1][0] < depth:
-                nodes.append((depth, []))
-            nodes[-1][1].extend(below)
-        yield nodes[0][1]
+        depths = _shared_with_next([sequences[i] for i in order], "prompt")
+    max_tokens = max([max_tokens, *(len(sequence.tokens) for sequence in sequences)])
+    # The nodes of the path from the root: depth, and the bundles that ended below it.
+    path: list[tuple[int, list[Bundle]]] = [(0, [])]
+    for i, depth in zip(order, depths, strict=True):
+        below = [singles[i]]
+        while path[-1][0] > depth:
+            prefix, bundles = path.pop()
+            below = _joined([*bundles, *below], prefix, max_tokens)
+        if path[-1][0] < depth:
+            path.append((depth, []))
+        path[-1][1].extend(below)
+    return path[0][1]
+
+
+def _shared_with_next(sequences: list[TrainSequence], share_prefix: Sharing) -> list[int]:
+    """Count the tokens that each sequence shares with the next one; 0 for the last."""
+    shared = [common_prefix(*pair, share_prefix) for pair in itertools.pairwise(sequences)]
+    return [*shared, 0][: len(sequences)]
 
 
 def _joined(parts: list[Bundle], prefix: int, max_tokens: float) -> list[Bundle]:
     """Read parts that begin with the same `prefix` tokens together, as many as fit."""
     bins = first_fit_decreasing([part.num_tokens - prefix for part in parts], max_tokens - prefix)
     bundles = []
-    for chosen in ([parts[p] for p in sorted(of)] for of in bins):
-        members = itertools.chain(*(part.sequences for part in chosen))
+    for members in bins:
+        chosen = [parts[index] for index in sorted(members)]
+        sequences = itertools.chain(*(part.sequences for part in chosen))
         shared = itertools.chain(*((prefix, *part.shared) for part in chosen))
-        bundles.append(
-            Bundle(tuple(members), tuple(shared)[1:], sum(part.num_distinct for part in chosen))
-        )
+        num_distinct = sum(part.num_distinct for part in chosen)
+        bundles.append(Bundle(tuple(sequences), tuple(shared)[1:], num_distinct))
     return bundles
 
 
@@ -205,23 +211,21 @@ class UpdateTotals(NamedTuple):
     """Trained tokens."""
     sequences: float
     """Sequences that have a trained token."""
-    max_response_tokens: int
-    """Longest response, tokens."""
 
 
-def token_weights(num_trained: list[int], aggregation: Aggregation, totals: UpdateTotals) -> Tensor:
-    """Return the weight [S] float32 of every trained token of each sequence in the summed loss of one update.
+def token_weights(lengths: Tensor, totals: UpdateTotals, config: Config) -> Tensor:
+    """Return the weight [N] float32 of each trained token in the summed loss of one update.
 
-    `num_trained` are the trained tokens (≥ 1) of the sequences at hand. The totals are of the whole update, so
-    micro-batches, packing and ranks cannot change the gradient.
+    `lengths` [N] int64 as in MicroBatch. The totals are of the whole update, so micro-batches, packing and ranks cannot
+    change the gradient.
     """
-    if aggregation == "token_mean":
-        weights = [1 / totals.tokens for _ in num_trained]
-    elif aggregation == "sequence_mean":
-        weights = [1 / (totals.sequences * tokens) for tokens in num_trained]
-    else:
-        weights = [1 / (totals.sequences * totals.max_response_tokens) for _ in num_trained]
-    return torch.tensor(weights, dtype=torch.float32)
+    divisors = {
+        "token_mean": totals.tokens,
+        "sequence_mean": totals.sequences * lengths.double(),
+        "constant": totals.sequences * config.max_response_tokens,
+    }
+    weights = torch.ones_like(lengths, dtype=torch.float64) / divisors[config.loss_aggregation]
+    return weights.float()
 
 
 def tokens_read(
@@ -232,12 +236,10 @@ def tokens_read(
     `saved_share` is what this step saved, `shareable` what one tree of each update would save, of all sequences' tokens
     (ERR and POR of Tree Training, arXiv 2511.00413).
     """
-    counts = torch.zeros(3, dtype=torch.float64)
-    for bundle in (bundle for update in updates for microbatch in update for bundle in microbatch):
-        counts += torch.tensor(
-            [bundle.num_tokens, bundle.num_tokens + sum(bundle.shared), bundle.num_distinct]
-        )
-    num_read, num_all, num_distinct = sum_over_ranks(counts).tolist()
+    bundles = [bundle for update in updates for microbatch in update for bundle in microbatch]
+    counts = [(b.num_tokens, b.num_tokens + sum(b.shared), b.num_distinct) for b in bundles]
+    sums = torch.tensor([(0, 0, 0), *counts], dtype=torch.float64).sum(0)
+    num_read, num_all, num_distinct = sum_over_ranks(sums).tolist()
     return {
         "tokens/forward": num_read,
         "tokens/saved_share": 1 - num_read / num_all,
@@ -245,88 +247,103 @@ def tokens_read(
     }
 
 
+def with_equal_counts(updates: list[list[list[Bundle]]]) -> list[list[list[Bundle]]]:
+    """Add empty micro-batches to [update][micro-batch] → bundles until all ranks have as many; collective.
+
+    FSDP's collectives need the same number on all ranks.
+    """
+    counts = torch.tensor([len(update) for update in updates])
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    empty = [[] for _ in range(int(counts.max()))]
+    return [(update + empty)[:count] for update, count in zip(updates, counts, strict=True)]
+
+
 def pack(bundles: list[Bundle], one_row: bool, share_prefix: Sharing = "off") -> MicroBatch:
     """Pack bundles into rows as long as the longest of them, or all into one row.
 
     One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prefixes are shared.
-    Others pay for the square of the row, so short rows cost less. Without any bundle: one sequence of two tokens to
-    read, as of one each there would be a kernel of its own, and N = 0, for a rank that only keeps the others company.
+    Others pay for the square of the row, so short rows cost less. Without any bundle there is something to read, and
+    N = 0.
     Raises RuntimeError for a sequence whose first token is marked as trained.
     """
-    lengths = [b.num_tokens for b in bundles] or [2]
+    bundles = bundles or [_NOTHING_TO_TRAIN]
+    lengths = [bundle.num_tokens for bundle in bundles]
     width = sum(lengths) if one_row else max(lengths)
     if one_row and share_prefix != "off":
-        width = -(-width // ATTENTION_BLOCK) * ATTENTION_BLOCK
-    bins = first_fit_decreasing(lengths, width)
-    rows, sources = np.zeros((3, len(bins), width), dtype=np.int64), {}
-    rows[2] = np.arange(width) + 1
-    if not bundles:
-        rows[1, 0, 1] = 1
-    for row, of in enumerate(bins if bundles else ()):
-        for b, start in zip(of, np.cumsum([0, *(lengths[b] for b in of)]), strict=False):
-            sources[b] = [
-                row * width + columns for columns in _place(bundles[b], start, *rows[:, row])
-            ]
-    found = [
-        (s, at)
-        for b, chosen in enumerate(bundles)
-        for s, at in zip(chosen.sequences, sources[b], strict=True)
-    ]
-    input_ids, position_ids, visible_until = torch.from_numpy(rows)
+        width = math.ceil(width / ATTENTION_BLOCK) * ATTENTION_BLOCK
+    rows = first_fit_decreasing(lengths, width)
+    starts = {}
+    for row, members in enumerate(rows):
+        start = row * width
+        for member in members:
+            starts[member] = start
+            start += lengths[member]
+    # input_ids, position_ids and visible_until, flat
+    places = np.zeros((3, len(rows) * width), dtype=np.int64)
+    places[2] = np.arange(len(rows) * width) + 1
+    sources = []
+    for member, chosen in enumerate(bundles):
+        sources += _place(chosen, starts[member], *places)
+    input_ids, position_ids, visible_until = torch.from_numpy(places).view(3, -1, width)
+    visible_until -= width * torch.arange(len(rows))[:, None]
+    sequences = [sequence for chosen in bundles for sequence in chosen.sequences]
     return MicroBatch(
         input_ids,
         position_ids,
         None if share_prefix == "off" else visible_until,
-        **_trained_tokens([(s, at) for s, at in found if s.num_trained]),
+        torch.from_numpy(np.concatenate(sources)),
+        **_trained_columns(sequences),
     )
 
 
 def _place(
     chosen: Bundle,
-    column: int,
+    start: int,
     input_ids: np.ndarray,
     position_ids: np.ndarray,
     visible_until: np.ndarray,
 ) -> list[np.ndarray]:
-    """Place a bundle in a row [L] from a column on; returns columns of what predicts each member's trained tokens."""
-    path, sources = np.zeros(0, dtype=np.int64), []  # columns of the tokens of one sequence
+    """Place a bundle in rows, flat [R·L], from `start` on.
+
+    Returns the places of what predicts the trained tokens of each of its sequences.
+    """
+    path = np.zeros(0, dtype=np.int64)  # places of the tokens of one sequence
+    sources = []
     for sequence, shared in zip(chosen.sequences, (0, *chosen.shared), strict=True):
-        visible_until[path[shared:]] = column
-        start, column = column, column + len(sequence.tokens) - shared
-        input_ids[start:column] = sequence.tokens[shared:]
-        position_ids[start:column] = np.arange(shared, len(sequence.tokens))
-        path = np.concatenate([path[:shared], np.arange(start, column)])
+        end = start + len(sequence.tokens) - shared
+        visible_until[path[shared:]] = start
+        input_ids[start:end] = sequence.tokens[shared:]
+        position_ids[start:end] = np.arange(shared, len(sequence.tokens))
+        path = np.concatenate([path[:shared], np.arange(start, end)])
         sources.append(path[:-1][sequence.loss_mask[1:]])
-    visible_until[path] = column
+        start = end
+    visible_until[path] = start
     return sources
 
 
-def _trained_tokens(trained: list[tuple[TrainSequence, np.ndarray]]) -> dict:
-    """Fields of MicroBatch over the N trained tokens of (sequence, flat indices of what predicts them) pairs."""
-    for sequence, _ in trained:
+def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Tensor]:
+    """Return what MicroBatch has of the N trained tokens of sequences, by field."""
+    for sequence in sequences:
         if sequence.loss_mask[0]:
             raise RuntimeError(
                 f"the first of {len(sequence.tokens)} tokens is marked as trained; nothing predicts it"
             )
-    num_trained = [s.num_trained for s, _ in trained]
 
-    def per_token(values: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(
-            torch.tensor(num_trained, dtype=torch.int64)
-        )
+    def of_tokens(name: str, dtype: type) -> Tensor:
+        values = [getattr(sequence, name)[sequence.loss_mask] for sequence in sequences]
+        return torch.from_numpy(np.concatenate(values, dtype=dtype))
 
-    def joined(arrays: list[np.ndarray], dtype: type) -> Tensor:
-        return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype))
+    lengths = torch.tensor([sequence.num_trained for sequence in sequences])
+
+    def of_sequences(values: list | Tensor) -> Tensor:
+        return torch.as_tensor(values).repeat_interleave(lengths)
 
     return {
-        "sources": joined([sources for _, sources in trained], np.int64),
-        "targets": joined([s.tokens[s.loss_mask] for s, _ in trained], np.int64),
-        "sequence_ids": per_token(list(range(len(trained))), torch.int64),
-        "behavior_logprobs": joined(
-            [s.behavior_logprobs[s.loss_mask] for s, _ in trained], np.float32
-        ),
-        "policy_versions": joined([s.policy_versions[s.loss_mask] for s, _ in trained], np.int64),
-        "advantages": per_token([s.advantage for s, _ in trained], torch.float32),
-        "rewards": per_token([s.reward for s, _ in trained], torch.float32),
-        "num_trained": tuple(num_trained),
+        "targets": of_tokens("tokens", np.int64),
+        "sequence_ids": of_sequences((lengths > 0).cumsum(0) - 1),
+        "behavior_logprobs": of_tokens("behavior_logprobs", np.float32),
+        "policy_versions": of_tokens("policy_versions", np.int64),
+        "advantages": of_sequences([sequence.advantage for sequence in sequences]).float(),
+        "rewards": of_sequences([sequence.reward for sequence in sequences]).float(),
+        "lengths": of_sequences(lengths),
     }

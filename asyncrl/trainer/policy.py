@@ -1,6 +1,6 @@
 """The policy: the loss of packed tokens, its optimizer updates, and what others read of the trained weights.
 
-Methods marked «collective» must be called by all ranks with the same number of micro-batches.
+Methods marked «collective» must be called by all ranks. They may have different numbers of micro-batches.
 """
 
 import math
@@ -19,13 +19,8 @@ from algos.proximal import loglinear
 from algos.sampling import Sampling
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer.checkpoint import (
-    restore_training_state,
-    save_for_people,
-    trained_names,
-    training_state,
-)
-from asyncrl.trainer.lag_stats import TokenStats, drift
+from asyncrl.trainer.checkpoint import trained_names
+from asyncrl.trainer.lag_stats import TokenStats
 from asyncrl.trainer.logprobs import Scored, TokenLogprobs
 from asyncrl.trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
 from asyncrl.trainer.loss import choose_loss
@@ -51,22 +46,13 @@ from asyncrl.trainer.packing import (
     pack,
     token_weights,
     tokens_read,
+    with_equal_counts,
 )
 from asyncrl.weights.transport import ParameterSpec
 
 
 class NotFinite(RuntimeError):
     """A loss or a gradient is infinite or no number; all ranks raise it together, before any weight is touched."""
-
-
-@dataclass(frozen=True)
-class StepPosition:
-    """Where the weights are between two versions."""
-
-    policy_version: int
-    """Version at the start of the step, steps."""
-    progress: float
-    """Share of the step's optimizer updates that were made, in [0, 1)."""
 
 
 @dataclass(eq=False)
@@ -83,20 +69,11 @@ class Policy:
     num_updates: int = 0
 
     def __post_init__(self) -> None:
-        self._optim = self.config.optim
-        self._advantage = self.config.advantage_options
-        groups = parameter_groups(
-            self.config, self.module.model, self.module.value_head, self._advantage.value_lr
-        )
+        groups = parameter_groups(self.config, self.module.model, self.module.value_head)
         self._clipped = [group["params"] for group in groups]
         self.optimizer = make_optimizer(self.config, groups)
         self._lr_scales = [group["lr"] / self.config.lr for group in self.optimizer.param_groups]
-        self._optimizer_state = OptimizerState(self.optimizer, trained_names(self.module))
-
-    @property
-    def one_row(self) -> bool:
-        """Whether the model's attention wants each micro-batch packed into one row."""
-        return self.module.one_row
+        self.optimizer_state = OptimizerState(self.optimizer, trained_names(self.module))
 
     def train_step(
         self, updates: list[list[list[Bundle]]], policy_version: int
@@ -112,18 +89,29 @@ class Policy:
         for a token from the future.
         """
         self.clock.enter("forward_backward")
-        packed = [[self._pack(bundles, policy_version) for bundles in update] for update in updates]
-        order = self._order(len(packed), policy_version)
-        packed, metrics = self._score_before(packed, has_several_updates=len(order) > 1)
+        order = self._order(len(updates), policy_version)
+        metrics = tokens_read(updates, self._sum_over_ranks)
+        batches = [
+            [self._pack(bundles, policy_version) for bundles in update]
+            for update in with_equal_counts(updates)
+        ]
+        has_proximal = len(order) > 1 and self.config.proximal == "recompute"
+        if has_proximal or self.module.value_head is not None:
+            batches = [
+                [self._scored(batch, has_proximal) for batch in update] for update in batches
+            ]
+        if self.module.value_head is not None:
+            options = self.config.advantage_options
+            batches, value_metrics = gae.estimate_step(batches, self._sum_over_ranks, options)
+            metrics |= value_metrics
         stats = TokenStats()
-        results = []
-        for num_made, index in enumerate(order):
-            position = StepPosition(policy_version, num_made / len(order))
-            results.append(self._update(packed[index], position, stats))
+        results = [
+            self._update(batches[index], policy_version, num_made / len(order), stats)
+            for num_made, index in enumerate(order)
+        ]
         for name in results[0]:
             metrics[name] = sum(result[name] for result in results) / len(results)
         metrics["lr"] = results[-1]["lr"]
-        metrics |= tokens_read(updates, self._sum_over_ranks)
         metrics |= stats.reduce()
         if self.device.type != "cpu":
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -132,43 +120,17 @@ class Policy:
     def _order(self, num_minibatches: int, policy_version: int) -> list[int]:
         """Return which minibatch each update of a step trains on."""
         order = list(range(num_minibatches))
-        for epoch in range(1, self._optim.epochs):
+        for epoch in range(1, self.config.optim.epochs):
             generator = np.random.default_rng((self.config.seed, policy_version, epoch))
             order += generator.permutation(num_minibatches).tolist()
         return order
 
-    def _score_before(
-        self, updates: list[list[MicroBatch]], has_several_updates: bool
-    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-        """Add what the weights before the first update say: proximal log-probs, and advantages from values.
-
-        Returns the micro-batches with it, and the metrics of the value head. Makes no pass where neither is needed.
-        """
-        needs_proximal = has_several_updates and self.config.proximal == "recompute"
-        if not needs_proximal and self.module.value_head is None:
-            return updates, {}
-        with torch.no_grad():
-            scores = [[self._forward(self.module, batch) for batch in update] for update in updates]
-        if needs_proximal:
-            updates = [
-                [
-                    replace(batch, proximal_logprobs=score.logprobs)
-                    for batch, score in zip(update, scores_of_update, strict=True)
-                ]
-                for update, scores_of_update in zip(updates, scores, strict=True)
-            ]
-        if self.module.value_head is None:
-            return updates, {}
-        values = [[score.values for score in scores_of_update] for scores_of_update in scores]
-        return gae.estimate_step(
-            updates,
-            values,
-            self._sum_over_ranks,
-            gamma=self._advantage.gamma,
-            lam=self._advantage.lam,
-            value_lam=self._advantage.value_lam,
-            whiten=self._advantage.whiten,
-        )
+    @torch.no_grad()
+    def _scored(self, batch: MicroBatch, has_proximal: bool) -> MicroBatch:
+        """Add what the weights before the first update say: values, and proximal log-probs if the step has them."""
+        scored = self._forward(self.module, batch)
+        proximal_logprobs = scored.logprobs if has_proximal else None
+        return replace(batch, proximal_logprobs=proximal_logprobs, values=scored.values)
 
     @torch.no_grad()
     def score(self, microbatches: list[list[TrainSequence]], raw: bool = False) -> list[Tensor]:
@@ -176,68 +138,45 @@ class Policy:
 
         Token order is that of the sequences given. `raw` leaves the sampling transform out.
         """
-        packed = [
-            pack(bundle(s), self.module.one_row, self.config.share_prefix) for s in microbatches
+        (padded,) = with_equal_counts([[bundle(sequences) for sequences in microbatches]])
+        batches = [
+            pack(bundles, self.module.one_row, self.config.share_prefix).to(self.device)
+            for bundles in padded
         ]
-        return [
-            self._forward(self.module, batch.to(self.device), raw).logprobs.cpu()
-            for batch in packed
-        ]
+        scores = [self._forward(self.module, batch, raw).logprobs.cpu() for batch in batches]
+        return scores[: len(microbatches)]
 
     def named_full_parameters(
-        self, dtype: torch.dtype = torch.float32
+        self, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor in `dtype`) one at a time, tied weights once, in fixed order;
         collective.
 
-        Each is cast before it is gathered, and gathered on the device that computes, wherever it is kept. Adapters are
-        merged into the weights they belong to, in float32. Persistent buffers follow the parameters, in the dtype that
-        they have. Copy each tensor before taking the next: on one rank it is the live weight.
+        Each is cast before it is gathered, on `device`: that which computes, or `meta`, where nothing is gathered and
+        no other rank is waited for. Adapters are merged into the weights they belong to, in float32. Persistent buffers
+        follow the parameters, in the dtype that they have. Copy each tensor before taking the next: on one rank it is
+        the live weight.
         """
-        adapters = {
-            name: p.detach().to(self.device) for name, p in named_adapters(self.module.model)
-        }
-        for name, parameter in named_base_parameters(self.module.model):
-            full = (
-                parameter.detach()
-                .to(self.device, parameter.dtype if adapters else dtype)
-                .full_tensor()
-            )
-            yield name, merge(name, full, adapters).to(dtype) if adapters else full
-        yield from named_persistent_buffers(self.module.model)
+        device = device or self.device
+        model = self.module.model
+        adapters = {name: p.detach().to(device) for name, p in named_adapters(model)}
+        for name, parameter in named_base_parameters(model):
+            full = parameter.detach().to(device, dtype).full_tensor()
+            yield name, merge(name, full, adapters)
+        for name, buffer in named_persistent_buffers(model):
+            yield name, buffer.to(device)
 
-    def sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full weights as they are sent to rollout, which `sent_specs` describe; collective."""
-        return as_in_files(
-            self.module.model, self.named_full_parameters(compute_dtype(self.config, self.device))
-        )
+    def sent_parameters(
+        self, device: torch.device | str | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full weights as they are sent to rollout: parameters in the dtype of computing; collective."""
+        dtype = compute_dtype(self.config, self.device)
+        return as_in_files(self.module.model, self.named_full_parameters(dtype, device))
 
     def sent_specs(self) -> list[ParameterSpec]:
-        """Specs of what `sent_parameters` yields, in the same order: parameters in the dtype of computing."""
-        dtype, model = compute_dtype(self.config, self.device), self.module.model
-        parameters = [
-            (name, torch.empty(p.shape, dtype=dtype, device="meta"))
-            for name, p in named_base_parameters(model)
-        ]
-        buffers = [(name, buffer.to("meta")) for name, buffer in named_persistent_buffers(model)]
-        named = as_in_files(model, [*parameters, *buffers])
+        """Return the specs of what `sent_parameters` yields, in the same order; not collective."""
+        named = self.sent_parameters("meta")
         return [ParameterSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-
-    def save(self, path: str) -> None:
-        """Write a Hugging Face checkpoint (safetensors, config, tokenizer) to the new folder `path`; collective.
-
-        With LoRA the weights are the merged ones, and the adapter is beside them in `path`/adapter, in peft's format.
-        Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
-        """
-        save_for_people(self, path)
-
-    def state(self) -> dict[str, Tensor]:
-        """All that training changes: weights, optimizer and random numbers, by name, live and sharded as they are."""
-        return training_state(self._optimizer_state, self.num_updates)
-
-    def restore(self, folder: str, group: dist.ProcessGroup) -> None:
-        """Continue from the shards of a checkpoint, warm-up included; collective on the gloo group of all ranks."""
-        self.num_updates = restore_training_state(self._optimizer_state, folder, group)
 
     def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
         batch = pack(bundles, self.module.one_row, self.config.share_prefix)
@@ -247,22 +186,19 @@ class Policy:
                 f"a token was sampled by version {newest}, but the trainer is at version {policy_version}: "
                 "versions are stamped or published wrongly"
             )
-        return batch.to(self.device)
+        lags = policy_version - batch.policy_versions
+        return replace(batch, lags=lags).to(self.device)
 
     def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> Scored:
         """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out."""
         config = self.config
-        sampling = (
-            Sampling()
-            if raw
-            else Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
-        )
+        sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
         scored = module(
             batch.input_ids,
             batch.position_ids,
             batch.sources,
             batch.targets,
-            sampling,
+            Sampling() if raw else sampling,
             batch.visible_until,
         )
         if not torch.is_grad_enabled():
@@ -271,44 +207,42 @@ class Policy:
         return scored
 
     def _update(
-        self, batches: list[MicroBatch], position: StepPosition, stats: TokenStats
+        self, batches: list[MicroBatch], policy_version: int, progress: float, stats: TokenStats
     ) -> dict[str, float]:
-        """Make one optimizer update; return its loss, grad_norm, lr and share of changed weights."""
+        """Make one optimizer update of a step from a version; return its loss, grad_norm, lr and changed_weights.
+
+        `progress` is the share of the step's updates that were made, in [0, 1).
+        """
         totals = self._totals(batches)
         if not totals.tokens:
             raise RuntimeError(
                 "an update got no trained token on any rank: every loss mask is empty"
             )
-        update = self._all_tokens(batches, position) if couples_tokens(self.loss) else None
+        update = self._all_tokens(batches, progress) if couples_tokens(self.loss) else None
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         num_added_before = stats.num_added
         for index, batch in enumerate(batches):
             # Replicas sum their shards' gradients once. To put off the sum within one would keep whole gradients.
             self.module.set_requires_all_reduce(index == len(batches) - 1)
-            per_token_loss = self._per_token_loss(batch, position, update, stats)
-            weights = token_weights(list(batch.num_trained), self.config.loss_aggregation, totals)
-            summed = (per_token_loss * weights.to(self.device)[batch.sequence_ids]).sum()
+            per_token_loss = self._per_token_loss(batch, progress, update, stats)
+            weights = token_weights(batch.lengths, totals, self.config)
+            summed = (per_token_loss * weights).sum()
             # FSDP averages gradients over ranks, but the weights are global already: undo the average.
             (summed * dist.get_world_size()).backward()
             loss += summed.detach()
-        ess = stats.sequence_ess(num_added_before) if self._optim.by_ess else 1.0
-        steps_made = position.policy_version + position.progress
-        lr = learning_rate(self.config, self.num_updates, steps_made, ess)
+        ess = stats.sequence_ess(num_added_before) if self.config.optim.by_ess else 1.0
+        lr = learning_rate(self.config, self.num_updates, policy_version + progress, ess)
         return self._step(float(self._sum_over_ranks(loss)), lr)
 
     def _totals(self, batches: list[MicroBatch]) -> UpdateTotals:
         """Count the trained tokens and sequences of an update, on all ranks; collective."""
-        num_tokens = sum(sum(batch.num_trained) for batch in batches)
-        num_sequences = sum(len(batch.num_trained) for batch in batches)
-        counts = self._sum_over_ranks(
-            torch.tensor([num_tokens, num_sequences], dtype=torch.float64)
-        )
-        return UpdateTotals(*counts.tolist(), self.config.max_response_tokens)
+        counts = torch.tensor([[len(batch.targets), batch.num_sequences] for batch in batches])
+        return UpdateTotals(*self._sum_over_ranks(counts.sum(0)).tolist())
 
     def _per_token_loss(
         self,
         batch: MicroBatch,
-        position: StepPosition,
+        progress: float,
         update: LossInputs | None,
         stats: TokenStats,
     ) -> Tensor:
@@ -318,33 +252,20 @@ class Policy:
         if not len(batch.targets):
             # [0], but in the graph: this rank's FSDP collectives must still run backwards.
             return scored.logprobs + scored.values
-        inputs = _loss_inputs(batch, scored.logprobs, position)
-        loss, loss_stats = self.loss(inputs) if update is None else self.loss(inputs, update)
-        lags = position.policy_version - batch.policy_versions
-        lengths = torch.tensor(batch.num_trained, device=self.device)[batch.sequence_ids]
-        token_stats = drift(scored.logprobs.detach(), batch.behavior_logprobs)
-        token_stats |= {
-            "entropy": scored.entropy.detach(),
-            "advantage": batch.advantages,
-            "reward": batch.rewards,
-        }
-        token_stats |= {"length": lengths} | loss_stats
+        inputs = _loss_inputs(batch, scored.logprobs, progress)
+        loss, token_stats = self.loss(inputs) if update is None else self.loss(inputs, update)
         if ref_logprobs is not None:
             estimator = KL_ESTIMATORS[self.config.kl_estimator]
             kl = estimator(scored.logprobs, ref_logprobs, batch.behavior_logprobs)
-            token_stats["kl_ref"] = kl.detach()
+            token_stats = token_stats | {"kl_ref": kl.detach()}
             loss = loss + self.config.kl_coef * kl
-        if self._optim.entropy:
-            loss = loss - self._optim.entropy * scored.entropy
+        if self.config.optim.entropy:
+            loss = loss - self.config.optim.entropy * scored.entropy
         if batch.returns is not None:
             errors = (scored.values - batch.returns) ** 2 / 2
-            token_stats["value/loss"] = errors.detach()
-            loss = loss + self._advantage.value_coef * errors
-        stats.add(token_stats, lags)
-        stats.add_ratios(scored.logprobs.detach() - batch.behavior_logprobs, batch.sequence_ids)
-        scored.logprobs.register_hook(
-            lambda slopes: stats.add_slopes(slopes / dist.get_world_size(), lags)
-        )
+            token_stats = token_stats | {"value/loss": errors.detach()}
+            loss = loss + self.config.advantage_options.value_coef * errors
+        stats.add_scores(batch, scored, token_stats)
         return loss
 
     @torch.no_grad()
@@ -356,12 +277,12 @@ class Policy:
             return self._forward(self.reference, batch).logprobs
 
     @torch.no_grad()
-    def _all_tokens(self, batches: list[MicroBatch], position: StepPosition) -> LossInputs:
+    def _all_tokens(self, batches: list[MicroBatch], progress: float) -> LossInputs:
         """Return the inputs of all trained tokens of an update, on all ranks; collective."""
         parts = []
         for batch in batches:
             logprobs = self._forward(self.module, batch).logprobs
-            parts.append(_loss_inputs(batch, logprobs, position).to("cpu"))
+            parts.append(_loss_inputs(batch, logprobs, progress).to("cpu"))
         inputs_of_ranks: list[LossInputs | None] = [None] * dist.get_world_size()
         dist.all_gather_object(inputs_of_ranks, joined(parts))
         return joined(inputs_of_ranks).to(self.device)
@@ -388,21 +309,18 @@ class Policy:
         self.optimizer.step()
         pairs = zip(weights_before, parameters, strict=True)
         num_changed = sum((weight != _in_bfloat16(parameter)).sum() for weight, parameter in pairs)
+        num_weights = self.config.replicas * sum(parameter.numel() for parameter in parameters)
         self.optimizer.zero_grad()
         self.num_updates += 1
         if self.device.type == "cuda":
             # costs no overlap: the next thing the host does is to read a sum
             torch.cuda.synchronize(self.device)
         self.clock.enter("forward_backward")
-        num_weights = num_changed.new_tensor(sum(weight.numel() for weight in weights_before))
-        num_changed, num_weights = self._sum_over_ranks(
-            torch.stack([num_changed.double(), num_weights])
-        ).tolist()
         return {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
-            "changed_weights": num_changed / num_weights,
+            "changed_weights": float(self._sum_over_ranks(num_changed)) / num_weights,
         }
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -417,13 +335,12 @@ def _in_bfloat16(parameter: DTensor) -> Tensor:
     return parameter.to_local().to(torch.bfloat16)
 
 
-def _loss_inputs(batch: MicroBatch, logprobs: Tensor, position: StepPosition) -> LossInputs:
-    """Return what a loss sees of a micro-batch whose current log-probs are `logprobs` [N]."""
+def _loss_inputs(batch: MicroBatch, logprobs: Tensor, progress: float) -> LossInputs:
+    """Return what a loss sees of a micro-batch with current log-probs [N], after `progress` of the step's updates."""
     proximal_logprobs = batch.proximal_logprobs
     if proximal_logprobs is None:
         # Before the first update the proximal policy is the current one, so with one update this is exact.
-        lags = position.policy_version - batch.policy_versions
-        proximal_logprobs = loglinear(logprobs, batch.behavior_logprobs, lags, position.progress)
+        proximal_logprobs = loglinear(logprobs, batch.behavior_logprobs, batch.lags, progress)
     return LossInputs(
         logprobs=logprobs,
         behavior_logprobs=batch.behavior_logprobs,
@@ -444,11 +361,8 @@ def load_policy(
     """
     loss = choose_loss(config)
     mesh = trainer_mesh(config.replicas, device)
-    module, reference = load_model(config, model_path, mesh, device), None
-    if config.kl_coef > 0 and config.lora_rank:
-        reference = module
-    elif config.kl_coef > 0:
-        reference = load_model(config, model_path, mesh, device, is_trained=False).requires_grad_(
-            False
-        )
+    module = load_model(config, model_path, mesh, device)
+    reference = module if config.kl_coef > 0 else None
+    if reference is not None and not config.lora_rank:
+        reference = load_model(config, model_path, mesh, device, is_trained=False)
     return Policy(config, model_path, module, reference, loss, device, clock or TrainerClock())

@@ -33,7 +33,7 @@ from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.score import load_score
 from asyncrl.records import GREEDY_GROUP, Ticket, Trajectory
 from asyncrl.runlog.metrics import Max, Measured, Sum
-from asyncrl.trainer.batch import distribute, pad
+from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy
@@ -171,8 +171,7 @@ def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) 
     arrays = [(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions) for t in trajectories]
     sequences = [TrainSequence(*of, 0.0, 0.0, group_id=i) for i, of in enumerate(arrays)]
     num_ranks, max_tokens = len(cluster.local_ranks), policy.config.max_tokens_per_microbatch
-    mine = cluster.scatter_on_node(distribute([sequences], num_ranks, max_tokens))
-    (bundles,) = mine if cluster.num_nodes == 1 else pad(mine, cluster)
+    (bundles,) = cluster.scatter_on_node(distribute([sequences], num_ranks, max_tokens))
     policy.clock.enter("forward_backward")
     parts, found = [[one.sequences[0] for one in microbatch] for microbatch in bundles], {}
     for part, scores in zip(parts, policy.score(parts), strict=True):

@@ -114,7 +114,11 @@ def loaded(run: Path, share_prefix: str) -> Loaded:
     batches = {step: rewarded(read_batch(batch_path(run, step), step)) for step in steps}
     arm = Loaded(policy, batches, 0, [])
     updates = (update for step in steps for update in arm.updates(step))
-    rows = (pack(bundles, policy.one_row, share_prefix) for update in updates for bundles in update)
+    rows = (
+        pack(bundles, policy.module.one_row, share_prefix)
+        for update in updates
+        for bundles in update
+    )
     shapes = [row.input_ids.shape for row in rows]
     held_bytes = psutil.Process().memory_info().rss
     return replace(arm, held_bytes=held_bytes, row_lengths=[w for n, w in shapes for _ in range(n)])

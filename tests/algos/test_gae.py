@@ -2,6 +2,7 @@ import math
 import random
 from dataclasses import dataclass
 from statistics import mean, stdev, variance
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from algos.gae import estimate_step, gae
 @dataclass(frozen=True)
 class Batch:
     advantages: torch.Tensor
+    values: torch.Tensor
     sequence_ids: torch.Tensor
     returns: torch.Tensor | None = None
 
@@ -48,14 +50,11 @@ def columns(sequences):
 def estimate(sequences, split=1, lam=1.0, value_lam=1.0, gamma=1.0, whiten=True):
     """Advantages, returns and metrics of a step of two updates: of sequences [:split], and of the others."""
     parts = [columns(part) for part in (sequences[:split], sequences[split:])]
+    options = SimpleNamespace(gamma=gamma, lam=lam, value_lam=value_lam, whiten=whiten)
     updates, metrics = estimate_step(
-        [[Batch(rewards.float(), ids)] for rewards, _, ids in parts],
-        [[values] for _, values, _ in parts],
+        [[Batch(rewards.float(), values, ids)] for rewards, values, ids in parts],
         lambda tensor: tensor,
-        gamma=gamma,
-        lam=lam,
-        value_lam=value_lam,
-        whiten=whiten,
+        options,
     )
     batches = [batch for (batch,) in updates]
     assert [len(batch.returns) for batch in batches] == [len(ids) for _, _, ids in parts]

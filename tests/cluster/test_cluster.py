@@ -49,7 +49,7 @@ def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_repli
 ):
     found, configs = two_nodes
     alone = dataclasses.replace(configs[case], replicas=1)
-    updates = make_updates(groups_of_node(0) + groups_of_node(1), alone, step=1)
+    updates = make_updates(groups_of_node(0) + groups_of_node(1), alone, Cluster(), step=1)
     policy = load(alone)
     expected = policy.train_step(distribute(updates, 1, 100_000)[0], policy_version=12)
     for rank in range(4):
@@ -66,13 +66,10 @@ def test_replicas_are_whole_copies_and_each_rank_has_its_share_of_one(two_nodes)
     assert sizes == [num_parameters, 2 * num_parameters, 4 * num_parameters]
 
 
-def test_all_ranks_of_all_nodes_have_the_same_number_of_microbatches_and_no_sample_leaves_its_node(
-    two_nodes,
-):
+def test_nodes_may_have_different_numbers_of_microbatches_and_no_sample_leaves_its_node(two_nodes):
     found, _ = two_nodes
     shares = [found[rank][0][4] for rank in range(4)]
-    assert len({len(update) for (update,) in shares}) == 1
-    assert 0 in shares[0][0] + shares[1][0], "node 0 needs fewer"
+    assert len(shares[0][0]) < len(shares[2][0]), "node 0 needs fewer"
     assert [
         sum(sum(update) for share in shares[i : i + 2] for update in share) for i in (0, 2)
     ] == [6, 6]

@@ -22,7 +22,7 @@ from tiny_policy import VOCAB
 from asyncrl.cluster.placement import WorkerPlacement
 from asyncrl.config import Config
 from asyncrl.engine.vllm_setup import worker_environment
-from asyncrl.trainer.checkpoint import differing_names
+from asyncrl.trainer.checkpoint import differing_names, save_weights
 from asyncrl.trainer.families import COMPARED
 
 ALWAYS = (
@@ -64,7 +64,7 @@ def compare(family: str) -> tuple[list[float], list[str], list[str]]:
                 )
                 pair.perturb()
                 pair.sync(version)
-            pair.policy.save(f"{folder}/saved")
+            save_weights(pair.policy, f"{folder}/saved")
             assert not differing_names(
                 f"{folder}/saved", [spec.name for spec in pair.policy.sent_specs()]
             )

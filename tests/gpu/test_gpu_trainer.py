@@ -58,7 +58,7 @@ def measure(rank: int, path: str, name: str, device: str, result: str) -> None:
     policy = load_policy(config, path, torch.device(device))
     policy.module.chunk_rows = 4 * CHUNK_ROWS if name == "large_chunks" else CHUNK_ROWS
     updates = [random_sequences(64, seed, 64, 256) for seed in range(STEPS)]
-    shares = [distribute([update], 1, 16384, one_row=policy.one_row)[0] for update in updates]
+    shares = [distribute([update], 1, 16384)[0] for update in updates]
     metrics = [policy.train_step(share, policy_version=12) for share in shares]
     found = Found(
         [line["loss"] for line in metrics],

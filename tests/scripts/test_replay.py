@@ -26,6 +26,7 @@ from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer import batch
+from asyncrl.trainer.checkpoint import save_weights
 from asyncrl.trainer.policy import NotFinite
 from data.problem import Problem
 from scripts import runs
@@ -107,7 +108,7 @@ def test_two_replays_give_the_same_bits_and_those_of_the_run_itself(run, tmp_pat
     for version in range(NUM_STEPS):
         updates = batch.deal(make_groups(version + 1), version + 1, policy, Cluster())
         stats.append(policy.train_step(updates, version))
-    policy.save(str(tmp_path / "run"))
+    save_weights(policy, str(tmp_path / "run"))
     assert weights_sha256(tmp_path / "run") == weights
     assert metrics["loss/total"].tolist() == [of_step["loss"] for of_step in stats]
     assert metrics["drift/k3"].tolist() == [of_step["drift/k3"] for of_step in stats]

@@ -14,7 +14,9 @@ def ids_of(updates):
 
 def test_one_minibatch_keeps_the_order_of_the_groups():
     groups = [make_group(group_id, (0.0, 1.0)) for group_id in (3, 1, 2)]
-    (update,) = ids_of(make_updates(groups, Config(groups_per_step=3, group_size=2), step=1))
+    (update,) = ids_of(
+        make_updates(groups, Config(groups_per_step=3, group_size=2), Cluster(), step=1)
+    )
     assert update == [3, 3, 1, 1, 2, 2]
 
 
@@ -23,7 +25,7 @@ def test_minibatches_get_whole_groups_once_in_an_order_that_seed_and_step_decide
 
     def dealt(step, seed=0):
         config = Config(groups_per_step=8, group_size=2, minibatches=4, seed=seed)
-        return ids_of(make_updates(groups, config, step=step))
+        return ids_of(make_updates(groups, config, Cluster(), step=step))
 
     for update in dealt(step=1):
         assert len(update) == 4 and update[::2] == update[1::2]
@@ -38,7 +40,10 @@ def test_updates_of_a_step_are_equally_stale_though_groups_come_sorted_by_age():
         400,
     )
     groups = [make_group(group_id, (0.0,)) for group_id in range(16)]  # the id stands for the age
-    dealt = [ids_of(make_updates(groups, config, step=step)) for step in range(1, num_steps + 1)]
+    dealt = [
+        ids_of(make_updates(groups, config, Cluster(), step=step))
+        for step in range(1, num_steps + 1)
+    ]
     means = np.array(dealt).mean((0, 2))
     # 7.5 each, and the mean of four of sixteen has a standard deviation of 2 before it is averaged over the steps.
     assert np.abs(means - 7.5).max() < 4 * 2 / num_steps**0.5
@@ -67,7 +72,7 @@ def test_every_trajectory_gets_its_own_advantage_on_a_node_of_several(minibatche
 def test_advantages_are_estimated_over_the_whole_step_and_not_per_minibatch():
     groups = [make_group(0, (0.0, 0.0)), make_group(1, (1.0, 1.0))]
     config = Config(groups_per_step=2, group_size=2, minibatches=2, advantage="reinforce")
-    updates = make_updates(groups, config, step=1)
+    updates = make_updates(groups, config, Cluster(), step=1)
     assert all(
         (s.advantage > 0) == (s.reward > 0) and s.advantage for update in updates for s in update
     )
@@ -83,13 +88,13 @@ def test_what_a_reward_loses_by_length_is_in_the_advantage_alone():
         advantage="dr_grpo",
         advantage_options=AdvantageOptions(overlong=4),
     )
-    (update,) = make_updates([Group(0, tuple(members))], config, step=1)
+    (update,) = make_updates([Group(0, tuple(members))], config, Cluster(), step=1)
     assert [(s.advantage, s.reward) for s in update] == [(0.5, 0.0), (0.0, 0.0), (-0.5, 0.0)]
 
 
 def test_a_group_of_equal_rewards_has_no_advantage():
     (update,) = make_updates(
-        [make_group(0, (1.0, 1.0, 1.0))], Config(groups_per_step=1, group_size=3), step=1
+        [make_group(0, (1.0, 1.0, 1.0))], Config(groups_per_step=1, group_size=3), Cluster(), step=1
     )
     assert [s.advantage for s in update] == [0.0, 0.0, 0.0]
 
@@ -97,13 +102,16 @@ def test_a_group_of_equal_rewards_has_no_advantage():
 def test_a_reward_that_is_not_a_number_stops_the_step():
     with pytest.raises(RuntimeError, match="rewards must be finite"):
         make_updates(
-            [make_group(0, (1.0, float("nan")))], Config(groups_per_step=1, group_size=2), step=1
+            [make_group(0, (1.0, float("nan")))],
+            Config(groups_per_step=1, group_size=2),
+            Cluster(),
+            step=1,
         )
 
 
 def test_behavior_logprobs_and_versions_pass_through_untouched():
     group = make_group(0, (0.0, 1.0))
-    (update,) = make_updates([group], Config(groups_per_step=1, group_size=2), step=1)
+    (update,) = make_updates([group], Config(groups_per_step=1, group_size=2), Cluster(), step=1)
     for sequence, trajectory in zip(update, group.trajectories, strict=True):
         assert np.shares_memory(sequence.behavior_logprobs, trajectory.behavior_logprobs)
         assert np.array_equal(sequence.policy_versions, trajectory.policy_versions)

@@ -23,6 +23,8 @@ from asyncrl.trainer.checkpoint import (
     make_stager,
     read_trained,
     reason_of,
+    restore_training_state,
+    training_state,
 )
 
 BUDGET, STEPS = 60, 5
@@ -167,7 +169,7 @@ def train_and_save(rank: int, folder: str, configs: dict[str, Config], num_ranks
     for name, config in configs.items():
         policy = load(config)
         train(policy, range(2), rank, num_ranks)
-        staged = make_stager(policy.device).stage(policy.state())
+        staged = make_stager(policy.device).stage(training_state(policy))
         # before it is written: copies do not change
         measured = train(policy, range(2, STEPS), rank, num_ranks)
         part = os.path.join(folder, name, "resume")
@@ -187,7 +189,7 @@ def load_and_train(rank: int, folder: str, configs: dict[str, Config], num_ranks
     for name, config in configs.items():
         policy = load(config)
         torch.manual_seed(77)
-        policy.restore(os.path.join(folder, name, "resume"), group)
+        restore_training_state(policy, os.path.join(folder, name, "resume"), group)
         began = weights_of(policy)
         found = (
             train(policy, range(2, STEPS), rank, num_ranks),
@@ -282,7 +284,9 @@ def resume_with_other_options(rank: int, folder: str, config: Config) -> None:
     policy = load(config)
     for name in ("begun", "trained"):
         write_shards(
-            make_stager(policy.device).stage(policy.state()), os.path.join(folder, name), group
+            make_stager(policy.device).stage(training_state(policy)),
+            os.path.join(folder, name),
+            group,
         )
         train(policy, range(2), rank, 1)
     for name in ("begun", "trained"):
@@ -298,13 +302,13 @@ def resume_with_other_options(rank: int, folder: str, config: Config) -> None:
                 ),
             )
         )
-        decayed.restore(os.path.join(folder, name), group)
+        restore_training_state(decayed, os.path.join(folder, name), group)
         (options,) = decayed.optimizer.param_groups
         assert (options["weight_decay"], options["momentum"]) == (0.5, 0.9)
         assert bool(decayed.optimizer.state) == (decayed.num_updates > 0) == (name == "trained")
     plain = load(replace(config, optim=OptimOptions(warmup=8)))
     pathlib.Path(folder, "error").write_text(
-        error_of(plain.restore, os.path.join(folder, "trained"), group)
+        error_of(restore_training_state, plain, os.path.join(folder, "trained"), group)
     )
     dist.destroy_process_group()
 
@@ -337,7 +341,7 @@ def save_plain_state(rank: int, folder: str, config: Config) -> None:
     rank_of(rank, folder, "plain", 2)
     policy = load(config)
     train(policy, range(1), rank, 2)
-    pathlib.Path(folder, f"error {rank}").write_text(error_of(policy.state))
+    pathlib.Path(folder, f"error {rank}").write_text(error_of(training_state, policy))
     dist.destroy_process_group()
 
 
@@ -362,7 +366,7 @@ def test_nothing_in_the_shards_is_pickled(tmp_path, model):
 def load_another(rank: int, folder: str, config: Config) -> None:
     group = rank_of(rank, folder, "another", 1)
     pathlib.Path(folder, "error").write_text(
-        error_of(load(config).restore, os.path.join(folder, "one", "resume"), group)
+        error_of(restore_training_state, load(config), os.path.join(folder, "one", "resume"), group)
     )
     dist.destroy_process_group()
 
@@ -389,7 +393,7 @@ def save_to_a_full_disk(rank: int, folder: str, config: Config) -> None:
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-    error = error_of(write_shards, policy.state(), os.path.join(folder, "resume"), group)
+    error = error_of(write_shards, training_state(policy), os.path.join(folder, "resume"), group)
     pathlib.Path(folder, f"error {rank}").write_text(error) if rank == 0 else None
     if rank == 1:
         assert error.startswith("OSError: rank 1: ") and "File too large" in error

@@ -97,7 +97,7 @@ def test_bfloat16_computes_about_what_float32_does_and_not_the_same(
         updates = [
             sequences[i :: policy.config.minibatches] for i in range(policy.config.minibatches)
         ]
-        share = distribute(updates, 1, 200, policy.config.share_prefix, policy.one_row)[0]
+        share = distribute(updates, 1, 200, policy.config.share_prefix, policy.module.cost)[0]
         gradients = []
         policy.optimizer.register_step_pre_hook(
             lambda *_, policy=policy, of=gradients: of.append(gradient_of(policy))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from algos.sampling import Sampling
 from asyncrl.config import OptimOptions
 from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.checkpoint import save_weights
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.lora import (
     LoraLinear,
@@ -131,7 +132,7 @@ def test_a_checkpoint_scores_as_the_policy_does_merged_or_with_its_adapter_on_th
 ):
     sequences = random_sequences(5)
     policy = trained_policy(model)
-    policy.save(str(tmp_path / "step_3"))
+    save_weights(policy, str(tmp_path / "step_3"))
     scores = policy.score([sequences], raw=True)[0]
     assert not torch.allclose(plain_logprobs(model, sequences), scores, atol=1e-2), (
         "training moved nothing"

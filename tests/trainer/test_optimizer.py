@@ -12,8 +12,8 @@ from tiny_policy import save_tiny_model
 from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.lag_stats import TokenStats
 from asyncrl.trainer.optimizer import learning_rate, make_optimizer, try_optimizer
-from asyncrl.trainer.packing import bundle, pack
-from asyncrl.trainer.policy import Policy, StepPosition
+from asyncrl.trainer.packing import bundle
+from asyncrl.trainer.policy import Policy
 
 
 def rates(*, ess: float = 1.0, **options) -> list[float]:
@@ -230,7 +230,7 @@ def test_the_entropy_bonus_pulls_by_the_gradient_of_the_entropy(tmp_path, top_p)
     plain, with_bonus = (
         load(make_config(path, **of, optim=OptimOptions(entropy=entropy))) for entropy in (0.0, 0.5)
     )
-    batch = [pack(bundle(sequences), plain.one_row)]
+    batch = [plain._pack(bundle(sequences), 12)]
     bonus = gradient_of(with_bonus, batch) - gradient_of(plain, batch)
     entropy = with_bonus._forward(with_bonus.module, batch[0]).entropy
     (-0.5 * entropy.mean()).backward()
@@ -242,7 +242,7 @@ def test_the_entropy_bonus_pulls_by_the_gradient_of_the_entropy(tmp_path, top_p)
 def gradient_of(policy, batches) -> torch.Tensor:
     """The gradient of an update, which is not made."""
     policy._step = lambda loss, lr: {}
-    policy._update(batches, StepPosition(12, 0.0), TokenStats())
+    policy._update(batches, 12, 0.0, TokenStats())
     found = torch.cat([p.grad.full_tensor().flatten().clone() for p in policy.module.parameters()])
     policy.optimizer.zero_grad()
     return found

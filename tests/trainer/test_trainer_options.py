@@ -332,9 +332,7 @@ def test_on_a_gpu_micro_batches_of_all_sizes_are_of_few_kinds(
     )
     for num, budget in ((8, 10_000), (1, 100), (2, 100), (16, 40)):
         updates = [random_sequences(num, seed) for seed in (num, num + 1)]
-        policy.train_step(
-            distribute(updates, 1, budget, one_row=policy.one_row)[0], policy_version=12
-        )
+        policy.train_step(distribute(updates, 1, budget)[0], policy_version=12)
     policy.train_step([[[], bundle(random_sequences(3))]], policy_version=12)
     policy.score([random_sequences(5)])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= most

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import AdvantageOptions, OptimOptions
 from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.checkpoint import save_weights
 from asyncrl.trainer.model import ValueHead
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -250,7 +251,7 @@ def test_no_engine_is_sent_the_head_and_a_saved_model_is_a_plain_one_with_the_he
     assert [name for name, _ in policy.sent_parameters()] == [
         spec.name for spec in policy.sent_specs()
     ]
-    policy.save(str(tmp_path / "saved"))
+    save_weights(policy, str(tmp_path / "saved"))
     (weights,) = (tmp_path / "saved").glob("*.safetensors")
     assert load_file(weights).keys() == plain.state_dict().keys()
     assert torch.equal(

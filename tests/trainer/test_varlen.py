@@ -90,9 +90,7 @@ def test_the_gradient_is_that_of_the_definition(model, by_varlen, budget, option
     """Tolerance, in float32: 1e-4 of the loss, 1e-5 of each parameter's largest gradient."""
     sequences = random_sequences(9)
     policy = load(make_config(model, **options))
-    metrics = policy.train_step(
-        distribute([sequences], 1, budget, one_row=policy.one_row)[0], policy_version=12
-    )
+    metrics = policy.train_step(distribute([sequences], 1, budget)[0], policy_version=12)
     loss, gradient = plain_gradient(
         model, sequences, "token_mean", policy.config.max_response_tokens
     )
@@ -104,9 +102,7 @@ def test_the_gradient_is_that_of_the_definition(model, by_varlen, budget, option
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 4}])
 def test_in_bfloat16_its_kernel_is_given_nothing_else(model, by_varlen, options):
     policy = load(make_config(model, dtype="bfloat16", **options))
-    policy.train_step(
-        distribute([random_sequences(9)], 1, 1000, one_row=policy.one_row)[0], policy_version=12
-    )
+    policy.train_step(distribute([random_sequences(9)], 1, 1000)[0], policy_version=12)
     assert by_varlen and all(call == ({torch.bfloat16}, (-1, 0)) for call in by_varlen)
 
 
