@@ -111,6 +111,24 @@ class Cluster:
         return largest.tolist()
 
 
+def on_first_rank(function: Callable[[], Any]) -> Any:
+    """Return on all ranks what a function gives on rank 0; collective.
+
+    Raises on all ranks the OSError or ValueError that it raises there.
+    """
+    outcome = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except (OSError, ValueError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0, device="cpu")
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
+
+
 @dataclass(frozen=True)
 class Peer:
     """What the ranks of a run must know of each other."""

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import psutil
 import torch.distributed as dist
 
+from asyncrl.cluster.cluster import on_first_rank
 from asyncrl.cluster.processes import Interrupted, has_lost_a_rank
 from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
@@ -64,9 +65,7 @@ class Checkpoints:
     def _find_folder(self) -> tuple[Path, bool]:
         """Where checkpoints go, and whether all nodes have that folder; collective."""
         cluster = self.node.cluster
-        name = [self.node.run.path.name if cluster.is_first else None]
-        dist.broadcast_object_list(name, src=0, device="cpu")
-        run = Path(self.node.config.runs_dir) / name[0]
+        run = Path(self.node.config.runs_dir) / on_first_rank(lambda: self.node.run.path.name)
         (is_elsewhere,) = cluster.max_over_ranks([not (run / "run.json").exists()])
         if is_elsewhere and cluster.is_first:
             print(

@@ -13,9 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import torch.distributed as dist
-
-from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.cluster import Cluster, on_first_rank
 from asyncrl.config import OPTIONS, Config, May, options_for
 from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.redistribute import redistribute
@@ -91,17 +89,10 @@ def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
     """
     if config.resume is None:
         return None
-    run, found = Path(config.resume), [None]
-    if cluster.is_first:
-        try:
-            found = [newest_checkpoint(run)]
-        except ValueError as error:
-            found = [error]
-    dist.broadcast_object_list(found, src=0, device="cpu")
-    if isinstance(found[0], ValueError):
-        raise found[0]
+    run = Path(config.resume)
+    newest = on_first_rank(lambda: newest_checkpoint(run))
     # as this node names it
-    checkpoint = replace(found[0], path=run / "checkpoints" / found[0].path.name)
+    checkpoint = replace(newest, path=run / "checkpoints" / newest.path.name)
     if cluster.is_first:
         for reason in checkpoint.skipped:
             print(f"warning: skipped checkpoint {reason}", flush=True)

@@ -1,7 +1,7 @@
 """Checkpoints on disk: which are there, whole and of the run, by the manifest that is written last into each.
 
-It says what the checkpoint is of, and the size and digest of every other file, so that one which is cut, changed or
-missing is found. Nothing that is read here is unpickled.
+It says what the checkpoint is of, and the digest of every other file, so that one that is cut, changed or missing is
+found. Nothing that is read here is unpickled.
 """
 
 import json
@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from asyncrl.runlog.header import read_header
 
-FORMAT = 3
+FORMAT = 4
 """Of checkpoints; those of another are not read."""
 PART, MANIFEST = "resume", "manifest.json"
 """Folder in a checkpoint of what only --resume needs, and the file there."""
@@ -52,9 +52,8 @@ class Checkpoint:
         return {"step": self.step, "records": records, "skipped": self.skipped}
 
 
-def write_manifest(checkpoint: Path, files: dict[str, tuple[int, str]], **facts) -> None:
-    """Write the manifest of the checkpoint in a folder, with what `flushed` gave of its files; facts are fields of
-    Checkpoint."""
+def write_manifest(checkpoint: Path, files: dict[str, str], **facts) -> None:
+    """Write the manifest of the checkpoint in a folder: the digest of each file, and facts, as in Checkpoint."""
     manifest = {"format": FORMAT, "facts": facts, "files": files}
     file = checkpoint / PART / MANIFEST
     file.write_text(json.dumps({"manifest": manifest, "blake3": _digest_of(manifest)}))
@@ -85,13 +84,10 @@ def _read_manifest(checkpoint: Path, run: Path) -> dict:
         raise ValueError(f"{MANIFEST} is not as it was written")
     if manifest["format"] != FORMAT:
         raise ValueError(f"its format is {manifest['format']}, and this code reads {FORMAT}")
-    for name, (size, digest) in manifest["files"].items():
-        file = checkpoint / name
-        if not file.is_file():
+    for name, digest in manifest["files"].items():
+        if not (checkpoint / name).is_file():
             raise ValueError(f"{name} is missing")
-        if file.stat().st_size != size:
-            raise ValueError(f"{name} has {file.stat().st_size} bytes of {size}")
-        if measured(file)[1] != digest:
+        if digest_of(checkpoint / name) != digest:
             raise ValueError(f"{name} is not as it was written")
     facts, run_id = manifest["facts"], id_of(run)
     if facts["run_id"] != run_id:
@@ -104,9 +100,9 @@ def id_of(run: Path) -> str | None:
     return read_header(run).get("run_id")
 
 
-def measured(file: Path) -> tuple[int, str]:
-    """Size of a file in bytes, and its BLAKE3."""
-    return file.stat().st_size, blake3().update_mmap(file).hexdigest()
+def digest_of(file: Path) -> str:
+    """Return the BLAKE3 of a file."""
+    return blake3().update_mmap(file).hexdigest()
 
 
 def _digest_of(manifest: dict) -> str:

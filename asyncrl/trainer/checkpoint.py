@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.cluster import Cluster, on_first_rank
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.runlog.batches import weights_sha256
-from asyncrl.runlog.manifest import PART, checkpoints_in, flush, measured, remove, write_manifest
+from asyncrl.runlog.manifest import PART, checkpoints_in, digest_of, flush, remove, write_manifest
 from asyncrl.runlog.plain import encode
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.trainer import lora
@@ -134,15 +134,7 @@ def save_weights(policy: "Policy", path: str) -> None:
     """
     writer = WeightWriter(policy)
     trained = gather(trained_names(policy.module), policy.device)
-    failure = [None]
-    if dist.get_rank() == 0:
-        try:
-            write_folder(writer, trained, Path(path))
-        except OSError as error:
-            failure = [error]
-    dist.broadcast_object_list(failure, src=0, device="cpu")
-    if failure[0] is not None:
-        raise failure[0]
+    on_first_rank(lambda: write_folder(writer, trained, Path(path)))
 
 
 def write_folder(writer: WeightWriter, trained: dict[str, Tensor], path: Path) -> None:
@@ -466,11 +458,11 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         self._prune()
         self.longest_s = max(self.longest_s, time.monotonic() - self._started)
 
-    def _flushed(self, files: list[Path]) -> dict[str, tuple[int, str]]:
-        """Have files reach the disk. Returns the size and digest of each, by its name in the checkpoint."""
+    def _flushed(self, files: list[Path]) -> dict[str, str]:
+        """Have files reach the disk. Returns the digest of each, by its name in the checkpoint."""
         for file in files:
             flush(file)
-        return {str(file.relative_to(self.partial)): measured(file) for file in files}
+        return {str(file.relative_to(self.partial)): digest_of(file) for file in files}
 
     @functools.cached_property
     def frozen_sha256(self) -> str:

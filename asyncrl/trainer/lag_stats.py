@@ -41,7 +41,8 @@ class TokenStats:
     def add_scores(self, batch: MicroBatch, scored: Scored, loss_stats: dict[str, Tensor]) -> None:
         """Add a micro-batch: its scores by the current policy, and the stats of its loss.
 
-        The backward pass adds the slopes of the loss.
+        The backward pass of the update's loss adds its slopes. drift/k1 and drift/k3 estimate KL(behavior ‖ current)
+        from samples of behavior, nats: Schulman, «Approximating KL divergence», 2020.
         """
         logprobs = scored.logprobs.detach()
         log_ratios = logprobs - batch.behavior_logprobs
@@ -55,18 +56,15 @@ class TokenStats:
             "length": batch.lengths,
         }
         self.add(stats | loss_stats, batch.lags)
-        self.add_ratios(log_ratios, batch.sequence_ids)
-        scored.logprobs.register_hook(
-            lambda slopes: self.add_slopes(slopes / dist.get_world_size(), batch.lags)
-        )
-
-    def add_ratios(self, log_ratios: Tensor, sequence_ids: Tensor) -> None:
-        """Add log-ratios [N] of current and behavior policy, nats, of the tokens of sequences [N]; not by lag."""
-        log_ratios = log_ratios.cpu()
-        ids = sequence_ids.cpu()
-        sums = log_ratios.new_zeros(int(ids[-1]) + 1).index_add(0, ids, log_ratios)
+        sums = log_ratios.new_zeros(batch.num_sequences)
         self._log_ratios.append(log_ratios)
-        self._sequence_log_ratios.append(sums)
+        self._sequence_log_ratios.append(sums.index_add(0, batch.sequence_ids, log_ratios))
+
+        def add_slopes(slopes: Tensor) -> None:
+            squares = (slopes / dist.get_world_size()).double() ** 2
+            self._add({SLOPE_SQUARED: squares}, batch.lags)
+
+        scored.logprobs.register_hook(add_slopes)
 
     @property
     def num_added(self) -> int:
@@ -81,10 +79,6 @@ class TokenStats:
         return _effective_sample_size(
             _joined(_on_all_ranks(_joined(self._sequence_log_ratios[since:])))
         )
-
-    def add_slopes(self, slopes: Tensor, lags: Tensor) -> None:
-        """Add the derivatives [N] of the update's loss with respect to the log-probs of tokens with `lags` [N]."""
-        self._add({SLOPE_SQUARED: slopes.double() ** 2}, lags)
 
     def add(self, stats: dict[str, Tensor], lags: Tensor) -> None:
         """Add per-token stats [N] of tokens with `lags` [N] int64, steps."""
@@ -144,7 +138,7 @@ def _on_all_ranks(value: T) -> list[T]:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.zeros(0), *parts])
+    return torch.cat([torch.zeros(0), *(part.cpu() for part in parts)])
 
 
 def _tails(log_ratios: Tensor, sequence_log_ratios: Tensor) -> dict[str, float]:

@@ -27,7 +27,7 @@ from asyncrl.runlog.manifest import (
     MANIFEST,
     PART,
     checkpoints_in,
-    measured,
+    digest_of,
     newest_checkpoint,
     set_aside,
     write_manifest,
@@ -126,7 +126,7 @@ def make_checkpoint(run, step, **facts):
     (path / "model.safetensors").write_bytes(b"weights" * step)
     (path / PART / "shard.safetensors").write_bytes(b"state" * 1000)
     (path / PART / "node_0.msgpack").write_bytes(b"groups")
-    files = {str(f.relative_to(path)): measured(f) for f in path.rglob("*") if f.is_file()}
+    files = {str(f.relative_to(path)): digest_of(f) for f in path.rglob("*") if f.is_file()}
     empty = {"frozen_sha256": "", "nodes": [{"probe": {}, "records": {}}], "delayed": []}
     write_manifest(path, files, **{"run_id": id_of(run), "step": step} | empty | facts)
     return path
@@ -206,7 +206,7 @@ def test_where_no_checkpoint_is_whole_one_line_says_what_is_wrong_with_each(tmp_
         find_checkpoint(Config(resume=str(run)), Cluster())
     (make_checkpoint(run, 3) / "model.safetensors").unlink()
     cut(make_checkpoint(run, 6) / "model.safetensors")
-    what = r"step_6: model.safetensors has 41 bytes of 42; .+step_3: model.safetensors is missing; begin"
+    what = r"step_6: model.safetensors is not as it was written; .+step_3: model.safetensors is missing; begin"
     with pytest.raises(ValueError, match=what) as caught:
         find_checkpoint(Config(resume=str(run)), Cluster())
     assert "\n" not in str(caught.value)
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_another_format_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr("asyncrl.runlog.manifest.FORMAT", 99)
     make_checkpoint(run, 3)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="its format is 99, and this code reads 3"):
+    with pytest.raises(ValueError, match="its format is 99, and this code reads 4"):
         newest_checkpoint(run)
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from asyncrl.trainer.lag_stats import TokenStats
+from asyncrl.trainer.logprobs import Scored
+from asyncrl.trainer.packing import MicroBatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -79,27 +81,44 @@ def test_stats_of_no_tokens_are_empty():
     assert TokenStats().reduce() == {}
 
 
+def add_scores(stats, log_ratios, sequence_ids=None, lags=None, coefficients=1.0):
+    """Add tokens with these log-ratios, and the slopes of a loss that is linear in their log-probs."""
+    zeros = torch.zeros(len(log_ratios))
+    ids = torch.zeros_like(zeros, dtype=torch.int64) if sequence_ids is None else sequence_ids
+    batch = MicroBatch(
+        *[zeros] * 5,
+        sequence_ids=ids,
+        behavior_logprobs=zeros,
+        policy_versions=zeros,
+        advantages=zeros,
+        rewards=zeros,
+        lengths=zeros,
+        lags=torch.zeros_like(ids) if lags is None else lags,
+    )
+    scored = Scored(log_ratios.clone().requires_grad_(), zeros, zeros)
+    stats.add_scores(batch, scored, {})
+    (scored.logprobs * coefficients).sum().backward()
+
+
 def test_quantiles_of_ratios_and_the_sample_size_of_whole_sequences_are_those_of_their_definition():
     stats, log_ratios = TokenStats(), torch.linspace(-2, 1, 301)
     ids = torch.arange(301) // 43
-    stats.add_ratios(log_ratios[:86], ids[:86])
-    stats.add_ratios(log_ratios[86:], ids[86:] - ids[86])
+    add_scores(stats, log_ratios[:86], ids[:86])
+    add_scores(stats, log_ratios[86:], ids[86:] - ids[86])
     found = stats.reduce()
     ratios = log_ratios.double().exp()
-    assert found["ratio_q01"] == pytest.approx(float(ratios[3])) and found[
-        "ratio_max"
-    ] == pytest.approx(math.e)
+    assert found["ratio_q01"] == pytest.approx(float(ratios[3]))
     assert found["ratio_q99"] == pytest.approx(float(ratios[297]))
+    assert found["ratio_max"] == pytest.approx(math.e)
     whole = [math.exp(float(log_ratios[ids == i].double().sum())) for i in range(7)]
-    assert found["sequence_ess"] == pytest.approx(
-        sum(whole) ** 2 / (7 * sum(w * w for w in whole)), rel=1e-4
-    )
+    expected = sum(whole) ** 2 / (7 * sum(w * w for w in whole))
+    assert found["sequence_ess"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_slope_of_a_lag_is_the_norm_of_its_tokens_derivatives():
-    stats, lags = TokenStats(), torch.tensor([0, 0, 7])
-    stats.add({"x": torch.zeros(3)}, lags)
-    stats.add_slopes(torch.tensor([3.0, 4.0, 12.0]), lags)
+    stats = TokenStats()
+    slopes = torch.tensor([3.0, 4.0, 12.0])
+    add_scores(stats, torch.zeros(3), lags=torch.tensor([0, 0, 7]), coefficients=slopes)
     found = stats.reduce()
     assert (found["slope/lag_0"], found["slope/lag_5-8"], found["slope"]) == pytest.approx(
         (5.0, 12.0, 13.0)
