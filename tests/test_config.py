@@ -130,8 +130,8 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(
         ),
         (["--swarm-args", "lease_s=5"], "its options are --swarm.NAME VALUE each now"),
         (
-            ["--algo-args", "clip_low=0", "--algo-args", "clip_low=0"],
-            "--algo-args clip_low=0: is given twice",
+            ["--algo-args", "cap=2", "--algo-args", "clip_low=0"],
+            "--algo-args is given twice; put all its values behind one",
         ),
         (
             ["--optim.warmup", "-1"],

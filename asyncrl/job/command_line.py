@@ -1,21 +1,23 @@
-"""The command line of a run, read by argparse from the options that Config declares.
+"""The command line of a run, read by tyro from the options that Config declares.
 
 User code (FILE.py:NAME) is found and tried here, before anything heavy starts. --help is printed here too, with a title
 for each part of Config.
 """
 
-import argparse
-import functools
 import inspect
 import os
 import re
 import sys
+import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NoReturn, TypedDict
+
+import tyro
+from tyro import _errors as parse_errors
 
 from asyncrl import extras, user_code
-from asyncrl.config import OPTIONS, Config, allowed_values, flag, nearest, options_of, switch
+from asyncrl.config import OPTIONS, Config, Option, allowed_values, flag, nearest, options_of
 from asyncrl.engine.score import load_score
 from asyncrl.tasks import prepare_task
 
@@ -36,6 +38,20 @@ class Command:
 
 
 ALL = OPTIONS | {option.name: option for option in options_of(Command)}
+
+
+def _text_type(option: Option) -> Any:
+    """Return what tyro reads of an option: texts, which msgspec converts once all are known, or a switch."""
+    kind: Any = str
+    if option.is_switch:
+        kind = bool
+    elif option.is_list:
+        kind = list[str]
+    return Annotated[kind, tyro.conf.arg(name=option.flag.removeprefix("--"))]
+
+
+# An option that is not given has no key here, so defaults that depend on other options can be chosen later.
+GIVEN = TypedDict("GIVEN", {name: _text_type(option) for name, option in ALL.items()}, total=False)
 
 
 def parse_config(args: list[str] | None = None) -> Config:
@@ -68,63 +84,53 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
     return _on_defaults(_read(args), default)
 
 
-@functools.cache
-def _parser() -> argparse.ArgumentParser:
-    """Return what splits a command line into the texts of its options, and prints --help."""
-    parser = argparse.ArgumentParser(
-        usage="train_async.py [options]",
-        description=Config.__doc__,
-        add_help=False,
-        allow_abbrev=False,
-        exit_on_error=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    parser.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
-    for title, name, text in [*option_texts(Config), *option_texts(Command)]:
-        if title:
-            part = parser.add_argument_group(title)
-            continue
-        option = ALL[name]
-        notes = "; ".join(filter(None, (option.shown_default, allowed_values(option.kind))))
-        meaning = f"{text} (default: {notes})".replace("%", "%%")
-        add = functools.partial(part.add_argument, dest=name)
-        if option.is_switch:
-            add(option.flag, action="store_const", const=True, help=meaning)
-            off = switch(name, False)
-            add(off, action="store_const", const=False, help=argparse.SUPPRESS)
-        elif option.is_list:
-            add(option.flag, action="extend", nargs="*", help=meaning)
-        else:
-            add(option.flag, help=meaning)
-    return parser
-
-
 def _read(args: list[str] | None) -> dict[str, Any]:
     """Return the texts that a command line gives, by the names of options; or print what --help asks for, and exit.
 
     A switch is a truth and not a text. Raises ValueError, in one line, for what is no option.
     """
-    words = [
-        re.sub("^--[^=]+", lambda name: flag(name[0]), word)
-        for word in (sys.argv[1:] if args is None else args)
-    ]
-    try:
-        texts, unknown = _parser().parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise ValueError(f"{error.argument_name} {error.message}") from None
-    if unknown:
-        raise ValueError(_unknown(unknown[0]))
-    wants_help = vars(texts).pop("help", False)
-    given = {name: None if text == "None" else text for name, text in vars(texts).items()}
-    if wants_help:
-        shown = _parser().format_help()
-        if "algo" in given:
-            from asyncrl.trainer.loss import describe
-
-            shown = describe(given["algo"])
-        print(shown)
+    args = sys.argv[1:] if args is None else args
+    words = [word for word in args if word not in ("-h", "--help")]
+    names = [flag(word.partition("=")[0]) for word in words]
+    for option in ALL.values():
+        if option.is_list and names.count(option.flag) > 1:
+            raise ValueError(f"{option.flag} is given twice; put all its values behind one")
+    with parse_errors.on_parse_error(_refuse):
+        texts = tyro.cli(GIVEN, args=words, add_help=False)
+    given = {name: None if text == "None" else text for name, text in texts.items()}
+    if len(words) < len(args):
+        print(_help_for(given.get("algo")))
         raise SystemExit(0)
     return given
+
+
+def _refuse(event: parse_errors.ParseErrorEvent) -> NoReturn:
+    """Raise ValueError with one line in place of the box that tyro would print."""
+    if isinstance(event, parse_errors.UnrecognizedArgs):
+        raise ValueError(_unknown(event.tokens[0]))
+    raise ValueError(f"{event.argument.lowered.name_or_flags[-1]} expected one argument")
+
+
+def _help_for(algo: str | None) -> str:
+    """Return the options of a loss, or all options of a run under the titles of their parts."""
+    if algo is not None:
+        from asyncrl.trainer.loss import describe
+
+        return describe(algo)
+    lines = ["usage: train_async.py [options]", "", str(Config.__doc__)]
+    for title, name, text in [*option_texts(Config), *option_texts(Command)]:
+        if title:
+            lines += ["", f"{title}:"]
+            continue
+        option = ALL[name]
+        notes = "; ".join(filter(None, (option.shown_default, allowed_values(option.kind))))
+        meaning = f"{' '.join(text.split())} (default: {notes})"
+        indent = " " * 6
+        lines += [
+            f"  {option.flag}",
+            textwrap.fill(meaning, 100, initial_indent=indent, subsequent_indent=indent),
+        ]
+    return "\n".join(lines)
 
 
 def _on_defaults(given: dict[str, Any], default: Config | None) -> Config:
