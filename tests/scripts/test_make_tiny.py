@@ -7,7 +7,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
-from asyncrl.tasks import load_task
 from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber
 from scripts import make_tiny
 from scripts.make_tiny import RECIPES, TINY_MODELS, best_guess, best_moves, success_rate
@@ -35,42 +34,31 @@ def model(recipe):
     return AutoModelForCausalLM.from_pretrained(TINY_MODELS / recipe.name)
 
 
-def random_games(name: str, num_games: int):
-    """Responses and observations of games with any actions, and some that are none."""
-    rng, environment, task = random.Random(0), ENVIRONMENTS[name](), load_task(name, seed=0)
+def random_games(recipe, num_games):
+    """Games with any actions, and some that are none."""
+    rng = random.Random(0)
     for index in range(num_games):
-        observations, responses, is_over = (
-            [task.first_observation(task.train_problem(index))],
-            [],
-            False,
-        )
-        environment.reset(seed=task.train_problem(index).environment_seed)
-        while not is_over:
-            responses.append(rng.choice([*ENVIRONMENTS[name].ACTIONS, "correct"]))
-            observation, _, terminated, truncated, _ = environment.step(responses[-1])
-            observations.append(observation)
-            is_over = terminated or truncated
-        yield responses, observations
+        game = recipe.begin(recipe.task.train_problem(index))
+        while not game.is_over:
+            action = rng.choice([*ENVIRONMENTS[recipe.name].ACTIONS, "correct"])
+            game.answer([*recipe.tokenizer.encode(action), recipe.tokenizer.eos_token_id])
+        yield game
 
 
 def test_folders_are_whole_and_small_and_there_is_no_other():
     assert sorted(path.name for path in TINY_MODELS.iterdir()) == sorted(RECIPES)
     for name in RECIPES:
         files = {path.name: path.stat().st_size for path in (TINY_MODELS / name).iterdir()}
-        assert {
-            "config.json",
-            "generation_config.json",
-            "model.safetensors",
-            "tokenizer.json",
-        } <= files.keys()
+        needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+        assert needed <= files.keys()
         assert sum(files.values()) <= MAX_BYTES
 
 
 def test_tokenizers_map_what_is_said_onto_tokens_and_back(recipe):
     tokenizer = recipe.tokenizer
     if recipe.name in ENVIRONMENTS:
-        games = random_games(recipe.name, 200)
-        texts = [text for game in games for said in game for text in said]
+        games = random_games(recipe, 200)
+        texts = [text for game in games for text in game.actions + game.observations]
         assert all(len(tokenizer.encode(text)) == 1 for text in ENVIRONMENTS[recipe.name].ACTIONS)
         assert tokenizer.convert_tokens_to_ids("<assistant>") in tokenizer.all_special_ids
     else:
@@ -86,10 +74,10 @@ def test_games_have_the_few_tokens_that_are_promised(actor):
         prompt = actor.task.encode_prompt(problem, actor.tokenizer)
         assert len(prompt) == LONGEST_PROMPT[actor.name]
     longest = 0
-    for responses, observations in random_games(actor.name, 300):
-        replies = [actor.conversation.reply(text, ended=True) for text in observations[1:-1]]
-        if "correct" not in responses:
-            longest = max(longest, 2 * len(responses) + sum(map(len, replies)))
+    for game in random_games(actor, 300):
+        last = actor.conversation.reply(game.observations[-1], ended=True)
+        if "correct" not in game.actions:
+            longest = max(longest, len(game.tokens) - len(prompt) - len(last))
     assert longest == LONGEST_RESPONSE[actor.name]
 
 
