@@ -37,7 +37,7 @@ source = Path(target).parts[0]
 options = {
     "source_paths": [source],
     "only_mutate": [str(path) for path in files],
-    "also_copy": [path.name for path in Path().iterdir() if path.name not in (source, "results")],
+    "also_copy": [path.name for path in Path().iterdir() if path.name != source],
     # pytest would collect garbage ten times after the tests of each change.
     "pytest_add_cli_args": ["-n0", "-p", "no:cacheprovider", "-p", "no:unraisableexception"],
     "pytest_add_cli_args_test_selection": tests,
