@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.dispatcher import Dispatcher
-from asyncrl.controller.tickets import TicketQueue
 from asyncrl.controller.workers import Worker
 from asyncrl.engine.completion import Completion, Request
 from asyncrl.engine.episode import Episode
@@ -42,21 +41,6 @@ class Proceed:
 # Controller
 
 
-class BatchQueue(TicketQueue):
-    """Splits tickets evenly over the workers, whatever slots are free: the engine keeps what it cannot run yet."""
-
-    def assign(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
-        """Take out the tickets that can start now, each with its worker."""
-        waiting, self._tickets = self._tickets, deque()
-        for ticket in waiting:
-            index = ticket.member if ticket.is_evaluation else ticket.group_id
-            worker = workers[index % len(workers)]
-            if self.may_start(worker, ticket):
-                yield worker, ticket
-            else:
-                self._tickets.append(ticket)
-
-
 class BaselineDispatcher(Dispatcher):
     """Admits groups in rounds under `batch`, and opens the barrier of `batch` and `lockstep`."""
 
@@ -64,8 +48,6 @@ class BaselineDispatcher(Dispatcher):
         """Arguments as of Dispatcher."""
         super().__init__(*arguments)
         self._has_rounds = self.config.scheduling == "batch"
-        if self._has_rounds:
-            self.queue = BatchQueue(self.config.max_running_requests, self.may_start)
         self.at_barrier: set[int] = set()
         """Tickets that wait for all others."""
 
@@ -74,10 +56,26 @@ class BaselineDispatcher(Dispatcher):
         if not self._round_is_running():
             super().admit_groups()
 
+    def assign(self) -> Iterator[tuple[Worker, Ticket]]:
+        """Take out the tickets that can start now, each with its worker. `batch` splits them evenly over the workers,
+        whatever slots are free: the engine keeps what it cannot run yet."""
+        if not self._has_rounds:
+            yield from super().assign()
+            return
+        workers = list(self.workers)
+        waiting, self.queue = self.queue, deque()
+        for ticket in waiting:
+            index = ticket.member if ticket.is_evaluation else ticket.group_id
+            worker = workers[index % len(workers)]
+            if self.has_weights(worker, ticket):
+                yield worker, ticket
+            else:
+                self.queue.append(ticket)
+
     def send_out(self) -> None:
         """Send tickets to workers, and let all continue if every running trajectory waits at the barrier."""
         super().send_out()
-        still_to_come = self._has_rounds and self.queue.has_training_tickets
+        still_to_come = self._has_rounds and self._queues_training()
         if self.at_barrier and not still_to_come and self._running_tickets() <= self.at_barrier:
             self.at_barrier.clear()
             for worker in self.workers:
@@ -90,7 +88,11 @@ class BaselineDispatcher(Dispatcher):
         return super().why_idle(why_full)
 
     def _round_is_running(self) -> bool:
-        return self._has_rounds and bool(self.queue.has_training_tickets or self._running_tickets())
+        return self._has_rounds and (self._queues_training() or bool(self._running_tickets()))
+
+    def _queues_training(self) -> bool:
+        """Whether a ticket of a training group waits for a worker."""
+        return any(not ticket.is_evaluation for ticket in self.queue)
 
     def _running_tickets(self) -> set[int]:
         """Ids of the tickets of training groups that workers have."""

@@ -364,7 +364,7 @@ class Oracle:
         assert not self.evaluating and len(evaluations) == self.num_evaluations
         for evaluation in evaluations:
             asked = self.num_eval_problems * (1 + self.config.eval_greedy)
-            assert len(evaluation.trajectories) + len(evaluation.failed) == asked
+            assert len(evaluation.trajectories) == asked
         assert sorted(self.problems) == list(range(len(self.problems)))
         where = Counter(self.problems.values())
         assert where == +Counter(

@@ -5,7 +5,7 @@ trainer's thread meet at one condition, which guards all state.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +15,7 @@ from asyncrl.controller.announcements import Announcements
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.cut import ControllerState, cut, restore
 from asyncrl.controller.dispatcher import Dispatcher
-from asyncrl.controller.evaluation import Evaluations, evaluation_metrics
+from asyncrl.controller.evaluation import Evaluation, Evaluations
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.ledger import ledger_metrics
 from asyncrl.controller.tickets import TicketSource
@@ -131,25 +131,23 @@ class Controller:
         self.journal.lost(worker.index)
         worker.disconnect()
         self.workers.replace(worker)
-        self.issue_all_again(worker, self.tickets.again)
+        self.issue_all_again(worker, "died")
         self.journal.started(worker.index)
 
-    def issue_all_again(self, worker: Worker, make_again: Callable[[Ticket], Ticket]) -> None:
-        """Record that a worker has died, and issue again what `make_again` makes of its tickets."""
+    def issue_all_again(self, worker: Worker, why: Literal["died", "moved"]) -> None:
+        """Record that a worker has died, and issue its tickets again."""
         exit_code, tickets = worker.process.exit_code, len(worker.running)
         self.journal.record(
             "worker_died", worker=worker.index, exit_code=exit_code, tickets=tickets
         )
-        for ticket in sorted(worker.awaited, key=lambda t: t.ticket_id, reverse=True):
-            self.issue_again(ticket, make_again(ticket))
+        for ticket in sorted(worker.awaited, key=lambda ticket: ticket.ticket_id, reverse=True):
+            self.issue_again(ticket, why)
 
-    def issue_again(self, ticket: Ticket, again: Ticket) -> None:
-        """Issue another ticket before all others in place of one that was lost, if that is still needed."""
-        if ticket.is_evaluation:
-            self.evaluations.running.issue_again(ticket, again)
-        # else dropped, or finished without it
+    def issue_again(self, ticket: Ticket, why: Literal["died", "moved"]) -> None:
+        """Issue a ticket that was lost again, before all others, if its trajectory is still needed."""
+        # else the group was dropped, or finished without it
         if ticket.is_evaluation or self.buffer.is_running(ticket.group_id):
-            self.dispatcher.queue.put_first([again])
+            self.dispatcher.queue.appendleft(self.tickets.issue_again(ticket, why))
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
@@ -261,8 +259,8 @@ class Controller:
         self.dispatcher.drop_expired()
         tickets = self.tickets.for_evaluation(announcement.version) if announcement.evaluate else []
         if tickets:  # of several nodes the first alone evaluates
-            self.evaluations.start(announcement.version, tickets)
-            self.dispatcher.queue.put_first(tickets)
+            self.evaluations.running = Evaluation(announcement.version, len(tickets))
+            self.dispatcher.queue.extendleft(reversed(tickets))
         self.fill()
 
     def finish_evaluations(self) -> None:
@@ -317,7 +315,8 @@ class Controller:
     def take_evaluation(self) -> dict[str, float]:
         """Take the metrics of the newest evaluation that ended since the last call, if any did."""
         with self._changed:
-            return evaluation_metrics(self.evaluations.take_ended())
+            ended = self.evaluations.take_ended()
+        return ended[-1].metrics() if ended else {}
 
     def stop(self) -> None:
         """End all workers and their engines; none is left when this returns."""

@@ -95,6 +95,6 @@ def restore(state: ControllerState, dispatcher: Dispatcher, evaluations: Evaluat
     """
     dispatcher.buffer.restore(state.buffer)
     dispatcher.tickets.restore(state.tickets)
-    dispatcher.queue.put_first(state.queue)
+    dispatcher.queue.extend(state.queue)
     dispatcher.workers.num_restarts = state.num_restarts
     evaluations.ended = list(state.evaluations)

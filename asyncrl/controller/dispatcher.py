@@ -4,14 +4,17 @@ Each ticket goes to the worker with the most free slots, as soon as one is free 
 scheduling). What the paper compares with is in extras/baselines.py.
 """
 
-from collections import defaultdict
+import heapq
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterator
 
 import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.ledger import DropReason
-from asyncrl.controller.tickets import TicketQueue, TicketSource
+from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import Abort, Hold, HoldReason, Tickets
 from asyncrl.records import Ticket, Trajectory
@@ -28,7 +31,8 @@ class Dispatcher:
         self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource
     ):
         self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
-        self.queue = TicketQueue(config.max_running_requests, self.may_start)
+        self.queue: deque[Ticket] = deque()
+        """Tickets that no worker has yet, in order."""
         self._failed_in_a_row = 0
 
     # Groups
@@ -77,7 +81,7 @@ class Dispatcher:
 
     def _abort(self, group_id: int) -> None:
         """End what still runs or waits for a group."""
-        self.queue.remove_group(group_id)
+        self.queue = deque(ticket for ticket in self.queue if ticket.group_id != group_id)
         for worker in self.workers:
             running = [
                 ticket_id
@@ -108,11 +112,8 @@ class Dispatcher:
         active = [
             worker for worker in self.workers if worker.loading is not None or not worker.stands
         ]
-        if active and self.queue.has_training_tickets:
-            return True
-        return any(
-            not ticket.is_evaluation for worker in active for ticket in worker.running.values()
-        )
+        tickets = itertools.chain(self.queue, *(worker.running.values() for worker in active))
+        return bool(active) and any(not ticket.is_evaluation for ticket in tickets)
 
     def unfinished(self) -> list[Ticket]:
         """Tickets of training groups whose trajectories are waited for: those that workers have, then the others."""
@@ -131,11 +132,40 @@ class Dispatcher:
         while self.buffer.num_free_places() > 0:
             group_id, problem = self.tickets.next_group()
             min_version = self.buffer.admit(group_id, problem)
-            self.queue.append(self.tickets.for_group(group_id, problem, min_version))
+            self.queue.extend(self.tickets.for_group(group_id, problem, min_version))
+
+    def assign(self) -> Iterator[tuple[Worker, Ticket]]:
+        """Take out the tickets that can start now, each with its worker; the caller adds it to the worker's load.
+
+        A ticket goes to the least loaded worker that may start it, and of those to the one with the lowest `order`. The
+        first that none may start holds up those behind it. A heap finds the worker, as there can be thousands.
+        """
+        workers = list(self.workers) if self.queue else []
+        loads = [
+            (worker.num_running, worker.order, i)
+            for i, worker in enumerate(workers)
+            if worker.num_running < self.config.max_running_requests
+        ]
+        heapq.heapify(loads)
+        passed_over = []
+        while self.queue and loads:
+            worker = workers[loads[0][2]]
+            if not self.may_start(worker, self.queue[0]):
+                passed_over.append(heapq.heappop(loads))
+                continue
+            yield worker, self.queue.popleft()
+            heapq.heapreplace(loads, (worker.num_running, *loads[0][1:]))
+            while passed_over:
+                heapq.heappush(loads, passed_over.pop())
 
     def may_start(self, worker: Worker, ticket: Ticket) -> bool:
-        """Whether a worker with a free slot may be given a ticket."""
-        return worker.can_start(self.min_version(ticket))
+        """Whether a worker may be given a ticket: it has a free slot, and weights that are new enough."""
+        num_running = worker.num_running + ticket.num_members
+        return num_running <= self.config.max_running_requests and self.has_weights(worker, ticket)
+
+    def has_weights(self, worker: Worker, ticket: Ticket) -> bool:
+        """Whether a worker's engine is up and has been sent weights that are new enough for a ticket."""
+        return worker.is_up and worker.sent_version >= self.min_version(ticket)
 
     def min_version(self, ticket: Ticket) -> int:
         """Version a worker needs before it may start this ticket: with several workers one has newer weights before
@@ -147,7 +177,7 @@ class Dispatcher:
     def send_out(self) -> None:
         """Send out the tickets that can start."""
         outgoing: dict[int, list[Ticket]] = defaultdict(list)
-        for worker, ticket in self.queue.assign(list(self.workers)):
+        for worker, ticket in self.assign():
             worker.give(ticket)
             if not ticket.is_evaluation:
                 self.buffer.start(ticket.group_id, worker.sent_version)
@@ -157,13 +187,12 @@ class Dispatcher:
 
     def hold_idle(self, why_full: HoldReason) -> None:
         """Tell workers without a ticket why, once for each reason; `why_full` says why no group may be admitted."""
-        idle = [worker for worker in self.workers if worker.is_up and not worker.running]
-        reason = self.why_idle(why_full) if idle else why_full
-        for worker in idle:
-            if worker.held != reason:
+        reason = self.why_idle(why_full)
+        for worker in self.workers:
+            if worker.is_up and not worker.running and worker.held != reason:
                 worker.held = reason
                 worker.process.send(Hold(reason))
 
     def why_idle(self, why_full: HoldReason) -> HoldReason:
         """Return why a worker has no ticket."""
-        return "version" if len(self.queue) else why_full
+        return "version" if self.queue else why_full

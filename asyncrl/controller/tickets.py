@@ -1,15 +1,13 @@
-"""Tickets: which problem comes next, as tokens, with which sampling seed; and the queue in which tickets wait."""
+"""Tickets: which problem comes next, as tokens, and with which sampling seed."""
 
 import copy
-import heapq
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.controller.workers import Worker
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group, Partial, Ticket
 from data.problem import Problem
 
@@ -106,28 +104,23 @@ class TicketSource:
             for member, problem in enumerate(self.prompts.eval_problems)
         ]
 
-    def again(self, ticket: Ticket) -> Ticket:
-        """Make the same ticket for another attempt, after a worker of this node has died with it.
+    def issue_again(self, ticket: Ticket, why: Literal["died", "moved"]) -> Ticket:
+        """Make the same ticket with an id of its own, after a worker of this node has died with it, or for another
+        worker than the one that has it.
 
-        The first new attempt is by the same seed, as in `elsewhere`. Later ones have seeds of their own: the response
-        may be what kills its engine.
-        """
-        again = replace(self.elsewhere(ticket), attempt=ticket.attempt + 1)
-        if again.attempt == 1:
-            return again
-        return replace(
-            again,
-            seed=self._seed(ticket.group_id, ticket.member, ticket.min_version, again.attempt),
-        )
-
-    def elsewhere(self, ticket: Ticket) -> Ticket:
-        """Make the same ticket for another worker, with an id of its own.
-
-        By the same seed a long response stays long. It is the likeliest to be lost, and by another seed what is trained
-        on would be too short.
+        The response is sampled by the same seed, so that a long one stays long. It is the likeliest to be lost, and by
+        another seed what is trained on would be too short. After the second death the seed is new: the response may be
+        what kills its engine.
         """
         self._at.next_ticket += 1
-        return replace(ticket, ticket_id=self._at.next_ticket)
+        again = replace(ticket, ticket_id=self._at.next_ticket)
+        if why == "moved":
+            return again
+        attempt = ticket.attempt + 1
+        if attempt == 1:
+            return replace(again, attempt=attempt)
+        seed = self._seed(ticket.group_id, ticket.member, ticket.min_version, attempt)
+        return replace(again, attempt=attempt, seed=seed)
 
     def going_on(self, ticket: Ticket, partial: Partial) -> Ticket:
         """Make the ticket of a response that goes on from what there is of it: by a seed that sampled none of that, and
@@ -182,63 +175,3 @@ class TicketSource:
                 f"The prompt begins {problem.prompt[:60]!r}"
             )
         return tokens
-
-
-class TicketQueue:
-    """Tickets that no worker has yet, in order."""
-
-    def __init__(self, max_running_requests: int, may_start: Callable[[Worker, Ticket], bool]):
-        """`may_start(worker, ticket)` says whether a worker with a free slot may be given a ticket."""
-        self.max_running_requests = max_running_requests
-        self.may_start = may_start
-        self._tickets: deque[Ticket] = deque()
-
-    def __len__(self) -> int:
-        return len(self._tickets)
-
-    def __iter__(self) -> Iterator[Ticket]:
-        return iter(self._tickets)
-
-    @property
-    def has_training_tickets(self) -> bool:
-        """Whether a ticket of a training group waits."""
-        return any(not ticket.is_evaluation for ticket in self._tickets)
-
-    def append(self, tickets: list[Ticket]) -> None:
-        """Put tickets at the end."""
-        self._tickets.extend(tickets)
-
-    def put_first(self, tickets: list[Ticket]) -> None:
-        """Put tickets before all others, in their order."""
-        self._tickets.extendleft(reversed(tickets))
-
-    def remove_group(self, group_id: int) -> None:
-        """Take out the tickets of a group."""
-        self._tickets = deque(ticket for ticket in self._tickets if ticket.group_id != group_id)
-
-    def assign(self, workers: list[Worker]) -> Iterator[tuple[Worker, Ticket]]:
-        """Take out the tickets that can start now, each with its worker; the caller adds it to the worker's load.
-
-        A ticket goes to the least loaded worker that may start it, and of those to the one with the lowest `order`. A
-        heap finds it, as there can be thousands of tickets and workers.
-        """
-        if not self._tickets:
-            return
-        most = self.max_running_requests
-        loads = [
-            (w.num_running, w.order, place)
-            for place, w in enumerate(workers)
-            if w.num_running < most
-        ]
-        heapq.heapify(loads)
-        while self._tickets:
-            ticket, passed_over = self._tickets[0], []
-            while loads and not self.may_start(workers[loads[0][2]], ticket):
-                passed_over.append(heapq.heappop(loads))
-            if not loads or loads[0][0] + ticket.num_members > most:
-                return
-            worker = workers[loads[0][2]]
-            yield worker, self._tickets.popleft()
-            heapq.heapreplace(loads, (worker.num_running, *loads[0][1:]))
-            for load in passed_over:
-                heapq.heappush(loads, load)

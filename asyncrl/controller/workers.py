@@ -143,10 +143,6 @@ class Worker:
         """Note what the worker has said."""
         self.is_asked, self.in_flight = False, in_flight
 
-    def can_start(self, min_version: int) -> bool:
-        """Whether the engine is up and has been sent weights that are new enough."""
-        return self.is_up and self.sent_version >= min_version
-
     def give(self, ticket: Ticket) -> None:
         """Note that the worker has a ticket."""
         self.held = None

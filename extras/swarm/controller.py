@@ -78,13 +78,13 @@ class SwarmController(Controller):
             return
         worker.disconnect()
         self.workers.replace(worker)
-        self.issue_all_again(worker, self.tickets.elsewhere)
+        self.issue_all_again(worker, "moved")
 
     def end_leases(self) -> None:
         """Issue again the tickets that hosts have had for too long."""
         with self._changed:
             for ticket in self.dispatcher.end_leases():
-                self.issue_again(ticket, self.tickets.elsewhere(ticket))
+                self.issue_again(ticket, "moved")
             self.fill()
 
     def fetch_anew(self, worker: Worker, version: int) -> None:

@@ -136,7 +136,7 @@ class LeasingDispatcher(Dispatcher):
         self, other: Worker, worker: Worker, ticket: Ticket, slots: dict[int, int]
     ) -> bool:
         """Whether another worker could start a ticket of `worker` soon."""
-        if other is worker or not other.can_start(self.min_version(ticket)):
+        if other is worker or not self.has_weights(other, ticket):
             return False
         return slots[other.index] >= ticket.num_members or self._is_faster(other, worker)
 

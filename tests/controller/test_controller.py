@@ -255,7 +255,7 @@ def test_a_failed_evaluation_response_is_counted_and_scored_as_0(tmp_path):
         s.publish(0, evaluate=True)
         s.controller.finish_evaluations()
         (done,) = s.controller.evaluations.take_ended()
-    assert (done.accuracy(), done.failed) == (2 / 3, [-1])
+    assert (done.accuracy(), done.num_failed) == (2 / 3, 1)
 
 
 def test_a_worker_that_dies_while_it_loads_weights_gives_their_buffer_back(tmp_path):

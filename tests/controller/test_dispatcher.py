@@ -7,7 +7,6 @@ from test_tickets import make_source
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.dispatcher import Dispatcher
-from asyncrl.controller.tickets import TicketQueue
 from asyncrl.controller.workers import Worker
 from asyncrl.records import Ticket
 
@@ -43,11 +42,13 @@ def random_fleet(seed):
 
 
 def in_order_to_the_least_loaded(fleet):
-    """Every ticket in its order, each looking at all workers; the first that cannot start holds up those behind it."""
+    """Every ticket in its order, each looking at all workers; the first that cannot start holds up those behind."""
     loads, given = [worker.num_running for worker in fleet.workers], []
     for one in fleet.tickets:
         able = [
-            place for place, worker in enumerate(fleet.workers) if worker.can_start(one.min_version)
+            place
+            for place, worker in enumerate(fleet.workers)
+            if worker.is_up and worker.sent_version >= one.min_version
         ]
         place = min(able, key=lambda p: (loads[p], fleet.workers[p].order), default=None)
         if place is None or loads[place] + one.num_members > fleet.max_running:
@@ -63,16 +64,15 @@ def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_
 ):
     expected = in_order_to_the_least_loaded(random_fleet(seed))
     fleet = random_fleet(seed)
-    queue = TicketQueue(
-        fleet.max_running, lambda worker, ticket: worker.can_start(ticket.min_version)
-    )
-    queue.append(fleet.tickets)
+    config = Config(max_running_requests=fleet.max_running)
+    dispatcher = Dispatcher(config, fleet.workers, SampleBuffer(config), make_source())
+    dispatcher.queue.extend(fleet.tickets)
     given = []
-    for worker, one in queue.assign(fleet.workers):
+    for worker, one in dispatcher.assign():
         worker.give(one)
         given.append((worker.index, one.ticket_id))
     assert given == expected
-    assert len(queue) == len(fleet.tickets) - len(given)
+    assert len(dispatcher.queue) == len(fleet.tickets) - len(given)
 
 
 class Outbox:

@@ -83,7 +83,7 @@ class Rollout:
         self.fill()
 
     def state(self, evaluates=False):
-        evaluations = [Evaluation(3, set(), [], [-1])] if evaluates else []
+        evaluations = [Evaluation(3, 1, [])] if evaluates else []
         state = ControllerState(
             self.buffer.state(),
             self.tickets.state(),

@@ -34,10 +34,9 @@ def test_seeds_depend_on_run_seed_group_member_and_attempt_and_on_nothing_else()
 def test_a_lost_response_keeps_its_seed_until_it_is_lost_twice_with_workers_of_this_node():
     source = make_source()
     ticket = source.for_group(7, 0, 0)[0]
-    tickets = [ticket, source.elsewhere(ticket)]
-    for _ in range(3):
-        tickets.append(source.again(tickets[-1]))
-    tickets.append(source.elsewhere(tickets[-1]))
+    tickets = [ticket]
+    for why in ("moved", "died", "died", "died", "moved"):
+        tickets.append(source.issue_again(tickets[-1], why))
     assert [t.attempt for t in tickets] == [0, 0, 1, 2, 3, 3]
     assert len({t.ticket_id for t in tickets}) == 6
     seeds = [t.seed for t in tickets]

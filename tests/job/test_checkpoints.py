@@ -64,7 +64,7 @@ class Rollout:
     def cut(self, measure):
         tickets = TicketState(5, 5, 9, [1])
         state = SampleBuffer(self.config).state()
-        ended = [Evaluation(2, set())]
+        ended = [Evaluation(2, 1)]
         counts = {"announced": 2, "num_restarts": 1}
         return ControllerState(
             state, tickets, [], evaluates=True, evaluations=ended, records=measure(), **counts

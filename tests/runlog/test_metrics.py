@@ -7,9 +7,9 @@ from trajectories import make_group, make_trajectory
 
 from algos.advantages import overlong_penalty
 from asyncrl.config import AdvantageOptions, Config
-from asyncrl.controller.evaluation import Evaluation, evaluation_metrics
+from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.ledger import COUNTS, ledger_metrics
-from asyncrl.records import Group
+from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group
 from asyncrl.runlog.metrics import (
     Max,
     Mean,
@@ -82,31 +82,28 @@ def test_training_stats_get_their_names_in_the_log():
     }  # fmt: skip
 
 
-def test_nothing_is_logged_of_an_evaluation_that_has_not_ended():
-    assert evaluation_metrics([]) == {}
-    ended = Evaluation(3, set(), [make_trajectory(-1, 0)], [-1])
-    assert evaluation_metrics([Evaluation(1, set()), ended])["eval/policy_version"] == 3
+def evaluation_metrics(*answers):
+    """The metrics of an evaluation at version 3, of (group_id, reward) each; a reward of None has failed."""
+    trajectories = []
+    for group_id, reward in answers:
+        trajectory = make_trajectory(group_id, 0)
+        reason = {"finish_reason": "failed"} if reward is None else {"reward": reward}
+        trajectories.append(dataclasses.replace(trajectory, **reason))
+    return Evaluation(3, len(trajectories), trajectories).metrics()
 
 
 def test_accuracy_is_over_all_problems_asked_and_a_failed_response_counts_0():
-    right, wrong = (dataclasses.replace(make_trajectory(-1, i), reward=1.0 - i) for i in (0, 1))
-    metrics = evaluation_metrics([Evaluation(3, set(), [right, wrong, right], [-1])])
-    assert (metrics["eval/accuracy"], metrics["eval/problems"], metrics["eval/failed"]) == (
-        0.5,
-        3,
-        1,
-    )
-    assert (
-        Evaluation(3, set(), [], [-1, -1]).accuracy() == 0.0
-        and "eval/greedy_accuracy" not in metrics
-    )
+    failed = (EVALUATION_GROUP, None)
+    right, wrong = (EVALUATION_GROUP, 1.0), (EVALUATION_GROUP, 0.0)
+    assert evaluation_metrics(right, wrong, right, failed) == {
+        "eval/accuracy": 0.5, "eval/policy_version": 3, "eval/problems": 3, "eval/failed": 1,
+    }  # fmt: skip
+    assert evaluation_metrics(failed, failed)["eval/accuracy"] == 0.0
 
 
 def test_greedy_answers_have_an_accuracy_of_their_own():
-    sampled, greedy = (
-        dataclasses.replace(make_trajectory(-1 - i, 0), reward=float(i)) for i in (0, 1)
-    )
-    metrics = evaluation_metrics([Evaluation(3, set(), [sampled, greedy, greedy, greedy], [-2])])
+    greedy = [(GREEDY_GROUP, 1.0)] * 3
+    metrics = evaluation_metrics((EVALUATION_GROUP, 0.0), *greedy, (GREEDY_GROUP, None))
     assert (metrics["eval/accuracy"], metrics["eval/greedy_accuracy"]) == (0.0, 0.75)
 
 

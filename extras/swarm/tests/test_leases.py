@@ -30,10 +30,12 @@ def two_hosts(**options):
 
 
 def test_a_ticket_that_holds_the_batch_back_goes_to_a_full_but_much_faster_host_and_not_back():
-    dispatcher, (slow, fast), (ticket, _) = two_hosts(max_running_requests=1)
+    dispatcher, (slow, fast), (ticket, other) = two_hosts(max_running_requests=1)
     dispatcher.token_s = {0: 0.1, 1: 0.01}
     assert dispatcher.end_leases() == [ticket], "nobody is much faster than the fast one"
-    again = dispatcher.tickets.elsewhere(ticket)
+    again = dispatcher.tickets.issue_again(ticket, "moved")
+    slow.take_back(ticket.ticket_id)
+    fast.take_back(other.ticket_id)
     assert dispatcher.may_start(fast, again) and not dispatcher.may_start(slow, again)
     dispatcher.token_s[1] = 0.06
     assert dispatcher.may_start(slow, again), "what was fast is not so much faster any more"
