@@ -7,7 +7,7 @@ import numpy as np
 
 from asyncrl.records import Partial, Ticket, Trajectory
 
-HoldReason = Literal["weights", "version", "bound", "evaluation", "round"]
+HoldReason = Literal["weights", "version", "bound", "evaluation"]
 
 # What they carry
 
@@ -88,8 +88,8 @@ class Hold:
     """You have no ticket, and there is none for you now; for the worker's time ledger alone."""
 
     reason: HoldReason
-    """No weights yet; tickets need weights that this worker has not; the bound is reached; it is, as an evaluation
-    holds newer weights back; or the round of `batch` scheduling is still running."""
+    """No weights yet; tickets need weights that this worker has not; the bound is reached; or it is, as an evaluation
+    holds newer weights back. Of another reason, a worker is starved."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class BaselineDispatcher(Dispatcher):
             for worker in self.workers:
                 worker.process.send(Proceed())
 
-    def why_idle(self, why_full: HoldReason) -> HoldReason:
+    def why_idle(self, why_full: HoldReason) -> str:
         """Return why a worker has no ticket."""
         if why_full != "weights" and self._round_is_running():
             return "round"
@@ -107,7 +107,7 @@ class BaselineController(Controller):
 
     def on_message(self, worker: Worker, message) -> None:
         """Act on a worker's message, or, if it is None, on its death."""
-        with self._changed:
+        with self.lock:
             if isinstance(message, Waiting):
                 self.dispatcher.at_barrier.update(message.ticket_ids)
             super().on_message(worker, message)
@@ -167,13 +167,14 @@ class BaselineWorker(RolloutWorker):
 
     async def _wait_at_barrier(self, ticket_id: int) -> None:
         """Wait until all tickets, on all workers, have come as far."""
-        self.proxy.activity.add(at_barrier=1)
+        self.proxy.activity.add(trajectories=-1)
+        self.proxy.activity.hold("barrier")
         try:
             self._flush_soon()
             self._waiting.append(ticket_id)
             await self._opened.wait()
         finally:
-            self.proxy.activity.add(at_barrier=-1)
+            self.proxy.activity.add(trajectories=1)
 
     def _flush(self) -> None:
         super()._flush()

@@ -1,7 +1,7 @@
 """The papers' comparisons at their scale, by simulation: `python scripts/simulate.py`.
 
-A discrete-event simulation with a virtual clock. The Controller is the real one, with its SampleBuffer, TicketSource,
-Dispatcher and Buffer. Simulated are what a worker does between two messages, the speed of its engine and the time
+A discrete-event simulation with a virtual clock. The Controller is the real one, with its SampleBuffer, TicketSource
+and Dispatcher. Simulated are what a worker does between two messages, the speed of its engine and the time
 to train (extras/simulation/). What is assumed: see the table and workload.py, engine.py and scenarios.toml.
 
     python scripts/simulate.py                          # everything: records and table in results/simulation

@@ -1,15 +1,19 @@
 """The controller: hands tickets to rollout workers, takes groups in, announces weights, and keeps the workers alive.
 
 It lives in the process of local trainer rank 0, and the ticket queue with it. The workers' reading threads and the
-trainer's thread meet at one condition, which guards all state.
+trainer's thread meet at one lock, which guards all state. No wait is without end, and each that fails ends with the
+state of all.
 """
 
+import threading
+import time
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from torch import Tensor
 
+from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.config import Config
 from asyncrl.controller.announcements import Announcements
 from asyncrl.controller.buffer import SampleBuffer
@@ -19,7 +23,6 @@ from asyncrl.controller.evaluation import Evaluation, Evaluations
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.ledger import ledger_metrics
 from asyncrl.controller.tickets import TicketSource
-from asyncrl.controller.waiting import Changes
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
     Asleep,
@@ -63,9 +66,8 @@ class Controller:
         self.announcements = Announcements(workers)
         self.evaluations = Evaluations()
         self.journal = Journal(record)
-        self._changed = Changes(
-            config.timeout_s, workers, self.announcements, self.dispatcher.describe
-        )
+        self.lock = threading.Condition()
+        """Guards all state. Whoever waits is notified of every change."""
         self._stopping = False
         self.is_asked_to_stop = False
         """Whether the run is to end after this step."""
@@ -76,27 +78,31 @@ class Controller:
 
     def launch(self) -> None:
         """Start all workers; returns at once."""
-        with self._changed:
+        with self.lock:
             for index in range(self.workers.num_workers):
                 self.journal.started(index)
-            self.workers.launch(self.on_message, self._changed.on_thread_ended)
+            self.workers.launch(self.on_message, self._on_thread_ended)
+
+    def _on_thread_ended(self, _) -> None:
+        """Have whoever waits look at why a reading thread ended."""
+        with self.lock:
+            self.lock.notify_all()
 
     def wait_until_ready(self) -> None:
         """Wait until all engines are up. Raises WorkerDied, with its last log lines, if one ends or takes too long."""
-        with self._changed:
-            self._changed.wait_until(lambda: not self.workers.starting, "workers to start")
+        self.wait_until(lambda: not self.workers.starting, "workers to start")
 
     def connect(self, transport: Transport) -> None:
         """Give the engines the weight transport, when all are up."""
         self.wait_until_ready()
-        with self._changed:
+        with self.lock:
             self.announcements.connect(transport)
 
     def on_message(self, worker: Worker, message) -> None:
         """Act on a worker's message, or, if it is None, on its death; called by the worker's reading thread."""
-        with self._changed:
+        with self.lock:
             # now, as this may raise; they wait for the lock all the same
-            self._changed.notify_all()
+            self.lock.notify_all()
             match message:
                 case None:
                     if not self._stopping:
@@ -121,7 +127,8 @@ class Controller:
                 case Probed(version, logprobs):
                     self.journal.probed(worker.index, version, logprobs)
                 case InFlight():
-                    worker.answer(message)
+                    worker.is_asked = False
+                    worker.in_flight = message
                 case Stopped(activity):
                     self.journal.active(worker.index, activity)
             self.fill()
@@ -183,12 +190,11 @@ class Controller:
             if self.config.drop_zero_variance
             else "a batch"
         )
-        with self._changed:
-            return self._changed.wait_until(done, what, self._can_get_batch)
+        return self.wait_until(done, what, self._can_get_batch)
 
     def take_batch_if_ready(self) -> list[Group] | None:
         """Consume the next batch of groups, or return None while it must be waited for."""
-        with self._changed:
+        with self.lock:
             batch = self.find_batch()
             return None if batch is None else self.consume(batch)
 
@@ -220,7 +226,7 @@ class Controller:
         if self.evaluations.running is not None:
             self.finish_evaluations()
             self.clock.enter("wait")
-        self._changed.wait_until(self.workers.fall_asleep, "engines to fall asleep")
+        self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
 
     # Weights and evaluation
 
@@ -230,8 +236,7 @@ class Controller:
         if not transport.keeps_announced and self.evaluations.running is not None:
             self.finish_evaluations()  # a worker that dies needs its weights again
             self.clock.enter("publish")
-        with self._changed:
-            self._changed.wait_until(transport.reserve, "a free weight buffer")
+        self.wait_until(transport.reserve, "a free weight buffer")
         return transport.stage(version, parameters)
 
     def withdraw(self) -> bool:
@@ -239,14 +244,14 @@ class Controller:
 
         Returns whether an evaluation was to follow it: the next announcement must ask for it again.
         """
-        with self._changed:
+        with self.lock:
             deferred = self.announcements.take_deferred()
         return deferred is not None and deferred.evaluate
 
     def publish(self, announcement: Announcement) -> None:
         """Have all workers load these weights, at once or when the evaluation that runs, of one version, has ended."""
-        with self._changed:
-            self._changed.notify_all()
+        with self.lock:
+            self.lock.notify_all()
             if self.evaluations.running is None:
                 self.announce(announcement)
             else:
@@ -266,17 +271,17 @@ class Controller:
     def finish_evaluations(self) -> None:
         """Wait until no evaluation runs, nor weights wait for one."""
         self.clock.enter("evaluate")
-        with self._changed:
-            self._changed.wait_until(self.has_evaluated, "an evaluation")
+        self.wait_until(self.has_evaluated, "an evaluation")
 
     def finish_probes(self, version: int) -> None:
         """Wait until each worker of this node that is up has scored the probe at a version, the last announced."""
-        with self._changed:
-            self._changed.wait_until(lambda: self._have_probed(version), "a probe")
+        own = range(self.workers.num_workers)
 
-    def _have_probed(self, version: int) -> bool:
-        own = [worker for worker in self.workers if worker.index < self.workers.num_workers]
-        return all(self.journal.has_probed(worker.index, version) for worker in own if worker.is_up)
+        def have_probed() -> bool:
+            up = [index for index in own if self.workers[index].is_up]
+            return all(self.journal.has_probed(index, version) for index in up)
+
+        self.wait_until(have_probed, "a probe")
 
     def has_evaluated(self) -> bool:
         """Whether no evaluation is to be waited for."""
@@ -285,16 +290,56 @@ class Controller:
     def cut(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
         """Take all that a resumed run needs of this node's rollout, as of one instant between `publish` and
         `take_batch`, in which `measure()` gives the lengths of its records; sampling goes on."""
-        with self._changed:
+        with self.lock:
             return cut(
-                self._changed, self.dispatcher, self.announcements, self.evaluations, measure
+                self.wait_until, self.dispatcher, self.announcements, self.evaluations, measure
             )
+
+    # Waiting
+
+    def wait_until(
+        self, done: Callable[[], Any], what: str, can_come: Callable[[], bool] = lambda: True
+    ) -> Any:
+        """Wait until `done()` is true and return its value. It is called after every change, under the lock.
+
+        A worker that starts or joins has a timeout of its own; this one begins anew when the worker is there. Raises
+        what went wrong in the background. Raises RuntimeError after the timeout, or as soon as `can_come()` is false
+        and nothing changes.
+        """
+        deadline = time.monotonic() + self.config.timeout_s
+        with self.lock:
+            while True:
+                self._check()
+                if result := done():
+                    return result
+                is_in_vain = not can_come()
+                # else a thread that failed has just said why
+                if not self.lock.wait(timeout=1.0) and is_in_vain:
+                    raise RuntimeError(
+                        f"{what} can never come: nothing runs, and nothing may start before the next weights are "
+                        f"published; state: {self.dispatcher.describe()}"
+                    )
+                if self.workers.are_coming:
+                    deadline = time.monotonic() + self.config.timeout_s
+                elif time.monotonic() > deadline:
+                    self._raise_with_stacks(f"waited {self.config.timeout_s:.0f} s for {what}")
+
+    def _check(self) -> None:
+        self.workers.check()
+        try:
+            self.announcements.transport.check()
+        except TimeoutError as error:
+            self._raise_with_stacks(str(error))
+
+    def _raise_with_stacks(self, what: str) -> NoReturn:
+        state = self.dispatcher.describe()
+        raise RuntimeError(f"{what}; {dump_stacks()}; state: {state}") from None
 
     # What was measured
 
     def take_metrics(self) -> Measured:
         """Take what was measured since the last call, and the ledger."""
-        with self._changed:
+        with self.lock:
             # what ended a reading thread is the reason if the ledger does not balance
             self.workers.check()
             return {
@@ -309,18 +354,18 @@ class Controller:
 
     def take_probes(self) -> dict[int, dict[int, tuple[np.ndarray, ...]]]:
         """Take the engines' log-probs of the probe by version and worker, as far as they have come since."""
-        with self._changed:
+        with self.lock:
             return self.journal.take_probes()
 
     def take_evaluation(self) -> dict[str, float]:
         """Take the metrics of the newest evaluation that ended since the last call, if any did."""
-        with self._changed:
+        with self.lock:
             ended = self.evaluations.take_ended()
         return ended[-1].metrics() if ended else {}
 
     def stop(self) -> None:
         """End all workers and their engines; none is left when this returns."""
-        with self._changed:
+        with self.lock:
             self._stopping = True
         try:
             self.workers.stop()

@@ -6,6 +6,7 @@ the frontier is what was consumed, and never what was handed out.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.controller.announcements import Announcements
@@ -13,7 +14,6 @@ from asyncrl.controller.buffer import BufferState
 from asyncrl.controller.dispatcher import Dispatcher
 from asyncrl.controller.evaluation import Evaluation, Evaluations
 from asyncrl.controller.tickets import TicketState
-from asyncrl.controller.waiting import Changes
 from asyncrl.records import Ticket
 
 
@@ -46,22 +46,22 @@ def continues_responses(config: Config) -> bool:
 
 
 def cut(
-    changes: Changes,
+    wait_until: Callable[..., Any],
     dispatcher: Dispatcher,
     announcements: Announcements,
     evaluations: Evaluations,
     measure: Callable[[], dict[str, int]],
 ) -> ControllerState:
-    """Return the state of a node's rollout, at an instant in which the caller holds the lock `changes`.
+    """Return the state of a node's rollout, at an instant in which the caller holds the lock of `wait_until`.
 
     Weights that wait for an evaluation are announced before, unless no worker is there to end it. Where responses
     continue from their tokens, the workers report how far they are. The last report is that instant: what ended until
     then has ended. `measure()` gives the lengths of the records.
     """
     workers = dispatcher.workers
-    changes.wait_until(lambda: announcements.deferred is None or not any(workers), "an evaluation")
+    wait_until(lambda: announcements.deferred is None or not any(workers), "an evaluation")
     if continues_responses(dispatcher.config):
-        changes.wait_until(workers.ask(), "what is in flight")
+        wait_until(workers.ask(), "what is in flight")
     partials, lost = {}, {}
     for worker in workers:
         if worker.in_flight is not None:

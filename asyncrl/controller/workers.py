@@ -128,21 +128,6 @@ class Worker:
         self.is_asked, self.in_flight = True, None
         self.process.send(Cut())
 
-    def gives_up(self, deadline: float) -> bool:
-        """Whether the time is over that it had to say so; said once."""
-        if time.monotonic() < deadline:
-            return False
-        self.is_asked = False
-        print(
-            f"warning: {self.describe()} does not say how far it is; if resumed, that is sampled again",
-            flush=True,
-        )
-        return True
-
-    def answer(self, in_flight: InFlight) -> None:
-        """Note what the worker has said."""
-        self.is_asked, self.in_flight = False, in_flight
-
     def give(self, ticket: Ticket) -> None:
         """Note that the worker has a ticket."""
         self.held = None
@@ -283,7 +268,18 @@ class Workers:
         for worker in self:
             if worker.is_up:
                 worker.ask()
-        return lambda: not any(worker.is_asked and not worker.gives_up(deadline) for worker in self)
+
+        def none_is_waited_for() -> bool:
+            silent = [worker.describe() for worker in self if worker.is_asked]
+            if not silent or time.monotonic() < deadline:
+                return not silent
+            print(
+                f"warning: {', '.join(silent)} does not say how far it is; if resumed, that is sampled again",
+                flush=True,
+            )
+            return True
+
+        return none_is_waited_for
 
     def check(self) -> None:
         """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start."""

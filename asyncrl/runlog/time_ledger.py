@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import get_args
 
-from asyncrl.messages import ActivityReport
+from asyncrl.messages import ActivityReport, HoldReason
 
 TRAINER_STATES = {
     "starting": "before the first step: model, engines, first weights",
@@ -137,17 +138,16 @@ class Activity:
 
     def __init__(self, clock: Callable[[], int] = unix_ns):
         self._clock = clock
-        self._requests = self._trajectories = self._at_barrier = 0
+        self._requests = self._trajectories = 0
         self._standing = self._held = ""
         self._now = ("starved", "")
         self._changes: list[tuple[int, str, str]] = [(clock(), *self._now)]
         self._reported_at = 0
 
-    def add(self, requests: int = 0, trajectories: int = 0, at_barrier: int = 0) -> None:
-        """Change how many requests are in the engine, trajectories are here, and trajectories wait at a barrier."""
+    def add(self, requests: int = 0, trajectories: int = 0) -> None:
+        """Change how many requests are in the engine, and how many trajectories are here that wait for no others."""
         self._requests += requests
         self._trajectories += trajectories
-        self._at_barrier += at_barrier
         if trajectories > 0:
             self._held = ""
         self._note()
@@ -163,7 +163,7 @@ class Activity:
         self._note()
 
     def hold(self, reason: str) -> None:
-        """The controller has no ticket for this worker, and says why."""
+        """The worker has nothing to run, for a HoldReason of the controller or another reason."""
         self._held = reason
         self._note()
 
@@ -178,11 +178,9 @@ class Activity:
             return ("paused" if self._standing == "update" else "gated"), self._standing
         if self._requests:
             return "decoding", ""
-        if self._trajectories > self._at_barrier:
-            return "environment", ""
         if self._trajectories:
-            return "starved", "barrier"
-        return ("starved" if self._held in ("", "round") else "gated"), self._held
+            return "environment", ""
+        return ("gated" if self._held in get_args(HoldReason) else "starved"), self._held
 
     def report(self) -> ActivityReport:
         """Return all changes since the last report."""

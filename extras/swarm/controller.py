@@ -45,7 +45,7 @@ class SwarmController(Controller):
 
     def let_in(self, process, host: str, scores_probe: bool) -> RemoteWorker:
         """Make a worker of an engine of a host; its messages come by `on_message`."""
-        with self._changed:
+        with self.lock:
             worker = RemoteWorker(
                 -1,
                 process,
@@ -60,7 +60,7 @@ class SwarmController(Controller):
 
     def on_message(self, worker: Worker, message) -> None:
         """Act on a worker's message, or, if it is None, on its death."""
-        with self._changed:
+        with self.lock:
             match message:
                 case Fetched():
                     worker.load_fetched()
@@ -82,14 +82,14 @@ class SwarmController(Controller):
 
     def end_leases(self) -> None:
         """Issue again the tickets that hosts have had for too long."""
-        with self._changed:
+        with self.lock:
             for ticket in self.dispatcher.end_leases():
                 self.issue_again(ticket, "moved")
             self.fill()
 
     def fetch_anew(self, worker: Worker, version: int) -> None:
         """Have a worker fetch the newest weights, if it still fetches a version that is gone."""
-        with self._changed:
+        with self.lock:
             if (
                 worker.loading is not None
                 and version == worker.loading.version > worker.sent_version
@@ -119,14 +119,14 @@ class SwarmController(Controller):
 
     def hold_batch_if_ready(self) -> list[Group]:
         """Hold the next batch of groups, and return them; none while the batch must be waited for."""
-        with self._changed:
+        with self.lock:
             self.buffer.held = self.buffer.held or self.find_batch() or []
             return self.buffer.held_groups
 
     def refuse_batch(self, workers: Collection[int]) -> bool:
         """Drop all groups of workers that are not believed. Returns whether the held batch has one; it is held no more
         then, and another one is to be waited for."""
-        with self._changed:
+        with self.lock:
             is_refused = not set(self.buffer.held).isdisjoint(self.buffer.groups_of(workers))
             if is_refused:
                 self.buffer.held = []
@@ -136,7 +136,7 @@ class SwarmController(Controller):
 
     def consume_batch(self) -> list[Group]:
         """Consume the batch that is held: it is trained on now. Returns its groups."""
-        with self._changed:
+        with self.lock:
             batch, self.buffer.held = self.buffer.held, []
             return self.consume(batch)
 

@@ -1,6 +1,7 @@
 """The controller with real processes and pipes, and workers that have no engine."""
 
 import os
+import threading
 import time
 from contextlib import contextmanager
 
@@ -439,9 +440,9 @@ def test_every_workers_time_sums_to_its_life_and_says_why_it_had_no_ticket(tmp_p
             s.publish(step)
             s.controller.take_batch()
             wait_until(lambda: all(worker.held == "bound" for worker in s.controller.workers))
-            with s.controller._changed:
+            with s.controller.lock:
                 measured.append(s.controller.journal.take_time())
-        with s.controller._changed:
+        with s.controller.lock:
             measured.append(s.controller.journal.take_time())
             known = sum(spent.total() for spent in s.controller.journal.worker_time().values())
         assert sum(spent.total() for spent in measured) == known
@@ -520,3 +521,49 @@ def test_what_stands_goes_on_although_a_late_version_is_published_again(tmp_path
         for step in range(5):
             s.publish(max(0, step - 2), trainer_version=step)
             s.controller.take_batch()
+
+
+# How long it waits while workers come and go
+
+TIMEOUT_S = 1.5
+"""A little more than the second after which a wait looks again."""
+
+
+class ComingWorkers:
+    """Workers that take some time to come; none is there."""
+
+    def __init__(self, seconds: float):
+        self.come_at = time.monotonic() + seconds
+
+    def __iter__(self):
+        return iter(())
+
+    @property
+    def are_coming(self):
+        return time.monotonic() < self.come_at
+
+    def check(self): ...
+
+
+def controller(are_coming_for_s: float) -> Controller:
+    """A controller whose workers take some time to come."""
+    return Controller(Config(timeout_s=TIMEOUT_S), ComingWorkers(are_coming_for_s), None, None)
+
+
+def test_a_wait_has_all_its_time_after_a_worker_has_come_however_long_that_took():
+    waited, answer = controller(are_coming_for_s=2 * TIMEOUT_S), []
+
+    def answer_it():
+        with waited.lock:
+            answer.append(1)
+            waited.lock.notify_all()
+
+    threading.Timer(2.3 * TIMEOUT_S, answer_it).start()
+    assert waited.wait_until(lambda: answer, "an answer") == [1]
+
+
+def test_a_wait_without_a_worker_that_comes_ends_with_the_state_of_all():
+    waited = controller(are_coming_for_s=0)
+    expected = r"^waited 2 s for an answer; stacks .*; state: .*0 tickets queued"
+    with pytest.raises(RuntimeError, match=expected):
+        waited.wait_until(lambda: None, "an answer")

@@ -150,7 +150,7 @@ def test_records_are_measured_in_the_instant_of_the_cut(tmp_path):
         def measure():
             taken = []
             other = threading.Thread(
-                target=lambda: taken.append(s.controller._changed.acquire(timeout=0.2))
+                target=lambda: taken.append(s.controller.lock.acquire(timeout=0.2))
             )
             other.start()
             other.join()

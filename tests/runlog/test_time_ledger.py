@@ -160,20 +160,6 @@ def test_without_a_ticket_a_worker_is_gated_or_starved_as_the_controller_says_un
     ]  # fmt: skip
 
 
-def test_a_worker_is_starved_while_all_its_trajectories_wait_for_others_at_a_barrier():
-    activity, _ = make_activity()
-    activity.add(trajectories=2)
-    activity.add(at_barrier=1)
-    activity.add(at_barrier=1)
-    activity.add(at_barrier=-2)
-    assert states(activity.report()) == [
-        "starved",
-        "environment",
-        ("starved", "barrier"),
-        "environment",
-    ]
-
-
 def test_an_update_pauses_and_a_suspension_gates_whatever_runs():
     activity, _ = make_activity()
     activity.add(trajectories=1, requests=1)
