@@ -167,8 +167,8 @@ class BaselineWorker(RolloutWorker):
 
     async def _wait_at_barrier(self, ticket_id: int) -> None:
         """Wait until all tickets, on all workers, have come as far."""
-        self.proxy.activity.add(trajectories=-1)
         self.proxy.activity.hold("barrier")
+        self.proxy.activity.add(trajectories=-1)
         try:
             self._flush_soon()
             self._waiting.append(ticket_id)

@@ -8,7 +8,7 @@ state of all.
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -22,7 +22,7 @@ from asyncrl.controller.dispatcher import Dispatcher
 from asyncrl.controller.evaluation import Evaluation, Evaluations
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.ledger import ledger_metrics
-from asyncrl.controller.tickets import TicketSource
+from asyncrl.controller.tickets import Loss, TicketSource
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
     Asleep,
@@ -135,22 +135,13 @@ class Controller:
 
     def on_death(self, worker: Worker) -> None:
         """Issue a dead worker's tickets again and start it anew, or end the run."""
-        self.journal.lost(worker.index)
         worker.disconnect()
         self.workers.replace(worker)
-        self.issue_all_again(worker, "died")
-        self.journal.started(worker.index)
-
-    def issue_all_again(self, worker: Worker, why: Literal["died", "moved"]) -> None:
-        """Record that a worker has died, and issue its tickets again."""
-        exit_code, tickets = worker.process.exit_code, len(worker.running)
-        self.journal.record(
-            "worker_died", worker=worker.index, exit_code=exit_code, tickets=tickets
-        )
+        self.journal.died(worker)
         for ticket in sorted(worker.awaited, key=lambda ticket: ticket.ticket_id, reverse=True):
-            self.issue_again(ticket, why)
+            self.issue_again(ticket, worker.loss)
 
-    def issue_again(self, ticket: Ticket, why: Literal["died", "moved"]) -> None:
+    def issue_again(self, ticket: Ticket, why: Loss) -> None:
         """Issue a ticket that was lost again, before all others, if its trajectory is still needed."""
         # else the group was dropped, or finished without it
         if ticket.is_evaluation or self.buffer.is_running(ticket.group_id):
@@ -223,9 +214,7 @@ class Controller:
 
     def _put_to_sleep(self) -> None:
         """Have all engines give up their memory until the next update; an evaluation ends first."""
-        if self.evaluations.running is not None:
-            self.finish_evaluations()
-            self.clock.enter("wait")
+        self.finish_evaluations()
         self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
 
     # Weights and evaluation
@@ -233,9 +222,8 @@ class Controller:
     def stage(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> Staged:
         """Copy weights into a buffer of the transport that no worker reads, when there is one."""
         transport = self.announcements.transport
-        if not transport.keeps_announced and self.evaluations.running is not None:
+        if not transport.keeps_announced:
             self.finish_evaluations()  # a worker that dies needs its weights again
-            self.clock.enter("publish")
         self.wait_until(transport.reserve, "a free weight buffer")
         return transport.stage(version, parameters)
 
@@ -269,9 +257,12 @@ class Controller:
         self.fill()
 
     def finish_evaluations(self) -> None:
-        """Wait until no evaluation runs, nor weights wait for one."""
-        self.clock.enter("evaluate")
-        self.wait_until(self.has_evaluated, "an evaluation")
+        """Wait until no evaluation runs, nor weights wait for one. The clock is then in the state it was in."""
+        if self.evaluations.running is not None:
+            state = self.clock.state
+            self.clock.enter("evaluate")
+            self.wait_until(self.has_evaluated, "an evaluation")
+            self.clock.enter(state)
 
     def finish_probes(self, version: int) -> None:
         """Wait until each worker of this node that is up has scored the probe at a version, the last announced."""
@@ -308,32 +299,26 @@ class Controller:
         """
         deadline = time.monotonic() + self.config.timeout_s
         with self.lock:
-            while True:
-                self._check()
-                if result := done():
-                    return result
-                is_in_vain = not can_come()
-                # else a thread that failed has just said why
-                if not self.lock.wait(timeout=1.0) and is_in_vain:
-                    raise RuntimeError(
-                        f"{what} can never come: nothing runs, and nothing may start before the next weights are "
-                        f"published; state: {self.dispatcher.describe()}"
-                    )
-                if self.workers.are_coming:
-                    deadline = time.monotonic() + self.config.timeout_s
-                elif time.monotonic() > deadline:
-                    self._raise_with_stacks(f"waited {self.config.timeout_s:.0f} s for {what}")
-
-    def _check(self) -> None:
-        self.workers.check()
-        try:
-            self.announcements.transport.check()
-        except TimeoutError as error:
-            self._raise_with_stacks(str(error))
-
-    def _raise_with_stacks(self, what: str) -> NoReturn:
-        state = self.dispatcher.describe()
-        raise RuntimeError(f"{what}; {dump_stacks()}; state: {state}") from None
+            try:
+                while True:
+                    self.workers.check()
+                    self.announcements.transport.check()
+                    if result := done():
+                        return result
+                    is_in_vain = not can_come()
+                    # else a thread that failed has just said why
+                    if not self.lock.wait(timeout=1.0) and is_in_vain:
+                        raise RuntimeError(
+                            f"{what} can never come: nothing runs, and nothing may start before the next weights are "
+                            f"published; state: {self.dispatcher.describe()}"
+                        )
+                    if self.workers.are_coming:
+                        deadline = time.monotonic() + self.config.timeout_s
+                    elif time.monotonic() > deadline:
+                        raise TimeoutError(f"waited {self.config.timeout_s:.0f} s for {what}")
+            except TimeoutError as error:
+                state = self.dispatcher.describe()
+                raise RuntimeError(f"{error}; {dump_stacks()}; state: {state}") from None
 
     # What was measured
 

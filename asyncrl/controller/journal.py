@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from asyncrl.controller.workers import Worker
 from asyncrl.messages import ActivityReport, Updated
 from asyncrl.records import Trajectory
 from asyncrl.runlog.metrics import Mean, Measured, Sum, together
@@ -40,10 +41,15 @@ class Journal:
         self.record("worker_started", worker=worker, attempt=self._starts[worker])
         self._starts[worker] += 1
 
-    def lost(self, worker: int) -> None:
-        """A worker is gone, and another is to take its place; until now it did what it last reported."""
-        self._reported.pop(worker, None)
-        self._enter(worker, "restarting", self._clock())
+    def died(self, worker: Worker) -> None:
+        """A worker has died; one of this node, which did what it last reported until now, is started again."""
+        index = worker.index
+        exit_code, tickets = worker.process.exit_code, len(worker.running)
+        self.record("worker_died", worker=index, exit_code=exit_code, tickets=tickets)
+        if index in self._ledgers:
+            self._reported.pop(index, None)
+            self._enter(index, "restarting", self._clock())
+            self.started(index)
 
     def active(self, worker: int, report: ActivityReport | None) -> None:
         """A worker reported what it was doing, or had nothing new to report.

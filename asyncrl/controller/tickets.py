@@ -11,6 +11,8 @@ from asyncrl.config import Config
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group, Partial, Ticket
 from data.problem import Problem
 
+Loss = Literal["died", "moved"]
+"""Why a ticket is issued again: a worker of this node died with it, or another worker is to have it."""
 IDS_PER_NODE = 10**9
 """Groups and tickets of node n are numbered from n times this."""
 NUM_CHECKED_PROMPTS = 512
@@ -104,9 +106,8 @@ class TicketSource:
             for member, problem in enumerate(self.prompts.eval_problems)
         ]
 
-    def issue_again(self, ticket: Ticket, why: Literal["died", "moved"]) -> Ticket:
-        """Make the same ticket with an id of its own, after a worker of this node has died with it, or for another
-        worker than the one that has it.
+    def issue_again(self, ticket: Ticket, why: Loss) -> Ticket:
+        """Make the same ticket with an id of its own.
 
         The response is sampled by the same seed, so that a long one stays long. It is the likeliest to be lost, and by
         another seed what is trained on would be too short. After the second death the seed is new: the response may be

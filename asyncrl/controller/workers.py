@@ -16,6 +16,7 @@ from asyncrl.cluster.processes import kill_session
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
+from asyncrl.controller.tickets import Loss
 from asyncrl.messages import Connect, Cut, HoldReason, InFlight, Sleep, Stop, Suspend, Update
 from asyncrl.records import Ticket
 from asyncrl.weights.transport import Announcement, Transport
@@ -65,6 +66,8 @@ class Worker:
     """Whether it was asked how far its responses are, and has not said it yet."""
     in_flight: InFlight | None = None
     """What it said of that last."""
+    loss: Loss = "died"
+    """How a ticket is lost when the worker dies."""
     held: HoldReason | None = None
     """Reason that the worker was told for having no ticket."""
 
@@ -112,16 +115,6 @@ class Worker:
         """Note that the worker reads no weights any more, and give their buffer back."""
         self.transport.release(self.index, self.loading.staged)
         self.loading = None
-
-    def suspend(self) -> None:
-        """Have the worker stop sampling until the next update."""
-        self.state = "suspended"
-        self.process.send(Suspend())
-
-    def fall_asleep(self) -> None:
-        """Have the worker stop sampling, and give up its memory, until the next update."""
-        self.state = "falling_asleep"
-        self.process.send(Sleep())
 
     def ask(self) -> None:
         """Have the worker say how far its responses are."""
@@ -251,14 +244,16 @@ class Workers:
         """Have all workers stop sampling until the next update."""
         for worker in self:
             if worker.is_up:
-                worker.suspend()
+                worker.state = "suspended"
+                worker.process.send(Suspend())
 
     def fall_asleep(self) -> bool:
         """Have all workers fall asleep that have not been told to. Returns whether all are asleep."""
         for worker in self:  # one that was started again in between is told when it is up
             # it would wake it again
             if worker.state in ("sampling", "suspended") and not worker.owed:
-                worker.fall_asleep()
+                worker.state = "falling_asleep"
+                worker.process.send(Sleep())
         return all(worker.state == "asleep" for worker in self)
 
     def ask(self) -> Callable[[], bool]:

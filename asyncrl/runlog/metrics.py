@@ -9,7 +9,7 @@ import numpy as np
 from algos.advantages import overlong_penalty
 from asyncrl.config import Config
 from asyncrl.records import Group
-from asyncrl.runlog.time_ledger import TRAINER_STATES, TRAINING, WAITING, shares
+from asyncrl.runlog.time_ledger import TRAINER_STATES, TRAINING, WAITING
 
 # What each node measures of a step. The type of a value says how those of several nodes, or moments, become one.
 
@@ -182,6 +182,6 @@ def time_metrics(spent: Counter[str]) -> dict[str, float]:
         f"time/{name}_s": sum(spent[state] for state in states) / 1e9
         for name, states in phases.items()
     }
-    in_steps = [state for state in TRAINER_STATES if state != "starting"]
-    trainer = {f"trainer_time/{state}": share for state, share in shares(spent, in_steps).items()}
-    return times | trainer
+    step_ns = spent.total()
+    shares = {state: spent[state] / step_ns for state in TRAINER_STATES if state != "starting"}
+    return times | {f"trainer_time/{state}": share for state, share in shares.items()}

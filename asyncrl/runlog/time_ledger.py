@@ -6,7 +6,7 @@ The states and their meanings are in TRAINER_STATES and WORKER_STATES and nowher
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import get_args
 
@@ -195,20 +195,6 @@ class Activity:
 
 
 # Numbers and text
-
-
-def shares(spent: Counter[str], states: Collection[str]) -> dict[str, float]:
-    """Return the share of each of `states` in all of `spent`; they sum to 1. Empty if no time has passed.
-
-    Raises RuntimeError if time was spent in a state that is not one of them.
-    """
-    total = spent.total()
-    other = total - sum(spent[state] for state in states)
-    if other:
-        raise RuntimeError(
-            f"{other} of {total} ns were spent in none of {', '.join(states)}: {spent}"
-        )
-    return {state: spent[state] / total for state in states} if total else {}
 
 
 def seconds(spent: Counter[str]) -> dict[str, float]:

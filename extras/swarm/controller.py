@@ -71,15 +71,6 @@ class SwarmController(Controller):
             if isinstance(message, Finished) and self.dispatcher.are_due():
                 self.end_leases()
 
-    def on_death(self, worker: Worker) -> None:
-        """Issue a dead worker's tickets again, and start it anew if it is one of this node."""
-        if not isinstance(worker, RemoteWorker):
-            super().on_death(worker)
-            return
-        worker.disconnect()
-        self.workers.replace(worker)
-        self.issue_all_again(worker, "moved")
-
     def end_leases(self) -> None:
         """Issue again the tickets that hosts have had for too long."""
         with self.lock:

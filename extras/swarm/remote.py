@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.tickets import Loss
 from asyncrl.controller.workers import Worker, WorkerDied, Workers
 from asyncrl.records import Group, Ticket
 from asyncrl.weights.transport import Announcement, Staged, Transport
@@ -17,6 +18,7 @@ from extras.swarm.wire import Fetch
 class RemoteWorker(Worker):
     """An engine of a host that has joined. It fetches weights before it loads them, and may be some versions behind."""
 
+    loss: Loss = "moved"
     refresh_lag: int = 0
     now: Callable[[], float] = time.monotonic
     scores_probe: bool = False

@@ -1,8 +1,11 @@
 """The time of all workers, as the controller knows it."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from asyncrl.controller.journal import Journal
+from asyncrl.controller.workers import Worker
 from asyncrl.messages import ActivityReport, SampledTokens, Updated
 from asyncrl.runlog.metrics import over_nodes
 
@@ -14,6 +17,9 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+DEAD = Worker(0, SimpleNamespace(exit_code=3))
 
 
 def make_journal():
@@ -43,7 +49,7 @@ def test_a_dead_worker_did_what_it_last_reported_and_is_restarting_until_the_nex
     journal.started(0)
     journal.active(0, ActivityReport(((10, "decoding", ""),), 20))
     clock.now = 50
-    journal.lost(0)
+    journal.died(DEAD)
     clock.now = 60
     assert journal.take_time() == {"starting": 10, "decoding": 40, "restarting": 10}
     journal.active(0, ActivityReport(((90, "starved", ""),), 95))
@@ -62,7 +68,7 @@ def test_where_one_clock_takes_over_from_another_nothing_is_counted_twice():
     clock.now = 120
     assert journal.take_time() == {"starved": 3, "decoding": 7}
     clock.now = 108
-    journal.lost(0)
+    journal.died(DEAD)
     clock.now = 130
     assert journal.take_time() == {"restarting": 20}
 

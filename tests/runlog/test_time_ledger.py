@@ -15,7 +15,6 @@ from asyncrl.runlog.time_ledger import (
     TimeLedger,
     TrainerClock,
     describe,
-    shares,
     unix_ns,
 )
 
@@ -60,7 +59,6 @@ def test_accounts_follow_on_each_other_and_sum_to_the_total_whatever_happens():
     assert all(start < end for _, start, end in spans)
     assert sum((account.spent for account in accounts), Counter()) == ledger.total
     assert ledger.total.total() == now - ledger.start
-    assert sum(shares(ledger.total, WORKER_STATES).values()) == pytest.approx(1, abs=1e-12)
 
 
 def test_a_state_that_is_entered_twice_is_one_span():
@@ -101,15 +99,6 @@ def test_the_trainers_clock_is_the_real_one_and_begins_a_new_account_with_each_s
     assert before <= first.spans[0][1] and first.spans[-1][2] == second.spans[0][1]
     assert set(first.spent) <= {"starting", "wait"} and set(second.spent) <= {"wait", "save"}
     assert clock.total == first.spent + second.spent
-
-
-def test_no_time_has_no_shares():
-    assert shares(Counter(), WORKER_STATES) == {}
-
-
-def test_time_in_a_state_that_has_no_share_is_an_error():
-    with pytest.raises(RuntimeError, match="3 of 5 ns were spent in none of wait, gather"):
-        shares(Counter(wait=2, starting=3), ["wait", "gather"])
 
 
 def test_a_line_says_the_shares_largest_first():
