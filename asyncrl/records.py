@@ -39,7 +39,7 @@ class Ticket:
     member: int
     """Position in the group, from 0; extra members come last. The first one's, if it asks for several."""
     num_members: int
-    """Trajectories asked for, sampled by one request: 1, or group_size where prompts are not replicated."""
+    """Trajectories asked for, sampled by one request: 1, or more in extras/baselines.py."""
     attempt: int
     """0 for the first issue, one more each time a worker of the run's own died with it."""
     prompt_tokens: tuple[int, ...]

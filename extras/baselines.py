@@ -11,10 +11,11 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.dispatcher import Dispatcher
+from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Worker
 from asyncrl.engine.completion import Completion, Request
 from asyncrl.engine.episode import Episode
@@ -39,6 +40,17 @@ class Proceed:
 
 
 # Controller
+
+
+class BaselineTickets(TicketSource):
+    """Tickets of which each asks for a whole group, unless prompts are replicated."""
+
+    def for_group(self, group_id: int, problem_index: int, min_version: int) -> list[Ticket]:
+        """Make the tickets of a new group."""
+        tickets = super().for_group(group_id, problem_index, min_version)
+        if self.config.replicate_prompts:
+            return tickets
+        return [replace(tickets[0], num_members=self.config.group_size)]
 
 
 class BaselineDispatcher(Dispatcher):

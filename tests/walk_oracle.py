@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from asyncrl.config import MAX_RESUMES
-from asyncrl.controller.tickets import TicketSource
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP
+from extras.baselines import BaselineTickets
 
 
 @dataclass
@@ -388,7 +388,7 @@ def vars_of(trajectory):
     }
 
 
-class WatchedTickets(TicketSource):
+class WatchedTickets(BaselineTickets):
     """The real source of tickets, whose calls the oracle sees."""
 
     oracle = None

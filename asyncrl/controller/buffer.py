@@ -77,14 +77,17 @@ class SampleBuffer:
 
     def state(self) -> BufferState:
         """All that a resumed run needs of the buffer, in which every batch was published; see `restore`."""
-        residents = _copied(self._residents)
+        residents = {
+            group_id: replace(resident, members=dict(resident.members))
+            for group_id, resident in self._residents.items()
+        }
         return BufferState(self.trainer_version, residents, dict(self._ledger.counts))
 
     def restore(self, state: BufferState) -> None:
-        """Go on from a `state`; members of closed groups need not be told apart, as none can come any more."""
+        """Continue from a `state`, which the buffer keeps. No member of a closed group can come any more."""
         self.trainer_version = self._last_published = state.trainer_version
         self._ledger.counts |= state.ledger
-        self._residents = _copied(state.residents)
+        self._residents = state.residents
         self._may_have_batch = True
 
     @property
@@ -301,10 +304,3 @@ class SampleBuffer:
         """Where every group and generated token is; see Ledger.balance, which raises RuntimeError if any is not."""
         num_tokens = sum(resident.num_generated for resident in self._residents.values())
         return self._ledger.balance(len(self._residents), num_tokens)
-
-
-def _copied(residents: dict[int, Resident]) -> dict[int, Resident]:
-    return {
-        group_id: replace(resident, members=dict(resident.members))
-        for group_id, resident in residents.items()
-    }

@@ -4,6 +4,7 @@ Keyed by problem: each problem that was handed out is resident, put back, or don
 the frontier is what was consumed, and never what was handed out.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +78,7 @@ def cut(
         buffer.ledger[count] += num_lost
     return ControllerState(
         buffer,
-        dispatcher.tickets.state(),
+        copy.deepcopy(dispatcher.tickets.state),
         queue,
         announced=announcements.newest.version,
         evaluates=evaluations.running is not None,
@@ -94,7 +95,7 @@ def restore(state: ControllerState, dispatcher: Dispatcher, evaluations: Evaluat
     weights are announced.
     """
     dispatcher.buffer.restore(state.buffer)
-    dispatcher.tickets.restore(state.tickets)
+    dispatcher.tickets.state = copy.deepcopy(state.tickets)
     dispatcher.queue.extend(state.queue)
     dispatcher.workers.num_restarts = state.num_restarts
     evaluations.ended = list(state.evaluations)

@@ -1,6 +1,5 @@
 """Tickets: which problem comes next, as tokens, and with which sampling seed."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -47,15 +46,9 @@ class TicketSource:
 
     def __init__(self, config: Config, prompts: PromptSource, node: int = 0, num_nodes: int = 1):
         self.config, self.prompts, self._num_nodes = config, prompts, num_nodes
-        self._at = TicketState(node, node * IDS_PER_NODE, node * IDS_PER_NODE, put_back=[])
-
-    def state(self) -> TicketState:
+        first_id = node * IDS_PER_NODE
+        self.state = TicketState(node, first_id, first_id, put_back=[])
         """All that a resumed run needs of it."""
-        return copy.deepcopy(self._at)
-
-    def restore(self, state: TicketState) -> None:
-        """Go on from a `state`."""
-        self._at = copy.deepcopy(state)
 
     def check_prompts(self) -> None:
         """Raise ValueError if a held-out prompt or one of the first training prompts does not fit."""
@@ -71,37 +64,33 @@ class TicketSource:
 
     def next_group(self) -> tuple[int, int]:
         """Give out the id of a new group, and the index of its problem: of one that was put back, or of the next."""
-        if not self._at.put_back:
-            self._at.put_back.append(self._at.next_problem)
-            self._at.next_problem += self._num_nodes
-        self._at.next_group += 1
-        return self._at.next_group - 1, self._at.put_back.pop(0)
+        if not self.state.put_back:
+            self.state.put_back.append(self.state.next_problem)
+            self.state.next_problem += self._num_nodes
+        self.state.next_group += 1
+        return self.state.next_group - 1, self.state.put_back.pop(0)
 
     def for_group(self, group_id: int, problem_index: int, min_version: int) -> list[Ticket]:
-        """Make the tickets of a new group, one per member or one for all."""
+        """Make the tickets of a new group, one for each member."""
         try:
             problem = self.prompts.train_problem(problem_index)
             tokens = self._prompt_tokens(problem)
         except ValueError as error:
             # of the run, and not of the machine whose message made room for the group
             raise RuntimeError(str(error)) from error
-        size, extra = self.config.group_size, self.config.extra_members
-        num_members, members = (
-            (1, range(size + extra)) if self.config.replicate_prompts else (size, [0])
-        )
         return [
-            self._ticket(group_id, member, num_members, problem, tokens, min_version)
-            for member in members
+            self._ticket(group_id, member, problem, tokens, min_version)
+            for member in range(self.config.group_size + self.config.extra_members)
         ]
 
     def put_back(self, problem_index: int) -> None:
         """Issue a problem again: it was not the problem's fault that its group is gone."""
-        self._at.put_back.append(problem_index)
+        self.state.put_back.append(problem_index)
 
     def for_evaluation(self, version: int) -> list[Ticket]:
         """Make one ticket for each held-out problem, or two with --eval-greedy, to be sampled at `version`."""
         return [
-            self._ticket(group_id, member, 1, problem, self._prompt_tokens(problem), version)
+            self._ticket(group_id, member, problem, self._prompt_tokens(problem), version)
             for group_id in (EVALUATION_GROUP, GREEDY_GROUP)[: 1 + self.config.eval_greedy]
             for member, problem in enumerate(self.prompts.eval_problems)
         ]
@@ -113,8 +102,8 @@ class TicketSource:
         another seed what is trained on would be too short. After the second death the seed is new: the response may be
         what kills its engine.
         """
-        self._at.next_ticket += 1
-        again = replace(ticket, ticket_id=self._at.next_ticket)
+        self.state.next_ticket += 1
+        again = replace(ticket, ticket_id=self.state.next_ticket)
         if why == "moved":
             return again
         attempt = ticket.attempt + 1
@@ -134,17 +123,16 @@ class TicketSource:
         self,
         group_id: int,
         member: int,
-        num_members: int,
         problem: Problem,
         tokens: tuple[int, ...],
         min_version: int,
     ) -> Ticket:
-        self._at.next_ticket += 1
+        self.state.next_ticket += 1
         return Ticket(
-            ticket_id=self._at.next_ticket,
+            ticket_id=self.state.next_ticket,
             group_id=group_id,
             member=member,
-            num_members=num_members,
+            num_members=1,
             attempt=0,
             prompt_tokens=tokens,
             answer=problem.answer,

@@ -336,7 +336,8 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
         eval_problems=held_out,
         encode=functools.partial(encode, config, task, load_tokenizer(model_path)),
     )
-    return TicketSource(config, prompts, cluster.node, cluster.num_nodes)
+    kind = extras.load("--scheduling").BaselineTickets if config.is_baseline else TicketSource
+    return kind(config, prompts, cluster.node, cluster.num_nodes)
 
 
 def _check_model(config: Config, model_path: str) -> None:

@@ -12,11 +12,10 @@ from statistics import fmean
 
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.tickets import TicketSource
 from asyncrl.messages import Finished
 from asyncrl.records import Group
 from asyncrl.weights.transport import Announcement, Staged, Transport
-from extras.baselines import BaselineController
+from extras.baselines import BaselineController, BaselineTickets
 from extras.simulation.clock import Clock
 from extras.simulation.engine import FLOPS_EFFICIENCY, GPUS, MODELS, Cluster
 from extras.simulation.fleet import SimulatedWorkers
@@ -143,7 +142,7 @@ class Simulation:
 
             kinds = SimulatedSwarm.kinds
         self.workers = kinds[0](self.clock, self.config, case.workload, case.cluster)
-        tickets = TicketSource(self.config, case.workload.prompts(case.seed))
+        tickets = BaselineTickets(self.config, case.workload.prompts(case.seed))
         self.controller = kinds[1](self.config, self.workers, tickets, self._record)
         self.controller.pulled = _Transport()
         self.counts, self._before = Counter(), Counter()

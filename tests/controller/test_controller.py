@@ -14,13 +14,13 @@ from fake_worker import run_fake_worker
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.tickets import PromptSource
 from asyncrl.controller.workers import WorkerDied, Workers
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec
 from data.problem import Problem
-from extras.baselines import BaselineController
+from extras.baselines import BaselineController, BaselineTickets
 
 SPECS = [ParameterSpec("w", torch.float32, (4,))]
 
@@ -67,7 +67,7 @@ def session(
         Workers(
             config, Placement((None,), 1, workers, transport), model, tmp_path, run_fake_worker
         ),
-        TicketSource(config, prompts),
+        BaselineTickets(config, prompts),
         lambda event, **fields: events.append({"event": event, **fields}),
         restored=restored,
     )

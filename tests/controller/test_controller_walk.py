@@ -418,7 +418,7 @@ class Walk:
     def _check_end(self):
         self.evaluations += self.controller.evaluations.take_ended()
         assert self.oracle.trainer_version == self.steps
-        put_back = self.controller.tickets.state().put_back
+        put_back = self.controller.tickets.state.put_back
         self.oracle.check_end(self.controller.buffer.ledger(), self.evaluations, put_back)
 
 

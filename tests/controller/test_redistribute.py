@@ -13,7 +13,7 @@ from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.ledger import DROP_REASONS
 from asyncrl.controller.redistribute import redistribute
-from asyncrl.controller.tickets import IDS_PER_NODE, PromptSource, TicketSource
+from asyncrl.controller.tickets import IDS_PER_NODE, PromptSource, TicketSource, TicketState
 from asyncrl.records import Partial, Trajectory
 from asyncrl.runlog.plain import decode, encode
 from data.problem import Problem
@@ -41,7 +41,7 @@ class Rollout:
         self.running, self.consumed, self.dropped = [], [], []
         if state is not None:
             self.buffer.restore(state.buffer)
-            self.tickets.restore(state.tickets)
+            self.tickets.state = state.tickets
             self.running = list(state.queue)
         self.fill()
 
@@ -86,7 +86,7 @@ class Rollout:
         evaluations = [Evaluation(3, 1, [])] if evaluates else []
         state = ControllerState(
             self.buffer.state(),
-            self.tickets.state(),
+            self.tickets.state,
             list(self.running),
             0,
             evaluates,
@@ -189,7 +189,7 @@ def test_dealt_out_to_other_nodes_no_problem_is_lost_and_none_is_there_twice(see
             for node, state in enumerate(states)
         ]
         ids = {("group", tickets.next_group()[0]) for tickets in fresh}
-        ids |= {("ticket", tickets._at.next_ticket + 1) for tickets in fresh}
+        ids |= {("ticket", tickets.state.next_ticket + 1) for tickets in fresh}
         assert not seen & ids and len(ids) == 2 * num_nodes
 
 
@@ -253,7 +253,7 @@ def test_numbers_of_nodes_that_were_gone_and_come_back_are_not_used_again():
     new = Rollout(config, 3, 4, again[3])
     assert (
         new.tickets.next_group()[0] > 3 * IDS_PER_NODE
-        and new.tickets._at.next_group - 1 not in first
+        and new.tickets.state.next_group - 1 not in first
     )
 
 
@@ -274,7 +274,7 @@ def after_a_step(**options):
 def test_the_frontier_is_what_was_consumed_and_not_what_was_handed_out():
     """NeMo-RL 3599, TRL 7274: the cursor was saved at what had been handed out, so 30 % of the data was reached."""
     before = after_a_step()
-    handed_out = before.tickets._at.next_problem
+    handed_out = before.tickets.state.next_problem
     node = Rollout(before.config, state=before.state())
     while len(node.consumed) + len(before.consumed) < handed_out:
         node.finish_all()
@@ -292,7 +292,7 @@ def test_what_was_restored_takes_its_places_and_the_first_filling_adds_nothing_t
         == node.buffer.config.max_outstanding_groups
         == len(state.buffer.residents)
     )
-    assert node.tickets._at.next_problem == state.tickets.next_problem
+    assert node.tickets.state.next_problem == state.tickets.next_problem
 
 
 def test_a_step_is_not_counted_twice_where_its_version_is_published_again():
@@ -341,12 +341,12 @@ def test_a_source_goes_on_with_the_ids_the_problems_and_the_seeds_that_it_would_
         one.for_group(*one.next_group(), 0)
     one.put_back(4)
     other = TicketSource(config_of(), PROMPTS, 1, 3)
-    other.restore(decode(type(one.state()), encode(one.state())))
+    other.state = decode(TicketState, encode(one.state))
     for _ in range(3):
         group = one.next_group()
         assert other.next_group() == group
         assert one.for_group(*group, 2) == other.for_group(*group, 2)
-    assert one.state() == other.state()
+    assert one.state == other.state
 
 
 def test_a_response_that_goes_on_has_a_seed_of_its_own_each_time_and_weights_as_new_as_it_had():

@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.controller.tickets import IDS_PER_NODE, PromptSource, TicketSource
+from asyncrl.controller.tickets import IDS_PER_NODE, PromptSource
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group
 from data.problem import Problem
+from extras.baselines import BaselineTickets
 
 
 def make_source(seed=0, eval_problems=2, node=0, num_nodes=1, **options):
@@ -14,7 +15,7 @@ def make_source(seed=0, eval_problems=2, node=0, num_nodes=1, **options):
         eval_problems=[Problem(f"e{i}", "x") for i in range(eval_problems)],
         encode=lambda problem: [len(problem.prompt), ord(problem.prompt[-1])],
     )
-    return TicketSource(Config(seed=seed, group_size=3, **options), prompts, node, num_nodes)
+    return BaselineTickets(Config(seed=seed, group_size=3, **options), prompts, node, num_nodes)
 
 
 def test_a_groups_tickets_share_the_prompt_and_differ_in_member_id_and_seed():

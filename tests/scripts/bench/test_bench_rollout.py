@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.tickets import PromptSource
 from asyncrl.records import Trajectory
 from data.problem import Problem
+from extras.baselines import BaselineTickets
 from scripts.bench import harness, work
 from scripts.bench import rollout as bench
 from scripts.lines import read
@@ -18,7 +19,7 @@ CONFIG = Config(max_response_tokens=192)
 
 
 def tickets_of(config, group_id):
-    source = TicketSource(
+    source = BaselineTickets(
         config, PromptSource(lambda index: Problem("p", "a"), [], lambda problem: [1])
     )
     for _ in range(group_id + 1):
