@@ -84,10 +84,10 @@ class SampleBuffer:
         return BufferState(self.trainer_version, residents, dict(self._ledger.counts))
 
     def restore(self, state: BufferState) -> None:
-        """Continue from a `state`, which the buffer keeps. No member of a closed group can come any more."""
+        """Continue from a `state`, whose residents the buffer keeps. No member of a closed group can come any more."""
         self.trainer_version = self._last_published = state.trainer_version
         self._ledger.counts |= state.ledger
-        self._residents = state.residents
+        self._residents = dict(state.residents)
         self._may_have_batch = True
 
     @property

@@ -19,7 +19,7 @@ from asyncrl.controller.announcements import Announcements
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.cut import ControllerState, cut, restore
 from asyncrl.controller.dispatcher import Dispatcher
-from asyncrl.controller.evaluation import Evaluation, Evaluations
+from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.ledger import ledger_metrics
 from asyncrl.controller.tickets import Loss, TicketSource
@@ -64,7 +64,10 @@ class Controller:
         self.buffer = self.buffer_class(config.of_node(num_nodes))
         self.dispatcher = self.dispatcher_class(config, workers, self.buffer, tickets)
         self.announcements = Announcements(workers)
-        self.evaluations = Evaluations()
+        self.evaluation: Evaluation | None = None
+        """The evaluation that runs: one at a time."""
+        self.ended_evaluations: list[Evaluation] = []
+        """Those that have ended since the last `take_evaluation`."""
         self.journal = Journal(record)
         self.lock = threading.Condition()
         """Guards all state. Whoever waits is notified of every change."""
@@ -72,7 +75,7 @@ class Controller:
         self.is_asked_to_stop = False
         """Whether the run is to end after this step."""
         if restored is not None:
-            restore(restored, self.dispatcher, self.evaluations)
+            restore(self, restored)
 
     # Life of the workers
 
@@ -152,7 +155,9 @@ class Controller:
         self.journal.trajectory(trajectory)
         if not trajectory.is_evaluation:
             self.dispatcher.add(trajectory)
-        elif ended := self.evaluations.add(trajectory):
+        elif self.evaluation.add(trajectory):
+            ended, self.evaluation = self.evaluation, None
+            self.ended_evaluations.append(ended)
             self.journal.record("evaluation", version=ended.version, accuracy=ended.accuracy())
             if deferred := self.announcements.take_deferred():
                 self.announce(deferred)
@@ -200,7 +205,7 @@ class Controller:
         groups = self.buffer.consume(batch)
         self.dispatcher.drop_expired()
         # which no update may end
-        if self.config.over_sampling > 1 and self.evaluations.running is None:
+        if self.config.over_sampling > 1 and self.evaluation is None:
             self.workers.suspend()
         self.fill()
         if self.config.colocate == "sleep":
@@ -240,7 +245,7 @@ class Controller:
         """Have all workers load these weights, at once or when the evaluation that runs, of one version, has ended."""
         with self.lock:
             self.lock.notify_all()
-            if self.evaluations.running is None:
+            if self.evaluation is None:
                 self.announce(announcement)
             else:
                 self.announcements.deferred = announcement
@@ -252,13 +257,13 @@ class Controller:
         self.dispatcher.drop_expired()
         tickets = self.tickets.for_evaluation(announcement.version) if announcement.evaluate else []
         if tickets:  # of several nodes the first alone evaluates
-            self.evaluations.running = Evaluation(announcement.version, len(tickets))
+            self.evaluation = Evaluation(announcement.version, len(tickets))
             self.dispatcher.queue.extendleft(reversed(tickets))
         self.fill()
 
     def finish_evaluations(self) -> None:
         """Wait until no evaluation runs, nor weights wait for one. The clock is then in the state it was in."""
-        if self.evaluations.running is not None:
+        if self.evaluation is not None:
             state = self.clock.state
             self.clock.enter("evaluate")
             self.wait_until(self.has_evaluated, "an evaluation")
@@ -276,15 +281,13 @@ class Controller:
 
     def has_evaluated(self) -> bool:
         """Whether no evaluation is to be waited for."""
-        return self.evaluations.running is None
+        return self.evaluation is None
 
     def cut(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
         """Take all that a resumed run needs of this node's rollout, as of one instant between `publish` and
         `take_batch`, in which `measure()` gives the lengths of its records; sampling goes on."""
         with self.lock:
-            return cut(
-                self.wait_until, self.dispatcher, self.announcements, self.evaluations, measure
-            )
+            return cut(self, measure)
 
     # Waiting
 
@@ -345,7 +348,7 @@ class Controller:
     def take_evaluation(self) -> dict[str, float]:
         """Take the metrics of the newest evaluation that ended since the last call, if any did."""
         with self.lock:
-            ended = self.evaluations.take_ended()
+            ended, self.ended_evaluations = self.ended_evaluations, []
         return ended[-1].metrics() if ended else {}
 
     def stop(self) -> None:

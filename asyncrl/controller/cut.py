@@ -7,15 +7,16 @@ the frontier is what was consumed, and never what was handed out.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from asyncrl.config import Config
-from asyncrl.controller.announcements import Announcements
 from asyncrl.controller.buffer import BufferState
-from asyncrl.controller.dispatcher import Dispatcher
-from asyncrl.controller.evaluation import Evaluation, Evaluations
+from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.tickets import TicketState
 from asyncrl.records import Ticket
+
+if TYPE_CHECKING:
+    from asyncrl.controller.controller import Controller
 
 
 @dataclass
@@ -46,56 +47,56 @@ def continues_responses(config: Config) -> bool:
     return config.async_ratio > 0 or config.over_sampling > 1
 
 
-def cut(
-    wait_until: Callable[..., Any],
-    dispatcher: Dispatcher,
-    announcements: Announcements,
-    evaluations: Evaluations,
-    measure: Callable[[], dict[str, int]],
-) -> ControllerState:
-    """Return the state of a node's rollout, at an instant in which the caller holds the lock of `wait_until`.
+def cut(controller: "Controller", measure: Callable[[], dict[str, int]]) -> ControllerState:
+    """Return the state of a node's rollout, at an instant in which the caller holds the controller's lock.
 
     Weights that wait for an evaluation are announced before, unless no worker is there to end it. Where responses
     continue from their tokens, the workers report how far they are. The last report is that instant: what ended until
     then has ended. `measure()` gives the lengths of the records.
     """
-    workers = dispatcher.workers
-    wait_until(lambda: announcements.deferred is None or not any(workers), "an evaluation")
-    if continues_responses(dispatcher.config):
-        wait_until(workers.ask(), "what is in flight")
-    partials, lost = {}, {}
+    workers, announcements = controller.workers, controller.announcements
+    controller.wait_until(
+        lambda: announcements.deferred is None or not any(workers), "an evaluation"
+    )
+    if continues_responses(controller.config):
+        controller.wait_until(workers.ask(), "what is in flight")
+    partials, lost, given = {}, {}, []
     for worker in workers:
+        given += worker.awaited
         if worker.in_flight is not None:
             partials |= {partial.ticket_id: partial for partial in worker.in_flight.partials}
             lost |= worker.in_flight.lost
+    given.sort(key=lambda ticket: ticket.ticket_id)
     queue, num_lost = [], 0
-    for ticket in dispatcher.unfinished():
-        num_lost += lost.get(ticket.ticket_id, 0)
-        partial = partials.get(ticket.ticket_id)
-        queue.append(ticket if partial is None else dispatcher.tickets.going_on(ticket, partial))
-    buffer = dispatcher.buffer.state()
+    for ticket in (*given, *controller.dispatcher.queue):
+        if controller.buffer.is_running(ticket.group_id):
+            num_lost += lost.get(ticket.ticket_id, 0)
+            partial = partials.get(ticket.ticket_id)
+            continued = partial and controller.tickets.going_on(ticket, partial)
+            queue.append(continued or ticket)
+    buffer = controller.buffer.state()
     for count in ("tokens_generated", "tokens_dropped_aborted"):
         buffer.ledger[count] += num_lost
     return ControllerState(
         buffer,
-        copy.deepcopy(dispatcher.tickets.state),
+        copy.deepcopy(controller.tickets.state),
         queue,
         announced=announcements.newest.version,
-        evaluates=evaluations.running is not None,
-        evaluations=list(evaluations.ended),
+        evaluates=controller.evaluation is not None,
+        evaluations=list(controller.ended_evaluations),
         num_restarts=workers.num_restarts,
         records=measure(),
     )
 
 
-def restore(state: ControllerState, dispatcher: Dispatcher, evaluations: Evaluations) -> None:
-    """Have a node's rollout, in which nothing has happened, continue from a state.
+def restore(controller: "Controller", state: ControllerState) -> None:
+    """Have a controller, in which nothing has happened, continue from a state.
 
     The tickets of what was running come before all others. An evaluation that was running starts again when its
     weights are announced.
     """
-    dispatcher.buffer.restore(state.buffer)
-    dispatcher.tickets.state = copy.deepcopy(state.tickets)
-    dispatcher.queue.extend(state.queue)
-    dispatcher.workers.num_restarts = state.num_restarts
-    evaluations.ended = list(state.evaluations)
+    controller.buffer.restore(state.buffer)
+    controller.tickets.state = copy.deepcopy(state.tickets)
+    controller.dispatcher.queue.extend(state.queue)
+    controller.workers.num_restarts = state.num_restarts
+    controller.ended_evaluations = list(state.evaluations)

@@ -115,13 +115,6 @@ class Dispatcher:
         tickets = itertools.chain(self.queue, *(worker.running.values() for worker in active))
         return bool(active) and any(not ticket.is_evaluation for ticket in tickets)
 
-    def unfinished(self) -> list[Ticket]:
-        """Tickets of training groups whose trajectories are waited for: those that workers have, then the others."""
-        given = sorted(
-            (t for worker in self.workers for t in worker.awaited), key=lambda t: t.ticket_id
-        )
-        return [t for t in (*given, *self.queue) if self.buffer.is_running(t.group_id)]
-
     def fill(self) -> None:
         """Admit groups, and send out what can start."""
         self.admit_groups()

@@ -18,6 +18,19 @@ class Evaluation:
     trajectories: list[Trajectory] = field(default_factory=list)
     """Those that have come back, also failed ones."""
 
+    def add(self, trajectory: Trajectory) -> bool:
+        """Take in a trajectory. Returns whether it was the last.
+
+        Raises RuntimeError if any token is of another version than the evaluation.
+        """
+        versions = set(trajectory.policy_versions[trajectory.loss_mask].tolist())
+        if trajectory.finish_reason != "failed" and versions != {self.version}:
+            raise RuntimeError(
+                f"evaluation of version {self.version} got tokens of versions {sorted(versions)}"
+            )
+        self.trajectories.append(trajectory)
+        return len(self.trajectories) == self.num_asked
+
     @property
     def num_failed(self) -> int:
         """Trajectories that failed."""
@@ -45,35 +58,3 @@ class Evaluation:
         }
         greedy = self.accuracy(GREEDY_GROUP)
         return metrics if math.isnan(greedy) else metrics | {"eval/greedy_accuracy": greedy}
-
-
-@dataclass
-class Evaluations:
-    """One evaluation at a time, and those that have ended."""
-
-    running: Evaluation | None = None
-    ended: list[Evaluation] = field(default_factory=list)
-    """Those that have ended since the last `take_ended`."""
-
-    def add(self, trajectory: Trajectory) -> Evaluation | None:
-        """Take in a trajectory. Returns the evaluation if this was its last.
-
-        Raises RuntimeError if any token is of another version than the evaluation.
-        """
-        evaluation = self.running
-        versions = set(trajectory.policy_versions[trajectory.loss_mask].tolist())
-        if trajectory.finish_reason != "failed" and versions != {evaluation.version}:
-            raise RuntimeError(
-                f"evaluation of version {evaluation.version} got tokens of versions {sorted(versions)}"
-            )
-        evaluation.trajectories.append(trajectory)
-        if len(evaluation.trajectories) < evaluation.num_asked:
-            return None
-        self.ended.append(evaluation)
-        self.running = None
-        return evaluation
-
-    def take_ended(self) -> list[Evaluation]:
-        """Take the evaluations that have ended since the last call."""
-        ended, self.ended = self.ended, []
-        return ended

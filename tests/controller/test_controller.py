@@ -230,12 +230,12 @@ def test_an_evaluation_is_pinned_to_its_version_and_training_goes_on_meanwhile(t
         s.controller.take_batch()
         spent = s.controller.clock.take().spent
         assert spent["evaluate"] > 0, "what is waited for is held back by the evaluation"
-        evaluation = s.controller.evaluations.running
+        evaluation = s.controller.evaluation
         assert evaluation is not None and s.controller.buffer.published_version == 0, (
             "publishing waits, nothing else"
         )
         s.controller.finish_evaluations()
-        (done,) = s.controller.evaluations.take_ended()
+        (done,) = s.controller.ended_evaluations
         assert done.version == 0 and len(done.trajectories) == 6 and done.accuracy() == 1.0
         assert s.controller.buffer.published_version == 1
 
@@ -248,14 +248,14 @@ def test_an_evaluation_that_was_held_back_is_made_up_for_at_the_next_version(tmp
         s.controller.take_batch()
         s.publish(2)
         s.controller.finish_evaluations()
-        assert [e.version for e in s.controller.evaluations.take_ended()] == [0, 2]
+        assert [e.version for e in s.controller.ended_evaluations] == [0, 2]
 
 
 def test_a_failed_evaluation_response_is_counted_and_scored_as_0(tmp_path):
     with session(tmp_path, eval_answers=["ok", "fail", "ok"]) as s:
         s.publish(0, evaluate=True)
         s.controller.finish_evaluations()
-        (done,) = s.controller.evaluations.take_ended()
+        (done,) = s.controller.ended_evaluations
     assert (done.accuracy(), done.num_failed) == (2 / 3, 1)
 
 
@@ -275,7 +275,7 @@ def test_a_worker_that_dies_in_an_evaluation_has_its_problems_asked_again(tmp_pa
         s.controller.take_batch()
         s.publish(1, evaluate=True)
         s.controller.finish_evaluations()
-        (done,) = s.controller.evaluations.take_ended()
+        (done,) = s.controller.ended_evaluations
         assert (
             s.controller.workers.num_restarts == 1
             and len(done.trajectories) == 3
@@ -498,7 +498,7 @@ def test_weights_are_written_over_those_that_are_evaluated_when_that_has_ended(t
     with session(tmp_path, eval_answers=["slow"], transport="nccl") as s:
         s.publish(0, evaluate=True)
         s.publish(1)
-        assert [ended.version for ended in s.controller.evaluations.take_ended()] == [0]
+        assert [ended.version for ended in s.controller.ended_evaluations] == [0]
         assert s.controller.announcements.deferred is None
 
 
@@ -506,7 +506,7 @@ def test_an_engine_sleeps_from_the_batch_until_the_next_weights_and_after_its_ev
     with session(tmp_path, eval_answers=["slow"], async_ratio=0.0, colocate="sleep") as s:
         s.publish(0, evaluate=True)
         s.controller.take_batch()
-        assert s.controller.evaluations.take_ended(), "it ended before the engine slept"
+        assert s.controller.ended_evaluations, "it ended before the engine slept"
         assert s.controller.workers[0].state == "asleep"
         s.publish(1)
         s.controller.take_batch()

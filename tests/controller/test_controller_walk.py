@@ -171,7 +171,7 @@ class Walk:
     def run(self):
         """Until all steps are made and the last evaluation has ended."""
         for _ in range(MAX_EVENTS):
-            if self.trainer == "finishing" and self.controller.evaluations.running is None:
+            if self.trainer == "finishing" and self.controller.evaluation is None:
                 self._check_end()
                 if not self.is_to_be_longer:
                     return
@@ -240,7 +240,7 @@ class Walk:
 
     def _may_stage(self):
         """As Controller.stage waits; from here to the publish is the time in which weights are written."""
-        if not self.transport.keeps_announced and self.controller.evaluations.running is not None:
+        if not self.transport.keeps_announced and self.controller.evaluation is not None:
             return False
         return self.transport.reserve()
 
@@ -362,8 +362,12 @@ class Walk:
         if not holds:
             self._train_on(batch)
         self.oracle.check_ledger(self.controller.buffer.ledger())
-        self.evaluations += self.controller.evaluations.take_ended()
+        self._take_evaluations()
         return True
+
+    def _take_evaluations(self):
+        self.evaluations += self.controller.ended_evaluations
+        self.controller.take_evaluation()
 
     def _workers_of_batch(self):
         """Workers of machines that joined: those that are there, and those of which there is something in the batch."""
@@ -416,7 +420,7 @@ class Walk:
         self.trainer = "finishing" if is_last else "waiting"
 
     def _check_end(self):
-        self.evaluations += self.controller.evaluations.take_ended()
+        self._take_evaluations()
         assert self.oracle.trainer_version == self.steps
         put_back = self.controller.tickets.state.put_back
         self.oracle.check_end(self.controller.buffer.ledger(), self.evaluations, put_back)
