@@ -136,11 +136,6 @@ class Group:
         """Oldest version among the generated tokens of all its trajectories, steps."""
         return min(t.min_version for t in self.trajectories)
 
-    @property
-    def num_generated(self) -> int:
-        """Tokens that the policy wrote, all members together."""
-        return sum(t.num_generated for t in self.trajectories)
-
 
 def check_trajectory(trajectory: Trajectory) -> None:
     """Refuse a trajectory whose behaviour log-probs could poison a loss.

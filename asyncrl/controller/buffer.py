@@ -73,7 +73,7 @@ class SampleBuffer:
         self._closed: dict[int, DropReason] = {}
         # whether anything has happened since `take` had none that could give it one
         self._may_have_batch = False
-        self._ledger = Ledger()
+        self.ledger = Ledger()
 
     def state(self) -> BufferState:
         """All that a resumed run needs of the buffer, in which every batch was published; see `restore`."""
@@ -81,12 +81,12 @@ class SampleBuffer:
             group_id: replace(resident, members=dict(resident.members))
             for group_id, resident in self._residents.items()
         }
-        return BufferState(self.trainer_version, residents, dict(self._ledger.counts))
+        return BufferState(self.trainer_version, residents, dict(self.ledger.counts))
 
     def restore(self, state: BufferState) -> None:
         """Continue from a `state`, whose residents the buffer keeps. No member of a closed group can come any more."""
         self.trainer_version = self._last_published = state.trainer_version
-        self._ledger.counts |= state.ledger
+        self.ledger.counts.update(state.ledger)
         self._residents = dict(state.residents)
         self._may_have_batch = True
 
@@ -95,14 +95,9 @@ class SampleBuffer:
         return self.config.stale_policy != "gate"
 
     @property
-    def published_version(self) -> int:
-        """Newest version that workers were given: publish_delay steps behind the trainer's last published one."""
-        return max(0, self._last_published - self.config.publish_delay)
-
-    @property
     def oldest_to_start(self) -> int:
-        """Oldest version with which a new group may start."""
-        return self.published_version
+        """Oldest version with which a new group may start: the newest that was published, publish_delay steps late."""
+        return max(0, self._last_published - self.config.publish_delay)
 
     # Admission
 
@@ -122,7 +117,7 @@ class SampleBuffer:
         """Give a place to a new group, whose id is new, of the problem with an index. Returns the version that its
         tokens must have at least."""
         self._residents[group_id] = Resident(problem, self.oldest_to_start)
-        self._ledger.issue()
+        self.ledger.issue()
         return self.oldest_to_start
 
     def start(self, group_id: int, version: int) -> None:
@@ -144,7 +139,7 @@ class SampleBuffer:
         A trajectory of a group that is finished or dropped is only counted. Raises RuntimeError for one that was never
         admitted, a member that is there already, an aborted trajectory, or a version older than the group's start.
         """
-        self._ledger.generate(trajectory.num_generated, self._closed.get(trajectory.group_id))
+        self.ledger.generate(trajectory.num_generated, self._closed.get(trajectory.group_id))
         if trajectory.group_id in self._closed:
             return None
         resident = self._residents.get(trajectory.group_id)
@@ -185,7 +180,7 @@ class SampleBuffer:
 
     def add_failed(self, trajectory: Trajectory) -> bool:
         """Count a trajectory that failed. Returns whether its group can still get all the members it needs."""
-        self._ledger.generate(
+        self.ledger.generate(
             trajectory.num_generated, self._closed.get(trajectory.group_id, "failed")
         )
         resident = self._residents.get(trajectory.group_id)
@@ -193,10 +188,6 @@ class SampleBuffer:
             return True
         resident.num_failed += 1
         return resident.num_failed <= self.config.extra_members
-
-    def count_discarded(self, num_tokens: int, reason: DropReason = "aborted") -> None:
-        """Count tokens of responses that were started over, or came when nobody waited for them any more."""
-        self._ledger.generate(num_tokens, reason)
 
     # Consumption
 
@@ -221,7 +212,7 @@ class SampleBuffer:
         self.trainer_version += 1
         for group in groups:
             del self._residents[group.group_id]
-            self._ledger.consume(group.trajectories)
+            self.ledger.consume(group.trajectories)
         return groups
 
     def surplus(self) -> list[int]:
@@ -291,7 +282,7 @@ class SampleBuffer:
         resident = self._residents.pop(group_id)
         self._may_have_batch = True
         self._closed[group_id] = reason
-        self._ledger.drop(reason, resident.members.values())
+        self.ledger.drop(reason, resident.members.values())
         return resident.problem
 
     def is_running(self, group_id: int) -> bool:
@@ -300,7 +291,7 @@ class SampleBuffer:
         resident = self._residents.get(group_id)
         return resident is not None and not self._is_finished(resident)
 
-    def ledger(self) -> dict[str, int | float]:
+    def balance(self) -> dict[str, int | float]:
         """Where every group and generated token is; see Ledger.balance, which raises RuntimeError if any is not."""
         num_tokens = sum(resident.num_generated for resident in self._residents.values())
-        return self._ledger.balance(len(self._residents), num_tokens)
+        return self.ledger.balance(len(self._residents), num_tokens)

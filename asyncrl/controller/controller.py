@@ -123,7 +123,7 @@ class Controller:
                     worker.transport.send(worker.index, worker.loading.staged)
                 case Updated():
                     self.journal.updated(worker.index, message, worker.loading.made_at)
-                    self.buffer.count_discarded(message.sampled.discarded)
+                    self.buffer.ledger.generate(message.sampled.discarded, "aborted")
                     self.announcements.on_updated(worker)
                 case Asleep():
                     worker.state = "asleep"
@@ -331,7 +331,7 @@ class Controller:
             # what ended a reading thread is the reason if the ledger does not balance
             self.workers.check()
             return {
-                **ledger_metrics(self.buffer.ledger()),
+                **ledger_metrics(self.buffer.balance()),
                 **self.journal.take_metrics(),
                 "rollout/restarts": Sum(self.workers.num_restarts),
             }

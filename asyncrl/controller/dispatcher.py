@@ -100,7 +100,7 @@ class Dispatcher:
     def describe(self) -> str:
         """One line on what every worker does and where the groups are."""
         workers = ", ".join(worker.describe() for worker in self.workers)
-        return f"{workers}; {len(self.queue)} tickets queued; {self.buffer.ledger()}"
+        return f"{workers}; {len(self.queue)} tickets queued; {self.buffer.balance()}"
 
     # Tickets
 

@@ -1,6 +1,7 @@
 """Where every group and every generated token went. Pure counting."""
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
@@ -27,7 +28,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.counts: dict[str, int | float] = dict.fromkeys(COUNTS, 0)
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         """All that was counted, which a resumed run counts on from."""
 
     def issue(self) -> None:
@@ -53,13 +54,9 @@ class Ledger:
         self.counts[f"groups_{fate}"] += 1
         self.counts[f"tokens_{fate}"] += sum(lengths)
         if members:
-            sums = {
-                "measured": 1,
-                "length": float(np.mean(lengths)),
-                "reward": float(np.mean(rewards)),
-            }
-            for name, value in sums.items():
-                self.counts[f"{name}_{fate}"] = self.counts.get(f"{name}_{fate}", 0) + value
+            self.counts[f"measured_{fate}"] += 1
+            self.counts[f"length_{fate}"] += float(np.mean(lengths))
+            self.counts[f"reward_{fate}"] += float(np.mean(rewards))
 
     def balance(self, groups_resident: int, tokens_resident: int) -> dict[str, int | float]:
         """All COUNTS since the start of the run, issued or generated = consumed + dropped + resident, and the sums.

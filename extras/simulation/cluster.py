@@ -168,7 +168,7 @@ class Simulation:
             slot_share=counts["slot_s"] / (seconds * self.case.cluster.num_slots),
             controller_share=counts["controller_s"] / seconds,
             counts=counts,
-            ledger=self.controller.buffer.ledger(),
+            ledger=self.controller.buffer.balance(),
             of_swarm=self._of_swarm(counts, seconds) if self.swarm else {},
         )
 
@@ -249,7 +249,7 @@ class Simulation:
 
     def _end_step(self) -> None:
         self._version += 1
-        self.controller.buffer.ledger()  # raises if it does not balance
+        self.controller.buffer.balance()  # raises if it does not balance
         self._publish()
 
     def _step(self, batch: list[Group]) -> Step:

@@ -57,7 +57,7 @@ class LeasingDispatcher(Dispatcher):
                 self._note(worker, trajectory)
                 in_time.append(trajectory)
             elif not trajectory.is_evaluation:
-                self.buffer.count_discarded(trajectory.num_generated, "late")
+                self.buffer.ledger.generate(trajectory.num_generated, "late")
         return in_time
 
     def _note(self, worker: Worker, trajectory: Trajectory) -> None:

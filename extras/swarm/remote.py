@@ -130,7 +130,7 @@ class SwarmBuffer(SampleBuffer):
     @property
     def oldest_to_start(self) -> int:
         """Oldest version with which a new group may start."""
-        return max(0, self.published_version - self.config.swarm.refresh_lag)
+        return max(0, super().oldest_to_start - self.config.swarm.refresh_lag)
 
     def num_free_places(self) -> int:
         """Groups that may be admitted now; see SampleBuffer."""

@@ -146,7 +146,10 @@ def rollout(setup: Setup) -> dict:
     with running(Rig(config, run_worker, folder, setup.device)) as rig:
         timed_steps = [timed(rig.step, "cpu") for _ in range(ROLLOUT_STEPS)]
     return _rates(
-        [(seconds, sum(group.num_generated for group in groups)) for seconds, groups in timed_steps]
+        [
+            (seconds, sum(t.num_generated for group in groups for t in group.trajectories))
+            for seconds, groups in timed_steps
+        ]
     )
 
 

@@ -175,7 +175,8 @@ def whole_steps(rig: TrainingRig, steps: int, train: bool = True) -> dict:
     return {
         "step_s": seconds / steps,
         "tokens_per_step": statistics.fmean(
-            sum(group.num_generated for group in batch) for batch in rig.batches
+            sum(t.num_generated for group in batch for t in group.trajectories)
+            for batch in rig.batches
         ),
         "pause_s": statistics.fmean(
             m["rollout/pause_s"] for m in metrics if "rollout/pause_s" in m

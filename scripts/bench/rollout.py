@@ -117,7 +117,7 @@ def measure(rig: Rig, steps: int, counts_sampled: bool = False) -> dict:
     start, first_version, before = (
         time.monotonic(),
         rig.version,
-        rig.controller.buffer.ledger(),
+        rig.controller.buffer.balance(),
     )
     rig.controller.take_metrics()
     batches = [rig.step()]
@@ -141,7 +141,7 @@ def measure(rig: Rig, steps: int, counts_sampled: bool = False) -> dict:
         "recomputed_per_step": sum(map(recomputed_tokens, rebuilt)) / steps,
         "ledger": {
             k: n - before.get(k, 0)
-            for k, n in rig.controller.buffer.ledger().items()
+            for k, n in rig.controller.buffer.balance().items()
             if n > before.get(k, 0) and not k.endswith("resident")
         },
     }

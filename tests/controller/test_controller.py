@@ -107,7 +107,7 @@ def test_batches_are_whole_groups_within_the_bound_from_both_workers(tmp_path):
             )
             assert all(0 <= step - 1 - g.min_version <= 1 for g in groups)
             s.publish(step)
-        assert s.controller.buffer.ledger()["groups_consumed"] == 10
+        assert s.controller.buffer.balance()["groups_consumed"] == 10
     assert {e["worker"] for e in s.events if e["event"] == "trajectory"} == {0, 1}
 
 
@@ -125,7 +125,7 @@ def test_a_failed_trajectory_drops_its_group_counted_and_another_takes_the_place
         assert [g.group_id for g in s.controller.take_batch()] == [1, 2]
         s.publish(1)
         s.controller.take_batch()
-        ledger = s.controller.buffer.ledger()
+        ledger = s.controller.buffer.balance()
     assert ledger["groups_dropped_failed"] == 2 and ledger["tokens_dropped_failed"] > 0
 
 
@@ -149,7 +149,7 @@ def test_a_dead_workers_tickets_are_issued_again_and_it_restarts(tmp_path):
         assert 1 <= s.controller.workers.num_restarts <= 2, (
             "both members of group 2 kill the worker that gets them first"
         )
-        assert s.controller.buffer.ledger()["groups_consumed"] == 6
+        assert s.controller.buffer.balance()["groups_consumed"] == 6
     death = next(e for e in s.events if e["event"] == "worker_died")
     assert death["exit_code"] == 3
     assert [e["attempt"] for e in s.events if e["event"] == "worker_started"][:3] == [0, 0, 1]
@@ -231,13 +231,13 @@ def test_an_evaluation_is_pinned_to_its_version_and_training_goes_on_meanwhile(t
         spent = s.controller.clock.take().spent
         assert spent["evaluate"] > 0, "what is waited for is held back by the evaluation"
         evaluation = s.controller.evaluation
-        assert evaluation is not None and s.controller.buffer.published_version == 0, (
+        assert evaluation is not None and s.controller.buffer.oldest_to_start == 0, (
             "publishing waits, nothing else"
         )
         s.controller.finish_evaluations()
         (done,) = s.controller.ended_evaluations
         assert done.version == 0 and len(done.trajectories) == 6 and done.accuracy() == 1.0
-        assert s.controller.buffer.published_version == 1
+        assert s.controller.buffer.oldest_to_start == 1
 
 
 def test_an_evaluation_that_was_held_back_is_made_up_for_at_the_next_version(tmp_path):
@@ -266,7 +266,7 @@ def test_a_worker_that_dies_while_it_loads_weights_gives_their_buffer_back(tmp_p
             s.controller.take_batch()
             s.publish(step)
         assert s.controller.workers.num_restarts == 1
-        assert s.controller.buffer.ledger()["groups_consumed"] == 10
+        assert s.controller.buffer.balance()["groups_consumed"] == 10
 
 
 def test_a_worker_that_dies_in_an_evaluation_has_its_problems_asked_again(tmp_path):
@@ -295,7 +295,7 @@ def test_under_drop_an_expired_group_is_aborted_and_its_problem_issued_again(tmp
         for step in range(1, 5):
             assert 0 not in [g.group_id for g in s.controller.take_batch()]
             s.publish(step)
-        ledger = s.controller.buffer.ledger()
+        ledger = s.controller.buffer.balance()
     assert ledger["groups_dropped_stale"] == 1 and hung.count(0) == 2
 
 
@@ -318,7 +318,7 @@ def test_groups_without_variance_are_dropped_counted_and_replaced_at_once(tmp_pa
             batch = s.controller.take_batch()
             assert all(set(group.rewards) == {0.0, 1.0} for group in batch)
             s.publish(step)
-        ledger = s.controller.buffer.ledger()
+        ledger = s.controller.buffer.balance()
     assert ledger["groups_consumed"] == 6 and ledger["groups_dropped_filtered"] >= 10
 
 
@@ -337,7 +337,7 @@ def test_extra_groups_that_are_left_when_the_batch_is_full_are_aborted_and_their
         s.publish(1)
         s.controller.take_batch()
         assert asked.count(0) == 2
-        assert s.controller.buffer.ledger()["groups_dropped_aborted"] == 2, (
+        assert s.controller.buffer.balance()["groups_dropped_aborted"] == 2, (
             "one is left over in every step"
         )
 
@@ -359,7 +359,7 @@ def test_a_failed_member_is_no_loss_where_there_is_an_extra_one(tmp_path):
         assert [[t.member for t in group.trajectories] for group in s.controller.take_batch()] == [
             [1, 2]
         ] * 2
-        assert s.controller.buffer.ledger()["groups_dropped_failed"] == 0
+        assert s.controller.buffer.balance()["groups_dropped_failed"] == 0
 
 
 def test_without_replication_a_group_is_one_ticket_on_one_worker(tmp_path):

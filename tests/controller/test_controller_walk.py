@@ -284,7 +284,7 @@ class Walk:
         if saved.is_last:  # else there is nothing left to do
             self.steps, oracle.is_longer = saved.version + 2, True
         oracle.check()
-        oracle.check_ledger(self.controller.buffer.ledger())
+        oracle.check_ledger(self.controller.buffer.balance())
 
     def _join(self):
         self.joins_left = max(0, self.joins_left - 1)
@@ -361,7 +361,7 @@ class Walk:
         self.trainer = "verifying"
         if not holds:
             self._train_on(batch)
-        self.oracle.check_ledger(self.controller.buffer.ledger())
+        self.oracle.check_ledger(self.controller.buffer.balance())
         self._take_evaluations()
         return True
 
@@ -384,7 +384,7 @@ class Walk:
         assert self.controller.refuse_batch([worker]) is is_refused
         self.oracle.shut_out(worker)
         self.trainer = "waiting" if is_refused else "verifying"
-        self.oracle.check_ledger(self.controller.buffer.ledger())
+        self.oracle.check_ledger(self.controller.buffer.balance())
 
     def _consume(self):
         self._train_on(self.controller.consume_batch())
@@ -392,7 +392,7 @@ class Walk:
     def _train_on(self, batch):
         self.oracle.consume(batch)
         self.version, self.trainer = self.version + 1, "training"
-        self.oracle.check_ledger(self.controller.buffer.ledger())
+        self.oracle.check_ledger(self.controller.buffer.balance())
 
     def _end_step(self):
         every, is_last = self.config.eval_every, self.version == self.steps
@@ -423,7 +423,7 @@ class Walk:
         self._take_evaluations()
         assert self.oracle.trainer_version == self.steps
         put_back = self.controller.tickets.state.put_back
-        self.oracle.check_end(self.controller.buffer.ledger(), self.evaluations, put_back)
+        self.oracle.check_end(self.controller.buffer.balance(), self.evaluations, put_back)
 
 
 def walk_of(seed):

@@ -42,15 +42,15 @@ def test_what_is_in_flight_goes_on_and_what_has_finished_is_there_when_another_c
         s.controller.take_batch()
         s.publish(1)
         wait_until(lambda: len(finished(s.events)) == 12)
-        state, ledger = cut(s), s.controller.buffer.ledger()
-        assert ledger == s.controller.buffer.ledger(), "a cut changes nothing"
+        state, ledger = cut(s), s.controller.buffer.balance()
+        assert ledger == s.controller.buffer.balance(), "a cut changes nothing"
     assert running(state).keys() == {(0, 1), (3, 1)}
     assert [t.prefix.policy_versions.tolist() for t in state.queue] == [[1], [1]]
     assert (state.buffer.trainer_version, state.announced) == (1, 1)
     assert not state.evaluates
     before = {(e["group"], e["member"]) for e in s.events if e["event"] == "trajectory"}
     with session(tmp_path, one_hangs, restored=state, **options) as s:
-        assert s.controller.buffer.ledger() == ledger
+        assert s.controller.buffer.balance() == ledger
         s.publish(1)
         (first, second) = s.controller.take_batch()
         assert {first.group_id, second.group_id} <= {
@@ -61,7 +61,7 @@ def test_what_is_in_flight_goes_on_and_what_has_finished_is_there_when_another_c
         s.publish(2)
         state = cut(s)
         assert [len(running(state)[key].prefix.tokens) for key in ((0, 1), (3, 1))] == [2, 2]
-        assert s.controller.buffer.ledger()["groups_consumed"] == 4
+        assert s.controller.buffer.balance()["groups_consumed"] == 4
 
 
 def test_at_alpha_0_nobody_is_asked_and_tickets_come_again_as_they_were(tmp_path):
@@ -176,7 +176,7 @@ def test_a_run_that_is_cut_after_every_step_consumes_each_problem_once(tmp_path,
             consumed += [int(group.group_id) for group in s.controller.take_batch()]
             s.publish(step + 1)
             state = cut(s)
-            ledger = s.controller.buffer.ledger()
+            ledger = s.controller.buffer.balance()
     assert len(set(consumed)) == 8 == ledger["groups_consumed"]
     done = ledger["groups_consumed"] + ledger["groups_dropped_filtered"] + ledger["groups_resident"]
     assert state.tickets.next_problem == done + len(state.tickets.put_back)

@@ -125,7 +125,7 @@ class Run:
                 ]
             if self.controller.buffer.trainer_version > self.version and self._transport.reserve():
                 self._publish()
-        self.controller.buffer.ledger()  # raises if the ledger does not balance
+        self.controller.buffer.balance()  # raises if the ledger does not balance
         self.controller.stop()
         return sorted(length for group_id in range(NUM_GROUPS) for length in lengths[group_id])
 

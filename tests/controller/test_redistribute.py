@@ -53,7 +53,7 @@ class Rollout:
 
     def finish(self, ticket):
         self.running.remove(ticket)
-        self.buffer.start(ticket.group_id, self.buffer.published_version)
+        self.buffer.start(ticket.group_id, self.buffer.oldest_to_start)
         version = self.buffer.min_version(ticket.group_id)
         self.buffer.add(trajectory(ticket, version))
 
@@ -144,7 +144,7 @@ def totals(states):
     for state in states:
         buffer = SampleBuffer(config_of())
         buffer.restore(copy.deepcopy(state.buffer))
-        total.update(buffer.ledger())
+        total.update(buffer.balance())
     return {name: count for name, count in total.items() if count}
 
 
@@ -299,10 +299,10 @@ def test_a_step_is_not_counted_twice_where_its_version_is_published_again():
     """verl 7933."""
     before = after_a_step()
     node = Rollout(before.config, state=before.state())
-    ledger = node.buffer.ledger()
+    ledger = node.buffer.balance()
     node.publish()
-    assert node.buffer.ledger() == ledger == before.buffer.ledger()
-    assert (node.buffer.trainer_version, node.buffer.published_version) == (1, 1)
+    assert node.buffer.balance() == ledger == before.buffer.balance()
+    assert (node.buffer.trainer_version, node.buffer.oldest_to_start) == (1, 1)
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop", "gate"])
@@ -317,7 +317,7 @@ def test_a_finished_batch_that_was_restored_is_trained_on_although_versions_move
     assert {group.group_id for group in first} <= finished and len(first) == 12
     assert min(group.min_version for group in first) == 0 < node.buffer.trainer_version - 1
     node.publish()
-    assert not any(node.buffer.ledger()[f"groups_dropped_{reason}"] for reason in DROP_REASONS)
+    assert not any(node.buffer.balance()[f"groups_dropped_{reason}"] for reason in DROP_REASONS)
 
 
 def test_with_every_place_taken_by_finished_groups_the_trainer_gets_them_and_the_collector_goes_on():

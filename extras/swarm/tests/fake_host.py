@@ -15,7 +15,7 @@ from fake_worker import run_fake_worker, trajectory
 
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
-from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.tickets import PromptSource
 from asyncrl.messages import (
     Abort,
     Connect,
@@ -30,6 +30,7 @@ from asyncrl.messages import (
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec, Transport
 from data.problem import Problem
+from extras.baselines import BaselineTickets
 from extras.swarm.controller import SwarmController
 from extras.swarm.hub import make_key
 from extras.swarm.link import Link
@@ -142,7 +143,7 @@ def running(
         (None,), 1, tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_own)), "shm"
     )
     workers = SwarmWorkers(config, placement, "fine", tmp_path, run_fake_worker)
-    controller = SwarmController(config, workers, TicketSource(config, prompts), record)
+    controller = SwarmController(config, workers, BaselineTickets(config, prompts), record)
     directory = SimpleNamespace(record=record, path=Path(config.runs_dir) / "run")
     swarm = Swarm(config, str(model), listen, make_key(tmp_path / "swarm.key"), directory)
     controller.swarm = swarm
