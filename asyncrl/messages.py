@@ -23,11 +23,6 @@ class SampledTokens:
     discarded: int = 0
     """Those that `restart` threw away."""
 
-    def __add__(self, other: "SampledTokens") -> "SampledTokens":
-        return SampledTokens(
-            self.new + other.new, self.resumed + other.resumed, self.discarded + other.discarded
-        )
-
 
 @dataclass(frozen=True)
 class ActivityReport:

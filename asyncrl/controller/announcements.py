@@ -1,4 +1,4 @@
-"""Announcements: the newest weights, and which weights each worker has, loads and is owed."""
+"""Announcements: the newest weights, and which weights each worker has, loads and is due."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from asyncrl.weights.transport import Announcement, Transport
 class Announcements:
     """Brings announced weights to the workers.
 
-    A worker loads one version at a time; of those announced meanwhile it is owed the newest. The controller calls all
+    A worker loads one version at a time; of those announced meanwhile it is due the newest. The controller calls all
     of this under its lock.
     """
 
@@ -38,30 +38,30 @@ class Announcements:
     def announce(self, announcement: Announcement) -> None:
         """Have all workers load these weights: at once, or when they are up and have loaded what they are loading.
 
-        A late version may come twice, and must wake also a worker that was told to stand while it loads it.
+        A late version may come twice, and must wake also a worker that was told to stop while it loads it.
         """
         self.newest = announcement
         self.transport.announce(announcement.staged)
         for worker in self.workers:
-            worker.owed = worker.stands or worker.is_behind(self.newest)
+            worker.is_due = worker.is_paused or worker.is_behind(self.newest)
             if worker.is_up and worker.loading is None:
-                self.send_owed(worker)
+                self.send_due(worker)
 
-    def send_owed(self, worker: Worker) -> None:
-        """Send a worker the newest weights if it is owed them, unless it has to wait for those that come after."""
-        if worker.owed and worker.can_load(self.newest):
-            worker.owed = False
+    def send_due(self, worker: Worker) -> None:
+        """Send a worker the newest weights if they are due, unless it has to wait for those that come after."""
+        if worker.is_due and worker.can_load(self.newest):
+            worker.is_due = False
             worker.load(self.newest)
 
     def on_ready(self, worker: Worker) -> None:
         """Connect a worker that was started again, and send it the weights; the first are connected all together."""
         if self._are_connected:
             worker.connect(self.transport)
-        worker.owed = self.newest is not None
-        self.send_owed(worker)
+        worker.is_due = self.newest is not None
+        self.send_due(worker)
 
     def on_updated(self, worker: Worker) -> None:
-        """Give back the buffer that a worker has loaded, and send what it is owed."""
+        """Give back the buffer that a worker has loaded, and send what is due."""
         worker.finish_loading()
-        worker.owed = worker.owed and (worker.stands or worker.is_behind(self.newest))
-        self.send_owed(worker)
+        worker.is_due = worker.is_due and (worker.is_paused or worker.is_behind(self.newest))
+        self.send_due(worker)

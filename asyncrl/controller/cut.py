@@ -72,8 +72,7 @@ def cut(controller: "Controller", measure: Callable[[], dict[str, int]]) -> Cont
         if controller.buffer.is_running(ticket.group_id):
             num_lost += lost.get(ticket.ticket_id, 0)
             partial = partials.get(ticket.ticket_id)
-            continued = partial and controller.tickets.going_on(ticket, partial)
-            queue.append(continued or ticket)
+            queue.append(controller.tickets.continued(ticket, partial) if partial else ticket)
     buffer = controller.buffer.state()
     for count in ("tokens_generated", "tokens_dropped_aborted"):
         buffer.ledger[count] += num_lost

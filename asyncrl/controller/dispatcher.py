@@ -106,11 +106,11 @@ class Dispatcher:
 
     def can_go_on(self) -> bool:
         """Whether a training ticket runs or may start before the next weights, which alone wake a worker that
-        stands."""
+        is paused."""
         if self.workers.are_coming or self.buffer.num_free_places() > 0:
             return True
         active = [
-            worker for worker in self.workers if worker.loading is not None or not worker.stands
+            worker for worker in self.workers if worker.loading is not None or not worker.is_paused
         ]
         tickets = itertools.chain(self.queue, *(worker.running.values() for worker in active))
         return bool(active) and any(not ticket.is_evaluation for ticket in tickets)

@@ -11,7 +11,7 @@ from asyncrl.records import Trajectory
 from asyncrl.runlog.metrics import Comparison, Mean, Measured, Sum
 
 DropReason = Literal["stale", "filtered", "failed", "aborted", "late", "shut_out"]
-"""`late`: tokens of a ticket that was issued again meanwhile; `shut_out`: of a machine that is not believed."""
+"""`late`: tokens of a ticket that was issued again meanwhile; `shut_out`: of a remote host that is not believed."""
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 COUNTS = (
     "groups_issued", "groups_consumed", "groups_resident", "tokens_generated", "tokens_consumed", "tokens_resident",

@@ -76,7 +76,7 @@ class TicketSource:
             problem = self.prompts.train_problem(problem_index)
             tokens = self._prompt_tokens(problem)
         except ValueError as error:
-            # of the run, and not of the machine whose message made room for the group
+            # of the run, and not of the host whose message made room for the group
             raise RuntimeError(str(error)) from error
         return [
             self._ticket(group_id, member, problem, tokens, min_version)
@@ -112,9 +112,11 @@ class TicketSource:
         seed = self._seed(ticket.group_id, ticket.member, ticket.min_version, attempt)
         return replace(again, attempt=attempt, seed=seed)
 
-    def going_on(self, ticket: Ticket, partial: Partial) -> Ticket:
-        """Make the ticket of a response that goes on from what there is of it: by a seed that sampled none of that, and
-        with weights that are as new at least."""
+    def continued(self, ticket: Ticket, partial: Partial) -> Ticket:
+        """Make the ticket of a response that continues from a part of it.
+
+        Its seed sampled none of that part. The weights must be as new at least.
+        """
         seed = self._seed_of(2, ticket.seed, len(partial.tokens))
         min_version = max(ticket.min_version, int(partial.policy_versions[-1]))
         return replace(ticket, prefix=partial, seed=seed, min_version=min_version)

@@ -54,7 +54,7 @@ class Worker:
     """Newest version sent."""
     loading: Announcement | None = None
     """Weights that this worker was told to load and has not loaded yet."""
-    owed: bool = False
+    is_due: bool = False
     """Whether the announced weights are to be sent when those that are `loading` are loaded."""
     running: dict[int, Ticket] = field(default_factory=dict)
     """Tickets that it has, by id."""
@@ -77,8 +77,8 @@ class Worker:
         return self.state != "starting"
 
     @property
-    def stands(self) -> bool:
-        """Whether the worker was told to stand still until the next update."""
+    def is_paused(self) -> bool:
+        """Whether the worker was told to stop until the next update."""
         return self.state in ("suspended", "falling_asleep", "asleep")
 
     def connect(self, transport: Transport) -> None:
@@ -251,7 +251,7 @@ class Workers:
         """Have all workers fall asleep that have not been told to. Returns whether all are asleep."""
         for worker in self:  # one that was started again in between is told when it is up
             # it would wake it again
-            if worker.state in ("sampling", "suspended") and not worker.owed:
+            if worker.state in ("sampling", "suspended") and not worker.is_due:
                 worker.state = "falling_asleep"
                 worker.process.send(Sleep())
         return all(worker.state == "asleep" for worker in self)

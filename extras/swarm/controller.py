@@ -86,8 +86,8 @@ class SwarmController(Controller):
                 and version == worker.loading.version > worker.sent_version
             ):
                 worker.finish_loading()
-                worker.owed = True
-                self.announcements.send_owed(worker)
+                worker.is_due = True
+                self.announcements.send_due(worker)
 
     def fill(self) -> None:
         """Start what can start, and send the newest weights to workers that can start nothing without them."""
@@ -95,8 +95,8 @@ class SwarmController(Controller):
         newest = self.announcements.newest
         for worker in self.workers if newest is not None else ():
             if worker.held == "version" and worker.loading is None and worker.is_behind(newest):
-                worker.owed = True
-                self.announcements.send_owed(worker)
+                worker.is_due = True
+                self.announcements.send_due(worker)
 
     # Batches
 

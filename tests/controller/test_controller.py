@@ -483,10 +483,10 @@ def test_a_worker_that_comes_back_while_weights_are_written_over_the_announced_o
         def gathered():
             s.controller.workers[0].process.process.kill()
             wait_until(
-                lambda: s.controller.workers[0].num_restarts and s.controller.workers[0].owed
+                lambda: s.controller.workers[0].num_restarts and s.controller.workers[0].is_due
             )
             time.sleep(0.1)
-            assert s.controller.workers[0].owed and s.controller.workers[0].sent_version == -1
+            assert s.controller.workers[0].is_due and s.controller.workers[0].sent_version == -1
             yield "w", torch.full((4,), 1.0)
 
         s.controller.publish(Announcement(1, 1, s.controller.stage(1, gathered()), (), False))

@@ -461,7 +461,7 @@ def test_a_worker_that_still_loads_a_version_when_it_is_announced_again_is_woken
             walk._choose([event for event in events if event[0] != ("load", 1)])()
         slow = walk.controller.workers[1]
         slow.process.load()
-        assert slow.stands, "it was told to, behind the weights that it has only now"
+        assert slow.is_paused, "it was told to, behind the weights that it has only now"
         walk._deliver(slow)
         while slow.process.inbox or slow.process.loading:
             slow.process.load() if slow.process.loading else slow.process.read()

@@ -358,7 +358,7 @@ def test_a_response_that_goes_on_has_a_seed_of_its_own_each_time_and_weights_as_
         partial = Partial(
             ticket.ticket_id, np.arange(size), np.zeros(size, np.float32), versions, None
         )
-        goes_on = source.going_on(goes_on, partial)
+        goes_on = source.continued(goes_on, partial)
         assert (goes_on.ticket_id, goes_on.prefix, goes_on.min_version) == (
             ticket.ticket_id,
             partial,

@@ -272,7 +272,7 @@ def lengths_with_cuts(pair, first, num_cuts, goes_on=True):
         done.update(ended)
         for i, partial in found.items():
             anew = replace(tickets[i], seed=tickets[i].seed + 1)
-            tickets[i] = source.going_on(tickets[i], partial) if goes_on else anew
+            tickets[i] = source.continued(tickets[i], partial) if goes_on else anew
         await pair.proxy.abort(
             [episode.request_id for episode in episodes.values() if episode.request_id]
         )
