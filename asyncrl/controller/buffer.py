@@ -12,6 +12,7 @@ Pure: no clock, no process, no I/O; the same calls give the same answers. B is g
 version. Freshness as in ROLL Flash (arXiv 2510.11345): a bound on every sample.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -291,7 +292,7 @@ class SampleBuffer:
         resident = self._residents.get(group_id)
         return resident is not None and not self._is_finished(resident)
 
-    def balance(self) -> dict[str, int | float]:
+    def balance(self) -> Counter[str]:
         """Where every group and generated token is; see Ledger.balance, which raises RuntimeError if any is not."""
         num_tokens = sum(resident.num_generated for resident in self._residents.values())
         return self.ledger.balance(len(self._residents), num_tokens)

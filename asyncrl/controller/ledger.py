@@ -2,7 +2,7 @@
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Literal, get_args
 
 import numpy as np
@@ -58,16 +58,14 @@ class Ledger:
             self.counts[f"length_{fate}"] += float(np.mean(lengths))
             self.counts[f"reward_{fate}"] += float(np.mean(rewards))
 
-    def balance(self, groups_resident: int, tokens_resident: int) -> dict[str, int | float]:
+    def balance(self, groups_resident: int, tokens_resident: int) -> Counter[str]:
         """All COUNTS since the start of the run, issued or generated = consumed + dropped + resident, and the sums.
 
         Raises RuntimeError if the two sides differ.
         """
-        counts = {
-            **self.counts,
-            "groups_resident": groups_resident,
-            "tokens_resident": tokens_resident,
-        }
+        counts = self.counts.copy()
+        counts["groups_resident"] = groups_resident
+        counts["tokens_resident"] = tokens_resident
         for unit, source in (("groups", "issued"), ("tokens", "generated")):
             dropped = sum(counts[f"{unit}_dropped_{reason}"] for reason in DROP_REASONS)
             total, consumed, resident = (
@@ -81,7 +79,7 @@ class Ledger:
         return counts
 
 
-def ledger_metrics(counts: Mapping[str, float]) -> Measured:
+def ledger_metrics(counts: Counter[str]) -> Measured:
     """Return the metrics of a ledger's `counts`: COUNTS, and how groups dropped so far differ from those consumed.
 
     `dropped/REASON_length_ratio` is the ratio of their mean response lengths; `dropped/REASON_reward_gap` is the
@@ -94,13 +92,9 @@ def ledger_metrics(counts: Mapping[str, float]) -> Measured:
             ("length_ratio", "length", operator.truediv),
             ("reward_gap", "reward", operator.sub),
         ):
-            dropped = _mean(counts, quantity, f"dropped_{reason}")
-            measured[f"dropped/{reason}_{name}"] = Comparison(
-                compare, dropped, _mean(counts, quantity, "consumed")
+            dropped, consumed = (
+                Mean(counts[f"{quantity}_{fate}"], counts[f"measured_{fate}"])
+                for fate in (f"dropped_{reason}", "consumed")
             )
+            measured[f"dropped/{reason}_{name}"] = Comparison(compare, dropped, consumed)
     return measured
-
-
-def _mean(counts: Mapping[str, float], quantity: str, fate: str) -> Mean:
-    """Return the mean length or reward of groups with a fate."""
-    return Mean(counts.get(f"{quantity}_{fate}", 0.0), counts.get(f"measured_{fate}", 0))

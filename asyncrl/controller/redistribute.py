@@ -66,10 +66,9 @@ def _share(whole: ControllerState, order: list[int], node: int, num_nodes: int) 
     for group_id, resident in buffer.residents.items():
         if is_first == (group_id not in residents):
             # The first node counted this group, and another node counts it from now on.
-            ledger["groups_issued"] += -1 if is_first else 1
-            ledger["tokens_generated"] += (
-                -resident.num_generated if is_first else resident.num_generated
-            )
+            sign = -1 if is_first else 1
+            ledger["groups_issued"] += sign
+            ledger["tokens_generated"] += sign * resident.num_generated
     next_ids = (
         next_id + node * IDS_PER_NODE for next_id in (tickets.next_group, tickets.next_ticket)
     )

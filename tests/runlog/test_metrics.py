@@ -114,7 +114,9 @@ def test_what_is_dropped_on_one_node_alone_is_measured_against_what_all_consume(
         "length_dropped_shut_out": 25.0,
         "reward_dropped_shut_out": -0.5,
     }
-    one, other = (ledger_metrics(dict.fromkeys(COUNTS, 0) | sums) for sums in (dropped, consumed))
+    one, other = (
+        ledger_metrics(Counter(dict.fromkeys(COUNTS, 0) | sums)) for sums in (dropped, consumed)
+    )
     assert bias_in(over_nodes([one, other, other])) == {
         "dropped/shut_out_length_ratio": 2.5,
         "dropped/shut_out_reward_gap": -1.0,
