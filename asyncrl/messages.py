@@ -70,7 +70,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class Suspend:
-    """Stop sampling until the next update; what is running goes on then."""
+    """Stop sampling until the next update; what is running continues then."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Receiving:
-    """The engine stands still and waits for the weights of its update: the trainer is to send them (`nccl`)."""
+    """The engine is paused and waits for the weights of its update: the trainer is to send them (`nccl`)."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class InFlight:
 
     partials: list[Partial]
     lost: dict[int, int]
-    """Ticket -> tokens of what nobody can go on from: responses of several turns, or of a group by one request."""
+    """Ticket -> tokens of what nobody can continue: responses of several turns, or of a group by one request."""
 
 
 @dataclass(frozen=True)

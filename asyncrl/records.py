@@ -15,7 +15,7 @@ EVALUATION_GROUP, GREEDY_GROUP = -1, -2
 
 @dataclass(frozen=True)
 class Partial:
-    """A response as far as it has come, which another worker can go on from. Written by a rollout worker."""
+    """A response as far as it has come. Another worker can continue it. Written by a rollout worker."""
 
     ticket_id: int
     tokens: np.ndarray
@@ -53,7 +53,7 @@ class Ticket:
     min_version: int
     """Policy version that the worker must have loaded before it starts, steps."""
     prefix: Partial | None = field(default=None, compare=False)
-    """What there is of the response from before the run was resumed, to go on from."""
+    """What there is of the response from before the run was resumed; it is continued."""
 
     @property
     def is_evaluation(self) -> bool:

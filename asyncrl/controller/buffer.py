@@ -5,7 +5,7 @@ The obvious design is a queue of finished groups that drops what is older than m
     while trainer_version - (group := queue.get()).min_version > max_staleness:
         continue
 
-It drops long responses more often than short ones, which biases what is learnt, and bounds nothing that still runs. So
+It drops long responses more often than short ones. This biases what is learnt, and bounds nothing that still runs. So
 a group is given a place before it starts, and a batch waits for groups that would come too late for the next.
 
 Pure: no clock, no process, no I/O; the same calls give the same answers. B is groups_per_step, t the trainer's policy
@@ -56,8 +56,9 @@ class SampleBuffer:
     At most `max_outstanding_groups` hold a place: running, finished, or consumed and not yet published. Every group
     consumed at version t has min_version ≥ t − max_staleness; `stale_policy` says what is done about those that would
     come too late: `wait` holds batches back until they are in, `drop` reports them as expired, and `gate` consumes
-    groups as they finish, however old, so that places are all there is (AReaL, arXiv 2505.24298). A group whose
-    responses an update started over counts as old as its first start: that may cost tokens, never the bound.
+    groups as they finish, however old, so that places are all there is (AReaL, arXiv 2505.24298). If an update
+    restarts a group's responses, the group keeps the age of its first start. This can waste tokens, but it never breaks
+    the bound.
     `extra_groups` of them are there to be given up when a batch is full; `extra_members` of a group run so that the
     first group_size to finish make it.
     """
@@ -68,7 +69,7 @@ class SampleBuffer:
         self.trainer_version = 0
         self._last_published = 0
         """Trainer version until which all consumed groups have given back their places."""
-        # finished groups stand in the order in which they finished
+        # finished groups come in the order in which they finished
         self._residents: dict[int, Resident] = {}
         # Groups whose other members are only counted, and as what; kept for good, as members may return late.
         self._closed: dict[int, DropReason] = {}
@@ -77,7 +78,7 @@ class SampleBuffer:
         self.ledger = Ledger()
 
     def state(self) -> BufferState:
-        """All that a resumed run needs of the buffer, in which every batch was published; see `restore`."""
+        """All that a resumed run needs of the buffer. Every batch counts as published; see `restore`."""
         residents = {
             group_id: replace(resident, members=dict(resident.members))
             for group_id, resident in self._residents.items()

@@ -58,7 +58,7 @@ class Controller:
         restored: ControllerState | None = None,
     ):
         """`record(event, **fields)` writes an event, `clock` is told what `take_batch` waits for, `num_nodes` share
-        the groups of a step, and a run that is resumed goes on from `restored`."""
+        the groups of a step, and a run that is resumed continues from `restored`."""
         self.config, self.workers, self.tickets = config, workers, tickets
         self.clock = clock or TrainerClock()
         self.buffer = self.buffer_class(config.of_node(num_nodes))
@@ -180,7 +180,7 @@ class Controller:
         return self.wait_for_batch(self.take_batch_if_ready)
 
     def wait_for_batch(self, done: Callable[[], Any]) -> Any:
-        """Wait until `done()`, to which a batch is necessary, and return its result. Raises as `take_batch`."""
+        """Wait until `done()`, if need be for a batch, and return its result. Raises as `take_batch`."""
         what = (
             "a batch of groups with unequal rewards"
             if self.config.drop_zero_variance
@@ -204,7 +204,7 @@ class Controller:
         """Consume a batch that was found: it is trained on now. Returns its groups; the caller holds the lock."""
         groups = self.buffer.consume(batch)
         self.dispatcher.drop_expired()
-        # which no update may end
+        # an evaluation must not be suspended: no update may end it
         if self.config.over_sampling > 1 and self.evaluation is None:
             self.workers.suspend()
         self.fill()
@@ -285,7 +285,7 @@ class Controller:
 
     def cut(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
         """Take all that a resumed run needs of this node's rollout, as of one instant between `publish` and
-        `take_batch`, in which `measure()` gives the lengths of its records; sampling goes on."""
+        `take_batch`. `measure()` gives the lengths of its records at that instant. Sampling continues."""
         with self.lock:
             return cut(self, measure)
 

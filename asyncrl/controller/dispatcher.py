@@ -105,8 +105,7 @@ class Dispatcher:
     # Tickets
 
     def can_go_on(self) -> bool:
-        """Whether a training ticket runs or may start before the next weights, which alone wake a worker that
-        is paused."""
+        """Whether a training ticket runs or may start before the next weights. A paused worker starts nothing."""
         if self.workers.are_coming or self.buffer.num_free_places() > 0:
             return True
         active = [

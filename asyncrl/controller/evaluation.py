@@ -1,4 +1,4 @@
-"""Evaluations on held-out problems, each pinned to one policy version, while training samples go on."""
+"""Evaluations on held-out problems, each pinned to one policy version, while sampling for training continues."""
 
 import math
 from dataclasses import dataclass, field

@@ -42,7 +42,7 @@ class Journal:
         self._starts[worker] += 1
 
     def died(self, worker: Worker) -> None:
-        """A worker has died; one of this node, which did what it last reported until now, is started again."""
+        """A worker has died. One of this node did until now what it last reported, and is started again."""
         index = worker.index
         exit_code, tickets = worker.process.exit_code, len(worker.running)
         self.record("worker_died", worker=index, exit_code=exit_code, tickets=tickets)
