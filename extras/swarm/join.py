@@ -115,10 +115,8 @@ class JoinedHost:
         self.puller: Puller | None = None
         self.transport: ShmTransport | None = None
         self._keys = read_key(key_path)
-        self._link, self._context = (
-            link.Link((*TO_ENGINE, *TO_HOST), self._send_frames),
-            zmq.Context(),
-        )
+        self._link = link.Link((*TO_ENGINE, *TO_HOST), self._send_frames)
+        self._context = zmq.Context()
         self._socket: zmq.Socket | None = None
         self._welcome: Welcome | None = None
         self._has_joined = False
@@ -295,7 +293,7 @@ class JoinedHost:
         for index, worker in enumerate(workers):
             log = str(self.folder / f"worker_{index}.log")
             spec = WorkerSpec(config, worker, str(self.folder), "shm", log, str(self.folder))
-            hear = lambda message, index=index: self._hear(index, message)  # noqa: E731
+            hear = functools.partial(self._hear, index)
             self.engines.append(Engine(WorkerProcess(spec, self.main, hear, self._threads)))
 
     def _hear(self, engine: int, message: object) -> None:
@@ -339,11 +337,7 @@ class JoinedHost:
             self._here = here.digest, self.transport.stage(here.version, self.puller.parameters())
             self.transport.announce(self._here[1])
         for index, engine in enumerate(self.engines):
-            if (
-                engine.wants is not None
-                and here is not None
-                and engine.wants["digest"] == here.digest
-            ):
+            if engine.wants and here is not None and engine.wants["digest"] == here.digest:
                 # not that of what is here: versions may be equal to the bit
                 version = engine.wants["version"]
                 engine.wants, engine.fetched = None, self._here[1]
@@ -373,12 +367,8 @@ class JoinedHost:
                     message = message if version in engine.probes else None
                     engine.probes.discard(version)
                 case Finished(trajectories, activity):
-                    due = [
-                        trajectory
-                        for trajectory in trajectories
-                        if trajectory.ticket_id in engine.tickets
-                    ]
-                    engine.tickets -= {trajectory.ticket_id for trajectory in due}
+                    due = [t for t in trajectories if t.ticket_id in engine.tickets]
+                    engine.tickets -= {t.ticket_id for t in due}
                     message = Finished(due, activity) if due else None
             if message is not None and self._has_joined:
                 self._link.send(message, index)
