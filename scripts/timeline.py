@@ -185,7 +185,7 @@ def _states(changes: list[tuple[float, str, str]], last: float) -> list[Bar]:
     """Return a bar per state from its changes (time, state, reason). The last state ends at `last`."""
     # A worker that restarts has a new clock, which may be behind the reported time of the death.
     times = list(accumulate((time for time, _, _ in changes), max))
-    spans = pairwise([*times, max([last, *times])])
+    spans = pairwise([*times, last])
     return [
         Bar(0, start, end, state, state, {"why": reason} if reason else {})
         for (_, state, reason), (start, end) in zip(changes, spans, strict=True)

@@ -176,6 +176,7 @@ def test_every_curve_has_the_points_of_its_metric(run):
     for name in (names + "trainer_time/wait worker_time/decoding").split():
         recorded = [(m["step"], m[name]) for m in METRICS if m.get(name) is not None]
         assert recorded and recorded in points, name
+    assert "save" not in drawn["Trainer's time, share of each step"]
     by_samples = drawn["Reward and held-out accuracy over samples"]
     assert by_samples["reward"] == [(m["samples"], m["reward/mean"]) for m in METRICS]
     samples = {m["step"]: m["samples"] for m in METRICS} | {0: 0}
@@ -197,7 +198,7 @@ def test_the_ledgers_are_those_of_the_last_line_and_sum(run):
         assert counts == {
             k.removeprefix(prefix): v for k, v in METRICS[-1].items() if k.startswith(prefix)
         }
-        assert sum(counts.values()) == 2 * counts[total]
+        assert sum(counts.values()) == 2 * counts[total] and "dropped: shut out" in ledger
         assert ledger["consumed"][1] == f"{counts['consumed'] / counts[total]:.1%}"
 
 
@@ -205,6 +206,7 @@ def test_where_time_went_is_what_trainer_and_workers_recorded(run):
     page = page_of(run)
     trainer = table(page, "trainer's time")
     steps_s = sum(m["time/step_s"] for m in METRICS)
+    assert "optimizer" in trainer and "save" not in trainer, "states that occurred"
     for state, (seconds, share) in trainer.items():
         spent = sum(m.get(f"trainer_time/{state}", 1.0) * m["time/step_s"] for m in METRICS)
         assert seconds == f"{spent:.2f}" and share == f"{spent / steps_s:.1%}"
