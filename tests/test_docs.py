@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -160,10 +161,13 @@ def test_the_reference_has_every_metric_of_machines_that_join():
 def fault_of(path):
     """What is missing in how a run.json or a file of records says it was made; the first record speaks for all."""
     text = path.read_text(encoding="utf-8")
-    records = [
-        json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])
-    ]
-    records = [record for record in records if isinstance(record, dict)]
+    if path.suffix == ".toml":
+        parts = list(tomllib.loads(text).values())
+    else:
+        parts = [
+            json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])
+        ]
+    records = [record for record in parts if isinstance(record, dict)]
     if not records:
         return "has no record"
     for keys in (COMMANDS, COMMITS):
@@ -179,7 +183,10 @@ def fault_of(path):
     )
 
 
-RECORDS = [p for p in sorted((ROOT / "results").rglob("*.json*")) if p.name not in BESIDE_RUN_JSON]
+RECORDS = [
+    path for path in sorted((ROOT / "results").rglob("*.json*")) if path.name not in BESIDE_RUN_JSON
+]
+RECORDS += sorted((ROOT / "results/mutation").glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: str(path.relative_to(ROOT / "results")))
