@@ -68,7 +68,7 @@ class Recipe:
     @functools.cached_property
     def tokenizer(self):
         """The model's tokenizer."""
-        return AutoTokenizer.from_pretrained(TINY_MODELS / self.name)
+        return AutoTokenizer.from_pretrained(TINY_MODELS / self.name, trust_remote_code=False)
 
     @functools.cached_property
     def conversation(self) -> Conversation:

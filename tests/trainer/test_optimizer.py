@@ -162,8 +162,13 @@ def test_two_epochs_are_the_updates_of_two_passes_in_another_order(tmp_path, min
     updates = [[bundle(sequences[i : i + size])] for i in range(0, 6, size)]
     optim = {"minibatches": minibatches, "lr": 0.01, "seed": 3}
     together = load(make_config(path, **optim, optim=OptimOptions(warmup=3, epochs=2)))
-    positions, update = [], together._update
-    together._update = lambda batches, at, stats: positions.append(at) or update(batches, at, stats)
+    shares, update = [], together._update
+
+    def record_and_update(batches, policy_version, progress, stats):
+        shares.append(progress)
+        return update(batches, policy_version, progress, stats)
+
+    together._update = record_and_update
     stats = together.train_step(updates, policy_version=12)
     one_by_one = load(make_config(path, **optim, optim=OptimOptions(warmup=3)))
     second = np.random.default_rng((3, 12, 1)).permutation(minibatches).tolist()
@@ -178,9 +183,7 @@ def test_two_epochs_are_the_updates_of_two_passes_in_another_order(tmp_path, min
     assert stats["lr"] == found[-1]["lr"] and stats["loss"] == pytest.approx(
         sum(of["loss"] for of in found) / len(found)
     )
-    assert [at.progress for at in positions] == [
-        i / (2 * minibatches) for i in range(2 * minibatches)
-    ]
+    assert shares == [made / (2 * minibatches) for made in range(2 * minibatches)]
     assert minibatches == 1 or second != [0, 1, 2], "a seed whose second epoch has another order"
 
 
