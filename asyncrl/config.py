@@ -204,8 +204,9 @@ class Config:
     """How the bound on staleness is kept: `wait` blocks for groups that expire first, `drop` drops and re-issues what
     expired, `gate` only counts submissions (AReaL), which bounds the mean."""
     on_update: Literal["keep", "recompute", "resume", "restart", "wait"] = "keep"
-    """Running requests at a weight update: `keep` continues with the old KV cache, `recompute` with a new one; `resume`
-    aborts and continues from what was written, `restart` starts over (as old as its first start); `wait` drains first."""
+    """Running requests at a weight update: `keep` continues with the old KV cache, `recompute` with a new one. `resume`
+    aborts and continues from what was written. `restart` starts over (as old as its first start). `wait` drains
+    first."""
     publish_delay: Count = 0
     """Publish weights this many steps late (K): with async_ratio 0 every token is K steps stale, from step K + 1 on."""
 
