@@ -172,7 +172,8 @@ def join(
     """Meet the ranks of all nodes, make sure that they run the same, and form the process groups; collective.
 
     Without torchrun this is the only one. `check_same` raises ValueError, on every one, if the fingerprints of nodes,
-    or their kinds of device, differ. Raises RuntimeError if ranks are missing.
+    or their kinds of device, differ, and for ranks that torchrun has not started. Raises RuntimeError if ranks are
+    missing.
     """
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -181,6 +182,10 @@ def join(
         del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
     if "RANK" not in os.environ:
         return form_cluster([Peer(0, "localhost")], 0, dist.HashStore(), backend, timeout)
+    if not {"LOCAL_RANK", "GROUP_RANK"} <= os.environ.keys():
+        raise ValueError(
+            "RANK is set without LOCAL_RANK and GROUP_RANK; start the ranks by torchrun, or unset RANK"
+        )
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
     is_leader = os.environ["LOCAL_RANK"] == "0"
     mine = Peer(

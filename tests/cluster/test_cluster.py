@@ -165,3 +165,10 @@ def test_a_collective_that_times_out_ends_with_the_stacks_of_all_processes():
     assert str(error).endswith("to complete; stacks of all processes are in FILE") and dumps == [1]
     other = RuntimeError("a loss is not finite")
     assert watch.explain(other) is other and dumps == [1]
+
+
+def test_ranks_that_torchrun_has_not_started_are_a_mistake_of_the_user(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    with pytest.raises(ValueError, match=r"RANK is set without .*; start the ranks by torchrun"):
+        join(Config(), "cpu", fingerprint, lambda fingerprints: None)
