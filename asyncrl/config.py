@@ -463,7 +463,8 @@ class Option:
         """Return what to say of a value that is not allowed."""
         shown = " ".join(map(str, value)) if self.is_list else value
         limits = _limits_of(self.kind)
-        hint = nearest(str(shown), limits.examples if limits else get_args(_bare(self.kind)))
+        kind = get_args(_bare(self.kind))[0] if self.is_list else self.kind
+        hint = nearest(str(shown), limits.examples if limits else get_args(_bare(kind)))
         return f"{self.flag} must be {allowed_values(self.kind)}, got {shown!r}{hint}"
 
 

@@ -124,7 +124,8 @@ def load(text: str, option: str = "--task", shipped: Mapping[str, Any] | None = 
         raise ValueError(
             f"{option} {text!r} is none of {known}, nor FILE.py:NAME{nearest(text, shipped or {})}"
         )
-    module, name = _module(text, option), re.match(USER_CODE, text)["name"]
+    module = _module(text, option)
+    name = re.match(USER_CODE, text)["name"]
     if hasattr(module, name):
         return getattr(module, name)
     defined = [
@@ -176,7 +177,7 @@ def _described(error: BaseException, file: Path) -> str:
     """Where in the folder of a file an error comes from, and what it says, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames]
-    if isinstance(error, SyntaxError):
+    if isinstance(error, SyntaxError) and error.filename:  # a file with a NUL byte has none
         places.append((error.filename, error.lineno))
     where = file.name
     for name, line in places:

@@ -84,11 +84,20 @@ PYTHON
     echo ".venv/$1.txt"
 }
 
-pip_settings() { # uv reads no settings of pip: an index or a folder of wheels that pip knows is handed on, one word a line
-    local name
-    for name in index-url extra-index-url find-links; do
-        pip config list | sed -n "s/^[^=]*\\.$name='\\(.*\\)'\$/\\1/p" | tr ' ' '\n' | sed -n "s/^..*/--$name\n&/p"
-    done
+pip_settings() { # uv reads no settings of pip: those that say where packages are found are handed on, one word a line
+    pip config list | .venv/bin/python -c '
+import ast, sys
+
+settings = {}
+for line in sorted(sys.stdin, key=lambda line: line.startswith(":env:")):  # what the environment says comes last
+    key, _, value = line.partition("=")
+    settings[key.rpartition(".")[2]] = ast.literal_eval(value).split()
+for name in ("index-url", "extra-index-url", "find-links", "constraint", "cert"):
+    for word in settings.get(name, []):
+        print(f"--{name}", word, sep="\n")
+if settings.get("no-index", ["false"])[0] in ("1", "true", "yes", "on"):
+    print("--no-index")
+'
 }
 
 index_answers() { # URL: within seconds, where uv would try for minutes without network

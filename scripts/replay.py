@@ -119,6 +119,7 @@ def _check_may_change(option: Option, recorded, evaluate: bool) -> None:
 
 def replay(recording: Recording, config: Config, evaluate: bool) -> None:
     """Run the whole replay; every trainer rank calls this."""
+    from asyncrl.cluster.stacks import write_stacks_to
     from asyncrl.job.node import follow, open_records, start_node, start_rank
     from asyncrl.trainer.policy import load_policy
     from asyncrl.weights.models import resolve_model
@@ -128,7 +129,8 @@ def replay(recording: Recording, config: Config, evaluate: bool) -> None:
             raise ValueError(
                 f"a replay runs on one node, got {rank.cluster.num_nodes}; use --nnodes 1"
             )
-        model_path, run = resolve_model(config.model, config.task), None
+        model_path = resolve_model(config.model, config.task)
+        run = None
         if rank.cluster.is_leader:
             recording.check_weights(config.model, model_path)
         if evaluate:
@@ -136,9 +138,11 @@ def replay(recording: Recording, config: Config, evaluate: bool) -> None:
             run = node.run if rank.cluster.is_leader else None
         else:
             run = open_records(rank, model_path) if rank.cluster.is_leader else None
-            options = rank.cluster.broadcast_on_node(run and run.config)
+            shared = rank.cluster.broadcast_on_node(run and (run.config, run.path / "stacks.txt"))
+            run_config, stacks_path = shared
+            write_stacks_to(stacks_path)
             rank.use_device()
-            node = follow(replace(rank, config=options), model_path)
+            node = follow(replace(rank, config=run_config), model_path)
         policy = load_policy(node.config, model_path, node.device, node.clock)
         train(recording, node, policy, run, evaluate)
     if run is not None:

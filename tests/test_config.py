@@ -154,6 +154,10 @@ def test_capacity_and_bound_follow_from_alpha_and_the_delay(
         ),
         (["--lr"], "--lr expected one argument"),
         (
+            ["--save-memory", "activation"],
+            "got 'activation'; did you mean activations?",
+        ),
+        (
             ["--save-memory", "gradients"],
             "--save-memory must be auto or activations or optimizer, got 'gradients'",
         ),
@@ -323,6 +327,14 @@ def test_an_option_may_be_written_with_underscores_and_unset():
     assert parse_config(
         ["--async_ratio=2", "--run-name", "None", "--num-rollout-workers", "2"]
     ) == Config(async_ratio=2.0, num_rollout_workers=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_on"),
+    [(["--compile"], True), (["--no-compile"], False), (["--no-compile", "--compile=None"], None)],
+)
+def test_a_switch_that_may_be_unset_has_three_values(words, is_on):
+    assert parse_config(words).compile is is_on
 
 
 def test_help_shows_every_option_with_its_default_under_one_of_a_few_titles(capsys):

@@ -35,6 +35,8 @@ def assert_time_is_accounted_for(job):
         and sum(line["worker_time/decoding"] for line in reported) > 0
     )
     assert min(line["trainer_time/forward_backward"] for line in metrics) > 0
+    generated = sum(line["rollout/tokens_per_s"] * line["time/step_s"] for line in metrics)
+    assert generated == pytest.approx(metrics[-1]["tokens/generated"])
     (trainer,) = job.events("trainer_time")
     in_steps = sum(line["time/step_s"] for line in metrics)
     assert in_steps < sum(trainer["seconds"].values()) < in_steps + 120

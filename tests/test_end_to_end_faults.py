@@ -116,7 +116,7 @@ def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, numb
             "in the loop the step ends and is saved"
         )
         torchrun = Path(sys.executable).with_name("torchrun")
-        how = f"which is saved; go on from step {job.num_steps()}: {torchrun} train_async.py --resume {job.run_path}"
+        how = f"which is saved; continue from step {job.num_steps()}: {torchrun} train_async.py --resume {job.run_path}"
         assert how in job.output()
     else:
         assert f"stopped by {number.name}; nothing is saved, as no step had ended" in job.output()

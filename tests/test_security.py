@@ -13,7 +13,7 @@ FILES = sorted(
 FILES = [path for path in FILES if "tests" not in path.parts]
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 MAY_PICKLE = {
-    "asyncrl/cluster/gathering.py": "ranks of one run, over the store of torch.distributed, which trusts whoever "
+    "asyncrl/cluster/cluster.py": "leaders of one run, over the store of torch.distributed, which trusts whoever "
     "connects",
     "asyncrl/weights/ipc.py": "CUDA handles, from the trainer to the engine of its own worker",
 }

@@ -7,7 +7,9 @@ step, rewards, counts and metrics.
 
 import dataclasses
 import datetime
+import json
 import os
+import pickle
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,12 +99,13 @@ class Cluster:
         if self.leaders is None:
             return [value]
         try:
-            return self.leaders.gather(value)
+            values = self.leaders.gather(pickle.dumps(value))
         except TimeoutError:
             raise RuntimeError(
                 f"timed out: waited {self.leaders.timeout_s:g} s for all other nodes; if a step or a checkpoint only "
                 "takes that long, raise --timeout-s, of which this is twice"
             ) from None
+        return [pickle.loads(value) for value in values]
 
     def max_over_ranks(self, counts: list[int]) -> list[int]:
         """The largest of each count on any rank of any node; collective over ranks."""
@@ -172,8 +175,8 @@ def join(
     """Meet the ranks of all nodes, make sure that they run the same, and form the process groups; collective.
 
     Without torchrun this is the only one. `check_same` raises ValueError, on every one, if the fingerprints of nodes,
-    or their kinds of device, differ, and for ranks that torchrun has not started. Raises RuntimeError if ranks are
-    missing.
+    or their kinds of device, differ. Raises ValueError for a rank that torchrun has not started, and RuntimeError if
+    ranks are missing.
     """
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -201,15 +204,16 @@ def join(
 
 
 def _meet(store: dist.Store, rank: int, num_ranks: int, mine: Peer) -> list[Peer]:
-    """Return all peers. They come as plain tuples, as other nodes may have another version of this code."""
+    """Return all peers. They come as JSON, as other nodes may have another version of this code."""
     try:
-        peers = Gathering(store, rank, num_ranks, JOIN_TIMEOUT_S).gather(dataclasses.astuple(mine))
+        gathering = Gathering(store, rank, num_ranks, JOIN_TIMEOUT_S)
+        peers = gathering.gather(json.dumps(dataclasses.asdict(mine)).encode())
     except TimeoutError as missing:
         raise RuntimeError(
             f"of {num_ranks} ranks that torchrun starts {missing} did not come within {JOIN_TIMEOUT_S:.0f} s: look at "
             "what their nodes printed"
         ) from None
-    return [Peer(*peer) for peer in peers]
+    return [Peer(**json.loads(peer)) for peer in peers]
 
 
 def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:

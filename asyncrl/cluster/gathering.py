@@ -1,12 +1,12 @@
 """How ranks exchange small values: through the store in which process groups are formed."""
 
-import pickle
 import time
-from typing import Any
 
 import torch.distributed as dist
 
 _POLL_S = 0.002
+_PIECE_BYTES = 4 << 20
+"""The store refuses a value of more than 8 MiB."""
 
 
 class Gathering:
@@ -18,23 +18,40 @@ class Gathering:
         self._store = store
         self._member, self._num_members = member, num_members
         self._round = 0
+        self._own_keys: list[str] = []
+        """Keys that this member wrote in the last round."""
 
-    def gather(self, value: Any) -> list:
-        """Return the values of all members, in their order; collective. For small things only.
+    def gather(self, value: bytes) -> list[bytes]:
+        """Return the values of all members, in their order; collective. For small things, of some MB at most.
 
         A signal interrupts the wait. Raises TimeoutError, with the members that are missing, or RuntimeError if the
         store is gone.
         """
         self._round += 1
         keys = [f"{self._round}/{member}" for member in range(self._num_members)]
-        self._store.set(keys[self._member], pickle.dumps(value))
+        read_keys, self._own_keys = self._own_keys, self._write(keys[self._member], value)
         deadline = time.monotonic() + self.timeout_s
         while not self._store.check(keys):  # the store's own wait lets no signal through
             if time.monotonic() > deadline:
                 missing = [i for i, key in enumerate(keys) if not self._store.check([key])]
                 raise TimeoutError(", ".join(map(str, missing)))
             time.sleep(_POLL_S)
-        values = [pickle.loads(self._store.get(key)) for key in keys]
+        values = [self._read(key) for key in keys]
         # All members have come to this round, so all have read the one before.
-        self._store.delete_key(f"{self._round - 1}/{self._member}")
+        for key in read_keys:
+            self._store.delete_key(key)
         return values
+
+    def _write(self, key: str, value: bytes) -> list[str]:
+        """Write a value in pieces, and then their number. Returns all keys that were written."""
+        starts = range(0, len(value), _PIECE_BYTES)
+        piece_keys = [f"{key}/{index}" for index in range(len(starts))]
+        for piece_key, start in zip(piece_keys, starts, strict=True):
+            self._store.set(piece_key, value[start : start + _PIECE_BYTES])
+        self._store.set(key, str(len(starts)))
+        return [key, *piece_keys]
+
+    def _read(self, key: str) -> bytes:
+        """Return the value whose number of pieces is under a key."""
+        num_pieces = int(self._store.get(key))
+        return b"".join(self._store.get(f"{key}/{index}") for index in range(num_pieces))

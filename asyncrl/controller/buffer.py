@@ -73,7 +73,7 @@ class SampleBuffer:
         self._residents: dict[int, Resident] = {}
         # Groups whose other members are only counted, and as what; kept for good, as members may return late.
         self._closed: dict[int, DropReason] = {}
-        # whether anything has happened since `take` had none that could give it one
+        # whether anything has happened since `find_batch` found none
         self._may_have_batch = False
         self.ledger = Ledger()
 
@@ -218,7 +218,7 @@ class SampleBuffer:
         return groups
 
     def surplus(self) -> list[int]:
-        """Groups to give up so that `take` need not wait: at most extra_groups of them, or none if that does not do."""
+        """Groups to give up so that a batch is there: at most extra_groups of them, or none if that does not do."""
         batch = self._next_batch() if self.config.extra_groups else None
         too_late = [] if batch is None else list(self._left_too_late(batch))
         return too_late if len(too_late) <= self.config.extra_groups else []

@@ -263,7 +263,11 @@ class Controller:
 
     def finish_evaluations(self) -> None:
         """Wait until no evaluation runs, nor weights wait for one. The clock is then in the state it was in."""
-        if self.evaluation is not None:
+        with (
+            self.lock
+        ):  # else one that ends just now may not have announced the weights that waited for it
+            if self.evaluation is None:
+                return
             state = self.clock.state
             self.clock.enter("evaluate")
             self.wait_until(self.has_evaluated, "an evaluation")

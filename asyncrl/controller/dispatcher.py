@@ -57,7 +57,7 @@ class Dispatcher:
         ):
             raise RuntimeError(
                 f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
-                "mend the environment or reward, or raise --env-timeout-s if it is only slow"
+                "fix the environment or reward, or raise --env-timeout-s if it is only slow"
             )
         self.drop(trajectory.group_id, "failed")
 

@@ -126,7 +126,11 @@ class LLMProxy:
                 request.segments.append(segment)
                 if segment.finish_reason != "aborted" or request.aborted:
                     return request.end(segment.finish_reason)
-                if len(request.tokens) == max_tokens:
+                if self.config.on_update == "restart":
+                    # counted now: the update that aborted it reports it
+                    self.sampled.discarded += len(segment.tokens)
+                    request.segments.clear()
+                elif len(request.tokens) == max_tokens:
                     return request.end("length")
         finally:
             del self.requests[request_id]

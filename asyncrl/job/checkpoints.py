@@ -2,7 +2,7 @@
 
 The cut is at the end of a step, when its weights are published, or while the next batch is waited for. There every rank
 copies its part of the trainer's state to host memory, and every leader what its controller knows.
-asyncrl/trainer/checkpoint.py writes it while training goes on, and asyncrl/job/resume.py goes on from it.
+asyncrl/trainer/checkpoint.py writes it while training continues, and asyncrl/job/resume.py continues from it.
 """
 
 import os
@@ -41,7 +41,7 @@ class Checkpoints:
     """Saves a run at the end of its steps. Every rank has one; as a context, signals then end the run after a step."""
 
     def __init__(self, node: Follower | Leader, policy: Policy):
-        """Make what saving needs and, in a run that goes on, have policy and records go on; collective."""
+        """Make what saving needs and, in a run that is resumed, restore policy and records; collective."""
         self.node, self.policy = node, policy
         folder, self._is_shared = self._find_folder()
         run = node.run if node.cluster.is_leader else None
@@ -50,7 +50,9 @@ class Checkpoints:
             restore_training_state(policy, str(node.resumed.part), self.writer.group)
             if node.cluster.is_first:
                 set_aside(node.resumed)
-            dist.barrier(self.writer.group)  # all have read and accepted all that they go on from
+            dist.barrier(
+                self.writer.group
+            )  # all have read and accepted all that they continue from
             if node.cluster.is_leader:
                 node.run.cut_back()
         # The first copy makes host memory, which takes long. So it is made while the engines start.
@@ -183,7 +185,9 @@ class Checkpoints:
             )
             return
         self.writer.wait()
-        delayed, rollout, facts = {}, None, None
+        delayed = {}
+        rollout = None
+        facts = None
         if node.cluster.is_leader:
             delayed = publisher.delayed
             rollout = node.controller.cut(node.run.sizes)

@@ -17,7 +17,16 @@ import tyro
 from tyro import _errors as parse_errors
 
 from asyncrl import extras, user_code
-from asyncrl.config import OPTIONS, Config, Option, allowed_values, flag, nearest, options_of
+from asyncrl.config import (
+    OPTIONS,
+    Config,
+    Option,
+    allowed_values,
+    flag,
+    nearest,
+    options_of,
+    switch,
+)
 from asyncrl.engine.score import load_score
 from asyncrl.tasks import prepare_task
 
@@ -43,7 +52,7 @@ ALL = OPTIONS | {option.name: option for option in options_of(Command)}
 def _text_type(option: Option) -> Any:
     """Return what tyro reads of an option: texts, which msgspec converts once all are known, or a switch."""
     kind: Any = str
-    if option.is_switch:
+    if option.is_switch and option.default is not None:
         kind = bool
     elif option.is_list:
         kind = list[str]
@@ -90,7 +99,7 @@ def _read(args: list[str] | None) -> dict[str, Any]:
     A switch is a truth and not a text. Raises ValueError, in one line, for what is no option.
     """
     args = sys.argv[1:] if args is None else args
-    words = [word for word in args if word not in ("-h", "--help")]
+    words = [_as_text(word) for word in args if word not in ("-h", "--help")]
     names = [flag(word.partition("=")[0]) for word in words]
     for option in ALL.values():
         if option.is_list and names.count(option.flag) > 1:
@@ -102,6 +111,16 @@ def _read(args: list[str] | None) -> dict[str, Any]:
         print(_help_for(given.get("algo")))
         raise SystemExit(0)
     return given
+
+
+def _as_text(word: str) -> str:
+    """Return a word of the command line; of a switch that may be unset, as `--compile`, with its value as text."""
+    for option in ALL.values():
+        if option.is_switch and option.default is None:
+            for value in (True, False):
+                if word == switch(option.name, value):
+                    return f"{option.flag}={value}"
+    return word
 
 
 def _refuse(event: parse_errors.ParseErrorEvent) -> NoReturn:

@@ -186,7 +186,8 @@ def start_node(rank: Rank, worker_main: Callable) -> Iterator[Leader | Follower]
     Workers run `worker_main(spec, connection)`, and come up while the caller loads the policy. A signal that ends the
     run says how to continue.
     """
-    cluster, run = rank.cluster, rank.config.resume and Path(rank.config.resume)
+    cluster = rank.cluster
+    run = rank.config.resume and Path(rank.config.resume)
     try:
         if cluster.is_leader:
             node = start_leader(rank, worker_main)
@@ -242,7 +243,8 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
 
 def start_leader(rank: Rank, worker_main: Callable) -> Leader:
     """Make a leader: resolve the model, open the records and start the node's rollout workers."""
-    cluster, model_path = rank.cluster, resolve_model(rank.config.model, rank.config.task)
+    cluster = rank.cluster
+    model_path = resolve_model(rank.config.model, rank.config.task)
     rank = _fit_memory(rank, model_path)
     cores = extras.find("cores")
     if cores is not None:

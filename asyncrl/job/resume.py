@@ -1,4 +1,4 @@
-"""What a run goes on from (--resume): its newest whole checkpoint, its options, and how far its records count.
+"""What a run continues from (--resume): its newest whole checkpoint, its options, and how far its records count.
 
 A checkpoint, runs/NAME/checkpoints/step_N, has weights for people, and below resume/ the rest: shards of the trainer's
 state, node_K.msgpack with what node K sampled and was sampling, versions that publish_delay holds back, and
@@ -83,7 +83,7 @@ def recorded(run: Path, option: str = "--resume") -> dict:
 
 
 def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
-    """The checkpoint that --resume goes on from, which rank 0 looks for; None for a new run. Collective.
+    """The checkpoint that --resume continues from, which rank 0 looks for; None for a new run. Collective.
 
     Raises ValueError on all ranks if there is none. If no step is left to make, says so and ends the process well.
     """
@@ -99,7 +99,7 @@ def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
     if checkpoint.step >= config.steps:
         if cluster.is_first:
             made = f"{run} has made {checkpoint.step} steps of {config.steps}"
-            print(f"finished already: {made}; to go on, raise --steps", flush=True)
+            print(f"finished already: {made}; to continue, raise --steps", flush=True)
         sys.exit(0)
     return checkpoint
 
@@ -107,7 +107,7 @@ def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
 def controller_of(
     checkpoint: Checkpoint, model_path: str, cluster: Cluster, config: Config
 ) -> ControllerState:
-    """What a leader's controller goes on from, whatever the number of nodes was.
+    """What a leader's controller continues from, whatever the number of nodes was.
 
     Raises ValueError if the weights of the model that are not in the checkpoint have changed.
     """
@@ -124,12 +124,12 @@ def controller_of(
 
 
 def how_to_go_on(run: Path | None) -> str:
-    """What to type to go on with a run that was stopped, or why it cannot; None is one that had not started yet."""
+    """What to type to continue a run that was stopped, or why it cannot; None is one that had not started yet."""
     saved = checkpoints_in(run / "checkpoints") if run else []
     if saved:
         launcher = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "python"
         how = f"{shlex.quote(str(Path(sys.executable).with_name(launcher)))} train_async.py"
-        return f"go on from step {step_of(saved[-1])}: {how} --resume {shlex.quote(str(run))}"
+        return f"continue from step {step_of(saved[-1])}: {how} --resume {shlex.quote(str(run))}"
     metrics = run and run / "metrics.jsonl"
     if not (metrics and metrics.exists() and metrics.stat().st_size):
         return "nothing is saved, as no step had ended"

@@ -43,11 +43,11 @@ class Checkpoint:
         return self.path / PART
 
     def probe_of(self, node: int) -> dict:
-        """The probe that a node goes on with."""
+        """The probe that a node continues with."""
         return self.nodes[node % len(self.nodes)]["probe"]
 
     def event(self, node: int) -> dict:
-        """What is recorded, on a node, of where the run goes on."""
+        """What is recorded, on a node, of where the run continues."""
         records = self.nodes[node]["records"] if node < len(self.nodes) else {}
         return {"step": self.step, "records": records, "skipped": self.skipped}
 
@@ -125,7 +125,7 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that a run might go on from, oldest first, whole or not."""
+    """The checkpoints in a folder that a run might continue from, oldest first, whole or not."""
     found = [part.parent for part in folder.glob(f"step_*/{PART}") if step_of(part.parent) >= 0]
     return sorted(found, key=step_of)
 

@@ -60,11 +60,12 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)  # a node may be new in a run that is resumed
         names = ("events",) if node_folder else ("metrics", "events", "samples")
         self._files = self._open(names, is_held=resumed is not None)
+        self._config_as_given = config
         self.config = copied(config, self.path / "code") if resumed is None else config
         self._is_first = not node_folder
         self._resumed = resumed
         self._wandb = None
-        if self._is_first:
+        if resumed is None and self._is_first:
             run_id = secrets.token_hex(8)
         self.run_id = run_id if resumed is None else self._check(run_id)
         """Also in each of its checkpoints, which are no other run's."""
@@ -104,7 +105,7 @@ class RunDirectory:
         step = None if self._resumed is None else self._resumed["step"]
         header = write_header(self.path / "run.json", self._header, step)
         if self._is_first and self.config.wandb != "disabled":
-            self._wandb = _start_wandb(self.config, self.path, header["wandb_id"], step)
+            self._wandb = _start_wandb(self._config_as_given, self.path, header["wandb_id"], step)
 
     def cut_back(self) -> None:
         """Have a resumed run begin to write: cut its records back to its checkpoint, then write the held lines.
@@ -173,7 +174,7 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True)
     except FileExistsError:
         raise ValueError(
-            f"run directory {folder} exists; give another --run-name, move it away, or go on with it: --resume"
+            f"run directory {folder} exists; give another --run-name, move it away, or continue it: --resume"
         ) from None
 
 

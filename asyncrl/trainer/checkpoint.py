@@ -1,4 +1,4 @@
-"""What a checkpoint has of the trainer: weights in Hugging Face's format for people, and shards to go on from.
+"""What a checkpoint has of the trainer: weights in Hugging Face's format for people, and shards to continue from.
 
 Shards are written by torch.distributed.checkpoint as safetensors, each rank its own, so nothing in them is unpickled,
 and any number of ranks reads them. A thread of each rank writes them from copies, beside the older checkpoints. They
@@ -189,7 +189,7 @@ def differing_names(folder: str, saved: Collection[str]) -> str:
     )
 
 
-# Shards to go on from
+# Shards to continue from
 
 
 def check_finite(state: dict[str, Tensor]) -> None:

@@ -31,8 +31,8 @@ class TokenStats:
     """Sums of per-token statistics by lag bucket, over micro-batches; `reduce` turns them into means over all ranks."""
 
     def __init__(self) -> None:
-        self._sums: Counter[str] = Counter()
-        """By name, [6] float64 numpy; "tokens" counts."""
+        self._sums: dict[str, Tensor] = {}
+        """By name, [6] float64, where the tokens are: nothing waits for a GPU before `reduce`. "tokens" counts."""
         self._log_ratios: list[Tensor] = []
         """Of each micro-batch, [N] float32 nats."""
         self._sequence_log_ratios: list[Tensor] = []
@@ -90,9 +90,13 @@ class TokenStats:
         self._add(columns, lags)
 
     def _add(self, columns: dict[str, Tensor], lags: Tensor) -> None:
-        buckets = np.searchsorted(LAST_LAGS, lags.cpu())
-        for name, values in columns.items():
-            self._sums[name] += np.bincount(buckets, values.cpu(), len(LAG_BUCKETS))
+        buckets = torch.bucketize(lags, torch.tensor(LAST_LAGS, device=lags.device))
+        values = torch.stack([column.detach().double() for column in columns.values()])
+        by_bucket = [
+            torch.where(buckets == index, values, 0.0).sum(1) for index in range(len(LAG_BUCKETS))
+        ]
+        for name, total in zip(columns, torch.stack(by_bucket, 1), strict=True):
+            self._sums[name] = self._sums.get(name, 0.0) + total
 
     def reduce(self) -> dict[str, float]:
         """Sum over all ranks (collective) and return the means, per name and as `name/lag_BUCKET` where it has tokens.
@@ -102,9 +106,8 @@ class TokenStats:
         the norm of the slopes; `ratio_q01`, `ratio_q99` and `ratio_max` are quantiles of the tokens' ratios;
         `sequence_ess` is the effective sample size of the sequences' whole ratios. `tokens` is a sum.
         """
-        ranks = _on_all_ranks(
-            (self._sums, _joined(self._log_ratios), _joined(self._sequence_log_ratios))
-        )
+        sums = {name: total.cpu().numpy() for name, total in self._sums.items()}
+        ranks = _on_all_ranks((sums, _joined(self._log_ratios), _joined(self._sequence_log_ratios)))
         sums_of_ranks, log_ratios, sequence_log_ratios = zip(*ranks, strict=True)
         totals = Counter()
         for sums in sums_of_ranks:

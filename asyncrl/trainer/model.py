@@ -178,7 +178,7 @@ def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"--model {path}: its safetensors lack {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}, which its "
-            "config.json asks for; fetch the model again, or mend the names"
+            "config.json asks for; fetch the model again, or fix the names"
         )
     return full
 

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -102,6 +102,8 @@ class MicroBatch:
     """[N] float32."""
     lengths: Tensor
     """[N] int64, trained tokens of the token's sequence."""
+    num_sequences: int
+    """Number of sequences that have a trained token, S."""
     lags: Tensor | None = None
     """[N] int64, the trainer's version − the token's, steps; None where nothing is trained."""
     proximal_logprobs: Tensor | None = None
@@ -113,13 +115,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
-        columns = {name: column for name, column in vars(self).items() if column is not None}
+        columns = {
+            name: column for name, column in vars(self).items() if isinstance(column, Tensor)
+        }
         return replace(self, **{name: column.to(device) for name, column in columns.items()})
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences that have a trained token, S."""
-        return len(self.sequence_ids.unique())
 
 
 def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]:
@@ -321,7 +320,7 @@ def _place(
     return sources
 
 
-def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Tensor]:
+def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
     """Return what MicroBatch has of the N trained tokens of sequences, by field."""
     for sequence in sequences:
         if sequence.loss_mask[0]:
@@ -346,4 +345,5 @@ def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Tensor]:
         "advantages": of_sequences([sequence.advantage for sequence in sequences]).float(),
         "rewards": of_sequences([sequence.reward for sequence in sequences]).float(),
         "lengths": of_sequences(lengths),
+        "num_sequences": int((lengths > 0).sum()),
     }

@@ -71,7 +71,8 @@ class Announcement:
 class Transport:
     """The calls of a transport. This one brings weights nowhere; each other one overrides what it does in another way.
 
-    `reserve`, `announce`, `can_read`, `acquire` and `release` are called under the lock of the controller.
+    `announce`, `can_read`, `acquire` and `release` are called under the lock of the controller. So is `reserve`, except
+    by `stage`, which makes sure of its buffer once more.
     """
 
     keeps_announced = True

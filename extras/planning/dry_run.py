@@ -69,7 +69,8 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
 
 def _describe_step(now: Plan, best: Plan, pool: Pool, lengths: Lengths) -> Iterator[str]:
     """Lines that say how long a step takes as placed `now`, and how the `best` plan differs if it is much faster."""
-    split, alpha = now.split, now.split.alpha
+    split = now.split
+    alpha = split.alpha
     yield (
         f"step: about {now.step_s:.1f} s; training {split.training_s:.1f}, sampling {now.generation_s:.1f}, weights "
         f"{split.update_s:.1f} s, {'one after the other' if alpha == 0 else f'which overlap at α = {alpha:g}'}"

@@ -58,14 +58,15 @@ def options_of(config: Config) -> list[str]:
 
 def commands(plan: Plan) -> list[dict[str, str]]:
     """The command of every machine, those that have the same together."""
-    t, config = plan.split.training, planned_config(plan)
-    torchrun = ["torchrun", "--nproc-per-node", str(t.gpus)]
-    if t.machines > 1:
+    training = plan.split.training
+    config = planned_config(plan)
+    torchrun = ["torchrun", "--nproc-per-node", str(training.gpus)]
+    if training.machines > 1:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", RENDEZVOUS, "--rdzv-id", "plan"]
-        torchrun += ["--nnodes", str(t.machines), *rendezvous]
+        torchrun += ["--nnodes", str(training.machines), *rendezvous]
     trains = shlex.join([*torchrun, "train_async.py", *options_of(config)])
-    shared = _visible(1, t.pool.gpus) if plan.split.colocate else ""
-    lines = [(t.pool, t.machines, shared + trains)]
+    shared = _visible(1, training.pool.gpus) if plan.split.colocate else ""
+    lines = [(training.pool, training.machines, shared + trains)]
     for site, engine, count in plan.engines:
         if site.trains:
             continue

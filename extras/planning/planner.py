@@ -731,9 +731,11 @@ def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
         "ipc": 2 * weights / pool.hbm_bytes_per_s,
         "shm": 2 * weights / HOST_BYTES_PER_S,
     }[placement.transport]
-    room, colocate = None, None
+    room = None
+    colocate = None
     if worker.shared_with_rank is not None:
-        room, colocate = worker.gpu_memory_utilization * pool.device.total_bytes, config.colocate
+        room = worker.gpu_memory_utilization * pool.device.total_bytes
+        colocate = config.colocate
     engine = largest_engine(job, pool, config.rollout_tp, room)
     site = Site(pool, pool.count, pool.gpus - ranks, True)
     seconds = training_s(job, cluster, training)

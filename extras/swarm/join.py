@@ -1,4 +1,4 @@
-"""The far end of a swarm: joins a run elsewhere, starts its engines, and is their way to the run.
+"""The far end of a swarm: joins a run on another host, starts its engines, and is their way to the run.
 
     python rollout.py --join HOST:PORT --key runs/NAME/swarm.key [--rollout-tp GPUS]
 
@@ -98,7 +98,7 @@ class Engine:
 
 
 class JoinedHost:
-    """This host, while it samples for a run elsewhere."""
+    """This host, while it samples for a run on another host."""
 
     def __init__(
         self,
@@ -387,7 +387,7 @@ class JoinedHost:
 
 def main(worker_main: Callable) -> None:
     """Read the command line of `rollout.py --join` and serve that run; engines run `worker_main(spec, connection)`."""
-    parser = argparse.ArgumentParser(description="Sample for a run elsewhere.")
+    parser = argparse.ArgumentParser(description="Sample for a run on another host.")
     parser.add_argument(
         "--join", required=True, metavar="HOST:PORT", help="where the run listens (its --listen)"
     )

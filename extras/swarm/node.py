@@ -71,6 +71,9 @@ class SwarmNode:
 class SwarmFollower(SwarmNode, Follower):
     """A rank that only trains, and helps to check."""
 
+    tokenizer: ClassVar[None] = None
+    """Only a leader has answers to decode."""
+
 
 @dataclass(frozen=True)
 class SwarmLeader(SwarmNode, Leader):

@@ -529,7 +529,7 @@ def listen(leader: "Leader") -> Swarm:
     if cluster.is_first:
         swarm.nodes = nodes
         print(
-            f"sample for this run elsewhere: python rollout.py --join {where} --key {key_path}",
+            f"sample for this run on another host: python rollout.py --join {where} --key {key_path}",
             flush=True,
         )
     return swarm

@@ -1,3 +1,4 @@
+import os
 import signal
 import threading
 import time
@@ -19,11 +20,11 @@ def two_leaders(timeout_s):
 
 def test_all_gather_values_of_any_size_in_the_order_of_nodes():
     one, two = two_leaders(30)
-    found, values = [], ["x" * 1000, None, b"y" * (4 << 20), 2]
+    found, values = [], [b"x" * 1000, b"", os.urandom(20 << 20), b"2"]
     other = threading.Thread(target=lambda: found.extend(map(two.gather, values)))
     other.start()
-    expected = [[number, value] for number, value in enumerate(values)]
-    assert list(map(one.gather, range(4))) == expected
+    expected = [[b"%d" % number, value] for number, value in enumerate(values)]
+    assert [one.gather(b"%d" % number) for number in range(4)] == expected
     other.join()
     assert found == expected
 
@@ -49,7 +50,7 @@ def test_a_signal_is_acted_on_while_a_leader_waits():
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         start = time.monotonic()
         with pytest.raises(InterruptedError):
-            one.gather("mine")
+            one.gather(b"mine")
         assert time.monotonic() - start < 5
     finally:
         signal.signal(signal.SIGALRM, before)

@@ -230,7 +230,7 @@ def test_resume_past_the_target_ends_well_and_changes_nothing(tmp_path, capsys, 
         find_checkpoint(Config(resume=str(run), steps=steps), Cluster())
     assert ended.value.code == 0
     assert capsys.readouterr().out == (
-        f"finished already: {run} has made 10 steps of {steps}; to go on, raise --steps\n"
+        f"finished already: {run} has made 10 steps of {steps}; to continue, raise --steps\n"
     )
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
@@ -410,7 +410,7 @@ def test_a_run_that_was_stopped_says_what_to_type_or_why_nothing_is_saved(tmp_pa
     for step in (4, 12):
         (run / "checkpoints" / f"step_{step}" / PART).mkdir(parents=True)
     (run / "checkpoints" / "step_20").mkdir()  # weights alone
-    assert how_to_go_on(run) == f"go on from step 12: {PYTHON} train_async.py --resume '{run}'"
+    assert how_to_go_on(run) == f"continue from step 12: {PYTHON} train_async.py --resume '{run}'"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert f": {PYTHON.with_name('torchrun')} train_async.py --resume" in how_to_go_on(run)
 
@@ -443,7 +443,5 @@ def test_the_last_line_of_a_run_that_is_stopped_says_how_to_go_on(tmp_path):
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
-    said = (
-        f"error: stopped by SIGINT; go on from step 4: {PYTHON} train_async.py --resume {tmp_path}"
-    )
+    said = f"error: stopped by SIGINT; continue from step 4: {PYTHON} train_async.py --resume {tmp_path}"
     assert ended.stderr.splitlines()[-1] == said and ended.returncode == 128 + signal.SIGINT

@@ -162,7 +162,7 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     assert job.wait(60) == 128 + signal.SIGTERM
     num_steps = job.num_steps()
     python = Path(sys.executable).with_name("python")
-    go_on_by = f"go on from step {num_steps}: {python} train_async.py --resume {job.run_path}"
+    go_on_by = f"continue from step {num_steps}: {python} train_async.py --resume {job.run_path}"
     assert (
         f"error: stopped by SIGTERM after step {num_steps}, which is saved; {go_on_by}\n"
         in job.output()
@@ -189,7 +189,9 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     )
     before = (job.run_path / "events.jsonl").read_bytes()
     job = go_on(job)
-    assert job.wait(60) == 0 and "has made 40 steps of 40; to go on, raise --steps" in job.output()
+    assert (
+        job.wait(60) == 0 and "has made 40 steps of 40; to continue, raise --steps" in job.output()
+    )
     assert (job.run_path / "events.jsonl").read_bytes() == before
 
 
@@ -267,7 +269,7 @@ def test_a_run_whose_last_host_leaves_in_an_evaluation_is_saved_and_ended_by_a_s
         host.send(Leave())
         assert job.wait(10) == 128 + signal.SIGTERM
     assert (
-        "error: stopped by SIGTERM after step 6, which is saved; go on from step 6: "
+        "error: stopped by SIGTERM after step 6, which is saved; continue from step 6: "
         in job.output()
     )
     job = go_on(job)

@@ -93,6 +93,7 @@ def add_scores(stats, log_ratios, sequence_ids=None, lags=None, coefficients=1.0
         advantages=zeros,
         rewards=zeros,
         lengths=zeros,
+        num_sequences=len(ids.unique()),
         lags=torch.zeros_like(ids) if lags is None else lags,
     )
     scored = Scored(log_ratios.clone().requires_grad_(), zeros, zeros)
@@ -123,3 +124,10 @@ def test_the_slope_of_a_lag_is_the_norm_of_its_tokens_derivatives():
     assert (found["slope/lag_0"], found["slope/lag_5-8"], found["slope"]) == pytest.approx(
         (5.0, 12.0, 13.0)
     )
+
+
+def test_stats_of_a_users_loss_may_have_a_gradient_and_any_type():
+    stats = TokenStats()
+    ratio = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    stats.add({"ratio": ratio * 2}, torch.tensor([0, 3]))
+    assert stats.reduce()["ratio"] == 2.0

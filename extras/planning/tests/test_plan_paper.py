@@ -6,9 +6,11 @@ MegaScale-Infer, which it cites. Records: extras/planning/tests/planner_records.
 """
 
 import dataclasses
+import shutil
 import time
 from functools import cache
 
+import planner_records
 import pytest
 from planner_records import BY_TABLE_1, MODELS, PAPER, SETS, keep
 
@@ -17,6 +19,7 @@ from extras.planning import planner
 from extras.planning.plan_inputs import read_lengths
 from extras.planning.planner import Cluster, Job, Plan, Pool
 from extras.planning.shape import ModelShape, read_shape
+from scripts.bench.harness import ROOT
 
 REPEATS = 5
 
@@ -162,3 +165,10 @@ def test_planning_takes_seconds_where_the_papers_scheduler_takes_minutes(jobs, g
     rows = [{"repeat": i, "planning_s": seconds, **paper} for i, seconds in enumerate(times_s[1:])]
     keep(__file__, [{"case": "time", "arm": gpus, **row} for row in rows])
     assert min(times_s) < (30 if gpus == "1024 GPUs" else 2)
+
+
+def test_the_stored_page_is_made_of_the_stored_records(tmp_path):
+    folder = ROOT / "results/planner"
+    shutil.copy(folder / "planner.jsonl", tmp_path)
+    planner_records.write(tmp_path / "planner.jsonl")
+    assert (tmp_path / "table.md").read_text() == (folder / "table.md").read_text()

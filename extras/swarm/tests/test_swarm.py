@@ -168,6 +168,41 @@ def test_a_prompt_that_is_too_long_ends_the_run_and_is_not_blamed_on_the_host_th
     assert not [why for _, why in run.left() if why.startswith("sent ")]
 
 
+def test_a_host_whose_lease_has_ended_may_answer_too_late_and_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
+    with running(tmp_path, swarm=SwarmOptions(lease_s=1)) as run, FakeHost(run, "slow") as slow:
+        slow.holds = lambda ticket: True
+        wait_until(lambda: len(slow.held) == 8)
+        slow.held, kept = [], slow.held  # it does not even abort
+        with FakeHost(run, "fast"):
+            run.step()
+            slow.held = kept
+            num_taken = len(run.taken)
+            slow.finish()
+            wait_until(lambda: run.controller.buffer.ledger.counts["tokens_dropped_late"])
+            run.step()
+        assert len(run.taken) > num_taken
+        assert not {ticket.ticket_id for _, ticket in kept} & set(run.taken)
+        assert "slow" not in dict(run.left())
+
+
+def test_a_batch_of_a_host_that_lied_is_put_back_with_all_groups_of_its_engines(tmp_path):
+    with running(tmp_path, async_ratio=0.0) as run, FakeHost(run, "liar", num_engines=2) as liar:
+        wait_until(lambda: len(run.workers_of("liar")) == 2)
+        num_groups = len(run.controller.hold_batch())
+        workers = run.workers_of("liar")
+        run.swarm.shut_out(workers[0], "sent what is not true")
+        assert run.controller.refuse_batch(run.swarm.disbelieved)
+        wait_until(lambda: liar.saw(Refused))
+        assert not run.controller.buffer.groups_of(workers)
+        with FakeHost(run, "honest"):
+            trained = run.step()
+        sampled_by = {t.worker for group in trained for t in group.trajectories}
+        assert sampled_by == {*run.workers_of("honest")}
+        dropped = run.controller.take_metrics()["ledger/groups_dropped_shut_out"].value
+        assert dropped >= num_groups
+
+
 def test_a_host_that_holds_the_batch_back_loses_its_tickets_sooner(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     with (

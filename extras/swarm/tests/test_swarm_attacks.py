@@ -93,6 +93,7 @@ def is_shut_out(run, host, why, capsys):
         ([b"9" * 5000, *ENCODE(Ready(0.0))], "sent"),
         ([b"\xb2", *ENCODE(Ready(0.0))], "invalid literal"),
         ([b"0", *ENCODE(Ready(0.0))], "Ready of an engine that is up"),
+        ([b"99999", *ENCODE(Ready(0.0))], "of an engine 99999 that is not up"),
         ([b"1", *ENCODE(Ready(math.nan))], "nan s as the time to start"),
         ([b"0", *ENCODE(Fetched(3))], "Fetched of version 3, which it was not asked for"),
         (
@@ -186,6 +187,16 @@ def test_trajectories_that_nobody_asked_for_shut_a_host_out(run, capsys, changes
         for change in changes:
             host.send(Finished(change(host.made(0, ticket)), None), 0)
         is_shut_out(run, host, why, capsys)
+
+
+def test_a_ticket_of_another_host_cannot_be_answered(run, capsys):
+    with liar(run) as host, liar(run, holds=False) as thief:
+        (*_, ticket) = host.had
+        thief.send(Finished(thief.made(0, ticket), None), 0)
+        is_shut_out(run, thief, "which it has not", capsys)
+        host.holds = lambda ticket: False
+        host.finish()
+        goes_on(run)
 
 
 def test_not_all_members_of_a_ticket_that_asks_for_several_are_refused(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Responses sampled by a plain model, and lies about them, before the Verifier of a real small policy."""
 
+import contextlib
 import itertools
 import os
 import time
@@ -18,7 +19,9 @@ from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
 from asyncrl.config import Config, SwarmOptions
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Ticket, Trajectory
 from asyncrl.runlog.metrics import over_nodes
+from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.batch import distribute
+from extras.swarm.node import SwarmFollower
 from extras.swarm.verify import Verifier, allowed_distance, distance
 
 PROMPT = (4, 5, 6)
@@ -175,13 +178,13 @@ def test_a_false_reward_is_found_later_and_one_that_cannot_be_scored_here_is_cou
 
 
 def large(response, answer):
-    return 1e11
+    return {"right": 1e11, "short": 2.0}
 
 
-def test_a_large_reward_is_compared_to_within_its_rounding(model):
+def test_a_large_reward_the_sum_of_its_parts_is_compared_to_within_its_rounding(model):
     config = make_config(model, reward=(f"{__file__}:large",))
     (one, first), (two, second) = sample(config, 2)
-    rounded = replace(first, reward=1e11 + 1e-4)
+    rounded = replace(first, reward=1e11 + 2 + 1e-4)
     false = replace(second, reward=1e11 + 1e6, worker=9)
     at_once, later, _ = verify(config, [(one, rounded), (two, false)])
     assert not at_once and [worker for worker, _ in later] == [9]
@@ -273,3 +276,21 @@ def test_nodes_with_unequal_numbers_of_responses_share_them_over_their_ranks_and
     *_, alone = verify(config, seven_with_a_lie(config))
     assert results[2][1] == pytest.approx(alone.largest, rel=1e-4)
     assert 0 < results[0][1] < 1e-5 and results[1][1] == results[3][1] == 0
+
+
+def test_a_rank_that_leads_no_node_can_check_without_a_tokenizer(model):
+    config = make_config(model)
+    with contextlib.ExitStack() as on_end:
+        follower = SwarmFollower(
+            config,
+            Cluster(),
+            placement=None,
+            device=torch.device("cpu"),
+            clock=TrainerClock(),
+            on_end=on_end,
+            watch=None,
+            resumed=None,
+            model_path=model,
+            probe=None,
+        )
+        assert follower._verifier.verify([], load(config), VERSION) == []
