@@ -320,16 +320,17 @@ def test_an_engine_is_told_uuids_in_full(monkeypatch):
 
 
 class MortalEngine:
-    """Answers no call for weights, ends no request, and dies after a while."""
+    """Answers no call for weights, ends no request, and dies after a while, or when it is killed."""
 
-    def __init__(self, lifetime_s):
+    def __init__(self, lifetime_s, is_killed=lambda: False):
         self.dies_at = time.monotonic() + lifetime_s
+        self.is_killed = is_killed
         self.engine_core = self
         self.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
 
     @property
     def errored(self):
-        return time.monotonic() > self.dies_at
+        return self.is_killed() or time.monotonic() > self.dies_at
 
     async def pause_scheduler_async(self, mode, clear_cache):
         await asyncio.Event().wait()
@@ -393,8 +394,9 @@ def test_a_worker_whose_engine_dies_ends_at_once_whatever_it_waits_for(message, 
 
 def test_how_far_responses_are_is_said_while_an_update_still_waits_for_them(ticket):
     said = []
+    engine = MortalEngine(15, is_killed=lambda: InFlight in map(type, said))
     with pytest.raises(RuntimeError, match="the engine is dead"):
-        serve(MortalEngine(2.0), [Tickets([ticket]), Update(0, [], ()), Cut()], said)
+        serve(engine, [Tickets([ticket]), Update(0, [], ()), Cut()], said)
     assert [type(message) for message in said] == [Ready, InFlight]
     # nothing is known of a ticket that has not begun yet
     assert said[1].lost in ({ticket.ticket_id: 0}, {})
