@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.tickets import PromptSource, TicketSource
 from asyncrl.controller.workers import Workers
 from asyncrl.job.probe import Probe
-from asyncrl.job.publisher import LeadingPublisher, Publisher
 from asyncrl.job.resume import controller_of, find_checkpoint, how_to_go_on
 from asyncrl.records import Group
 from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
@@ -43,12 +42,15 @@ from asyncrl.runlog.manifest import Checkpoint
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.tasks import check_rows, encode, task_of
-from asyncrl.trainer.families import read_config
 from asyncrl.trainer.loss import choose_loss
-from asyncrl.trainer.policy import Policy
 from asyncrl.user_code import texts_of
 from asyncrl.weights.ipc import check_allocator
 from asyncrl.weights.models import load_tokenizer, resolve_model
+
+# The policy imports transformers for seconds. It is imported once the workers are starting.
+if TYPE_CHECKING:
+    from asyncrl.job.publisher import LeadingPublisher, Publisher
+    from asyncrl.trainer.policy import Policy
 
 
 class NobodySamples(Exception):
@@ -93,11 +95,13 @@ class Follower(Rank):
     model_path: str
     probe: Probe
 
-    def make_publisher(self, policy: Policy) -> Publisher:
+    def make_publisher(self, policy: "Policy") -> "Publisher":
         """Return what helps the leader to publish."""
+        from asyncrl.job.publisher import Publisher
+
         return Publisher(self, policy)
 
-    def take_batch(self, step: int, publisher: Publisher) -> None:
+    def take_batch(self, step: int, publisher: "Publisher") -> None:
         """Return None: the leader alone has the groups of a step."""
 
 
@@ -128,11 +132,13 @@ class Leader(Rank):
             # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
             self.controller.wait_until_ready()
 
-    def make_publisher(self, policy: Policy) -> LeadingPublisher:
+    def make_publisher(self, policy: "Policy") -> "LeadingPublisher":
         """Return what publishes versions, once all engines of this node are up."""
+        from asyncrl.job.publisher import LeadingPublisher
+
         return LeadingPublisher(self, policy)
 
-    def take_batch(self, step: int, publisher: Publisher) -> list[Group]:
+    def take_batch(self, step: int, publisher: "Publisher") -> list[Group]:
         """Wait for the groups that this node trains on in a step, and compare the engines by then."""
         self.clock.enter("wait")
         groups = self.controller.take_batch()
@@ -344,6 +350,8 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
 
 def _check_model(config: Config, model_path: str) -> None:
     """Raise ValueError if the model would be trained wrongly, or a whole sequence does not fit its positions."""
+    from asyncrl.trainer.families import read_config
+
     window = getattr(
         read_config(model_path, config.share_prefix != "off"), "max_position_embeddings", None
     )
