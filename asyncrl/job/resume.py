@@ -68,15 +68,19 @@ def check_changes(chosen: Options, begun: Config) -> Options:
 def recorded(run: Path, option: str = "--resume") -> dict:
     """What run.json says of a run. Raises ValueError, in one line, if there is none, or it is of other code."""
     try:
-        options = (made := read_header(run))["config"]
+        header = read_header(run)
+        options = header["config"]
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{option} {run}: no run is there ({error}); give a run's directory, runs/NAME"
         ) from None
-    if unknown := options.keys() - OPTIONS.keys():
+    unknown = options.keys() - OPTIONS.keys()
+    if unknown:
         what = f"made by other code, which had {', '.join(sorted(unknown))}"
-        raise ValueError(f"{option} {run}: {what}; use that code, commit {made.get('git_commit')}")
-    return made
+        raise ValueError(
+            f"{option} {run}: {what}; use that code, commit {header.get('git_commit')}"
+        )
+    return header
 
 
 # Checkpoints
@@ -98,8 +102,8 @@ def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
             print(f"warning: skipped checkpoint {reason}", flush=True)
     if checkpoint.step >= config.steps:
         if cluster.is_first:
-            made = f"{run} has made {checkpoint.step} steps of {config.steps}"
-            print(f"finished already: {made}; to continue, raise --steps", flush=True)
+            progress = f"{run} has made {checkpoint.step} steps of {config.steps}"
+            print(f"finished already: {progress}; to continue, raise --steps", flush=True)
         sys.exit(0)
     return checkpoint
 

@@ -32,8 +32,8 @@ def fingerprint(config: Config, root: Path = Path(__file__).parents[2]) -> dict[
 
 def check_same(fingerprints: dict[str, dict[str, str]]) -> None:
     """Raise ValueError, in one line, if a node's fingerprint differs from the first; keys are the nodes' names."""
-    (first, expected), *others = fingerprints.items()
-    for name, actual in others:
+    (first, expected), *other_nodes = fingerprints.items()
+    for name, actual in other_nodes:
         differences = [
             f"{key} {actual.get(key, 'absent')} instead of {expected.get(key, 'absent')}"
             for key in expected | actual

@@ -120,14 +120,14 @@ def flush(path: Path) -> None:
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint by its name; −1 of what has another name."""
-    found = re.fullmatch(r"step_(\d+)", path.name)
-    return int(found[1]) if found else -1
+    match = re.fullmatch(r"step_(\d+)", path.name)
+    return int(match[1]) if match else -1
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints in a folder that a run might continue from, oldest first, whole or not."""
-    found = [part.parent for part in folder.glob(f"step_*/{PART}") if step_of(part.parent) >= 0]
-    return sorted(found, key=step_of)
+    paths = [part.parent for part in folder.glob(f"step_*/{PART}") if step_of(part.parent) >= 0]
+    return sorted(paths, key=step_of)
 
 
 def set_aside(checkpoint: Checkpoint) -> None:

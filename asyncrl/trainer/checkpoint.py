@@ -267,9 +267,9 @@ def restore_training_state(policy: "Policy", folder: str, group: dist.ProcessGro
     for name in sorted(shapes.keys() | state.keys()):
         shape = tuple(state[name].shape) if name in state else None
         if shapes.get(name) != shape and not name.startswith("random."):
-            found = f"{name} of {shapes.get(name)}, the run's is {shape}"
+            difference = f"{name} of {shapes.get(name)}, the run's is {shape}"
             raise ValueError(
-                f"{folder} has {found}: it is of another model, or of other --optim.args"
+                f"{folder} has {difference}: it is of another model, or of other --optim.args"
             )
     state = {name: tensor for name, tensor in state.items() if name in shapes}
     _load(state, folder, group)

@@ -53,18 +53,18 @@ def add_adapters(model: nn.Module, blocks: list[nn.Module], rank: int) -> None:
     Raises ValueError if there is none.
     """
     model.requires_grad_(False)
-    found = [
+    linear_layers = [
         (owner, name, child)
         for block in blocks
         for owner in block.modules()
         for name, child in owner.named_children()
         if type(child) is nn.Linear
     ]
-    if not found:
+    if not linear_layers:
         raise ValueError(
             f"--lora-rank {rank}: no linear layer to adapt in {type(model).__name__}; use --lora-rank 0"
         )
-    for owner, name, child in found:
+    for owner, name, child in linear_layers:
         setattr(owner, name, LoraLinear(child, rank))
 
 

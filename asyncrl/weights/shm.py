@@ -82,11 +82,15 @@ class SharedBuffer:
 
     def check(self, version: int, checksum: int) -> None:
         """Raise RuntimeError unless the buffer holds `version` whole, by its header and by its bytes."""
-        if (found := int(self.header[0])) != version:
+        held_version = int(self.header[0])
+        if held_version != version:
             raise RuntimeError(
-                f"weight buffer holds version {found}, expected {version}: it was overwritten while in use"
+                f"weight buffer holds version {held_version}, expected {version}: it was overwritten while in use"
             )
-        if checksum != NO_CHECKSUM and (actual := self.checksum()) != checksum:
+        if checksum == NO_CHECKSUM:
+            return
+        actual = self.checksum()
+        if actual != checksum:
             raise RuntimeError(
                 f"weights of version {version} arrived broken: checksum {actual}, the trainer sent {checksum}"
             )
