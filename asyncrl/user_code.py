@@ -174,7 +174,7 @@ def blamed(text: str, option: str = "--task") -> Iterator[None]:
 
 
 def _described(error: BaseException, file: Path) -> str:
-    """Where in the folder of a file an error comes from, and what it says, on one line."""
+    """Return where in the folder of a file an error comes from, and what it says, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames]
     if isinstance(error, SyntaxError) and error.filename:  # a file with a NUL byte has none

@@ -28,7 +28,7 @@ JOIN_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where this rank stands among those of all nodes. By default it is alone, and needs no process group."""
+    """The place of this rank among those of all nodes. By default it is alone, and needs no process group."""
 
     node: int = 0
     local_rank: int = 0

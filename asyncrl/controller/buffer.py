@@ -294,6 +294,6 @@ class SampleBuffer:
         return resident is not None and not self._is_finished(resident)
 
     def balance(self) -> Counter[str]:
-        """Where every group and generated token is; see Ledger.balance, which raises RuntimeError if any is not."""
+        """Return where every group and token is. Ledger.balance raises RuntimeError if any is not accounted for."""
         num_tokens = sum(resident.num_generated for resident in self._residents.values())
         return self.ledger.balance(len(self._residents), num_tokens)

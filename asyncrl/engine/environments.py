@@ -50,7 +50,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class Environments:
-    """Where a rollout worker has its environments from."""
+    """The source of a rollout worker's environments."""
 
     make_environment: Callable[[Ticket, int], Environment]
     """Makes what answers the policy in the trajectory of a ticket and member."""

@@ -65,7 +65,7 @@ class Checkpoints:
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0
 
     def _find_folder(self) -> tuple[Path, bool]:
-        """Where checkpoints go, and whether all nodes have that folder; collective."""
+        """Return where checkpoints go, and whether all nodes have that folder; collective."""
         cluster = self.node.cluster
         run = Path(self.node.config.runs_dir) / on_first_rank(lambda: self.node.run.path.name)
         (is_elsewhere,) = cluster.max_over_ranks([not (run / "run.json").exists()])
