@@ -4,9 +4,9 @@ A response that hangs or kills its process costs itself alone. Each process has 
 process, and what it is kept from, is in reward_process.py. Processes answer in JSON only, as a hostile one could send
 anything.
 
-A process scores one response at a time by plain functions, and many by async ones. If a process dies, nobody knows
-which response is to blame. It may also have been killed from outside. So all its responses are scored once more, each
-in a new process of its own.
+A process has several responses at once. It scores them one after the other by plain functions, and side by side by
+async ones. If a process dies, nobody knows which response is to blame. It may also have been killed from outside. So
+all its responses are scored once more, each in a new process of its own.
 """
 
 import asyncio
@@ -27,6 +27,10 @@ _MAX_START_S = 60.0
 _MAX_FORK_S = 5.0
 """Longest wait for a process forked from it: it has all imports and copies nothing."""
 _MAX_REPLY = 1 << 16  # bytes: a message of 500 characters is far below
+_MAX_QUEUED = 8
+"""Responses that a process of plain functions has at once. To wait for each reply would take longer than to score."""
+_MAX_TOGETHER = 1024
+"""Responses that a process of async functions has at once."""
 _GRACE_S = 2.0
 """Processes of async functions keep the limit themselves. One that is silent for so much longer has a blocked loop."""
 _TEMPLATE = """import json, sys
@@ -96,9 +100,13 @@ class _Lane:
         self._timeout_s = timeout_s
         self._is_async = is_async
         self._retries = asyncio.Semaphore(num_processes)
-        self._scorers: asyncio.Queue[_Scorer | None] = asyncio.Queue()
-        for _ in range(num_processes):
-            self._scorers.put_nowait(None)
+        self._scorers: list[_Scorer | None] = [None] * num_processes
+        self._starting = asyncio.Lock()
+        self._places: asyncio.Queue[int] = asyncio.Queue()
+        """Which of the scorers takes the next response; each stands here as often as it has room."""
+        for _ in range(_MAX_TOGETHER if is_async else _MAX_QUEUED):
+            for place in range(num_processes):
+                self._places.put_nowait(place)
 
     async def score(self, answer: str, response: str) -> Scored:
         if self.template.is_closed:
@@ -115,74 +123,92 @@ class _Lane:
             raise Failed(f"{self._functions}its process died") from None
 
     async def _score_beside_others(self, request: list) -> Scored:
-        """Score where others are scored before, after or, by async functions, at the same time."""
-        scorer = await self._scorers.get()
+        """Score in a process that has others as well."""
+        place = await self._places.get()
         try:
-            if scorer is None or scorer.is_dead:
-                scorer = await self._start_scorer()
-            if not self._is_async:
-                return await scorer.score(request)
-        finally:
-            self._scorers.put_nowait(scorer)
-        try:
+            async with self._starting:
+                scorer = self._scorers[place]
+                if scorer is None or scorer.is_dead:
+                    scorer = await self._start_scorer(is_order_known=not self._is_async)
+                    self._scorers[place] = scorer
             return await scorer.score(request)
-        except TimeoutError:
-            raise _Died from None  # its event loop is blocked, maybe by another response
+        finally:
+            self._places.put_nowait(place)
 
     async def _score_alone(self, request: list) -> Scored:
         async with self._retries:
-            scorer = await self._start_scorer()
+            scorer = await self._start_scorer(is_order_known=True)
             try:
                 return await scorer.score(request)
             finally:
                 scorer.kill()
 
-    async def _start_scorer(self) -> "_Scorer":
+    async def _start_scorer(self, *, is_order_known: bool) -> "_Scorer":
         try:
             streams = await self.template.fork()
         except (OSError, ValueError):
             reason = "its process cannot be started; the log of its worker says why"
             raise Failed(f"{self._functions}{reason}") from None
         limit_s = self._timeout_s + _GRACE_S * self._is_async
-        return _Scorer(*streams, limit_s=limit_s, is_shared=self._is_async)
+        return _Scorer(*streams, limit_s=limit_s, is_order_known=is_order_known)
 
 
 class _Scorer:
     """One process that scores, seen from here."""
 
     def __init__(
-        self, pid: int, reader: asyncio.StreamReader, writer, *, limit_s: float, is_shared: bool
+        self,
+        pid: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        limit_s: float,
+        is_order_known: bool,
     ):
+        """The process is killed if it owes a reply and is silent for `limit_s`.
+
+        `is_order_known`: it scores responses in the order in which they were sent, so the first one is to blame.
+        """
         self.is_dead = False
         self._pid = pid
         self._writer = writer
         self._limit_s = limit_s
-        self._is_shared = is_shared
+        self._is_order_known = is_order_known
         self._numbers = itertools.count()  # none twice, as a hostile one may answer twice
         self._replies: dict[int, asyncio.Future[Scored | str]] = {}
+        self._limit: asyncio.TimerHandle | None = None
         self._reading = asyncio.create_task(self._read(reader))
 
     async def score(self, request: list) -> Scored:
         """Return the reward and parts of one response.
 
-        Raises _Died, Failed, or TimeoutError after the process was killed for its silence.
+        Raises Failed, _Died, or TimeoutError if this response is why the process was silent.
         """
         number = next(self._numbers)
-        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        reply = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        if self._limit is None:
+            self._expect_reply()
         self._writer.write(json.dumps([number, *request]).encode() + b"\n")
-        try:
-            async with asyncio.timeout(self._limit_s):
-                outcome = await reply
-        except TimeoutError:
-            self.kill()
-            raise
-        except asyncio.CancelledError:
-            if not self._is_shared:
-                self.kill()  # it would keep the next response waiting
-            raise
+        outcome = await reply
         if isinstance(outcome, str):
             raise Failed(outcome)
         return outcome
+
+    def _expect_reply(self) -> None:
+        """Count the time limit from now on, if the process owes a reply."""
+        if self._limit is not None:
+            self._limit.cancel()
+        self._limit = None
+        if self._replies:
+            loop = asyncio.get_running_loop()
+            self._limit = loop.call_later(self._limit_s, self._end_silence)
+
+    def _end_silence(self) -> None:
+        first = next(iter(self._replies.values()))
+        if self._is_order_known and not first.done():
+            first.set_exception(TimeoutError())
+        self.kill()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Hand every reply to whoever waits for it, until the process ends or sends what it must not."""
@@ -191,7 +217,8 @@ class _Scorer:
             while (line := await reader.readline()).endswith(b"\n"):
                 number, outcome = _parse(line)
                 reply = self._replies.pop(number)
-                if not reply.cancelled():
+                self._expect_reply()
+                if not reply.done():
                     reply.set_result(outcome)
         self.kill()
 
@@ -203,6 +230,8 @@ class _Scorer:
         if self.is_dead:
             return
         self.is_dead = True
+        if self._limit is not None:
+            self._limit.cancel()
         for kill in (os.killpg, os.kill):  # it is no group before it has made itself one
             with contextlib.suppress(ProcessLookupError):
                 kill(self._pid, signal.SIGKILL)

@@ -253,7 +253,7 @@ def test_limits_hold_for_root_and_for_others_with_namespaces_or_without(
 
     async def ask() -> list:
         streams = await asyncio.open_connection(sock=ours)
-        scorer = _Scorer(process.pid, *streams, limit_s=20.0, is_shared=False)
+        scorer = _Scorer(process.pid, *streams, limit_s=20.0, is_order_known=True)
         asked = [scorer.score([20.0, "", text]) for text in texts]
         outcomes = await asyncio.gather(*asked, return_exceptions=True)
         scorer.kill()
@@ -301,11 +301,11 @@ def test_hostile_text_costs_at_most_its_own_reward_and_time(tmp_path):
         good = await asyncio.gather(*(pool.score("8", f"\\boxed{{{i}}}") for i in range(6, 10)))
         return await hostile, good, time.monotonic() - begun
 
-    with contextlib.closing(RewardPool("gsm8k", [], 1.0, 4)) as pool:
+    with contextlib.closing(RewardPool("gsm8k", [], 4.0, 4)) as pool:
         found, good, taken_s = asyncio.run(ask(pool))
     named = dict(zip(TEXTS, found, strict=True))
     assert good == [(right, {}) for right in (0.0, 0.0, 1.0, 0.0)]
     assert all(outcome == (0.0, {}) or isinstance(outcome, Failed) for outcome in found), named
     assert isinstance(named["tower"], Failed) or isinstance(named["boxed tower"], Failed), named
     assert not list(tmp_path.iterdir()), "text became code"
-    assert taken_s < 15, json.dumps({name: str(outcome)[:80] for name, outcome in named.items()})
+    assert taken_s < 60, json.dumps({name: str(outcome)[:80] for name, outcome in named.items()})
