@@ -10,7 +10,7 @@ from ranks import run_ranks
 from several_nodes import groups_of_node, meet_and_end, train_on_two_nodes
 from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_model
 
-from asyncrl.cluster.cluster import Cluster, Peer, _meet, check_shares, join
+from asyncrl.cluster.cluster import Cluster, Peer, _meet, join
 from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.config import Config
 from asyncrl.runlog.fingerprint import check_same, fingerprint
@@ -100,49 +100,6 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
         RuntimeError, match="of 3 ranks that torchrun starts 0, 2 did not come within 0 s"
     ):
         _meet(dist.HashStore(), 1, 3, Peer(0, "a"))
-
-
-def test_a_node_has_its_share_of_the_groups():
-    config = Config(groups_per_step=32, extra_groups=4, async_ratio=0.5)
-    check_shares(config, num_nodes=4, num_ranks=8)
-    part = config.of_node(4)
-    assert (part.groups_per_step, part.extra_groups, part.max_outstanding_groups) == (8, 1, 13)
-    assert part.max_staleness == config.max_staleness
-    assert config.of_node(1) == config
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"groups_per_step": 30},
-            "--groups-per-step 30 is not a multiple of 4 nodes: 30 / 4 = 7.50 groups; use 32",
-        ),
-        ({"minibatches": 16}, "4 nodes × --minibatches 16 = 64: 32 / 64 = 0.50 groups; use 64"),
-        ({"record": True}, "--record keeps the batches of one node, and 4 train"),
-        (
-            {"extra_groups": 3},
-            "--extra-groups 3 is not a multiple of 4 nodes: 3 / 4 = 0.75 per node",
-        ),
-        (
-            {"async_ratio": 0.1},
-            "allow 35 outstanding groups, 4 nodes with 8 groups per step each round that down to 4 × 8",
-        ),
-        (
-            {"replicas": 3},
-            "--replicas 3 does not divide 8 trainer ranks: 8 / 3 = 2.67 ranks per replica",
-        ),
-    ],
-)
-def test_what_nodes_cannot_share_is_refused_with_the_arithmetic(options, message):
-    with pytest.raises(ValueError) as caught:
-        check_shares(Config(**options), num_nodes=4, num_ranks=8)
-    assert message in str(caught.value)
-
-
-def test_one_node_needs_no_process_group():
-    cluster = Cluster()
-    assert cluster.is_first and cluster.is_leader and cluster.gather("mine") == ["mine"]
 
 
 @pytest.mark.parametrize(("told", "left"), [("1", None), ("32", "32")])

@@ -92,22 +92,17 @@ def test_a_rank_knows_whether_torchrun_ends_it_because_another_rank_is_gone(tmp_
         "if sys.argv[1] == 'killed' and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(60)"
     )
-    said = {}
-    for how in ("killed", "stopped"):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-        ]
-        job = subprocess.Popen(
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    jobs = {
+        how: subprocess.Popen(
             [*command, tmp_path / "ranks.py", how], stdout=subprocess.PIPE, text=True
         )
+        for how in ("killed", "stopped")
+    }
+    for job in jobs.values():
         assert [job.stdout.readline() for _ in range(2)] == ["before False\n"] * 2
-        if how == "stopped":
-            job.terminate()
-        said[how] = job.communicate(timeout=60)[0]
+    jobs["stopped"].terminate()
+    said = {how: job.communicate(timeout=60)[0] for how, job in jobs.items()}
     assert said == {"killed": "lost True\n", "stopped": "lost False\n" * 2}
 
 

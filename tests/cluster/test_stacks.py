@@ -2,21 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
+from test_processes import start
 
 from asyncrl.cluster.stacks import dump_stacks
-
-ROOT = Path(__file__).parents[2]
-
-
-def start(code, *arguments):
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def test_stacks_are_asked_only_of_processes_that_can_give_them():
