@@ -1,11 +1,11 @@
 import dataclasses
 from collections import Counter
+from statistics import fmean, pstdev
 
 import numpy as np
 import pytest
-from trajectories import make_group, make_trajectory
+from trajectories import make_trajectory
 
-from algos.advantages import overlong_penalty
 from asyncrl.config import AdvantageOptions, Config
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.ledger import COUNTS, ledger_metrics
@@ -20,51 +20,68 @@ from asyncrl.runlog.metrics import (
     training_metrics,
 )
 
-
-def metrics_of(groups, policy_version, config):
-    """The metrics of a batch on one node."""
-    return over_nodes([batch_metrics(groups, policy_version, config)])
+VERSION, DELAY, MAX_TOKENS, OVERLONG = 6, 1, 48, 45
 
 
-def test_staleness_counts_from_the_oldest_token_of_each_trajectory():
-    group = Group(0, (make_trajectory(0, 0, (3, 5)), make_trajectory(0, 1, (5, 5))))
-    metrics = metrics_of([group], 5, Config())
-    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2)
-    assert metrics["staleness/token_mean"] == pytest.approx(0.5)
-    assert metrics["response/mixed_versions"] == 0.5
+def random_group(rng, group_id, parts):
+    """Three trajectories, whose rewards have these parts, by their names; in some groups all rewards are equal."""
+    members = []
+    for member in range(3):
+        versions = np.sort(rng.integers(2, VERSION, rng.integers(1, 9)))
+        trajectory = make_trajectory(group_id, member, versions, rng.choice(["stop", "length"]))
+        reward_parts = {name: float(rng.normal()) for name in parts}
+        reward = 1.5 if group_id % 2 else float(rng.normal())
+        turns = int(rng.integers(1, 4))
+        members.append(
+            dataclasses.replace(
+                trajectory, reward=reward, reward_parts=reward_parts, num_turns=turns
+            )
+        )
+    return Group(group_id, tuple(members))
 
 
-def test_rewards_are_over_the_batch_and_zero_variance_over_its_groups():
-    metrics = metrics_of([make_group(0, (1.0, 1.0)), make_group(1, (0.0, 1.0))], 0, Config())
-    assert metrics["reward/mean"] == 0.75 and metrics["reward/zero_variance_groups"] == 0.5
+def formula(groups):
+    """The metrics of a batch, from plain lists of numbers."""
+    members = [trajectory for group in groups for trajectory in group.trajectories]
+    rewards = [t.reward for t in members]
+    versions = [[v for v in t.policy_versions.tolist() if v >= 0] for t in members]
+    lengths = [len(column) for column in versions]
+    tokens = [version for column in versions for version in column]
+    lags = [VERSION - min(column) for column in versions]
+    equal = [len({t.reward for t in group.trajectories}) == 1 for group in groups]
+    free = MAX_TOKENS - OVERLONG
+    parts = {name: [t.reward_parts.get(name, 0) for t in members] for name in ("climax", "rare")}
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/zero_variance_groups": fmean(equal),
+        "reward/overlong_penalty": fmean(max(0, num - free) / OVERLONG for num in lengths),
+        **{f"reward/{name}": fmean(numbers) for name, numbers in parts.items()},
+        "response/length_mean": fmean(lengths),
+        "response/length_max": max(lengths),
+        "response/cut": fmean(t.finish_reason == "length" for t in members),
+        "response/turns_mean": fmean(t.num_turns for t in members),
+        "response/inherited_share": fmean(version < VERSION - DELAY for version in tokens),
+        "response/mixed_versions": fmean(len(set(column)) > 1 for column in versions),
+        "staleness/mean": fmean(lags),
+        "staleness/max": max(lags),
+        "staleness/token_mean": fmean(VERSION - version for version in tokens),
+    }
 
 
-def test_each_part_of_the_rewards_has_its_mean_over_the_batch_where_a_trajectory_without_it_counts_0():
-    one, other, *_ = trajectories = [make_trajectory(0, member) for member in range(4)]
-    trajectories[:2] = (
-        dataclasses.replace(one, reward=3.0, reward_parts={"right": 1.0, "length": 2.0}),
-        dataclasses.replace(other, reward=1.0, reward_parts={"right": 1.0}),
-    )
-    metrics = metrics_of([Group(0, tuple(trajectories))], 0, Config())
-    assert (
-        metrics["reward/right"] == 0.5
-        and metrics["reward/length"] == 0.5
-        and metrics["reward/mean"] == 1.0
-    )
-
-
-def test_what_rewards_lose_by_length_has_its_mean_and_leaves_the_rewards_as_they_are():
-    """Responses of 2, 4 and 6 tokens, of 6 at most, where all above 2 lose."""
-    members = tuple(make_trajectory(0, i, (0,) * num) for i, num in enumerate((2, 4, 6)))
-    config = Config(max_response_tokens=6, advantage_options=AdvantageOptions(overlong=4))
-    assert [overlong_penalty(t.num_beyond_prompt, 6, 4) for t in members] == [0.0, 0.5, 1.0]
-    with_it, without = (
-        metrics_of([Group(0, members)], 0, of) for of in (config, Config(max_response_tokens=6))
-    )
-    assert (
-        with_it == without | {"reward/overlong_penalty": 0.5}
-        and "reward/overlong_penalty" not in without
-    )
+@pytest.mark.parametrize("num_nodes", [1, 4])
+def test_metrics_of_any_number_of_nodes_are_those_of_the_whole_batch(num_nodes):
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, i, ["rare"] if i == 4 else ["climax"]) for i in range(12)]
+    options = AdvantageOptions(overlong=OVERLONG)
+    config = Config(publish_delay=DELAY, advantage_options=options, max_response_tokens=MAX_TOKENS)
+    nodes = [
+        batch_metrics(groups[node::num_nodes], VERSION, config, num_nodes)
+        for node in range(num_nodes)
+    ]
+    assert over_nodes(nodes) == pytest.approx(formula(groups), rel=1e-12)
+    without = over_nodes([batch_metrics(groups, VERSION, Config())])
+    assert "reward/overlong_penalty" not in without
 
 
 def test_training_stats_get_their_names_in_the_log():
@@ -86,25 +103,27 @@ def evaluation_metrics(*answers):
     """The metrics of an evaluation at version 3, of (group_id, reward) each; a reward of None has failed."""
     trajectories = []
     for group_id, reward in answers:
-        trajectory = make_trajectory(group_id, 0)
-        reason = {"finish_reason": "failed"} if reward is None else {"reward": reward}
-        trajectories.append(dataclasses.replace(trajectory, **reason))
-    return Evaluation(3, len(trajectories), trajectories).metrics()
+        reason = "failed" if reward is None else "stop"
+        trajectory = make_trajectory(group_id, 0, (3,), reason)
+        trajectories.append(dataclasses.replace(trajectory, reward=reward or 0.0))
+    evaluation = Evaluation(3, len(answers))
+    assert [evaluation.add(t) for t in trajectories] == [False] * (len(answers) - 1) + [True]
+    return evaluation.metrics()
 
 
-def test_accuracy_is_over_all_problems_asked_and_a_failed_response_counts_0():
-    failed = (EVALUATION_GROUP, None)
-    right, wrong = (EVALUATION_GROUP, 1.0), (EVALUATION_GROUP, 0.0)
-    assert evaluation_metrics(right, wrong, right, failed) == {
+def test_accuracy_is_over_all_problems_asked_also_greedily_and_a_failed_response_counts_0():
+    failed, right, wrong = ((EVALUATION_GROUP, reward) for reward in (None, 1.0, 0.0))
+    expected = {
         "eval/accuracy": 0.5, "eval/policy_version": 3, "eval/problems": 3, "eval/failed": 1,
     }  # fmt: skip
-    assert evaluation_metrics(failed, failed)["eval/accuracy"] == 0.0
-
-
-def test_greedy_answers_have_an_accuracy_of_their_own():
-    greedy = [(GREEDY_GROUP, 1.0)] * 3
-    metrics = evaluation_metrics((EVALUATION_GROUP, 0.0), *greedy, (GREEDY_GROUP, None))
-    assert (metrics["eval/accuracy"], metrics["eval/greedy_accuracy"]) == (0.0, 0.75)
+    assert evaluation_metrics(right, wrong, right, failed) == expected
+    greedy = [(GREEDY_GROUP, 1.0)] * 3 + [(GREEDY_GROUP, None)]
+    metrics = evaluation_metrics(right, wrong, right, failed, *greedy)
+    assert metrics == expected | {
+        "eval/greedy_accuracy": 0.75, "eval/problems": 6, "eval/failed": 2,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"version 3 got tokens of versions \[2, 3\]"):
+        Evaluation(3, 1).add(make_trajectory(EVALUATION_GROUP, 0, (2, 3)))
 
 
 def test_what_is_dropped_on_one_node_alone_is_measured_against_what_all_consume():
@@ -117,56 +136,21 @@ def test_what_is_dropped_on_one_node_alone_is_measured_against_what_all_consume(
     one, other = (
         ledger_metrics(Counter(dict.fromkeys(COUNTS, 0) | sums)) for sums in (dropped, consumed)
     )
-    assert bias_in(over_nodes([one, other, other])) == {
+    metrics = over_nodes([one, other, other])
+    assert {name: value for name, value in metrics.items() if name.startswith("dropped/")} == {
         "dropped/shut_out_length_ratio": 2.5,
         "dropped/shut_out_reward_gap": -1.0,
     }
-    assert bias_in(over_nodes([one])) == {}, "nothing to compare"
-
-
-def bias_in(metrics):
-    """The metrics of how dropped groups differ from those consumed."""
-    return {name: value for name, value in metrics.items() if name.startswith("dropped/")}
-
-
-def test_inherited_tokens_are_those_sampled_before_the_newest_weights():
-    group = Group(0, (make_trajectory(0, 0, (1, 2, 2)), make_trajectory(0, 1, (2,))))
-    assert metrics_of([group], 2, Config())["response/inherited_share"] == 0.25
-    assert metrics_of([group], 3, Config(publish_delay=1))["response/inherited_share"] == 0.25
-
-
-def test_metrics_over_nodes_are_those_of_the_whole_batch():
-    rng = np.random.default_rng(0)
-
-    def group(group_id):
-        lengths, rewards = rng.integers(1, 9, 2), rng.normal(size=2)
-        members = [
-            make_trajectory(group_id, m, rng.integers(1, 5, n)) for m, n in enumerate(lengths)
-        ]
-        # in the second node alone
-        parts = {"climax": float(rewards[0])} if group_id != 4 else {"rare": 8.0}
-        members = [
-            dataclasses.replace(t, reward=float(r), reward_parts=parts)
-            for t, r in zip(members, rewards, strict=True)
-        ]
-        return Group(group_id, tuple(members))
-
-    nodes = [[group(3 * node + i) for i in range(3)] for node in range(4)]
-    config = Config(publish_delay=1, advantage_options=AdvantageOptions(overlong=47))
-    whole = metrics_of([group for groups in nodes for group in groups], 5, config)
-    found = over_nodes(batch_metrics(groups, 5, config, num_nodes=4) for groups in nodes)
-    assert found == pytest.approx(whole, rel=1e-12) and found.keys() == whole.keys()
+    assert "dropped/shut_out_length_ratio" not in over_nodes([one]), "nothing to compare"
 
 
 def test_the_type_of_a_metric_and_not_its_name_says_how_nodes_become_one():
     nodes = (
         {"a/max": Sum(2), "b": Mean(3.0, 2), "c": Max(1.0)},
         {"a/max": Sum(5), "b": Mean(6.0, 1), "c": Max(4.0), "d_mean": Max(0.5)},
-        {"c": Max(2.0)},
+        {"c": Max(2.0), "nothing": Mean(0, 0)},
     )
     assert over_nodes(nodes) == {"a/max": 7, "b": 3.0, "c": 4.0, "d_mean": 0.5}
-    nothing = {"mean": Mean(0, 0)}
-    assert over_nodes([{"count": Sum(0), "largest": Max(3)}, nothing]) == {"count": 0, "largest": 3}
 
 
 def test_a_steps_time_is_split_into_shares_that_sum_to_1():
@@ -179,11 +163,8 @@ def test_a_steps_time_is_split_into_shares_that_sum_to_1():
         publish=1_000,
     )
     metrics = time_metrics(trainer)
-    assert (
-        metrics["time/step_s"] == 10e-6
-        and metrics["time/wait_s"] == 5e-6
-        and metrics["time/train_s"] == 4e-6
-    )
+    times = {name: 1e6 * metrics[f"time/{name}_s"] for name in ("step", "wait", "train", "publish")}
+    assert times == pytest.approx({"step": 10, "wait": 5, "train": 4, "publish": 1})
     assert metrics["trainer_time/wait"] == 0.4 and metrics["trainer_time/save"] == 0
     shares = [share for name, share in metrics.items() if name.startswith("trainer_time/")]
     assert sum(shares) == pytest.approx(1)

@@ -22,28 +22,31 @@ class Outer:
 
 
 def test_dataclasses_in_one_another_come_back_with_their_arrays_and_keys_that_are_numbers():
-    written = Outer(
-        [Inner({3: 4}, np.arange(6).reshape(2, 3)), Inner({}, np.zeros(0, np.float32))],
-        (1, "a"),
-        {"x"},
-    )
-    found = decode(Outer, encode(written))
-    assert found.pair == (1, "a") and found.names == {"x"} and found.inners[0].counts == {3: 4}
-    for one, other in zip(found.inners, written.inners, strict=True):
-        assert one.tokens.dtype == other.tokens.dtype and np.array_equal(one.tokens, other.tokens)
+    arrays = [
+        np.arange(6).reshape(2, 3),
+        np.zeros(0, np.float32),
+        np.array([np.nan, -1e-45], np.float32),
+    ]
+    written = Outer([Inner({3: 4}, array) for array in arrays], (1, "a"), {"x"})
+    read = decode(Outer, encode(written))
+    assert (read.pair, read.names) == ((1, "a"), {"x"})
+    for inner, array in zip(read.inners, arrays, strict=True):
+        assert inner.counts == {3: 4}
+        assert (inner.tokens.dtype, inner.tokens.shape) == (array.dtype, array.shape)
+        assert inner.tokens.tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize("kind", [dict[str, int], list[tuple[int, bytes]], int])
-def test_plain_types_are_read_as_well(kind):
-    value = {"dict": {"a": 1}, "list": [(1, b"b")], "int": 2**63 - 1}[getattr(kind, "__name__", "")]
-    assert decode(kind, encode(value)) == value
-
-
-def test_every_bit_of_a_float_is_kept():
-    values = np.array([np.nextafter(1, 2), np.pi, 5e-324, -0.0, np.inf])
-    assert np.array(decode(list[float], encode(values.tolist()))).tobytes() == values.tobytes()
-    narrow = np.array([np.nan, -1e-45, 3.4e38], np.float32)
-    assert decode(np.ndarray, encode(narrow)).tobytes() == narrow.tobytes()
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (dict[str, int], {"a": 1}),
+        (list[tuple[int, bytes]], [(1, b"b")]),
+        (int, 2**63 - 1),
+        (list[float], [np.nextafter(1, 2).item(), np.pi, 5e-324, -0.0, np.inf]),
+    ],
+)
+def test_plain_types_are_read_as_well(kind, value):
+    assert repr(decode(kind, encode(value))) == repr(value)
 
 
 @pytest.mark.parametrize(
