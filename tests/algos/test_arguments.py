@@ -1,10 +1,8 @@
 """What --algo-args takes: the options of losses.toml, and values far from them."""
 
-import inspect
 import itertools
 import math
 import re
-from typing import Literal
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from loss_inputs import VARIANTS, evaluate, gradient, random_inputs, to_float32
 from own_files import LOSS, write_own
 
 from algos import LOSSES
-from asyncrl.config import Config, read_arguments
+from asyncrl.config import Config
 from asyncrl.trainer.loss import choose_loss, keywords_of, try_loss
 
 EXTREMES = (
@@ -40,22 +38,6 @@ def test_options_and_defaults_of_every_loss_are_read_and_none_is_left_untried(al
     given = {name: default for name, default in defaults.items() if default is not None}
     for options in [given, *options_of(algo)]:
         assert chosen(algo, *as_items(options)).keywords == options
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "value"),
-    [
-        ("3", int, 3),
-        ("a=b", str, "a=b"),
-        ("2", Literal[1, 2], 2),
-        ("0.5", float | None, 0.5),
-        ("false", bool, False),
-    ],
-)
-def test_text_is_read_as_the_type_of_the_annotation(text, kind, value):
-    parameter = inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, annotation=kind)
-    converted = read_arguments("task-args", (f"x={text}",), "a task", (parameter,))["x"]
-    assert converted == value and type(converted) is type(value)
 
 
 def test_an_argument_without_annotation_has_the_type_of_its_default(monkeypatch):
