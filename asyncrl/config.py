@@ -528,25 +528,26 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
     ),
     (
         lambda c: c.group_size == 1 and c.advantage not in ("reinforce", "gae"),
-        "--advantage {c.advantage} does not go with --group-size 1, which leaves nothing to compare: every advantage "
-        "would be 0; use reinforce or gae; change one of the two",
+        "--advantage {c.advantage} compares the responses of a group, and --group-size 1 leaves nothing to "
+        "compare; raise --group-size, or use --advantage reinforce or gae",
     ),
     (
         lambda c: c.group_size == 1 and c.share_prefix == "prompt",
-        "--share-prefix prompt does not go with --group-size 1, which leaves nothing to share; change one of the two",
+        "--share-prefix prompt does not go with --group-size 1: one response shares its prompt with no other; "
+        "change one of the two",
     ),
     (
         lambda c: c.group_size == 1 and c.drop_zero_variance,
-        "--drop-zero-variance does not go with --group-size 1: every group would be dropped, for ever; change one of "
-        "the two",
+        "--drop-zero-variance does not go with --group-size 1: every group would be dropped; change one of the "
+        "two",
     ),
     (
         lambda c: (
             c.advantage != "gae"
             and c.advantage_options != AdvantageOptions(c.advantage_options.overlong)
         ),
-        "--advantage {c.advantage}, which has no values as gae has, does not go with options of --advantage.NAME but "
-        "overlong; change one of the two",
+        "--advantage {c.advantage} takes --advantage.overlong alone, as the other options are those of gae; leave "
+        "them out, or use --advantage gae",
     ),
     (
         lambda c: "auto" in c.save_memory and len(c.save_memory) > 1,
@@ -554,49 +555,48 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
     ),
     (
         lambda c: c.reward and c.is_multi_turn,
-        "--reward does not go with --task {c.task}, an environment, which gives its own rewards; change one of the "
-        "two",
+        "--reward does not go with --task {c.task}: an environment gives its own rewards; change one of the two",
     ),
     (
         lambda c: c.scheduling == "batch" and c.extra_members > 0,
-        "--extra-members {c.extra_members}, which gives up the slowest responses, does not go with --scheduling "
-        "batch, which waits for all; change one of the two",
+        "--extra-members {c.extra_members} gives up the slowest responses, and --scheduling batch waits for all; "
+        "change one of the two",
     ),
     (
         lambda c: c.stale_policy == "gate" and c.extra_groups > 0,
-        "--extra-groups {c.extra_groups}, of which the late are given up, does not go with --stale-policy gate: none "
-        "is; change one of the two",
+        "--extra-groups {c.extra_groups} gives up the slowest groups, and --stale-policy gate gives up none; "
+        "change one of the two",
     ),
     (
         lambda c: c.async_ratio == 0 and c.swarm.refresh_lag > 0,
-        "--swarm.refresh-lag {c.swarm.refresh_lag}, by which a host may be behind, does not go with --async-ratio 0, "
-        "which trains on-policy; change one of the two",
+        "--swarm.refresh-lag {c.swarm.refresh_lag} lets a host be behind, and --async-ratio 0 trains on-policy; "
+        "change one of the two",
     ),
     # One request of several responses can be neither resumed nor left early.
     (
         lambda c: not c.replicate_prompts and c.on_update in ("resume", "restart"),
-        "--no-replicate-prompts (one request of group_size responses) does not go with --on-update {c.on_update}; "
-        "change one of the two",
+        "--no-replicate-prompts makes one request of all responses of a group, and --on-update {c.on_update} "
+        "continues them one by one; change one of the two",
     ),
     (
         lambda c: not c.replicate_prompts and c.is_multi_turn,
-        "--no-replicate-prompts (one request of group_size responses) does not go with --task {c.task}, which has "
-        "several turns; change one of the two",
+        "--no-replicate-prompts makes one request of all responses of a group, and --task {c.task} has several "
+        "turns; change one of the two",
     ),
     (
         lambda c: not c.replicate_prompts and c.extra_members > 0,
-        "--no-replicate-prompts (one request of group_size responses) does not go with --extra-members "
-        "{c.extra_members}; change one of the two",
+        "--no-replicate-prompts makes one request of all responses of a group, and --extra-members "
+        "{c.extra_members} gives up some; change one of the two",
     ),
     (
         lambda c: not c.replicate_prompts and c.group_size > c.max_running_requests,
-        "--no-replicate-prompts (one request of group_size responses) does not go with --max-running-requests "
-        "{c.max_running_requests} below --group-size {c.group_size}; change one of the two",
+        "--no-replicate-prompts makes one request of all responses of a group: --max-running-requests "
+        "{c.max_running_requests} must be at least --group-size {c.group_size}; change one of the two",
     ),
     (
         lambda c: c.colocate == "sleep" and c.async_ratio > 0,
-        "--colocate sleep, which stops generation while the trainer computes and loses the KV cache, does not go with"
-        " --async-ratio {c.async_ratio:g}, which lets it run ahead; use 0; change one of the two",
+        "--colocate sleep stops generation while the trainer computes, and --async-ratio {c.async_ratio:g} lets "
+        "it run ahead; use --async-ratio 0 or --colocate share",
     ),
     (
         lambda c: (
@@ -604,50 +604,50 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
             and c.over_sampling > 1
             and c.on_update not in ("resume", "restart")
         ),
-        "--colocate sleep, which stops generation while the trainer computes and loses the KV cache, does not go with"
-        " --on-update {c.on_update} of partial rollouts, which needs it; use resume or restart; change one of the two",
+        "--colocate sleep loses the KV cache of partial rollouts, and --on-update {c.on_update} needs it; use "
+        "--on-update resume or restart",
     ),
     # Partial rollouts are suspended between two synchronous steps, at most MAX_RESUMES times.
     (
         lambda c: c.over_sampling > 1 and c.async_ratio > 0,
-        "--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps) does not go with --async-"
-        "ratio {c.async_ratio:g}; use 0; change one of the two",
+        "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --async-ratio "
+        "{c.async_ratio:g} is not synchronous; use --async-ratio 0",
     ),
     (
         lambda c: c.over_sampling > 1 and c.on_update == "wait",
-        "--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps) does not go with --on-"
-        "update wait, which leaves nothing to resume; change one of the two",
+        "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --on-update wait "
+        "suspends none; change one of the two",
     ),
     (
         lambda c: c.over_sampling > 1 and c.scheduling == "batch",
-        "--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps) does not go with "
-        "--scheduling batch, which leaves nothing running; change one of the two",
+        "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --scheduling batch "
+        "leaves none running; change one of the two",
     ),
     (
         lambda c: c.over_sampling > 1 and c.stale_policy == "gate",
-        "--over-sampling {c.over_sampling:g} (partial rollouts between synchronous steps) does not go with --stale-"
-        "policy gate, which does not bound how often one is resumed; change one of the two",
+        "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --stale-policy "
+        "gate does not bound how often; change one of the two",
     ),
     (
         lambda c: (
             c.over_sampling > 1 and c.stale_policy == "wait" and c.max_suspensions > MAX_RESUMES
         ),
-        f"--over-sampling {{c.over_sampling:g}} (partial rollouts between synchronous steps) does not go with "
-        f"{{c.max_suspensions}} suspensions of the last responses, of {MAX_RESUMES} at most; change one of the two",
+        f"--over-sampling {{c.over_sampling:g}} would suspend the last responses {{c.max_suspensions}} times, and "
+        f"at most {MAX_RESUMES} are allowed; lower it, or use --stale-policy drop",
     ),
     (
         lambda c: c.listen is not None and c.colocate == "sleep",
-        "--listen {c.listen}, where remote hosts come and go, does not go with --colocate sleep, which is for one GPU"
-        " that trainer and engine share; change one of the two",
+        "--listen {c.listen} lets remote hosts join, and --colocate sleep is for one GPU that trainer and engine "
+        "share; change one of the two",
     ),
     (
         lambda c: c.listen is not None and c.scheduling != "queue",
-        "--listen {c.listen}, where remote hosts come and go, does not go with --scheduling {c.scheduling}, a "
-        "baseline for one host; change one of the two",
+        "--listen {c.listen} lets remote hosts join, and --scheduling {c.scheduling} is a baseline for one host; "
+        "change one of the two",
     ),
     (
         lambda c: c.num_rollout_workers == 0 and c.weight_sync != "auto",
-        "--weight-sync {c.weight_sync} does not go with --num-rollout-workers 0, as remote hosts pull the weights; "
+        "--weight-sync {c.weight_sync} does not go with --num-rollout-workers 0: remote hosts pull the weights; "
         "change one of the two",
     ),
 ]
