@@ -17,6 +17,7 @@ from torch import Tensor
 from algos.arguments import NonNegative, Share
 from algos.clipping import is_past_clip
 from algos.inputs import LossInputs
+from algos.objectives import weighted_policy_gradient
 from algos.ratio import importance_ratio
 
 
@@ -28,15 +29,9 @@ def loss(
     unified_mask: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
-    ratio = importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs)
+    ratio = importance_ratio(inputs.log_ratio.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     if unified_mask:
-        weight = torch.where(
-            is_past_clip(ratio, inputs.advantages, clip_low, clip_high), 0.0, weight
-        )
-    per_token_loss = -weight * inputs.advantages * inputs.logprobs
-    return per_token_loss, {
-        "ratio": ratio,
-        "weight": weight,
-        "clipped": (weight != ratio).to(ratio.dtype),
-    }
+        is_cut = is_past_clip(ratio, inputs.advantages, clip_low, clip_high)
+        weight = torch.where(is_cut, 0.0, weight)
+    return weighted_policy_gradient(inputs, weight, ratio)

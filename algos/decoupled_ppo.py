@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from algos.arguments import Cap, NonNegative, Share
-from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
+from algos.objectives import weighted_proximal_clip
 from algos.ratio import importance_ratio
 
 
@@ -35,14 +35,7 @@ def loss(
 
     `clipped` is 1 where the clip or the mask cuts the gradient to 0, or the cap makes it smaller.
     """
-    stale = importance_ratio(inputs.proximal_logprobs - inputs.behavior_logprobs)
+    stale = importance_ratio(inputs.log_staleness)
     over = stale > behavior_weight_cap
     weight = torch.where(over, 0.0 if action == "mask" else behavior_weight_cap, stale)
-    ratio = importance_ratio(inputs.logprobs - inputs.proximal_logprobs)
-    objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
-    return -weight * objective, {
-        "ratio": importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs),
-        "proximal_ratio": ratio.detach(),
-        "weight": weight,
-        "clipped": (clipped | over).to(ratio.dtype),
-    }
+    return weighted_proximal_clip(inputs, weight, over, clip_low, clip_high)

@@ -23,6 +23,7 @@ from torch import Tensor
 from algos.arguments import Cap, Positive
 from algos.clipping import is_past
 from algos.inputs import LossInputs
+from algos.objectives import weighted_policy_gradient
 from algos.ratio import importance_ratio
 
 _DELTA = {"tv": 0.15, "kl": 0.05}
@@ -49,12 +50,7 @@ def loss(
         moved = moved.sign() * _binary_kl(behavior_logprobs, logprobs)
     ratio = importance_ratio(logprobs - behavior_logprobs)
     weight = torch.where(is_past(moved, inputs.advantages, -low, high), 0.0, ratio.clamp(max=cap))
-    per_token_loss = -weight * inputs.advantages * inputs.logprobs
-    return per_token_loss, {
-        "ratio": ratio,
-        "weight": weight,
-        "clipped": (weight != ratio).to(ratio.dtype),
-    }
+    return weighted_policy_gradient(inputs, weight, ratio)
 
 
 def _binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:

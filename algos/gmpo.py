@@ -32,7 +32,7 @@ def loss(
 
     `clip_low` and `clip_high` are in nats; weight is g, and 0 where a token is clipped.
     """
-    log_ratio = inputs.logprobs - inputs.behavior_logprobs
+    log_ratio = inputs.log_ratio
     detached = log_ratio.detach()
     clipped = is_past(detached, inputs.advantages, -clip_low, clip_high)
     log_clipped = torch.where(clipped, detached.clamp(-clip_low, clip_high), log_ratio)

@@ -30,7 +30,7 @@ def loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where the gradient is cut to 0)."""
     advantages = inputs.advantages
-    ratio = importance_ratio(inputs.logprobs - inputs.behavior_logprobs)
+    ratio = importance_ratio(inputs.log_ratio)
     objective, clipped = clipped_objective(ratio, advantages, clip_low, clip_high)
     detached = ratio.detach()
     if dual_clip is not None:

@@ -26,7 +26,7 @@ def loss(
     inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's), clipped (gradient cut)."""
-    log_ratio = inputs.logprobs - inputs.behavior_logprobs
+    log_ratio = inputs.log_ratio
     ratio = importance_ratio(sequence_mean(log_ratio, inputs.sequence_ids))
     objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
     return -objective, {"ratio": ratio.detach(), "clipped": clipped.to(ratio.dtype)}

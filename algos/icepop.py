@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from algos.arguments import BelowOne, Cap, NonNegative, Share
-from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
+from algos.objectives import weighted_proximal_clip
 from algos.ratio import importance_ratio
 from algos.sequence_mean import sequence_mean
 
@@ -37,17 +37,10 @@ def loss(
 
     `clipped` is 1 where the clip or the mask cuts the gradient to 0.
     """
-    log_stale = inputs.proximal_logprobs - inputs.behavior_logprobs
-    stale = importance_ratio(
-        sequence_mean(log_stale, inputs.sequence_ids) if level == "sequence" else log_stale
-    )
+    log_staleness = inputs.log_staleness
+    if level == "sequence":
+        log_staleness = sequence_mean(log_staleness, inputs.sequence_ids)
+    stale = importance_ratio(log_staleness)
     outside = (stale < low) | (stale > high)
     weight = torch.where(outside, 0.0, stale)
-    ratio = importance_ratio(inputs.logprobs - inputs.proximal_logprobs)
-    objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
-    return -weight * objective, {
-        "ratio": importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs),
-        "proximal_ratio": ratio.detach(),
-        "weight": weight,
-        "clipped": (clipped | outside).to(ratio.dtype),
-    }
+    return weighted_proximal_clip(inputs, weight, outside, clip_low, clip_high)

@@ -25,6 +25,16 @@ class LossInputs:
     sequence_ids: Tensor
     """[N] int64, non-decreasing; the sequences that have a trained token, numbered 0 … S−1 in the micro-batch."""
 
+    @property
+    def log_ratio(self) -> Tensor:
+        """log π(t) − log π_behavior(t), [N] nats: how far the policy has moved; carries gradient."""
+        return self.logprobs - self.behavior_logprobs
+
+    @property
+    def log_staleness(self) -> Tensor:
+        """log π_proximal(t) − log π_behavior(t), [N] nats: how stale a token was when the step began."""
+        return self.proximal_logprobs - self.behavior_logprobs
+
     def to(self, device: torch.device | str) -> "LossInputs":
         """Return a copy on `device`, without gradient."""
         return LossInputs(*(getattr(self, name).detach().to(device) for name in _NAMES))

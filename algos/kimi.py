@@ -17,6 +17,6 @@ from algos.ratio import importance_ratio
 
 def loss(inputs: LossInputs, *, tau: Positive = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio."""
-    log_ratio = inputs.logprobs - inputs.behavior_logprobs
+    log_ratio = inputs.log_ratio
     per_token_loss = -inputs.advantages * inputs.logprobs + tau / 2 * log_ratio**2
     return per_token_loss, {"ratio": importance_ratio(log_ratio.detach())}

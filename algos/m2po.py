@@ -30,14 +30,14 @@ def loss(
     """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where a token is left out)."""
     moments, goes_on = _moments(inputs)
     left_out = goes_on & (moments >= _least_left_out(*_moments(update), m2_threshold))
-    ratio = importance_ratio(inputs.logprobs - inputs.behavior_logprobs)
+    ratio = importance_ratio(inputs.log_ratio)
     per_token_loss = torch.where(left_out, 0.0, -ratio * inputs.advantages)
     return per_token_loss, {"ratio": ratio.detach(), "clipped": left_out.to(ratio.dtype)}
 
 
 def _moments(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     """m [N], nats², and where the gradient moves a token further away from the policy that sampled it, [N] bool."""
-    log_ratio = inputs.logprobs.detach() - inputs.behavior_logprobs
+    log_ratio = inputs.log_ratio.detach()
     return log_ratio.square(), inputs.advantages * log_ratio > 0
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from algos.arguments import BelowOne, Cap
 from algos.inputs import LossInputs
+from algos.objectives import weighted_policy_gradient
 from algos.ratio import importance_ratio
 from algos.sequence_mean import sequence_mean, sequence_sum
 
@@ -36,7 +37,7 @@ def loss(
     level: Literal["token", "sequence", "geometric"] = "token",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight (w), clipped (1 where left out)."""
-    log_ratio = inputs.logprobs.detach() - inputs.behavior_logprobs
+    log_ratio = inputs.log_ratio.detach()
     ratio = judged = weight = importance_ratio(log_ratio)
     if level == "sequence":
         judged = weight = importance_ratio(sequence_sum(log_ratio, inputs.sequence_ids))
@@ -44,5 +45,4 @@ def loss(
         judged = importance_ratio(sequence_mean(log_ratio, inputs.sequence_ids))
     outside = (judged < low) | (judged > high)
     weight = torch.where(outside, 0.0, weight)
-    per_token_loss = -weight * inputs.advantages * inputs.logprobs
-    return per_token_loss, {"ratio": ratio, "weight": weight, "clipped": outside.to(ratio.dtype)}
+    return weighted_policy_gradient(inputs, weight, ratio, clipped=outside)

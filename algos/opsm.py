@@ -36,7 +36,7 @@ def loss(
 
     `delta` is in nats per token; weight is the ratio, and 0 where the sequence is left out.
     """
-    log_ratio = inputs.logprobs - inputs.behavior_logprobs
+    log_ratio = inputs.log_ratio
     left_out = (inputs.advantages < 0) & (
         -sequence_mean(log_ratio.detach(), inputs.sequence_ids) > delta
     )

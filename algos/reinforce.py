@@ -17,5 +17,5 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio."""
     per_token_loss = -inputs.advantages * inputs.logprobs
     # The ratio is reported, to show how far off-policy the data were; it takes no part in the loss.
-    ratio = importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs)
+    ratio = importance_ratio(inputs.log_ratio.detach())
     return per_token_loss, {"ratio": ratio}

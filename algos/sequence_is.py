@@ -21,19 +21,13 @@ from torch import Tensor
 
 from algos.arguments import Cap
 from algos.inputs import LossInputs
+from algos.objectives import weighted_policy_gradient
 from algos.ratio import importance_ratio
 from algos.sequence_mean import sequence_sum
 
 
 def loss(inputs: LossInputs, *, cap: Cap | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's), weight, clipped by the cap."""
-    ratio = importance_ratio(
-        sequence_sum(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.sequence_ids)
-    )
+    ratio = importance_ratio(sequence_sum(inputs.log_ratio.detach(), inputs.sequence_ids))
     weight = ratio if cap is None else ratio.clamp(max=cap)
-    per_token_loss = -weight * inputs.advantages * inputs.logprobs
-    return per_token_loss, {
-        "ratio": ratio,
-        "weight": weight,
-        "clipped": (weight != ratio).to(ratio.dtype),
-    }
+    return weighted_policy_gradient(inputs, weight, ratio)

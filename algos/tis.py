@@ -12,6 +12,7 @@ from torch import Tensor
 
 from algos.arguments import Cap, Share
 from algos.inputs import LossInputs
+from algos.objectives import weighted_policy_gradient
 from algos.ratio import importance_ratio
 
 
@@ -19,11 +20,5 @@ def loss(
     inputs: LossInputs, *, clip_low: Share = 0.0, clip_high: Cap = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
-    ratio = importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs)
-    weight = ratio.clamp(clip_low, clip_high)
-    per_token_loss = -weight * inputs.advantages * inputs.logprobs
-    return per_token_loss, {
-        "ratio": ratio,
-        "weight": weight,
-        "clipped": (weight != ratio).to(ratio.dtype),
-    }
+    ratio = importance_ratio(inputs.log_ratio.detach())
+    return weighted_policy_gradient(inputs, ratio.clamp(clip_low, clip_high), ratio)

@@ -19,8 +19,8 @@ from typing import Literal
 from torch import Tensor
 
 from algos.arguments import Cap, NonNegative, Share
-from algos.clipping import clipped_objective
 from algos.inputs import LossInputs
+from algos.objectives import weighted_proximal_clip
 from algos.ratio import importance_ratio
 from algos.sequence_mean import sequence_sum
 
@@ -37,16 +37,9 @@ def loss(
 
     `clipped` is 1 where the clip cuts the gradient to 0, or the cap makes it smaller.
     """
-    log_stale = inputs.proximal_logprobs - inputs.behavior_logprobs
-    stale = importance_ratio(
-        sequence_sum(log_stale, inputs.sequence_ids) if level == "sequence" else log_stale
-    )
+    log_staleness = inputs.log_staleness
+    if level == "sequence":
+        log_staleness = sequence_sum(log_staleness, inputs.sequence_ids)
+    stale = importance_ratio(log_staleness)
     weight = stale.clamp(max=cap)
-    ratio = importance_ratio(inputs.logprobs - inputs.proximal_logprobs)
-    objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
-    return -weight * objective, {
-        "ratio": importance_ratio(inputs.logprobs.detach() - inputs.behavior_logprobs),
-        "proximal_ratio": ratio.detach(),
-        "weight": weight,
-        "clipped": (clipped | (stale > cap)).to(ratio.dtype),
-    }
+    return weighted_proximal_clip(inputs, weight, stale > cap, clip_low, clip_high)

@@ -51,9 +51,7 @@ def loss(
         torch.where(advantages >= 0, positive, torch.full_like(advantages, negative))
         for positive, negative in ((k_positive, k_negative), (lambda_positive, lambda_negative))
     )
-    ratio = importance_ratio(
-        sequence_sum(inputs.logprobs.detach() - inputs.behavior_logprobs, inputs.sequence_ids)
-    )
+    ratio = importance_ratio(sequence_sum(inputs.log_ratio.detach(), inputs.sequence_ids))
     weight = torch.exp(lam + k * ratio.log() - lam * ratio)
     return -weight * advantages * inputs.logprobs, {"ratio": ratio, "weight": weight}
 

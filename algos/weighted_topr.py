@@ -11,9 +11,10 @@ option's purpose, it trades the pull of good responses against the push of bad o
 import torch
 from torch import Tensor
 
-from algos import topr
 from algos.arguments import NonNegative
 from algos.inputs import LossInputs
+from algos.objectives import weighted_policy_gradient
+from algos.ratio import importance_ratio
 
 
 def loss(
@@ -27,8 +28,7 @@ def loss(
         raise ValueError(
             "positive_weight and negative_weight are both 0, and nothing is trained; one must be above 0"
         )
-    per_token_loss, stats = topr.loss(inputs)
-    side = torch.where(
-        inputs.rewards > 0, positive_weight, torch.full_like(inputs.rewards, negative_weight)
-    )
-    return side * per_token_loss, {**stats, "weight": side * stats["weight"]}
+    ratio = importance_ratio(inputs.log_ratio.detach())
+    is_good = inputs.rewards > 0
+    weight = torch.where(is_good, positive_weight, negative_weight * ratio.clamp(0, 1))
+    return weighted_policy_gradient(inputs, weight, ratio, clipped=~is_good & (ratio > 1))
