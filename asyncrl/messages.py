@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from asyncrl.records import Partial, Ticket, Trajectory
+from asyncrl.records import Completion, Ticket, Trajectory
 
 HoldReason = Literal["weights", "version", "bound", "evaluation"]
 
@@ -152,7 +152,8 @@ class Finished:
 class InFlight:
     """How far the responses are that have not ended."""
 
-    partials: list[Partial]
+    partials: dict[int, Completion]
+    """Ticket -> its response, of one token at least."""
     lost: dict[int, int]
     """Ticket -> tokens of what nobody can continue: responses of several turns, or of a group by one request."""
 

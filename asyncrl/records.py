@@ -14,18 +14,17 @@ EVALUATION_GROUP, GREEDY_GROUP = -1, -2
 
 
 @dataclass(frozen=True)
-class Partial:
-    """A response as far as it has come. Another worker can continue it. Written by a rollout worker."""
+class Completion:
+    """A response, whole or as far as it has come. Any worker can continue it. Written by a rollout worker."""
 
-    ticket_id: int
-    tokens: np.ndarray
-    """[R] int64, those of the response alone, at least one."""
+    tokens: list[int]
+    """R token ids, those of the response alone."""
     behavior_logprobs: np.ndarray
     """[R] float32, nats; as in Trajectory."""
     policy_versions: np.ndarray
     """[R] int32, steps; as in Trajectory."""
-    finish_reason: FinishReason | None
-    """Why it has ended, and waits for its reward alone; None while it is sampled."""
+    finish_reason: FinishReason
+    """Why it has ended; `aborted` if more of it can be sampled."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Ticket:
     """Sampling seed, from run seed, group and member, and from the second new attempt on also from that."""
     min_version: int
     """Policy version that the worker must have loaded before it starts, steps."""
-    prefix: Partial | None = field(default=None, compare=False)
+    prefix: Completion | None = field(default=None, compare=False)
     """What there is of the response from before the run was resumed; it is continued."""
 
     @property

@@ -17,11 +17,11 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.dispatcher import Dispatcher
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Worker
-from asyncrl.engine.completion import Completion, Request
+from asyncrl.engine.completion import Request
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.messages import HoldReason
-from asyncrl.records import Ticket
+from asyncrl.records import Completion, Ticket
 from rollout import RolloutWorker
 
 # Messages

@@ -116,11 +116,11 @@ class Pair:
     def gaps(self, completion, weights):
         """[R] nats: engine's log-prob of each token − the trainer's under the version that the token claims."""
         now, gaps = self.weights(), np.full(len(completion.tokens), np.nan)
-        for version in set(completion.versions.tolist()):
+        for version in set(completion.policy_versions.tolist()):
             self.restore(weights[version])
-            of_version = completion.versions == version
+            of_version = completion.policy_versions == version
             gaps[of_version] = (
-                completion.logprobs - self.trainer_logprobs(PROMPT, completion.tokens)
+                completion.behavior_logprobs - self.trainer_logprobs(PROMPT, completion.tokens)
             )[of_version]
         self.restore(now)
         return gaps

@@ -26,7 +26,7 @@ from asyncrl.messages import (
     Update,
     Updated,
 )
-from asyncrl.records import Partial, Trajectory
+from asyncrl.records import Completion, Trajectory
 from asyncrl.runlog.time_ledger import Activity
 from train_async import run_job, train
 
@@ -36,7 +36,7 @@ TOKEN_S, MAX_TOKENS, VOCAB = 0.005, 20, 16
 def response_to(ticket, version: int) -> Trajectory:
     """The response to a ticket, which goes on from what there was of it."""
     rng, prefix = np.random.default_rng(ticket.seed), ticket.prefix
-    written = [] if prefix is None else prefix.tokens.tolist()
+    written = [] if prefix is None else list(prefix.tokens)
     versions = [] if prefix is None else prefix.policy_versions.tolist()
     new = rng.integers(3, VOCAB, rng.integers(1, MAX_TOKENS + 1 - len(written))).tolist()
     tokens, start, now = (
@@ -100,18 +100,22 @@ class Sampler:
         if self.running.pop(response.ticket_id, None) is not None:
             self.report(Finished, [response], requests=-1, trajectories=-1)
 
-    def partials(self) -> list[Partial]:
+    def partials(self) -> dict[int, Completion]:
         """How far everything is that has begun."""
-        found = []
+        partials = {}
         for response, num_old, began in list(self.running.values()):
             num = min(
                 num_old + int((time.monotonic() - began) / TOKEN_S), response.num_generated - 1
             )
             if num:
-                arrays = (response.tokens, response.behavior_logprobs, response.policy_versions)
-                written = (array[response.loss_mask][:num] for array in arrays)
-                found.append(Partial(response.ticket_id, *written, None))
-        return found
+                written = np.flatnonzero(response.loss_mask)[:num]
+                partials[response.ticket_id] = Completion(
+                    response.tokens[written].tolist(),
+                    response.behavior_logprobs[written],
+                    response.policy_versions[written],
+                    "aborted",
+                )
+        return partials
 
 
 def run_sampler(spec, connection) -> None:

@@ -27,7 +27,7 @@ from asyncrl.messages import (
     Update,
     Updated,
 )
-from asyncrl.records import Partial, Trajectory
+from asyncrl.records import Completion, Trajectory
 from asyncrl.runlog.time_ledger import Activity
 
 
@@ -96,7 +96,7 @@ def run_fake_worker(spec, connection):
             ):
                 die_once(spec)
             case Cut() if spec.model_path != "does not say":
-                send(InFlight([partial(ticket, version) for ticket in hanging.values()], {}))
+                send(InFlight({i: partial(ticket, version) for i, ticket in hanging.items()}, {}))
             case Abort(ticket_ids):
                 aborted = [hanging.pop(i) for i in ticket_ids if i in hanging]
                 finish([trajectory(t, version, spec, "aborted") for t in aborted])
@@ -121,13 +121,8 @@ def partial(ticket, version):
     """A token more than there was."""
     versions = [] if ticket.prefix is None else ticket.prefix.policy_versions.tolist()
     versions = np.array([*versions, version], np.int32)
-    return Partial(
-        ticket.ticket_id,
-        np.full(len(versions), 5),
-        np.zeros(len(versions), np.float32),
-        versions,
-        None,
-    )
+    zeros = np.zeros(len(versions), np.float32)
+    return Completion([5] * len(versions), zeros, versions, "aborted")
 
 
 def die_once(spec):

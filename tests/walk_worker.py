@@ -26,7 +26,7 @@ from asyncrl.messages import (
     Update,
     Updated,
 )
-from asyncrl.records import Partial, Trajectory
+from asyncrl.records import Completion, Trajectory
 from extras.baselines import Proceed, Waiting
 from extras.swarm.remote import RemoteWorker, SwarmWorkers
 from extras.swarm.wire import Fetch, Fetched
@@ -147,17 +147,19 @@ class WalkProcess:
 
     def say(self):
         """How far its responses are, also in the middle of an update."""
-        self.is_asked, partials, lost = False, [], {}
+        self.is_asked, partials, lost = False, {}, {}
         for ticket_id, episodes in self.episodes.items():
             if episodes[0].ticket.is_evaluation:
                 continue
             if self.config.is_multi_turn or len(episodes) > 1:
                 lost[ticket_id] = sum(len(episode.versions) for episode in episodes)
             elif versions := episodes[0].versions:
-                reason = "stop" if "scoring" in (episodes[0].state, episodes[0].waits_for) else None
-                zeros, versions = np.zeros(len(versions), np.int64), np.array(versions, np.int32)
-                partials.append(
-                    Partial(ticket_id, zeros, zeros.astype(np.float32), versions, reason)
+                is_whole = "scoring" in (episodes[0].state, episodes[0].waits_for)
+                partials[ticket_id] = Completion(
+                    [0] * len(versions),
+                    np.zeros(len(versions), np.float32),
+                    np.array(versions, np.int32),
+                    "stop" if is_whole else "aborted",
                 )
         self.outbox.append(InFlight(partials, lost))
 
@@ -234,7 +236,7 @@ class WalkProcess:
         if ticket.prefix is not None:
             (episode,) = self.episodes[ticket.ticket_id]
             episode.versions = ticket.prefix.policy_versions.tolist()
-            episode.is_whole = ticket.prefix.finish_reason is not None
+            episode.is_whole = ticket.prefix.finish_reason != "aborted"
         self._wait_or_go(
             self.episodes[ticket.ticket_id], self.config.scheduling == "lockstep", "ready"
         )

@@ -64,7 +64,7 @@ def cut(controller: "Controller", measure: Callable[[], dict[str, int]]) -> Cont
     for worker in workers:
         given += worker.awaited
         if worker.in_flight is not None:
-            partials |= {partial.ticket_id: partial for partial in worker.in_flight.partials}
+            partials |= worker.in_flight.partials
             lost |= worker.in_flight.lost
     given.sort(key=lambda ticket: ticket.ticket_id)
     queue, num_lost = [], 0

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group, Partial, Ticket
+from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Completion, Group, Ticket
 from data.problem import Problem
 
 Loss = Literal["died", "moved"]
@@ -112,7 +112,7 @@ class TicketSource:
         seed = self._seed(ticket.group_id, ticket.member, ticket.min_version, attempt)
         return replace(again, attempt=attempt, seed=seed)
 
-    def continued(self, ticket: Ticket, partial: Partial) -> Ticket:
+    def continued(self, ticket: Ticket, partial: Completion) -> Ticket:
         """Make the ticket of a response that continues from a part of it.
 
         Its seed sampled none of that part. The weights must be as new at least.

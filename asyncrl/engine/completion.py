@@ -5,33 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncrl.engine.vllm_setup import token_versions
-from asyncrl.records import FinishReason, Partial
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What the engine sampled for one request."""
-
-    tokens: list[int]
-    logprobs: np.ndarray
-    """[R] float32, nats, under the exact sampling transform."""
-    versions: np.ndarray
-    """[R] int32."""
-    finish_reason: FinishReason
-
-    @classmethod
-    def of(cls, partial: Partial) -> "Completion":
-        """Return the part of a response that was sampled before a resume."""
-        reason = partial.finish_reason or "aborted"
-        logprobs, versions = partial.behavior_logprobs, partial.policy_versions
-        return cls(partial.tokens.tolist(), logprobs, versions, reason)
-
-    def partial(self, ticket_id: int) -> Partial:
-        """Return the response for another worker to continue. An aborted one has not ended."""
-        reason = None if self.finish_reason == "aborted" else self.finish_reason
-        return Partial(
-            ticket_id, np.array(self.tokens, np.int64), self.logprobs, self.versions, reason
-        )
+from asyncrl.records import Completion, FinishReason
 
 
 @dataclass
@@ -52,7 +26,7 @@ class Request:
 
     def keep_only(self, version: int) -> int:
         """Drop what was sampled unless all of it is of one version. Returns the number of tokens dropped."""
-        if all((segment.versions == version).all() for segment in self.segments):
+        if all((segment.policy_versions == version).all() for segment in self.segments):
             return 0
         num_tokens = len(self.tokens)
         self.segments.clear()
@@ -60,14 +34,12 @@ class Request:
 
     def end(self, finish_reason: FinishReason) -> Completion:
         """Return the whole response: what was sampled between updates, joined."""
+        logprobs = [segment.behavior_logprobs for segment in self.segments]
+        versions = [segment.policy_versions for segment in self.segments]
         return Completion(
             self.tokens,
-            np.concatenate(
-                [np.zeros(0, np.float32), *(segment.logprobs for segment in self.segments)]
-            ),
-            np.concatenate(
-                [np.zeros(0, np.int32), *(segment.versions for segment in self.segments)]
-            ),
+            np.concatenate([np.zeros(0, np.float32), *logprobs]),
+            np.concatenate([np.zeros(0, np.int32), *versions]),
             finish_reason,
         )
 

@@ -12,10 +12,16 @@ from collections.abc import Callable
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.engine.completion import Completion
 from asyncrl.engine.environments import Environment
 from asyncrl.engine.score import Failed, bounded
-from asyncrl.records import GREEDY_GROUP, FinishReason, Ticket, Trajectory, check_trajectory
+from asyncrl.records import (
+    GREEDY_GROUP,
+    Completion,
+    FinishReason,
+    Ticket,
+    Trajectory,
+    check_trajectory,
+)
 
 _SEEDS_PER_TURN = 1 << 16  # a turn that is interrupted takes several
 
@@ -34,7 +40,7 @@ class Episode:
     ) -> None:
         """`generate(request_id, prompt_tokens, seed, max_tokens, prefix)` is awaited for each turn.
 
-        Without a seed it is greedy. The prefix is None, or what there was of the response before a resume.
+        Without a seed it is greedy. The prefix is that of the ticket, which then has one turn.
         """
         self.config = config
         self.ticket = ticket
@@ -108,11 +114,9 @@ class Episode:
         seed = None
         if self.ticket.group_id != GREEDY_GROUP:
             seed = self.ticket.seed + turn * _SEEDS_PER_TURN
-        # a ticket with a prefix has one turn
-        prefix = self.ticket.prefix and Completion.of(self.ticket.prefix)
         try:
             completion = await self._generate(
-                self.request_id, tuple(self._tokens), seed, max_tokens, prefix
+                self.request_id, tuple(self._tokens), seed, max_tokens, self.ticket.prefix
             )
         finally:
             self.request_id = None
@@ -131,8 +135,8 @@ class Episode:
         for start, completion in self.turns:
             turn = slice(start, start + len(completion.tokens))
             loss_mask[turn] = True
-            behavior_logprobs[turn] = completion.logprobs
-            policy_versions[turn] = completion.versions
+            behavior_logprobs[turn] = completion.behavior_logprobs
+            policy_versions[turn] = completion.policy_versions
         return Trajectory(
             ticket_id=self.ticket.ticket_id,
             group_id=self.ticket.group_id,

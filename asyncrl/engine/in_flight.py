@@ -2,11 +2,12 @@
 
 import asyncio
 
-from asyncrl.engine.completion import Completion, Request, read_completion
+from asyncrl.engine.completion import Request, read_completion
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.proxy import LLMProxy, running
 from asyncrl.engine.vllm_setup import num_sampled, output_so_far, request_states
 from asyncrl.messages import InFlight
+from asyncrl.records import Completion
 
 SETTLING_TURNS = 100
 """Turns of the event loop, at most, until what the engine has returned is with its callers; a few are enough."""
@@ -26,7 +27,7 @@ def read_in_flight(proxy: LLMProxy, episodes: dict[int, list[Episode]]) -> InFli
 
     A response of a single turn can be continued. Of all others only the number of tokens is known, which are lost.
     """
-    partials, lost = [], {}
+    partials, lost = {}, {}
     for ticket_id, ticket_episodes in episodes.items():
         first = ticket_episodes[0]
         if first.ticket.is_evaluation:
@@ -36,7 +37,7 @@ def read_in_flight(proxy: LLMProxy, episodes: dict[int, list[Episode]]) -> InFli
             continue
         completion = _so_far(proxy, first)
         if completion is not None and completion.tokens:
-            partials.append(completion.partial(ticket_id))
+            partials[ticket_id] = completion
     return InFlight(partials, lost)
 
 

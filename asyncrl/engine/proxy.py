@@ -17,8 +17,9 @@ from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.config import Config
 from asyncrl.engine import vllm_setup
-from asyncrl.engine.completion import Completion, Request, read_completion
+from asyncrl.engine.completion import Request, read_completion
 from asyncrl.messages import SampledTokens
+from asyncrl.records import Completion
 from asyncrl.runlog.time_ledger import Activity
 
 ABORT_AGAIN_S = 0.001

@@ -17,11 +17,10 @@ from multiprocessing.connection import Connection
 from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.config import Config
 from asyncrl.controller.tickets import TicketSource
-from asyncrl.engine.completion import Completion
 from asyncrl.engine.environments import Environment, Environments, SingleTurn
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.score import Scored
-from asyncrl.records import Ticket
+from asyncrl.records import Completion, Ticket
 from extras.latency_law import LatencyLaw
 from rollout import RolloutWorker, run_worker, start_worker
 from scripts.latency import start_delayed

@@ -117,7 +117,7 @@ class NanOnce(LLMProxy):
     async def generate(self, *arguments):
         completion = await super().generate(*arguments)
         if self.broken():
-            completion.logprobs[0] = np.nan
+            completion.behavior_logprobs[0] = np.nan
         return completion
 
 

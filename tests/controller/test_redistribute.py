@@ -14,7 +14,7 @@ from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.ledger import DROP_REASONS
 from asyncrl.controller.redistribute import redistribute
 from asyncrl.controller.tickets import IDS_PER_NODE, PromptSource, TicketSource, TicketState
-from asyncrl.records import Partial, Trajectory
+from asyncrl.records import Completion, Trajectory
 from asyncrl.runlog.plain import decode, encode
 from data.problem import Problem
 
@@ -355,9 +355,8 @@ def test_a_response_that_goes_on_has_a_seed_of_its_own_each_time_and_weights_as_
     seeds, goes_on = {ticket.seed}, ticket
     for size in (3, 5, 9):
         versions = np.arange(size, dtype=np.int32)
-        partial = Partial(
-            ticket.ticket_id, np.arange(size), np.zeros(size, np.float32), versions, None
-        )
+        logprobs = np.zeros(size, np.float32)
+        partial = Completion(list(range(size)), logprobs, versions, "aborted")
         goes_on = source.continued(goes_on, partial)
         assert (goes_on.ticket_id, goes_on.prefix, goes_on.min_version) == (
             ticket.ticket_id,

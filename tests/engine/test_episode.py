@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.engine.completion import Completion
 from asyncrl.engine.environments import EnvironmentPool, MultiTurn, SingleTurn, Step, call_in_thread
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.score import Failed
-from asyncrl.records import EVALUATION_GROUP, Partial, Ticket
+from asyncrl.records import EVALUATION_GROUP, Completion, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import ENVIRONMENTS, TextEnvironment
 from extras.baselines import BaselineEpisode
@@ -175,16 +174,15 @@ def test_a_response_that_goes_on_is_whole_in_its_trajectory_and_where_it_is_scor
     """With what there was before the run was resumed, which may be all of it but for its reward."""
     begun, rest = TOKENIZER.encode("12"), [*TOKENIZER.encode("34"), EOS]
     numbers = np.arange(len(begun), dtype=np.float32)
-    partial = Partial(
-        7, np.array(begun), -numbers, numbers.astype(np.int32), "stop" if has_ended else None
-    )
+    reason = "stop" if has_ended else "aborted"
+    partial = Completion(begun, -numbers, numbers.astype(np.int32), reason)
     given = []
 
     async def generate(request_id, prompt_tokens, seed, max_tokens, prefix):
         given.append((prompt_tokens, max_tokens, prefix.finish_reason))
         if has_ended:
             return prefix
-        joined = np.append(prefix.logprobs, [-9.0] * 3), np.append(prefix.versions, [9] * 3)
+        joined = np.append(prefix.behavior_logprobs, [-9.0] * 3), np.append(prefix.policy_versions, [9] * 3)
         return Completion(prefix.tokens + rest, *joined, "stop")
 
     ticket, rewards = replace(make_ticket((4, 5)), prefix=partial), Answers()
@@ -192,7 +190,7 @@ def test_a_response_that_goes_on_is_whole_in_its_trajectory_and_where_it_is_scor
         SingleTurn(ticket, TOKENIZER, rewards), generate, ticket, task="addition"
     )
     trajectory = asyncio.run(episode.run(0))
-    assert given == [((4, 5), 100, "stop" if has_ended else "aborted")]
+    assert given == [((4, 5), 100, reason)]
     after = [] if has_ended else rest
     assert trajectory.tokens.tolist() == [4, 5, *begun, *after]
     assert trajectory.policy_versions.tolist() == [-1, -1, *range(len(begun)), *[9] * len(after)]

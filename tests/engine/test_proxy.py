@@ -53,14 +53,14 @@ def test_behavior_logprobs_are_the_trainers_under_temperature_and_what_cuts_the_
 ):
     with pair.sampling(**cuts):
         completion = pair.generate(f"sampled-with-{cuts}")
-        assert len(completion.tokens) > 1 and len(completion.logprobs) == len(completion.tokens)
+        assert len(completion.tokens) > 1 and len(completion.behavior_logprobs) == len(completion.tokens)
         trainer = pair.trainer_logprobs(PROMPT, completion.tokens)
-    assert np.abs(completion.logprobs - trainer).max() < 1e-4
+    assert np.abs(completion.behavior_logprobs - trainer).max() < 1e-4
     if cuts:
         without = pair.trainer_logprobs(PROMPT, completion.tokens)
-        assert np.abs(completion.logprobs - without).max() > 1e-2
+        assert np.abs(completion.behavior_logprobs - without).max() > 1e-2
     raw = pair.trainer_logprobs(PROMPT, completion.tokens, raw=True)
-    assert np.abs(completion.logprobs - raw).max() > 1e-2
+    assert np.abs(completion.behavior_logprobs - raw).max() > 1e-2
 
 
 def test_the_same_seed_draws_the_same_response_and_another_seed_another(pair):
@@ -86,7 +86,7 @@ def test_a_prefix_computed_under_other_weights_is_never_reused(pair):
         pair.sync(version)
         completion = pair.generate(f"prefix-{name}", LONG_PROMPT)
         trainer = pair.trainer_logprobs(LONG_PROMPT, completion.tokens)
-        assert np.abs(completion.logprobs - trainer).max() < 1e-4
+        assert np.abs(completion.behavior_logprobs - trainer).max() < 1e-4
 
 
 @pytest.mark.parametrize("mode", ["recompute", "resume", "restart", "wait"])
@@ -94,13 +94,13 @@ def test_every_token_is_what_the_version_it_claims_would_have_sampled(pair, mode
     pair.proxy.take_sampled()
     with pair.on_update(mode):
         completions, weights = pair.generate_through_updates()
-    mixed = [completion for completion in completions if len(set(completion.versions)) > 1]
+    mixed = [completion for completion in completions if len(set(completion.policy_versions)) > 1]
     assert bool(mixed) == (mode in ("recompute", "resume")), (
         "the others keep a response to one version"
     )
     for completion in completions:
         assert (
-            list(completion.versions) == sorted(completion.versions)
+            list(completion.policy_versions) == sorted(completion.policy_versions)
             and len(completion.tokens) <= 100
         )
     gaps = np.abs(np.concatenate([pair.gaps(completion, weights) for completion in completions]))
@@ -117,13 +117,13 @@ def test_every_token_is_what_the_version_it_claims_would_have_sampled(pair, mode
 def test_under_keep_only_tokens_after_an_update_feel_the_old_cache(pair):
     with pair.on_update("keep"):
         completions, weights = pair.generate_through_updates()
-    mixed = [completion for completion in completions if len(set(completion.versions)) > 1]
+    mixed = [completion for completion in completions if len(set(completion.policy_versions)) > 1]
     assert mixed, "no response was running during an update"
     for completion in mixed:
         gaps = np.abs(pair.gaps(completion, weights))
-        before = completion.versions == completion.versions[0]
+        before = completion.policy_versions == completion.policy_versions[0]
         assert gaps[before].max() < 1e-4
-    stale = np.concatenate([pair.gaps(c, weights)[c.versions > c.versions[0]] for c in mixed])
+    stale = np.concatenate([pair.gaps(c, weights)[c.policy_versions > c.policy_versions[0]] for c in mixed])
     assert np.abs(stale).mean() > 1e-3, (
         "keys and values of the weights before are still attended to"
     )
@@ -143,7 +143,7 @@ def test_a_prefix_that_an_update_has_used_up_is_cut_and_not_resumed(pair):
 
     with pair.on_update("resume"):
         completions = pair.run(generate())
-    assert all(len(c.tokens) == len(c.logprobs) == len(c.versions) <= 7 for c in completions)
+    assert all(len(c.tokens) == len(c.behavior_logprobs) == len(c.policy_versions) <= 7 for c in completions)
     assert {c.finish_reason for c in completions if len(c.tokens) == 7} <= {"length", "stop"}
     assert "aborted" not in {c.finish_reason for c in completions}
 
@@ -164,13 +164,13 @@ def test_what_is_suspended_goes_on_after_the_next_update_and_not_before(pair):
         await asyncio.sleep(0.2)
         assert sum(task.done() for task in tasks) == num_done < 16 and not late.done()
         assert await pair.proxy.update(version, pair.stage(version).messages) == 0.0
-        assert set((await late).versions) == {version}
+        assert set((await late).policy_versions) == {version}
         return await asyncio.gather(*tasks)
 
     for version, mode in ((2000, "resume"), (2001, "keep"), (2002, "recompute")):
         with pair.on_update(mode):
             completions = pair.run(generate(version))
-        assert any(len(set(c.versions)) == 2 for c in completions)
+        assert any(len(set(c.policy_versions)) == 2 for c in completions)
 
 
 def test_one_request_gives_a_whole_group_with_different_responses(pair):
@@ -178,7 +178,7 @@ def test_one_request_gives_a_whole_group_with_different_responses(pair):
     assert len(completions) == 6 and len({tuple(c.tokens) for c in completions}) == 6
     for completion in completions:
         assert (
-            np.abs(completion.logprobs - pair.trainer_logprobs(PROMPT, completion.tokens)).max()
+            np.abs(completion.behavior_logprobs - pair.trainer_logprobs(PROMPT, completion.tokens)).max()
             < 1e-4
         )
 
@@ -221,8 +221,8 @@ def test_an_aborted_request_returns_the_tokens_that_it_has(pair):
     aborted = [c for c in pair.run(abort_soon()) if c.finish_reason == "aborted"]
     assert aborted
     for completion in aborted:
-        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) < 100
-        assert np.isfinite(completion.logprobs).all()
+        assert len(completion.tokens) == len(completion.behavior_logprobs) == len(completion.policy_versions) < 100
+        assert np.isfinite(completion.behavior_logprobs).all()
 
 
 def test_weights_that_are_not_whole_are_refused(pair):
@@ -392,4 +392,4 @@ def test_a_response_woken_by_an_update_that_a_suspend_follows_at_once_waits_for_
 
     completion = asyncio.run(wake_and_suspend())
     completion = completion[0] if as_group else completion
-    assert completion.versions.tolist() == [2] and engine.asked[-2:] == ["resume", "request"]
+    assert completion.policy_versions.tolist() == [2] and engine.asked[-2:] == ["resume", "request"]

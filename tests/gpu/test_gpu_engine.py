@@ -69,7 +69,7 @@ def test_a_sleeping_engine_gives_its_memory_up_and_wakes_with_new_weights(sessio
     completion = session.pair.run(
         session.pair.proxy.generate("after", (3, 4, 5), seed=0, max_tokens=16)
     )
-    assert len(completion.tokens) == 16 and set(completion.versions) == {session.version}
+    assert len(completion.tokens) == 16 and set(completion.policy_versions) == {session.version}
 
 
 def test_many_updates_take_no_more_memory_than_a_few(session):

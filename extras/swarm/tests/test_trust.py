@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.engine.completion import Completion
 from asyncrl.engine.environments import EnvironmentPool, MultiTurn, SingleTurn
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.score import MAX_REWARD, Failed
 from asyncrl.messages import Finished
-from asyncrl.records import Partial, Ticket
+from asyncrl.records import Completion, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import ENVIRONMENTS
 from extras.swarm.trust import mistake_in
@@ -32,8 +31,8 @@ def make_ticket(config, **fields):
     return replace(Ticket(70, 3, 1, 1, 0, prompt, "", seed, 123, 5), **fields)
 
 
-PREFIX = Partial(
-    70, np.array([7, 8]), np.full(2, -0.25, np.float32), np.array([3, 6], np.int32), None
+PREFIX = Completion(
+    [7, 8], np.full(2, -0.25, np.float32), np.array([3, 6], np.int32), "aborted"
 )
 
 
@@ -50,9 +49,9 @@ def sampling(turns, versions):
         words = [token for word in text.split() for token in TOKENIZER.encode(word)]
         tokens = (words + [EOS] * (reason == "stop"))[: max_tokens - len(prefix.tokens)]
         stamps = np.sort(np.resize(np.array(versions, np.int32), len(tokens)))
-        logprobs = np.concatenate((prefix.logprobs, np.full(len(tokens), -0.5, np.float32)))
+        logprobs = np.concatenate((prefix.behavior_logprobs, np.full(len(tokens), -0.5, np.float32)))
         return Completion(
-            [*prefix.tokens, *tokens], logprobs, np.concatenate((prefix.versions, stamps)), reason
+            [*prefix.tokens, *tokens], logprobs, np.concatenate((prefix.policy_versions, stamps)), reason
         )
 
     return generate
