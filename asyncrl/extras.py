@@ -13,6 +13,7 @@ MODULES = {
     "--join": "extras.swarm.join",
     "--dry-run": "extras.planning.dry_run",
     "--scheduling": "extras.baselines",
+    "--resume on another number of nodes": "extras.redistribute",
     "planning": "extras.planning.fit",
     "advice": "extras.planning.advice",
     "cores": "extras.cores",

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster, on_first_rank
 from asyncrl.config import OPTIONS, Config, May, options_for
 from asyncrl.controller.cut import ControllerState
-from asyncrl.controller.redistribute import redistribute
 from asyncrl.runlog.batches import weights_sha256
 from asyncrl.runlog.header import read_header
 from asyncrl.runlog.manifest import Checkpoint, checkpoints_in, newest_checkpoint, step_of
@@ -124,7 +124,10 @@ def controller_of(
         for node in range(len(checkpoint.nodes))
     ]
     states = [decode(ControllerState, part) for part in parts]
-    return redistribute(states, cluster.num_nodes)[cluster.node]
+    if len(states) != cluster.num_nodes:
+        redistribute = extras.load("--resume on another number of nodes").redistribute
+        states = redistribute(states, cluster.num_nodes)
+    return states[cluster.node]
 
 
 def how_to_go_on(run: Path | None) -> str:

@@ -12,11 +12,11 @@ from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.ledger import DROP_REASONS
-from asyncrl.controller.redistribute import redistribute
 from asyncrl.controller.tickets import IDS_PER_NODE, PromptSource, TicketSource, TicketState
 from asyncrl.records import Completion, Trajectory
 from asyncrl.runlog.plain import decode, encode
 from data.problem import Problem
+from extras.redistribute import redistribute
 
 PROMPTS = PromptSource(lambda index: Problem("", str(index)), [], lambda problem: [2])
 
@@ -230,11 +230,6 @@ def test_what_could_be_consumed_in_time_can_be_after_it_was_dealt_out(seed):
         for node in nodes:
             node.publish()
     assert not old, "what was resident is consumed first"
-
-
-def test_of_as_many_nodes_each_goes_on_with_its_own_state():
-    states = [node.state() for node in random_nodes(random.Random(1), config_of(), 3)]
-    assert redistribute(states, 3) is states
 
 
 def test_states_of_different_steps_are_refused():

@@ -1,4 +1,4 @@
-"""How the cuts of a run's nodes are dealt out to another number of nodes."""
+"""A run that is resumed on another number of nodes: how the cuts of its nodes are dealt out to them."""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,7 +8,7 @@ from asyncrl.controller.tickets import IDS_PER_NODE, TicketState
 
 
 def redistribute(states: list[ControllerState], num_nodes: int) -> list[ControllerState]:
-    """Deal out the states of a run's nodes to `num_nodes`; as many nodes keep their states as they are. Pure.
+    """Deal out the states of a run's nodes to another number of nodes. Pure.
 
     Resident groups go to each node in turn, oldest first. So each node has its share of every batch, and what could be
     consumed in time still can. Problems that one node had passed, and another had not reached, are put back. The first
@@ -19,8 +19,6 @@ def redistribute(states: list[ControllerState], num_nodes: int) -> list[Controll
     versions = [state.buffer.trainer_version for state in states]
     if len(set(versions)) != 1:
         raise RuntimeError(f"states of nodes at different trainer versions: {versions}")
-    if len(states) == num_nodes:
-        return states
     whole = _merge(states)
     residents = whole.buffer.residents
     order = sorted(residents, key=lambda group_id: (residents[group_id].version, group_id))
