@@ -83,14 +83,6 @@ class Cluster:
         """The leader's value, on all ranks of its node; collective on the node."""
         return self.scatter_on_node([value] * len(self.local_ranks))
 
-    def gather_on_node(self, value: Any) -> list | None:
-        """The values of this node's ranks, on its leader; None on the others. Collective on the node."""
-        if len(self.local_ranks) < 2:  # the leader is alone
-            return [value]
-        values = [None] * len(self.local_ranks) if self.is_leader else None
-        dist.gather_object(value, values, dst=self.local_ranks[0], group=self.node_group)
-        return values
-
     def gather(self, value: Any) -> list:
         """Return the values of all leaders, in the order of nodes; collective over leaders. For small things only.
 

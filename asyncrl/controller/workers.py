@@ -98,11 +98,11 @@ class Worker:
 
     def can_load(self, announcement: Announcement) -> bool:
         """Whether the worker may begin to read these weights now."""
-        return self.transport.can_read(self.index, announcement.staged)
+        return self.transport.can_read(announcement.staged)
 
     def load(self, announcement: Announcement) -> None:
         """Have the worker load staged weights, score the probe, and sample."""
-        self.transport.acquire(self.index, announcement.staged)
+        self.transport.acquire(announcement.staged)
         self.loading = announcement
         self.send_update(announcement.staged.messages, announcement.probe)
 
@@ -113,7 +113,7 @@ class Worker:
 
     def finish_loading(self) -> None:
         """Note that the worker reads no weights any more, and give their buffer back."""
-        self.transport.release(self.index, self.loading.staged)
+        self.transport.release(self.loading.staged)
         self.loading = None
 
     def ask(self) -> None:

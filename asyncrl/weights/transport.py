@@ -100,15 +100,15 @@ class Transport:
         """Keep these weights for any worker that has yet to read them, starts or falls behind."""
         self._announced = staged.buffer
 
-    def can_read(self, worker: int, staged: Staged) -> bool:
+    def can_read(self, staged: Staged) -> bool:
         """Return whether a worker may begin to read what was announced: not while newer weights are written over it."""
         return staged.buffer == self._announced
 
-    def acquire(self, worker: int, staged: Staged) -> None:
+    def acquire(self, staged: Staged) -> None:
         """Note that a worker is about to read."""
         self._readers[staged.buffer] += 1
 
-    def release(self, worker: int, staged: Staged) -> None:
+    def release(self, staged: Staged) -> None:
         """Note that a worker has read, or has died."""
         self._readers[staged.buffer] -= 1
 

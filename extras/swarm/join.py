@@ -152,7 +152,7 @@ class JoinedHost:
     def _leave(self) -> None:
         for engine in self.engines:
             if (fetched := engine.forget_run()) is not None:
-                self.transport.release(0, fetched)
+                self.transport.release(fetched)
         if self._socket is not None:
             self._link.send(Leave())
             self._socket.disable_monitor()
@@ -341,7 +341,7 @@ class JoinedHost:
                 # not that of what is here: versions may be equal to the bit
                 version = engine.wants["version"]
                 engine.wants, engine.fetched = None, self._here[1]
-                self.transport.acquire(index, engine.fetched)
+                self.transport.acquire(engine.fetched)
                 self._link.send(Fetched(version), index)
         wanted = [engine.wants for engine in self.engines if engine.wants is not None]
         if wanted and (self._asked is None or self.puller.wanted not in wanted):
@@ -360,7 +360,7 @@ class JoinedHost:
                     engine.is_up = True
                 case Updated():
                     staged, is_due = engine.loading.popleft()
-                    self.transport.release(index, staged)
+                    self.transport.release(staged)
                     message = message if is_due else None
                     self._look_for_weights()
                 case Probed(version):

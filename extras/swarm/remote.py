@@ -48,7 +48,7 @@ class RemoteWorker(Worker):
         """Have the weights come to the worker's host while it samples on; then it is to `load_fetched`."""
         self.loading = announcement
         self.staged = self.transport.staged(announcement.version)
-        self.transport.acquire(self.index, self.staged)
+        self.transport.acquire(self.staged)
         self.process.send(Fetch(announcement.version, self.staged.messages))
 
     def load_fetched(self) -> None:
@@ -57,7 +57,7 @@ class RemoteWorker(Worker):
 
     def finish_loading(self) -> None:
         """Note that the host reads no weights any more."""
-        self.transport.release(self.index, self.staged)
+        self.transport.release(self.staged)
         self.loading = None
 
     def ask(self) -> None:

@@ -23,9 +23,11 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
@@ -177,4 +179,13 @@ def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) 
     for part, scores in zip(parts, policy.score(parts), strict=True):
         for s, own in zip(part, scores.split([s.num_trained for s in part]), strict=True):
             found[s.group_id] = distance(own.numpy(), s.behavior_logprobs[s.loss_mask])
-    return {i: far for of_rank in cluster.gather_on_node(found) or () for i, far in of_rank.items()}
+    return {i: far for of_rank in _gather_on_node(cluster, found) or () for i, far in of_rank.items()}
+
+
+def _gather_on_node(cluster: Cluster, value: Any) -> list | None:
+    """The values of this node's ranks, on its leader; None on the others. Collective on the node."""
+    if len(cluster.local_ranks) < 2:  # the leader is alone
+        return [value]
+    values = [None] * len(cluster.local_ranks) if cluster.is_leader else None
+    dist.gather_object(value, values, dst=cluster.local_ranks[0], group=cluster.node_group)
+    return values

@@ -46,11 +46,11 @@ def connect(transport, worker=0, num_ranks=1):
 
 def receive(transport, engines, staged, worker=0):
     """What controller and worker do between Receiving and Updated; all ranks of an engine at the same time."""
-    transport.acquire(worker, staged)
+    transport.acquire(staged)
     transport.send(worker, staged)
     with ThreadPoolExecutor(len(engines)) as pool:
         list(pool.map(lambda engine: engine.update(staged.messages), engines))
-    transport.release(worker, staged)
+    transport.release(staged)
     transport.check()
 
 
@@ -79,7 +79,7 @@ def test_weights_are_staged_when_the_slowest_worker_has_received_the_last_ones()
         (quick,), (slow,) = connect(sent, 0), connect(sent, 1)
         first = sent.stage(0, parameters(0.0))
         sent.announce(first)
-        sent.acquire(1, first)
+        sent.acquire(first)
         receive(sent, [quick], first, worker=0)
         assert not sent.reserve(), "it is being sent"
         with pytest.raises(RuntimeError, match="no weight buffer is free"):
@@ -87,7 +87,7 @@ def test_weights_are_staged_when_the_slowest_worker_has_received_the_last_ones()
         sent.send(1, first)
         slow.update(first.messages)
         assert not slow.floats("a").any()
-        sent.release(1, first)
+        sent.release(first)
         assert sent.reserve()
 
 

@@ -50,14 +50,14 @@ def test_a_buffer_is_written_only_while_it_is_neither_announced_nor_read():
     transport = ShmTransport(SPECS)
     first = transport.stage(0, parameters(0.0))
     transport.announce(first)
-    transport.acquire(0, first)
+    transport.acquire(first)
     second = transport.stage(1, parameters(1.0))
     assert second.buffer != first.buffer
     transport.announce(second)
     assert not transport.reserve(), "one is being read, the other is announced"
     with pytest.raises(RuntimeError, match="no weight buffer is free"):
         transport.stage(2, parameters(2.0))
-    transport.release(0, first)
+    transport.release(first)
     assert transport.stage(2, parameters(2.0)).buffer == first.buffer
 
 
@@ -66,13 +66,13 @@ def test_of_one_buffer_nobody_begins_to_read_what_is_being_written():
     assert buffers.reserve() and buffers.reserve()
     first = Staged(buffers.take_buffer(), [])
     buffers.announce(first)
-    assert buffers.can_read(0, first) and not buffers.keeps_announced
-    buffers.acquire(0, first)
-    assert not buffers.reserve() and buffers.can_read(1, first), "another may read what is read"
-    buffers.release(0, first)
-    assert buffers.reserve() and not buffers.can_read(1, first)
+    assert buffers.can_read(first) and not buffers.keeps_announced
+    buffers.acquire(first)
+    assert not buffers.reserve() and buffers.can_read(first), "another may read what is read"
+    buffers.release(first)
+    assert buffers.reserve() and not buffers.can_read(first)
     buffers.announce(Staged(buffers.take_buffer(), []))
-    assert buffers.can_read(1, first)
+    assert buffers.can_read(first)
 
 
 def test_another_order_or_number_of_parameters_is_refused():

@@ -116,12 +116,12 @@ def is_left(transport, version):
 def test_old_snapshots_go_unless_a_worker_reads_them_or_they_are_announced():
     transport = PullTransport(SPECS)
     first = transport.stage(0, parameters(0))
-    transport.acquire(5, first)
+    transport.acquire(first)
     transport.announce(transport.stage(1, parameters(1)))
     for version in range(2, 7):
         transport.stage(version, parameters(version))
     assert [v for v in range(7) if is_left(transport, v)] == [0, 1, 4, 5, 6]
-    transport.release(5, first)
+    transport.release(first)
     transport.announce(transport.stage(7, parameters(7)))
     transport.stage(8, parameters(8))
     assert [v for v in range(9) if is_left(transport, v)] == [6, 7, 8]
@@ -130,7 +130,7 @@ def test_old_snapshots_go_unless_a_worker_reads_them_or_they_are_announced():
 def test_many_slow_hosts_cannot_make_the_trainer_keep_all_versions():
     transport = PullTransport(SPECS)
     for version in range(20):
-        transport.acquire(version, transport.stage(version, parameters(version)))
+        transport.acquire(transport.stage(version, parameters(version)))
     assert [v for v in range(20) if is_left(transport, v)] == [
         *range(MAX_READ),
         *range(20 - KEPT, 20),
