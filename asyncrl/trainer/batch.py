@@ -95,16 +95,15 @@ def distribute(
 ) -> list[list[list[list[Bundle]]]]:
     """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → bundles.
 
-    `share_prefix` as in bundle; `cost` as in choose_bundles. Ranks may get different numbers of micro-batches.
+    `share_prefix` as in bundle; `cost` as in choose_bundles. A micro-batch has at most `max_tokens`, which no sequence
+    exceeds. Ranks may get different numbers of micro-batches.
     """
     shares: list[list[list[list[Bundle]]]] = [[] for _ in range(num_ranks)]
     for update in updates:
-        bundles = choose_bundles(update, num_ranks, max_tokens, share_prefix, cost)
-        lengths = [bundle.num_tokens for bundle in bundles]
-        for share, microbatches in zip(
-            shares, split_into_microbatches(lengths, num_ranks, max_tokens), strict=True
-        ):
-            share.append([[bundles[item] for item in items] for items in microbatches])
+        bundles_of_ranks = choose_bundles(update, num_ranks, max_tokens, share_prefix, cost)
+        for share, bundles in zip(shares, bundles_of_ranks, strict=True):
+            bins = first_fit_decreasing(_lengths(bundles), max_tokens)
+            share.append([[bundles[item] for item in items] for items in bins])
     return shares
 
 
@@ -114,8 +113,9 @@ def choose_bundles(
     max_tokens: int,
     share_prefix: Sharing,
     cost: Callable[[list[int]], float],
-) -> list[Bundle]:
-    """Bundle the sequences of an update so that the rank with the most to compute has as little as may be.
+) -> list[list[Bundle]]:
+    """Bundle the sequences of an update so that the rank with the most to compute has as little as may be: [rank] →
+    bundles, about equal tokens each.
 
     Whole trees save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
     for its square; so trees are cut at half the limit, and half of that, while this helps. `cost` is that of computing
@@ -125,41 +125,20 @@ def choose_bundles(
     limits = [max_tokens]
     while share_prefix != "off" and limits[-1] > longest:
         limits.append(max(limits[-1] // 2, longest))
-
-    def largest_cost(bundles: list[Bundle]) -> float:
-        lengths = [bundle.num_tokens for bundle in bundles]
-        return max(cost([lengths[item] for item in items]) for items in balance(lengths, num_ranks))
-
-    return min((bundle(sequences, share_prefix, limit) for limit in limits), key=largest_cost)
+    deals = (balance(bundle(sequences, share_prefix, limit), num_ranks) for limit in limits)
+    return min(deals, key=lambda deal: max(cost(_lengths(bundles)) for bundles in deal))
 
 
-def split_into_microbatches(
-    lengths: list[int], num_ranks: int, max_tokens: int
-) -> list[list[list[int]]]:
-    """Assign items of `lengths` tokens to ranks and micro-batches: [rank][micro-batch] → item indices.
-
-    Ranks get about equal tokens, each micro-batch at most `max_tokens`. Raises ValueError for an item above
-    `max_tokens`.
-    """
-    for item, length in enumerate(lengths):
-        if length > max_tokens:
-            raise ValueError(
-                f"sequence {item} has {length} tokens, and a micro-batch at most {max_tokens}: "
-                "raise --max-tokens-per-microbatch"
-            )
-    microbatches_of_ranks = []
-    for items in balance(lengths, num_ranks):
-        bins = first_fit_decreasing([lengths[item] for item in items], max_tokens)
-        microbatches_of_ranks.append([[items[place] for place in places] for places in bins])
-    return microbatches_of_ranks
-
-
-def balance(lengths: list[int], num_ranks: int) -> list[list[int]]:
-    """Deal items to ranks, longest first, each to the rank with the fewest tokens; item indices of each rank."""
-    items_of_ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+def balance(bundles: list[Bundle], num_ranks: int) -> list[list[Bundle]]:
+    """Deal bundles to ranks, longest first, each to the rank with the fewest tokens."""
+    bundles_of_ranks: list[list[Bundle]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+    for item in sorted(bundles, key=lambda item: -item.num_tokens):
         rank = loads.index(min(loads))
-        items_of_ranks[rank].append(item)
-        loads[rank] += lengths[item]
-    return items_of_ranks
+        bundles_of_ranks[rank].append(item)
+        loads[rank] += item.num_tokens
+    return bundles_of_ranks
+
+
+def _lengths(bundles: list[Bundle]) -> list[int]:
+    return [item.num_tokens for item in bundles]

@@ -12,7 +12,7 @@ from tiny_policy import grouped_sequences, random_sequences, random_tree
 
 from asyncrl.config import Config
 from asyncrl.trainer.attention import dense_cost, dense_mask
-from asyncrl.trainer.batch import choose_bundles, distribute, split_into_microbatches
+from asyncrl.trainer.batch import choose_bundles, distribute
 from asyncrl.trainer.packing import (
     TrainSequence,
     UpdateTotals,
@@ -26,34 +26,34 @@ from asyncrl.trainer.packing import (
 LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 
 
+def sequences_of_lengths(lengths):
+    """Sequences of which only the lengths matter."""
+    arrays = [np.arange(length) for length in lengths]
+    return [TrainSequence(array, array > 0, array, array, 0.0, 0.0) for array in arrays]
+
+
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.integers(50, 200))
 def test_a_split_holds_every_sequence_once_within_the_budget(lengths, ranks, budget):
-    split = split_into_microbatches(lengths, ranks, budget)
-    assert len(split) == ranks
-    assert sorted(i for rank in split for members in rank for i in members) == list(
-        range(len(lengths))
-    )
-    assert all(sum(lengths[i] for i in members) <= budget for rank in split for members in rank)
+    sequences = sequences_of_lengths(lengths)
+    shares = distribute([sequences], ranks, budget)
+    assert len(shares) == ranks
+    microbatches = [microbatch for (rank,) in shares for microbatch in rank]
+    held = [id(b.sequences[0]) for microbatch in microbatches for b in microbatch]
+    assert sorted(held) == sorted(map(id, sequences))
+    assert all(sum(b.num_tokens for b in microbatch) <= budget for microbatch in microbatches)
 
 
 @settings(deadline=None)
 @given(LENGTHS.filter(bool), st.integers(1, 5))
 def test_ranks_differ_by_at_most_the_longest_sequence(lengths, ranks):
-    loads = [
-        sum(lengths[i] for m in rank for i in m)
-        for rank in split_into_microbatches(lengths, ranks, 10_000)
-    ]
+    shares = distribute([sequences_of_lengths(lengths)], ranks, 10_000)
+    loads = [sum(b.num_tokens for microbatch in rank for b in microbatch) for (rank,) in shares]
     assert max(loads) - min(loads) <= max(lengths)
 
 
 def test_first_fit_decreasing_fills_gaps_with_short_items():
     assert first_fit_decreasing([3, 7, 4, 6], 10) == [[1, 0], [3, 2]]
-
-
-def test_a_sequence_above_the_budget_is_an_error_with_both_numbers():
-    with pytest.raises(ValueError, match="sequence 1 has 11 tokens, and a micro-batch at most 10"):
-        split_into_microbatches([3, 11], 1, 10)
 
 
 def test_distribute_keeps_updates_apart():
@@ -359,7 +359,7 @@ def test_trees_are_dealt_whole_or_cut_and_packed_as_they_were_counted(
     held = [id(s) for rank in shares for microbatch in rank[0] for s in sequences_of(microbatch)]
     assert sorted(held) == sorted(map(id, sequences))
     read = [sum(num_read(pack(m, rows, sharing)) for m in rank[0]) for rank in shares]
-    bundles = choose_bundles(sequences, ranks, budget, sharing, cost)
+    bundles = sum(choose_bundles(sequences, ranks, budget, sharing, cost), [])
     assert read == [sum(b.num_tokens for m in rank[0] for b in m) for rank in shares]
     assert sum(read) == sum(b.num_tokens for b in bundles)
     assert max(read) - min(read) <= max(b.num_tokens for b in bundles)
@@ -369,7 +369,8 @@ def test_trees_are_dealt_whole_or_cut_and_packed_as_they_were_counted(
 def test_a_group_is_cut_only_as_far_as_the_budget_and_the_ranks_ask():
     two_groups = [*make_group(0, 10, [5] * 8), *make_group(1, 10, [5] * 8)]
     chosen = {
-        ranks: choose_bundles(two_groups, ranks, 1000, "prompt", cost=sum) for ranks in (1, 2, 4)
+        ranks: sum(choose_bundles(two_groups, ranks, 1000, "prompt", cost=sum), [])
+        for ranks in (1, 2, 4)
     }
     assert {ranks: [len(b.sequences) for b in bundles] for ranks, bundles in chosen.items()} == {
         1: [8, 8],
@@ -446,7 +447,7 @@ def test_a_greedy_cut_reads_at_most_a_tenth_more_than_the_best_partition_and_mos
 
 def test_dense_attention_gets_whole_groups_of_long_prompts_and_single_sequences_of_long_responses():
     def members_in_a_row(prompt, response, cost):
-        bundles = choose_bundles(make_group(0, prompt, [response] * 8), 1, 16384, "prompt", cost)
+        (bundles,) = choose_bundles(make_group(0, prompt, [response] * 8), 1, 16384, "prompt", cost)
         return max(len(b.sequences) for b in bundles)
 
     dense = functools.partial(dense_cost, hidden_size=64)
