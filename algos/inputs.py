@@ -24,6 +24,12 @@ class LossInputs:
     """[N] task reward of the token's sequence."""
     sequence_ids: Tensor
     """[N] int64, non-decreasing; the sequences that have a trained token, numbered 0 … S−1 in the micro-batch."""
+    lags: Tensor | None = None
+    """[N] int64, the trainer's version − that which sampled the token, steps; 0 for all if it is not given."""
+
+    def __post_init__(self) -> None:
+        if self.lags is None:
+            object.__setattr__(self, "lags", torch.zeros_like(self.sequence_ids))
 
     @property
     def log_ratio(self) -> Tensor:

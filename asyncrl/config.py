@@ -36,7 +36,8 @@ class May(enum.Enum):
 
 RESUME, NODE, HOST, REPLAY, EVALUATION, NOT_COPIED = May
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce_baseline", "gae"]
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
+"""Estimators that compare a response with others of its group only."""
 KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
 MAX_RESUMES = 4
 """Times that a response may be suspended and resumed where over_sampling is above 1; adds to max_staleness."""
@@ -237,8 +238,9 @@ class Config:
     problem of your own task that takes longer ends the run."""
 
     # Optimisation
-    advantage: Annotated[Advantage, REPLAY] = "grpo"
-    """Advantage estimator, algos/advantages.py; `gae` is per token, by a value head that is trained along."""
+    advantage: Annotated[str, REPLAY] = "grpo"
+    """Advantage estimator, algos/advantages.py, or your own: FILE.py:NAME. `gae` is per token, by a value head that is
+    trained along."""
     minibatches: Annotated[AtLeastOne, REPLAY] = 1
     """Optimizer updates per step, and per epoch of several; must divide groups_per_step."""
     proximal: Annotated[Literal["recompute", "loglinear"], REPLAY] = "recompute"
@@ -527,7 +529,7 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
         "{c.max_response_tokens}, or no response is short enough; change one of the two",
     ),
     (
-        lambda c: c.group_size == 1 and c.advantage not in ("reinforce", "gae"),
+        lambda c: c.group_size == 1 and c.advantage in GROUP_ADVANTAGES,
         "--advantage {c.advantage} compares the responses of a group, and --group-size 1 leaves nothing to "
         "compare; raise --group-size, or use --advantage reinforce or gae",
     ),

@@ -56,7 +56,12 @@ def typed(text: str) -> str:
 
 def texts_of(config: Config) -> list[str]:
     """Each FILE.py:NAME of a run."""
-    return list(filter(is_user_code, (config.algo, config.task, config.optimizer, *config.reward)))
+    return list(
+        filter(
+            is_user_code,
+            (config.algo, config.advantage, config.task, config.optimizer, *config.reward),
+        )
+    )
 
 
 def located(config: Config, folder: Path | None = None) -> Config:
@@ -69,7 +74,7 @@ def located(config: Config, folder: Path | None = None) -> Config:
 
     options = {
         name: re.sub(USER_CODE, locate, getattr(config, name))
-        for name in ("algo", "task", "optimizer")
+        for name in ("algo", "advantage", "task", "optimizer")
     }
     rewards = tuple(re.sub(USER_CODE, locate, reward) for reward in config.reward)
     return replace(config, **options, reward=rewards)

@@ -18,6 +18,7 @@ from asyncrl import user_code as own
 from asyncrl.config import Config, OptimOptions
 from asyncrl.engine.score import load_score
 from asyncrl.tasks import load_task, prepare_environment, score_of
+from asyncrl.trainer.advantage import choose_estimator, try_estimator
 from asyncrl.trainer.optimizer import make_optimizer, try_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,18 +46,27 @@ def folder(tmp_path_factory):
 
 
 def test_the_page_has_all_its_recipes():
-    assert len(FILES) == 6 and len(DIFFS) == 3
+    assert len(FILES) == 7 and len(DIFFS) == 3
 
 
 def test_the_loss_is_a_loss(folder):
     loss = own.load(f"{folder}/my_loss.py:loss", "--algo")
     values = torch.tensor([-1.0, -2.0], requires_grad=True)
     zeros = torch.zeros(2)
-    per_token, stats = loss(
-        LossInputs(values, zeros, zeros, zeros + 1, zeros, zeros.long()), cap=3.0
+    inputs = LossInputs(
+        values, zeros - 2, zeros, zeros + 1, zeros, zeros.long(), lags=torch.tensor([0, 2])
     )
+    per_token, stats = loss(inputs, cap=2.0, decay=0.5)
     per_token.sum().backward()
-    assert values.grad.isfinite().all() and set(stats) == {"ratio", "weight"}
+    assert stats["weight"].tolist() == [2.0, 0.25]
+    assert values.grad.tolist() == [-2.0, -0.25] and set(stats) == {"ratio", "weight"}
+
+
+def test_the_advantage_halves_with_each_step_of_lag(folder):
+    config = Config(advantage=f"{folder}/my_advantage.py:fresher")
+    try_estimator(config)
+    columns = torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([0, 2])
+    assert choose_estimator(config)(*columns).tolist() == [0.5, -0.125]
 
 
 def test_the_loss_that_couples_an_update_does_not_see_its_micro_batches(folder):

@@ -208,16 +208,18 @@ def _unknown(token: str) -> str:
 
 
 def check(config: Config) -> None:
-    """Try the loss, the optimizer, the task and the rewards of a run.
+    """Try the loss, the advantage estimator, the optimizer, the task and the rewards of a run.
 
     Raises ValueError, in one line, for an argument that one of them does not take, and for user code that is unfit.
     """
+    from asyncrl.trainer.advantage import try_estimator
     from asyncrl.trainer.loss import choose_loss, try_loss
     from asyncrl.trainer.optimizer import try_optimizer
 
     loss = choose_loss(config)
     with user_code.blamed(config.algo, "--algo"):
         try_loss(loss)
+    try_estimator(config)
     try_optimizer(config)
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
     if not config.is_multi_turn:

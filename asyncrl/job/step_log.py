@@ -2,6 +2,7 @@
 
 from asyncrl import extras
 from asyncrl.cluster.processes import freeze_garbage
+from asyncrl.config import GROUP_ADVANTAGES
 from asyncrl.job.node import Follower, Leader
 from asyncrl.records import Group
 from asyncrl.runlog.metrics import (
@@ -100,13 +101,9 @@ class StepLog:
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
         """Warn once if the run has learnt nothing from its first steps, and say where to look."""
         config = self.node.config
-        # and not the members of a group alone
-        compares_all = config.advantage in ("reinforce", "gae")
-        differs = (
-            metrics["reward/std"] > 0
-            if compares_all
-            else metrics["reward/zero_variance_groups"] < 1
-        )
+        differs = metrics["reward/std"] > 0
+        if config.advantage in GROUP_ADVANTAGES:
+            differs = metrics["reward/zero_variance_groups"] < 1
         self.has_signal |= differs
         if not self.has_signal and step == min(STEPS_WITHOUT_SIGNAL, config.steps):
             print(

@@ -10,11 +10,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from algos import ADVANTAGES
 from algos.advantages import overlong_penalty
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
+from asyncrl.trainer.advantage import choose_estimator
 from asyncrl.trainer.packing import Bundle, Sharing, TrainSequence, bundle, first_fit_decreasing
 from asyncrl.trainer.policy import Policy
 
@@ -52,7 +52,7 @@ def make_updates(
         order = np.random.default_rng((config.seed, step)).permutation(len(groups))
         groups = [groups[index] for index in order]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    advantages = _advantages(trajectories, config, cluster)
+    advantages = _advantages(trajectories, config, cluster, step)
     sequences = [
         TrainSequence(
             trajectory.tokens,
@@ -69,21 +69,27 @@ def make_updates(
     return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
 
-def _advantages(trajectories: list[Trajectory], config: Config, cluster: Cluster) -> list[float]:
+def _advantages(
+    trajectories: list[Trajectory], config: Config, cluster: Cluster, step: int
+) -> list[float]:
     """Return the advantages of this node's trajectories, estimated from the rewards of all nodes."""
     max_tokens = config.max_response_tokens
     overlong = config.advantage_options.overlong
-    rewards = [
-        (t.reward - overlong_penalty(t.num_beyond_prompt, max_tokens, overlong), t.group_id)
-        for t in trajectories
+    rows = [
+        (
+            trajectory.reward
+            - overlong_penalty(trajectory.num_beyond_prompt, max_tokens, overlong),
+            trajectory.group_id,
+            step - 1 - trajectory.min_version,
+        )
+        for trajectory in trajectories
     ]
-    rewards_of_nodes = cluster.gather(rewards)
-    values, group_ids = zip(*itertools.chain(*rewards_of_nodes), strict=True)
-    advantages = ADVANTAGES[config.advantage](
-        torch.tensor(values, dtype=torch.float64), torch.tensor(group_ids)
+    rows_of_nodes = cluster.gather(rows)
+    rewards, group_ids, lags = zip(*itertools.chain(*rows_of_nodes), strict=True)
+    advantages = choose_estimator(config)(
+        torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids), torch.tensor(lags)
     )
-    parts = advantages.split([len(rewards_of_node) for rewards_of_node in rewards_of_nodes])
-    return parts[cluster.node].tolist()
+    return advantages.split([len(rows) for rows in rows_of_nodes])[cluster.node].tolist()
 
 
 def distribute(

@@ -129,5 +129,5 @@ def _six_tokens(logprobs: Tensor, moved: float) -> LossInputs:
     log_ratio = moved * advantages
     others = {"behavior_logprobs": held - log_ratio, "proximal_logprobs": held - log_ratio / 2}
     return LossInputs(
-        logprobs, **others, advantages=advantages, rewards=1.0 - ids, sequence_ids=ids
+        logprobs, **others, advantages=advantages, rewards=1.0 - ids, sequence_ids=ids, lags=ids
     )

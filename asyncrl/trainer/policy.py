@@ -348,6 +348,7 @@ def _loss_inputs(batch: MicroBatch, logprobs: Tensor, progress: float) -> LossIn
         advantages=batch.advantages,
         rewards=batch.rewards,
         sequence_ids=batch.sequence_ids,
+        lags=batch.lags,
     )
 
 

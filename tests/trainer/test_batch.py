@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from trajectories import make_group, make_trajectory
 
+from algos import ADVANTAGES
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import AdvantageOptions, Config
 from asyncrl.records import Group
@@ -53,7 +54,7 @@ class SecondOfTwoNodes(Cluster):
     """Node 1, whose fellow brings two groups with ids and rewards of its own; nothing is sent."""
 
     def gather(self, value):
-        return [[(50.0, 100), (10.0, 100), (7.0, 101), (3.0, 101)], value]
+        return [[(50.0, 100, 0), (10.0, 100, 0), (7.0, 101, 0), (3.0, 101, 0)], value]
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
@@ -90,6 +91,14 @@ def test_what_a_reward_loses_by_length_is_in_the_advantage_alone():
     )
     (update,) = make_updates([Group(0, tuple(members))], config, Cluster(), step=1)
     assert [(s.advantage, s.reward) for s in update] == [(0.5, 0.0), (0.0, 0.0), (-0.5, 0.0)]
+
+
+def test_an_estimator_gets_the_lag_of_the_oldest_token_of_each_response(monkeypatch):
+    members = [make_trajectory(0, 0, (7, 9)), make_trajectory(0, 1, (9, 9))]
+    monkeypatch.setitem(ADVANTAGES, "lag", lambda lags: lags.double())
+    config = Config(groups_per_step=1, advantage="lag")
+    (update,) = make_updates([Group(0, tuple(members))], config, Cluster(), step=10)
+    assert [sequence.advantage for sequence in update] == [2.0, 0.0]
 
 
 def test_a_group_of_equal_rewards_has_no_advantage():
