@@ -9,7 +9,8 @@
 
 Divergence PPO, arXiv 2602.04879, eq. 13 and 14: «this token or another» stands for the whole distribution. A rare token
 may double, which PPO's clip forbids; a sure one may not fall by a fifth, which the clip allows. The cap is of section
-5.4. Defaults are verl's: 0.15 for "tv" and 0.05 for "kl" in its example, the cap of 20 in its code.
+5.4. The default bounds are those of verl's example: 0.15 for "tv" and 0.05 for "kl". The default cap is ours: verl's is
+3, and its example of DPPO sets 10,000.
 Differs from the paper: its top-k divergences are not here; a token left out stays in the denominator of the mean.
 Others: verl stops the gradient at the ratio, as here; SkyRL lets it pass and has no cap. Up to the cap the gradients
 are the same; above it a ratio with gradient would have none, where ours is bounded.

@@ -7,7 +7,8 @@
 
 Ling team, «Every Step Evolves» (Ring-1T), arXiv 2510.18855, where IcePop is the mask M(k; α, β) with α = 0.5, β = 5.
 Differs from the paper: its k is only training engine against inference engine at one version, ours holds the staleness
-as well; level "sequence" is not in it; a token left out stays in the denominator of the mean; the KL term is the
+as well; level "sequence" is not in it, and weighs by the geometric mean, which is no importance weight but has the
+scale of one token's; a token left out stays in the denominator of the mean; the KL term is the
 trainer's; log-ratios are clamped to ±20 nats. The proximal policy of a step's first update is the current one, as in
 decoupled_ppo.py.
 """

@@ -3,6 +3,7 @@
     loss_t = −A·log π(t) + tau/2·(log π(t) − log π_behavior(t))²
 
 Kimi k1.5, arXiv 2501.12599, section 2.3.2 (the last gradient there); per token as in ROLL Flash, arXiv 2510.11345.
+It is what verl calls `dro`.
 Differs from the paper: the square is of a token's log-ratio and not of the whole response's; the anchor is the policy
 that sampled the token, where the paper has the start of its iteration. There is no importance weight: staleness is not
 corrected but held against, and a token with A = 0 still has the gradient tau·(log π − log π_behavior).

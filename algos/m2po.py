@@ -5,12 +5,13 @@
              m over those of them that are left, in the whole update, is at most m2_threshold; else 1
     loss_t = −M_t·r_t·A
 
-Second-Moment Trust Policy Optimization, arXiv 2510.01161, algorithm 1, as its authors' code, Trinity-RFT and ms-swift
-have it: the mean of m is of those that go on, not of all. It couples all tokens of an optimizer update. A token that is
-left out stays in the denominator of the mean loss.
+Second-Moment Trust Policy Optimization, arXiv 2510.01161, algorithm 1, as Trinity-RFT and ms-swift have it: the mean of
+m is over those that go on, not over all. It couples all tokens of an optimizer update. A token that is left out stays
+in the denominator of the mean loss.
 Differs: what moved as far as the last token left out goes with it, one response sampled twice for example; the
-logarithm of r, not that in m, is clamped to ±20 nats. The authors' code clips where this leaves out, by default never
-inside 0.7 … 1.5.
+logarithm of r, not that in m, is clamped to ±20 nats.
+The authors' code cuts more tokens. It solves Σ min(m, τ²) = m2_threshold·n for τ and clips there, so a cut token still
+counts τ² in the sum, and here it does not count. By default their clip is never inside 0.7 … 1.5.
 AReaL has another form: m is of the proximal policy against the one that sampled; tokens of either direction are left
 out, in each micro-batch by itself, until the mean is below the threshold and not equal to it; one token always stays;
 those left out leave the loss mask, and with it the denominator; its PPO clip stays on top.

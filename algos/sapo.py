@@ -9,9 +9,9 @@ tokens and bad ones. PPO's clip cuts one side only.
 Soft Adaptive Policy Optimization, arXiv 2511.20347; the defaults are those of its authors, and τ is larger where A < 0
 because pushing one token down raises all the others.
 Differs from the paper: the denominator is the engine's own log-prob; 1/length is a choice of `loss_aggregation`
-(`sequence_mean` there); log-ratios are clamped to ±20 nats. Others: verl, TRL, AReaL and SkyRL have the same gate, with
-the trainer's own log-probs of the start of the step below the line. Its value at r_t = 1 is −2·A/τ and not −A: only
-its gradient means anything.
+(`sequence_mean` there); log-ratios are clamped to ±20 nats. Others: verl, TRL and SkyRL have the same gate, with the
+trainer's own log-probs of the start of the step below the line. AReaL has those of the policy that sampled, as here.
+Its value at r_t = 1 is −2·A/τ and not −A: only its gradient means anything.
 """
 
 import torch
