@@ -1,153 +1,194 @@
-"""The nccl transport with both ends on the CPU: everything but NCCL itself, for which see tests/gpu/."""
+"""The nccl transport and vLLM's receiving engine on the CPU: gloo has NCCL's part, threads that of CUDA's streams.
 
+NCCL itself is in tests/gpu/.
+"""
+
+import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_link import FakeEngine, SocketLink
+from cpu_transports import TIMEOUT_S, Communicator, patch_nccl
 
-from asyncrl.weights.nccl import NcclTransport
+from asyncrl.weights.nccl import NcclLink, NcclTransport
 from asyncrl.weights.transport import ParameterSpec
 
-SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
+# more than the buffers of a socket, so that a sender waits for who does not receive
+CHUNK_BYTES = 1 << 24
+SIZES = (3 << 22, 5, 1 << 22, 1, 1 << 23, 7)
+SPECS = [ParameterSpec(f"p{i}", torch.bfloat16, (size,)) for i, size in enumerate(SIZES)]
 
 
 def parameters(value):
-    return [("a", torch.full((3, 5), value)), ("b", torch.full((7,), value))]
+    return [(spec.name, torch.full(spec.shape, float(value + i))) for i, spec in enumerate(SPECS)]
+
+
+@pytest.fixture(autouse=True)
+def on_gloo(monkeypatch):
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    patch_nccl(monkeypatch, CHUNK_BYTES)
+    packed_tensor._get_streams.cache_clear()
+    yield
+    packed_tensor._get_streams.cache_clear()
 
 
 @contextmanager
-def transport(ranks_per_worker=1, timeout_s=10.0, link=SocketLink):
+def transport(ranks_per_worker=1, timeout_s=TIMEOUT_S, link=NcclLink):
+    """A transport that leaves no thread behind."""
     made = NcclTransport(SPECS, torch.device("cpu"), ranks_per_worker, timeout_s, link)
-    try:
-        yield made
-    finally:
-        made.close()
-        wait_until(
-            lambda: (
-                not any(
-                    thread.name.startswith("send-to-worker") for thread in threading.enumerate()
-                )
-            )
+    yield made
+    made.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("send-to-worker"):
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+
+
+class Engine:
+    """A rank of vLLM's own end, with a model that keeps what it is given; it may pause after a chunk."""
+
+    def __init__(self, info, rank=0):
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        self.weights, self.goes_on, self.is_killed = {}, threading.Event(), False
+        self.goes_on.set()
+        parallel = SimpleNamespace(data_parallel_index=0, world_size=2, rank=rank)
+        config = SimpleNamespace(parallel_config=parallel, model_config=None)
+        model = SimpleNamespace(load_weights=self.load)
+        self._end = NCCLWeightTransferEngine(None, config, torch.device("cpu"), model)
+        self._end.init_transfer_engine(self._end.parse_init_info(info))
+
+    def load(self, named):
+        if not self.goes_on.wait(TIMEOUT_S) or self.is_killed:
+            self.leave()
+            raise InterruptedError("killed")
+        self.weights |= {name: tensor.clone() for name, tensor in named}
+
+    def leave(self):
+        self._end.shutdown()
+
+    def update(self, messages):
+        for message in messages:
+            self._end.update_weights(message)
+
+    def holds(self, value):
+        expected = ((name, tensor.bfloat16()) for name, tensor in parameters(value))
+        return len(self.weights) == len(SPECS) and all(
+            self.weights[name].equal(tensor) for name, tensor in expected
         )
 
 
-def connect(transport, worker=0, num_ranks=1):
-    """Engines of one worker, all joined."""
-    engines = [FakeEngine(rank) for rank in range(num_ranks)]
-    info = transport.init_info(worker)
-    for engine in engines:
-        engine.init_weight_transfer_engine(info)
-    return engines
-
-
-def receive(transport, engines, staged, worker=0):
-    """What controller and worker do between Receiving and Updated; all ranks of an engine at the same time."""
+def receive(transport, worker, engine, staged):
+    """What controller and worker do between Receiving and Updated."""
     transport.acquire(staged)
     transport.send(worker, staged)
-    with ThreadPoolExecutor(len(engines)) as pool:
-        list(pool.map(lambda engine: engine.update(staged.messages), engines))
+    engine.update(staged.messages)
     transport.release(staged)
-    transport.check()
 
 
-def wait_until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
+def wait_for_error(transport, line):
+    """Check a transport until it raises this line."""
+    deadline = time.monotonic() + 10
+    while True:
         assert time.monotonic() < deadline
         time.sleep(0.005)
+        try:
+            transport.check()
+        except (RuntimeError, TimeoutError) as error:
+            assert line in f"{type(error).__name__}: {error}"
+            return
 
 
-def test_every_rank_of_an_engine_gets_each_version_in_the_dtype_that_is_sent():
-    with transport(ranks_per_worker=2) as sent:
-        engines = connect(sent, num_ranks=2)
-        for version in range(3):
-            staged = sent.stage(version, parameters(version + 0.5))
-            sent.announce(staged)
-            receive(sent, engines, staged)
-            for engine in engines:
-                assert (engine.floats("a") == version + 0.5).all()
-                b = torch.full((7,), version + 0.5, dtype=torch.bfloat16)
-                assert engine.weights["b"] == b.view(torch.uint8).numpy().tobytes()
-
-
-def test_weights_are_staged_when_the_slowest_worker_has_received_the_last_ones():
-    with transport() as sent:
-        (quick,), (slow,) = connect(sent, 0), connect(sent, 1)
-        first = sent.stage(0, parameters(0.0))
-        sent.announce(first)
-        sent.acquire(first)
-        receive(sent, [quick], first, worker=0)
-        assert not sent.reserve(), "it is being sent"
-        with pytest.raises(RuntimeError, match="no weight buffer is free"):
-            sent.stage(1, parameters(1.0))
-        sent.send(1, first)
-        slow.update(first.messages)
-        assert not slow.floats("a").any()
-        sent.release(first)
-        assert sent.reserve()
-
-
-def test_the_trainer_does_not_wait_for_a_worker_that_receives_late():
-    with transport() as sent:
-        (engine,) = connect(sent)
-        staged = sent.stage(0, parameters(2.0))
-        receives = threading.Event()
-        late = threading.Timer(2.0, lambda: (receives.set(), engine.update(staged.messages)))
-        late.start()
-        sent.send(0, staged)
-        assert not receives.is_set()
-        late.join()
-        assert (engine.floats("a") == 2.0).all()
-
-
-def test_a_worker_that_starts_again_joins_a_new_group_and_no_other_notices():
-    with transport() as sent:
-        (lost,), (other,) = connect(sent, 0), connect(sent, 1)
-        staged = sent.stage(0, parameters(1.0))
-        sent.send(0, staged)  # never received: it died
-        sent.drop(0)
+def test_every_rank_of_an_engine_gets_each_version_in_chunks_of_the_staged_memory():
+    with transport(ranks_per_worker=2) as sent, ThreadPoolExecutor(2) as threads:
+        info = sent.init_info(0)
+        engines = list(threads.map(lambda rank: Engine(info, rank), range(2)))
+        for version in range(2):
+            staged = sent.stage(version, parameters(version))
+            sent.send(0, staged)
+            list(threads.map(lambda engine: engine.update(staged.messages), engines))  # noqa: B023
+            assert all(engine.holds(version) for engine in engines)
         sent.check()
-        receive(sent, [other], staged, worker=1)
-        (again,) = connect(sent, 0)
-        receive(sent, [again], staged, worker=0)
-        assert not lost.weights and again.weights == other.weights and again.weights
+        packed = sent._packed
+        chunks = [list(chunk) for chunk in packed.chunks]
+        assert chunks == [[0], [1, 2, 3, 4], [5]], "a chunk ends beyond CHUNK_BYTES"
+        starts = [sum(2 * size for size in SIZES[: chunk[0]]) for chunk in chunks]
+        sizes = [2 * sum(SIZES[i] for i in chunk) for chunk in chunks]
+        addresses = [packed.payload.data_ptr() + start for start in starts]
+        assert Communicator.sent == list(zip(addresses, sizes, strict=True)) * 2
+
+
+def test_a_worker_that_hangs_and_is_killed_while_it_receives_does_not_hold_up_the_other():
+    """The buffer is written again when both are done with it. The worker joins a new group when it starts again."""
+    with transport() as sent:
+        hanging, other = (Engine(sent.init_info(worker)) for worker in (0, 1))
+        staged = sent.stage(0, parameters(0))
+        sent.announce(staged)
+        hanging.goes_on.clear()
+        with ThreadPoolExecutor(1) as thread:
+            hung = thread.submit(receive, sent, 0, hanging, staged)
+            receive(sent, 1, other, staged)
+            assert other.holds(0) and not hung.done() and not hanging.weights
+            assert not sent.reserve(), "it is being sent"
+            with pytest.raises(RuntimeError, match="no weight buffer is free"):
+                sent.stage(1, parameters(1))
+            sent.drop(0)
+            hanging.is_killed = True
+            hanging.goes_on.set()
+            assert isinstance(hung.exception(), InterruptedError)
+        sent.release(staged)
+        again = Engine(sent.init_info(0))
+        staged = sent.stage(1, parameters(1))
+        for worker, engine in ((0, again), (1, other)):
+            receive(sent, worker, engine, staged)
+            assert engine.holds(1)
+        sent.check()
 
 
 def test_a_worker_that_never_joins_and_one_that_never_receives_are_named():
-    with transport(timeout_s=0.2) as sent:
+    joins = threading.Event()
+    with transport(timeout_s=0.1, link=lambda *_: joins.wait() and None) as sent:
         sent.init_info(3)
-        time.sleep(0.25)
-        with pytest.raises(
-            TimeoutError, match="joining rollout worker 3's NCCL group takes too long"
-        ):
-            sent.check()
+        wait_for_error(sent, "TimeoutError: joining rollout worker 3's NCCL group takes too long")
+        joins.set()
     with transport(timeout_s=1.0) as sent:
-        connect(sent, 2)
-        sent.send(2, sent.stage(0, parameters(0.0)))
-        time.sleep(1.2)
-        with pytest.raises(
-            TimeoutError, match="sending weights to rollout worker 2 by NCCL takes too long"
-        ):
-            sent.check()
+        engine = Engine(sent.init_info(2))
+        sent.send(2, sent.stage(0, parameters(0)))
+        line = "TimeoutError: sending weights to rollout worker 2 by NCCL takes too long"
+        wait_for_error(sent, line)
+        engine.leave()
 
 
 def test_an_error_of_the_link_is_the_runs_error_unless_the_worker_is_gone():
     def broken(*_):
         raise OSError("no such device")
 
-    def failed():
-        try:
-            sent.check()
-        except RuntimeError as error:
-            return "group failed: no such device" in str(error)
-        return False
-
     with transport(link=broken) as sent:
         sent.init_info(0)
-        wait_until(failed)
+        wait_for_error(sent, "group failed: no such device")
         sent.drop(0)
         sent.check()
+
+
+@pytest.mark.parametrize("told", ["3", pytest.param(None, marks=pytest.mark.slow)])
+def test_vllms_import_takes_no_threads_from_the_trainers_compiler(told):
+    environment = dict(os.environ)
+    environment.pop("TORCHINDUCTOR_COMPILE_THREADS", None)
+    if told is not None:
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = told
+    says = (
+        "import os, asyncrl.weights.nccl; asyncrl.weights.nccl.import_communicator(); import torch._inductor.config; "
+        "print(os.environ.get('TORCHINDUCTOR_COMPILE_THREADS'), torch._inductor.config.compile_threads)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", says], env=environment, capture_output=True, text=True, check=True
+    )
+    threads = 3 if told else min(32, len(os.sched_getaffinity(0)))
+    assert run.stdout.splitlines()[-1] == f"{told} {threads}"

