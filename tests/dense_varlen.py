@@ -37,6 +37,7 @@ def forward(
     assert enable_gqa and cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k), (
         "as the GPU's kernel"
     )
+    assert query.dtype == key.dtype == value.dtype
     assert max_q == max_k == int(cu_seq_q.diff().max()) and int(cu_seq_q[-1]) == len(query)
     p = _probabilities(query, key, cu_seq_q, scale, window_size)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)

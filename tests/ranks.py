@@ -3,10 +3,14 @@
 import multiprocessing
 import os
 import pickle
+import tempfile
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PRELOADED = [
@@ -34,3 +38,20 @@ def run_ranks(body: Callable, num_ranks: int, *args) -> list[int]:
         if os.path.exists(error_file):
             print(pickle.loads(Path(error_file).read_bytes()))  # shown by pytest if the test fails
     return [process.exitcode for process in context.processes]
+
+
+def run_group(body: Callable, num_ranks: int, *args) -> list[Any]:
+    """Run `body(rank, *args)` in the processes of a gloo group, with a thread each. Return what each returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_ranks(_join_group, num_ranks, num_ranks, folder, body, args) == [0] * num_ranks
+        paths = [os.path.join(folder, f"rank_{rank}.pt") for rank in range(num_ranks)]
+        return [torch.load(path, weights_only=False) for path in paths]
+
+
+def _join_group(rank: int, num_ranks: int, folder: str, body: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    result = body(rank, *args)
+    torch.save(result, os.path.join(folder, f"rank_{rank}.pt"))
+    dist.destroy_process_group()

@@ -6,7 +6,7 @@ import pytest
 
 LONG = (
     "job/test_resume_job.py",
-    "trainer/test_trainer_options.py",
+    "trainer/test_model.py",
     "trainer/test_policy.py",
     "trainer/test_attention.py",
     "engine/test_gpu_config.py",
@@ -22,7 +22,6 @@ LONG = (
     "scripts/test_ablate.py",
     "scripts/test_scripts.py",
     "scripts/test_staleness.py",
-    "trainer/test_value_head.py",
     "trainer/test_logprobs.py",
     "trainer/test_compute_dtype.py",
     "test_docs.py",

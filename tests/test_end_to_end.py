@@ -52,7 +52,14 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_a
     tmp_path,
 ):
     root = copy_without(
-        tmp_path, "swarm", "planning", "simulation", "baselines.py", "redistribute.py", "cores.py", "watchdog.py"
+        tmp_path,
+        "swarm",
+        "planning",
+        "simulation",
+        "baselines.py",
+        "redistribute.py",
+        "cores.py",
+        "watchdog.py",
     )
     options = {"groups_per_step": 16, "group_size": 8, "async_ratio": 2}
     # So few at a time that the trainer waits for the engine, however busy the cores: an update then meets some.

@@ -49,10 +49,11 @@ def tiny_config(family: str) -> PreTrainedConfig:
     )
 
 
-def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
+def tiny_model(config: PreTrainedConfig, attention: str = "sdpa") -> PreTrainedModel:
     """A random model in float32, of which no weight and no persistent buffer is 0 or 1."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    options = {"dtype": torch.float32, "attn_implementation": attention}
+    model = AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(GAIN) if parameter.ndim > 1 else parameter.add_(

@@ -1,15 +1,11 @@
-"""A tiny random Qwen3 with a tokenizer, random sequences, and the body of a second rank, for packing and policy."""
+"""A tiny random Qwen3 with a tokenizer, random sequences, and a policy of one or several ranks."""
 
 import math
 import os
-import resource
-import signal
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -21,8 +17,6 @@ from transformers import (
 
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer.batch import distribute
-from asyncrl.trainer.checkpoint import save_weights
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy, load_policy
 
@@ -88,10 +82,31 @@ def save_unservable_model(path: str) -> str:
     return path
 
 
+def make_sequence(
+    rng: np.random.Generator,
+    tokens: np.ndarray,
+    loss_mask: np.ndarray,
+    group_id: int | None = None,
+) -> TrainSequence:
+    """A sequence with random off-policy log-probs, versions below 12, a random advantage and a random reward."""
+    length = len(tokens)
+    behavior_logprobs = np.where(loss_mask, -5 + rng.normal(size=length) / 10, 0.0)
+    policy_versions = np.where(loss_mask, rng.integers(0, 12, length), -1)
+    return TrainSequence(
+        tokens,
+        loss_mask,
+        behavior_logprobs.astype(np.float32),
+        policy_versions.astype(np.int32),
+        advantage=float(rng.normal()),
+        reward=float(rng.random()),
+        group_id=group_id,
+    )
+
+
 def random_sequences(
     num: int, seed: int = 0, min_tokens: int = 4, max_tokens: int = 24
 ) -> list[TrainSequence]:
-    """Sequences of random tokens with a prompt of 2, a gap in the loss mask, and off-policy behavior log-probs."""
+    """Sequences of random tokens with a prompt of 2 and a gap in the loss mask."""
     rng = np.random.default_rng(seed)
     sequences = []
     for _ in range(num):
@@ -99,80 +114,52 @@ def random_sequences(
         mask = np.arange(length) >= 2
         if length > 8:
             mask[5:7] = False
-        sequences.append(
-            TrainSequence(
-                tokens=rng.integers(0, VOCAB, length),
-                loss_mask=mask,
-                behavior_logprobs=np.where(mask, -5 + rng.normal(size=length) / 10, 0.0).astype(
-                    np.float32
-                ),
-                policy_versions=np.where(mask, rng.integers(0, 12, length), -1).astype(np.int32),
-                advantage=float(rng.normal()),
-                reward=float(rng.random()),
-            )
-        )
+        sequences.append(make_sequence(rng, rng.integers(0, VOCAB, length), mask))
     return sequences
 
 
 def grouped_sequences(
     num_groups: int, group_size: int, seed: int = 0, max_prompt: int = 12
 ) -> list[TrainSequence]:
-    """Groups of random sequences that begin with a prompt of 1 to max_prompt tokens and versions below 12.
+    """Groups of random sequences that begin with a prompt of 1 to max_prompt tokens.
 
-    In every other group two more untrained tokens, other ones in each member, stand before the first trained token.
+    In every other group two more untrained tokens, other ones in each member, come before the first trained token.
     """
     rng = np.random.default_rng(seed)
-    groups = []
+    sequences = []
     for group_id in range(num_groups):
-        prompt = rng.integers(0, VOCAB, int(rng.integers(1, max_prompt + 1)))
-        members = random_sequences(group_size, seed=seed + 1000 * group_id)
-        groups += [
-            _with_prompt(s, prompt, 2 if group_id % 2 == 0 else 0, group_id) for s in members
-        ]
-    return groups
+        prompt = rng.integers(0, VOCAB, rng.integers(1, max_prompt + 1))
+        for _ in range(group_size):
+            response = rng.integers(0, VOCAB, rng.integers(4, 25))
+            tokens = np.concatenate([prompt, response])
+            mask = np.arange(len(tokens)) >= len(prompt) + 2 * (group_id % 2)
+            sequences.append(make_sequence(rng, tokens, mask, group_id))
+    return sequences
 
 
 def random_tree(
     num: int, seed: int = 0, vocabulary: int = 3, system: int = 4
 ) -> list[TrainSequence]:
-    """Sequences that begin with `system` equal tokens and go on with up to 10 of few different ones.
+    """Sequences that begin with `system` equal tokens and continue with up to 10 tokens of a small vocabulary.
 
-    So they often begin alike beyond that, too; some repeat another one, or go on where it ended.
+    So they often begin alike beyond that, too; some repeat another one, or continue where it ended.
 
     What is trained differs from branch to branch, as do log-probs, versions and advantages, also of the same tokens.
     """
     rng = np.random.default_rng(seed)
     sequences: list[TrainSequence] = []
-    for i in range(num):
-        tokens, before = rng.integers(0, vocabulary, rng.integers(1, 11)), np.full(system, 7)
-        if repeats := sequences and rng.random() < 0.4:
+    for number in range(num):
+        tokens = rng.integers(0, vocabulary, rng.integers(1, 11))
+        before = np.full(system, 7)
+        continues = sequences and rng.random() < 0.4
+        if continues:
             before = sequences[rng.integers(len(sequences))].tokens
-        tokens = (
-            before.copy() if repeats and rng.random() < 0.4 else np.concatenate([before, tokens])
-        )
+        repeats = continues and rng.random() < 0.4
+        tokens = before.copy() if repeats else np.concatenate([before, tokens])
         mask = rng.random(len(tokens)) < 0.7
         mask[0] = False
-        behavior = np.where(mask, -5 + rng.normal(size=len(tokens)) / 10, 0.0).astype(np.float32)
-        versions = np.where(mask, rng.integers(0, 12, len(tokens)), -1).astype(np.int32)
-        sequences.append(
-            TrainSequence(
-                tokens, mask, behavior, versions, float(rng.normal()), rng.random(), i // 3
-            )
-        )
+        sequences.append(make_sequence(rng, tokens, mask, group_id=number // 3))
     return sequences
-
-
-def _with_prompt(s: TrainSequence, prompt: np.ndarray, cut: int, group_id: int) -> TrainSequence:
-    """The sequence without its first `cut` tokens, after a prompt."""
-    untrained = np.zeros(len(prompt))
-    return replace(
-        s,
-        tokens=np.concatenate([prompt, s.tokens[cut:]]),
-        loss_mask=np.concatenate([untrained.astype(bool), s.loss_mask[cut:]]),
-        behavior_logprobs=np.concatenate([untrained.astype(np.float32), s.behavior_logprobs[cut:]]),
-        policy_versions=np.concatenate([untrained.astype(np.int32) - 1, s.policy_versions[cut:]]),
-        group_id=group_id,
-    )
 
 
 def brute_force_nucleus(row, target, temperature, top_p, top_k=0, min_p=0.0):
@@ -190,6 +177,14 @@ def brute_force_nucleus(row, target, temperature, top_p, top_k=0, min_p=0.0):
         kept.add(token)
         mass += probs[token].item()
     return torch.tensor([row[i].item() if i in kept else -math.inf for i in range(len(row))])
+
+
+def make_config(model: str, **options) -> Config:
+    """A wide clip of the loss and none of the gradient. SGD does not amplify rounding, as AdamW's first steps do."""
+    clips = {"algo": "tis", "algo_args": ("clip_high=10",), "max_grad_norm": 1e9}
+    if "algo" in options:
+        clips["algo_args"] = ()
+    return Config(**{"model": model, "optimizer": "sgd", "lr": 0.1, **clips, **options})
 
 
 def load(config: Config, clock: TrainerClock | None = None) -> Policy:
@@ -213,65 +208,6 @@ def assert_same_gradient(actual, expected, relative=1e-5):
     for name, gradient in expected.items():
         error = (actual[name] - gradient).abs().max().item()
         assert error <= relative * gradient.abs().max().item(), (name, error)
-
-
-def run_on_two_ranks(
-    rank: int, folder: str, cases: list[tuple[Config, list[list[TrainSequence]], int]]
-) -> None:
-    """Body of a spawned rank: train one step per (config, updates, token budget), then save and fail in known ways.
-
-    Rank 0 writes `results.pt`: the metrics and first gradient of each case, and the errors that each rank met.
-    """
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    results = []
-    for config, updates, budget in cases:
-        policy = load(config)
-        metrics = policy.train_step(distribute(updates, 2, budget)[rank], policy_version=12)
-        results.append((metrics, first_gradient(policy)))
-    save_weights(policy, os.path.join(folder, "step_1"))
-    mine = [error_of(save_weights, policy, os.path.join(folder, "step_1"))]
-    broken = replace(updates[0][0], advantage=float("nan"))
-    share = distribute([[broken, *updates[0]]], 2, cases[-1][2])[rank]
-    mine.append(error_of(policy.train_step, share, 12))
-    errors = [None, None]
-    dist.all_gather_object(errors, mine)
-    if rank == 0:
-        torch.save({"results": results, "errors": errors}, os.path.join(folder, "results.pt"))
-    dist.destroy_process_group()
-
-
-def train_on_two_ranks(rank: int, folder: str, cases: dict[str, tuple[Config, int]]) -> None:
-    """Body of a spawned rank: train one update per (config, rows per pass through the head), rank 0 writes `found.pt`.
-
-    It holds the metrics and the first gradient of each case, for 5 groups of 3 sequences.
-    """
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    found = {}
-    for name, (config, chunk_rows) in cases.items():
-        policy = load(config)
-        policy.module.chunk_rows = chunk_rows
-        share = distribute([grouped_sequences(5, 3)], 2, 60, config.share_prefix)[rank]
-        metrics = policy.train_step(share, policy_version=12)
-        found[name] = (metrics, first_gradient(policy))
-    if rank == 0:
-        torch.save(found, os.path.join(folder, "found.pt"))
-    dist.destroy_process_group()
-
-
-def save_with_a_file_size_limit(_rank: int, model: str, path: str, error_path: str) -> None:
-    """Body of a rank: save a checkpoint where no file may be longer than 100 kB, and write down the error."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    policy = load(Config(model=model))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    error = error_of(save_weights, policy, path)
-    with open(error_path, "w") as file:
-        file.write(error)
-    dist.destroy_process_group()
 
 
 def error_of(function: Callable, *args) -> str:

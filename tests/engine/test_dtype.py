@@ -21,7 +21,9 @@ def test_engine_and_trainer_agree_in_bfloat16_as_far_as_an_honest_machine_is_all
 
     def gap(seed):
         completion = pair.generate(f"bfloat16-{seed}", seed=seed)
-        return distance(pair.trainer_logprobs(PROMPT, completion.tokens), completion.behavior_logprobs)
+        return distance(
+            pair.trainer_logprobs(PROMPT, completion.tokens), completion.behavior_logprobs
+        )
 
     assert {spec.dtype for spec in pair.policy.sent_specs()} == {torch.bfloat16}
     gaps = [gap(seed) for seed in range(8)]

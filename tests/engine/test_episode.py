@@ -182,7 +182,10 @@ def test_a_response_that_goes_on_is_whole_in_its_trajectory_and_where_it_is_scor
         given.append((prompt_tokens, max_tokens, prefix.finish_reason))
         if has_ended:
             return prefix
-        joined = np.append(prefix.behavior_logprobs, [-9.0] * 3), np.append(prefix.policy_versions, [9] * 3)
+        joined = (
+            np.append(prefix.behavior_logprobs, [-9.0] * 3),
+            np.append(prefix.policy_versions, [9] * 3),
+        )
         return Completion(prefix.tokens + rest, *joined, "stop")
 
     ticket, rewards = replace(make_ticket((4, 5)), prefix=partial), Answers()

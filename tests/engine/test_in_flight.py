@@ -148,7 +148,9 @@ def cut_and_go_on(pair, mode="keep", update=False):
     with pair.on_update(mode):
         for _ in range(20):  # on a busy machine the engine may be done before anybody looks
             found = pair.run(first_run())
-            found = {i: partial for i, partial in found.items() if partial.finish_reason == "aborted"}
+            found = {
+                i: partial for i, partial in found.items() if partial.finish_reason == "aborted"
+            }
             if len(found) > NUM / 2:
                 break
         if update:
@@ -210,7 +212,10 @@ def test_a_response_that_waits_for_its_reward_is_not_sampled_again(pair):
     done = {}
     pair.run(sample(pair, episode_of(pair, 7, prefix=partial), done))
     assert (done[7].tokens, done[7].finish_reason) == (whole.tokens, whole.finish_reason)
-    assert np.array_equal(done[7].behavior_logprobs, whole.behavior_logprobs) and pair.proxy.take_sampled().new == 0
+    assert (
+        np.array_equal(done[7].behavior_logprobs, whole.behavior_logprobs)
+        and pair.proxy.take_sampled().new == 0
+    )
 
 
 def test_tokens_that_nobody_can_go_on_from_are_counted(pair):

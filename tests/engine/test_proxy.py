@@ -53,7 +53,9 @@ def test_behavior_logprobs_are_the_trainers_under_temperature_and_what_cuts_the_
 ):
     with pair.sampling(**cuts):
         completion = pair.generate(f"sampled-with-{cuts}")
-        assert len(completion.tokens) > 1 and len(completion.behavior_logprobs) == len(completion.tokens)
+        assert len(completion.tokens) > 1 and len(completion.behavior_logprobs) == len(
+            completion.tokens
+        )
         trainer = pair.trainer_logprobs(PROMPT, completion.tokens)
     assert np.abs(completion.behavior_logprobs - trainer).max() < 1e-4
     if cuts:
@@ -123,7 +125,9 @@ def test_under_keep_only_tokens_after_an_update_feel_the_old_cache(pair):
         gaps = np.abs(pair.gaps(completion, weights))
         before = completion.policy_versions == completion.policy_versions[0]
         assert gaps[before].max() < 1e-4
-    stale = np.concatenate([pair.gaps(c, weights)[c.policy_versions > c.policy_versions[0]] for c in mixed])
+    stale = np.concatenate(
+        [pair.gaps(c, weights)[c.policy_versions > c.policy_versions[0]] for c in mixed]
+    )
     assert np.abs(stale).mean() > 1e-3, (
         "keys and values of the weights before are still attended to"
     )
@@ -143,7 +147,10 @@ def test_a_prefix_that_an_update_has_used_up_is_cut_and_not_resumed(pair):
 
     with pair.on_update("resume"):
         completions = pair.run(generate())
-    assert all(len(c.tokens) == len(c.behavior_logprobs) == len(c.policy_versions) <= 7 for c in completions)
+    assert all(
+        len(c.tokens) == len(c.behavior_logprobs) == len(c.policy_versions) <= 7
+        for c in completions
+    )
     assert {c.finish_reason for c in completions if len(c.tokens) == 7} <= {"length", "stop"}
     assert "aborted" not in {c.finish_reason for c in completions}
 
@@ -178,7 +185,9 @@ def test_one_request_gives_a_whole_group_with_different_responses(pair):
     assert len(completions) == 6 and len({tuple(c.tokens) for c in completions}) == 6
     for completion in completions:
         assert (
-            np.abs(completion.behavior_logprobs - pair.trainer_logprobs(PROMPT, completion.tokens)).max()
+            np.abs(
+                completion.behavior_logprobs - pair.trainer_logprobs(PROMPT, completion.tokens)
+            ).max()
             < 1e-4
         )
 
@@ -221,7 +230,12 @@ def test_an_aborted_request_returns_the_tokens_that_it_has(pair):
     aborted = [c for c in pair.run(abort_soon()) if c.finish_reason == "aborted"]
     assert aborted
     for completion in aborted:
-        assert len(completion.tokens) == len(completion.behavior_logprobs) == len(completion.policy_versions) < 100
+        assert (
+            len(completion.tokens)
+            == len(completion.behavior_logprobs)
+            == len(completion.policy_versions)
+            < 100
+        )
         assert np.isfinite(completion.behavior_logprobs).all()
 
 

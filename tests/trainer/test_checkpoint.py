@@ -1,19 +1,26 @@
-"""The trainer's part of a checkpoint, by real gloo ranks: to the bit for as many ranks, and close for others."""
+"""The trainer's part of a checkpoint: to the bit for as many ranks, and close for others; and weights for people."""
 
 import os
 import pathlib
+import resource
+import shutil
+import signal
 from dataclasses import replace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
+from own_files import write_own
+from plain_trainer import randomize
+from ranks import run_group
 from safetensors.torch import load_file, save_file
-from tiny_policy import error_of, load, random_sequences, save_tiny_model
+from tiny_policy import error_of, load, make_config, random_sequences, save_tiny_model
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import AutoConfig, AutoTokenizer
 
-from asyncrl.config import Config, OptimOptions
+from asyncrl.config import OptimOptions
 from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.checkpoint import (
     WeightWriter,
@@ -24,10 +31,15 @@ from asyncrl.trainer.checkpoint import (
     read_trained,
     reason_of,
     restore_training_state,
+    save_weights,
     training_state,
+    write_folder,
 )
+from asyncrl.trainer.packing import bundle
 
-BUDGET, STEPS = 60, 5
+pytestmark = pytest.mark.usefixtures("one_rank")
+STEPS = 4
+MOMENTUM = OptimOptions(warmup=8, args=("momentum=0.9",))
 VARIANTS = {
     "whole": {},
     "lora": {"lora_rank": 1},  # one row: all ranks but one have nothing of lora_A
@@ -37,36 +49,21 @@ VARIANTS = {
     "minibatches": {"minibatches": 2},
     "value head": {"advantage": "gae", "minibatches": 2},
     "lora with a value head": {"advantage": "gae", "lora_rank": 1},
-    "sgd": {"optimizer": "sgd", "optim": OptimOptions(warmup=8, args=("momentum=0.9",))},
-    "sgd with a value head": {
-        "optimizer": "sgd",
-        "optim": OptimOptions(warmup=8, args=("momentum=0.9",)),
-        "advantage": "gae",
-    },
-    "offloaded sgd": {
-        "optimizer": "sgd",
-        "optim": OptimOptions(args=("momentum=0.9",)),
-        "save_memory": ("optimizer",),
-    },
+    "sgd": {"optimizer": "sgd", "optim": MOMENTUM},
+    "sgd with a value head": {"optimizer": "sgd", "optim": MOMENTUM, "advantage": "gae"},
+    "offloaded sgd": {"optimizer": "sgd", "optim": MOMENTUM, "save_memory": ("optimizer",)},
     "adam": {"optimizer": "adam", "optim": OptimOptions(warmup=8, args=("amsgrad=true",))},
     "rmsprop": {
         "optimizer": "rmsprop",
-        "optim": OptimOptions(
-            warmup=8,
-            args=(
-                "momentum=0.9",
-                "centered=true",
-            ),
-        ),
+        "optim": OptimOptions(warmup=8, args=("momentum=0.9", "centered=true")),
     },
-    "own": {"optimizer": "own_optimizer.py:Own"},
+    "own": {"optimizer": "own"},
 }
 ON_ONE_RANK = {
     "adafactor": {"optimizer": "adafactor", "advantage": "gae"},
     "offloaded adafactor": {"optimizer": "adafactor", "save_memory": ("optimizer",)},
     "adafactor of adapters": {"optimizer": "adafactor", "lora_rank": 1},
 }
-OPTIMIZERS = ("sgd", "adam", "rmsprop", "own")
 OWN_OPTIMIZER = """
 import torch
 
@@ -107,224 +104,6 @@ class Own(torch.optim.Optimizer):
 """
 """An optimizer of the user's own, with all that torch lets it keep; each of these changes what it does."""
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
-
-
-def make_config(model: str, **options) -> Config:
-    fixed = {
-        "algo": "reinforce",
-        "lr": 0.01,
-        "optim": OptimOptions(warmup=8),
-        "max_tokens_per_microbatch": BUDGET,
-    }
-    if options.get("optimizer") == "own_optimizer.py:Own":
-        pathlib.Path(model, "own_optimizer.py").write_text(OWN_OPTIMIZER)
-        options |= {"optimizer": os.path.join(model, "own_optimizer.py:Own")}
-    return Config(model=model, **fixed | options)
-
-
-def train(policy, steps, rank: int, num_ranks: int) -> list[dict]:
-    """Steps on batches that depend on the step alone; what each measured."""
-    measured = []
-    for step in steps:
-        updates = [
-            random_sequences(6, seed=10 * step + i) for i in range(policy.config.minibatches)
-        ]
-        share = distribute(updates, num_ranks, BUDGET)[rank]
-        measured.append(
-            policy.train_step(share, policy_version=12) | {"random": torch.rand(()).item()}
-        )
-    return measured
-
-
-def weights_of(policy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
-
-
-def rank_of(rank: int, folder: str, name: str, num_ranks: int) -> dist.ProcessGroup:
-    """Join the other ranks; returns a gloo group of its own."""
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)
-    store = dist.FileStore(os.path.join(folder, f"store {name}"), num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    return dist.new_group(backend="gloo")
-
-
-def write_shards(state: dict[str, torch.Tensor], folder: str, group: dist.ProcessGroup) -> None:
-    """Write this rank's part of a state as a checkpoint does. Raises OSError."""
-    numbers = file_numbers(state, dist.get_world_size(group))
-    storage = dcp.HuggingFaceStorageWriter(folder, numbers, save_distributed=True)
-    try:
-        dcp.save(state, storage_writer=storage, process_group=group)
-    except CheckpointException as error:
-        raise OSError(reason_of(error)) from None
-
-
-def train_and_save(rank: int, folder: str, configs: dict[str, Config], num_ranks: int) -> None:
-    """For each config train on, having saved in the middle from copies made there; rank 0 keeps how it ended."""
-    group = rank_of(rank, folder, "save", num_ranks)
-    for name, config in configs.items():
-        policy = load(config)
-        train(policy, range(2), rank, num_ranks)
-        staged = make_stager(policy.device).stage(training_state(policy))
-        # before it is written: copies do not change
-        measured = train(policy, range(2, STEPS), rank, num_ranks)
-        part = os.path.join(folder, name, "resume")
-        write_shards(staged, part, group)
-        writer, weights = WeightWriter(policy), weights_of(policy)
-        if rank == 0:
-            torch.save((measured, weights), os.path.join(folder, name, "unbroken.pt"))
-            people = pathlib.Path(folder, name, "people")
-            people.mkdir()
-            writer.write(read_trained(part), people)
-    dist.destroy_process_group()
-
-
-def load_and_train(rank: int, folder: str, configs: dict[str, Config], num_ranks: int) -> None:
-    """Go on in new processes; rank 0 keeps how it began and ended."""
-    group = rank_of(rank, folder, f"load {num_ranks}", num_ranks)
-    for name, config in configs.items():
-        policy = load(config)
-        torch.manual_seed(77)
-        restore_training_state(policy, os.path.join(folder, name, "resume"), group)
-        began = weights_of(policy)
-        found = (
-            train(policy, range(2, STEPS), rank, num_ranks),
-            weights_of(policy),
-            began,
-            policy.num_updates,
-        )
-        if rank == 0:
-            torch.save(found, os.path.join(folder, name, f"resumed on {num_ranks}.pt"))
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("saved_by", "variants"),
-    [
-        (1, ["whole", *OPTIMIZERS]),
-        (2, ["lora"]),
-        pytest.param(1, ["lora"], marks=pytest.mark.slow),
-        pytest.param(2, list(VARIANTS), marks=pytest.mark.slow),
-    ],
-)
-def test_training_goes_on_to_the_bit_on_as_many_ranks_and_closely_on_others(
-    tmp_path, model, saved_by, variants
-):
-    configs = {name: make_config(model, **VARIANTS[name]) for name in variants}
-    assert run_ranks(train_and_save, saved_by, str(tmp_path), configs, saved_by) == [0] * saved_by
-    for num_ranks in (1, 2, 4):
-        possible = {
-            name: config for name, config in configs.items() if num_ranks % config.replicas == 0
-        }
-        assert (
-            run_ranks(load_and_train, num_ranks, str(tmp_path), possible, num_ranks)
-            == [0] * num_ranks
-        )
-        for name, config in possible.items():
-            assert_goes_on(tmp_path / name, config, num_ranks, is_equal=num_ranks == saved_by)
-
-
-def assert_goes_on(folder: pathlib.Path, config: Config, num_ranks: int, is_equal: bool) -> None:
-    """What was trained by so many ranks after the checkpoint is what the unbroken training made."""
-    unbroken, weights = torch.load(folder / "unbroken.pt")
-    measured, ended, began, num_updates = torch.load(folder / f"resumed on {num_ranks}.pt")
-    assert num_updates == STEPS * config.minibatches, (
-        "warm-up begins anew where what was restored is ignored"
-    )
-    for_people = load_file(folder / "people" / "model.safetensors")
-    assert (folder / "people" / "value_head" / "value_head.safetensors").exists() == (
-        config.advantage == "gae"
-    )
-    assert began.keys() == for_people.keys() == weights.keys()
-    assert any(not torch.equal(weights[name], tensor) for name, tensor in began.items()), (
-        "training moved nothing"
-    )
-    for name, tensor in began.items():
-        torch.testing.assert_close(for_people[name], tensor, rtol=1e-6, atol=1e-6)
-    if is_equal:
-        assert measured == unbroken
-        assert all(torch.equal(ended[name], tensor) for name, tensor in weights.items())
-    for ours, theirs in zip(measured, unbroken, strict=True):
-        assert ours["lr"] == theirs["lr"] and ours["grad_norm"] == pytest.approx(
-            theirs["grad_norm"], rel=1e-3
-        )
-    for name, tensor in weights.items():
-        torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-3)
-
-
-def load_refused(rank: int, folder: str, config: Config) -> None:
-    rank_of(rank, folder, "refused", 2)
-    pathlib.Path(folder, f"error {rank}").write_text(error_of(load, config))
-    dist.destroy_process_group()
-
-
-def test_adafactor_goes_on_to_the_bit_on_one_rank_and_is_refused_on_two(tmp_path, model):
-    configs = {name: make_config(model, **options) for name, options in ON_ONE_RANK.items()}
-    assert run_ranks(train_and_save, 1, str(tmp_path), configs, 1) == [0]
-    assert run_ranks(load_and_train, 1, str(tmp_path), configs, 1) == [0]
-    for name, config in configs.items():
-        assert_goes_on(tmp_path / name, config, 1, is_equal=True)
-    assert run_ranks(load_refused, 2, str(tmp_path), configs["adafactor"]) == [0, 0]
-    allowed = (
-        "it trains on one rank alone, as it needs norms of whole weights; use one rank, or adamw"
-    )
-    for rank in (0, 1):
-        assert (
-            tmp_path / f"error {rank}"
-        ).read_text() == f"ValueError: --optimizer adafactor: {allowed}"
-
-
-def resume_with_other_options(rank: int, folder: str, config: Config) -> None:
-    """Save before the first update and after two; go on from both with other options of the optimizer."""
-    group = rank_of(rank, folder, "options", 1)
-    policy = load(config)
-    for name in ("begun", "trained"):
-        write_shards(
-            make_stager(policy.device).stage(training_state(policy)),
-            os.path.join(folder, name),
-            group,
-        )
-        train(policy, range(2), rank, 1)
-    for name in ("begun", "trained"):
-        decayed = load(
-            replace(
-                config,
-                optim=OptimOptions(
-                    warmup=8,
-                    args=(
-                        "momentum=0.9",
-                        "weight_decay=0.5",
-                    ),
-                ),
-            )
-        )
-        restore_training_state(decayed, os.path.join(folder, name), group)
-        (options,) = decayed.optimizer.param_groups
-        assert (options["weight_decay"], options["momentum"]) == (0.5, 0.9)
-        assert bool(decayed.optimizer.state) == (decayed.num_updates > 0) == (name == "trained")
-    plain = load(replace(config, optim=OptimOptions(warmup=8)))
-    pathlib.Path(folder, "error").write_text(
-        error_of(restore_training_state, plain, os.path.join(folder, "trained"), group)
-    )
-    dist.destroy_process_group()
-
-
-def test_an_optimizer_goes_on_with_its_new_options_unless_they_leave_state_without_a_use(
-    tmp_path, model
-):
-    config = make_config(model, **VARIANTS["sgd"])
-    assert run_ranks(resume_with_other_options, 1, str(tmp_path), config) == [0]
-    error = (tmp_path / "error").read_text()
-    assert (
-        "has optimizer.momentum_buffer.model.embed_tokens.weight of (150, 64), the run's is None: it is of"
-        in error
-    )
-
-
 PLAIN_STATE = """
 import torch
 
@@ -337,73 +116,249 @@ class Plain(torch.optim.SGD):
 """
 
 
-def save_plain_state(rank: int, folder: str, config: Config) -> None:
-    rank_of(rank, folder, "plain", 2)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def configs(model, tmp_path_factory):
+    """The config of each of VARIANTS and ON_ONE_RANK."""
+    own = write_own(tmp_path_factory.mktemp("own"), OWN_OPTIMIZER)
+    configs = {}
+    for name, options in (VARIANTS | ON_ONE_RANK).items():
+        if options.get("optimizer") == "own":
+            options = options | {"optimizer": f"{own}:Own"}
+        fixed = {"algo": "reinforce", "optimizer": "adamw", "lr": 0.01}
+        configs[name] = make_config(model, **fixed | {"optim": OptimOptions(warmup=8)} | options)
+    return configs
+
+
+def train(policy, steps) -> list[dict]:
+    """Steps on batches that depend on the step alone; what each measured."""
+    measured = []
+    for step in steps:
+        num_updates = policy.config.minibatches
+        updates = [random_sequences(4, seed=10 * step + number) for number in range(num_updates)]
+        share = distribute(updates, dist.get_world_size(), 60)[dist.get_rank()]
+        metrics = policy.train_step(share, policy_version=12)
+        measured.append(metrics | {"random": torch.rand(()).item()})
+    return measured
+
+
+def weights_of(policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+
+
+def write_shards(state: dict[str, torch.Tensor], folder: str, group: dist.ProcessGroup) -> None:
+    """Write this rank's part of a state as a checkpoint does. Raises OSError."""
+    numbers = file_numbers(state, dist.get_world_size(group))
+    storage = dcp.HuggingFaceStorageWriter(folder, numbers, save_distributed=True)
+    try:
+        dcp.save(state, storage_writer=storage, process_group=group)
+    except CheckpointException as error:
+        raise OSError(reason_of(error)) from None
+
+
+def train_and_save(rank, folder, configs) -> dict:
+    """For each config train on, having saved in the middle from copies made there. Return how it ended."""
+    group = dist.new_group(backend="gloo")
+    torch.manual_seed(rank)
+    ends = {}
+    for name, config in configs.items():
+        policy = load(config)
+        train(policy, range(2))
+        staged = make_stager(policy.device).stage(training_state(policy))
+        # before it is written: copies do not change
+        measured = train(policy, range(2, STEPS))
+        part = os.path.join(folder, name, "resume")
+        write_shards(staged, part, group)
+        writer = WeightWriter(policy)
+        ends[name] = SimpleNamespace(measured=measured, weights=weights_of(policy))
+        if rank == 0:
+            for_people = pathlib.Path(folder, name, "for_people")
+            for_people.mkdir()
+            writer.write(read_trained(part), for_people)
+    return ends
+
+
+def load_and_train(rank, folder, configs) -> dict:
+    """Continue with new policies. Return how they began and ended."""
+    group = dist.new_group(backend="gloo")
+    ends = {}
+    for name, config in configs.items():
+        policy = load(config)
+        torch.manual_seed(77)
+        restore_training_state(policy, os.path.join(folder, name, "resume"), group)
+        begun, measured = weights_of(policy), train(policy, range(2, STEPS))
+        ends[name] = SimpleNamespace(
+            measured=measured,
+            weights=weights_of(policy),
+            begun=begun,
+            num_updates=policy.num_updates,
+        )
+    return ends
+
+
+def run(body, num_ranks, *args):
+    """What rank 0 of so many returns; one rank is this process."""
+    return body(0, *args) if num_ranks == 1 else run_group(body, num_ranks, *args)[0]
+
+
+def fits(name, config, num_ranks, is_quick):
+    """Whether so many ranks can train a variant. In the quick test four ranks train a few of them only."""
+    if num_ranks == 4 and is_quick and name not in ("whole", "lora", "own"):
+        return False
+    return num_ranks % config.replicas == 0 and (num_ranks == 1 or name not in ON_ONE_RANK)
+
+
+@pytest.mark.parametrize(
+    ("is_quick", "names_by_ranks"),
+    [
+        (True, {1: ["whole", "sgd", "adam", "rmsprop", "own", *ON_ONE_RANK], 2: ["lora"]}),
+        pytest.param(False, {1: ["lora"], 2: list(VARIANTS)}, marks=pytest.mark.slow),
+    ],
+)
+def test_training_continues_to_the_bit_on_as_many_ranks_and_closely_on_others(
+    tmp_path, configs, is_quick, names_by_ranks
+):
+    """Nothing in the shards is pickled."""
+    ends, saved_by = {}, {}
+    for num_ranks, names in names_by_ranks.items():
+        chosen = {name: configs[name] for name in names}
+        folder = tmp_path / f"by_{num_ranks}"
+        ends[num_ranks] = run(train_and_save, num_ranks, str(folder), chosen)
+        for path in folder.glob("*/resume/*"):
+            assert path.suffix == ".safetensors" and load_file(path)
+    for num_ranks in (1, 2, 4):
+        for saved_by, unbroken in ends.items():
+            folder = tmp_path / f"by_{saved_by}"
+            chosen = {
+                name: configs[name]
+                for name in unbroken
+                if fits(name, configs[name], num_ranks, is_quick)
+            }
+            for name, resumed in run(load_and_train, num_ranks, str(folder), chosen).items():
+                is_equal = num_ranks == saved_by
+                check_resumed(folder / name, configs[name], unbroken[name], resumed, is_equal)
+
+
+def check_resumed(folder, config, unbroken, resumed, is_equal) -> None:
+    """What was trained after the checkpoint is what the unbroken training made."""
+    num_updates = STEPS * config.minibatches
+    assert resumed.num_updates == num_updates, (
+        "warm-up begins anew where what was restored is ignored"
+    )
+    for_people = load_file(folder / "for_people" / "model.safetensors")
+    has_head = (folder / "for_people" / "value_head" / "value_head.safetensors").exists()
+    assert has_head == (config.advantage == "gae")
+    assert resumed.begun.keys() == for_people.keys() == unbroken.weights.keys()
+    moved = [
+        not torch.equal(unbroken.weights[name], tensor) for name, tensor in resumed.begun.items()
+    ]
+    assert any(moved), "training moved nothing"
+    for name, tensor in resumed.begun.items():
+        torch.testing.assert_close(for_people[name], tensor, rtol=1e-6, atol=1e-6)
+    if is_equal:
+        assert resumed.measured == unbroken.measured
+        for name, tensor in unbroken.weights.items():
+            assert torch.equal(resumed.weights[name], tensor)
+    for metrics, expected in zip(resumed.measured, unbroken.measured, strict=True):
+        assert metrics["lr"] == expected["lr"]
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    for name, tensor in unbroken.weights.items():
+        torch.testing.assert_close(resumed.weights[name], tensor, rtol=1e-3, atol=1e-3)
+
+
+# What is refused, and what fails
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_an_optimizer_continues_with_its_new_options(tmp_path, configs, num_steps):
+    group, config = dist.new_group(backend="gloo"), configs["sgd"]
     policy = load(config)
-    train(policy, range(1), rank, 2)
-    pathlib.Path(folder, f"error {rank}").write_text(error_of(training_state, policy))
-    dist.destroy_process_group()
+    train(policy, range(num_steps))
+    write_shards(training_state(policy), str(tmp_path), group)
+    items = ("momentum=0.9", "weight_decay=0.5")
+    decayed = load(replace(config, optim=OptimOptions(warmup=8, args=items)))
+    restore_training_state(decayed, str(tmp_path), group)
+    (options,) = decayed.optimizer.param_groups
+    assert (options["weight_decay"], options["momentum"]) == (0.5, 0.9)
+    assert decayed.num_updates == num_steps and bool(decayed.optimizer.state) == (num_steps > 0)
 
 
-def test_state_that_each_rank_may_have_for_itself_is_refused(tmp_path, model):
-    (tmp_path / "plain.py").write_text(PLAIN_STATE)
-    config = make_config(model, optimizer=f"{tmp_path}/plain.py:Plain")
-    assert run_ranks(save_plain_state, 2, str(tmp_path), config) == [0, 0]
-    error = (tmp_path / "error 1").read_text()
-    assert (
-        error.startswith("ValueError: --optimizer keeps part.")
-        and "a scalar that is equal on all ranks" in error
+@pytest.mark.parametrize(
+    ("saved", "resumed", "difference"),
+    [
+        (
+            {"optim": MOMENTUM},
+            {},
+            "has optimizer.momentum_buffer.model.embed_tokens.weight of (150, 64), the run's is None: it is of another",
+        ),
+        (
+            {"lora_rank": 2},
+            {"lora_rank": 3},
+            "lora_A of (2, 192), the run's is (3, 192): it is of another model",
+        ),
+    ],
+)
+def test_state_of_another_model_or_optimizer_is_refused_by_name(
+    tmp_path, model, saved, resumed, difference
+):
+    group = dist.new_group(backend="gloo")
+    policy = load(make_config(model, **saved))
+    train(policy, range(1))
+    write_shards(training_state(policy), str(tmp_path), group)
+    error = error_of(
+        restore_training_state, load(make_config(model, **resumed)), str(tmp_path), group
     )
+    assert error.startswith("ValueError: ") and difference in error
 
 
-def test_nothing_in_the_shards_is_pickled(tmp_path, model):
-    assert run_ranks(train_and_save, 2, str(tmp_path), {"one": make_config(model)}, 2) == [0, 0]
-    for path in (tmp_path / "one" / "resume").iterdir():
-        assert path.suffix == ".safetensors"
-        load_file(path)
+def limit_file_size(num_bytes: int) -> None:
+    """Have this process write no longer files."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
-def load_another(rank: int, folder: str, config: Config) -> None:
-    group = rank_of(rank, folder, "another", 1)
-    pathlib.Path(folder, "error").write_text(
-        error_of(restore_training_state, load(config), os.path.join(folder, "one", "resume"), group)
-    )
-    dist.destroy_process_group()
-
-
-def test_shards_of_another_model_are_refused_by_name(tmp_path, model):
-    assert run_ranks(
-        train_and_save, 1, str(tmp_path), {"one": make_config(model, lora_rank=2)}, 1
-    ) == [0]
-    assert run_ranks(load_another, 1, str(tmp_path), make_config(model, lora_rank=3)) == [0]
-    error = (tmp_path / "error").read_text()
-    assert (
-        error.startswith("ValueError: ")
-        and "lora_A of (2, " in error
-        and "the run's is (3, " in error
-    )
-
-
-def save_to_a_full_disk(rank: int, folder: str, config: Config) -> None:
-    import resource
-    import signal
-
-    group = rank_of(rank, folder, "full", 2)
-    policy = load(config)
+def fail_on_two_ranks(rank, folder, model, plain_optimizer) -> dict[str, str]:
+    """Return the error that this rank meets in each of several ways to fail."""
+    group = dist.new_group(backend="gloo")
+    errors = {"adafactor": error_of(load, make_config(model, optimizer="adafactor"))}
+    policy = load(make_config(model, optimizer=plain_optimizer))
+    train(policy, range(1))
+    errors["plain state"] = error_of(training_state, policy)
+    policy = load(make_config(model))
+    save_weights(policy, os.path.join(folder, "saved"))
+    errors["exists"] = error_of(save_weights, policy, os.path.join(folder, "saved"))
+    broken = replace(random_sequences(1)[0], advantage=float("nan"))
+    share = [[bundle([broken])]] if rank == 0 else [[]]
+    errors["not finite"] = error_of(policy.train_step, share, 12)
     if rank == 1:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-    error = error_of(write_shards, training_state(policy), os.path.join(folder, "resume"), group)
-    pathlib.Path(folder, f"error {rank}").write_text(error) if rank == 0 else None
-    if rank == 1:
-        assert error.startswith("OSError: rank 1: ") and "File too large" in error
-    dist.destroy_process_group()
+        limit_file_size(10_000)
+    state = training_state(policy)
+    errors["shards"] = error_of(write_shards, state, os.path.join(folder, "shards"), group)
+    limit_file_size(10_000)
+    errors["weights"] = error_of(save_weights, policy, os.path.join(folder, "full"))
+    return errors
 
 
-def test_a_rank_that_cannot_write_is_known_to_all_in_one_line(tmp_path, model):
-    assert run_ranks(save_to_a_full_disk, 2, str(tmp_path), make_config(model)) == [0, 0]
-    error = (tmp_path / "error 0").read_text()
-    assert error.startswith("OSError: rank 1: ") and "File too large" in error and "\n" not in error
+def test_what_one_of_two_ranks_cannot_do_both_know_in_one_line(tmp_path, model):
+    plain = f"{write_own(tmp_path, PLAIN_STATE)}:Plain"
+    for errors in run_group(fail_on_two_ranks, 2, str(tmp_path), model, plain):
+        assert not [error for error in errors.values() if "\n" in error]
+        allowed = "it trains on one rank alone, as it needs norms of whole weights; use one rank, or adamw"
+        assert errors["adafactor"] == f"ValueError: --optimizer adafactor: {allowed}"
+        assert errors["plain state"].startswith("ValueError: --optimizer keeps part.")
+        assert "a scalar that is equal on all ranks" in errors["plain state"]
+        assert errors["exists"].startswith("OSError: checkpoint ")
+        assert "exists already" in errors["exists"]
+        assert errors["not finite"].startswith("NotFinite: loss nan")
+        assert errors["shards"].startswith("OSError: rank 1: ")
+        assert errors["weights"].startswith("OSError: checkpoint ")
+        assert "File too large" in errors["shards"] and "File too large" in errors["weights"]
+    assert not (tmp_path / "full").exists() and not (tmp_path / "full.tmp").exists()
+    load(make_config(str(tmp_path / "saved")))
 
 
 def test_tensors_that_checkpoints_have_otherwise_than_the_model_are_named(tmp_path, model):
@@ -419,8 +374,65 @@ def test_tensors_that_checkpoints_have_otherwise_than_the_model_are_named(tmp_pa
 def test_what_is_not_finite_is_never_saved_over_a_good_checkpoint():
     good = {"weights.a": torch.ones(3), "step": torch.tensor(4)}
     check_finite(good)
+    message = r"^weights.b is not finite; the checkpoints before it are kept$"
     for bad in (float("nan"), float("-inf")):
-        with pytest.raises(
-            OSError, match=r"^weights.b is not finite; the checkpoints before it are kept$"
-        ):
+        with pytest.raises(OSError, match=message):
             check_finite(good | {"weights.b": torch.tensor([0.0, bad])})
+
+
+# Weights for people
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"advantage": "gae"}, {"advantage": "gae", "lora_rank": 2}]
+)
+def test_a_saved_checkpoint_is_a_plain_model_with_the_scores_of_the_policy(tmp_path, options, tied):
+    """A value head is beside the model, and no engine is sent it."""
+    path = save_tiny_model(str(tmp_path / "model"), tied)
+    folder, sequences = tmp_path / "checkpoints" / "step_3", random_sequences(3)
+    policy = load(make_config(path, **options))
+    randomize(policy)
+    before = policy.score([sequences], raw=True)[0]
+    policy.train_step([[bundle(sequences)]], policy_version=12)
+    (tmp_path / "checkpoints" / "step_3.tmp").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_3.tmp" / "half").write_text("left by a save that was killed")
+    save_weights(policy, str(folder))
+    scores = policy.score([sequences], raw=True)[0]
+    assert not torch.allclose(before, scores, atol=1e-3)
+    saved = load(make_config(str(folder)))
+    torch.testing.assert_close(saved.score([sequences], raw=True)[0], scores, rtol=1e-4, atol=1e-4)
+    names = load_file(folder / "model.safetensors").keys()
+    assert names == load_file(os.path.join(path, "model.safetensors")).keys()
+    sent = [name for name, _ in policy.sent_parameters()]
+    assert sent == [spec.name for spec in policy.sent_specs()] and sorted(sent) == sorted(names)
+    vocabularies = [AutoTokenizer.from_pretrained(place).get_vocab() for place in (folder, path)]
+    assert vocabularies[0] == vocabularies[1]
+    assert AutoConfig.from_pretrained(folder).architectures == ["Qwen3ForCausalLM"]
+    assert os.listdir(folder.parent) == ["step_3"] and not (folder / "half").exists()
+    if "advantage" in options:
+        head = load_file(folder / "value_head" / "value_head.safetensors")["value_head.weight"]
+        assert torch.equal(head, policy.module.value_head.weight.full_tensor())
+
+
+def test_a_full_disk_is_seen_before_writing_with_the_arithmetic(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
+    message = error_of(save_weights, load(make_config(model)), str(tmp_path / "step_1"))
+    assert message.startswith("OSError: checkpoint") and "\n" not in message
+    assert f"needs 0.033 GB (0.001 of tensors + 0.032), 0.001 GB free in {tmp_path}" in message
+    assert os.listdir(tmp_path) == []
+
+
+class Interrupted:
+    """What writes weights, and is stopped by a signal."""
+
+    frozen = MappingProxyType({})
+
+    def write(self, trained, folder):
+        raise KeyboardInterrupt
+
+
+def test_a_write_that_is_interrupted_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(Interrupted(), {}, tmp_path / "step_1")
+    assert os.listdir(tmp_path) == []

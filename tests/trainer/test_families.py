@@ -1,5 +1,6 @@
 """Which models keep the sequences of a packed row apart, and which are refused, of all that transformers knows."""
 
+import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
 import pytest
 import torch
 from tiny_families import tiny_config, tiny_model
@@ -7,28 +8,35 @@ from tiny_policy import random_sequences
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from algos.sampling import Sampling
-from asyncrl.trainer.attention import check_layers
+from asyncrl.trainer.attention import check_layers, unfit_for_varlen
 from asyncrl.trainer.families import COMPARED, check_family
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.packing import bundle, pack
 
+HOPPER = (9, 0)
 REFUSED = {
     **dict.fromkeys(("biogpt", "falcon", "opt"), "whose mask sees no bounds"),
     **dict.fromkeys(("granitemoehybrid", "qwen3_5_text"), "m has linear_attention layers"), "lfm2": "m has conv layers",
 }  # fmt: skip
 """For what; transformers calls every recurrent layer linear_attention."""
+NOT_BY_BOUNDS = ("gemma4_text", "gemma4_unified_text", "nemotron")
+"""Families whose attention by bounds raises: they have several head sizes, or transformers gives them no bounds."""
 
 
 @pytest.mark.parametrize("family", [*COMPARED, *REFUSED])
 def test_a_model_is_refused_exactly_if_a_sequence_of_a_packed_row_changes_another(family):
+    """By bounds too, where the model can be computed so; windows count from a token back there."""
     config = tiny_config(family)
     module = TokenLogprobs(tiny_model(config))
     sequences = random_sequences(4, seed=1)
-    alone = torch.cat([scores(module, [one]) for one in sequences])
+    alone = torch.cat([scores(module, [sequence]) for sequence in sequences])
     changes = not torch.allclose(scores(module, sequences), alone, atol=1e-4)
     assert changes == (family in REFUSED)
     if not changes:
         check_layers(config, "m", shares_prefix=False)
+        if family not in NOT_BY_BOUNDS and unfit_for_varlen(config, HOPPER) is None:
+            by_bounds = TokenLogprobs(tiny_model(config, "varlen"))
+            torch.testing.assert_close(scores(by_bounds, sequences), alone, rtol=1e-4, atol=1e-4)
         return
     for shares_prefix in (False, True):
         why = f"^--model .*{REFUSED[family]}; sequences of a packed row would see each other: take a model with"

@@ -1,0 +1,275 @@
+"""How the model is built: options that trade time for memory, compilation, the value head, and what is refused."""
+
+import functools
+import json
+import os
+import shutil
+
+import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
+import pytest
+import torch
+from plain_trainer import randomize
+from safetensors.torch import load_file, save_file
+from tiny_policy import load, make_config, random_sequences, save_tiny_model
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3nConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import asyncrl.trainer.model
+from algos.sampling import Sampling
+from asyncrl.config import Config
+from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.model import ValueHead, compiles
+from asyncrl.trainer.packing import bundle, pack
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def model(request, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp(request.param))
+    return save_tiny_model(folder, tied=request.param == "tied")
+
+
+@pytest.fixture(scope="module")
+def three_layers(tmp_path_factory):
+    path = save_tiny_model(str(tmp_path_factory.mktemp("three_layers")))
+    layers = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    Qwen3ForCausalLM(Qwen3Config.from_pretrained(path, **layers)).save_pretrained(path)
+    return path
+
+
+def inputs_of(sequences):
+    """Arguments of a forward pass."""
+    batch = pack(bundle(sequences), one_row=False)
+    return batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling()
+
+
+# Memory
+
+
+@pytest.mark.parametrize(("save_memory", "num_passes"), [((), 2), (("activations",), 4)])
+def test_checkpointing_runs_every_layer_a_second_time(model, save_memory, num_passes):
+    policy, calls = load(make_config(model, save_memory=save_memory)), []
+    for layer in policy.module.model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    policy.train_step([[bundle(random_sequences(3))]], policy_version=12)
+    assert len(calls) == num_passes
+
+
+def test_offload_keeps_weights_gradients_and_adamw_state_in_host_memory_and_float32(model):
+    policy = load(make_config(model, optimizer="adamw", save_memory=("optimizer",)))
+    policy.train_step([[bundle(random_sequences(3))]], policy_version=12)
+    group = policy.module._get_fsdp_state()._fsdp_param_group
+    assert type(group.offload_policy).__name__ == "CPUOffloadPolicy"
+    for parameter in policy.module.parameters():
+        state = policy.optimizer.state[parameter]
+        for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
+            assert tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+def test_the_embedding_is_gathered_by_itself_unless_it_is_the_head_which_stays_whole_for_the_backward_pass(
+    model,
+):
+    policy = load(make_config(model))
+    inner, groups = policy.module.model, {}
+    for name, part in policy.module.named_modules():
+        if isinstance(part, FSDPModule):
+            parameters = part._get_fsdp_state()._fsdp_param_group.fsdp_params
+            owners = {type(parameter._module_info.module).__name__ for parameter in parameters}
+            groups[name] = {owner.removeprefix("FSDP") for owner in owners}
+    is_tied = inner.config.tie_word_embeddings
+    assert groups.pop("") == {"Qwen3RMSNorm", "Embedding" if is_tied else "Linear"}
+    assert groups.pop("model.model.embed_tokens", None) == (None if is_tied else {"Embedding"})
+    assert list(groups) == ["model.model.layers.0", "model.model.layers.1"]
+    logprobs, *_ = policy.module(*inputs_of(random_sequences(3)))
+    is_sharded = []
+    inner.lm_head.register_forward_pre_hook(
+        lambda head, _: is_sharded.append(isinstance(head.weight, DTensor))
+    )
+    logprobs.sum().backward()  # computes the head again
+    assert is_sharded == [False]
+    for weight in (inner.lm_head.weight, inner.model.embed_tokens.weight):
+        assert isinstance(weight, DTensor)
+
+
+# Compilation
+
+
+@pytest.fixture
+def graphs(request, monkeypatch):
+    """What dynamo counts, from 0. The backend is told by the test; inductor is what a run has."""
+    backend = getattr(request, "param", "eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch._dynamo.utils.counters
+
+
+def trace(config):
+    """Metrics of two steps, and the weights after them."""
+    policy = load(config)
+    metrics = []
+    for step in range(2):
+        share = distribute([random_sequences(12, seed=step)], 1, 1000)[0]
+        metrics.append(policy.train_step(share, policy_version=12 + step))
+    return metrics, {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+
+
+INDUCTOR = pytest.param(
+    "inductor",
+    4,
+    "varlen",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(
+            shutil.which("g++") is None, reason="inductor needs a C++ compiler, g++ is missing"
+        ),
+        pytest.mark.timeout(900),  # a compilation takes a minute on a busy core
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "lora_rank", "attention"),
+    [("eager", 0, "sdpa"), ("eager", 4, "varlen"), INDUCTOR],
+    indirect=["graphs"],
+)
+def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(
+    three_layers, graphs, lora_rank, attention, monkeypatch
+):
+    """Tolerance, in float32: 1e-4 of every metric. The layers are recomputed too, as both options meet in a layer."""
+    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: attention)
+    options = {"save_memory": ("activations",), "lora_rank": lora_rank, "optimizer": "adamw"}
+    expected, weights = trace(make_config(three_layers, **options))
+    found, found_weights = trace(make_config(three_layers, compile=True, **options))
+    for metrics, expected_metrics in zip(found, expected, strict=True):
+        assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found_weights[name], tensor, rtol=1e-3, atol=1e-4)
+    # for three layers, of which each ran
+    assert 1 <= graphs["stats"]["unique_graphs"] <= 2 and not graphs["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 2),
+        pytest.param({"save_memory": ("activations",)}, 4, marks=pytest.mark.study),
+        pytest.param({"lora_rank": 2, "kl_coef": 0.1}, 4, marks=pytest.mark.study),
+        ({"lora_rank": 2, "kl_coef": 0.1, "save_memory": ("activations",)}, 6),
+    ],
+)
+def test_on_a_gpu_micro_batches_of_all_sizes_are_of_few_kinds(
+    three_layers, graphs, options, most, monkeypatch
+):
+    """One sequence, many, none; with gradient and without: below the eight past which torch compiles no more."""
+    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: "varlen")
+    policy = load(make_config(three_layers, minibatches=2, compile=True, **options))
+    for num, budget in ((8, 10_000), (1, 100), (2, 100), (16, 40)):
+        updates = [random_sequences(num, seed) for seed in (num, num + 1)]
+        policy.train_step(distribute(updates, 1, budget)[0], policy_version=12)
+    policy.train_step([[[], bundle(random_sequences(3))]], policy_version=12)
+    policy.score([random_sequences(5)])
+    assert graphs["stats"]["unique_graphs"] <= most and not graphs["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("option", "on_cpu", "on_gpu"),
+    [(None, False, True), (True, True, True), (False, False, False)],
+)
+def test_layers_are_compiled_on_gpus_unless_told_otherwise(option, on_cpu, on_gpu):
+    config = Config(compile=option)
+    found = [compiles(config, torch.device(device)) for device in ("cpu", "cuda")]
+    assert found == [on_cpu, on_gpu]
+
+
+# The value head
+
+
+def test_a_value_head_begins_at_zero_and_explains_nothing(model):
+    policy = load(make_config(model, advantage="gae"))
+    assert not policy.module.value_head.weight.full_tensor().any()
+    metrics = policy.train_step([[bundle(random_sequences(5))]], policy_version=12)
+    assert metrics["value/explained_variance"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_head_computes_in_float32_above_a_model_in_bfloat16(model):
+    policy, seen = load(make_config(model, advantage="gae", dtype="bfloat16")), []
+    randomize(policy)
+    policy.module.value_head.register_forward_hook(
+        lambda _, given, values: seen.append((*given, values))
+    )
+    policy.score([random_sequences(2)])
+    ((hidden, values),) = seen
+    assert hidden.dtype == torch.bfloat16 and values.dtype == torch.float32
+    assert torch.equal(values, hidden.float() @ policy.module.value_head.weight.full_tensor())
+
+
+def test_the_backward_pass_of_the_head_keeps_no_float32_copy_of_hidden_states():
+    head, kept = ValueHead(8).to_empty(device="cpu"), []
+    torch.nn.init.ones_(head.weight)
+    hidden = torch.ones(5, 8, dtype=torch.bfloat16, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    )
+    with hooks:
+        head(hidden).sum().backward()
+    assert (torch.float32, hidden.shape) not in [(tensor.dtype, tensor.shape) for tensor in kept]
+    assert torch.equal(hidden.grad, torch.ones_like(hidden))
+    assert torch.equal(head.weight.grad, torch.full((8,), 5.0))
+
+
+# Models that are refused
+
+
+def rename_a_weight(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.down"] = weights.pop("model.layers.1.mlp.down_proj.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_the_vocabulary(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (rename_a_weight, "its safetensors lack model.layers.1.mlp.down_proj.weight, which its config"),
+        (
+            change_the_vocabulary,
+            r"\S+.weight is \[150, 64\] in its safetensors and \[200, 64\] by its config.json",
+        ),
+        (Gemma2Config().save_pretrained, "its head uses final_logit_softcapping = 30.0"),
+        (Gemma3nConfig().save_pretrained, "its head uses final_logit_softcapping = 30.0"),
+    ],
+    ids=["weight", "vocabulary", "head", "head of a part"],
+)  # fmt: skip
+def test_a_folder_whose_parts_are_not_of_one_model_that_is_trained_is_refused(
+    model, tmp_path, spoil, message
+):
+    folder = shutil.copytree(model, tmp_path / "model")
+    spoil(folder)
+    with pytest.raises(ValueError, match=f"--model {os.fspath(folder)}: {message}"):
+        load(make_config(str(folder)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_have_the_names_and_values_of_the_saved_model_each_once(model, tmp_path, dtype):
+    folder = str(shutil.copytree(model, tmp_path / "model"))
+    AutoModelForCausalLM.from_pretrained(folder).to(dtype).save_pretrained(folder)
+    policy = load(make_config(folder))
+    policy.score([random_sequences(2)])  # a forward pass must not leave gathered weights behind
+    published = list(policy.named_full_parameters())
+    saved = load_file(os.path.join(folder, "model.safetensors"))
+    assert sorted(name for name, _ in published) == sorted(saved)
+    for name, tensor in published:
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, saved[name].float())
