@@ -141,7 +141,7 @@ class LeadingPublisher(Publisher):
         resumed = self.node.resumed
         for version in resumed.delayed if resumed else ():
             if version >= self.node.restored.announced:
-                weights = load_file(resumed.part / f"delayed_{version}.safetensors")
+                weights = load_file(resumed.part / "delayed" / f"{version}.safetensors")
                 yield version, [(spec.name, weights[spec.name]) for spec in specs]
 
     def _delayed(self, step: int, weights: Weights) -> Snapshot:

@@ -35,7 +35,7 @@ class Checkpoint:
     nodes: list[dict]
     """Of each node the state of its `probe`, and how many bytes of each of its `records` count."""
     delayed: list[int]
-    """Versions whose weights are in delayed_VERSION.safetensors."""
+    """Versions whose weights are in delayed/VERSION.safetensors."""
 
     @property
     def part(self) -> Path:

@@ -434,12 +434,15 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         """Write weights for people and the manifest, give the checkpoint its name, and delete the old; on rank 0."""
         part = self.partial / PART
         self.weights.write(read_trained(str(part)), self.partial)
+        # in a folder of their own: shards are read from all files beside them
+        delayed = part / "delayed"
+        delayed.mkdir()
         for version, weights in self._delayed.items():
-            save_file(dict(weights), part / f"delayed_{version}.safetensors")
-        for_people = [
+            save_file(dict(weights), delayed / f"{version}.safetensors")
+        written = [
             path for path in self.partial.rglob("*") if path.is_file() and path.parent != part
         ]
-        files = self._flushed([*part.glob("delayed_*"), *for_people])
+        files = self._flushed(written)
         for result in results:
             files |= result["files"]
         write_manifest(
