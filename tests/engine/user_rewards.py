@@ -1,0 +1,133 @@
+"""Reward functions as a user would write them: good ones, and two that do whatever a response says."""
+
+import asyncio
+import contextlib
+import ctypes  # noqa: F401, for responses, as the next ones
+import inspect
+import mmap  # noqa: F401
+import os
+import resource
+import signal  # noqa: F401
+import socket  # noqa: F401
+import subprocess  # noqa: F401
+import sys  # noqa: F401
+import time
+from pathlib import Path
+
+from setproctitle import setproctitle
+
+from asyncrl.engine.reward_process import _LIMITS, MEMORY_BYTES
+
+
+def exact(response, answer):
+    return response == answer
+
+
+def keywords(response, **row):
+    return float(len(row))
+
+
+def by_columns(response, length, colour="red"):
+    return float(length + (colour == "blue"))
+
+
+def parts(response, answer, **row):
+    return {"right": float(response == answer), "short": 0.5}
+
+
+def short(response):
+    return 1 / len(response)
+
+
+class Judge:
+    async def __call__(self, response, answer):
+        await asyncio.sleep(0)
+        return {"wise": 2.0}
+
+
+judge = Judge()
+number = 3
+
+
+def no_response(completion, answer):
+    return 0.0
+
+
+class UserTask:
+    @staticmethod
+    def score(answer, response):
+        return {"right": float(response == answer), "digits": len(response) / len(answer)}
+
+
+def evaluated(response):
+    """What the response is, as an expression of Python."""
+    return eval(response)
+
+
+async def evaluated_async(response, **row):
+    """The same, a little later, so that other responses are scored meanwhile."""
+    await asyncio.sleep(0.2)
+    value = eval(response)
+    return await value if inspect.isawaitable(value) else value
+
+
+# What responses may say
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def throw(error):
+    raise error
+
+
+async def later(value, delay_s):
+    await asyncio.sleep(delay_s)
+    return value
+
+
+async def ignore_cancellation():
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+
+
+async def connect(host, port):
+    """Connect by a name, which a thread looks up."""
+    _, writer = await asyncio.open_connection(host, port)
+    writer.close()
+    return 1.0
+
+
+def spoil_replies(reply):
+    """Write to every socket that there is."""
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, reply)
+    return 1.0
+
+
+def start_daemon(title):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            setproctitle(title)
+            time.sleep(600)
+        os._exit(0)
+    return 1.0
+
+
+def fork_without_end():
+    while True:
+        os.fork()
+
+
+def has_limits():
+    limits = [resource.getrlimit(limit) == (most, most) for limit, most in _LIMITS.items()]
+    _, memory = resource.getrlimit(resource.RLIMIT_AS)
+    cpu_s, _ = resource.getrlimit(resource.RLIMIT_CPU)
+    has_no_new_privileges = "NoNewPrivs:\t1" in Path("/proc/self/status").read_text()
+    is_memory_limited = MEMORY_BYTES < memory < MEMORY_BYTES + (64 << 30)
+    return all(limits) and has_no_new_privileges and is_memory_limited and cpu_s < 100
