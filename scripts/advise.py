@@ -4,22 +4,21 @@ It reads metrics.jsonl and events.jsonl of a run that has ended or still trains.
 arithmetic.
 """
 
-import argparse
-import sys
+from tyro.conf import Positional
 
 from extras.planning.advice import advice_of
+from scripts.lines import run_command
 from scripts.runs import load
 
 
-def main(args: list[str] | None = None) -> None:
-    """Read the command line and print the advice."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", metavar="runs/NAME", help="directory of a run with at least 8 steps")
-    try:
-        print(advice_of(load(parser.parse_args(args).run)))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+def main(run: Positional[str]) -> None:
+    """Print advice on a run.
+
+    Args:
+        run: Directory of a run with at least 8 steps.
+    """
+    print(advice_of(load(run)))
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -1,9 +1,12 @@
-"""What all scripts read and show: records as lines of JSON, tables as lines of Markdown."""
+"""What all scripts do alike: read records as lines of JSON, show tables as lines of Markdown, read a command line."""
 
 import gzip
 import json
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+import tyro
 
 
 def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
@@ -31,7 +34,16 @@ def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
     return records
 
 
-def markdown(heading: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
+def markdown(heading: Iterable[object], rows: Iterable[Sequence[object]]) -> list[str]:
     """Return the lines of a table."""
+    heading = list(heading)
     cells = [heading, ["---"] * len(heading), *rows]
     return [f"| {' | '.join(map(str, row))} |" for row in cells]
+
+
+def run_command(main: Callable[..., None]) -> None:
+    """Read the command line into the arguments of `main`, and call it. A user's mistake ends it with one line."""
+    try:
+        tyro.cli(main)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")

@@ -8,16 +8,16 @@ to train (extras/simulation/). What is assumed: see the table and workload.py, e
     python scripts/simulate.py --only scheduling        # some of them; the other records are kept
 """
 
-import argparse
 import gc
 import itertools
 import time
 from pathlib import Path
 
-from extras.simulation import report
+from extras.simulation import report as tables
 from extras.simulation.cluster import Outcome, simulate
 from extras.simulation.scenarios import Scenario, scenarios
 from scripts.bench.harness import ROOT, provenance
+from scripts.lines import run_command
 
 
 def run(scenario: Scenario, seed: int) -> dict:
@@ -40,42 +40,36 @@ def run(scenario: Scenario, seed: int) -> dict:
     }
 
 
-def main() -> None:
-    """Read the command line, run what was chosen, seed by seed, and write records and table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "results" / "simulation", help="folder of the records"
-    )
-    parser.add_argument(
-        "--only", nargs="+", help="mechanisms, or names of comparisons, see scenarios.toml"
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=5, help="runs of each arm (n), each with problems of its own"
-    )
-    parser.add_argument(
-        "--report", action="store_true", help="simulate nothing, write the table again"
-    )
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    # objects that live for a whole run make collections long, and all of them are kept
+def main(
+    out: Path = ROOT / "results" / "simulation",
+    only: list[str] | None = None,
+    seeds: int = 5,
+    report: bool = False,
+) -> None:
+    """Run what was chosen, seed by seed, and write records and table.
+
+    Args:
+        out: Folder of the records.
+        only: Mechanisms, or names of comparisons, see scenarios.toml.
+        seeds: Runs of each arm (n), each with problems of its own.
+        report: Simulate nothing, write the table again.
+    """
+    # Objects that live for a whole run make collections long, and all of them are kept.
     gc.set_threshold(100_000)
-    try:
-        if arguments.seeds < 1:
-            raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
-        made_by, wanted = provenance(), [] if arguments.report else scenarios(arguments.only)
-        for seed, scenario in itertools.product(range(arguments.seeds), wanted):
-            made = run(scenario, seed)
-            report.replace(made | made_by, arguments.out / "simulation.jsonl")
-            values = " → ".join(f"{arm[scenario.measure]:.4g}" for arm in made["arms"].values())
-            print(
-                f"seed {seed}, {scenario.name}, tail {scenario.tail:g}: {values}  ({made['cpu_s']} s)",
-                flush=True,
-            )
-        report.write(arguments.out)
-    except ValueError as error:
-        parser.error(str(error))
-    print(f"records: {arguments.out}")
+    if seeds < 1:
+        raise ValueError(f"--seeds must be at least 1, got {seeds}")
+    out.mkdir(parents=True, exist_ok=True)
+    made_by = provenance()
+    chosen = [] if report else scenarios(only)
+    for seed, scenario in itertools.product(range(seeds), chosen):
+        record = run(scenario, seed)
+        tables.replace(record | made_by, out / "simulation.jsonl")
+        values = " → ".join(f"{arm[scenario.measure]:.4g}" for arm in record["arms"].values())
+        what = f"seed {seed}, {scenario.name}, tail {scenario.tail:g}"
+        print(f"{what}: {values}  ({record['cpu_s']} s)", flush=True)
+    tables.write(out)
+    print(f"records: {out}")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
