@@ -7,10 +7,10 @@ the readable responses, and `run.info` is run.json. A run that is still going, o
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 
 import pandas as pd
 
@@ -18,24 +18,21 @@ from asyncrl.runlog.header import read_header
 from scripts.lines import read
 
 SUMMARY = {
-    "steps": ("steps", "{}"),
-    "samples": ("samples", "{}"),
+    "steps": ("steps", "{:.0f}"),
+    "samples": ("samples", "{:.0f}"),
     "seconds": ("time in steps, s", "{:.1f}"),
     "reward_first": ("reward, first tenth of the steps", "{:.3f}"),
     "reward_last": ("reward, last tenth", "{:.3f}"),
     "accuracy_first": ("held-out accuracy, first", "{:.3f}"),
     "accuracy_last": ("held-out accuracy, last", "{:.3f}"),
     "staleness_mean": ("staleness, mean, steps", "{:.2f}"),
-    "staleness_max": ("staleness, max, steps", "{}"),
+    "staleness_max": ("staleness, max, steps", "{:.3g}"),
+    "seconds_per_step": ("s per step", "{:.2f}"),
     "tokens_per_s": ("generated tokens/s", "{:.0f}"),
     "wait_share": ("share of time the trainer waited", "{:.1%}"),
 }
 """What people look at first: key of `summarise`, label, format."""
-
-
-class _Events(dict):
-    def __missing__(self, kind: str) -> pd.DataFrame:
-        return pd.DataFrame()
+MISSING = "–"
 
 
 @dataclass(frozen=True)
@@ -55,13 +52,25 @@ class Run:
         return self.path.resolve().name
 
     @cached_property
+    def records(self) -> list[dict]:
+        """The events of all nodes as they were written, each with its node, sorted by time."""
+        folders = {0: self.path}
+        for folder in self.path.glob("node_*"):
+            folders[int(folder.name.removeprefix("node_"))] = folder
+        records = []
+        for node, folder in sorted(folders.items()):
+            for record in read(folder / "events.jsonl", self._cut):
+                records.append(record | {"node": node})
+        return sorted(records, key=lambda record: record["time"])
+
+    @cached_property
     def events(self) -> dict[str, pd.DataFrame]:
-        """The events of all nodes by kind, in the order written; an empty frame for a kind that did not occur."""
+        """The events by kind; an empty frame for a kind that did not occur."""
         by_kind = defaultdict(list)
-        for node, folder in [(0, self.path), *_other_nodes(self.path)]:
-            for event in read(folder / "events.jsonl", self._cut):
-                by_kind[event["event"]].append(event | {"node": node})
-        return _Events({kind: frame(events) for kind, events in by_kind.items()})
+        for record in self.records:
+            by_kind[record["event"]].append(record)
+        frames = {kind: frame(records) for kind, records in by_kind.items()}
+        return defaultdict(pd.DataFrame, frames)
 
     @cached_property
     def samples(self) -> pd.DataFrame:
@@ -71,14 +80,8 @@ class Run:
     @property
     def cut(self) -> list[str]:
         """Names of files whose last line was being written when the run ended, or when they were read."""
-        _ = self.events, self.samples
+        _ = self.records, self.samples
         return [str(path.relative_to(self.path)) for path in self._cut]
-
-
-def _other_nodes(path: Path) -> list[tuple[int, Path]]:
-    """Return the number and the folder of each other node."""
-    folders = path.glob("node_*")
-    return sorted((int(folder.name.removeprefix("node_")), folder) for folder in folders)
 
 
 def load(path: str | Path) -> Run:
@@ -114,41 +117,31 @@ def frame(records: list[dict]) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def rows(table: pd.DataFrame) -> list[dict]:
-    """Return the rows of a frame as plain dicts, each without what is missing in it."""
-    missing = table.isna().to_dict("records")
-    return [
-        {name: value for name, value in row.items() if not is_missing[name]}
-        for row, is_missing in zip(table.to_dict("records"), missing, strict=True)
-    ]
-
-
 def names(runs: list[Run]) -> list[str]:
-    """What to call each run: its directory's name if that tells it from the others, else its path."""
-    of_all = [run.name for run in runs]
-    return [run.name if of_all.count(run.name) == 1 else str(run.path) for run in runs]
+    """Return what to call each run: its directory's name if that tells it from the others, else its path."""
+    short = [run.name for run in runs]
+    return [run.name if short.count(run.name) == 1 else str(run.path) for run in runs]
 
 
 def evaluations(metrics: pd.DataFrame) -> pd.Series:
-    """Held-out accuracy by policy version; a line may report that of an earlier one."""
+    """Return held-out accuracy by policy version; a line may report that of an earlier one."""
     if "eval/accuracy" not in metrics:
         return pd.Series(dtype=float)
     evaluated = metrics.dropna(subset="eval/accuracy")  # null: nothing could be scored
-    return pd.Series(
-        evaluated["eval/accuracy"].to_numpy(float), evaluated["eval/policy_version"].to_numpy(int)
-    )
+    versions = evaluated["eval/policy_version"].to_numpy(int)
+    return pd.Series(evaluated["eval/accuracy"].to_numpy(float), versions)
 
 
 def progress(metrics: pd.DataFrame) -> pd.DataFrame:
-    """Samples trained on and seconds of steps when each version existed; the first is there before the first step."""
+    """Return samples trained on and seconds of steps when each version existed, the first from before its step."""
     first = metrics["step"].iloc[0] - 1
     samples = [metrics["samples"].iloc[0] * first / (first + 1), *metrics["samples"]]
     seconds = [0.0, *metrics["time/step_s"].cumsum()]
     return pd.DataFrame({"samples": samples, "seconds": seconds}, [first, *metrics["step"]])
 
 
-def summarise(metrics: pd.DataFrame) -> dict[str, float | None]:
-    """Return a run as a few numbers; None where nothing was measured.
+def summarise(metrics: pd.DataFrame) -> dict[str, float]:
+    """Return a run as a few numbers; NaN where nothing was measured.
 
     Rewards are means over the first and the last tenth of the steps, at least one. Accuracies are those of the oldest
     and the newest version evaluated, and the best. staleness_mean is over all steps, and staleness_settled over the
@@ -157,39 +150,40 @@ def summarise(metrics: pd.DataFrame) -> dict[str, float | None]:
     rewards, staleness = metrics["reward/mean"], metrics["staleness/mean"]
     accuracies = evaluations(metrics)
     tenth = max(1, len(metrics) // 10)
-    seconds = float(metrics["time/step_s"].sum())
+    seconds = metrics["time/step_s"].sum()
+    # A replay samples nothing, and a grid does not keep these two.
+    rollout = metrics.reindex(columns=["tokens/generated", "time/wait_s"]).astype(float)
     last = metrics.iloc[-1]
-    summary = {
+    return {
         "steps": int(last["step"]),
         "samples": int(last["samples"]),
         "seconds": seconds,
-        "seconds_per_step": seconds / int(last["step"]),
-        "reward_first": fmean(rewards[:tenth]),
-        "reward_last": fmean(rewards[-tenth:]),
-        "accuracy_first": None,
-        "accuracy_last": None,
-        "accuracy_best": None,
-        "staleness_mean": fmean(staleness),
+        "seconds_per_step": seconds / last["step"],
+        "reward_first": rewards.head(tenth).mean(),
+        "reward_last": rewards.tail(tenth).mean(),
+        "accuracy_first": accuracies.head(1).mean(),
+        "accuracy_last": accuracies.tail(1).mean(),
+        "accuracy_best": accuracies.max(),
+        "staleness_mean": staleness.mean(),
         "staleness_max": int(metrics["staleness/max"].max()),
-        "staleness_settled": fmean(staleness[len(staleness) // 2 :]),
-        "tokens_per_s": None,
-        "wait_share": None,
+        "staleness_settled": staleness.iloc[len(staleness) // 2 :].mean(),
+        "tokens_per_s": rollout["tokens/generated"].iloc[-1] / seconds,
+        "wait_share": rollout["time/wait_s"].sum(min_count=1) / seconds,
     }
-    if len(accuracies):
-        summary["accuracy_first"] = float(accuracies.iloc[0])
-        summary["accuracy_last"] = float(accuracies.iloc[-1])
-        summary["accuracy_best"] = float(accuracies.max())
-    if "tokens/generated" in metrics:
-        summary["tokens_per_s"] = float(last["tokens/generated"] / seconds)
-        summary["wait_share"] = float(metrics["time/wait_s"].sum() / seconds)
-    return summary
 
 
 def readable_summary(metrics: pd.DataFrame) -> dict[str, str]:
-    """Return what people look at first, by its label. What was not measured is left out."""
+    """Return what people look at first, by its label."""
     summary = summarise(metrics)
-    return {
-        label: form.format(summary[key])
-        for key, (label, form) in SUMMARY.items()
-        if summary[key] is not None
-    }
+    return {label: spread([summary[key]], form) for key, (label, form) in SUMMARY.items()}
+
+
+def spread(values: Iterable[float], form: str) -> str:
+    """Return mean ± standard deviation in the format of one number; the number itself where all are equal."""
+    measured = pd.Series(values, dtype=float).dropna()
+    if measured.empty:
+        return MISSING
+    mean = form.format(measured.mean())
+    if measured.nunique() == 1:
+        return mean
+    return f"{mean} ± {form.format(measured.std())}"

@@ -1,77 +1,92 @@
 """Tabulate runs, as Markdown on stdout: `python scripts/table.py RUN [RUN ...] [--by OPTION [OPTION ...]]`.
 
 A row per run: its name, the options in which the runs differ, and what runs.py summarises. With --by a row per
-combination of the options' values: mean ± standard deviation over the n runs that have it. If a run has not
-made all its steps, a column says how many it made.
+combination of the options' values: mean ± standard deviation over the n runs that have it. If a run has not made all
+its steps, a column says how many it made, and such runs have rows of their own.
 """
 
-import argparse
-import statistics
-import sys
-from collections.abc import Iterable
-
 import pandas as pd
+from tyro.conf import Positional
 
 from asyncrl.config import nearest
 from asyncrl.user_code import typed
-from scripts.lines import markdown
-from scripts.runs import Run, load, names, summarise
+from scripts.lines import markdown, run_command
+from scripts.runs import SUMMARY, Run, load, names, spread, summarise
 
 COLUMNS = {
-    "accuracy_first": ("held-out accuracy, first", "{:.3f}"), "accuracy_last": ("last", "{:.3f}"),
-    "staleness_mean": ("staleness, mean", "{:.2f}"), "staleness_max": ("max", "{:.3g}"),
-    "seconds_per_step": ("s per step", "{:.2f}"), "tokens_per_s": ("tokens/s", "{:.0f}"),
-    "wait_share": ("trainer waited", "{:.0%}"),
-}  # fmt: skip
-"""Columns of the table: key of the summary, heading, format."""
-MISSING = "–"
+    key: SUMMARY[key]
+    for key in (
+        "accuracy_first",
+        "accuracy_last",
+        "staleness_mean",
+        "staleness_max",
+        "seconds_per_step",
+        "tokens_per_s",
+        "wait_share",
+    )
+}
+"""What the table shows of the summary."""
 
 
-def table(runs: list[Run], by: list[str] | None = None) -> list[str]:
-    """The lines of the table. Raises ValueError for an option that no run has."""
-    options = [option.replace("-", "_") for option in by] if by else differing_options(runs)
-    known = dict.fromkeys(name for run in runs for name in run.info["config"])
-    for option in options:
-        if option not in known:
-            raise ValueError(f"--by {option}: run.json has no such option{nearest(option, known)}")
-    frame = pd.DataFrame([summarise(run.metrics) for run in runs])
-    wanted = frame["steps"].clip(lower=[run.info["config"].get("steps", 0) for run in runs])
-    made = frame["steps"].astype(str) + " of " + wanted.astype(str)
-    values = [[run.info["config"].get(option) for option in options] for run in runs]
-    order = [tuple(map(sort_key, row)) for row in values] if by else list(range(len(runs)))
-    rows, others = [], {}
-    for _, group in frame.groupby(pd.Series(order)):
-        alike = [runs[index] for index in group.index]
-        row = {} if by else {"run": names(runs)[group.index[0]]}
-        shown = map(show, values[group.index[0]])
-        row |= zip((f"`{option}`" for option in options), shown, strict=True)
-        row |= {"n": len(alike)} if by else {}
-        row |= {"steps made": ", ".join(made[group.index].unique())}
-        row |= {heading: spread(group[key], form) for key, (heading, form) in COLUMNS.items()}
-        rows.append(row)
-        others |= dict.fromkeys(f"`{option}`" for option in differing_options(alike))
-    table = pd.DataFrame(rows)
-    if (frame["steps"] == wanted).all():
-        table = table.drop(columns="steps made")
-    lines = markdown(table.columns, table.to_numpy())
-    others.pop("`seed`", None)
-    return [*lines, "", f"Runs of one row also differ in {', '.join(others)}."] if others else lines
+def table(runs: list[Run], by: list[str]) -> list[str]:
+    """Return the lines of the table. Raises ValueError for an option that no run has."""
+    configs = [run.info["config"] for run in runs]
+    options = options_of(configs)
+    chosen = [name.replace("-", "_") for name in by] or differing(options)
+    for name in chosen:
+        if name not in options:
+            hint = nearest(name, list(options))
+            raise ValueError(f"--by {name}: run.json has no such option{hint}")
+    rows = options[chosen].rename(columns="`{}`".format)
+    if not by:
+        rows.insert(0, "run", names(runs))
+    made = [run.metrics["step"].iloc[-1] for run in runs]
+    wanted = [config.get("steps", 0) for config in configs]
+    steps = pd.Series(zip(made, wanted, strict=True))
+    if any(steps.map(min) != wanted):
+        rows["steps made"] = steps.map("{0[0]} of {0[1]}".format)
+    keys = list(rows)
+    rows = rows.join(pd.DataFrame([summarise(run.metrics) for run in runs]))
+    if not by:
+        shown = grouped(rows, keys, COLUMNS).drop(columns="n")
+        return markdown(shown, shown.to_numpy())
+    order = sorted(rows.index, key=lambda i: [sort_key(configs[i].get(name)) for name in chosen])
+    shown = grouped(rows.loc[order], keys, COLUMNS)
+    lines = markdown(shown, shown.to_numpy())
+    if others := [f"`{name}`" for name in differing(options, chosen) if name != "seed"]:
+        lines += ["", f"Runs of one row also differ in {', '.join(others)}."]
+    return lines
 
 
-def differing_options(runs: list[Run]) -> list[str]:
-    """The options that do not have one value in all runs, but for the names of the runs."""
-    options = [run.info["config"] for run in runs]
-    known = dict.fromkeys(name for config in options for name in config)
-    return [
-        name
-        for name in known
-        if name not in ("run_name", "runs_dir")
-        and len({show(config.get(name)) for config in options}) > 1
-    ]
+def grouped(
+    rows: pd.DataFrame, keys: list[str], columns: dict[str, tuple[str, str]]
+) -> pd.DataFrame:
+    """Return a row per combination of `keys`: the number n of its rows, and the spread of each of the columns.
+
+    `columns` has the heading and the format of a number by the name of a column.
+    """
+    groups = rows.groupby(keys, sort=False, observed=True)
+    shown = {"n": groups.size()}
+    for name, (heading, form) in columns.items():
+        shown[heading] = groups[name].agg(spread, form)
+    return pd.DataFrame(shown).reset_index()
 
 
-def show(value) -> str:
-    """An option's value as the command line has it."""
+def options_of(configs: list[dict]) -> pd.DataFrame:
+    """Return a row per run and a column per option, as text, but for the names of the runs."""
+    known = dict.fromkeys(name for config in configs for name in config)
+    columns = {name: [show(config.get(name)) for config in configs] for name in known}
+    return pd.DataFrame(columns).drop(columns=["run_name", "runs_dir"], errors="ignore")
+
+
+def differing(options: pd.DataFrame, by: list[str] | None = None) -> list[str]:
+    """Return the options that have several values, or several in rows that agree in `by`."""
+    counts = options.groupby(by).nunique() if by else options.nunique().to_frame().T
+    return [name for name in counts if counts[name].max() > 1]
+
+
+def show(value: object) -> str:
+    """Return an option's value as the command line has it."""
     if isinstance(value, list | tuple):
         return " ".join(map(show, value)) or "none"
     if isinstance(value, str):
@@ -80,35 +95,21 @@ def show(value) -> str:
     return text.lower() if value is None or isinstance(value, bool) else text
 
 
-def sort_key(value) -> tuple[bool, float, str]:
-    """Numbers in their order, then all else in that of its text."""
+def sort_key(value: object) -> tuple[bool, float, str]:
+    """Return what sorts numbers in their order, then all else in that of its text."""
     is_number = isinstance(value, int | float)
     return not is_number, value if is_number else 0.0, show(value)
 
 
-def spread(values: Iterable[float | None], template: str) -> str:
-    """Mean ± standard deviation in the format of one number; the number itself where all are equal."""
-    measured = [value for value in values if pd.notna(value)]
-    if not measured:
-        return MISSING
-    mean = template.format(statistics.mean(measured))
-    if len(set(measured)) == 1:
-        return mean
-    return f"{mean} ± {template.format(statistics.stdev(measured))}"
+def main(runs: Positional[list[str]], by: tuple[str, ...] = ()) -> None:
+    """Tabulate runs, as Markdown on stdout.
 
-
-def main() -> None:
-    """Read the command line and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="directory of a run")
-    text = "options, as in run.json, whose values share a row; unset gives every run its own"
-    parser.add_argument("--by", nargs="+", metavar="OPTION", help=text)
-    arguments = parser.parse_args()
-    try:
-        print("\n".join(table([load(run) for run in arguments.runs], arguments.by)))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    Args:
+        runs: Directories of runs.
+        by: Options, as in run.json, whose values share a row; unset gives every run its own.
+    """
+    print("\n".join(table([load(run) for run in runs], by)))
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
