@@ -11,24 +11,25 @@ every run. A part of --study is what study.toml says, in OUT/PART. grids.py says
 paired.md, cells.csv and curves.png of it.
 """
 
-import argparse
 import itertools
 import json
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import tyro
+
 from asyncrl import user_code
-from asyncrl.config import OPTIONS, Config, flag, nearest, switch
+from asyncrl.config import OPTIONS, flag, nearest, switch
 from asyncrl.job.command_line import check, read_options
 from scripts.grids import RECORDED, key, loss, read_records, record_of, report, setting
 from scripts.runs import load
@@ -42,25 +43,48 @@ AXES = ("algo", "algo_args", "async_ratio", "publish_delay", "seed")
 """Options that every cell names first."""
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """The command line. What follows `--` are options of every run."""
+
+    algos: list[str] = field(default_factory=lambda: ["grpo", "tis", "topr"])
+    """Losses, each with its options if it has any: ALGO[:NAME=VALUE ...]."""
+    async_ratio: list[str] = field(default_factory=lambda: ["0", "4"])
+    """Freshness bounds."""
+    publish_delay: list[str] = field(default_factory=lambda: ["0"])
+    """Steps that weights are late."""
+    seeds: int = 3
+    """Seeds 0 … N − 1."""
+    sweep: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
+    """OPTION=V1|V2: values of any option of train_async.py, a list's items apart by blanks. May be given again."""
+    replay: list[Path] = field(default_factory=list)
+    """Replay these runs with each of --algos."""
+    study: list[str] | None = None
+    """Run these parts of study.toml, or all; --out, --parallel, --keep-runs and --report alone go with it."""
+    out: Path | None = None
+    """Where records, tables and the figure go; unset makes runs/ablation-DATE-TIME."""
+    keep_runs: bool = False
+    """Keep the directories of the runs, in OUT/runs."""
+    parallel: int = 1
+    """Runs at a time; above 1, times mean less."""
+    report: bool = False
+    """Run nothing, make the tables and the figure of --out again."""
+    extra: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """Options of every run."""
+
+
+def read_arguments(words: Sequence[str]) -> Arguments:
+    """Read a command line."""
+    end = [*words, "--"].index("--")
+    given = tyro.cli(Arguments, description=__doc__, args=words[:end])
+    return replace(given, extra=tuple(words[end + 1 :]))
+
+
 # Cells
 
 
-def read_value(name: str, text: str) -> dict:
-    """One value of an option; that of `algo` may have the loss's options behind a colon. Raises ValueError."""
-    algo, arguments = re.fullmatch(r"(.*?)(?::(\w+=.*))?", text).groups()
-    if name == "algo" and arguments:
-        return read_value("algo", algo) | read_value("algo_args", arguments)
-    if name not in OPTIONS:
-        raise ValueError(f"--{flag(name)} is no option{nearest(name, OPTIONS)}")
-    option = OPTIONS[name]
-    words = text.split() if option.is_list else text
-    config = Config().changed({name: words})
-    value = option.value_in(user_code.located(config))
-    return {name: list(value) if isinstance(value, tuple) else value}
-
-
 def options(cell: dict, extra: Sequence[str] = ()) -> list[str]:
-    """The command line of a cell's run, with the options that all runs are given."""
+    """Return the command line of a cell's run, with the options that all runs are given."""
     words = []
     if "of" in cell:  # the loss of a replay does not take the options of the recorded run's loss
         cell = {"algo": cell["algo"], "algo_args": cell.get("algo_args", [])}
@@ -75,99 +99,97 @@ def options(cell: dict, extra: Sequence[str] = ()) -> list[str]:
 
 
 def cell_name(cell: dict) -> str:
-    """Name of a cell's run."""
-    letters = {"async_ratio": "a", "publish_delay": "k"}
+    """Return the name of a cell's run."""
+    letters = {"async_ratio": "a", "publish_delay": "k", "kind": "", "of": ""}
     parts = [loss(cell)]
     for name, value in setting(cell).items():
-        is_named = name not in letters and "of" not in cell
-        parts.append(f"{letters.get(name, '')}{f'{name}=' if is_named else ''}{show(value)}")
+        parts.append(letters.get(name, f"{name}=") + show(value))
     if "seed" in cell:
         parts.insert(3, f"s{cell['seed']}")
     return re.sub(r"[^\w.+=-]", "+", "-".join(parts))
 
 
-def grid(axes: dict[str, list[dict]]) -> list[dict]:
-    """All cells, seeds outermost: a grid that is stopped early has whole seeds, and a busy hour falls on all alike.
+def read_cell(texts: dict[str, str | list[str]], extra: Sequence[str], is_run: bool = True) -> dict:
+    """Return a cell, which has the values that texts mean to a run.
 
-    Raises ValueError if two axes give one option, or a cell is there twice.
+    Raises ValueError if a run with the options `extra` would not accept it, or if `extra` has other values. A cell that
+    is no run has the other options of a recorded run, and they are not known here.
     """
-    swept = (name for name in axes if name not in AXES)
-    order = ["seed", "publish_delay", "async_ratio", *swept, "algo_args", "algo"]
-    cells = {}
-    for values in itertools.product(*(axes.get(name, [{}]) for name in order)):
-        merged = {
-            name: value for options_of_axis in values for name, value in options_of_axis.items()
-        }
-        cell = {name: merged[name] for name in dict.fromkeys([*AXES, *merged]) if name in merged}
-        if len(merged) < sum(map(len, values)) or key(cell) in cells:
-            twice = f"{cell_name(cell)}, or an option of it, is there twice"
-            raise ValueError(f"{twice}; name each value and option once")
-        cells[key(cell)] = cell
-    return list(cells.values())
+    common = read_options([*extra])
+    config = user_code.located(common.changed(texts))
+    values = {name: OPTIONS[name].value_in(config) for name in texts}
+    cell = {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
+    flags = {word.partition("=")[0].replace("_", "-") for word in extra}
+    try:
+        for name, value in values.items():
+            if f"--{flag(name)}" in flags and OPTIONS[name].value_in(common) != value:
+                raise ValueError(f"--{flag(name)} is the grid's; give it before --")
+        if is_run:
+            check(config.checked())
+    except ValueError as error:
+        raise ValueError(f"cell {cell_name(cell)}: {error}") from None
+    return cell
 
 
-def checked(cells: list[dict], extra: Sequence[str]) -> list[dict]:
-    """The cells. Raises ValueError if a run would not accept one, or `extra` gives an option of the grid.
-
-    A cell is options, and the command line of all runs is read once. Seeds differ by nothing else, so one is tried.
-    """
-    flags_of_extra = {word.partition("=")[0].replace("_", "-") for word in extra}
-    common = read_options([*extra]).as_dict()
-    tried = set()
-    for cell in cells:
-        if cell.get("kind") == RECORDED or key(cell | {"seed": 0}) in tried:
-            continue
-        tried.add(key(cell | {"seed": 0}))
-        chosen = {name: value for name, value in cell.items() if name in OPTIONS}
-        config = Config.from_dict(common | chosen)
-        try:
-            for name in chosen:
-                given = OPTIONS[name].value_in(config)
-                if f"--{flag(name)}" in flags_of_extra and common[name] != given:
-                    raise ValueError(f"--{flag(name)} is the grid's; give it before --")
-            if "of" not in cell:  # a replay's other options are those of its recorded run
-                check(config.checked())
-        except ValueError as error:
-            raise ValueError(f"cell {cell_name(cell)}: {error}") from None
-    return cells
+def read_loss(text: str) -> dict[str, str | list[str]]:
+    """Return the texts of a loss and of its options, which are behind a colon."""
+    algo, arguments = re.fullmatch(r"(.*?)(?::(\w+=.*))?", text).groups()
+    return {"algo": algo} | ({"algo_args": arguments.split()} if arguments else {})
 
 
-def cells_of(arguments: argparse.Namespace) -> list[dict]:
-    """The cells that the command line asks for. Raises ValueError if a run would not accept one."""
-    losses = [read_value("algo", algo) for algo in arguments.algos]
-    if arguments.replay:
-        cells = []
-        for run in arguments.replay:
-            name, config = run.resolve().name, load(run).info["config"]
-            recorded = {
-                option: config[option] for option in ("algo", "algo_args") if config.get(option)
-            }
-            cells.append({"kind": RECORDED, "of": name, **recorded})
-            cells += [{"kind": "replay", "of": name, **chosen} for chosen in losses]
-        return checked(cells, arguments.extra)
-    if arguments.seeds < 1:
-        raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
-    axes = {"algo": losses, "seed": [{"seed": seed} for seed in range(arguments.seeds)]}
-    for name in ("async_ratio", "publish_delay"):
-        axes[name] = [read_value(name, text) for text in getattr(arguments, name)]
+def read_axes(arguments: Arguments) -> dict[str, list[str | list[str]]]:
+    """Return the texts of the values of each option that varies beside loss and seed."""
+    axes = {"publish_delay": arguments.publish_delay, "async_ratio": arguments.async_ratio}
     for sweep in arguments.sweep:
-        name, separator, values = sweep.partition("=")
+        name, separator, text = sweep.partition("=")
         name = name.replace("-", "_")
         if not separator:
             raise ValueError(f"--sweep takes OPTION=V1|V2, as in lr=0.001|0.0003, got {sweep!r}")
-        if name in axes:
+        if name not in OPTIONS:
+            raise ValueError(f"--{flag(name)} is no option{nearest(name, OPTIONS)}")
+        if name in ("algo", "seed", *axes):
             own = "--algos, --async-ratio, --publish-delay and --seeds are options of this script"
-            raise ValueError(
-                f"--sweep {flag(name)} has values already; sweep an option once, and {own}"
-            )
-        axes[name] = [read_value(name, value) for value in values.split("|")]
-    return checked(grid(axes), arguments.extra)
+            what = f"has values already; sweep an option once, and {own}"
+            raise ValueError(f"--sweep {flag(name)} {what}")
+        values = text.split("|")
+        axes[name] = [value.split() for value in values] if OPTIONS[name].is_list else values
+    return axes
 
 
-def study(names: Sequence[str]) -> dict[str, tuple[list[dict], list[str]]]:
-    """The chosen parts of study.toml, or all: cells, whole seeds first over all grids, and options of every run.
+def cells_of(arguments: Arguments) -> list[dict]:
+    """Return the cells that the command line asks for. Raises ValueError if a run would not accept one.
 
-    Raises ValueError for a part that there is not.
+    Seeds are outermost: a grid stopped early has whole seeds, and a busy hour falls on all alike.
+    """
+    losses, extra = [read_loss(text) for text in arguments.algos], arguments.extra
+    if arguments.replay:
+        replayed, cells = [read_cell(texts, extra, is_run=False) for texts in losses], []
+        for run in arguments.replay:
+            name, config = run.resolve().name, load(run).info["config"]
+            recorded = {name: config[name] for name in ("algo", "algo_args") if config.get(name)}
+            cells.append({"kind": RECORDED, "of": name, **recorded})
+            cells += [{"kind": "replay", "of": name, **cell} for cell in replayed]
+        return cells
+    if arguments.seeds < 1:
+        raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
+    axes = read_axes(arguments)
+    cells: dict[str, dict] = {}
+    for *values, texts in itertools.product(*axes.values(), losses):
+        twice = "algo_args" in texts and "algo_args" in axes
+        texts = texts | dict(zip(axes, values, strict=True)) | {"seed": "0"}
+        ordered = {name: texts[name] for name in [*AXES, *texts] if name in texts}
+        cell = read_cell(ordered, extra)
+        if twice or key(cell) in cells:
+            what = "or an option of it, is there twice; name each value and option once"
+            raise ValueError(f"{cell_name(cell)}, {what}")
+        cells[key(cell)] = cell
+    return [cell | {"seed": seed} for seed in range(arguments.seeds) for cell in cells.values()]
+
+
+def study(names: Sequence[str]) -> dict[str, tuple[list[dict], tuple[str, ...]]]:
+    """Return the cells and the options of every run of the chosen parts of study.toml, or of all.
+
+    Whole seeds come first over all grids of a part. Raises ValueError for a part that there is not.
     """
     chosen = {}
     for name in names or STUDY:
@@ -175,11 +197,10 @@ def study(names: Sequence[str]) -> dict[str, tuple[list[dict], list[str]]]:
             parts = f"{', '.join(STUDY)}{nearest(name, STUDY)}"
             raise ValueError(f"--study {name}: the parts are {parts}")
         extra = shlex.split(STUDY[name]["extra"])
-        grids = [shlex.split(words) for words in STUDY[name]["grids"]]
-        cells = [
-            cell for words in grids for cell in cells_of(read_arguments([*words, "--", *extra]))
-        ]
-        chosen[name] = sorted(cells, key=lambda cell: cell["seed"]), extra
+        cells = []
+        for words in STUDY[name]["grids"]:
+            cells += cells_of(read_arguments([*shlex.split(words), "--", *extra]))
+        chosen[name] = sorted(cells, key=lambda cell: cell["seed"]), tuple(extra)
     return chosen
 
 
@@ -219,43 +240,46 @@ def run_missing(
     After an error no other cell is started. It is raised when those that run have ended and are kept. Ctrl-C also
     ends the runs themselves: that is not a result of theirs, so none of them is kept.
     """
-    finished, failures = {key(record["cell"]): record for record in read_records(path)}, []
-    missing = [cell for cell in cells if key(cell) not in finished]
-    for cell in (cell for cell in cells if key(cell) in finished):
-        before, now = finished[key(cell)]["options"], options(cell, extra)
-        if before != now:
+    finished = {key(record["cell"]): record["options"] for record in read_records(path)}
+    for cell in cells:
+        before, now = finished.get(key(cell)), options(cell, extra)
+        if before not in (None, now):
             changed = f"{shlex.join(before)}, not {shlex.join(now)}"
             raise ValueError(f"{cell_name(cell)} ran with {changed}; give another --out")
+    missing = [cell for cell in cells if key(cell) not in finished]
     num_finished = len(cells) - len(missing)
     print(f"{len(cells)} cells, {num_finished} of them finished before; {path}", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
+    failures: list[BaseException] = []
 
-    def attempt(cell: dict) -> None:
-        if failures:
-            return
+    def attempt(cell: dict) -> dict | None:
         try:
-            record = run(cell) | {"options": options(cell, extra)}
+            return None if failures else run(cell)
         except Exception as error:
             failures.append(error)
-            return
-        if KeyboardInterrupt in map(type, failures):
-            return
-        with open(path, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(record) + "\n")
-        accuracy = record["evaluations"][-1][1] if record["evaluations"] else float("nan")
-        result = record.get("error", f"held-out accuracy {accuracy:.3f}")
-        print(f"{cell_name(cell)}: {result}", flush=True)
 
-    # Raised instead, it could fall anywhere into the pool's own locks.
-    handler = signal.signal(signal.SIGINT, lambda *_: failures.append(KeyboardInterrupt()))
     with ThreadPoolExecutor(parallel) as pool:
-        pool.map(attempt, missing)
-    signal.signal(signal.SIGINT, handler)
+        futures = {pool.submit(attempt, cell): cell for cell in missing}
+        try:
+            for future in as_completed(futures):
+                if record := future.result():
+                    keep(record | {"options": options(futures[future], extra)}, path)
+        except KeyboardInterrupt as interrupt:
+            failures.append(interrupt)
     if failures:
         raise failures[0]
 
 
-def run_grid(arguments: argparse.Namespace, cells: list[dict], out: Path) -> None:
+def keep(record: dict, path: Path) -> None:
+    """Append a record to a file, and print its result."""
+    with open(path, "a", encoding="utf-8") as lines:
+        lines.write(json.dumps(record) + "\n")
+    accuracies = [f"{accuracy:.3f}" for _, accuracy in record["evaluations"]]
+    result = record.get("error", f"held-out accuracies {' '.join(accuracies)}")
+    print(f"{cell_name(record['cell'])}: {result}", flush=True)
+
+
+def run_grid(arguments: Arguments, cells: list[dict], out: Path) -> None:
     """Run what is missing of a grid, and report. Raises ValueError as `run_missing` and `report` do."""
     recorded = {run.resolve().name: run.resolve() for run in arguments.replay}
     keep_in = out / "runs" if arguments.keep_runs else None
@@ -272,58 +296,17 @@ def run_grid(arguments: argparse.Namespace, cells: list[dict], out: Path) -> Non
     report(out)
 
 
-# The command line
-
-
-def read_arguments(args: list[str] | None = None) -> argparse.Namespace:
-    """The command line, `args` or that of the process."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    losses = ["grpo", "tis", "topr"]
-    text = "losses, each with its options if it has any (default: grpo tis topr)"
-    add("--algos", nargs="+", default=losses, metavar="ALGO[:NAME=VALUE ...]", help=text)
-    text = "freshness bounds (default: 0 4)"
-    add("--async-ratio", nargs="+", default=["0", "4"], metavar="ALPHA", help=text)
-    text = "steps that weights are late (default: 0)"
-    add("--publish-delay", nargs="+", default=["0"], metavar="K", help=text)
-    add("--seeds", type=int, default=3, metavar="N", help="seeds 0 … N − 1 (default: 3)")
-    text = "values of any option of train_async.py, a list's items apart by blanks; may be given several times"
-    add("--sweep", action="append", default=[], metavar="OPTION=V1|V2", help=text)
-    text = "replay these runs with each of --algos"
-    add("--replay", nargs="+", default=[], type=Path, metavar="RUN", help=text)
-    text = "run these parts of study.toml, or all; --out, --parallel, --keep-runs and --report alone go with it"
-    add("--study", nargs="*", metavar="PART", help=text)
-    text = "where records, tables and the figure go; unset makes runs/ablation-DATE-TIME"
-    add("--out", type=Path, help=text)
-    add("--keep-runs", action="store_true", help="keep the directories of the runs, in OUT/runs")
-    text = "runs at a time; above 1, times mean less (default: 1)"
-    add("--parallel", type=int, default=1, metavar="N", help=text)
-    text = "run nothing, make the tables and the figure of --out again"
-    add("--report", action="store_true", help=text)
-    add("extra", nargs="*", metavar="-- --option=value", help="options of every run")
-    arguments, unknown = parser.parse_known_args(args)
-    if unknown:
-        words = " ".join(unknown)
-        parser.error(f"unrecognized arguments: {words}; options of every run go after --")
-    return arguments
-
-
 def main() -> None:
     """Read the command line, run what is missing, report."""
-    arguments = read_arguments()
+    arguments = read_arguments(sys.argv[1:])
     is_study = arguments.study is not None
     name = "study" if is_study else time.strftime("ablation-%Y%m%d-%H%M%S")
     out = arguments.out or Path("runs") / name
     try:
         if is_study:
-            parts = study(arguments.study)
-            parallel = arguments.parallel
-            for part, (cells, extra) in parts.items():
-                arguments.extra = extra
-                arguments.parallel = min(parallel, STUDY[part].get("parallel", parallel))
-                run_grid(arguments, cells, out / part)
+            for part, (cells, extra) in study(arguments.study).items():
+                parallel = min(arguments.parallel, STUDY[part].get("parallel", arguments.parallel))
+                run_grid(replace(arguments, extra=extra, parallel=parallel), cells, out / part)
             return
         if arguments.report and not arguments.out:
             raise ValueError("--report needs --out, the directory of a grid")
