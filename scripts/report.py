@@ -6,13 +6,11 @@ which https://ui.perfetto.dev opens. Of several runs it writes comparison.html i
 curve with a line per run, and samples of each. A run that still trains, or was killed, is reported as far as it got.
 """
 
-import argparse
 import base64
 import gzip
 import json
 import re
 import shlex
-import sys
 import time
 import tomllib
 from collections.abc import Mapping
@@ -23,13 +21,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from tyro.conf import Positional
 
 from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TRAINER_STATES, WORKER_STATES
-from scripts.runs import Run, evaluations, load, names, progress, readable_summary, rows
-from scripts.table import differing_options, show
-from scripts.timeline import trace
+from scripts.lines import run_command
+from scripts.runs import Run, evaluations, load, names, progress, readable_summary
+from scripts.table import differing, options_of, show
+from scripts.timeline import trace_of
 
 NUM_SAMPLES = 30  # groups of which a page shows samples, for all of its runs together
 RECENT_S = 60  # a run whose last record is younger may still train
@@ -56,8 +56,8 @@ def make_page(run: Run, timeline: dict, now: float) -> dict:
     tables = ledgers(run.metrics) | times(run.metrics, timeline["traceEvents"])
     hosts, events = [], host_events(run)
     if len(events):
-        tables["What remote hosts did"] = host_table(events)
-        hosts = [*tables["What remote hosts did"].index[:NUM_HOSTS]]
+        table = tables["What remote hosts did"] = host_table(events)
+        hosts = list(table.index[:-1][:NUM_HOSTS])
         drawn += host_charts(events, hosts, timeline["otherData"]["start_unix_s"])
     return {
         "run": run,
@@ -72,20 +72,19 @@ def make_page(run: Run, timeline: dict, now: float) -> dict:
 
 def make_comparison(runs: list[Run]) -> dict:
     """Return all that the page of several runs shows. A run has one colour in all charts."""
-    options = differing_options(runs)
+    options = options_of([run.info["config"] for run in runs])
     facts, drawn, samples = {}, {}, []
-    for name, run in zip(names(runs), runs, strict=True):
-        config = run.info["config"]
-        values = [f"{option} = {show(config.get(option))}" for option in options]
-        steps = f"{run.metrics['step'].iloc[-1]} of {config['steps']} steps"
-        facts[name] = ", ".join([*values, steps])
+    for name, run, values in zip(names(runs), runs, options.to_dict("records"), strict=True):
+        parts = [f"{option} = {values[option]}" for option in differing(options)]
+        steps = f"{run.metrics['step'].iloc[-1]} of {run.info['config']['steps']} steps"
+        facts[name] = ", ".join([*parts, steps])
         for chart in charts(run.metrics):
             for series in chart["series"]:
                 title = f"{chart['title']}: {series['name'].replace('_', ' ')}"
                 same = drawn.setdefault(title, chart | {"title": title, "series": []})
                 same["series"].append(series | {"name": name})
-        chosen = choose_samples(run.samples, NUM_SAMPLES // len(runs))
-        samples += [{"run": name, **sample} for sample in chosen]
+        for sample in choose_samples(run.samples, NUM_SAMPLES // len(runs)):
+            samples.append({"run": name, **sample})
     return {
         "run": None,
         "title": f"{len(runs)} runs",
@@ -116,35 +115,33 @@ def readable(value: object) -> str:
     """Return a value for people: numbers have four digits, and what is missing is blank."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {readable(part)}" for name, part in value.items())
-    if isinstance(value, float) and abs(value) < 10_000:
-        return f"{value:.4g}"
     if value is None or value != value:
         return ""
-    return f"{value:.0f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
+    return str(value)
 
 
 def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
     """Return what was run, how it ended, how long it took, and how it differs from the default job."""
     info = run.info
     start, duration = timeline["otherData"].values()
-    steps = [bar for bar in timeline["traceEvents"] if bar.get("cat") == "step"]
     shown = {
         "command": shlex.join(info["command"]),
         "outcome": outcome(run, now - start - duration),
         "options": changed_options(info["config"]) or "all at their defaults",
         "commit": commit(info["git_commit"], info["git_diff"] or ""),
     }
-    if steps:
+    if steps := [bar for bar in timeline["traceEvents"] if bar.get("cat") == "step"]:
         before, end = steps[0]["ts"] / 1e6, (steps[-1]["ts"] + steps[-1]["dur"]) / 1e6
-        whole, first, last = (
-            timedelta(seconds=round(seconds)) for seconds in (duration, before, duration - end)
-        )
-        shown["lasted"] = f"{whole}, {first} of it before the first step and {last} after the last"
+        times = [timedelta(seconds=round(t)) for t in (duration, before, duration - end)]
+        shown["lasted"] = "{}, {} of it before the first step and {} after the last".format(*times)
     if advice := extras.find("advice"):
         with suppress(ValueError):  # a run that is too short, for one
             shown["advice"] = re.search("advice(?: on machines)?: (.*)", advice.advice_of(run))[1]
-    for event in rows(run.events["warning"]):
-        shown["warning"] = event["text"]
+    for record in run.records:
+        if record["event"] == "warning":
+            shown["warning"] = record["text"]
     if run.cut:
         shown["left out"] = f"the last line of {', '.join(run.cut)}, which is half written"
     return shown
@@ -154,21 +151,23 @@ def outcome(run: Run, age_s: float) -> str:
     """Return whether all steps were made, and what stopped the run if it says so; its last record is `age_s` old."""
     done, wanted = run.metrics["step"].iloc[-1], run.info["config"]["steps"]
     steps = f"{done} of {wanted} steps"
-    ends = rows(run.events["run_ended"])
+    ends, deaths, joined = (
+        run.events[kind] for kind in ("run_ended", "worker_died", "machine_joined")
+    )
     if done >= wanted:
         parts = [f"finished: all {wanted} steps"]
-    elif ends:
-        parts = [f"ended early: {steps}", ends[-1]["reason"]]
+    elif len(ends):
+        parts = [f"ended early: {steps}", ends["reason"].iloc[-1]]
     elif age_s < RECENT_S:
         parts = [f"still training, or ended just now: {steps}, last record {age_s:.0f} s ago"]
     else:
         parts = [f"ended early: {steps}", "worker_*.log, or what the run printed, may say why"]
     # A worker without an exit code was on a remote host that left.
-    if deaths := sum("exit_code" in event for event in rows(run.events["worker_died"])):
-        parts.append(f"worker deaths: {deaths}")
-    if joined := len(run.events["machine_joined"]):
+    if "exit_code" in deaths:
+        parts.append(f"worker deaths: {deaths['exit_code'].count()}")
+    if len(joined):
         left = len(run.events["machine_left"])
-        parts.append(f"remote hosts that joined: {joined}, that left before the end: {left}")
+        parts.append(f"remote hosts that joined: {len(joined)}, that left before the end: {left}")
     return "; ".join(parts)
 
 
@@ -191,14 +190,14 @@ def commit(sha: str | None, diff: str) -> str:
 
 def charts(metrics: pd.DataFrame) -> list[dict]:
     """Return all charts over steps. One of what was not recorded has no series."""
-    reached, accuracy = progress(metrics), evaluations(metrics)
-    accuracy = accuracy[accuracy.index.isin(reached.index)]
-    by_step = metrics.set_index("step")
+    reached, by_step = progress(metrics), metrics.set_index("step")
+    curves = {"reward": by_step["reward/mean"], "held-out accuracy": evaluations(metrics)}
     drawn = []
     for x, label in (("samples", "samples"), ("seconds", "seconds since the first step began")):
-        curves = {"reward": by_step["reward/mean"], "held-out accuracy": accuracy}
-        curves = {name: curve.set_axis(reached[x][curve.index]) for name, curve in curves.items()}
-        drawn.append(make_chart(f"Reward and held-out accuracy over {x}", label, curves))
+        moved = {
+            name: curve.set_axis(curve.index.map(reached[x])) for name, curve in curves.items()
+        }
+        drawn.append(make_chart(f"Reward and held-out accuracy over {x}", label, moved))
     for title, pattern in _CHARTS["steps"].items():
         columns = by_step.filter(regex=f"^{pattern}$")
         columns.columns = columns.columns.str.extract(pattern, expand=False)
@@ -209,10 +208,10 @@ def charts(metrics: pd.DataFrame) -> list[dict]:
 
 
 def make_chart(title: str, x: str, curves: Mapping[str, pd.Series]) -> dict:
-    """Return a chart of curves, each indexed by x, without those that have no value."""
+    """Return a chart of curves, each indexed by x, without the points and curves that have no value."""
     series = []
     for name, curve in curves.items():
-        points = curve.dropna().astype(float)
+        points = curve[curve.index.notna()].dropna().astype(float)
         if len(points):
             points.index = points.index.astype(float)
             series.append({"name": name, "points": [*points.items()]})
@@ -295,12 +294,10 @@ def host_table(events: pd.DataFrame) -> pd.DataFrame:
 def host_charts(events: pd.DataFrame, hosts: list[str], start: float) -> list[dict]:
     """Return charts of these hosts over the time since `start`."""
     drawn = []
+    events = events.assign(time=events["time"] - start).set_index(["machine", "time"])
     for field, title in _CHARTS["hosts"].items():
         if field in events:
-            curves = {}
-            for host in hosts:
-                of_host = events[events["machine"] == host]
-                curves[host] = of_host[field].set_axis(of_host["time"] - start)
+            curves = {host: events.loc[host, field] for host in hosts}
             drawn.append(make_chart(f"{title}, by host", "seconds since the run's start", curves))
     return drawn
 
@@ -309,47 +306,42 @@ def choose_samples(samples: pd.DataFrame, num_groups: int) -> list[dict]:
     """Return the samples of groups that are spread evenly over the run, the first and the last among them."""
     if samples.empty:
         return []
-    groups = samples["step"]
-    known = groups.unique()
-    kept = np.linspace(0, len(known) - 1, min(len(known), max(1, num_groups))).round().astype(int)
-    return rows(samples[groups.isin(known[kept])])
+    steps = samples["step"].unique()
+    kept = np.linspace(0, len(steps) - 1, min(len(steps), max(1, num_groups))).round().astype(int)
+    rows = samples[samples["step"].isin(steps[kept])].iterrows()
+    return [row.dropna().to_dict() for _, row in rows]
 
 
 def summaries(runs: list[Run]) -> pd.DataFrame:
     """Return what people look at first, a column per run."""
-    columns = {}
-    for name, run in zip(names(runs), runs, strict=True):
-        columns[name] = readable_summary(run.metrics)
-    return pd.DataFrame(columns).fillna("–")
+    columns = [pd.Series(readable_summary(run.metrics)) for run in runs]
+    return pd.concat(columns, axis="columns", keys=names(runs))
 
 
-def main() -> None:
-    """Read the command line, print a summary, write the report, and say where it is."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    where = "directory of a run; report.html is written into it, or comparison.html into the first of several"
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=where)
-    text = "of one run, also write trace.json, for https://ui.perfetto.dev"
-    parser.add_argument("--trace", action="store_true", help=text)
-    arguments = parser.parse_args()
-    if arguments.trace and len(arguments.runs) > 1:
-        parser.error("--trace is of one run; leave it out, or give one")
-    try:
-        runs = [load(path) for path in arguments.runs]
-        print(summaries(runs).to_string())
-        if len(runs) > 1:
-            texts = {"comparison.html": render(make_comparison(runs))}
-        else:
-            timeline = trace(runs[0])
-            texts = {"report.html": render(make_page(runs[0], timeline, time.time()))}
-            if arguments.trace:
-                texts["trace.json"] = json.dumps(timeline)
-        for name, text in texts.items():
-            path = runs[0].path / name
-            path.write_text(text, encoding="utf-8")
-            print(f"{path.stem}: {path}")
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+def main(runs: Positional[list[Path]], trace: bool = False) -> None:
+    """Print a summary, write the report, and say where it is.
+
+    Args:
+        runs: Directories of runs; report.html is written into it, or comparison.html into the first of several.
+        trace: Of one run, also write trace.json, for https://ui.perfetto.dev.
+    """
+    if trace and len(runs) > 1:
+        raise ValueError("--trace is of one run; leave it out, or give one")
+    loaded = [load(path) for path in runs]
+    print(summaries(loaded).to_string())
+    folder = loaded[0].path
+    if len(loaded) > 1:
+        texts = {"comparison.html": render(make_comparison(loaded))}
+    else:
+        timeline = trace_of(loaded[0])
+        texts = {"report.html": render(make_page(loaded[0], timeline, time.time()))}
+        if trace:
+            texts["trace.json"] = json.dumps(timeline)
+    for name, text in texts.items():
+        path = folder / name
+        path.write_text(text, encoding="utf-8")
+        print(f"{path.stem}: {path}")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

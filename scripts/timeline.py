@@ -6,16 +6,13 @@ rows as ran at the same time). A worker's states follow on each other without a 
 no states, and has one bar from its start to its end.
 """
 
-import heapq
 from collections import defaultdict
 from datetime import datetime
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
-import pandas as pd
-
-from scripts.runs import Run, rows
+from scripts.runs import Run
 
 ROWS = {"trainer": ["steps", "states"], "evaluation": ["evaluations"], "remote hosts": ["hosts"]}
 """Names of a lane's rows. All other lanes are of workers."""
@@ -51,24 +48,21 @@ class Bar(NamedTuple):
     details: dict
 
 
-def trace(run: Run) -> dict:
+def trace_of(run: Run) -> dict:
     """Return the events of a run as a trace. Its times are µs since the run's start."""
-    times = [time for table in run.events.values() for time in table["time"]]
+    times = [record["time"] for record in run.records]
     times.append(datetime.fromisoformat(run.info["started_at"]).timestamp())
     start, end = min(times), max(times)
-
-    def since_start(time: float) -> int:
-        return round((time - start) * 1e6)
-
     events = []
-    for lane, (name, bars) in enumerate(_lanes(run.events, end).items(), start=1):
-        events += _names(lane, name, max((bar.row for bar in bars), default=0))
+    for number, (name, bars) in enumerate(_lanes(run.records, end).items(), start=1):
+        events += _names(number, name, max((bar.row for bar in bars), default=0))
         for bar in bars:
-            event = {"ph": "i", "s": "p", "pid": lane, "tid": bar.row, "cat": bar.kind}
-            event |= {"name": bar.name, "ts": since_start(bar.start), "args": bar.details}
+            began = round((bar.start - start) * 1e6)
+            event = {"ph": "i", "s": "p", "pid": number, "tid": bar.row, "cat": bar.kind}
+            event |= {"name": bar.name, "ts": began, "args": bar.details}
             if bar.end is not None:
                 # Ends are rounded and not durations, so that bars which touch do not overlap.
-                event |= {"ph": "X", "dur": since_start(bar.end) - event["ts"]}
+                event |= {"ph": "X", "dur": round((bar.end - start) * 1e6) - began}
             events.append(event)
     facts = {"start_unix_s": start, "duration_s": end - start}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
@@ -76,108 +70,116 @@ def trace(run: Run) -> dict:
 
 def _names(lane: int, name: str, last_row: int) -> list[dict]:
     """Return events that name a lane and its rows, and keep them in order."""
-    names = ROWS.get(name, WORKER_ROWS)
-    names = [*names, *(f"slot {slot}" for slot in range(last_row + 1 - len(names)))]
-    facts = [("process_name", 0, name), ("process_sort_index", 0, lane)]
-    facts += [("thread_name", row, name) for row, name in enumerate(names)]
-    facts += [("thread_sort_index", row, row) for row in range(len(names))]
-    return [
-        {"ph": "M", "name": fact, "pid": lane, "tid": row, "args": {fact.partition("_")[2]: value}}
-        for fact, row, value in facts
-    ]
+    rows = ROWS.get(name, WORKER_ROWS)
+    rows = [*rows, *(f"slot {slot}" for slot in range(last_row + 1 - len(rows)))]
+    facts = [("process", 0, name, lane)]
+    facts += [("thread", row, row_name, row) for row, row_name in enumerate(rows)]
+    events = []
+    for kind, row, label, place in facts:
+        event = {"ph": "M", "pid": lane, "tid": row}
+        events.append(event | {"name": f"{kind}_name", "args": {"name": label}})
+        events.append(event | {"name": f"{kind}_sort_index", "args": {"sort_index": place}})
+    return events
 
 
-def _lanes(events: dict[str, pd.DataFrame], end: float) -> dict[str, list[Bar]]:
-    lanes = {
-        "trainer": _trainer(events["step"]),
-        "evaluation": _evaluations(events["evaluation"], events["trajectory"]),
-    }
-    if changes := rows(events["machine_joined"]) + rows(events["machine_left"]):
-        lanes["remote hosts"] = _hosts(sorted(changes, key=lambda event: event["time"]), end)
-    of_workers = defaultdict(list)
-    for event in (event for table in events.values() for event in rows(table)):
-        if "worker" in event:
-            of_workers[event["node"], event["worker"]].append(event)
-    for (node, worker), of_worker in sorted(of_workers.items()):
-        of_worker.sort(key=lambda event: event["time"])
+def _lanes(records: list[dict], end: float) -> dict[str, list[Bar]]:
+    """Return the bars of each lane by its name."""
+    lanes = {"trainer": _trainer(records), "evaluation": _evaluations(records)}
+    if hosts := _hosts(records, end):
+        lanes["remote hosts"] = hosts
+    by_worker = defaultdict(list)
+    for record in records:
+        if "worker" in record:
+            by_worker[record["node"], record["worker"]].append(record)
+    for (node, worker), mine in sorted(by_worker.items()):
         number = f"{node}.{worker}" if node else worker
-        host = next((f" ({event['machine']})" for event in of_worker if "machine" in event), "")
-        lanes[f"worker {number}{host}"] = _worker(of_worker, bool(host), end)
+        host = next((f" ({record['machine']})" for record in mine if "machine" in record), "")
+        lanes[f"worker {number}{host}"] = _worker(mine, bool(host), end)
     return lanes
 
 
-def _trainer(steps: pd.DataFrame) -> list[Bar]:
+def _trainer(records: list[dict]) -> list[Bar]:
+    """Return the bars of the first node's steps, and of the trainer's states in them."""
     bars = []
-    for event in rows(steps):
-        if event["node"] == 0:
-            details, spans = {"step": event["step"]}, event["spans"]
-            bars.append(Bar(0, spans[0][1], spans[-1][2], "step", f"step {event['step']}", details))
+    for record in records:
+        if record["event"] == "step" and record["node"] == 0:
+            details, spans = {"step": record["step"]}, record["spans"]
+            name = f"step {record['step']}"
+            bars.append(Bar(0, spans[0][1], spans[-1][2], "step", name, details))
             bars += [Bar(1, start, end, state, state, details) for state, start, end in spans]
     return bars
 
 
-def _evaluations(ended: pd.DataFrame, responses: pd.DataFrame) -> list[Bar]:
+def _evaluations(records: list[dict]) -> list[Bar]:
     """Return a bar per evaluation, also for one that had not ended. A version may have several, one after another."""
-    bars = []
-    if len(responses):
-        responses = responses[responses["group"] < 0]
-        which = np.searchsorted([event["time"] for event in rows(ended)], responses["time"])
-        for index, of_one in responses.groupby(which):
-            event = {"time": of_one["time"].max(), "version": int(of_one["min_version"].iloc[0])}
-            if index < len(ended):
-                event = rows(ended)[index]
-            details = {"version": event["version"], "responses": len(of_one)}
-            details["accuracy"] = event.get("accuracy")
-            name = f"evaluation v{event['version']}"
-            start = of_one["started_at"].min()
-            bars.append(Bar(0, start, event["time"], "evaluation", name, details))
+    bars, responses = [], []
+    for record in [*records, {"event": "evaluation"}]:
+        if record["event"] == "trajectory" and record["group"] < 0:
+            responses.append(record)
+        elif record["event"] == "evaluation" and responses:
+            version = record.get("version", responses[0].get("min_version"))
+            details = {"version": version, "responses": len(responses)}
+            details["accuracy"] = record.get("accuracy")
+            start = min(response["started_at"] for response in responses)
+            end = record.get("time", responses[-1]["time"])
+            bars.append(Bar(0, start, end, "evaluation", f"evaluation v{version}", details))
+            responses = []
     return bars
 
 
-def _hosts(changes: list[dict], end: float) -> list[Bar]:
+def _hosts(records: list[dict], end: float) -> list[Bar]:
     """Return a mark per join and leave, and between them how many hosts there were."""
+    changes = [
+        record for record in records if record["event"] in ("machine_joined", "machine_left")
+    ]
     bars, num_hosts = [], 0
-    for event, until in zip(changes, [*(event["time"] for event in changes[1:]), end], strict=True):
-        moment = event["event"].removeprefix("machine_")
+    for change, following in pairwise([*changes, {"time": end}]):
+        time, moment = change["time"], change["event"].removeprefix("machine_")
         num_hosts += 1 if moment == "joined" else -1
-        details = {name: event[name] for name in ("why", "tickets") if name in event}
-        bars.append(Bar(0, event["time"], None, moment, f"{event['machine']} {moment}", details))
+        name = f"{change['machine']} {moment}"
+        bars.append(Bar(0, time, None, moment, name, _details(change, "why", "tickets")))
         if num_hosts:
-            bars.append(Bar(0, event["time"], until, "hosts", f"remote hosts: {num_hosts}", {}))
+            hosts = f"remote hosts: {num_hosts}"
+            bars.append(Bar(0, time, following["time"], "hosts", hosts, {}))
     return bars
 
 
-def _worker(events: list[dict], is_remote: bool, end: float) -> list[Bar]:
-    """Return the bars of a worker from its events, sorted by time. Without a reported end it lives to the run's."""
-    bars, responses, changes, last = [], [], [], end
+def _details(record: dict, *names: str) -> dict:
+    """Return those of the named fields that a record has."""
+    return {name: record[name] for name in names if record.get(name) is not None}
+
+
+def _worker(records: list[dict], is_remote: bool, last: float) -> list[Bar]:
+    """Return the bars of a worker from its events. Without a reported end it lives until `last`."""
+    bars, responses, changes = [], [], []
     up, down = ("joined", "left") if is_remote else ("started", "died")
-    for event in events:
-        time = event["time"]
-        match event["event"]:
+    for record in records:
+        time = record["time"]
+        match record["event"]:
             case "worker_started" if is_remote:
                 changes.append((time, "away", ""))
-            case "worker_started" if event["attempt"] == 0:
+            case "worker_started" if record["attempt"] == 0:
                 changes.append((time, "starting", ""))
             case "worker_state":
-                changes += event["changes"]
+                changes += record["changes"]
             case "worker_time":
-                last = event["until"]
+                last = record["until"]
             case "worker_ready":
-                details = {"startup_s": event["startup_s"]}
+                details = _details(record, "startup_s")
                 bars.append(Bar(0, time, None, up, f"worker {up}", details))
             case "worker_died":
-                details = {name: event[name] for name in ("exit_code", "tickets") if name in event}
+                details = _details(record, "exit_code", "tickets")
                 bars.append(Bar(0, time, None, down, f"worker {down}", details))
                 if is_remote:
                     last = time
                 else:
                     changes.append((time, "restarting", ""))
             case "update":
-                details = {name: event[name] for name in ("version", "pause_s")}
-                name = f"update v{event['version']}"
-                bars.append(Bar(1, time - event["pause_s"], time, "update", name, details))
+                details = _details(record, "version", "pause_s")
+                name = f"update v{record['version']}"
+                bars.append(Bar(1, time - record["pause_s"], time, "update", name, details))
             case "trajectory":
-                responses.append(event)
+                responses.append(record)
     return bars + _states(changes, last) + _responses(responses)
 
 
@@ -193,17 +195,16 @@ def _states(changes: list[tuple[float, str, str]], last: float) -> list[Bar]:
     ]
 
 
-def _responses(events: list[dict]) -> list[Bar]:
+def _responses(records: list[dict]) -> list[Bar]:
     """Return a bar per response, each in the lowest row where it overlaps no other."""
-    bars, free, busy = [], [], []  # heaps of rows, and of (end, row)
-    for event in sorted(events, key=lambda event: event["started_at"]):
-        start = event["started_at"]
-        end = max(start, event["ended_at"])
-        while busy and busy[0][0] <= start:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        row = heapq.heappop(free) if free else len(WORKER_ROWS) + len(busy)
-        heapq.heappush(busy, (end, row))
-        details = {name: event[name] for name in RESPONSE if name in event}
-        name = f"v{event['min_version']}" if "min_version" in event else "no tokens"
-        bars.append(Bar(row, start, end, "response", name, details))
+    bars, ends = [], []
+    for record in sorted(records, key=itemgetter("started_at")):
+        start = record["started_at"]
+        end = max(start, record["ended_at"])
+        slot = next((slot for slot, until in enumerate(ends) if until <= start), len(ends))
+        ends[slot : slot + 1] = [end]
+        version = record.get("min_version")
+        name = "no tokens" if version is None else f"v{version}"
+        details = _details(record, *RESPONSE)
+        bars.append(Bar(len(WORKER_ROWS) + slot, start, end, "response", name, details))
     return bars
