@@ -6,7 +6,6 @@ right and a sampled one seldom is: reinforcement learning has something to do. T
 make the same weights to the bit. The tokenizers of data/tiny are kept: tokenizer.json says the words and the split.
 """
 
-import argparse
 import functools
 import random
 import time
@@ -18,12 +17,14 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from tyro.conf import Positional
 
 from asyncrl.tasks import load_task
 from data.addition import MAX_COLUMNS, MIN_COLUMNS, addition_problems
 from data.conversation import Conversation
 from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber
 from data.problem import Problem, of_split
+from scripts.lines import run_command
 
 TINY_MODELS = Path(__file__).resolve().parents[1] / "data" / "tiny"
 SEED = 0
@@ -125,22 +126,22 @@ class Sum:
     def __init__(self, recipe: Recipe, problem: Problem) -> None:
         tokenizer = recipe.tokenizer
         self.tokens = tokenizer.encode(problem.prompt)
-        self.right = [*tokenizer.encode(problem.answer), tokenizer.eos_token_id]
+        self._right = [*tokenizer.encode(problem.answer), tokenizer.eos_token_id]
         self._digits = tokenizer.convert_tokens_to_ids([*"0123456789"])
 
     def answer(self, response: list[int]) -> None:
         self.tokens += response
-        self.reward = float(response == self.right)
+        self.reward = float(response == self._right)
         self.is_over = True
 
     def play(self, rng: random.Random) -> tuple[list[int], list[Distribution]]:
-        return self.right, [self._imitated(token) for token in self.right]
+        return self._right, [self._imitated(token) for token in self._right]
 
     def _imitated(self, right: int) -> Distribution:
         if right not in self._digits:
             return ((right, 1.0),)
-        wrong = WRONG_DIGIT_RATE / 9
-        return tuple((i, 1 - WRONG_DIGIT_RATE if i == right else wrong) for i in self._digits)
+        wrong = dict.fromkeys(self._digits, WRONG_DIGIT_RATE / 9)
+        return tuple((wrong | {right: 1 - WRONG_DIGIT_RATE}).items())
 
 
 class Episode:
@@ -168,31 +169,37 @@ class Episode:
         self.tokens += response + self._conversation.reply(observation, ended)
 
     def play(self, rng: random.Random) -> tuple[list[int], list[Distribution]]:
-        chances = player_distribution(self._name, self.actions, self.observations)
-        ids = self._tokenizer.convert_tokens_to_ids(list(chances))
-        odds = list(chances.values())
+        actions, rate = self._environment.ACTIONS, ANY_ACTION_RATE[self._name]
+        best = [best_guess(self.actions, self.observations[1:])]
+        if self._name == "frozen_lake":
+            best = best_moves(self.observations[-1])
+        chances = dict.fromkeys(actions, rate / len(actions))
+        for action in best:
+            chances[action] += (1 - rate) / len(best)
+        ids = self._tokenizer.convert_tokens_to_ids(list(actions))
         end = self._tokenizer.eos_token_id
-        return [*rng.choices(ids, odds), end], [tuple(zip(ids, odds, strict=True)), ((end, 1.0),)]
+        turn = [*rng.choices(ids, list(chances.values())), end]
+        return turn, [tuple(zip(ids, chances.values(), strict=True)), ((end, 1.0),)]
 
 
 def best_moves(observation: str) -> list[str]:
     """Return the moves of frozen_lake that lie on a shortest path to the goal."""
     rows = observation.splitlines()[-FrozenLake.SIZE :]
-    steps = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+    moves = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
     cells = {(i, j): cell for i, row in enumerate(rows) for j, cell in enumerate(row)}
     start, goal = (next(place for place, cell in cells.items() if cell == mark) for mark in "PG")
     distance = {goal: 0}
     queue = [goal]
     for place in queue:
-        for i, j in steps.values():
+        for i, j in moves.values():
             near = place[0] + i, place[1] + j
             if cells.get(near, "O") != "O" and near not in distance:
                 distance[near] = distance[place] + 1
                 queue.append(near)
-    after = {}
-    for move, (i, j) in steps.items():
-        after[move] = distance.get((start[0] + i, start[1] + j), len(cells))
-    return [move for move, left in after.items() if left == min(after.values())]
+    left = {}
+    for move, (i, j) in moves.items():
+        left[move] = distance.get((start[0] + i, start[1] + j), len(cells))
+    return [move for move in moves if left[move] == min(left.values())]
 
 
 def best_guess(guesses: list[str], answers: list[str]) -> str:
@@ -204,19 +211,6 @@ def best_guess(guesses: list[str], answers: list[str]) -> str:
         elif answer == GuessNumber.LOWER:
             high = min(high, int(guess) - 1)
     return str((low + high) // 2)
-
-
-def player_distribution(name: str, actions: list[str], observations: list[str]) -> dict[str, float]:
-    """Return the probability of each action of the scripted player, after these actions and one more observation."""
-    every = ENVIRONMENTS[name].ACTIONS
-    rate = ANY_ACTION_RATE[name]
-    best = [best_guess(actions, observations[1:])]
-    if name == "frozen_lake":
-        best = best_moves(observations[-1])
-    chances = dict.fromkeys(every, rate / len(every))
-    for action in best:
-        chances[action] += (1 - rate) / len(best)
-    return chances
 
 
 # Network, warm-up, measure
@@ -246,42 +240,16 @@ def untrained_model(tokenizer) -> Qwen3ForCausalLM:
         return Qwen3ForCausalLM(config)
 
 
-@dataclass(frozen=True)
-class Demonstrations:
-    """Games of the scripted player up to his last token, sorted by length so that a slice needs little padding."""
-
-    tokens: torch.Tensor
-    """[N, T] int64, padded on the right."""
-    imitated: torch.Tensor
-    """[N, T] int64: which of the distributions the player drew the token from; NOT_IMITATED where he did not write."""
-    distributions: torch.Tensor
-    """[D, vocabulary] float32. Imitating them and not what was drawn is the same optimum, reached with less noise."""
-    lengths: list[int]
-    """Tokens of each game."""
-
-    @property
-    def batches(self) -> list[slice]:
-        """Rows of each batch of at most TOKENS_PER_STEP tokens, padding included."""
-        batches = []
-        start = 0
-        for row, length in enumerate(self.lengths):
-            if (row + 1 - start) * length > TOKENS_PER_STEP:
-                batches.append(slice(start, row))
-                start = row
-        return [*batches, slice(start, len(self.lengths))]
-
-    def loss(self, model, rows: slice) -> torch.Tensor:
-        """Return the mean cross-entropy of the player's tokens in these rows, nats."""
-        width = self.lengths[rows.stop - 1]
-        imitated = self.imitated[rows, 1:width]
-        is_player = imitated != NOT_IMITATED
-        # Padding stands on the right, so causal attention never sees it.
-        logits = model(input_ids=self.tokens[rows, : width - 1], use_cache=False).logits[is_player]
-        return torch.nn.functional.cross_entropy(logits, self.distributions[imitated[is_player]])
+Game = tuple[torch.Tensor, torch.Tensor]
+"""Tokens [T] int64 of a game up to the player's last one, and [T] int64: the row of the distributions that
+he drew the token from; NOT_IMITATED where he did not write."""
 
 
-def demonstrate(recipe: Recipe, count: int) -> Demonstrations:
-    """Return games of the scripted player; deterministic."""
+def demonstrate(recipe: Recipe, count: int) -> tuple[list[Game], torch.Tensor]:
+    """Return games, the shortest first, and distributions [D, vocabulary] float32; deterministic.
+
+    Imitating distributions and not what was drawn is the same optimum, reached with less noise.
+    """
     rng = random.Random(SEED)
     games = []
     known: dict[Distribution, int] = {}
@@ -295,20 +263,34 @@ def demonstrate(recipe: Recipe, count: int) -> Demonstrations:
             game.answer(response)
         games.append((torch.tensor(game.tokens[: len(imitated)]), torch.tensor(imitated)))
     games.sort(key=lambda game: len(game[0]))
-    tokens, imitated = zip(*games, strict=True)
     distributions = torch.zeros(len(known), len(recipe.tokenizer))
     for row, distribution in zip(distributions, known, strict=True):
-        ids, probs = zip(*distribution, strict=True)
-        row[list(ids)] = torch.tensor(probs)
-    return Demonstrations(
-        pad_sequence(tokens, batch_first=True, padding_value=recipe.tokenizer.pad_token_id),
-        pad_sequence(imitated, batch_first=True, padding_value=NOT_IMITATED),
-        distributions,
-        [len(game) for game in tokens],
-    )
+        for token, probability in distribution:
+            row[token] = probability
+    return games, distributions
 
 
-def warm_up(model, demonstrations: Demonstrations, num_steps: int) -> None:
+def batches_of(games: list[Game]) -> list[list[Game]]:
+    """Return games in batches of at most TOKENS_PER_STEP tokens, padding included."""
+    batches: list[list[Game]] = [[]]
+    for game in games:
+        if (len(batches[-1]) + 1) * len(game[0]) > TOKENS_PER_STEP:
+            batches.append([])
+        batches[-1].append(game)
+    return batches
+
+
+def imitation_loss(model, batch: list[Game], distributions: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of the player's tokens in a batch, nats."""
+    # Padding stands on the right, so causal attention never sees it.
+    tokens = pad_sequence([game[0] for game in batch], batch_first=True)
+    imitated = pad_sequence([game[1] for game in batch], True, NOT_IMITATED)[:, 1:]
+    is_player = imitated != NOT_IMITATED
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[is_player]
+    return torch.nn.functional.cross_entropy(logits, distributions[imitated[is_player]])
+
+
+def warm_up(model, games: list[Game], distributions: torch.Tensor, num_steps: int) -> None:
     """Take a fixed number of supervised steps, through all batches in a new order each epoch.
 
     Muon trains the matrices inside the layers, AdamW everything else.
@@ -323,10 +305,11 @@ def warm_up(model, demonstrations: Demonstrations, num_steps: int) -> None:
     adamw = torch.optim.AdamW(others, lr=OTHER_LR, betas=(0.9, 0.98), weight_decay=0.0)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, factor) for each in (muon, adamw)]
     order = random.Random(SEED)
-    batches: list[slice] = []
+    batches = batches_of(games)
+    queue: list[list[Game]] = []
     for step in range(num_steps):
-        batches = batches or order.sample(demonstrations.batches, len(demonstrations.batches))
-        loss = demonstrations.loss(model, batches.pop(0))
+        queue = queue or order.sample(batches, len(batches))
+        loss = imitation_loss(model, queue.pop(0), distributions)
         model.zero_grad()
         loss.backward()
         for stepper in (muon, adamw, *schedules):
@@ -364,7 +347,8 @@ def make(recipe: Recipe) -> Qwen3ForCausalLM:
     started = time.monotonic()
     model = untrained_model(recipe.tokenizer)
     print(f"{recipe.name}: warming up {model.num_parameters():,} parameters", flush=True)
-    warm_up(model, demonstrate(recipe, recipe.num_demonstrations), recipe.num_steps)
+    games, distributions = demonstrate(recipe, recipe.num_demonstrations)
+    warm_up(model, games, distributions, recipe.num_steps)
     problems = recipe.task.eval_problems(NUM_EVAL_PROBLEMS)
     sampled = success_rate(recipe, model, problems)
     greedy = success_rate(recipe, model, problems, greedy=True)
@@ -376,18 +360,17 @@ def make(recipe: Recipe) -> Qwen3ForCausalLM:
     return model
 
 
-def main() -> None:
-    """Make the models that are named, or all; write them, or compare them with those that are there."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = f"of {', '.join(RECIPES)}; all by default"
-    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
-    check = "write nothing, and say whether the weights are the same"
-    parser.add_argument("--check", action="store_true", help=check)
-    arguments = parser.parse_args()
+def main(names: Positional[tuple[str, ...]] = (), check: bool = False) -> None:
+    """Make tiny models, and write them.
+
+    Args:
+        names: Models of data/tiny; all by default.
+        check: Write nothing, and say whether the weights are the same as those that are there.
+    """
     torch.set_num_threads(1)  # the order of float sums depends on it
-    for name in arguments.names or RECIPES:
+    for name in names or RECIPES:
         model = make(RECIPES[name])
-        if not arguments.check:
+        if not check:
             model.save_pretrained(TINY_MODELS / name)
             continue
         made = model.state_dict()
@@ -397,4 +380,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

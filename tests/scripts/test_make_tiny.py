@@ -1,5 +1,6 @@
 """The tiny models of data/tiny, and the recipe that made them."""
 
+import functools
 import random
 
 import pytest
@@ -7,14 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
-from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber
+from data.environments import ENVIRONMENTS
 from scripts import make_tiny
-from scripts.make_tiny import RECIPES, TINY_MODELS, best_guess, best_moves, success_rate
+from scripts.make_tiny import RECIPES, TINY_MODELS, best_moves, success_rate
 
 LONGEST_PROMPT = {"frozen_lake": 6, "guess_number": 2}
 LONGEST_RESPONSE = {"frozen_lake": 51, "guess_number": 18}
 """Tokens beyond the prompt of a game of one action a turn, end of turn and the environment's included."""
-SHORT_WARM_UP = {"addition": (2000, 20), "frozen_lake": (100, 5), "guess_number": (100, 5)}
 MAX_BYTES = 600_000
 """Size of a folder: it is in the repository."""
 
@@ -24,40 +24,41 @@ def recipe(request):
     return RECIPES[request.param]
 
 
-@pytest.fixture(scope="module", params=ENVIRONMENTS)
-def actor(request):
-    return RECIPES[request.param]
-
-
 @pytest.fixture(scope="module")
 def model(recipe):
     return AutoModelForCausalLM.from_pretrained(TINY_MODELS / recipe.name)
 
 
-def random_games(recipe, num_games):
+@functools.cache
+def random_games(name, num_games=200):
     """Games with any actions, and some that are none."""
     rng = random.Random(0)
+    recipe, games = RECIPES[name], []
     for index in range(num_games):
         game = recipe.begin(recipe.task.train_problem(index))
         while not game.is_over:
-            action = rng.choice([*ENVIRONMENTS[recipe.name].ACTIONS, "correct"])
+            action = rng.choice([*ENVIRONMENTS[name].ACTIONS, "correct"])
             game.answer([*recipe.tokenizer.encode(action), recipe.tokenizer.eos_token_id])
-        yield game
+        games.append(game)
+    return games
 
 
-def test_folders_are_whole_and_small_and_there_is_no_other():
+def test_folders_are_whole_and_small_and_models_fit_vllm_and_their_games(recipe, model):
     assert sorted(path.name for path in TINY_MODELS.iterdir()) == sorted(RECIPES)
-    for name in RECIPES:
-        files = {path.name: path.stat().st_size for path in (TINY_MODELS / name).iterdir()}
-        needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-        assert needed <= files.keys()
-        assert sum(files.values()) <= MAX_BYTES
+    files = {path.name: path.stat().st_size for path in (TINY_MODELS / recipe.name).iterdir()}
+    needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert needed <= files.keys() and sum(files.values()) <= MAX_BYTES
+    response = LONGEST_RESPONSE.get(recipe.name, Config().max_sequence_tokens)
+    assert model.num_parameters() <= 1_000_000
+    assert model.config.max_position_embeddings >= LONGEST_PROMPT.get(recipe.name, 0) + response
+    assert model.config.head_dim in (32, 64, 80, 96, 128)  # vLLM's CPU attention
+    assert model.generation_config.eos_token_id == recipe.tokenizer.eos_token_id
 
 
 def test_tokenizers_map_what_is_said_onto_tokens_and_back(recipe):
     tokenizer = recipe.tokenizer
     if recipe.name in ENVIRONMENTS:
-        games = random_games(recipe, 200)
+        games = random_games(recipe.name)
         texts = [text for game in games for text in game.actions + game.observations]
         assert all(len(tokenizer.encode(text)) == 1 for text in ENVIRONMENTS[recipe.name].ACTIONS)
         assert tokenizer.convert_tokens_to_ids("<assistant>") in tokenizer.all_special_ids
@@ -69,115 +70,88 @@ def test_tokenizers_map_what_is_said_onto_tokens_and_back(recipe):
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
-def test_games_have_the_few_tokens_that_are_promised(actor):
-    for problem in actor.task.eval_problems(100):
-        prompt = actor.task.encode_prompt(problem, actor.tokenizer)
-        assert len(prompt) == LONGEST_PROMPT[actor.name]
-    longest = 0
-    for game in random_games(actor, 300):
-        last = actor.conversation.reply(game.observations[-1], ended=True)
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_games_have_the_few_tokens_that_are_promised(name):
+    recipe = RECIPES[name]
+    prompts = {len(recipe.begin(problem).tokens) for problem in recipe.task.eval_problems(100)}
+    assert prompts == {LONGEST_PROMPT[name]}
+    lengths = set()
+    for game in random_games(name):
+        last = recipe.conversation.reply(game.observations[-1], ended=True)
         if "correct" not in game.actions:
-            longest = max(longest, len(game.tokens) - len(prompt) - len(last))
-    assert longest == LONGEST_RESPONSE[actor.name]
-
-
-def test_model_is_small_and_fits_vllm_and_its_games(recipe, model):
-    response = LONGEST_RESPONSE.get(recipe.name, Config().max_sequence_tokens)
-    assert model.num_parameters() <= 1_000_000
-    assert model.config.max_position_embeddings >= LONGEST_PROMPT.get(recipe.name, 0) + response
-    assert model.config.head_dim in (32, 64, 80, 96, 128)  # vLLM's CPU attention
-    assert model.generation_config.eos_token_id == recipe.tokenizer.eos_token_id
+            lengths.add(len(game.tokens) - LONGEST_PROMPT[name] - len(last))
+    assert max(lengths) == LONGEST_RESPONSE[name]
+    # A turn that never ends is cut and played as it is.
+    game = recipe.begin(recipe.task.eval_problems(1)[0])
+    turn = recipe.tokenizer.encode(ENVIRONMENTS[name].ACTIONS[-1]) * 4
+    while not game.is_over:
+        before = len(game.tokens)
+        game.answer(turn)
+        assert game.tokens[before:][: len(turn) + 1] == [*turn, recipe.tokenizer.eos_token_id]
+    assert len(game.actions) == ENVIRONMENTS[name].max_turns and game.reward == 0.0
 
 
 def test_held_out_success_leaves_something_to_sharpen(recipe, model):
     problems = recipe.task.eval_problems(512)[256:]  # not those it was measured on when it was made
-    low, high = recipe.sampled_window
-    assert low <= success_rate(recipe, model, problems, seed=1) <= high
-    assert success_rate(recipe, model, problems, greedy=True) >= recipe.min_greedy
+    sampled = success_rate(recipe, model, problems, seed=1)
+    greedy = success_rate(recipe, model, problems, greedy=True)
+    recipe.check(sampled, greedy)
+    for wrong in ((sampled, 0.5), (0.6, greedy), (0.1, greedy)):
+        with pytest.raises(RuntimeError, match=rf"{recipe.name} .*{wrong[0]:.3f} sampled and"):
+            recipe.check(*wrong)
 
 
-def test_problems_are_answered_together_as_each_is_alone():
-    adder = RECIPES["addition"]
-    model = AutoModelForCausalLM.from_pretrained(TINY_MODELS / "addition")
-    problems = adder.task.eval_problems(16)
-    right = 0
-    for problem in problems:
-        ids = torch.tensor([adder.tokenizer.encode(problem.prompt)])
-        output = model.generate(ids, do_sample=False, max_new_tokens=64)[0, ids.shape[1] :]
-        right += adder.tokenizer.decode(output, skip_special_tokens=True) == problem.answer
-    assert right / len(problems) == success_rate(adder, model, problems, greedy=True)
-
-
-def test_the_scripted_player_wins_always_when_it_takes_the_best(actor):
-    for problem in actor.task.eval_problems(200):
-        game = actor.begin(problem)
+def test_the_scripted_player_wins_always_when_it_takes_the_best(recipe):
+    for problem in recipe.task.eval_problems(100):
+        game = recipe.begin(problem)
         while not game.is_over:
-            chances = make_tiny.player_distribution(actor.name, game.actions, game.observations)
-            assert sum(chances.values()) == pytest.approx(1)
-            assert list(chances) == list(ENVIRONMENTS[actor.name].ACTIONS)
-            best = max(chances, key=chances.get)
-            game.answer([*actor.tokenizer.encode(best), actor.tokenizer.eos_token_id])
+            drawn, imitated = game.play(random.Random(0))
+            for token, distribution in zip(drawn, imitated, strict=True):
+                assert sum(chance for _, chance in distribution) == pytest.approx(1)
+                assert dict(distribution)[token] > 0
+            game.answer([max(chances, key=lambda pair: pair[1])[0] for chances in imitated])
         assert game.reward == 1
 
 
-def test_best_actions_of_small_cases():
+def test_best_moves_of_small_maps():
     assert best_moves("P___\n____\n____\n___G") == ["down", "right"]
     assert best_moves("____\n_O__\n__P_\nO__G") == ["down", "right"]
-    # no way: all alike
+    # There is no way: all moves are alike.
     assert best_moves("____\n_O_O\n__PO\nOOOG") == ["left", "down", "right", "up"]
-    assert best_guess([], []) == "16"
-    assert (
-        best_guess(["16", "30", "20"], [GuessNumber.HIGHER, GuessNumber.LOWER, GuessNumber.HIGHER])
-        == "25"
-    )
-    assert best_guess(["correct"], [GuessNumber.NO_ACTION]) == "16"
 
 
-def test_transcripts_imitate_the_player_at_his_own_tokens_alone(actor):
-    games = make_tiny.demonstrate(actor, 20)
-    first = LONGEST_PROMPT[actor.name]
-    for tokens, drawn_from, length in zip(games.tokens, games.imitated, games.lengths, strict=True):
+def test_the_player_is_imitated_at_his_own_tokens_alone_and_the_same_steps_make_the_same_weights(
+    recipe,
+):
+    games, distributions = make_tiny.demonstrate(recipe, 200)
+    for tokens, drawn_from in games:
         is_player = drawn_from != make_tiny.NOT_IMITATED
-        written, imitated = tokens[is_player], games.distributions[drawn_from[is_player]]
-        assert is_player[length - 1] and not is_player[length:].any()
+        written, imitated = tokens[is_player], distributions[drawn_from[is_player]]
+        assert is_player[-1] and not is_player[0]
         assert (imitated.sum(-1) - 1).abs().max() < 1e-5
         assert (imitated.gather(1, written[:, None]) > 0).all()
-        actions = actor.tokenizer.convert_ids_to_tokens(written[::2])
-        assert set(actions) <= set(ENVIRONMENTS[actor.name].ACTIONS)
-        assert (written[1::2] == actor.tokenizer.eos_token_id).all()
-        assert not is_player[:first].any() and is_player[first]
-
-
-def test_a_turn_that_never_ends_is_cut_and_played_as_it_is():
-    lake = RECIPES["frozen_lake"]
-    game = lake.begin(lake.task.eval_problems(1)[0])
-    prompt = list(game.tokens)
-    for _ in range(FrozenLake.max_turns):
-        assert not game.is_over
-        game.answer(lake.tokenizer.encode("up" * lake.max_turn_tokens))
-    assert game.is_over and game.reward == 0.0
-    turns = "up" * lake.max_turn_tokens + "<eos>"
-    assert lake.tokenizer.decode(game.tokens[len(prompt) :]).count(turns) == FrozenLake.max_turns
-
-
-def test_the_same_steps_make_the_same_weights(recipe):
-    num_demonstrations, num_steps = SHORT_WARM_UP[recipe.name]
+    batches = make_tiny.batches_of(games)
+    assert [game for batch in batches for game in batch] == games
+    sizes = [len(batch) * max(len(tokens) for tokens, _ in batch) for batch in batches]
+    assert max(sizes) <= make_tiny.TOKENS_PER_STEP < 2 * min(sizes[:-1])
+    model = make_tiny.untrained_model(recipe.tokenizer)
+    # Against each game alone, without padding.
+    losses, counts = [], []
+    for tokens, drawn_from in batches[0]:
+        is_player = drawn_from[1:] != make_tiny.NOT_IMITATED
+        log_probs = model(tokens[None, :-1]).logits[0].log_softmax(-1)[is_player]
+        losses.append(-(distributions[drawn_from[1:][is_player]] * log_probs).sum())
+        counts.append(int(is_player.sum()))
+    loss = make_tiny.imitation_loss(model, batches[0], distributions)
+    torch.testing.assert_close(loss, sum(losses) / sum(counts))
     weights = []
-    for _ in range(2):
-        torch.manual_seed(len(weights))  # what happened before must not matter
+    for seed in range(2):
+        torch.manual_seed(seed)  # what happened before must not matter
         model = make_tiny.untrained_model(recipe.tokenizer)
-        make_tiny.warm_up(model, make_tiny.demonstrate(recipe, num_demonstrations), num_steps)
+        make_tiny.warm_up(model, *make_tiny.demonstrate(recipe, 200), 10)
         weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
     assert torch.equal(*weights)
-
-
-def test_a_model_outside_the_accuracy_window_is_an_error(recipe):
-    text = rf"{recipe.name} .* 0\.600 sampled and 0\.990 greedy; wanted"
-    with pytest.raises(RuntimeError, match=text):
-        recipe.check(0.6, 0.99)
-    with pytest.raises(RuntimeError):
-        recipe.check(0.3, 0.5)
-    recipe.check(0.3, 0.97)
+    assert make_tiny.imitation_loss(model, batches[0], distributions) < loss
 
 
 @pytest.mark.study
