@@ -7,7 +7,6 @@ another number than the records: tests/test_docs.py makes all blocks again and c
 import inspect
 import re
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from scripts.bench import parts as parts_bench
 from scripts.bench import peers as peers_bench
 from scripts.bench import rollout as rollout_bench
 from scripts.bench import trees as trees_bench
-from scripts.bench.harness import rounds, spread
+from scripts.bench.harness import rounds
 from scripts.lines import markdown, read
 from scripts.runs import Run, load
 
@@ -98,33 +97,6 @@ def replay() -> str:
     return lines(grids.replay_table(grids.read_records(RESULTS / "replay" / "replays.jsonl")))
 
 
-def environments() -> str:
-    """Return the held-out success of the environments' tiny models."""
-    rows = []
-    for name in ("frozen_lake", "guess_number"):
-        (record,) = grids.read_records(RESULTS / "environments" / name / "cells.jsonl")
-        first, *_, last = (accuracy for _, accuracy in record["evaluations"])
-        rows.append([f"`{name}`", f"{first:.2f}", f"{last:.2f}"])
-    return table("task | before | after", rows)
-
-
-def smollm2() -> str:
-    """Return when the small language model could do sums, by level and seed."""
-    rows = []
-    for path in sorted((RESULTS / "smollm2").glob("*-s*")):
-        run = load(path)
-        config = run.info["config"]
-        wanted = 0.9 if "one_digit" in run.name else 0.7
-        reward, evaluated = run.metrics["reward/mean"], run.events["evaluation"]
-        able = evaluated[evaluated["accuracy"] >= wanted].iloc[0]
-        after_s = able["time"] - run.events["worker_ready"]["time"].iloc[0]
-        ends = (reward[:5].mean(), reward[-5:].mean(), evaluated["accuracy"].iloc[-1])
-        row = [f"`{config['task']}`", config["seed"], wanted, f"{after_s:.0f} s", able["version"]]
-        rows.append(row + [f"{value:.2f}" for value in ends])
-    heading = "task | seed | held out | first after | steps | reward, first five | last five"
-    return table(f"{heading} | held out, last", rows)
-
-
 def staleness_runs() -> list[Run]:
     """Return the default job at three async ratios, with each seed."""
     return [load(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json"))]
@@ -159,22 +131,16 @@ def findings() -> str:
 # Benches
 
 
+def kept(name: str) -> str:
+    """Return the table of a study whose records stay as they are: results/NAME/short.md, which says what made it."""
+    return (RESULTS / name / "short.md").read_text(encoding="utf-8").partition("\n")[2]
+
+
 def machines(part: str) -> str:
     """Return what was measured of remote hosts: a part of results/swarm, medians alone."""
     page = (RESULTS / "swarm" / "table.md").read_text(encoding="utf-8")
     (block,) = (block for block in page.split("\n\n") if block.startswith(f"| {part} |"))
     return lines(re.sub(r" \[[^]]*\]", "", block).splitlines())
-
-
-def old_keys() -> str:
-    """Return how far old keys and values move a token's log-prob, nats."""
-    heading = "`--on-update` | updates before the token | tokens | moves it by, nats, mean"
-    rows = [
-        [f"`{r['on_update']}`", r["updates"], r["tokens"]]
-        + [f"{r[name]:.1e}" for name in ("gap_abs_mean", "step_abs_mean")]
-        for r in records_of("stale_kv")
-    ]
-    return table(f"{heading} | a step moves it by", rows)
 
 
 def mechanisms() -> str:
@@ -249,48 +215,3 @@ def trees() -> str:
 def simulation() -> str:
     """Return the papers' numbers beside the simulated ones, hits and misses."""
     return lines(simulation_report.short(records_of("simulation")))
-
-
-def reliability() -> str:
-    """Return what came of campaigns, and of a killed job beside the unbroken one; what checkpoints cost."""
-    rows, shares = [], []
-    for record in records_of("reliability"):
-        shares += [pair["share"] for pair in record.get("cost", {}).get("pairs", ())]
-        outcomes = Counter(one["outcome"] for one in record.get("rounds", ()))
-        shown = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-        what = re.split(" --(?:keep|out) ", record["command"].partition("chaos ")[2])[0]
-        kinds = {"accounts": f"`{what}`: {shown}", "unbroken": "the same, unbroken"}
-        for kind, name in kinds.items():
-            if kind in record:
-                runs = pd.DataFrame(record[kind])
-                sums = runs[["starts", "consumed", "dropped"]].sum()
-                rows.append([name, len(runs), *sums, f"{runs['accuracy'].min():.3f}"])
-    heading = "broken | runs | starts | prompts trained on | dropped | held-out accuracy, at least"
-    cost = f"Of the trainer's time checkpoints take {spread(shares, '.1%')}, n = {len(shares)}.\n"
-    return f"{table(heading, rows)}\n{cost}"
-
-
-def planner() -> str:
-    """Return how near the planner comes to what AReaL-Hex, the simulated cluster and hardware here have measured."""
-    records, rows = pd.DataFrame(records_of("planner")), []
-    for what in ("table 3, searched over uniform", "fig. 3, 8 H800 + 48 H20 over 24 H800"):
-        gains = records.loc[records["arm"] == what, ["rates of table 1", "paper"]]
-        numbers = gains.map("{:.2f}".format).agg(", ".join)
-        rows.append([f"AReaL-Hex, {what}; 1.5B, 7B, 14B", *numbers])
-    time = records[(records["case"] == "time") & (records["arm"] == "56 GPUs")]
-    medians = time[["planning_s", "paper_s"]].median()
-    seconds = f"{medians['planning_s']:.2f}", f"{medians['paper_s']:g}"
-    rows.append(["planning, 56 GPUs, s (table 5)", *seconds])
-    for case, measured, what in (
-        ("simulated", "simulated_s", "30 random clusters under the real controller"),
-        ("running", "step_s", "two machines of unequal speed that joined a run"),
-    ):
-        of_case = records[records["case"] == case]
-        ratios = of_case["predicted_s"] / of_case[measured]
-        shown = (
-            f"{ratios.median():.2f} × ({ratios.min():.2f}–{ratios.max():.2f}, n = {len(ratios)})"
-        )
-        rows.append([f"step, {what}, predicted / measured", shown, "1 ×"])
-    shares = of_case[["predicted_share", "share"]].mean().map("{:.3f}".format)
-    rows.append(["share of the slow machine, mean", *shares])
-    return table("what | planner | measured", rows)
