@@ -1,8 +1,7 @@
 """Replays of a small run that is recorded here: random trajectories, a tiny model, one rank, no engine."""
 
 import json
-import subprocess
-import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_worker import run_fake_worker
+from test_errors import is_line
 from tiny_policy import load, random_sequences, save_tiny_model
 
 from asyncrl.cluster.cluster import Cluster
@@ -32,13 +32,11 @@ from data.problem import Problem
 from scripts import runs
 from scripts.replay import Recording, choose_options, evaluate_last, train
 from scripts.report import make_page
-from scripts.timeline import trace
-
-ROOT = Path(__file__).parents[2]
+from scripts.timeline import trace_of
 
 CPU = torch.device("cpu")
 NUM_STEPS = 3
-
+REFUSALS = tomllib.loads(Path(__file__).with_name("errors.toml").read_text())["replay"]
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -48,27 +46,32 @@ def model(tmp_path_factory):
     return save_tiny_model(str(tmp_path_factory.mktemp("model")))
 
 
-@pytest.fixture(scope="module")
-def run(model, tmp_path_factory):
-    """Directory of a recorded run of three steps, two groups of three each, trained with grpo in two minibatches."""
-    config = Config(
+@pytest.fixture
+def config(model, tmp_path):
+    """A run of three steps, two groups of three each."""
+    return Config(
         model=model, steps=NUM_STEPS, groups_per_step=2, group_size=3, minibatches=2, eval_every=0, record=True,
-        runs_dir=str(tmp_path_factory.mktemp("runs")), run_name="run", optim=OptimOptions(warmup=0),
+        runs_dir=str(tmp_path), run_name="run", optim=OptimOptions(warmup=0),
     )  # fmt: skip
-    directory = RunDirectory(config, weights_sha256=weights_sha256(model))
+
+
+@pytest.fixture
+def recording(config):
+    """The run, recorded."""
+    directory = RunDirectory(config, weights_sha256=weights_sha256(config.model))
     for step in range(1, NUM_STEPS + 1):
         write_batch(batch_path(directory.path, step), step, make_groups(step))
     directory.close()
-    return directory.path
+    return Recording.open(directory.path)
 
 
 def make_groups(step):
     """Random trajectories none of whose tokens is younger than the version that is trained at this step."""
-    ids = (10 * step, 10 * step + 1)
-    return [
-        Group(group_id, tuple(make_trajectory(step, group_id, member) for member in range(3)))
-        for group_id in ids
-    ]
+    groups = []
+    for group_id in (10 * step, 10 * step + 1):
+        members = [make_trajectory(step, group_id, member) for member in range(3)]
+        groups.append(Group(group_id, tuple(members)))
+    return groups
 
 
 def make_trajectory(step, group_id, member):
@@ -87,172 +90,116 @@ def make_node(config, clock, placement=None, *, run, controller=None):
     return Leader(*rank, config.model, Probe(config), run, None, controller, None)
 
 
-def replay_to_end(recording, tmp_path, *options):
-    """Replay in this process; return the metrics without the times, and the fingerprint of the last weights."""
-    config = choose_options(recording, [f"--runs-dir={tmp_path}", *options], evaluate=False)
+def replay_to_end(recording, name, *options):
+    """Replay in this process; return the run, its metrics without the times, and the fingerprint of its weights."""
+    config = choose_options(recording, [f"--run-name={name}", *options], evaluate=False)
     clock = TrainerClock()
     node = make_node(config, clock, run=RunDirectory(config))
     train(recording, node, load(config, clock), node.run, evaluate=False)
     node.run.close()
-    metrics = runs.load(node.run.path).metrics.filter(regex="^(?!time/|trainer_time/)")
-    return metrics, weights_sha256(node.run.checkpoint_path(config.steps))
+    replayed = runs.load(node.run.path)
+    metrics = replayed.metrics.filter(regex="^(?!time/|trainer_time/)")
+    return replayed, metrics, weights_sha256(node.run.checkpoint_path(config.steps))
 
 
-def test_two_replays_give_the_same_bits_and_those_of_the_run_itself(run, tmp_path):
-    recording = Recording.open(run)
-    metrics, weights = replay_to_end(recording, tmp_path, "--run-name=first")
-    again, weights_again = replay_to_end(recording, tmp_path, "--run-name=second")
+def train_by_hand(policy, steps):
+    """Train on the batches of these steps as a run does."""
+    stats = []
+    for step in steps:
+        updates = batch.deal(make_groups(step), step, policy, Cluster())
+        stats.append(policy.train_step(updates, step - 1))
+    return stats
+
+
+def test_two_replays_give_the_bits_of_the_run_itself_and_another_loss_other_weights_on_the_same_data(
+    recording, tmp_path
+):
+    _, metrics, weights = replay_to_end(recording, "first")
+    _, again, weights_again = replay_to_end(recording, "second")
     assert again.equals(metrics) and weights_again == weights != recording.weights_sha256
     policy = load(recording.config)
-    stats = []
-    for version in range(NUM_STEPS):
-        updates = batch.deal(make_groups(version + 1), version + 1, policy, Cluster())
-        stats.append(policy.train_step(updates, version))
-    save_weights(policy, str(tmp_path / "run"))
-    assert weights_sha256(tmp_path / "run") == weights
-    assert metrics["loss/total"].tolist() == [of_step["loss"] for of_step in stats]
-    assert metrics["drift/k3"].tolist() == [of_step["drift/k3"] for of_step in stats]
-
-
-def test_another_loss_or_learning_rate_meets_the_same_data_with_other_weights(run, tmp_path):
-    recording = Recording.open(run)
-    metrics, weights = replay_to_end(recording, tmp_path, "--run-name=same")
-    changes = ("--run-name=other", "--algo=tis", "--lr=0.01")
-    other, other_weights = replay_to_end(recording, tmp_path, *changes)
+    stats = train_by_hand(policy, (1, 2, 3))
+    save_weights(policy, str(tmp_path / "by_hand"))
+    assert weights_sha256(tmp_path / "by_hand") == weights
+    for name, stat in (("loss/total", "loss"), ("drift/k3", "drift/k3")):
+        assert metrics[name].tolist() == [of_step[stat] for of_step in stats]
+    changes = ("--algo=tis", "--lr=0.01", "--advantage=gae", "--advantage.lam=0.9")
+    replayed, other, other_weights = replay_to_end(recording, "other", *changes)
     of_data = "^(reward|staleness|response)/"
     assert metrics.filter(regex=of_data).equals(other.filter(regex=of_data))
     last = other.iloc[-1]
     assert other_weights != weights and metrics["drift/k3"].iloc[-1] != last["drift/k3"]
     assert last["tokens/generated"] == 0 and last["samples"] == NUM_STEPS * 6
+    # It is reported like a run.
+    assert "value/explained_variance" in other and runs.summarise(replayed.metrics)["steps"] == 3
+    tables = make_page(replayed, trace_of(replayed), 0.0)["tables"]
+    assert [*tables] == ["Where the trainer's time went, rank 0"]
 
 
-def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_same_way(
-    model, tmp_path
-):
-    config = Config(
-        model=model, steps=9, groups_per_step=2, group_size=3, eval_every=0, runs_dir=str(tmp_path), run_name="run",
-        optim=OptimOptions(warmup=0),
-    )  # fmt: skip
-    clock = TrainerClock()
-    node = make_node(config, clock, run=RunDirectory(config))
-    policy, groups = load(config, clock), make_groups(4)
-    for step in (1, 2, 3):
-        policy.train_step(batch.deal(make_groups(step), step, policy, Cluster()), step - 1)
+def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_same_way(config):
+    config = replace(config, steps=9, record=False)
+    node = make_node(config, TrainerClock(), run=RunDirectory(config))
+    policy, groups = load(config, node.clock), make_groups(4)
+    train_by_hand(policy, (1, 2, 3))
     for group in groups:
         for trajectory in group.trajectories:
             trajectory.behavior_logprobs[trajectory.loss_mask] = float("nan")
     updates = batch.deal(groups, 4, policy, Cluster())
-    with (
-        pytest.raises(RuntimeError, match="must be finite") as failed,
-        keep_what_fails(node, policy, 4, groups),
-    ):
+    checkpoints = SimpleNamespace(node=node, policy=policy)
+    failed = pytest.raises(RuntimeError, match="must be finite")
+    with failed as error, Checkpoints.keep_what_fails(checkpoints, 4, groups):
         policy.train_step(updates, 3)
     node.run.close()
-    kept = tmp_path / "run" / "failed_step_4"
-    assert str(failed.value).endswith(f"train on its batch again: python scripts/replay.py {kept}")
-    own_message = str(failed.value.__cause__)
+    kept = node.run.path / "failed_step_4"
+    assert str(error.value).endswith(f"train on its batch again: python scripts/replay.py {kept}")
+    message = str(error.value.__cause__)
     with pytest.raises(NotFinite) as again:
-        replay_to_end(Recording.open(kept), tmp_path, "--run-name=again")
-    assert str(again.value).replace("update 0", "update 3") == own_message
-
-
-def keep_what_fails(node, policy, step, groups):
-    return Checkpoints.keep_what_fails(SimpleNamespace(node=node, policy=policy), step, groups)
-
-
-def test_a_batch_that_cannot_be_kept_hides_no_reason(model, tmp_path):
-    config = Config(model=model, steps=9, runs_dir=str(tmp_path), run_name="run")
-    node = make_node(config, TrainerClock(), run=RunDirectory(config))
+        replay_to_end(Recording.open(kept), "again")
+    assert message in (str(again.value), str(again.value).replace("update 0", "update 6"))
+    # A batch that cannot be kept hides no reason.
     (node.run.path / "failed_step_1").write_text("in the way")
     failed = pytest.raises(RuntimeError, match=r"loss nan .* could not be kept: .*failed_step_1")
-    with failed, keep_what_fails(node, load(config), 1, make_groups(1)):
+    with failed, Checkpoints.keep_what_fails(checkpoints, 1, groups):
         raise NotFinite("loss nan must be finite")
 
 
-def test_a_replay_is_drawn_and_reported_like_a_run(run, tmp_path):
-    replay_to_end(
-        Recording.open(run), tmp_path, "--run-name=replay", "--advantage=gae", "--advantage.lam=0.9"
-    )
-    replayed = runs.load(tmp_path / "replay")
-    assert runs.summarise(replayed.metrics)["steps"] == NUM_STEPS
-    assert "value/explained_variance" in replayed.metrics
-    tables = make_page(replayed, trace(replayed), 0.0)["tables"]
-    assert [*tables] == ["Where the trainer's time went, rank 0"]
+@pytest.mark.parametrize("option", REFUSALS)
+def test_what_made_the_batches_cannot_be_changed(recording, option):
+    recording = replace(recording, num_steps=2)
+    assert choose_options(recording, [], evaluate=False).steps == 2
+    with pytest.raises(ValueError) as error:
+        choose_options(recording, [option], evaluate=False)
+    assert is_line(str(error.value), REFUSALS[option]), error.value
 
 
-def test_a_replay_goes_as_far_as_the_recorded_batches(run):
-    recording = Recording.open(run)
-    short = replace(recording, num_steps=2)
-    assert choose_options(short, [], evaluate=False).steps == 2
-    with pytest.raises(ValueError, match=r"^--steps 3: .* has batches of 2 steps$"):
-        choose_options(short, ["--steps=3"], evaluate=False)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (
-            "--temperature=0.5",
-            r"^--temperature cannot be changed: the batches were made with temperature = 1.0\.",
-        ),
-        ("--group-size=2", "^--group-size cannot be changed: .*--algo, --algo-args"),
-        ("--on-update=wait", "^--on-update cannot be changed"),
-        ("--seed=1", "^--seed cannot be changed"),
-        ("--record", "^--record cannot be changed"),
-        ("--eval-problems=8", "^--eval-problems means nothing without --evaluate"),
-        ("--minibatches=4", "--groups-per-step 2 is not a multiple of --minibatches 4"),
-    ],
-)
-def test_what_made_the_batches_cannot_be_changed(run, option, message):
-    with pytest.raises(ValueError, match=message) as error:
-        choose_options(Recording.open(run), [option], evaluate=False)
-    assert "\n" not in str(error.value)
-
-
-def test_other_weights_than_the_runs_are_refused(run, tmp_path):
-    other = save_tiny_model(str(tmp_path), tied=False)
-    recording = Recording.open(run)
-    recording.check_weights("tiny", recording.config.model)
-    with pytest.raises(
-        ValueError, match=r"^--model tiny has weights .{12}…, and .*; give --model the folder with"
-    ):
+def test_a_directory_that_cannot_be_replayed_and_other_weights_are_one_line(
+    config, recording, tmp_path
+):
+    recording.check_weights("tiny", config.model)
+    other = save_tiny_model(str(tmp_path / "other"), tied=False)
+    message = r"^--model tiny has weights .{12}…, and .*; give --model the folder with"
+    with pytest.raises(ValueError, match=message):
         recording.check_weights("tiny", other)
+    file = recording.path / "run.json"
+    header = json.loads(file.read_text())
+    batch_path(recording.path, 2).unlink()
+    more_options = config.as_dict() | {"reward_timeout_s": 10.0}
+    cases = {
+        "step_000002.msgpack is missing: a replay needs every batch from the first on": {},
+        "made by other code, which had reward_timeout_s; use that code": {"config": more_options},
+        "was not recorded; only a run of train_async.py --record": {"weights_sha256": None},
+    }
+    for message, changes in cases.items():
+        changed = header | changes
+        known = {name: value for name, value in changed.items() if value is not None}
+        file.write_text(json.dumps(known))
+        with pytest.raises(ValueError) as error:
+            Recording.open(recording.path)
+        assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def change_header(run, **changes):
-    header = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(header | changes))
-
-
-def test_a_directory_that_cannot_be_replayed_is_one_line(model, tmp_path):
-    path = tmp_path / "run"
-    with pytest.raises(ValueError, match="no run is there"):
-        Recording.open(path)
-    config = Config(model=model, runs_dir=str(tmp_path), run_name="run")
-    RunDirectory(config).close()
-    with pytest.raises(
-        ValueError, match=r"was not recorded; only a run of train_async\.py --record"
-    ):
-        Recording.open(path)
-    change_header(path, weights_sha256="0" * 64)
-    with pytest.raises(ValueError, match=r"step_000001\.msgpack is missing"):
-        Recording.open(path)
-    for step in (1, 3):
-        write_batch(batch_path(path, step), step, make_groups(step))
-    with pytest.raises(ValueError, match=r"step_000002\.msgpack is missing"):
-        Recording.open(path)
-    change_header(path, config=config.as_dict() | {"reward_timeout_s": 10.0})
-    with pytest.raises(
-        ValueError, match="made by other code, which had reward_timeout_s; use that code, commit "
-    ):
-        Recording.open(path)
-
-
-def test_the_last_weights_are_evaluated_on_the_held_out_problems(run, model, tmp_path):
-    recording = Recording.open(run)
-    config = choose_options(
-        recording, [f"--runs-dir={tmp_path}", "--eval-problems=4"], evaluate=True
-    )
+def test_the_last_weights_are_evaluated_on_the_held_out_problems(recording, model):
+    config = choose_options(recording, ["--eval-problems=4"], evaluate=True)
     placement = Placement((None,), 1, (WorkerPlacement(0, None, None, 1, 0.0),), "shm")
     prompts = PromptSource(
         train_problem=lambda index: Problem("p", "ok"),
@@ -275,12 +222,3 @@ def test_the_last_weights_are_evaluated_on_the_held_out_problems(run, model, tmp
         "eval/problems": 3,
         "eval/failed": 1,
     }
-
-
-def test_a_refusal_ends_the_script_with_one_line_and_status_2(tmp_path):
-    command = [sys.executable, "scripts/replay.py", str(tmp_path), "--lr", "0.1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith(
-        f"error: replay {tmp_path}: no run is there"
-    )
-    assert done.stderr.count("\n") == 1

@@ -1,21 +1,61 @@
-"""The shell scripts, in a copy of the repository whose train_async.py is a stub, with all requirements met."""
+"""Mistakes on the command line of every script, and the shell scripts in a copy of the repository with stubs."""
 
 import json
 import os
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from test_errors import is_line
 
 from scripts.runs import load, readable_summary
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
-RECORDED = ROOT / "results/smollm2/one_digit-s0"
+FOLDER = Path(__file__).parent
+SHELL_SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
+RUNS = ROOT / "results/smollm2/one_digit-s0", ROOT / "results/smollm2/one_digit-s1"
+ERRORS = tomllib.loads((FOLDER / "errors.toml").read_text())["command"]
+CASES = tomllib.loads((FOLDER / "install.toml").read_text())["case"]
+
+
+@pytest.mark.parametrize("command", ERRORS)
+def test_a_mistake_ends_in_its_line_and_writes_nothing(command, tmp_path, monkeypatch, capsys):
+    broken, grid = tmp_path / "broken", tmp_path / "grid"
+    shutil.copytree(RUNS[0], broken)
+    (broken / "metrics.jsonl").write_text('{}\n{"st\n{}\n')
+    grid.mkdir()
+    cell = {"algo": "grpo", "async_ratio": 0.0, "publish_delay": 0, "seed": 0}
+    record = {"cell": cell, "options": ["--algo=grpo", "--seed=0"]}
+    (grid / "cells.jsonl").write_text(json.dumps(record) + "\n")
+    folders = {"none": tmp_path / "none", "run": RUNS[0], "other": RUNS[1]}
+    folders |= {"broken": broken, "grid": grid}
+    before = sorted(tmp_path.rglob("*"))
+    script, *words = shlex.split(command.format(**folders))
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
+    text = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err
+    assert is_line(text.removesuffix("\n"), "error: " + ERRORS[command].format(**folders)), text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# Shell scripts
+
 HAVE = f"numpy=={version('numpy').split('+')[0]}"
+PYTHON = f"""#!/bin/sh
+if [ "$1 $2" = "-m pip" ] && [ "$3" != --version ]; then
+    echo "architectures: ${{FLASH_ATTN_CUDA_ARCHS-all}}" >&2
+    exit 1
+fi
+exec {sys.executable} "$@"
+"""
 TRAIN = f"""
 import json, pathlib, shutil, sys
 print("train_async.py got", json.dumps(sys.argv[1:]))
@@ -23,44 +63,16 @@ given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if given["--steps"] == "13":
     sys.exit(3)
 run = pathlib.Path(given["--runs-dir"], given["--run-name"])
-shutil.copytree({str(RECORDED)!r}, run)
+shutil.copytree({str(RUNS[0])!r}, run)
 """
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """A repository of the scripts alone; its pip would fail the test by not being there to install anything."""
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    (tmp_path / "asyncrl").mkdir()
-    shutil.copy(ROOT / "asyncrl/config.py", tmp_path / "asyncrl")
-    for name in ("requirements-common", "requirements", "requirements-cpu"):
-        (tmp_path / f"{name}.txt").write_text(f"{HAVE}  # it is there\n")
-    write_groups(tmp_path, flash_attn=HAVE)
-    (tmp_path / "train_async.py").write_text(TRAIN)
-    write_program(
-        tmp_path / ".venv/bin/python",
-        f'#!/bin/sh\n[ "$1 $2" != "-m pip" ] || [ "$3" = --version ] || exit 1\nexec {sys.executable} "$@"\n',
-    )
-    write_nvidia_smi(tmp_path)
-    return tmp_path
-
-
-def write_nvidia_smi(
-    copy, driver_version="580.65.06", compute_cap="9.0", table="CUDA Version: 13.0"
-):
-    answers = {
-        "-L": "GPU 0: one",
-        "*driver_version*": driver_version,
-        "*compute_cap*": compute_cap,
-        "*": table,
-    }
-    cases = "".join(f"{pattern}) printf '%s\\n' '{text}' ;;\n" for pattern, text in answers.items())
-    write_program(copy / "fake/nvidia-smi", f'#!/bin/sh\ncase "$*" in\n{cases}esac\n')
-
-
-def write_groups(copy, flash_attn, settings=""):
-    groups = f'[dependency-groups]\ndev = ["{HAVE}"]\nflash-attn = ["{flash_attn}"]\n'
-    (copy / "pyproject.toml").write_text(groups + settings)
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+-L) echo "GPU 0: one" ;;
+*driver_version*) echo '{driver}' ;;
+*compute_cap*) printf '{capabilities}' ;;
+*) echo 'Driver Version: {driver}   CUDA Version: {cuda}' ;;
+esac
+"""
 
 
 def write_program(path, text):
@@ -69,111 +81,58 @@ def write_program(path, text):
     path.chmod(0o755)
 
 
+def make_copy(copy, requirement=HAVE, **gpu):
+    """Write a repository of the scripts alone, with a Python whose pip fails and an nvidia-smi that lists a GPU."""
+    shutil.copytree(ROOT / "scripts", copy / "scripts")
+    (copy / "asyncrl").mkdir()
+    shutil.copy(ROOT / "asyncrl/config.py", copy / "asyncrl")
+    for name in ("requirements-common", "requirements", "requirements-cpu"):
+        (copy / f"{name}.txt").write_text(f"{requirement}  # it is there\n")
+    groups = f'[dependency-groups]\ndev = ["{HAVE}"]\nflash-attn = ["flash-attn==0.0.1"]\n'
+    settings = (ROOT / "pyproject.toml").read_text()
+    (copy / "pyproject.toml").write_text(groups + settings[settings.index("[tool.ruff]") :])
+    (copy / "train_async.py").write_text(TRAIN)
+    write_program(copy / ".venv/bin/python", PYTHON)
+    gpu = {"driver": "580.65.06", "cuda": "13.0", "capabilities": r"9.0\n"} | gpu
+    write_program(copy / "fake/nvidia-smi", NVIDIA_SMI.format(**gpu))
+
+
 def run_script(copy, name, *arguments):
     environment = os.environ | {"PATH": f"{copy / 'fake'}:{os.environ['PATH']}"}
+    command = ["bash", f"scripts/{name}", *arguments]
     return subprocess.run(
-        ["bash", f"scripts/{name}", *arguments],
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
+        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=180
     )
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
 def test_the_shell_can_read_every_script(script):
     subprocess.run(["bash", "-n", script], check=True)
-
-
-def test_what_ci_runs_is_executable():
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert script.name != "run" or os.access(script, os.X_OK)
 
 
 def test_every_requirement_is_pinned_and_says_why():
     groups = (ROOT / "pyproject.toml").read_text().partition("[tool.ruff]")[0]
     texts = [path.read_text() for path in ROOT.glob("requirements*.txt")] + [groups]
-    pins = [
-        line
-        for text in texts
-        for line in text.splitlines()
-        if "==" in line and not line.startswith("#")
-    ]
-    assert len(pins) > 20
-    for line in pins:
+    lines = [line for line in "\n".join(texts).splitlines() if "==" in line and line[0] != "#"]
+    assert len(lines) > 20
+    for line in lines:
         pin, _, why = line.partition("#")
         assert pin.count("==") == 1 and why.strip(), line
 
 
-def test_an_environment_that_has_everything_is_recognised_and_then_trusted(copy):
-    first, second = run_script(copy, "install.sh"), run_script(copy, "install.sh")
-    assert first.returncode == 0 and "for the GPU: nvidia-smi lists 1" in first.stdout, first.stderr
-    assert "done" in first.stdout and "up to date" in second.stdout
-
-
-def test_a_changed_pin_is_installed_and_a_failure_is_an_error(copy):
-    run_script(copy, "install.sh")
-    (copy / "requirements.txt").write_text("numpy==0.0.1\n")
-    result = run_script(copy, "install.sh")
-    assert result.returncode == 1 and "numpy==0.0.1" in result.stderr
-    assert "up to date" not in run_script(copy, "install.sh").stdout
-
-
-def test_a_flash_attn_that_does_not_install_is_told_and_stops_nothing(copy):
-    write_groups(copy, flash_attn="flash-attn==0.0.1")
-    result = run_script(copy, "install.sh", "--flash-attn")
-    assert result.returncode == 0, result.stderr
-    assert "flash-attn FAILED" in result.stdout and "torch's own attention" in result.stdout
-
-
-def test_flash_attn_is_not_tried_unless_asked_for(copy):
-    write_groups(copy, flash_attn="flash-attn==0.0.1")
-    result = run_script(copy, "install.sh")
-    assert result.returncode == 0 and "flash-attn" not in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "built_for"),
-    [("9.0", "90"), ("8.9", "80"), ("12.0", "120"), ("9.0\n9.0\n8.6", "80;90"), ("", None)],
-)
-def test_flash_attn_is_compiled_for_the_gpus_that_are_there(copy, capabilities, built_for):
-    write_groups(copy, flash_attn="flash-attn==0.0.1")
-    write_nvidia_smi(copy, compute_cap=capabilities)
-    pip = f'[ "$1 $2 $3" != "-m pip install" ] || echo "${{FLASH_ATTN_CUDA_ARCHS-all}}" >{copy}/built_for\n'
-    pip += '[ "$2 $3" != "pip show" ] || exit 1\n'
-    write_program(
-        copy / ".venv/bin/python", f'#!/bin/sh\n{pip}[ "$2" = pip ] || exec {sys.executable} "$@"\n'
-    )
-    result = run_script(copy, "install.sh", "--flash-attn")
-    assert (copy / "built_for").read_text().strip() == (built_for or "all"), (
-        result.stdout + result.stderr
-    )
-    assert (f"compiles for sm_{built_for}," if built_for else "compiles, for") in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("driver", "cuda", "is_enough"),
-    [
-        ("580.65.06", "13.0", True),
-        ("570.133", "12.8", False),
-        ("570.133", "13.0", True),
-        ("[N/A]", "13.0", True),
-    ],
-)
-def test_a_driver_that_is_too_old_for_torch_is_told_in_a_line(copy, driver, cuda, is_enough):
-    write_nvidia_smi(
-        copy, driver_version=driver, table=f"Driver Version: {driver}   CUDA Version: {cuda}"
-    )
-    result = run_script(copy, "install.sh")
-    assert (result.returncode == 0) == is_enough
-    errors = [line for line in result.stderr.splitlines() if line.startswith("install: error")]
-    reason = f"the NVIDIA driver is {driver}, and torch, which is built for CUDA 13,"
-    assert len(errors) == (not is_enough) and all(reason in line for line in errors)
-
-
-def test_an_option_that_the_installation_does_not_have_is_an_error(copy):
-    result = run_script(copy, "install.sh", "--develop")
-    assert result.returncode == 1 and "--develop is no option" in result.stderr
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["what"])
+def test_the_installation_says_what_it_does_and_why_it_ends(case, tmp_path):
+    changes = {"requirement", "driver", "cuda", "capabilities"} & case.keys()
+    make_copy(tmp_path, **{name: case[name] for name in changes})
+    result = run_script(tmp_path, "install.sh", *case.get("options", ()))
+    text = result.stdout + result.stderr
+    assert result.returncode == case.get("status", 0), text
+    assert [words for words in case["says"] if words not in text] == [], text
+    assert [words for words in case.get("hides", ()) if words in text] == []
+    if "again" in case:
+        second = run_script(tmp_path, "install.sh", *case.get("options", ()))
+        assert all(words in second.stdout + second.stderr for words in case["again"])
 
 
 TESTS = """
@@ -199,45 +158,43 @@ def test_whole(): pass
     ],
 )
 def test_the_tests_end_with_what_ran_and_what_lint_refused_and_fail_if_nothing_ran(
-    copy, options, refused, status, closing
+    tmp_path, options, refused, status, closing
 ):
-    settings = (ROOT / "pyproject.toml").read_text()
-    write_groups(copy, flash_attn=HAVE, settings=settings[settings.index("[tool.ruff]") :])
-    (copy / "tests").mkdir()
-    (copy / "tests/test_one.py").write_text(TESTS)
-    write_program(copy / ".venv/bin/ruff", f'#!/bin/sh\n[ "$1" != "{refused}" ]\n')
-    result = run_script(copy, "test.sh", *options)
+    make_copy(tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_one.py").write_text(TESTS)
+    write_program(tmp_path / ".venv/bin/ruff", f'#!/bin/sh\n[ "$1" != "{refused}" ]\n')
+    result = run_script(tmp_path, "test.sh", *options)
     assert result.returncode == status, result.stdout + result.stderr
-    assert [line.split()[2] for line in result.stderr.splitlines() if " ruff " in line] == (
-        [refused] if refused else []
-    )
-    ends = [
-        " ".join(line.strip("= ").split()[:2]).strip(",")
-        for line in result.stdout.splitlines()[-len(closing) :]
-    ]
-    assert ends == closing if closing else "error: no test was run" in result.stderr
+    refusals = [line.split()[2] for line in result.stderr.splitlines() if " ruff " in line]
+    assert refusals == ([refused] if refused else [])
+    if not closing:
+        assert "error: no test was run" in result.stderr
+    lines = result.stdout.splitlines()[-len(closing) :] if closing else []
+    assert [" ".join(line.strip("= ").split()[:2]).strip(",") for line in lines] == closing
 
 
-def test_quickstart_passes_options_on_and_ends_with_the_summary(copy):
-    options = ["--steps", "2", "--runs-dir", "my runs", "--run-name", "mine"]
-    result = run_script(copy, "quickstart.sh", *options)
-    assert result.returncode == 0, result.stderr
-    passed = json.loads(
-        next(line for line in result.stdout.splitlines() if "train_async.py got" in line)[19:]
-    )
-    assert passed[0] == "--run-name" and passed[2:] == options
-    summary = readable_summary(load(RECORDED).metrics)
-    assert summary and all(value in result.stdout for value in summary.values())
-    assert "my runs/mine/report.html" in result.stdout
-    assert (copy / "my runs/mine/report.html").exists()
-
-
-def test_quickstart_keeps_the_status_of_a_failed_run_and_names_its_directory(copy):
-    result = run_script(copy, "quickstart.sh", "--steps", "13")
-    assert result.returncode == 3
-    assert "ended with status 3" in result.stderr and "runs/quickstart-" in result.stderr
-
-
-def test_quickstart_refuses_a_mistake_before_it_starts_anything(copy):
-    result = run_script(copy, "quickstart.sh", "--no-such-option", "1")
-    assert result.returncode != 0 and "train_async.py got" not in result.stdout
+@pytest.mark.parametrize(
+    ("options", "status", "is_started"),
+    [(["--steps", "2"], 0, True), (["--steps", "13"], 3, True), (["--no-such", "1"], 2, False)],
+)
+def test_quickstart_passes_options_on_and_ends_with_the_summary_or_the_status(
+    tmp_path, options, status, is_started
+):
+    make_copy(tmp_path)
+    options = [*options, "--runs-dir", "my runs", "--run-name", "mine"]
+    result = run_script(tmp_path, "quickstart.sh", *options)
+    passed = [line for line in result.stdout.splitlines() if "train_async.py got" in line]
+    assert (len(passed) > 0) == is_started and (result.returncode != 0) == (status != 0)
+    if is_started:
+        (first, name, *rest) = json.loads(passed[0][19:])
+        assert first == "--run-name" and name.startswith("quickstart-") and rest == options
+        assert result.returncode == status
+    if status == 0:
+        summary = readable_summary(load(RUNS[0]).metrics)
+        assert all(value in result.stdout for value in summary.values())
+        assert (tmp_path / "my runs/mine/report.html").exists()
+    if status == 3:
+        assert (
+            "quickstart: the run ended with status 3; its records, if any, are in" in result.stderr
+        )
