@@ -37,12 +37,13 @@ def mistake_in(
     The types of the fields are taken as declared: extras/swarm/wire.py decodes nothing else. `ticket.min_version` is to
     be what was asked for when the ticket was given out, `newest_version` the newest that its worker was told of.
     """
-    # all are as long, if it is honest
-    shortest = min(getattr(trajectory, name).size for name in _DTYPES)
-    generated = np.flatnonzero(trajectory.loss_mask[:shortest])
+    # all else counts on arrays of one length
+    mistake = next(_of_ticket_and_arrays(trajectory, ticket, vocab_size), None)
+    if mistake is not None:
+        return mistake
+    generated = np.flatnonzero(trajectory.loss_mask)
     num_known = _num_known(trajectory, generated, ticket)
     mistakes = chain(  # lazily: each may count on those before
-        _of_ticket_and_arrays(trajectory, ticket, vocab_size),
         _of_places(trajectory, generated, ticket, config),
         _of_prefix(num_known, len(generated), ticket, config),
         _of_values(trajectory, generated, vocab_size),
