@@ -4,97 +4,90 @@ import re
 from dataclasses import replace
 
 import pytest
+from qwen3_models import folder_of, shape_of
+from test_memory import LONG, gpu
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.placement import place
 from asyncrl.config import Config
 from extras.planning.fit import first_that_fits, fit, plan_memory
 from extras.planning.memory import Sharing, ways_to_fit
-from extras.planning.tests.test_memory import gpu, shape
-from scripts.qwen3_shapes import qwen3_config
+
+
+def planned(config, gpus, ranks, size="0.6b"):
+    """The placement with what memory needs, and the arithmetic."""
+    placed = place(config, len(gpus), 16, ranks)
+    return placed, *plan_memory(config, placed, shape_of(size), gpus, Sharing(ranks, ranks))
 
 
 def test_engines_on_gpus_of_their_own_keep_their_share_and_are_checked():
-    placed = place(Config(), 4, 16, 2)
-    assert plan_memory(Config(), placed, shape("0.6b"), [gpu(141)] * 4, Sharing(2, 2))[0] == placed
-    full = [gpu(141), gpu(141), gpu(141), gpu(141, used_gib=139)]
-    with pytest.raises(
-        ValueError, match=r"139\.0 of 141\.0 GiB are used by other processes.*gpu 3 \(H200\)"
-    ):
-        plan_memory(Config(), placed, shape("0.6b"), full, Sharing(2, 2))
+    placed, placement, arithmetic = planned(Config(), [gpu(141)] * 4, 2)
+    assert placement == placed and "trainer rank 0" in arithmetic and "engine, 90%" in arithmetic
+    full = r"139\.0 of 141\.0 GiB are used by other processes.*gpu {} \(H200\)"
+    for index in (0, 3):
+        gpus = [gpu(141, used_gib=139 * (index == i)) for i in range(4)]
+        with pytest.raises(ValueError, match=full.format(index)):
+            planned(Config(), gpus, 2)
     with pytest.raises(ValueError, match="does not divide 16 attention heads"):
-        plan_memory(
-            Config(rollout_tp=3),
-            place(Config(rollout_tp=3), 4, 16, 1),
-            shape("0.6b"),
-            [gpu(141)] * 4,
-            Sharing(1, 1),
-        )
+        planned(Config(rollout_tp=3), [gpu(141)] * 4, 1)
 
 
 def test_nothing_is_planned_for_engines_where_no_worker_is():
     config = Config(num_rollout_workers=0, listen="host:1", rollout_tp=2, max_response_tokens=2048)
-    _, arithmetic = plan_memory(
-        config, place(config, 4, 16, 4), shape("1.7b"), [gpu(80)] * 4, Sharing(4, 4)
-    )
+    *_, arithmetic = planned(config, [gpu(80)] * 4, 4, "1.7b")
     assert "engine" not in arithmetic and "AdamW" in arithmetic and "staging" not in arithmetic
 
 
-def chosen(gib: float, num_gpus: int, ranks: int, size: str = "8b", **options) -> Config:
-    """The options with what memory needs."""
-    config = Config(max_prompt_tokens=512, max_response_tokens=2048, **options)
-    ways, placed = ways_to_fit(config), place(config, num_gpus, 64, ranks)
-    return ways[
-        first_that_fits(ways, placed, shape(size), [gpu(gib)] * num_gpus, Sharing(ranks, ranks))
-    ]
-
-
 @pytest.mark.parametrize(
-    ("gib", "num_gpus", "ranks", "size", "save_memory", "tokens"),
+    ("gib", "num_gpus", "ranks", "size", "options", "save_memory", "tokens", "weight_sync"),
     [
-        (141, 8, 4, "0.6b", (), 16384),
-        (141, 8, 4, "8b", (), 8192),
-        (79.6, 8, 4, "8b", (), 2560),
-        (79.6, 8, 1, "8b", ("activations", "optimizer"), 16384),
-        (32, 8, 4, "4b", ("activations",), 8192),
+        (141, 8, 4, "0.6b", {}, (), 16384, "auto"),
+        (141, 8, 4, "8b", {}, (), 8192, "auto"),
+        (79.6, 8, 4, "8b", {}, (), 2560, "auto"),
+        (79.6, 8, 1, "8b", {}, ("activations", "optimizer"), 16384, "auto"),
+        (32, 8, 4, "4b", {}, ("activations",), 8192, "auto"),
+        # what is asked for by name is not chosen
+        (79.6, 8, 4, "8b", {"save_memory": ()}, (), 16384, "auto"),
+        (79.6, 8, 4, "8b", {"weight_sync": "nccl"}, (), 2560, "nccl"),
     ],
 )
 def test_memory_is_saved_as_far_as_it_must_be_by_smaller_passes_first(
-    gib, num_gpus, ranks, size, save_memory, tokens
+    gib, num_gpus, ranks, size, options, save_memory, tokens, weight_sync
 ):
-    config = chosen(gib, num_gpus, ranks, size)
-    assert (config.save_memory, config.max_tokens_per_microbatch) == (save_memory, tokens)
-
-
-def test_what_is_asked_for_by_name_is_not_chosen():
-    asked = chosen(79.6, 8, 4, save_memory=())
-    assert (asked.save_memory, asked.max_tokens_per_microbatch, asked.weight_sync) == (
-        (),
-        16384,
-        "auto",
-    )
-    assert chosen(79.6, 8, 4, weight_sync="nccl").weight_sync == "nccl"
-
-
-def test_an_engine_that_shares_a_gpu_is_left_room_for_a_quarter_of_its_requests_where_that_can_be():
-    config = chosen(80, 1, 1, "1.7b")
-    placed = place(config, 1, 16, 1)
-    _, text = plan_memory(config, placed, shape("1.7b"), [gpu(80)], Sharing(1, 1))
-    held = int(re.search(r"(\d+) of 256 sequences", text)[1])
-    assert config.save_memory == () and held >= 64
-    larger = replace(config, max_tokens_per_microbatch=8192)
-    _, text = plan_memory(larger, placed, shape("1.7b"), [gpu(80)], Sharing(1, 1))
-    assert int(re.search(r"(\d+) of 256 sequences", text)[1]) < 64
+    config = Config(**LONG, **options)
+    ways, placed = ways_to_fit(config), place(config, num_gpus, 64, ranks)
+    gpus, sharing = [gpu(gib)] * num_gpus, Sharing(ranks, ranks)
+    fitted = ways[first_that_fits(ways, placed, shape_of(size), gpus, sharing)]
+    assert fitted.save_memory == save_memory
+    assert (fitted.max_tokens_per_microbatch, fitted.weight_sync) == (tokens, weight_sync)
 
 
 def test_a_run_fits_itself_into_the_gpus_that_it_sees_and_prints_the_arithmetic(
-    tmp_path, monkeypatch, capsys
+    monkeypatch, capsys
 ):
-    qwen3_config("8b").save_pretrained(tmp_path)
-    config = Config(max_prompt_tokens=512, max_response_tokens=2048)
-    cluster = Cluster(ranks_of_nodes=((0, 1, 2, 3),))
+    config, cluster = Config(**LONG), Cluster(ranks_of_nodes=((0, 1, 2, 3),))
     monkeypatch.setattr("extras.planning.fit.visible_gpus", lambda: [gpu(79.6)] * 8)
     placed = place(config, 8, 64, 4)
-    fitted, placement = fit(config, placed, str(tmp_path), cluster)
+    fitted, placement = fit(config, placed, folder_of("8b"), cluster)
     assert (fitted.save_memory, fitted.max_tokens_per_microbatch, placement) == ((), 2560, placed)
     assert "trainer rank 0, in a step" in capsys.readouterr().out
+
+
+def test_an_engine_beside_a_trainer_is_left_room_for_a_quarter_of_its_requests(monkeypatch, capsys):
+    """On a GPU that both share; by host memory, where the GPU has no room for the weights on their way."""
+    monkeypatch.setattr("extras.planning.fit.visible_gpus", lambda: [gpu(80)])
+    config = Config(**LONG)
+    placed = place(config, 1, 16, 1)
+    fitted, placement = fit(config, placed, folder_of("1.7b"), Cluster(ranks_of_nodes=((0,),)))
+    held = int(re.search(r"(\d+) of 256 sequences", capsys.readouterr().out)[1])
+    assert fitted.save_memory == () and held >= 64
+    (worker,) = placement.workers
+    assert worker.kv_cache_bytes == held * fitted.max_sequence_tokens * 114688
+    larger = replace(fitted, max_tokens_per_microbatch=2 * fitted.max_tokens_per_microbatch)
+    *_, text = planned(larger, [gpu(80)], 1, "1.7b")
+    assert int(re.search(r"(\d+) of 256 sequences", text)[1]) < 64
+    shm = replace(config, weight_sync="shm", save_memory=("activations", "optimizer"))
+    _, placement, text = planned(shm, [gpu(48)], 1, "8b")
+    assert placement.transport == "shm" and "staging" not in text
+    with pytest.raises(ValueError, match="--weight-sync shm, which stages in host memory"):
+        planned(replace(shm, weight_sync="auto"), [gpu(48)], 1, "8b")
