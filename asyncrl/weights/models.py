@@ -43,7 +43,7 @@ def _tiny_model(task: str) -> Path:
         return TINY_MODELS / task
     if task == "gsm8k" or task.startswith("reasoning_gym:") or is_environment(task):
         raise ValueError(
-            f"--model tiny: there is no tiny model for --task {typed(task)}; give --model: {_ALLOWED[5:]}"
+            f"--model tiny: there is no tiny model for --task {typed(task)}; give --model smollm2, or {_ALLOWED[5:]}"
         )
     return TINY_MODELS / "addition"
 
