@@ -65,7 +65,11 @@ def jobs():
 
 
 @pytest.mark.parametrize("options", jobs())
-def test_every_job_that_the_pages_show_is_accepted(options, tmp_path):
+def test_every_job_that_the_pages_show_is_accepted(options, tmp_path, monkeypatch):
+    text = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    for name, source in re.findall(r"^```python\n# (my_\w+\.py)\n(.*?)^```", text, re.M | re.S):
+        (tmp_path / name).write_text(source)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"config": Config().as_dict()}))
     read_options(shlex.split(options.replace("runs/NAME", str(tmp_path)))).checked()
 

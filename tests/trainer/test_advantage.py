@@ -21,6 +21,6 @@ MISTAKES = {
 @pytest.mark.parametrize("source", MISTAKES)
 def test_a_mistake_in_an_estimator_is_one_line(source, tmp_path):
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(ValueError, match="^--advantage .*mine.py:f") as error:
+    with pytest.raises(ValueError, match=r"^--advantage .*mine\.py:f") as error:
         try_estimator(Config(advantage=f"{tmp_path}/mine.py:f"))
     assert MISTAKES[source] in str(error.value) and "\n" not in str(error.value)
