@@ -1,5 +1,4 @@
 import functools
-import heapq
 import itertools
 import json
 import math
@@ -31,8 +30,8 @@ from extras.swarm.pull import KEPT
 from scripts import simulate as script
 from scripts.lines import read, run_command
 
-RECORDS = scenarios.RESULTS / "simulation" / "simulation.jsonl"
 LAW = lengths_up_to(400)
+FAILING = Workload(LAW, Turns(3, 5, LatencyLaw.parse("constant:1 fail:0.05"), 10.0))
 
 
 @dataclass(frozen=True)
@@ -60,21 +59,44 @@ def slowing(slots=8):
 
 def case(options=None, workload=None, workers=2, curve=None, steps=4, warmup=1, **cluster):
     options = {"groups_per_step": 3, "group_size": 4, **(options or {})}
-    machines = Cluster(
-        curve or slowing(), workers, **{"train_s_per_token": 0.002, "sync_s": 0.5, **cluster}
-    )
+    known = {"train_s_per_token": 0.002, "sync_s": 0.5, **cluster}
+    machines = Cluster(curve or slowing(), workers, **known)
     return Case(options, workload or Workload(LAW, prompt_tokens=10), machines, steps, warmup)
 
 
 def rollout_s(options, curve, workload=None):
     """Time of the first batch on one worker."""
     workload = workload or Workload(LAW, prompt_tokens=0)
-    return simulate(case(options, workload, 1, curve, steps=1, warmup=0, sync_s=0.0)).numbers[
-        "rollout_s"
-    ]
+    first = case(options, workload, 1, curve, steps=1, warmup=0, sync_s=0.0)
+    return simulate(first).numbers["rollout_s"]
 
 
-# By hand
+# Queues, in closed form
+
+
+def processor_sharing_s(lengths, slots, rate):
+    """When the last of these requests has ended: `slots` at a time, all as fast as so many are, each in its order."""
+    waiting, running, now = list(lengths), [], 0.0
+    while waiting or running:
+        started = waiting[: slots - len(running)]
+        del waiting[: len(started)]
+        running += started
+        shortest = min(running)
+        now += shortest / rate(len(running))
+        running = [length - shortest for length in running if length > shortest]
+    return now
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rollout_is_a_queue_that_shares_its_processor(seed):
+    rng = random.Random(seed)
+    options = {"groups_per_step": rng.randint(1, 6), "group_size": rng.randint(2, 5)}
+    members = itertools.product(range(options["groups_per_step"]), range(options["group_size"]))
+    lengths = [LAW.draw(group, ticket(group), member) for group, member in members]
+    slots, slow_rate = rng.randint(1, 9), rng.choice([10.0, 2.0])
+    curve = EngineCurve(((1, 10.0), (9, slow_rate)), 1e12, slots)
+    expected_s = processor_sharing_s(lengths, slots, curve.rate)
+    assert rollout_s(options, curve) == pytest.approx(expected_s)
 
 
 def test_three_responses_on_two_slots_take_what_they_take_by_hand():
@@ -90,16 +112,9 @@ def test_three_responses_on_two_slots_take_what_they_take_by_hand():
         "train_s": 0.6,
         "trained_tokens_per_s": 15.0,
         "slot_share": 6 / 8,
+        "new_tokens_per_rollout_s": 20.0,
     }
     assert {name: outcome.numbers[name] for name in expected} == pytest.approx(expected)
-    assert outcome.numbers["new_tokens_per_rollout_s"] == pytest.approx(20.0)
-
-
-def test_an_engine_that_slows_down_with_its_load_takes_what_it_takes_by_hand():
-    # Alone 10 tokens/s, two together 5 each: 30 and 10 tokens to 2 s, then 20 and 20 tokens left to 6 s.
-    curve = EngineCurve(((1, 10.0), (2, 5.0)), 1e12, 2)
-    workload = Workload(Table((30, 10, 20)), prompt_tokens=0)
-    assert rollout_s({"groups_per_step": 1, "group_size": 3}, curve, workload) == pytest.approx(6.0)
 
 
 def test_tokens_carry_the_version_under_which_they_were_decoded_and_a_rebuilt_cache_costs_its_prefill():
@@ -136,11 +151,33 @@ def test_a_barrier_costs_the_slowest_of_each_turn():
     workload = Workload(LAW, turns, prompt_tokens=0)
     episodes = [draws_of(group, group, member, 0) for group in range(3) for member in range(4)]
     draws = [[1.0 + turns.latency.draw(rng).seconds for _ in range(4)] for rng in episodes]
-    slowest_turns = sum(map(max, zip(*draws, strict=True)))
+    slowest_turns_s = sum(map(max, zip(*draws, strict=True)))
     assert rollout_s({}, steady(100), workload) == pytest.approx(max(map(sum, draws)))
-    assert rollout_s({"scheduling": "lockstep"}, steady(100), workload) == pytest.approx(
-        slowest_turns
-    )
+    lockstep_s = rollout_s({"scheduling": "lockstep"}, steady(100), workload)
+    assert lockstep_s == pytest.approx(slowest_turns_s)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_propositions_hold_where_their_assumptions_do(seed):
+    rng = random.Random(seed)
+    options = {"groups_per_step": rng.randint(2, 8), "group_size": rng.randint(2, 6)}
+    ratio = options["async_ratio"] = rng.choice((0.0, 0.0, 1.0, 2.0, 4.0))
+    workload = Workload(lengths_up_to(400, rng.choice((5.0, 20.0))), prompt_tokens=10)
+    workers, curve = rng.randint(1, 3), slowing(rng.randint(1, 8))
+    train_s, warmup = rng.choice((0.001, 0.01, 0.05)), 2 + int(ratio)
+    run = case(options, workload, workers, curve, 5, warmup, train_s_per_token=train_s)
+    bounds = check(simulate(run))
+    for bound in bounds:
+        assert bound.measured_s <= bound.bound_s + 1e-6 or bound.unmet, bound
+    assert any(not bound.unmet for bound in bounds)
+
+
+def test_the_train_share_of_proposition_2_makes_its_branch_equal_to_the_bound():
+    rollout, longest_s, train_s, ratio = 30.0, 50.0, 20.0, 2.0
+    share = scenarios.best_train_share(rollout, longest_s, train_s, ratio)
+    assert train_s / share == pytest.approx(rollout + longest_s / (ratio + 1) + train_s)
+    assert rollout / (1 - share) + longest_s / (ratio + 1) <= train_s / share
+    assert 1 <= scenarios.train_gpus(simulate(case()), 16, 2.0) <= 15
 
 
 # The real logic is driven
@@ -155,65 +192,41 @@ ARMS = {
     "over-sampling": {"over_sampling": 2.0, "on_update": "resume"},
     "gate": {"async_ratio": 2.0, "stale_policy": "gate", "on_update": "recompute"},
     "late": {"publish_delay": 2},
+    "failing": {},
 }
 
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_group_and_token_is_accounted_for_and_none_is_trained_on_beyond_the_bound(arm):
-    outcome = simulate(case(ARMS[arm], steps=6))
+    run = case(ARMS[arm], FAILING if arm == "failing" else None, steps=6)
+    outcome, again = simulate(run), simulate(run)
+    assert outcome.steps == again.steps and outcome.ledger == again.ledger
+    assert simulate(replace(run, seed=1)).steps != outcome.steps
     ledger = outcome.ledger
     for source in ("groups_issued", "tokens_generated"):
-        rest = [
-            count
-            for name, count in ledger.items()
-            if name.startswith(source[:6]) and name != source
-        ]
+        unit = source[:6]
+        rest = [count for name, count in ledger.items() if name.startswith(unit) and name != source]
         assert ledger[source] == sum(rest)
     assert ledger["groups_consumed"] == 7 * 3
     assert [len(step.staleness) for step in outcome.steps] == [3 * 4] * 6
+    assert (ledger["groups_dropped_failed"] > 0) == (arm == "failing")
     if arm != "gate":
         assert 0 <= outcome.numbers["staleness_max"] <= outcome.case.config.max_staleness
     if arm == "late":
         assert {value for step in outcome.steps[1:] for value in step.staleness} == {2}
 
 
-def test_the_real_buffer_refuses_tokens_that_are_older_than_their_group(monkeypatch):
-    monkeypatch.setattr(
-        SimulatedEngine, "segments", lambda engine, request, num_tokens: [(0, num_tokens)]
-    )
-    with pytest.raises(
-        RuntimeError, match="has a token of version 0, but its group was started at version 1"
-    ):
-        simulate(case())
-
-
-def test_failing_environments_are_dropped_and_replaced():
-    workload = Workload(LAW, Turns(3, 5, LatencyLaw.parse("constant:1 fail:0.05"), 10.0))
-    ledger = simulate(case(workload=workload, steps=10)).ledger
-    assert ledger["groups_dropped_failed"] > 0 and ledger["groups_consumed"] == 33
-
-
-def test_a_seed_makes_the_run_and_another_seed_another():
-    first, again = simulate(case(ARMS["gate"])), simulate(case(ARMS["gate"]))
-    assert first.steps == again.steps and first.ledger == again.ledger
-    assert simulate(replace(first.case, seed=1)).steps != first.steps
-
-
 def test_a_controller_that_takes_longer_than_the_results_come_sets_the_pace():
+    instant = {"train_s_per_token": 0.0, "sync_s": 0.0}
     workload = Workload(LAW, prompt_tokens=0)
-    numbers = simulate(
-        case(workload=workload, message_s=100.0, train_s_per_token=0.0, sync_s=0.0)
-    ).numbers
-    assert (
-        numbers["step_s"] == pytest.approx(12 * 100.0, rel=0.2)
-        and numbers["controller_share"] > 0.8
-    )
+    numbers = simulate(case(workload=workload, message_s=100.0, **instant)).numbers
+    assert numbers["step_s"] == pytest.approx(12 * 100.0, rel=0.2)
+    assert numbers["controller_share"] > 0.8
 
 
 def test_what_is_not_simulated_is_refused():
-    with pytest.raises(
-        ValueError, match="on_update restart is not simulated; use keep, recompute or resume"
-    ):
+    line = "on_update restart is not simulated; use keep, recompute or resume"
+    with pytest.raises(ValueError, match=line):
         simulate(case({"on_update": "restart"}))
 
 
@@ -247,24 +260,20 @@ def test_a_fair_share_uses_the_whole_link_or_fills_all_others():
         assert np.minimum(links, share).sum() == pytest.approx(min(capacity, links.sum()))
 
 
-def swarm_case(options=None, steps=9, workers=8, **swarm):
-    known = {
-        "weight_bytes": 1e7,
-        "delta_share": 0.02,
-        "uplink_bytes_per_s": 1e7,
-        "stay_s": 1e9,
-        **swarm,
-    }
+def swarm_case(options=None, steps=9, **changes):
+    known = {"weight_bytes": 1e7, "delta_share": 0.02, "uplink_bytes_per_s": 1e7, "stay_s": 1e9}
     options = {"async_ratio": 1.0, "max_running_requests": 4, **(options or {})}
-    return case(options, workers=workers, curve=slowing(4), steps=steps, swarm=Swarm(**known))
+    known = Swarm(**known | changes)
+    return case(options, workers=8, curve=slowing(4), steps=steps, swarm=known)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_machines_that_come_and_go_lose_no_group_and_break_no_bound(lag):
-    options = {"swarm.refresh_lag": lag}
-    outcome = simulate(swarm_case(options, stay_s=30.0))
-    assert outcome.numbers["issued_again"] > 0 and outcome.ledger["groups_consumed"] == 10 * 3
-    assert 0 < outcome.numbers["staleness_max"] <= 1 + lag == outcome.case.config.max_staleness
+    outcome = simulate(swarm_case({"swarm.refresh_lag": lag}, stay_s=30.0))
+    numbers = outcome.numbers
+    assert numbers["issued_again"] > 0 and outcome.ledger["groups_consumed"] == 10 * 3
+    assert 0 < numbers["staleness_max"] <= 1 + lag == outcome.case.config.max_staleness
+    assert 0.01 < numbers["cpu_ms_per_trajectory"] < 100
 
 
 def test_weights_take_a_machine_the_time_of_their_bytes_and_those_no_longer_kept_come_whole():
@@ -272,76 +281,21 @@ def test_weights_take_a_machine_the_time_of_their_bytes_and_those_no_longer_kept
     assert 0.999 * 8 * 2e5 / 1e7 < quick["fetch_s"] < 1 and slow["fetch_s"] > 8 * 2e5 / 1e4 > 100
     assert quick["uplink_share"] < slow["uplink_share"] <= 1 and quick["step_s"] < slow["step_s"]
     lag = {"swarm.refresh_lag": KEPT}
-    whole, files = (
-        simulate(swarm_case(lag, uplink_bytes_per_s=rate)).numbers for rate in (1e7, math.inf)
-    )
-    assert whole["fetch_s"] > 10 * files["fetch_s"]
+    whole, files = (simulate(swarm_case(lag, uplink_bytes_per_s=rate)) for rate in (1e7, math.inf))
+    assert whole.numbers["fetch_s"] > 10 * files.numbers["fetch_s"]
 
 
 def test_a_machine_that_ends_without_a_word_is_missed_after_its_silence(monkeypatch):
     monkeypatch.setattr(swarm, "CRASH_SHARE", 1.0)
-    simulation, died_at = Simulation(swarm_case(steps=30, stay_s=60.0)), []
+    simulation, died_at, ended_at = Simulation(swarm_case(steps=30, stay_s=60.0)), [], []
     simulation.controller.journal.record = lambda event, **fields: died_at.append(
         (event, simulation.clock.now)
     )
-    ended_at, end = [], simulation.swarm._end
+    end = simulation.swarm._end
     simulation.swarm._end = lambda machine: (ended_at.append(simulation.clock.now), end(machine))
     simulation.run()
     missed = [now for event, now in died_at if event == "worker_died"]
     assert missed and missed == pytest.approx([now + 15.0 for now in ended_at][: len(missed)])
-
-
-def test_the_controllers_cpu_time_is_measured():
-    numbers = simulate(swarm_case()).numbers
-    assert 0.01 < numbers["cpu_ms_per_trajectory"] < 100
-
-
-# Theory
-
-
-def list_schedule(durations, slots):
-    """When the last of these jobs ends, each in its order on the slot that is free first."""
-    free = [0.0] * slots
-    for duration in durations:
-        heapq.heapreplace(free, free[0] + duration)
-    return max(free)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_rollout_at_a_steady_speed_is_list_scheduling(seed):
-    rng = random.Random(seed)
-    groups, size, slots = rng.randint(1, 6), rng.randint(2, 5), rng.randint(1, 9)
-    durations = [
-        LAW.draw(group, ticket(group), member) / 10
-        for group in range(groups)
-        for member in range(size)
-    ]
-    options = {"groups_per_step": groups, "group_size": size}
-    assert rollout_s(options, steady(slots)) == pytest.approx(list_schedule(durations, slots))
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_propositions_hold_where_their_assumptions_do(seed):
-    rng = random.Random(seed)
-    options = {"groups_per_step": rng.randint(2, 8), "group_size": rng.randint(2, 6)}
-    ratio = options["async_ratio"] = rng.choice((0.0, 0.0, 1.0, 2.0, 4.0))
-    workload = Workload(lengths_up_to(400, rng.choice((5.0, 20.0))), prompt_tokens=10)
-    workers, curve = rng.randint(1, 3), slowing(rng.randint(1, 8))
-    train_s, warmup = rng.choice((0.001, 0.01, 0.05)), 2 + int(ratio)
-    bounds = check(
-        simulate(case(options, workload, workers, curve, 5, warmup, train_s_per_token=train_s))
-    )
-    for bound in bounds:
-        assert bound.measured_s <= bound.bound_s + 1e-6 or bound.unmet, bound
-    assert any(not bound.unmet for bound in bounds)
-
-
-def test_the_train_share_of_proposition_2_makes_its_branch_equal_to_the_bound():
-    rollout, longest_s, train_s, ratio = 30.0, 50.0, 20.0, 2.0
-    share = scenarios.best_train_share(rollout, longest_s, train_s, ratio)
-    assert train_s / share == pytest.approx(rollout + longest_s / (ratio + 1) + train_s)
-    assert rollout / (1 - share) + longest_s / (ratio + 1) <= train_s / share
-    assert 1 <= scenarios.train_gpus(simulate(case()), 16, 2.0) <= 15
 
 
 # Curves and laws
@@ -351,10 +305,11 @@ def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit():
     curve = roofline("Qwen3-8B", "H800", 10_000)
     kv_bytes = 2 * 36 * 8 * 128 * 2 * 10_000
     for n in (1, 16, 128):
-        seconds = 0.003 + max(
-            2 * 8.2e9 * n / (0.4 * 989e12), (16.4e9 + n * kv_bytes) / (0.7 * 3.35e12)
+        compute_s, memory_s = (
+            2 * 8.2e9 * n / (0.4 * 989e12),
+            (16.4e9 + n * kv_bytes) / 0.7 / 3.35e12,
         )
-        assert curve.rate(n) == pytest.approx(1 / seconds)
+        assert 1 / curve.rate(n) == pytest.approx(0.003 + max(compute_s, memory_s))
     assert curve.max_running_requests == math.floor((0.9 * 80e9 - 16.4e9) / kv_bytes) == 37
 
 
@@ -368,19 +323,18 @@ def test_a_curve_is_read_as_it_was_written_and_goes_on_behind_its_last_point(tmp
 
 def test_lengths_have_the_tail_that_is_stated_and_members_of_a_group_are_alike():
     law = lengths_up_to(8192)
-    drawn = [
-        [law.draw(problem, ticket(problem), member) for member in range(8)]
-        for problem in range(1500)
-    ]
-    flat = sorted(itertools.chain(*drawn))
-    assert flat[-1] == 8192 and flat[len(flat) // 2] == pytest.approx(8192 / 20, rel=0.07)
-    assert sum(flat) / len(flat) == pytest.approx(law.moments[0], rel=0.07)
-    logs = [[math.log(length / law.median) / law.sigma for length in group] for group in drawn]
-    within = sum(sum((z - sum(g) / 8) ** 2 for z in g) / 7 for g in logs) / len(logs)
-    assert within == pytest.approx(1 / 3, rel=0.07)
-    assert LengthLaw(15, 1.0, 192).moments[0] == pytest.approx(
-        24, abs=1
-    )  # the rollout bench's, an eighth of the longest
+    drawn = np.array(
+        [
+            [law.draw(problem, ticket(problem), member) for member in range(8)]
+            for problem in range(1500)
+        ]
+    )
+    assert drawn.max() == 8192 and np.median(drawn) == pytest.approx(8192 / 20, rel=0.07)
+    assert drawn.mean() == pytest.approx(law.moments[0], rel=0.07)
+    logs = np.log(drawn / law.median) / law.sigma
+    assert logs.var(axis=1, ddof=1).mean() == pytest.approx(1 / 3, rel=0.07)
+    # the rollout bench's, an eighth of the longest
+    assert LengthLaw(15, 1.0, 192).moments[0] == pytest.approx(24, abs=1)
 
 
 def test_a_problem_that_is_issued_again_is_as_hard_and_its_response_is_new():
@@ -397,39 +351,25 @@ def made_arms(values, measure="trained_tokens_per_s"):
     return {arm: {measure: value} for arm, value in values.items()}
 
 
-@pytest.mark.parametrize(
-    ("measure", "times"), [("rollout_s", 2.5), ("new_tokens_per_rollout_s", 0.4)]
-)
-def test_less_time_and_more_tokens_are_better(measure, times):
-    assert (
-        scenarios.times_better(measure, "b", "a")(made_arms({"a": 10.0, "b": 4.0}, measure))
-        == times
-    )
-
-
-def test_the_smallest_alpha_near_the_best_and_the_best_split_are_found():
+def test_less_time_and_more_tokens_are_better_and_the_best_setting_is_found():
+    for measure, times in (("rollout_s", 2.5), ("new_tokens_per_rollout_s", 0.4)):
+        arms = made_arms({"a": 10.0, "b": 4.0}, measure)
+        assert scenarios.times_better(measure, "b", "a")(arms) == times
     rates = made_arms({"α = 0": 1.0, "α = 1": 2.0, "α = 2": 2.92, "α = 4": 3.0})
     assert scenarios.sufficient_alpha(rates) == 2.0 and scenarios.best_over_one(rates) == 1.5
-    splits = made_arms(
-        {"in turn on all 40": 9.0, "36 + 4": 1.0, "24 + 16": 2.0, "by Proposition 2": 3.0}
-    )
+    names = ("in turn on all 40", "36 + 4", "24 + 16", "by Proposition 2")
+    splits = made_arms(dict(zip(names, (9.0, 1.0, 2.0, 3.0), strict=True)))
     assert scenarios.best_split(splits) == 24.0
 
 
-@pytest.mark.parametrize(
-    "mechanism", dict.fromkeys(scenario.mechanism for scenario in scenarios.scenarios())
-)
-def test_every_arm_in_the_file_of_comparisons_is_a_valid_run(mechanism):
-    for scenario in scenarios.scenarios([mechanism]):
+def test_every_arm_in_the_file_of_comparisons_is_a_valid_run():
+    outcome = simulate(case(steps=1))  # stands for the arm by which others are split
+    for scenario in scenarios.scenarios():
         assert scenario.why and scenario.source
-        outcome = simulate(case(steps=1))  # stands for the arm by which others are split
         for arm in scenario.arms:
-            one = scenario.case(arm, dict.fromkeys(scenario.arms, outcome), seed=3)
-            assert (
-                one.config
-                and one.seed == 3
-                and one.steps % math.ceil(1 + one.config.async_ratio) == 0
-            )
+            run = scenario.case(arm, dict.fromkeys(scenario.arms, outcome), seed=3)
+            assert run.config and run.seed == 3
+            assert run.steps % math.ceil(1 + run.config.async_ratio) == 0
 
 
 def test_the_check_against_our_own_bench_takes_its_numbers_from_its_records():
@@ -480,52 +420,35 @@ def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_it
         report.replace(script.run(tiny_scenario(), seed) | made_by, path)
     records = read(path)
     assert [record["seed"] for record in records] == [0, 1]
-    gains = sorted(
-        scenarios.times_better("trained_tokens_per_s", "async", "sync")(r["arms"]) for r in records
-    )
+    gain = scenarios.times_better("trained_tokens_per_s", "async", "sync")
+    gains = sorted(gain(record["arms"]) for record in records)
     row = report.claims(records).iloc[1]
-    assert (row["mean"], row["min"], row["max"], row["count"]) == pytest.approx(
-        (sum(gains) / 2, *gains, 2)
-    )
+    statistics = (row["mean"], row["min"], row["max"], row["count"])
+    assert statistics == pytest.approx((sum(gains) / 2, *gains, 2))
     short = report.short(records)
-    assert (
-        "| the same twice | 2 | 1 | 1 | MISS |" in short
-        and "numbers of papers 0 are hit" in short[-1]
-    )
+    assert "| the same twice | 2 | 1 | 1 | MISS |" in short
+    assert "numbers of papers 0 are hit" in short[-1]
     report.write(tmp_path)
     text = (tmp_path / "table.md").read_text()
-    assert (
-        "| again | sync | 2 | 1 | 1 | MISS |" in text
-        and "commit c0ffee" in text
-        and "n = 2 seeds" in text
-    )
+    for part in ("| again | sync | 2 | 1 | 1 | MISS |", "commit c0ffee", "n = 2 seeds"):
+        assert part in text
     with pytest.raises(ValueError, match="records of 'tiny' do not have the arms of"):
         report.table([{**records[0], "arms": {}}])
 
 
-def test_the_committed_records_have_every_comparison_with_five_seeds_or_more():
-    counts = report.claims(read(RECORDS))
+def test_the_committed_records_have_every_comparison_and_their_tables_all_of_them():
+    records = read(scenarios.RESULTS / "simulation" / "simulation.jsonl")
+    counts = report.claims(records)
     there = set(zip(counts["scenario"], counts["tail"], strict=True))
     assert there == {(scenario.name, scenario.tail) for scenario in scenarios.scenarios()}
     assert counts["count"].min() == counts["count"].max() >= 5
-
-
-def test_the_short_table_of_the_committed_records_fits_and_has_hits_and_misses():
-    *rows, _, _ = report.short(read(RECORDS))
+    *rows, _, _ = report.short(records)
     assert len(rows) - 2 <= 10
     assert {row.split("|")[-2].strip() for row in rows[2:]} == {"hit", "MISS"}
-
-
-def test_the_table_of_swarms_has_every_arm_with_its_means_and_ranges():
-    head, _, *rows = report.swarms(read(RECORDS))
-    arms = [
-        f"{scenario.name} {arm}"
-        for scenario in scenarios.scenarios(["swarm"])
-        for arm in scenario.arms
-    ]
-    assert {row.split("|")[1].strip() for row in rows} == set(
-        arms
-    ) and "cpu_ms_per_trajectory" in head
+    head, _, *rows = report.swarms(records)
+    swarms = scenarios.scenarios(["swarm"])
+    arms = {f"{scenario.name} {arm}" for scenario in swarms for arm in scenario.arms}
+    assert {row.split("|")[1].strip() for row in rows} == arms and "cpu_ms_per_trajectory" in head
     assert all(row.count("(") == len(report.OF_SWARMS) for row in rows)
     assert report.swarms([{"scenario": "other", "arms": {"one": {"step_s": 1.0}}}])[2:] == []
 
