@@ -1,5 +1,6 @@
 """A rollout worker without an engine, for tests of the controller: it answers as the ticket's answer tells it to."""
 
+import multiprocessing
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from asyncrl.messages import (
     Finished,
     Hold,
     InFlight,
+    Probed,
     Ready,
     Receiving,
     SampledTokens,
@@ -37,7 +39,8 @@ def run_fake_worker(spec, connection):
     Answers: `ok`, `vary` (reward 1 for odd members), `fail`, `fail N` (member N alone), `hang` (until aborted),
     `hang N` (member N alone), `die` (the first time), `die always`, `slow` (a second), `barrier` (waits there).
     """
-    os.setsid()
+    if multiprocessing.parent_process() is not None:  # else it runs in a thread of the test
+        os.setsid()
     if spec.model_path == "broken":
         with open(spec.log_path, "a") as log:
             log.write("RuntimeError: this model is broken\nand more\n")
@@ -62,7 +65,7 @@ def run_fake_worker(spec, connection):
             case Connect(init_info) if spec.transport == "nccl":
                 engine = FakeEngine()
                 engine.init_weight_transfer_engine(init_info)
-            case Update(version, messages, _):
+            case Update(version, messages, probe):
                 dies = version == 2 and not os.path.exists(spec.log_path + ".died")
                 if spec.model_path == "dies at version 2" and dies:
                     die_once(spec)
@@ -75,6 +78,9 @@ def run_fake_worker(spec, connection):
                     engine.update(messages)
                     assert (engine.floats("w") == version).all()
                 send(Updated(version, 0.001, SampledTokens(), activity.report()))
+                if probe:
+                    logprobs = tuple(np.full(len(tokens) - 1, -1, np.float32) for tokens in probe)
+                    send(Probed(version, logprobs))
             case Tickets(tickets):
                 num_members = sum(ticket.num_members for ticket in tickets)
                 activity.add(requests=num_members, trajectories=num_members)

@@ -20,8 +20,7 @@ from real_job import ROOT, Job, assert_ledger_balances, without_times
 from asyncrl.messages import Update
 from asyncrl.runlog.batches import weights_sha256
 from asyncrl.runlog.manifest import id_of, newest_checkpoint
-from extras.swarm.tests.fake_host import FakeHost
-from extras.swarm.wire import Leave
+from extras.swarm.tests.hosts import Far
 from scripts.lines import read
 
 OPTIONS = {
@@ -238,19 +237,18 @@ def test_a_task_that_hangs_ends_the_run_in_one_line(tmp_path, task_args, status,
     assert (job.num_steps() > 0) == job.run_path.exists() == (status == 1)
 
 
-class Host(FakeHost):
+class Host(Far):
     """Samples for a job, and scores no probe, as it has no model."""
 
     def __init__(self, job: Job):
         job.wait_until(lambda: "--join " in job.output())
         address, key_path = re.search(r"--join (\S+) --key (\S+)", job.output()).groups()
-        super().__init__(SimpleNamespace(address=address, key_path=key_path))
+        folder = job.output_path.parent
+        super().__init__(SimpleNamespace(address=address, key_path=key_path, folder=folder))
 
-    def _act(self, engine, message):
-        super()._act(
-            engine,
-            dataclasses.replace(message, probe=()) if isinstance(message, Update) else message,
-        )
+    def _tell(self, engine, message):
+        is_update = isinstance(message, Update)
+        super()._tell(engine, dataclasses.replace(message, probe=()) if is_update else message)
 
 
 SWARM = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 0}
@@ -260,13 +258,13 @@ SWARM = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share"
 def test_a_run_whose_last_host_leaves_in_an_evaluation_is_saved_and_ended_by_a_signal(tmp_path):
     job = start(tmp_path, steps=12, async_ratio=1, **SWARM)
     with Host(job) as host:
-        host.holds = lambda ticket: ticket.is_evaluation and ticket.min_version == 4
+        host.holds = lambda t: t.is_evaluation and t.min_version == 4
         # no more: version 5 waits for the evaluation of version 4
         job.wait_until(lambda: job.num_steps() == 6)
         os.kill(job.process.pid, signal.SIGTERM)
         time.sleep(2)
         assert job.process.poll() is None, "it ends the step, as somebody is there"
-        host.send(Leave())
+        host.leave()
         assert job.wait(10) == 128 + signal.SIGTERM
     assert (
         "error: stopped by SIGTERM after step 6, which is saved; continue from step 6: "

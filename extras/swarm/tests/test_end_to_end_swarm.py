@@ -12,16 +12,33 @@ from real_job import assert_ledger_balances, assert_nothing_is_left, join_host, 
 
 pytestmark = [pytest.mark.e2e, pytest.mark.study]
 
+LISTENS = {"listen": "127.0.0.1:0", "num_rollout_workers": 0}
+LYING_HOST = """
+import dataclasses, os, sys
+sys.path.insert(0, os.getcwd())
+import rollout
+from asyncrl.messages import Finished
+from extras.swarm.link import Link
+
+send_honestly = Link.send
+
+def send(link, message, *engine):
+    if isinstance(message, Finished):
+        halved = [dataclasses.replace(t, behavior_logprobs=t.behavior_logprobs * 0.5) for t in message.trajectories]
+        message = dataclasses.replace(message, trajectories=halved)
+    send_honestly(link, message, *engine)
+
+if __name__ == "__main__":
+    Link.send = send
+    rollout.main()
+"""
+
 
 def test_no_update_trains_on_what_was_found_false_before_it(tmp_path):
-    options = {
-        "listen": "127.0.0.1:0",
-        "num_rollout_workers": 0,
-        "swarm.verify_share": 1,
-        "eval_every": 0,
-    }
+    options = LISTENS | {"swarm.verify_share": 1, "eval_every": 0}
     job = start_job(tmp_path, steps=4, async_ratio=0, **options)
-    liar = join_host(job, "extras/swarm/tests/lying_host.py")
+    (tmp_path / "lying_host.py").write_text(LYING_HOST)
+    liar = join_host(job, str(tmp_path / "lying_host.py"))
     job.wait_until(
         lambda: "is let in no more" in job.output() or "sent what is not true" in job.output()
     )
@@ -36,8 +53,7 @@ def test_no_update_trains_on_what_was_found_false_before_it(tmp_path):
 
 
 def test_a_run_outlives_a_host_whose_engine_is_stopped_while_it_samples(tmp_path):
-    options = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "async_ratio": 0, "timeout_s": 40}
-    job = start_job(tmp_path, steps=40, **options)
+    job = start_job(tmp_path, steps=40, async_ratio=0, timeout_s=40, **LISTENS)
     first = join_host(job)
     job.wait_until(lambda: job.num_steps() >= 2)
     stop_while_it_samples(first.engine(), job)
@@ -65,12 +81,7 @@ def stop_while_it_samples(engine, job):
 
 def test_a_run_without_workers_of_its_own_trains_on_hosts_that_come_are_killed_and_leave(tmp_path):
     shared_memory = set(os.listdir("/dev/shm"))
-    options = {
-        "eval_every": 12,
-        "listen": "127.0.0.1:0",
-        "num_rollout_workers": 0,
-        "swarm.verify_share": 0.5,
-    }
+    options = LISTENS | {"eval_every": 12, "swarm.verify_share": 0.5}
     job = start_job(tmp_path, steps=24, async_ratio=1, **options)
     first = join_host(job)
     job.wait_until(lambda: job.num_steps() >= 3)
@@ -87,15 +98,11 @@ def test_a_run_without_workers_of_its_own_trains_on_hosts_that_come_are_killed_a
     assert third.wait(timeout_s=30) == 0 and "left: the run has ended" in third.output()
     metrics = job.metrics()
     assert len(metrics) == 24 and max(line["staleness/max"] for line in metrics) <= 1
-    assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
-    assert {0, 12, 24} <= {
-        line["eval/policy_version"] for line in metrics if "eval/accuracy" in line
-    }
+    assert max(line.get("mismatch/abs_max", 0.0) for line in metrics) < 1e-4
+    evaluated = {line["eval/policy_version"] for line in metrics if "eval/accuracy" in line}
+    assert {0, 12, 24} <= evaluated
     assert {event["worker"] for event in job.events("trajectory")} == {0, 1, 2}
-    assert (
-        metrics[-1]["swarm/joins"],
-        metrics[-1]["swarm/leaves"],
-        metrics[-1]["swarm/shut_out"],
-    ) == (3, 2, 0)
+    counts = [metrics[-1][f"swarm/{name}"] for name in ("joins", "leaves", "shut_out")]
+    assert counts == [3, 2, 0]
     assert_ledger_balances(metrics)
     assert_nothing_is_left(processes, shared_memory)

@@ -1,4 +1,4 @@
-"""A host that joins a run: its real far end with a fake engine, a real swarm, and a network that fails."""
+"""A host that joins a run: its real far end, a real swarm, and a network that fails."""
 
 import contextlib
 import json
@@ -10,21 +10,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
-from fake_host import FakeHost, running, wait_until
 from fake_worker import run_fake_worker
+from hosts import Far, running, wait_until
 from own_files import write_own
 
+import rollout
 from asyncrl.config import SwarmOptions
 from asyncrl.messages import Probed
 from extras.swarm.hub import make_key
-from extras.swarm.join import JoinedHost
-from extras.swarm.wire import Leave, read_key
 
 PROGRAM = """
 import sys, rollout, fake_worker
@@ -78,41 +78,20 @@ class Relay:
         self.drop()
 
 
-class Far:
-    """A joined host that serves in a thread."""
+def fails(host, kind, words):
+    """Whether a host ends by itself, in one line with these words."""
+    error = host.end()
+    return isinstance(error, kind) and words in str(error) and "\n" not in str(error)
 
-    def __init__(self, run, folder, main=run_fake_worker, rollout_tp=None):
-        """`run` has an `address` and a `key_path`."""
-        folder.mkdir(exist_ok=True)
-        self.host = JoinedHost(run.address, str(run.key_path), main, folder, rollout_tp)
-        self.ended = []
-        self.thread = threading.Thread(target=self._serve, daemon=True)
-        self.thread.start()
 
-    def _serve(self):
-        try:
-            self.ended.append(self.host.serve())
-        except Exception as error:  # whatever it is, the test looks at it
-            self.ended.append(error)
+def ends_with(run, host):
+    """Whether a host ends as it should when the run ends."""
+    run.swarm.stop()
+    return host.end() == "the run has ended"
 
-    def end(self):
-        """Wait for its end, leave in order. Returns why it ended."""
-        self.thread.join(30)
-        if not self.ended:
-            self.host._hear(10**6, None)  # no such engine: an error ends it
-            self.thread.join()
-        self.host.close()
-        return self.ended[0]
 
-    def ends_with(self, run):
-        """Whether it ends as it should when the run ends."""
-        run.swarm.stop()
-        assert self.end() == "the run has ended"
-
-    def fails(self, kind, words):
-        """Whether it ends by itself, in one line with these words."""
-        error = self.end()
-        assert isinstance(error, kind) and words in str(error) and "\n" not in str(error)
+def joins(run):
+    return sum(event["event"] == "machine_joined" for event in run.events)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,31 +109,21 @@ def lasting(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("extras.swarm.link.BEAT_S", 0.2)
         patch.setattr("extras.swarm.join.JOIN_S", 4.0)
-        answers = lambda index: "hang" if index in HANGING else "ok"  # noqa: E731
-        with running(tmp_path, answers=answers, swarm=SwarmOptions(lease_s=3)) as run:
+        with running(tmp_path, swarm=SwarmOptions(lease_s=3)) as run:
             run.relay, run.pulls = Relay(run.address), []
             open_way = run.controller.pulled.open
             run.controller.pulled.open = lambda version, base: (
                 run.pulls.append(base) or open_way(version, base)
             )
-            run.far = Far(
-                SimpleNamespace(address=run.relay.address, key_path=run.key_path), tmp_path / "far"
+            relayed = SimpleNamespace(
+                address=run.relay.address, key_path=run.key_path, folder=tmp_path
             )
-            run.host = run.far.host
-            wait_until(lambda: run.host.engines and run.host.engines[0].is_up)
-            run.step()
-            run.process = run.host.engines[0].process.process.pid
-            yield run
-            run.far.ends_with(run)
+            with Far(relayed) as run.host:
+                run.step()
+                (run.engine,) = run.host.engines
+                yield run
+                assert ends_with(run, run.host)
             run.relay.close()
-    assert not psutil.pid_exists(run.process)
-
-
-HANGING = set()
-
-
-def joins(run):
-    return sum(event["event"] == "machine_joined" for event in run.events)
 
 
 def test_a_short_stall_of_the_network_loses_nothing(lasting):
@@ -175,19 +144,18 @@ def test_versions_that_are_equal_to_the_bit_are_told_apart(lasting, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "way", ["the run's side gave it up", "the connection broke", "neither side heard the other"]
+    "fault", ["the run's side gave it up", "the connection broke", "neither side heard the other"]
 )
 def test_a_host_joins_again_with_its_engines_and_weights_and_says_nothing_of_the_old_session(
-    lasting, monkeypatch, way
+    lasting, monkeypatch, fault
 ):
     run, num_joins = lasting, joins(lasting)
-    lasting.pulls.clear()
-    if way == "the connection broke":
+    run.pulls.clear()
+    if fault == "the connection broke":
         run.relay.drop()
-    elif way == "the run's side gave it up":
-        run.swarm.hub.do_soon(
-            lambda: [run.swarm._lose(m, "was given up") for m in list(run.swarm._hosts.values())]
-        )
+    elif fault == "the run's side gave it up":
+        hosts = list(run.swarm._hosts.values())
+        run.swarm.hub.do_soon(lambda: [run.swarm._lose(host, "was given up") for host in hosts])
     else:
         monkeypatch.setattr("extras.swarm.link.SILENCE_S", 1.0)
         run.relay.is_stalled = True
@@ -198,42 +166,41 @@ def test_a_host_joins_again_with_its_engines_and_weights_and_says_nothing_of_the
     run.host._hear(0, Probed(1, (np.zeros(3, np.float32),)))  # asked for in the old session
     for _ in range(3):
         run.step()
-    assert run.host.engines[0].process.process.pid == run.process and len(run.host.engines) == 1
+    assert run.host.engines == [run.engine]
     assert None not in run.pulls, "what it pulls is what has changed since"
-    assert joins(run) == num_joins + 1 and run.swarm.take_metrics()["swarm/shut_out"].value == 0
+    assert joins(run) == num_joins + 1 and run.metric("shut_out") == 0
 
 
 def test_what_a_host_had_of_an_old_session_is_issued_again_and_not_trained_on(lasting):
     run, num_joins = lasting, joins(lasting)
-    HANGING.update(range(10_000))
-    wait_until(lambda: run.step_if_ready() or run.host.engines[0].tickets)
-    old = set(run.host.engines[0].tickets)
-    HANGING.clear()
+    run.host.holds = lambda trajectory: True
+    wait_until(lambda: run.step_if_ready() or run.host.held)
+    run.host.holds = lambda trajectory: False
+    old = {message.trajectories[0].ticket_id for message, _ in run.host.held}
     run.relay.drop()
     wait_until(lambda: joins(run) == num_joins + 1)
-    assert not old & run.host.engines[0].tickets, "they were issued again, by other numbers"
-    with FakeHost(run, "near"):  # where these tickets end, when their leases have
-        for _ in range(3):
-            run.step()
+    for message, _ in run.host.held:
+        run.host._hear(0, message)  # its engine answers only now
+    for _ in range(3):
+        run.step()
+    assert not old & run.taken and run.metric("shut_out") == 0
 
 
 def test_a_host_joins_again_when_the_run_was_started_again_with_its_key(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
-    far, tmp = None, tmp_path
-    with running(tmp) as run:
-        port = run.swarm.hub.port
-        far = Far(run, tmp / "far")
-        run.step()
-        process = far.host.engines[0].process.process.pid
-        run.swarm._hosts.clear()  # it is killed: nobody is told
-    # As --resume does, with options that may change.
-    with running(
-        tmp, listen=f"127.0.0.1:{port}", steps=9, lr=0.1, resume=str(tmp), run_name="again"
-    ) as run:
-        for _ in range(2):
+    with contextlib.ExitStack() as stack:
+        with running(tmp_path) as run:
+            port = run.swarm.hub.port
+            far = stack.enter_context(Far(run))
             run.step()
-        assert far.host.engines[0].process.process.pid == process
-        far.ends_with(run)
+            engines = list(far.engines)
+            run.swarm._hosts.clear()  # it is killed: nobody is told
+        # As --resume does, with options that may change.
+        changes = {"steps": 9, "lr": 0.1, "resume": str(tmp_path), "run_name": "again"}
+        with running(tmp_path, listen=f"127.0.0.1:{port}", **changes) as run:
+            for _ in range(2):
+                run.step()
+            assert far.engines == engines and ends_with(run, far)
 
 
 def test_a_key_is_kept_by_a_run_that_goes_on_and_is_the_owners_alone(tmp_path):
@@ -246,46 +213,63 @@ def test_a_key_is_kept_by_a_run_that_goes_on_and_is_the_owners_alone(tmp_path):
 
 
 @pytest.mark.parametrize("is_same_run", [True, False])
-def test_a_host_with_another_key_says_so_at_once(tmp_path, is_same_run):
+def test_a_host_with_another_key_says_so_at_once(tmp_path, capsys, is_same_run):
     with running(tmp_path) as run:
-        keys_of_run = read_key(run.key_path)
         make_key(tmp_path / "other.key")
         if is_same_run:  # but not the hosts' key
             keys = json.loads((tmp_path / "other.key").read_text())
-            keys["run"] = json.loads(Path(run.key_path).read_text())["run"]
+            keys["run"] = json.loads(run.key_path.read_text())["run"]
             (tmp_path / "other.key").write_text(json.dumps(keys))
         start = time.monotonic()
-        run.key_path = tmp_path / "other.key"
-        Far(run, tmp_path / "far").fails(ValueError, "has another key")
+        other = SimpleNamespace(
+            address=run.address, key_path=tmp_path / "other.key", folder=tmp_path
+        )
+        with Far(other, "stranger") as stranger:
+            assert fails(stranger, ValueError, "has another key") and not stranger.heard
         assert time.monotonic() - start < 20
-        with FakeHost(run, keys=keys_of_run):
+        with Far(run):
             run.step()
+    assert "swarm: stranger" not in capsys.readouterr().out
 
 
 def test_a_host_whose_run_is_not_there_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.swarm.join.JOIN_S", 1.0)
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.1)
     make_key(tmp_path / "swarm.key")
-    nobody = SimpleNamespace(address="127.0.0.1:1", key_path=tmp_path / "swarm.key")
-    far = Far(nobody, tmp_path / "far")
-    far.fails(ValueError, "no answer in 1 s; is the run there?")
+    nobody = SimpleNamespace(
+        address="127.0.0.1:1", key_path=tmp_path / "swarm.key", folder=tmp_path
+    )
+    with Far(nobody) as far:
+        assert fails(far, ValueError, "no answer in 1 s; is the run there?")
 
 
-def test_a_host_that_is_refused_ends_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr("extras.swarm.join.code_digest", lambda: "f" * 64)
-    with running(tmp_path) as run:
-        Far(run, tmp_path / "far").fails(ValueError, "its code is ffffffffffff")
+@pytest.mark.parametrize(
+    ("name", "other", "why"),
+    [
+        ("PROTOCOL", 99, "its protocol is 99, the run's 4; check out the same commit"),
+        ("code_digest", lambda: "f" * 64, "its code is ffffffffffff, the run's "),
+        ("visible_gpus", lambda: ["a GPU"], "it computes on cuda, the run on cpu: their log-probs"),
+    ],
+)
+def test_a_host_that_is_refused_ends_with_the_reason_and_the_run_says_it_in_one_line(
+    tmp_path, monkeypatch, capsys, name, other, why
+):
+    monkeypatch.setattr(f"extras.swarm.join.{name}", other)
+    with running(tmp_path) as run, Far(run) as far:
+        assert fails(far, ValueError, why) and not far.engines
+        assert run.metric("machines") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(f"swarm: far was refused: {why}")]
 
 
 def test_a_host_has_engines_of_as_many_gpus_as_the_runs_own_or_as_it_is_told(tmp_path):
     with running(tmp_path, rollout_tp=2) as run:
-        far = Far(run, tmp_path / "as_the_run")
-        far.fails(ValueError, "--rollout-tp 2 splits an engine over GPUs")
-        assert not far.host.engines
-        far = Far(run, tmp_path / "as_told", rollout_tp=1)
-        run.step()
-        assert len(far.host.engines) == 1 and not far.ended
-        far.ends_with(run)
+        with Far(run, main=run_fake_worker) as far:
+            assert fails(far, ValueError, "--rollout-tp 2 splits an engine over GPUs")
+            assert not far.engines
+        with Far(run, main=run_fake_worker, rollout_tp=1) as far:
+            run.step()
+            assert len(far.engines) == 1 and not far.ended
 
 
 @pytest.mark.parametrize(
@@ -298,15 +282,19 @@ def test_a_host_that_lacks_user_code_or_has_another_ends_before_it_starts_anythi
     monkeypatch.chdir(path.parent)
     with running(tmp_path, algo=f"{path}:loss") as run:
         spoil(path)
-        far = Far(run, tmp_path / "far")
-        far.fails(ValueError, f"{path}:loss: not what the run has, or imports; copy runs/NAME/code")
-    assert not far.host.engines
+        line = f"{path}:loss: not what the run has, or imports; copy runs/NAME/code"
+        with Far(run) as far:
+            assert fails(far, ValueError, line) and not far.engines
+
+
+def run_worker_that_dies(spec, connection):
+    threading.Timer(1.0, os._exit, [3]).start()
+    run_fake_worker(spec, connection)
 
 
 def run_worker_that_notes_its_options(spec, connection):
-    Path(spec.log_path).with_name("options").write_text(
-        f"{spec.config.algo} {spec.config.timeout_s:g}"
-    )
+    config = spec.config
+    Path(spec.log_path).with_name("options").write_text(f"{config.algo} {config.timeout_s:g}")
     run_fake_worker(spec, connection)
 
 
@@ -317,26 +305,28 @@ def test_engines_of_a_host_have_user_code_from_its_folder_and_half_of_the_timeou
     here = tmp_path / "here"
     shutil.copytree(path.parent, here)
     monkeypatch.chdir(here)
-    with running(tmp_path, algo=f"{path}:loss", timeout_s=50.0) as run:
-        far = Far(run, tmp_path / "far", main=run_worker_that_notes_its_options)
+    main = run_worker_that_notes_its_options
+    with running(tmp_path, algo=f"{path}:loss", timeout_s=50.0) as run, Far(run, main=main) as far:
         run.step()
-        assert (tmp_path / "far" / "options").read_text() == f"{here / path.name}:loss 25"
-        far.ends_with(run)
+        assert (far.folder / "options").read_text() == f"{here / path.name}:loss 25"
+        (engine,) = far.engines
+        far.leave()
+        assert not psutil.pid_exists(engine.process.process.pid)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_host_that_is_stopped_leaves_in_order(tmp_path, number):
-    environment = os.environ | {
-        "PYTHONPATH": f"{Path.cwd()}:{Path.cwd() / 'tests'}",
-        "TMPDIR": str(tmp_path),
-    }
+def test_a_host_that_is_stopped_again_and_again_leaves_in_order(tmp_path, number):
+    folders = f"{Path.cwd()}:{Path.cwd() / 'tests'}"
+    environment = os.environ | {"PYTHONPATH": folders, "TMPDIR": str(tmp_path)}
     with running(tmp_path) as run, open(tmp_path / "out", "w") as out:
         command = [sys.executable, "-c", PROGRAM, "--join", run.address, "--key", run.key_path]
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         run.step()
         engines = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(number)
-        assert process.wait(20) == 0
+        while process.poll() is None:
+            process.send_signal(number)
+            time.sleep(0.01)
+        assert process.returncode == 0
         wait_until(run.left)
         ((_, why),) = run.left()
         # Its connection may be gone before its last word is read.
@@ -346,36 +336,48 @@ def test_a_host_that_is_stopped_leaves_in_order(tmp_path, number):
     assert joined.startswith("joined ") and left == "left: stopped here"
 
 
-def test_a_host_joins_the_node_that_it_is_sent_to(tmp_path):
-    with running(tmp_path, publishes=False) as first, running(tmp_path) as second:  # of one key
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:7733", "host:port", "host:7733 "])
+def test_an_address_that_is_no_host_and_port_is_refused_at_once(monkeypatch, address):
+    monkeypatch.setattr(sys, "argv", ["rollout.py", "--join", address, "--key", "none"])
+    line = "error: --join must be HOST:PORT, as 127.0.0.1:7733, got"
+    with pytest.raises(SystemExit, match=line):
+        rollout.main()
+
+
+@pytest.mark.parametrize(("num_joined", "node"), [({}, 1), ({1: 1}, 0), ({1: 3}, 0)])
+def test_hosts_are_sent_to_the_node_with_the_fewest_workers(tmp_path, num_joined, node):
+    """Of two that have as many to the first."""
+    with running(tmp_path) as first, running(tmp_path) as second:  # of one key
         first.swarm.nodes = [(first.address, 1), (second.address, 0)]
-        far = Far(first, tmp_path / "far")
-        second.step()
-        assert joins(second) == 1 and joins(first) == 0
-        far.ends_with(second)
+        first.swarm.num_joined = Counter(num_joined)
+        with Far(first) as far:
+            (first, second)[node].step()
+            assert (joins(first), joins(second)) == (1 - node, node)
+            assert ends_with((first, second)[node], far)
 
 
 def test_a_host_whose_engine_dies_ends_with_its_report_and_the_run_goes_on(tmp_path):
-    with running(tmp_path, answers=lambda index: "die" if index == 2 else "ok") as run:
-        far = Far(run, tmp_path / "far")
-        wait_until(lambda: run.step_if_ready() or far.ended)
-        assert isinstance(far.end(), RuntimeError) and "exited with code 3" in str(far.ended)
-        with FakeHost(run, "other"):
+    with running(tmp_path) as run:
+        with Far(run, main=run_worker_that_dies) as far:
+            wait_until(lambda: run.step_if_ready() or far.ended)
+            assert isinstance(far.end(), RuntimeError) and "exited with code 3" in str(far.ended)
+        with Far(run, "other"):
             for _ in range(2):
                 run.step()
 
 
 def test_a_host_whose_disk_is_full_ends_in_one_line_and_the_run_goes_on(tmp_path):
-    (folder := tmp_path / "far").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("only root may mount a disk that is full")
-    try:
-        (folder / "full").write_bytes(bytes(4096))
-        with running(tmp_path) as run:
-            Far(run, folder).fails(OSError, "No space left on device")
-            with FakeHost(run) as other:
+    with running(tmp_path) as run:
+        far = Far(run, "far", main=run_fake_worker)
+        mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(far.folder)]
+        if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+            pytest.skip("only root may mount a disk that is full")
+        try:
+            (far.folder / "full").write_bytes(bytes(4096))
+            with far:
+                assert isinstance(far.end(), OSError)
+            assert "No space left on device" in str(far.ended)
+            with Far(run, "other"):
                 run.step()
-                other.send(Leave())
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        finally:
+            subprocess.run(["umount", str(far.folder)], check=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from own_files import write_own
 from ranks import run_ranks
 from several_nodes import NODE_OF_RANK, TIMEOUT
 from tiny_policy import VOCAB, brute_force_nucleus, load, random_sequences, save_tiny_model
@@ -164,45 +165,48 @@ def test_what_has_a_token_of_another_version_is_counted_as_too_late_and_not_scor
     assert (verifier.counts["verified"], verifier.counts["too_late"]) == (2, 2)
 
 
-def test_a_false_reward_is_found_later_and_one_that_cannot_be_scored_here_is_counted(model):
-    config = make_config(model)
-    (one, first), (two, second), three = sample(config, 3)
-    pairs = [
-        (replace(one, answer="t1 t2"), replace(first, worker=9)),
-        (replace(two, answer=""), second),
-        three,
-    ]
-    *found, verifier = verify(config, pairs)
-    assert found == [[], [(9, "the reward of ticket 0 is 0, not 1")]]
-    assert (verifier.counts["rewards_verified"], verifier.counts["rewards_unverified"]) == (2, 1)
-
-
+REWARDS = """
 def large(response, answer):
     return {"right": 1e11, "short": 2.0}
 
-
-def test_a_large_reward_the_sum_of_its_parts_is_compared_to_within_its_rounding(model):
-    config = make_config(model, reward=(f"{__file__}:large",))
-    (one, first), (two, second) = sample(config, 2)
-    rounded = replace(first, reward=1e11 + 2 + 1e-4)
-    false = replace(second, reward=1e11 + 1e6, worker=9)
-    at_once, later, _ = verify(config, [(one, rounded), (two, false)])
-    assert not at_once and [worker for worker, _ in later] == [9]
-
-
 async def judge(response, answer):
     return 0.0
+"""
 
 
 @pytest.mark.parametrize(
-    "options", [{"reward": (f"{__file__}:judge",)}, {"task": "guess_number"}], ids=str
+    ("name", "honest", "false", "line"),
+    [
+        (None, 1.0, 1.0, "the reward of ticket 0 is 0, not 1"),
+        ("large", 1e11 + 2 + 1e-4, 1e11 + 1e6, "the reward of ticket 0 is 1e+11"),
+    ],
 )
-def test_rewards_of_async_functions_and_environments_are_counted_as_not_checked_and_log_probs_are(
-    model, options
+def test_a_false_reward_is_found_later_and_rounding_and_one_that_cannot_be_scored_here_are_not(
+    model, tmp_path, name, honest, false, line
 ):
-    config = make_config(model, **options)
-    found, _, verifier = verify(config, sample(config, 3))
-    assert (found, verifier.counts["rewards_unverified"], verifier.counts["verified"]) == ([], 3, 3)
+    rewards = () if name is None else (f"{write_own(tmp_path, REWARDS)}:{name}",)
+    config = make_config(model, reward=rewards)
+    (first, lie), (second, truth), (third, unscored) = sample(config, 3)
+    pairs = [
+        (replace(first, answer="t1 t2"), replace(lie, reward=false, worker=9)),
+        (second, replace(truth, reward=honest)),
+        (replace(third, answer=""), replace(unscored, reward=honest)),
+    ]
+    at_once, later, verifier = verify(config, pairs)
+    ((worker, text),) = later
+    assert not at_once and worker == 9 and text.startswith(line)
+    # an empty answer is a mistake of the plain reward
+    assert verifier.counts["rewards_unverified"] == (name is None)
+
+
+@pytest.mark.parametrize("name", ["judge", None])
+def test_rewards_of_async_functions_and_environments_are_counted_as_not_checked_and_log_probs_are(
+    model, tmp_path, name
+):
+    reward = {"reward": (f"{write_own(tmp_path, REWARDS)}:{name}",)}
+    config = make_config(model, **({"task": "guess_number"} if name is None else reward))
+    lies, _, verifier = verify(config, sample(config, 3))
+    assert (lies, verifier.counts["rewards_unverified"], verifier.counts["verified"]) == ([], 3, 3)
 
 
 def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_host_has(model):

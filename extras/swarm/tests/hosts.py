@@ -1,0 +1,333 @@
+"""A run that hosts join, and hosts whose engines are made up: a real controller, real sockets, and faults between."""
+
+import dataclasses
+import functools
+import itertools
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import zmq
+from fake_worker import run_fake_worker
+
+from asyncrl.cluster.placement import Placement, WorkerPlacement, WorkerSpec
+from asyncrl.config import Config
+from asyncrl.controller.tickets import PromptSource
+from asyncrl.messages import Finished, Tickets
+from asyncrl.weights.shm import ShmTransport
+from asyncrl.weights.transport import Announcement, ParameterSpec, Transport
+from data.problem import Problem
+from extras.baselines import BaselineTickets
+from extras.swarm.controller import SwarmController
+from extras.swarm.hub import make_key
+from extras.swarm.join import Engine, JoinedHost
+from extras.swarm.link import Link
+from extras.swarm.remote import SwarmWorkers
+from extras.swarm.swarm import Swarm
+from extras.swarm.wire import HOST, PROTOCOL, TO_ENGINE, TO_HOST, Join, code_digest, read_key
+
+PROBE = ((2, 3, 5),)
+MODEL_CONFIG = '{"model_type": "llama", "vocab_size": 16}'
+
+
+def wait_until(condition, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)
+
+
+class Run:
+    """A controller and its swarm, and the trainer's part in their protocol."""
+
+    def __init__(self, controller, swarm, folder, events, num_floats):
+        self.controller, self.swarm, self.folder = controller, swarm, folder
+        self.events, self.num_floats = events, num_floats
+        self.address, self.key_path = f"127.0.0.1:{swarm.hub.port}", folder / "swarm.key"
+        self.version, self.trained, self.value_of = -1, [], float
+
+    def publish(self, evaluate=False, probe=()):
+        self.version += 1
+        evaluate |= self.controller.withdraw()
+        weights = torch.full((self.num_floats,), self.value_of(self.version))
+        staged = self.controller.stage(self.version, [("w", weights)])
+        self.controller.publish(Announcement(self.version, self.version, staged, probe, evaluate))
+
+    def step(self):
+        """Take a batch and publish the next version. The ledger balances, and nothing is trained on twice."""
+        return self._train(self.controller.take_batch())
+
+    def step_if_ready(self):
+        """The same, unless that would have to wait."""
+        self.controller.take_metrics()  # raises what ended the swarm's thread
+        if (groups := self.controller.take_batch_if_ready()) is not None:
+            self._train(groups)
+
+    def _train(self, groups):
+        trained = [(t.ticket_id, t.member) for group in groups for t in group.trajectories]
+        assert not set(trained) & set(self.trained)
+        self.trained += trained
+        self.controller.take_metrics()  # raises if the ledger does not balance
+        self.publish()
+        return groups
+
+    @property
+    def taken(self):
+        """Tickets whose trajectories were trained on."""
+        return {ticket_id for ticket_id, _ in self.trained}
+
+    def metric(self, name):
+        return self.swarm.take_metrics()[f"swarm/{name}"].value
+
+    def workers_of(self, name):
+        """Numbers of the workers of hosts of a name, in order."""
+        started = [event for event in self.events if event["event"] == "worker_started"]
+        return [event["worker"] for event in started if event.get("machine") == name]
+
+    def left(self):
+        """Hosts that have left or were shut out, and why."""
+        left = [event for event in self.events if event["event"] == "machine_left"]
+        return [(event["machine"], event["why"]) for event in left]
+
+
+@contextmanager
+def running(
+    tmp_path,
+    num_own=0,
+    answers=lambda index: "ok",
+    eval_answers=(),
+    listen="127.0.0.1:*",
+    publishes=True,
+    num_floats=4,
+    **options,
+):
+    """A run that listens, with its first weights published, if it `publishes` them."""
+    defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 60.0, "listen": "127.0.0.1:1", "async_ratio": 1.0,
+        "runs_dir": str(tmp_path.parent)}  # fmt: skip
+    config = Config(**{**defaults, "num_rollout_workers": num_own, **options})
+    prompts = PromptSource(
+        train_problem=lambda index: Problem(f"p{index}", answers(index)),
+        eval_problems=[Problem(f"e{i}", answer) for i, answer in enumerate(eval_answers)],
+        encode=lambda problem: [2, 3],
+    )
+    events, model = [], tmp_path / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(MODEL_CONFIG)
+    record = lambda event, **fields: events.append({"event": event, **fields})  # noqa: E731
+    own = tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_own))
+    placement = Placement((None,), 1, own, "shm")
+    workers = SwarmWorkers(config, placement, "fine", tmp_path, run_fake_worker)
+    controller = SwarmController(config, workers, BaselineTickets(config, prompts), record)
+    directory = SimpleNamespace(record=record, path=Path(config.runs_dir) / "run")
+    swarm = Swarm(config, str(model), listen, make_key(tmp_path / "swarm.key"), directory)
+    controller.swarm = swarm
+    specs = [ParameterSpec("w", torch.float32, (num_floats,))]
+    try:
+        controller.launch()
+        controller.connect(ShmTransport(specs) if num_own else Transport(specs))
+        run = Run(controller, swarm, tmp_path, events, num_floats)
+        if publishes:
+            run.publish()
+        yield run
+    finally:
+        controller.stop()
+
+
+class ThreadProcess:
+    """Stands where an engine's process does: the fake worker runs in a thread."""
+
+    def __init__(self, spec, hear, threads):
+        self._near, far = multiprocessing.Pipe()
+        self.send = self._near.send
+        threads.submit(self._serve, spec, far)
+        threads.submit(self._listen, hear)
+
+    def _serve(self, spec, connection):
+        with connection:
+            run_fake_worker(spec, connection)
+
+    def _listen(self, hear):
+        try:
+            while True:
+                hear(self._near.recv())
+        except (EOFError, OSError):
+            self._near.close()
+
+    def stop(self, timeout_s=0): ...
+
+
+class Killed(Exception):
+    """Ends a host without a word."""
+
+
+class Far(JoinedHost):
+    """A real host, served in a thread, whose engines are threads; tests hold back and change what it says."""
+
+    numbers = itertools.count()
+
+    def __init__(self, run, name="far", num_engines=1, main=None, rollout_tp=None):
+        """`run` has an address, a key_path and a folder; engines are processes that run `main`, if that is given."""
+        self.name, self.num_engines, self.ended = name, num_engines, []
+        folder = Path(run.folder) / f"{name[:9].replace('/', '')}_{next(self.numbers)}"
+        folder.mkdir()
+        super().__init__(run.address, str(run.key_path), main, folder, rollout_tp)
+        self.heard, self.sent, self.had = [], [], []
+        self.holds = lambda trajectory: False
+        """Which trajectories are not sent."""
+        self.held = []
+        self.changes = lambda message: message
+        """What each message becomes before it is sent; None: it is not sent."""
+        self.is_silent, self.is_there = False, True
+        self._to_do = queue.SimpleQueue()
+        self._say_plainly, self._link.send = self._link.send, self._say
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+
+    # For tests
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.leave()
+
+    def saw(self, kind):
+        """Messages of a kind that came."""
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def do(self, action):
+        """Have something done in its thread."""
+        self._to_do.put(action)
+        os.eventfd_write(self._wake, 1)
+
+    def say(self, message, engine=HOST):
+        self.do(lambda: self._say_plainly(message, engine))
+
+    def say_frames(self, frames):
+        self.do(lambda: self._send_frames(frames))
+
+    def finish(self):
+        """Send all trajectories that are held."""
+        self.holds = lambda trajectory: False
+        self.do(self._finish)
+
+    def fall_silent(self):
+        """Neither read nor send until `is_silent` is False."""
+        self.is_silent = True
+        self.do(lambda: None)
+
+    def leave(self):
+        """Leave the run in order, unless it has ended already."""
+        if self.is_there:
+            self.is_there = False
+            self.do(self._raise_killed)
+            self.thread.join(30)
+            self.close()
+
+    def die(self):
+        """End without a word."""
+        self.do(self._die)
+        self.thread.join(30)
+
+    def end(self):
+        """Wait for its end. Returns why it ended."""
+        self.thread.join(30)
+        (why,) = self.ended
+        return why
+
+    # In its thread
+
+    def _serve(self):
+        try:
+            self.ended.append(self.serve())
+        except Exception as error:  # whatever it is, the test looks at it
+            self.ended.append(error)
+
+    def _raise_killed(self):
+        raise Killed
+
+    def _die(self):
+        self._socket.disable_monitor()
+        self._socket.close(0)
+        self._socket = None
+        raise Killed
+
+    def _finish(self):
+        held, self.held = self.held, []
+        for message, engine in held:
+            self._link.send(message, engine)
+
+    def _pass_on(self):
+        while not self._to_do.empty():
+            self._to_do.get()()
+        while self.is_silent:
+            time.sleep(0.005)
+        super()._pass_on()
+
+    def _say(self, message, engine=HOST):
+        if isinstance(message, Join):
+            message = dataclasses.replace(message, host=self.name)
+        if isinstance(message, Finished) and any(map(self.holds, message.trajectories)):
+            self.held.append((message, engine))
+            return
+        message = self.changes(message)
+        if message is not None:
+            self._say_plainly(message, engine)
+
+    def _send_frames(self, frames):
+        self.sent.append(frames)
+        super()._send_frames(frames)
+
+    def _act(self, engine, message):
+        self.heard.append(message)
+        self.had += message.tickets if isinstance(message, Tickets) else []
+        return super()._act(engine, message)
+
+    def _start_engines(self):
+        if self.main is not None:
+            super()._start_engines()
+            return
+        config = Config.from_dict(self._welcome.options)
+        for index in range(self.num_engines):
+            placement = WorkerPlacement(index, None, None, 1, 0.0)
+            log = str(self.folder / f"worker_{index}.log")
+            spec = WorkerSpec(config, placement, "fine", "shm", log, str(self.folder))
+            hear = functools.partial(self._hear, index)
+            self.engines.append(Engine(ThreadProcess(spec, hear, self._threads)))
+
+
+class Client:
+    """A bare connection with the key of a run; it says what it is told to, and nothing by itself."""
+
+    def __init__(self, run, rcvhwm=1000):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger, self.socket.rcvhwm = 0, rcvhwm
+        keys = read_key(str(run.key_path))
+        self.socket.curve_serverkey, self.socket.curve_publickey, self.socket.curve_secretkey = keys
+        self.socket.connect(f"tcp://{run.address}")
+        self.link = Link((*TO_ENGINE, *TO_HOST), self.socket.send_multipart)
+        self.send = self.link.send
+        self.heard = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.context.destroy()
+
+    def join(self, name, unix_time=None):
+        now = time.time() if unix_time is None else unix_time
+        self.send(Join(PROTOCOL, code_digest(), "cpu", name, now))
+
+    def saw(self, kind):
+        """Messages of a kind that have come until now."""
+        while self.socket.poll(0):
+            self.heard.append(self.link.read(self.socket.recv_multipart())[1])
+        return [message for message in self.heard if isinstance(message, kind)]
