@@ -179,7 +179,9 @@ def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) 
     for part, scores in zip(parts, policy.score(parts), strict=True):
         for s, own in zip(part, scores.split([s.num_trained for s in part]), strict=True):
             found[s.group_id] = distance(own.numpy(), s.behavior_logprobs[s.loss_mask])
-    return {i: far for of_rank in _gather_on_node(cluster, found) or () for i, far in of_rank.items()}
+    return {
+        i: far for of_rank in _gather_on_node(cluster, found) or () for i, far in of_rank.items()
+    }
 
 
 def _gather_on_node(cluster: Cluster, value: Any) -> list | None:

@@ -31,9 +31,7 @@ def make_ticket(config, **fields):
     return replace(Ticket(70, 3, 1, 1, 0, prompt, "", seed, 123, 5), **fields)
 
 
-PREFIX = Completion(
-    [7, 8], np.full(2, -0.25, np.float32), np.array([3, 6], np.int32), "aborted"
-)
+PREFIX = Completion([7, 8], np.full(2, -0.25, np.float32), np.array([3, 6], np.int32), "aborted")
 CONTINUED = {"versions": (6, 7), "prefix": PREFIX}
 
 
@@ -50,9 +48,14 @@ def sampling(turns, versions):
         words = [token for word in text.split() for token in TOKENIZER.encode(word)]
         tokens = (words + [EOS] * (reason == "stop"))[: max_tokens - len(prefix.tokens)]
         stamps = np.sort(np.resize(np.array(versions, np.int32), len(tokens)))
-        logprobs = np.concatenate((prefix.behavior_logprobs, np.full(len(tokens), -0.5, np.float32)))
+        logprobs = np.concatenate(
+            (prefix.behavior_logprobs, np.full(len(tokens), -0.5, np.float32))
+        )
         return Completion(
-            [*prefix.tokens, *tokens], logprobs, np.concatenate((prefix.policy_versions, stamps)), reason
+            [*prefix.tokens, *tokens],
+            logprobs,
+            np.concatenate((prefix.policy_versions, stamps)),
+            reason,
         )
 
     return generate
