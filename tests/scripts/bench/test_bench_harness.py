@@ -163,7 +163,7 @@ def test_uncommitted_changes_make_no_records_in_results_and_are_said_elsewhere(t
 
 
 SLOW = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("parts", "bandit", "trees", "peers")
+    pytest.param(name, marks=pytest.mark.slow) for name in ("parts", "trees", "peers")
 ]
 
 
