@@ -164,21 +164,23 @@ def mechanisms_in_full() -> str:
 
 def peers() -> str:
     """Return our best setting and TRL's on each workload."""
-    return lines(peers_bench.summary(records_of("peers")))
+    pairs = peers_bench.best_pairs(records_of("peers"))
+    return "\n\n".join(peers_bench.tables(pairs, "summary")) + "\n"
 
 
 def speed() -> str:
     """Return what the system's speed is to reach: against TRL, against the hardware, and against its own parts."""
     rows = []
-    for workload, records in peers_bench.ours(records_of("peers")).items():
+    for workload, arms in peers_bench.best_pairs(records_of("peers")).items():
+        records = next(iter(arms.values()))
         key, aim = peers_bench.AIMS[workload]
         against = {"over_peer": "TRL's fastest", "over_limit": "the machine's limit"}[key]
-        limited = [record for record in records if record["over_limit"]]
+        limited = [record for record in records if "over_limit" in record]
         share = statistics.median(r["over_limit"] for r in limited)
         most = statistics.median(r["over_peer"] / r["over_limit"] for r in limited)
         why = f"cores are busy {share:.1%} of the time; always busy it would be {most:.2f}× TRL's fastest"
         what = f"samples/s, `{workload}`: {records[0]['arm'].removeprefix('ours ')}"
-        ratios = peers_bench.RATIOS[key].values(records)
+        ratios = [record[key] for record in records if key in record]
         rows.append(_aim(what, against, ratios, "≥", aim, why))
     ratios = {
         name: [r["ratio"] for r in parts]
@@ -204,12 +206,12 @@ def _aim(what: str, against: str, ratios: list[float], sign: str, aim: float, wh
 def parts() -> str:
     """Return each part against its limit, and the CPU time of a step."""
     records = records_of("parts")
-    return lines([*parts_bench.summary(records), "", *parts_bench.cpu_table(records)])
+    return lines([*parts_bench.table(records), "", *parts_bench.cpu_table(records)])
 
 
 def trees() -> str:
     """Return what sharing prefixes saves in the trainer."""
-    return lines(trees_bench.table(records_of("trees")))
+    return "\n\n".join(trees_bench.tables(records_of("trees"))) + "\n"
 
 
 def simulation() -> str:

@@ -14,38 +14,35 @@ import os
 import sys
 import tempfile
 import time
-import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.cluster.gpus import visible_gpus
 from scripts.bench import harness
-from scripts.bench.harness import ROOT, Arm, Bench, Case
+from scripts.bench.harness import ROOT, Bench, Case
 
 BUDGET_S = 470.0
-SAYS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-PARTS, ROWS, RATIOS, PREDICTIONS = (
-    SAYS[what] for what in ("parts", "rows", "ratios", "predictions")
-)
+TABLES = harness.tables_beside(__file__)
 """What is done, and what is shown of it; gpu.toml says what is what."""
-TINY_PARTS = {
-    f"{kind} tiny": 200 for kind in ("sync", "trainer", "rollout", "bare", "job-sync", "job-async")
-}
 
 
 def run_part(part: str, limit_s: float, device: str, models: Path, deadline: float) -> dict:
     """Run a part in a process of its own, and no longer than to `deadline`. Returns its numbers, or how it failed."""
     kind, model = part.split()
-    left = deadline - time.monotonic()
     gpu = gpu_name() if device == "cuda" else None
     record = {"kind": kind, "model": model, "gpu": gpu, "seconds": 0.0}
-    if left < limit_s / 3:
-        return record | {"failed": f"not run: {max(0.0, left):.0f} s are left"}
+    start = time.monotonic()
+    left_s = deadline - start
+    if left_s < limit_s / 3:
+        return record | {"failed": f"not run: {max(0.0, left_s):.0f} s are left"}
+    limit_s = min(limit_s, left_s)
     log = Path(tempfile.mkstemp(prefix=f"bench-gpu-{kind}-{model}-", suffix=".log")[1])
-    result, start = log.with_suffix(".json"), time.monotonic()
+    result = log.with_suffix(".json")
     command = [sys.executable, __file__, "--part", kind, model, device, str(models), str(result)]
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    limit_s = min(limit_s, left)
-    status = harness.run_process(command, log, {"HF_HUB_OFFLINE": "1"} | hidden, limit_s)
+    environment = {"HF_HUB_OFFLINE": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    status = harness.run_process(command, log, environment, limit_s)
     record["seconds"] = round(time.monotonic() - start, 1)
     if result.exists():
         return record | {"numbers": json.loads(result.read_text())}
@@ -54,16 +51,14 @@ def run_part(part: str, limit_s: float, device: str, models: Path, deadline: flo
 
 
 def last_error(log: str) -> str:
-    """The last line of a log that names an error, or the last one."""
+    """Return the last line of a log that names an error, or the last one."""
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["it printed nothing"]
-    return next(
-        (line for line in reversed(lines) if "Error" in line or line.startswith("error:")),
-        lines[-1],
-    )[:200]
+    errors = [line for line in lines if "Error" in line or line.startswith("error:")]
+    return (errors or lines)[-1][:200]
 
 
 def measure(kind: str, model: str, device: str, models: str, result: str) -> None:
-    """Body of a part's process."""
+    """Run a part: the body of its process."""
     from scripts.bench.trainer_alone import FUNCTIONS, Setup
 
     if kind not in FUNCTIONS:
@@ -80,33 +75,34 @@ def measure(kind: str, model: str, device: str, models: str, result: str) -> Non
 
 
 def table(records: list[dict]) -> str:
-    """A row for each number that was taken, and one for each part that failed."""
-    records = {record["case"]: record for record in records}.values()  # the newest of each part
-    measured = {record["kind"]: record["numbers"] for record in records if "numbers" in record}
-    rows = [row for record in records if "numbers" in record for row in _rows(record)]
-    for what, (above, below, key, form) in RATIOS.items():
-        if {above, below} <= measured.keys():
-            rows.append((what, form.format(measured[above][key] / measured[below][key])))
-    for record in (record for record in records if "numbers" in record):
-        for key, (value, assumed) in PREDICTIONS.get(record["case"], {}).items():
-            of = f"{record['numbers'][key]:.3g}, {record['numbers'][key] / value:.2f} × the prediction"
-            rows.append((f"{record['case']}, {key}", f"{of}: {assumed}"))
-    rows += [(record["case"], record["failed"]) for record in records if "failed" in record]
+    """Return a row for each number that was taken, and one for each part that failed."""
+    newest = {record["case"]: record for record in records}.values()
+    measured = [record for record in newest if "numbers" in record]
+    numbers = {record["kind"]: record["numbers"] for record in measured}
+    rows = [row for record in measured for row in _rows(record)]
+    for what, (above, below, key, form) in TABLES["ratios"].items():
+        if {above, below} <= numbers.keys():
+            rows.append((what, form.format(numbers[above][key] / numbers[below][key])))
+    for record in measured:
+        for key, (predicted, assumed) in TABLES["predictions"].get(record["case"], {}).items():
+            number = record["numbers"][key]
+            ratio = f"{number:.3g}, {number / predicted:.2f} × the prediction: {assumed}"
+            rows.append((f"{record['case']}, {key}", ratio))
+    rows += [(record["case"], record["failed"]) for record in newest if "failed" in record]
     width = max((len(what) for what, _ in rows), default=0)
     return "\n".join(f"{what:{width}}  {value}" for what, value in rows)
 
 
-def _rows(record: dict) -> list[tuple[str, str]]:
-    """What a part's numbers say; memory is not taken on the CPU, and then has no row."""
-    rows, found = [], record | record["numbers"]
-    for what, value in ROWS[record["kind"].split("-")[0]].items():
+def _rows(record: dict) -> Iterator[tuple[str, str]]:
+    """Yield what a part's numbers say; memory is not taken on the CPU, and then has no row."""
+    fields = record | record["numbers"]
+    for what, value in TABLES["rows"][record["kind"].split("-")[0]].items():
         with contextlib.suppress(KeyError):
-            rows.append((what.format_map(found), value.format_map(found)))
-    return rows
+            yield what.format_map(fields), value.format_map(fields)
 
 
 def report(records: list[dict]) -> list[str]:
-    """The GPUs and the table."""
+    """Return the GPUs and the table."""
     gpus = dict.fromkeys(record["gpu"] or "no GPU: the numbers mean nothing" for record in records)
     return [", ".join(gpus), f"```\n{table(records)}\n```"]
 
@@ -114,14 +110,8 @@ def report(records: list[dict]) -> list[str]:
 # The command line
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this bench alone."""
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds in all")
-
-
 def cases(given: argparse.Namespace, models: Path) -> list[Case]:
-    """A case for each part, with random models in a folder that they share."""
+    """Return a case for each part, with random models in a folder that they share."""
     if given.device == "cuda" and gpu_name() is None:
         raise ValueError(
             "torch sees no NVIDIA GPU; --device cpu --out FOLDER runs the same code without one"
@@ -131,38 +121,39 @@ def cases(given: argparse.Namespace, models: Path) -> list[Case]:
             "what --device cpu measures means nothing; keep it out of results/ with --out FOLDER"
         )
     deadline = time.monotonic() + given.budget_s
+    is_tiny = given.size == "tiny" or given.device == "cpu"
+    parts = TABLES["tiny_parts" if is_tiny else "parts"]
 
-    def arm(part: str, limit_s: float) -> Arm:
+    def case(part: str, limit_s: float) -> Case:
         run_once = functools.partial(run_part, part, limit_s, given.device, models, deadline)
-        return Arm(given.device, lambda logs: contextlib.nullcontext(run_once))
+        return Case(part, {given.device: lambda logs: contextlib.nullcontext(run_once)}, warm_up=0)
 
-    parts = TINY_PARTS if given.size == "tiny" or given.device == "cpu" else PARTS
-    return [Case(part, [arm(part, limit_s)], warm_up=0) for part, limit_s in parts.items()]
+    return [case(part, limit_s) for part, limit_s in parts.items()]
 
 
 def gpu_name() -> str | None:
-    """The first GPU's name and memory."""
+    """Return the first GPU's name and memory."""
     gpus = visible_gpus()
     return f"{gpus[0].name}, {gpus[0].total_bytes / 2**30:.0f} GiB" if gpus else None
 
 
 def main() -> None:
     """Measure and print the table; exits with 1 if a part failed."""
+    options = {
+        "--device": {"choices": ("cuda", "cpu"), "default": "cuda"},
+        "--budget-s": {"type": float, "default": BUDGET_S, "help": "seconds in all"},
+    }
     with tempfile.TemporaryDirectory(prefix="bench-gpu-models-") as models:
         these = functools.partial(cases, models=Path(models))
-        bench = Bench(
-            "gpu",
-            "What a GPU gives",
-            these,
-            report,
-            key=("case",),
-            repeats=1,
-            add_options=add_options,
-        )
+        key = ("case",)
+        bench = Bench("gpu", "What a GPU gives", these, report, key, repeats=1, options=options)
         records = harness.main(bench)
     print(table(records), flush=True)
     sys.exit(any("failed" in record for record in records))
 
 
 if __name__ == "__main__":
-    measure(*sys.argv[2:]) if sys.argv[1:2] == ["--part"] else main()
+    if sys.argv[1:2] == ["--part"]:
+        measure(*sys.argv[2:])
+    else:
+        main()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import Placement, WorkerSpec, available_cores, place
-from asyncrl.config import Config
+from asyncrl.config import Config, flag
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.vllm_setup import engine_options, worker_environment
 from asyncrl.tasks import load_task
@@ -44,14 +43,13 @@ PROBES, PROBE_TOKENS = 4, 256
 
 
 def place_here(config: Config, device: str) -> Placement:
-    """One trainer rank and one worker, as a run would place them."""
+    """Return one trainer rank and one worker, as a run would place them."""
     gpus = visible_gpus()[:1] if device == "cuda" else []
     placement = place(config, len(gpus), available_cores(), 1)
     if not gpus:
         return placement
-    placement, arithmetic = plan_memory(
-        config, placement, read_shape(config.model), gpus, Sharing()
-    )
+    shape = read_shape(config.model)
+    placement, arithmetic = plan_memory(config, placement, shape, gpus, Sharing())
     print(arithmetic, flush=True)
     return placement
 
@@ -81,7 +79,7 @@ class Pair:
         self.run(self.proxy.connect(self.transport.init_info()))
 
     def run(self, coroutine):
-        """The result of a coroutine, within five minutes."""
+        """Return the result of a coroutine, within five minutes."""
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 300))
 
     def perturb(self, share: float = 0.1) -> None:
@@ -91,11 +89,10 @@ class Pair:
                 parameter.mul_(1.0 + share * (torch.rand_like(parameter) - 0.5))
 
     def gap(self, seed: int = 0) -> np.ndarray:
-        """|engine − trainer| of the log-probs of random tokens under the weights that each has now, nats."""
-        rng = np.random.default_rng(seed)
+        """Return |engine − trainer| of the log-probs of random tokens under the weights that each has now, nats."""
         length = min(PROBE_TOKENS, self.config.max_sequence_tokens - 1)
         vocabulary = read_shape(self.config.model).vocab_size
-        probes = [rng.integers(0, vocabulary, length) for _ in range(PROBES)]
+        probes = np.random.default_rng(seed).integers(0, vocabulary, (PROBES, length))
         sequences = [[made_up(probe, 1, index)] for index, probe in enumerate(probes)]
         trainer = [score.numpy() for score in self.policy.score(sequences, raw=True)]
         engine = [self.run(self.proxy.score(tuple(probe.tolist()))) for probe in probes]
@@ -118,7 +115,7 @@ def sync(setup: Setup) -> dict:
         rounds = [_publish(pair, version, setup.device) for version in range(SYNC_ROUNDS + 1)][1:]
         gap = pair.gap()
     gb = sum(spec.num_bytes for spec in pair.specs) / 1e9
-    stage_s, load_s = (statistics.median(round[i] for round in rounds) for i in (0, 1))
+    stage_s, load_s = (statistics.median(seconds) for seconds in zip(*rounds, strict=True))
     return {
         "transport": pair.transport_name, "gb": gb, "gb_per_s": gb / (stage_s + load_s),
         "stage_s": stage_s, "load_s": load_s, "spread_s": float(np.ptp(np.sum(rounds, axis=1))), "rounds": len(rounds),
@@ -127,6 +124,7 @@ def sync(setup: Setup) -> dict:
 
 
 def _publish(pair: Pair, version: int, device: str) -> tuple[float, float]:
+    """Publish other weights. Returns seconds of the trainer, and of the engine."""
     pair.perturb()
     stage_s, staged = timed(
         lambda: pair.transport.stage(version, pair.policy.sent_parameters()), device
@@ -140,51 +138,55 @@ def _publish(pair: Pair, version: int, device: str) -> tuple[float, float]:
 
 
 def rollout(setup: Setup) -> dict:
-    """A real worker and controller, synchronous, without a trainer: generated tokens/s."""
+    """Run a real worker and controller, synchronous, without a trainer: generated tokens/s."""
     config = setup.config(async_ratio=0.0)
     folder = Path(tempfile.mkdtemp(prefix="bench-gpu-")) / "rollout"
-    with running(Rig(config, run_worker, folder, setup.device)) as rig:
-        timed_steps = [timed(rig.step, "cpu") for _ in range(ROLLOUT_STEPS)]
-    return _rates(
-        [
-            (seconds, sum(t.num_generated for group in groups for t in group.trajectories))
-            for seconds, groups in timed_steps
-        ]
-    )
+    steps = []
+    with running(config, run_worker, folder, setup.device) as node:
+        rig = Rig(node)
+        for _ in range(ROLLOUT_STEPS):
+            seconds, groups = timed(rig.step, "cpu")
+            tokens = sum(t.num_generated for group in groups for t in group.trajectories)
+            steps.append((seconds, tokens))
+    return _rates(steps)
 
 
 def _rates(steps: list[tuple[float, int]]) -> dict:
-    """Tokens/s of steps of (seconds, tokens), the first of which warms up."""
+    """Return tokens/s of steps of (seconds, tokens), the first of which warms up."""
     rates = [tokens / seconds for seconds, tokens in steps[1:]]
-    found = {"tokens_per_s": statistics.median(rates), "spread": float(np.ptp(rates))}
-    return {**found, "steps": len(rates), "tokens": steps[1][1]}
+    return {
+        "tokens_per_s": statistics.median(rates), "spread": float(np.ptp(rates)),
+        "steps": len(rates), "tokens": steps[1][1],
+    }  # fmt: skip
 
 
 def bare(setup: Setup) -> dict:
-    """vLLM alone: LLM.generate of as many responses to the same prompts, without log-probs. Tokens/s."""
+    """Run vLLM alone: LLM.generate of as many responses to the same prompts, without log-probs. Tokens/s."""
     config = setup.config(async_ratio=0.0)
     options = engine_options(enter_worker(config, setup.device))
     from vllm import LLM, SamplingParams  # it reads the environment
 
-    ours = ("weight_transfer_config", "worker_extension_cls", "logprobs_mode", "disable_log_stats")
-    llm = LLM(**{name: value for name, value in options.items() if name not in ours})
+    for ours in (
+        "weight_transfer_config",
+        "worker_extension_cls",
+        "logprobs_mode",
+        "disable_log_stats",
+    ):
+        options.pop(ours, None)
+    llm = LLM(**options)
     task, tokenizer = load_task(config.task, 0), load_tokenizer(config.model)
     params = SamplingParams(
         temperature=1.0, max_tokens=config.max_response_tokens, detokenize=False
     )
     steps = []
     for step in range(ROLLOUT_STEPS):
-        problems = [
-            task.train_problem(step * config.groups_per_step + i)
-            for i in range(config.groups_per_step)
-        ]
-        encoded = [
-            {"prompt_token_ids": task.encode_prompt(problem, tokenizer)} for problem in problems
-        ]
-        prompts = [prompt for prompt in encoded for _ in range(config.group_size)]
-        seconds, outputs = timed(
-            lambda prompts=prompts: llm.generate(prompts, params, use_tqdm=False), "cpu"
-        )
+        prompts = []
+        for group in range(config.groups_per_step):
+            problem = task.train_problem(step * config.groups_per_step + group)
+            prompt = {"prompt_token_ids": task.encode_prompt(problem, tokenizer)}
+            prompts += [prompt] * config.group_size
+        generate = functools.partial(llm.generate, prompts, params, use_tqdm=False)
+        seconds, outputs = timed(generate, "cpu")
         steps.append((seconds, sum(len(output.outputs[0].token_ids) for output in outputs)))
     return _rates(steps)
 
@@ -193,47 +195,37 @@ def bare(setup: Setup) -> dict:
 
 
 def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
-    """A run of train_async.py: seconds per step, after the first ones, and what else it logs."""
+    """Run train_async.py: seconds per step, after the first ones, and what else it logs."""
     config = setup.config(async_ratio=async_ratio, colocate=colocate)
-    config = replace(config, groups_per_step=min(JOB_GROUPS, config.groups_per_step))
     folder = Path(tempfile.mkdtemp(prefix="bench-gpu-job-"))
-    names = ("model", "groups_per_step", "group_size", "max_response_tokens", "max_running_requests", "on_update",
+    names = ("model", "group_size", "max_response_tokens", "max_running_requests", "on_update",
              "async_ratio", "colocate", "env_timeout_s")  # fmt: skip
-    options = {name: getattr(config, name) for name in names}
-    options |= {"steps": JOB_STEPS, "eval_every": 0, "runs_dir": folder, "run_name": "run"}
-    options |= {"lr": 1e-3, "optim.warmup": 0}
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    arguments += [
-        "--optim.args",
-        "weight_decay=50",
-    ]  # no response earns anything; the decay moves the weights all the same
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "train_async.py",
-        *arguments,
-    ]
-    subprocess.run(command, cwd=ROOT, check=True)
+    options = {name: getattr(config, name) for name in names} | {
+        "groups_per_step": min(JOB_GROUPS, config.groups_per_step),
+        "steps": JOB_STEPS, "eval_every": 0, "runs_dir": folder, "run_name": "run", "lr": 1e-3, "optim.warmup": 0,
+    }  # fmt: skip
+    arguments = [f"--{flag(name)}={value}" for name, value in options.items()]
+    # No response earns anything; the decay moves the weights all the same.
+    arguments += ["--optim.args", "weight_decay=50"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run([*torchrun, "train_async.py", *arguments], cwd=ROOT, check=True)
     return job_numbers(read(folder / "run" / "metrics.jsonl"))
 
 
 def job_numbers(metrics: list[dict]) -> dict:
-    """Medians over the steps after the warm-up, and the worst of what must stay small."""
-    logged = {
-        "step_s": "time/step_s",
-        "publish_s": "time/publish_s",
-        "tokens_per_s": "rollout/tokens_per_s",
-    }
-    later = {
-        found: [line[name] for line in metrics[JOB_WARM_UP:]] for found, name in logged.items()
-    }
-    found = {name: statistics.median(values) for name, values in later.items()}
+    """Return medians over the steps after the warm-up, and the worst of what must stay small."""
+    numbers = {}
+    for number, name in (
+        ("step_s", "time/step_s"),
+        ("publish_s", "time/publish_s"),
+        ("tokens_per_s", "rollout/tokens_per_s"),
+    ):
+        numbers[number] = statistics.median(line[name] for line in metrics[JOB_WARM_UP:])
     for worst, name in (("gap_mean", "mismatch/abs_mean"), ("peak_gib", "memory/peak_gib")):
         if values := [line[name] for line in metrics if name in line]:
-            found[worst] = max(values)
-    return found | {"spread_s": float(np.ptp(later["step_s"])), "steps": len(later["step_s"])}
+            numbers[worst] = max(values)
+    steps_s = [line["time/step_s"] for line in metrics[JOB_WARM_UP:]]
+    return numbers | {"spread_s": float(np.ptp(steps_s)), "steps": len(steps_s)}
 
 
 FUNCTIONS = {function.__name__: function for function in (sync, rollout, bare)} | {

@@ -15,16 +15,13 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import ParameterSpec
-from scripts.bench.work import Work, work_of
+from scripts.bench.workloads import Workload, workload_of
 
 
 def use_no_gpu(attention: Callable[..., Tensor]) -> None:
     """Give the asynchronous trainer, whose packed attention is a CUDA kernel, another one, and measure no GPU."""
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attention)
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
-
-
-# Weights
 
 
 class ShmWeightTransfer:
@@ -37,38 +34,33 @@ class ShmWeightTransfer:
         self.client = VLLMClient(server_url)
         self.pause, self.resume = self.client.pause, self.client.resume
         self.named_parameters: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
-        self._version = 0
+        self._versions = itertools.count()
 
     def init_weight_transfer(self) -> None:
-        specs = [
-            ParameterSpec(name, p.dtype, tuple(p.shape)) for name, p in self.named_parameters()
-        ]
-        self._transport = ShmTransport(specs)
+        self._transport = ShmTransport(
+            [ParameterSpec(name, p.dtype, tuple(p.shape)) for name, p in self.named_parameters()]
+        )
         self.client.wait_for_server_ready()
         self.client.init_weight_transfer_engine(self._transport.init_info())
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        staged = self._transport.stage(self._version, iterator)
+        staged = self._transport.stage(next(self._versions), iterator)
         self.client.start_weight_update()
         for message in staged.messages:
             self.client.update_weights(message)
         self.client.finish_weight_update()
         self._transport.announce(staged)
-        self._version += 1
 
     def destroy(self) -> None:
         pass
 
 
-# Forced lengths
-
-
-def force_generate(model, work: Work, eos_token_id: int) -> None:
+def force_generate(model, workload: Workload, eos_token_id: int) -> None:
     """Have transformers' generate end each response by an end of sequence at its forced length."""
     sample, seeds = model.generate, itertools.count()
 
     def generate(*, input_ids: Tensor, attention_mask: Tensor, generation_config) -> Tensor:
-        lengths = torch.tensor([work.length(next(seeds)) for _ in input_ids])
+        lengths = torch.tensor([workload.length(next(seeds)) for _ in input_ids])
         options = copy.deepcopy(generation_config)
         options.max_new_tokens, options.suppress_tokens = int(lengths.max()), [eos_token_id]
         tokens = sample(
@@ -80,17 +72,15 @@ def force_generate(model, work: Work, eos_token_id: int) -> None:
     model.generate = generate
 
 
-class WorkLoop(async_rollout_worker._AsyncRolloutLoop):
+class ForcedLoop(async_rollout_worker._AsyncRolloutLoop):
     """The asynchronous trainer's rollout with forced lengths."""
 
     async def _post(self, path: str, payload: dict, *arguments, **options) -> dict:
-        forced = {
-            "max_tokens": work_of(self.max_tokens).length(payload["seed"]),
-            "ignore_eos": True,
-        }
+        length = workload_of(self.max_tokens).length(payload["seed"])
+        forced = {"max_tokens": length, "ignore_eos": True}
         return await super()._post(path, payload | forced, *arguments, **options)
 
 
 def force_async() -> None:
     """Have the asynchronous trainer's requests ask for forced lengths."""
-    async_rollout_worker.AsyncRolloutWorker._loop_cls = WorkLoop
+    async_rollout_worker.AsyncRolloutWorker._loop_cls = ForcedLoop

@@ -1,4 +1,4 @@
-"""A controller with real workers of any kind, and the trainer's side of their protocol, one step at a time.
+"""A node with real workers of any kind, and the trainer's side of their protocol, one step at a time.
 
 A rig stands still between two steps, so several of them can be measured in turn. A `Rig` has no trainer: the same
 weights are published again and again, under a rising version. A `TrainingRig` is the loop of train_async.py.
@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.cluster.placement import available_cores, place
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.config import Config
-from asyncrl.job.node import Rank, start_leader
+from asyncrl.job.node import Leader, Rank, start_leader
 from asyncrl.job.step_log import StepLog
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
@@ -28,112 +27,73 @@ from asyncrl.trainer.policy import load_policy
 from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec
-from scripts.bench.work import NO_LEARNING, run_work_worker
+from scripts.bench.workloads import NO_LEARNING
 from scripts.lines import read
 
 IDLE_TIMEOUT_S, SETTLE_S = 60.0, 0.1
 TRANSPORTS = {"ipc": IpcTransport, "shm": ShmTransport}
 """Those that one GPU, or none, can have."""
 
-Weights = list[tuple[str, Tensor]]
-"""Hugging Face name and value of each parameter."""
-
 
 class Rig:
-    """A node with workers and no trainer, on the CPU or on one GPU. To be used `with running(rig)`."""
+    """Publishes the weights of a node's model again and again, and takes batches."""
 
-    def __init__(self, config: Config, worker_main: Callable, folder: Path, device: str = "cpu"):
-        """`folder` is made, for records and logs."""
-        endless = {"lr": NO_LEARNING, "steps": 10**9, "eval_every": 0}
-        self.config = replace(config, **endless, runs_dir=str(folder.parent), run_name=folder.name)
+    def __init__(self, node: Leader):
+        """Wait until the engines are up, and join them to the weights."""
+        from transformers import AutoModelForCausalLM
+
+        self.node, self.controller, self.config = node, node.controller, node.config
         self.version = 0
         """Of the weights that are published next."""
         self.published_at: dict[int, float] = {}
         """Unix time by version."""
-        self.worker_main, self.device = worker_main, torch.device(device)
-
-    def start(self, on_end: ExitStack) -> None:
-        """Start the workers; returns at once. What is left of the rig goes with `on_end`."""
-        cluster = Cluster()
-        placement = place(self.config, int(self.device.type == "cuda"), available_cores(), 1)
-        watch = NodeWatch(cluster, dump_stacks)
-        rank = Rank(
-            self.config, cluster, placement, self.device, TrainerClock(), on_end, watch, None
+        dtype = getattr(torch, self.config.dtype_on(node.device.type))
+        model = AutoModelForCausalLM.from_pretrained(
+            node.model_path, dtype=torch.float32, trust_remote_code=False
         )
-        with quiet():
-            self.node = start_leader(rank, self.worker_main)
-        self.controller = self.node.controller
+        self.weights = [
+            (name, parameter.detach().to(node.device, dtype))
+            for name, parameter in model.named_parameters()
+        ]
+        specs = [ParameterSpec(name, w.dtype, tuple(w.shape)) for name, w in self.weights]
+        self.controller.connect(TRANSPORTS[node.placement.transport](specs))
 
-    def connect(self) -> None:
-        """Wait until the engines are up, and join them to the weights."""
-        torch.set_num_threads(self.node.placement.trainer_threads)
-        dtype = getattr(torch, self.config.dtype_on(self.device.type))
-        loaded = load_weights(self.node.model_path)
-        self.weights = [(name, weight.to(self.device, dtype)) for name, weight in loaded]
-        self.controller.connect(TRANSPORTS[self.node.placement.transport](specs_of(self.weights)))
-
-    def publish(self) -> None:
-        """Publish the weights under the next version."""
+    def step(self) -> list[Group]:
+        """Publish the weights under the next version, and take a batch."""
         staged = self.controller.stage(self.version, self.weights)
         self.published_at[self.version] = time.time()
         self.controller.publish(Announcement(self.version, self.version, staged, (), False))
         self.version += 1
-
-    def step(self) -> list[Group]:
-        """Publish the weights and take a batch."""
-        self.publish()
         return self.controller.take_batch()
 
     def update_seconds(self, since: int) -> list[float]:
-        """From each publish to when a worker sampled under it, of the versions from `since` on."""
-        events = read(self.node.run.path / "events.jsonl")
-        updates = [
-            event for event in events if event["event"] == "update" and event["version"] >= since
+        """Return the times from each publish to when a worker sampled under it, of the versions from `since` on."""
+        return [
+            event["time"] - self.published_at[event["version"]]
+            for event in read(self.node.run.path / "events.jsonl")
+            if event["event"] == "update" and event["version"] >= since
         ]
-        return [event["time"] - self.published_at[event["version"]] for event in updates]
-
-    def wait_until_idle(self) -> None:
-        """Wait until no worker does anything; with over-sampling, until what is left is suspended.
-
-        Raises RuntimeError if one still does after IDLE_TIMEOUT_S.
-        """
-        suspended, deadline = self.config.over_sampling > 1, time.monotonic() + IDLE_TIMEOUT_S
-        while any(
-            worker.loading or (worker.running and not suspended)
-            for worker in self.controller.workers
-        ):
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"not idle after {IDLE_TIMEOUT_S:g} s: {self.controller.dispatcher.describe()}"
-                )
-            time.sleep(0.01)
-        time.sleep(SETTLE_S)
 
 
-class TrainingRig(Rig):
-    """A run of train_async.py's loop. It can leave the training out, or train on batches that it has already.
+class TrainingRig:
+    """The loop of train_async.py. It can leave the training out, or train on batches that it has already.
 
     In an initialised process group of one rank.
     """
 
-    def __init__(self, config: Config, folder: Path, worker_main: Callable = run_work_worker):
-        super().__init__(config, worker_main, folder)
+    def __init__(self, node: Leader):
+        """Load the policy, wait for the engines and publish the first weights."""
+        self.node, self.version = node, 0
         self.batches: list[list[Group]] = []
         """The newest ones."""
-
-    def connect(self) -> None:
-        """Load the policy, wait for the engines and publish the first weights."""
-        torch.set_num_threads(self.node.placement.trainer_threads)
-        self.policy = load_policy(
-            self.config, self.node.model_path, self.node.device, self.node.clock
-        )
+        self.policy = load_policy(node.config, node.model_path, node.device, node.clock)
+        self.publisher = node.make_publisher(self.policy)
         with quiet():
-            self.publisher = self.node.make_publisher(self.policy)
             self.publisher.publish(0)
-            self.log = StepLog(self.node).__enter__()
+            self.log = StepLog(node).__enter__()
 
     def step(self, train: bool = True) -> list[Group]:
-        """One turn of the loop; without training, the same weights are published under the next version."""
+        """Make a turn of the loop; without training, the same weights are published under the next version."""
         self.version += 1
         groups = self.node.take_batch(self.version, self.publisher)
         stats = self.train(groups) if train else {}
@@ -144,37 +104,50 @@ class TrainingRig(Rig):
         return groups
 
     def train(self, groups: list[Group]) -> dict[str, float]:
-        """The training part of a step."""
+        """Make the training part of a step."""
         updates = batch.deal(groups, self.version, self.policy, self.node.cluster)
         return self.policy.train_step(updates, policy_version=self.version - 1)
 
 
 @contextmanager
-def running(rig: Rig) -> Iterator[Rig]:
-    """A rig whose engines are up; nothing of it is left afterwards."""
+def running(
+    config: Config, worker_main: Callable, folder: Path, device: str = "cpu"
+) -> Iterator[Leader]:
+    """Yield a node with workers, on the CPU or on one GPU; nothing of it is left afterwards.
+
+    `folder` is made, for records and logs.
+    """
+    endless = {"lr": NO_LEARNING, "steps": 10**9, "eval_every": 0}
+    config = replace(config, **endless, runs_dir=str(folder.parent), run_name=folder.name)
+    cluster, clock, here = Cluster(), TrainerClock(), torch.device(device)
+    placement = place(config, int(here.type == "cuda"), available_cores(), 1)
+    watch = NodeWatch(cluster, dump_stacks)
     with ExitStack() as on_end:
-        rig.start(on_end)
-        rig.connect()
-        yield rig
+        rank = Rank(config, cluster, placement, here, clock, on_end, watch, None)
+        with quiet():
+            node = start_leader(rank, worker_main)
+        torch.set_num_threads(node.placement.trainer_threads)
+        yield node
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the progress that a run prints."""
-    with redirect_stdout(io.StringIO()):
-        yield
+def wait_until_idle(node: Leader) -> None:
+    """Wait until no worker does anything; with over-sampling, until what is left is suspended.
+
+    Raises RuntimeError if one still does after IDLE_TIMEOUT_S.
+    """
+    is_suspended = node.config.over_sampling > 1
+    deadline = time.monotonic() + IDLE_TIMEOUT_S
+    while any(
+        worker.loading or (worker.running and not is_suspended)
+        for worker in node.controller.workers
+    ):
+        if time.monotonic() > deadline:
+            waiting = node.controller.dispatcher.describe()
+            raise RuntimeError(f"not idle after {IDLE_TIMEOUT_S:g} s: {waiting}")
+        time.sleep(0.01)
+    time.sleep(SETTLE_S)
 
 
-def load_weights(model_path: str) -> Weights:
-    """Every parameter of a checkpoint, in float32."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=torch.float32, trust_remote_code=False
-    )
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-
-
-def specs_of(weights: Weights) -> list[ParameterSpec]:
-    """What a transport must know of some weights."""
-    return [ParameterSpec(name, weight.dtype, tuple(weight.shape)) for name, weight in weights]
+def quiet() -> redirect_stdout:
+    """Hide the progress that a run prints."""
+    return redirect_stdout(io.StringIO())

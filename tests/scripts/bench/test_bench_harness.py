@@ -1,13 +1,18 @@
-import contextlib
+"""The harness: turns, records, tables. Every bench once, tiny, and its stored page from its stored records."""
+
 import json
-import re
+import random
 import subprocess
 import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 
-from scripts.bench import harness
-from scripts.bench.harness import Arm, Bench, Case, Column
+from scripts.bench import harness, parts, peers, rollout, trees
+from scripts.bench.harness import Bench, Case, Column
 from scripts.lines import read
 
 MADE = {
@@ -16,159 +21,186 @@ MADE = {
 }  # fmt: skip
 
 
+class Race:
+    """A bench of two arms that write down what is done with them; each measures 1, 2, … seconds."""
+
+    def __init__(self, tmp_path, **case):
+        self.log, self.path, self.dying = [], tmp_path / "race.jsonl", ""
+        arms = {arm: partial(self.start, arm) for arm in "ab"}
+        self.case = Case("race on foot", arms, **case)
+        key = ("case", "arm")
+        self.bench = Bench("race", "A race", lambda given: [self.case], lambda records: [], key)
+
+    @contextmanager
+    def start(self, arm, logs):
+        self.log.append(f"start {arm}")
+        (logs / arm).touch()
+        yield partial(self.measure, arm)
+        self.log.append(f"end {arm}")
+
+    def measure(self, arm):
+        self.log.append(arm)
+        if arm == self.dying:
+            raise RuntimeError("died")
+        return {"seconds": float(self.log.count(arm))}
+
+    def run(self, repeats, made=MADE):
+        """What is done, and what is then on record."""
+        self.log.clear()
+        harness.measure(self.bench, self.case, repeats, self.path, made)
+        return self.log, [(r.get("arm"), r["repeat"], r["seconds"]) for r in read(self.path)]
+
+
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):
     """Logs that are kept after a failure go with the test."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-class Counting:
-    """An arm that tells `log` all that is done with it, and measures 1.0, 2.0, …"""
-
-    def __init__(self, name, log, dies_at=None):
-        self.name, self.log, self.dies_at, self.num = name, log, dies_at, 0
-
-    @contextlib.contextmanager
-    def start(self, logs):
-        self.log.append(f"start {self.name}")
-        (logs / self.name).touch()
-        yield self.measure
-        self.log.append(f"end {self.name}")
-
-    def measure(self):
-        self.num += 1
-        self.log.append(self.name)
-        if self.num == self.dies_at:
-            raise RuntimeError("died")
-        return {"seconds": float(self.num)}
-
-
-def bench_of(log, **more):
-    arms = [Arm(name, Counting(name, log).start, {"fast": name == "b"}) for name in "ab"]
-    case = Case("race on foot", arms, **more)
-    key = ("case", "arm")
-    return Bench("race", "A race", lambda given: [case], lambda records: [], key=key), case
-
-
-def records_of(path):
-    return [(r["arm"], r["repeat"], r["seconds"]) for r in read(path)]
-
-
-def run(bench, monkeypatch, *options):
-    monkeypatch.setattr("sys.argv", ["race.py", *map(str, options)])
-    return harness.main(bench)
-
-
-def test_arms_are_measured_in_turn_every_second_round_backwards_and_the_first_round_is_dropped(
-    tmp_path,
-):
-    log, path = [], tmp_path / "race.jsonl"
-    bench, case = bench_of(log)
-    harness.measure(bench, case, 2, path, MADE)
+def test_arms_take_turns_every_second_round_backwards_and_the_first_round_is_dropped(tmp_path):
+    log, records = Race(tmp_path).run(2)
     assert log[:8] == ["start a", "start b", "a", "b", "a", "b", "b", "a"]
     assert sorted(log[8:]) == ["end a", "end b"]
-    assert records_of(path) == [("a", 0, 2.0), ("b", 0, 2.0), ("b", 1, 3.0), ("a", 1, 3.0)]
-    assert read(path)[1]["options"] == {"fast": True}
+    assert records == [("a", 0, 2.0), ("b", 0, 2.0), ("b", 1, 3.0), ("a", 1, 3.0)]
     assert not list(tmp_path.glob("bench-*")), "logs are kept after a failure only"
 
 
-def test_a_bench_resumes_where_it_stopped_and_measures_nothing_twice(tmp_path):
-    log, path = [], tmp_path / "race.jsonl"
-    bench, case = bench_of(log, warm_up=0)
-    dying_arm = Arm("b", Counting("b", log, dies_at=1).start)
-    dying = Case(case.name, [case.arms[0], dying_arm], warm_up=0)
+def test_a_bench_resumes_where_it_stopped_and_what_other_makers_measured_is_replaced(tmp_path):
+    race = Race(tmp_path, warm_up=0)
+    race.dying = "b"
     with pytest.raises(RuntimeError, match="died"):
-        harness.measure(bench, dying, 2, path, MADE)
-    assert records_of(path) == [("a", 0, 1.0)] and "end a" in log
-    assert sorted(path.name for path in tmp_path.glob("bench-*/*")) == ["a", "b"]
-    harness.measure(bench, case, 2, path, MADE)
-    assert records_of(path) == [("a", 0, 1.0), ("b", 0, 1.0), ("b", 1, 2.0), ("a", 1, 2.0)]
-    log.clear()
-    harness.measure(bench, case, 2, path, MADE)
-    assert log == []
-
-
-def test_what_other_code_measured_of_the_same_arm_is_replaced_and_what_failed_is_measured_again(
-    tmp_path,
-):
-    path = tmp_path / "race.jsonl"
-    bench, case = bench_of([], warm_up=0)
-    old, failed = {**MADE, "commit": "old"}, {**MADE, "failed": "it fell"}
-    lines = [
-        {"case": "race on foot", "arm": arm, "repeat": i, "seconds": 9.0, **old}
-        for i in range(3)
-        for arm in "abc"
-    ]
-    lines.append({"case": "race on foot", "arm": "a", "repeat": 0, "seconds": 8.0, **failed})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    harness.measure(bench, case, 1, path, MADE)
-    assert records_of(path) == [*(("c", i, 9.0) for i in range(3)), ("a", 0, 1.0), ("b", 0, 1.0)]
+        race.run(2)
+    assert "end a" in race.log and len(list(tmp_path.glob("bench-*/*"))) == 2
+    race.dying = ""
+    log, records = race.run(2)
+    assert log[2:5] == ["b", "b", "a"] and len(records) == 4
+    assert race.run(2) == ([], records), "all is done"
+    failed = {"failed": "it fell", **MADE, "case": "race on foot", "arm": "a", "repeat": 2}
+    race.path.write_text(race.path.read_text() + json.dumps(failed | {"seconds": 9.0}) + "\n")
+    log, records = race.run(3)
+    assert (
+        log[2:4] == ["a", "b"]
+        and len(records) == 6
+        and records[-2:] == [("a", 2, 1.0), ("b", 2, 1.0)]
+    )
+    _, records = race.run(1, MADE | {"commit": "another"})
+    assert records == [("a", 0, 1.0), ("b", 0, 1.0)]
 
 
 def test_a_case_can_make_its_own_records_of_a_round(tmp_path):
-    bench, case = bench_of(
-        [], records=lambda found: [{"arm": "b/a", "seconds": found["b"]["seconds"] / 2}]
-    )
-    for _ in range(2):
-        harness.measure(bench, case, 1, tmp_path / "race.jsonl", MADE)
-    assert records_of(tmp_path / "race.jsonl") == [("b/a", 0, 1.0)]
+    def records_of(measured):
+        yield {"seconds": measured["b"]["seconds"] / measured["a"]["seconds"]}
+
+    race = Race(tmp_path, records=records_of)
+    race.bench = replace(race.bench, key=("case",))
+    assert race.run(1)[1] == [(None, 0, 1.0)]
+    assert race.run(1) == ([], [(None, 0, 1.0)]), "all is done"
 
 
-def test_columns_show_median_spread_gain_and_whether_the_target_is_reached():
-    rows = {"slow": [{"s": seconds} for seconds in (4.0, 6.0, 5.0)]}
-    rows["fast"] = [{"s": seconds} for seconds in (2.0, 1.0, 3.0)]
-    column = Column("s", "ms", ".0f", 1000, better=-1, against="faster", target=2500)
-    assert harness.table("arm", rows, [column, Column("none", "nothing")]) == [
-        "| arm | n | ms | faster | target | reached | nothing |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| slow | 3 | 5000 [4000–6000] | 1.00 [1.00–1.00] | ≤ 2500 | no | – |",
-        "| fast | 3 | 2000 [1000–3000] | 2.50 [1.67–6.00] | ≤ 2500 | yes | – |",
-    ]
-    more = Column("s", "1/s", ".1f", better=1, against="more", target=2)
-    cells = more.cells([{"s": 3.0}, {"s": None}], [{"s": 2.0}])
-    assert cells == ["3.0 [3.0–3.0], n = 1", "1.50 [1.50–1.50]", "≥ 2", "yes"]
+def test_cells_are_medians_and_extremes_of_a_row_and_of_its_ratios_to_the_first():
+    rng = random.Random(0)
+    rows = {row: [{"s": rng.uniform(1, 9)} for _ in range(5)] for row in ("slow", "fast")}
+    rows["fast"].append({"s": None})
+    column = Column("s", "ms", ".0f", 1000, better=-1, against="times faster")
+    lines = harness.table("arm", rows, [column, Column("other", "nothing")])
+    assert lines[0] == "| arm | n | ms | times faster | nothing |"
+    first, last = (np.array([r["s"] for r in records[:5]]) for records in rows.values())
+    low, median, high = np.percentile(last, [0, 50, 100]) * 1000
+    gains, gain = first / last, np.median(first) / np.median(last)
+    shown = f"{median:.0f} [{low:.0f}–{high:.0f}], n = 5 | {gain:.2f} [{gains.min():.2f}–{gains.max():.2f}]"
+    assert lines[3] == f"| fast | 6 | {shown} | – |"
+
+
+def run_main(race, monkeypatch, *options):
+    monkeypatch.setattr("sys.argv", ["race.py", *map(str, options)])
+    return harness.main(race.bench)
 
 
 def test_the_page_names_what_made_the_records(tmp_path, monkeypatch):
-    bench, _ = bench_of([])
-    options = ("--repeats", 2, "--only", "race", "--size", "tiny")
-    found = run(bench, monkeypatch, "--out", tmp_path, *options)
-    assert [(r["arm"], r["repeat"]) for r in found] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
-    text, commit = (tmp_path / "table.md").read_text(), found[0]["commit"]
-    assert "`scripts/bench/race.py`" in text and "Size tiny: the numbers mean nothing." in text
-    assert f"commit {commit}" in text and len(commit) == 12 and "--repeats 2" in text
+    options = ("--repeats", 1, "--only", "race", "--size", "tiny", "--out", tmp_path)
+    records = run_main(Race(tmp_path), monkeypatch, *options)
+    text = (tmp_path / "table.md").read_text()
+    assert f"commit {records[0]['commit']}" in text and "--repeats 1" in text and "tiny" in text
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "memory", "reason"),
     [
-        (["--only", "nothing"], "--only 'nothing' is none of 'race', 'race on foot'"),
-        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
-        (["--report"], r"race\.jsonl has no records; run python scripts/bench/race\.py first"),
-        ([], r"'race on foot' needs 1000000 GB of memory, \d+ GB are available"),
+        (["--only", "nothing"], 0, "--only 'nothing' is none of"),
+        (["--repeats", "0"], 0, "at least 1"),
+        (["--report"], 0, "no records"),
+        (["--size", "tiny"], 1e15, "needs 1000000 GB"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(tmp_path, monkeypatch, capsys, options, error):
-    with pytest.raises(SystemExit) as ended:
-        run(bench_of([], memory=1e15)[0], monkeypatch, "--out", tmp_path, *options)
-    assert ended.value.code == 2 and re.search(error, capsys.readouterr().err.splitlines()[-1])
+def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, capsys, options, memory, reason):
+    race = Race(tmp_path, memory=memory)
+    with pytest.raises(SystemExit, match="2"):
+        run_main(race, monkeypatch, "--out", tmp_path, *options)
+    assert not race.log and reason in capsys.readouterr().err
 
 
-def test_uncommitted_changes_make_no_records_in_results_and_are_said_elsewhere(tmp_path):
-    made, (_, case) = {**MADE, "dirty": True}, bench_of([])
-    harness.check([case], tmp_path, made)
-    with pytest.raises(ValueError, match=r"changes are uncommitted; commit them or give --out"):
-        harness.check([case], harness.ROOT / "results" / "race", made)
-    assert "commit c0ffee, with changes; 2 CPU cores" in harness.made_by([made])[0]
+def test_uncommitted_changes_make_no_records_in_results(tmp_path):
+    dirty, results = {**MADE, "dirty": True}, harness.ROOT / "results" / "race"
+    for out, made in ((tmp_path, dirty), (results, MADE)):
+        harness.check([Race(tmp_path).case], out, made)
+    with pytest.raises(ValueError, match="uncommitted"):
+        harness.check([Race(tmp_path).case], results, dirty)
+    assert "with changes" in harness.made_by([dirty])[0]
 
 
-SLOW = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("parts", "trees", "peers")
-]
+# The benches
 
 
-@pytest.mark.parametrize("script", ["rollout", *SLOW])
-def test_a_bench_runs_as_a_script_although_it_may_hide_a_module_of_that_name(script):
-    command = [sys.executable, f"scripts/bench/{script}.py", "--help"]
-    done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "--report" in done.stdout, done.stderr
+@pytest.mark.parametrize("bench", [parts.BENCH, peers.BENCH, rollout.BENCH, trees.BENCH])
+def test_the_stored_records_give_the_stored_page(bench, tmp_path):
+    stored = harness.ROOT / "results" / bench.name
+    (tmp_path / f"{bench.name}.jsonl").symlink_to(stored / f"{bench.name}.jsonl")
+    harness.write(bench, tmp_path)
+    assert (tmp_path / "table.md").read_text() == (stored / "table.md").read_text()
+
+
+def run_tiny(script, out, *options):
+    command = [sys.executable, f"scripts/bench/{script}.py", "--size", "tiny", "--out", out]
+    done = subprocess.run(
+        [*command, *options], cwd=harness.ROOT, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "the numbers mean nothing" in (out / "table.md").read_text()
+    return read(out / f"{script}.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "num_records"), [("trainer", 2), ("job", 6)])
+def test_each_part_is_measured_against_its_limit(case, num_records, tmp_path):
+    records = run_tiny("parts", tmp_path, "--only", case, "--repeats", "1")
+    assert len(records) == num_records and all(record["ratio"] > 0 for record in records)
+
+
+@pytest.mark.e2e
+@pytest.mark.study
+def test_one_request_and_replicated_prompts_sample_the_same_tokens_on_real_engines(tmp_path):
+    records = run_tiny("rollout", tmp_path, "--only", "replication 8x8", "--repeats", "2")
+    for measured in harness.rounds(records, "repeat").values():
+        assert {r["arm"] for r in measured} == {"one request", "replicated"}
+        assert len({r["tokens"] for r in measured}) == 1
+    for r in records:
+        assert r["groups"] == r["ledger"]["groups_consumed"] == 2
+        assert r["ledger"]["tokens_consumed"] == r["tokens"] and r["inherited_share"] == 0
+        assert r["seconds"] > 0 and r["update_s"] > 0
+
+
+@pytest.mark.slow
+def test_each_way_to_share_prefixes_makes_the_same_gradient_from_recorded_batches(tmp_path):
+    options = ("--only", "prompts tiny", "--repeats", "1", "--recordings", tmp_path / "recorded")
+    records = run_tiny("trees", tmp_path, *options)
+    assert [r["arm"] for r in records] == ["off", "prompt", "tree"]
+    off, prompt, tree = (r["tokens/saved_share"] for r in records)
+    assert off == 0 < prompt < tree <= records[0]["tokens/shareable"]
+    assert all(r["seconds"] > 0 and r["peak"] > r["added"] >= 0 for r in records)
+
+
+@pytest.mark.slow
+def test_a_run_of_ours_is_measured_beside_none_of_a_peer(tmp_path):
+    options = ("--only", "short", "--repeats", "1", "--arms", "ours α=1")
+    (record,) = run_tiny("peers", tmp_path, *options)
+    assert record["tokens_per_sample"] == 4 and 0 < record["cores_busy"] <= record["cores"]

@@ -1,10 +1,8 @@
-"""The bench of peers: what TRL is given and says, what a run is told, and the tables of stored records."""
+"""The bench of peers: what TRL is given and says, what a run is told, and whom ours is compared with."""
 
 import json
-import os
-import statistics
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,71 +10,67 @@ from transformers import TrainerState
 
 from asyncrl.tasks import load_task
 from asyncrl.weights.models import resolve_model
-from scripts.bench import harness, peers, peers_ours, peers_trl
-from scripts.bench.work import NATURAL, SHORT, SMOLLM2
+from scripts.bench import peers, peers_ours, peers_trl
+from scripts.bench.peers import Arm
+from scripts.bench.workloads import WORKLOADS
 from scripts.lines import read
 from scripts.make_tiny import RECIPES
 
-# TRL
+NATURAL, SHORT, SMOLLM2 = (WORKLOADS[name] for name in ("natural", "short", "smollm2"))
+
+
+@pytest.fixture(autouse=True)
+def few_problems(monkeypatch):
+    monkeypatch.setattr(peers_trl, "NUM_PROBLEMS", 2)
 
 
 def test_packed_attention_is_causal_attention_of_each_segment_on_its_own():
     torch.manual_seed(0)
-    # more segments than are computed at once
-    lengths_q, lengths_k = [3, 1, 5, 2] * 20, [3, 7, 5, 9] * 20
-    starts_q, starts_k = (
-        torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k)
-    )
-    sizes = (sum(lengths_q), sum(lengths_k), sum(lengths_k))
-    query, key, value = (torch.randn(n, 2, 4, requires_grad=True) for n in sizes)
+    lengths_q, lengths_k = [3, 1, 5, 2], [3, 7, 5, 9]
+    starts_q, starts_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (lengths_q, lengths_k))
+    query = torch.randn(11, 4, 8)
+    key, value = torch.randn(2, 24, 2, 8)
     packed = peers_trl.varlen_attention(
         query, key, value, starts_q, starts_k, 5, 9, softmax_scale=0.3, causal=True
     )
-    rows = []
-    for s, (num_q, num_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
-        for i in range(num_q):
-            seen = slice(int(starts_k[s]), int(starts_k[s]) + num_k - num_q + i + 1)
-            scores = torch.einsum("khd,hd->hk", key[seen], query[starts_q[s] + i]) * 0.3
-            rows.append(torch.einsum("hk,khd->hd", scores.softmax(1), value[seen]))
-    expected = torch.stack(rows)
-    torch.testing.assert_close(packed, expected, rtol=1e-5, atol=1e-6)
-    weights = torch.randn_like(packed)
-    for found, wanted in zip(
-        torch.autograd.grad((packed * weights).sum(), (query, key, value)),
-        torch.autograd.grad((expected * weights).sum(), (query, key, value)),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    row = 0
+    for start, num_q, num_k in zip(starts_k.tolist(), lengths_q, lengths_k, strict=False):
+        for seen in range(num_k - num_q + 1, num_k + 1):
+            for head in range(4):
+                keys, values = (t[start : start + seen, head // 2] for t in (key, value))
+                weights = (0.3 * keys @ query[row, head]).softmax(0)
+                torch.testing.assert_close(packed[row, head], weights @ values)
+            row += 1
 
 
-def test_tokens_of_a_step_of_trl_are_read_from_its_log():
-    assert peers_trl.trained_tokens({"completions/mean_length": 2.5}, samples=64) == 160
-    both = {"completions/mean_length": 3, "batch/trained_tokens_per_step": 7}
-    assert peers_trl.trained_tokens(both, 64) == 7
-    # a line of the summary would count the last step twice
-    assert peers_trl.trained_tokens(both | {"train_runtime": 3.0}, 64) is None
-
-
-def test_the_recorder_writes_the_start_and_each_step(tmp_path):
+def test_the_recorder_writes_the_start_and_each_step_with_the_tokens_that_trl_logs(tmp_path):
     recorder = peers_trl.Recorder(tmp_path / "steps.jsonl", samples=64)
     peers_trl.Start(recorder).on_train_begin()
     recorder.on_step_end()
-    state = TrainerState(global_step=1)
-    recorder.on_log(None, state, None, logs={"completions/mean_length": 2.0})
-    recorder.on_log(None, state, None, logs={"train_runtime": 2.0})
-    start, step = read(tmp_path / "steps.jsonl")
-    assert (start["step"], step["step"], step["samples"], step["tokens"]) == (0, 1, 64, 128.0)
-    assert start["time"] <= step["time"] <= time.time()
+    mean, both = (
+        {"completions/mean_length": 2.5},
+        {"completions/mean_length": 3.0, "batch/trained_tokens_per_step": 7.0},
+    )
+    # the summary at the end would count the last step twice
+    for step, logs in enumerate(
+        [mean, both, both | {"train_runtime": 2.0}, {"loss": 0.0}], start=1
+    ):
+        recorder.on_log(None, TrainerState(global_step=step), None, logs=logs)
+    lines = read(tmp_path / "steps.jsonl")
+    steps = [(line["step"], line["samples"], line["tokens"]) for line in lines]
+    assert steps == [(0, 0, 0.0), (1, 64, 160.0), (2, 64, 7.0)]
+    assert lines[0]["time"] <= lines[1]["time"]
 
 
 def test_trl_is_asked_and_rewarded_as_the_task_says():
     config = NATURAL.config(model=resolve_model("tiny", "addition"), seed=3)
-    row, talk = peers_trl.problems(config, False)[0], peers_trl.problems(config, True)[0]
+    row, talk = (peers_trl.problems(config, conversational)[0] for conversational in (False, True))
     problem = load_task("addition", 3).train_problem(0)
     assert row == {"prompt": problem.prompt, "answer": problem.answer, "task": "addition"}
     assert talk["prompt"] == [{"role": "user", "content": problem.prompt}]
-    completions = [problem.answer, [{"role": "assistant", "content": "nothing"}]]
-    assert peers_trl.task_reward(completions, [problem.answer] * 2, ["addition"] * 2) == [1.0, 0.0]
+    completions = [problem.answer, [{"role": "assistant", "content": problem.answer}], "nothing"]
+    rewards = peers_trl.task_reward(completions, [problem.answer] * 3, ["addition"] * 3)
+    assert rewards == [1.0, 1.0, 0.0]
     assert peers_trl.task_reward(["It is 7."], ["7"], ["sums:one_digit"]) == [1.0]
 
 
@@ -94,7 +88,6 @@ def test_trl_is_asked_in_the_tokens_of_our_prompts_with_and_without_a_chat_templ
     task = load_task("sums:one_digit", 0)
     asked = task.encode_prompt(task.train_problem(0), tokenizer)
     assert tokenizer(row["prompt"])["input_ids"] == asked and len(asked) == 6
-    assert row["answer"] == task.train_problem(0).answer
 
 
 def test_trl_is_given_the_sizes_and_the_optimizer_of_our_job():
@@ -102,9 +95,7 @@ def test_trl_is_given_the_sizes_and_the_optimizer_of_our_job():
     wanted = {"per_device_train_batch_size": 64, "num_generations": 8, "learning_rate": 4e-5, "bf16": True, "seed": 2,
               "max_completion_length": 20, "max_steps": 30, "output_dir": "here"}  # fmt: skip
     assert wanted.items() <= given.items()
-    given = peers_trl.common_options(NATURAL.config())
-    wanted = {"learning_rate": 1e-3, "bf16": False, "per_device_train_batch_size": 256}
-    assert wanted.items() <= given.items()
+    assert peers_trl.common_options(NATURAL.config())["bf16"] is False
 
 
 # Runs
@@ -125,143 +116,109 @@ def test_steps_of_ours_are_read_from_its_run(tmp_path):
 
 
 STANDS_IN = """
-import json, pathlib, sys
+import json, os, pathlib, sys, time
 told = json.loads(sys.argv[1])
-assert "mode" not in told and told["work"] == "short" and told["seed"] == 7
-tokens = 256 * told["num_rollout_workers"]
-lines = [{"time": i, "samples": 256 * (i > 0), "tokens": tokens} for i in range(told["steps"] + 1)]
+assert told["workload"] == "short" and told["seed"] == 7 and os.environ["OMP_NUM_THREADS"] == "3"
+assert told.get("mode", "") == MODE and ("PEERS" in os.environ["PYTHONPATH"]) == bool(MODE)
+lines = [{"time": time.time() + i * i, "samples": 256 * (i > 0), "tokens": 100 + i} for i in range(told["steps"] + 1)]
 pathlib.Path(told["out"], "steps.jsonl").write_text("\\n".join(map(json.dumps, lines)))
+sys.exit(told.get("num_rollout_workers", 0))
 """
 
 
-def test_a_run_is_told_its_work_and_what_it_says_is_kept(tmp_path, monkeypatch):
-    """A script that stands in for ours: it writes what it was told as its steps."""
-    (tmp_path / "scripts" / "bench").mkdir(parents=True)
-    (tmp_path / "scripts" / "bench" / "peers_ours.py").write_text(STANDS_IN)
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """Measures with scripts that stand in for ours and for TRL's: step i of theirs ends at i² s."""
+    folder = tmp_path / "scripts" / "bench"
+    folder.mkdir(parents=True)
+    for name, mode in (("ours", ""), ("trl", "async")):
+        (folder / f"peers_{name}.py").write_text(f"MODE = {mode!r}\n{STANDS_IN}")
     monkeypatch.setattr(peers, "ROOT", tmp_path)
-    way = peers.Way(options={"num_rollout_workers": 3})
-    found = peers.measure(way, SHORT, tmp_path, True, iter([7]), tmp_path)
-    wanted = {"work": "short", "steps": 5, "seed": 7, "peer": "trl==1.16.0"}
-    assert wanted.items() <= found.items()
-    assert found["start_s"] - found["up_s"] == pytest.approx(1.0), "the first line is the start"
-    assert found["tokens_per_sample"] == 3.0 and found["samples_per_s"] == pytest.approx(256.0)
+    return lambda arm: peers.measure(arm, SHORT, tmp_path / "PEERS", "tiny", iter([7]), tmp_path)
 
 
-def test_steady_state_begins_with_the_end_of_the_first_quarter():
-    times = [100.0, 101.0, 102.0, 102.5, 103.0, 103.5, 104.0, 104.5]
-    lines = [{"time": t, "samples": 4, "tokens": 10 + i} for i, t in enumerate(times)]
-    tokens_per_s = (13 + 14 + 15 + 16 + 17) / 2.5
-    rates = {"samples_per_s": 8.0, "tokens_per_s": tokens_per_s, "tokens_per_sample": 75 / 20}
-    assert peers.steady_state(lines) == {"step_s": 0.5, **rates}
-
-
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [
-        ("print('something'); exit(3)", r"(?s)ended with status 3; its last lines.*something"),
-        ("import time; time.sleep(60)", r"ended with status none after 0\.5 s"),
-    ],
-)
-def test_a_run_that_fails_or_hangs_is_ended_with_its_last_lines(
-    tmp_path, monkeypatch, command, error
+@pytest.mark.parametrize("mode", ["", "async"])
+def test_a_run_is_told_its_workload_and_measured_from_the_end_of_the_first_quarter_on(
+    measure, mode
 ):
-    monkeypatch.setattr(peers, "TIMEOUT_S", 0.5 if "sleep" in command else 60.0)
-    with pytest.raises(RuntimeError, match=error):
-        peers.run([sys.executable, "-c", command], dict(os.environ), tmp_path / "log")
+    numbers = measure(Arm(mode, threads=3))
+    assert {
+        "work": "short",
+        "steps": 5,
+        "seed": 7,
+        "peer": "trl==1.16.0",
+    }.items() <= numbers.items()
+    # steps 3, 4 and 5 end at 9, 16 and 25 s; step 2, the end of the first quarter, at 4 s
+    assert numbers["step_s"] == pytest.approx(7.0, abs=1e-2)
+    rates = [numbers["samples_per_s"], numbers["tokens_per_s"], numbers["tokens_per_sample"]]
+    assert rates == pytest.approx([3 * 256 / 21, 312 / 21, 312 / 768], rel=1e-2)
+    assert numbers["start_s"] - numbers["up_s"] == pytest.approx(1.0, abs=1e-2), (
+        "the first line is the start"
+    )
 
 
-def test_cores_busy_are_those_between_two_moments_and_not_of_what_has_ended_by_the_second(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(harness, "POLL_S", 0.1)
-    busy = "import time\nwhile time.process_time() < 1.8: pass"
-    looks = peers.run([sys.executable, "-c", busy], dict(os.environ), tmp_path / "log")
-    assert max(memory for *_, memory in looks) > 1e6
-    (begun, _, _), (ended, used, _) = looks[0], looks[-1]
-    assert used > 1.0 and peers.cores_busy(looks, begun, time.time()) == used / (ended - begun)
+def test_a_run_that_fails_or_hangs_is_ended_with_its_last_lines(measure, tmp_path, monkeypatch):
+    with pytest.raises(RuntimeError, match="status 5"):
+        measure(Arm(threads=3, options={"num_rollout_workers": 5}))
+    monkeypatch.setattr(peers, "TIMEOUT_S", 0.1)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(RuntimeError, match="no status after"):
+        peers.run(command, {}, tmp_path / "log")
+
+
+def test_cores_busy_are_those_between_two_moments_and_not_of_what_has_ended_by_the_second():
     looks = [(0.0, 0.0, 0), (2.0, 4.0, 0), (4.0, 7.0, 0), (6.0, 1.0, 0)]
     assert peers.cores_busy(looks, 1.0, 5.0) == (7.0 - 2.0) / 3.0, "at 6.0 most processes have gone"
     assert peers.cores_busy(looks, 4.5, 5.0) == 0.0, "nobody looked"
     assert peers.look(2**22 + 1)[1:] == (0.0, 0), "there is no such process"
 
 
-def test_an_arm_has_the_environment_that_it_needs(tmp_path):
-    for name, way in peers.WAYS.items():
-        found = peers.environment(way, tmp_path)
-        assert way.is_peer == name.startswith("TRL") == (str(tmp_path) in found["PYTHONPATH"])
-        assert found["OMP_NUM_THREADS"] == str(way.threads)
+def test_an_arm_whose_groups_share_a_request_has_no_workload_of_several_lengths(tmp_path):
+    arms = ["ours α=1", "ours α=4, trees, a request a group"]
+    cases = peers.cases(SimpleNamespace(arms=arms, env=tmp_path, size="tiny"))
+    assert [case.name for case in cases if list(case.arms) == arms] == [
+        "natural",
+        "short",
+        "smollm2",
+    ]
+    assert [case.name for case in cases if list(case.arms) == arms[:1]] == ["long"]
 
 
 def test_an_installation_that_is_there_is_left_alone_and_one_that_fails_says_why(
     tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ValueError, match=r"pip install .* failed"):
+        peers.install(tmp_path)
     for pin in peers.PINS:
         (tmp_path / f"{pin.replace('==', '-')}.dist-info").mkdir()
-    monkeypatch.setattr(sys, "executable", "/bin/false")
     peers.install(tmp_path)
-    with pytest.raises(ValueError, match=r"pip install .* failed"):
-        peers.install(tmp_path / "another")
 
 
 # Tables
 
 
-def run_of(arm, work="long", **measured):
-    defaults = {"samples_per_s": 1.0, "tokens_per_s": 2.0, "tokens_per_sample": 2.0, "start_s": 9.0}
-    made = {"commit": "abc", "repeat": 0, "peak_memory_gb": 1.5}
-    return {"arm": arm, "work": work, **defaults, **made, **measured}
-
-
-def cells(lines, name):
-    """Heading -> cell of the row of an arm."""
-    heading, row = (
-        next(line for line in lines if what in line).strip("| ").split(" | ")
-        for what in ("| n |", name)
-    )
-    return dict(zip(heading, row, strict=True))
-
-
-def test_ours_is_compared_with_the_best_of_trl_and_both_with_the_machine():
-    rates = {"ours α=1": 150.0, "ours α=2": 180.0, "TRL a": 30.0, "TRL b": 60.0}
-    cost = {"cores": 2, "cpu_ms_per_sample": 10.0, "cores_busy": 1.8}
+def test_ours_is_compared_with_the_run_of_trls_fastest_arm_whose_turn_was_beside_its_own():
+    rates = {
+        "ours α=1": (150.0, 150.0, 150.0), "ours α=2": (200.0, 100.0, 300.0),
+        "TRL a": (30.0, 30.0, 30.0), "TRL b": (100.0, 50.0, 100.0),
+    }  # fmt: skip
+    made = {"work": "long", "cores": 2, "cores_busy": 1.8}
     records = [
-        run_of(name, "natural", samples_per_s=rate, repeat=i, **cost)
-        for i in range(3)
-        for name, rate in rates.items()
+        {**made, "arm": arm, "repeat": i, "samples_per_s": rate, "commit": "abc"}
+        for arm, of_arm in rates.items()
+        for i, rate in enumerate(of_arm)
     ]
-    lines = peers.summary(records)
-    assert len(lines) == 4, "the best of each"
-    ours, peer = cells(lines, "ours α=2"), cells(lines, "TRL b")
-    assert (ours["÷ TRL"], ours["aim"], ours["reached"]) == ("3.00 [3.00–3.00]", "≥ 2 ÷ TRL", "yes")
-    assert peer["÷ TRL"] == "–" and peer["samples/s"] == "60.0 [60.0–60.0]"
-    assert ours["÷ limit of the machine"] == "0.90 [0.90–0.90]"
-    long = [{**record, "work": "long"} for record in records]
-    assert cells(peers.summary(long), "ours α=2")["reached"] == "no", "the limit counts there"
-    lines = peers.summary([*records, run_of("TRL c", "natural", samples_per_s=100.0)])
-    ours = cells(lines, "ours α=2")
-    assert (ours["÷ TRL"], ours["reached"]) == ("1.80 [1.80–1.80]", "no")
-    assert len(peers.summary([run_of("ours α=1")])) == 2, "without TRL nothing is compared"
+    records += [records[3] | {"repeat": 3}, records[4] | {"commit": "another"}]
+    (pairs,) = peers.best_pairs(records).values()
+    assert list(pairs) == ["ours α=2", "TRL b"]
+    ours = pairs["ours α=2"]
+    assert [r["over_peer"] for r in ours] == [2.0, 2.0, 3.0]
+    assert ours[0]["over_limit"] == 0.9 and ours[0]["limit"] == pytest.approx(200 / 0.9)
+    assert peers.best_pairs(records[:6]) == {}, "without TRL nothing is compared"
 
 
-def test_runs_are_compared_with_the_one_whose_turn_was_beside_theirs():
-    speeds = {"ours": (200.0, 100.0, 300.0), "TRL": (100.0, 50.0, 100.0)}
-    records = [
-        run_of(arm, samples_per_s=rate, repeat=i)
-        for arm, rates in speeds.items()
-        for i, rate in enumerate(rates)
-    ]
-    records += [run_of("TRL", commit="other", samples_per_s=1.0), run_of("ours", repeat=3)]
-    (of_work,) = peers.ours(records).values()
-    assert [r["over_peer"] for r in of_work] == [2.0, 2.0, 3.0]
-
-
-def test_the_committed_records_give_their_page_and_a_row_of_each_work(tmp_path):
-    folder = harness.ROOT / "results" / "peers"
-    records = read(folder / "peers.jsonl")
-    paragraphs = "\n\n".join(peers.report(records))
-    assert (folder / "table.md").read_text().endswith(f"{paragraphs}\n")
-    for work, arms in peers.arms_of(records).items():
-        assert {peers.best(arms, "ours"), peers.best(arms, "TRL")} <= peers.WAYS.keys()
-        ratio = f"{statistics.median(r['over_peer'] for r in peers.ours(records)[work]):.2f} ["
-        ours, peer = (row for row in peers.summary(records) if row.startswith(f"| {work} |"))
-        assert ratio in ours and "TRL" in peer
+def test_the_time_to_an_accuracy_is_infinite_where_it_was_not_reached():
+    record = {"curve": [], "to_accuracy_s": None, "up_s": 3.0}
+    assert peers.completed(record)["learning_s"] == float("inf")
+    assert peers.completed(record | {"to_accuracy_s": 9.0})["learning_s"] == 6.0

@@ -1,9 +1,9 @@
-"""The work of the benches: which responses are sampled, how long they are, and rewards and latencies of simulation.
+"""The workloads of the benches: which responses are sampled, how long they are, simulated rewards and latencies.
 
 `natural` lets responses end as they end, on the addition task's own problems, and so does `smollm2`, a real language
-model's job, the one of README.md. All others force their lengths, so that whoever does the work samples and trains the
-same number of tokens: no end of sequence is sampled, and a response's only limit is its own number of tokens, drawn
-from a law by the seed of its request.
+model's job, the one of docs/results.md. All others force their lengths, so that whoever does the work samples and
+trains the same number of tokens: no end of sequence is sampled, and a response's only limit is its own number of
+tokens, drawn from a law by the seed of its request.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from asyncrl.engine.score import Scored
 from asyncrl.records import Completion, Ticket
 from extras.latency_law import LatencyLaw
 from rollout import RolloutWorker, run_worker, start_worker
+from scripts.bench.harness import tables_beside
 from scripts.latency import start_delayed
 
-GROUPS, GROUP_SIZE = 32, 8
-SAMPLES_PER_STEP = GROUPS * GROUP_SIZE
-MAX_PROMPT_TOKENS = 40
+SIZES = {"groups_per_step": 32, "group_size": 8, "max_prompt_tokens": 40}
+"""Options of every workload that has no others."""
 NO_LEARNING = 1e-12
 """Learning rate that costs what any other costs and leaves weights, and lengths of responses, as they are."""
 REWARD_S = 0.005
@@ -37,66 +37,43 @@ VARYING_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Work:
-    """Lengths of the responses."""
+class Workload:
+    """Lengths of the responses, as workloads.toml has them."""
 
     name: str
     max_response_tokens: int
     median_tokens: float | None = None
-    """Of a lognormal law, cut at max_response_tokens; None lets the policy end its responses."""
     sigma: float = 0.0
-    """Of ln(tokens)."""
     options: dict = field(default_factory=dict, hash=False)
-    """Of Config, beside its sizes."""
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         """Whether lengths come from the law."""
         return self.median_tokens is not None
 
     def length(self, seed: int) -> int:
-        """Forced tokens of the response with that sampling seed."""
+        """Return the forced tokens of the response with that sampling seed."""
         drawn = random.Random(seed).lognormvariate(math.log(self.median_tokens), self.sigma)
         return min(max(1, round(drawn)), self.max_response_tokens)
 
     def config(self, **options) -> Config:
-        """The options of train_async.py that do this work, with `options` changed."""
-        sizes = {
-            "groups_per_step": GROUPS,
-            "group_size": GROUP_SIZE,
-            "max_prompt_tokens": MAX_PROMPT_TOKENS,
-        }
-        return Config(
-            **{**sizes, "max_response_tokens": self.max_response_tokens, **self.options, **options}
-        ).checked()
+        """Return the options of train_async.py that do this work, with `options` changed."""
+        own = {"max_response_tokens": self.max_response_tokens, **self.options}
+        return Config(**(SIZES | own | options)).checked()
 
 
-NATURAL = Work("natural", max_response_tokens=48)
-SMOLLM2 = Work(
-    "smollm2", max_response_tokens=20,
-    options={
-        "model": "smollm2", "task": "sums:one_digit", "dtype": "bfloat16", "groups_per_step": 8, "lr": 4e-5,
-        "share_prefix": "prompt",
-    },
-)  # fmt: skip
-SHORT = Work("short", max_response_tokens=4, median_tokens=4.0)
-LONG = Work("long", max_response_tokens=256, median_tokens=30.0, sigma=1.0)
-"""Mean 47, so that the longest is 5 times the mean."""
-TAIL = Work("tail", max_response_tokens=192, median_tokens=15.0, sigma=1.0)
-"""Of the rollout bench: mean 24, an eighth of the longest (RollArt reports 5 to 9 in production)."""
-TURNS = Work("turns", max_response_tokens=64, median_tokens=4.0)
-"""Of the rollout bench, for each turn of several: an action, so that the environment's latency is what counts."""
-WORKS = {work.name: work for work in (NATURAL, SHORT, LONG, SMOLLM2)}
+_TABLES = tables_beside(__file__)
+WORKLOADS = {name: Workload(name, **fields) for name, fields in _TABLES.items()}
+_BY_LONGEST = {workload.max_response_tokens: workload for workload in WORKLOADS.values()}
 
 
-def work_of(max_response_tokens: int) -> Work:
-    """The work with that longest response."""
-    works = (*WORKS.values(), TAIL, TURNS)
-    return next(work for work in works if work.max_response_tokens == max_response_tokens)
+def workload_of(max_response_tokens: int) -> Workload:
+    """Return the workload with that longest response."""
+    return _BY_LONGEST[max_response_tokens]
 
 
 class ForcedLengths(LLMProxy):
-    """An engine whose responses have the lengths of the work."""
+    """An engine whose responses have the lengths of the workload."""
 
     async def generate(
         self,
@@ -107,8 +84,8 @@ class ForcedLengths(LLMProxy):
         prefix: Completion | None = None,
     ) -> Completion:
         """Sample one response of exactly the forced length, or of `max_tokens` if that is less."""
-        most = self.config.max_response_tokens
-        length = min(work_of(most).length(seed), max_tokens or most)
+        length = workload_of(self.config.max_response_tokens).length(seed)
+        length = min(length, max_tokens or length)
         return await super().generate(request_id, prompt_tokens, seed, length, prefix)
 
     async def ask(self, engine_id: str, tokens: list[int], params):
@@ -118,15 +95,17 @@ class ForcedLengths(LLMProxy):
 
 
 async def start_proxy(spec: WorkerSpec, stop_token_ids: list[int]) -> LLMProxy:
-    """Start an engine that does a work."""
-    kind = ForcedLengths if work_of(spec.config.max_response_tokens).forced else LLMProxy
-    return await kind.start(spec, stop_token_ids)
+    """Start an engine that does a workload."""
+    proxy_class = (
+        ForcedLengths if workload_of(spec.config.max_response_tokens).is_forced else LLMProxy
+    )
+    return await proxy_class.start(spec, stop_token_ids)
 
 
-run_work_worker = functools.partial(
+run_workload = functools.partial(
     run_worker, start=functools.partial(start_worker, start_proxy=start_proxy)
 )
-"""What the process of a rollout worker runs that does a work."""
+"""What the process of a rollout worker runs that does a workload."""
 
 
 # Simulated rewards and latencies
@@ -147,21 +126,23 @@ class SimulatedRewards:
         if ticket.num_members > 1 and ticket.seed not in self.lengths:
             self.lengths[ticket.seed] = member_lengths(self.config, ticket.group_id)
         varies = random.Random(repr(ticket.prompt_tokens)).random() < VARYING_SHARE
-        return SingleTurn(
-            replace(ticket, answer=str(int(varies and member % 2))), self.tokenizer, self
-        )
+        rewarded = replace(ticket, answer=str(int(varies and member % 2)))
+        return SingleTurn(rewarded, self.tokenizer, self)
 
     async def score(self, answer: str, response: str) -> Scored:
-        """The answer, which is the reward."""
+        """Return the answer, which is the reward."""
         async with self._process:
             await asyncio.sleep(REWARD_S)
         return float(answer), {}
 
 
 def member_lengths(config: Config, group_id: int) -> list[int]:
-    """Forced lengths of a group's members, the same whether each has a ticket or one request samples them all."""
-    seed_of, work = TicketSource(config, prompts=None)._seed, work_of(config.max_response_tokens)
-    return [work.length(seed_of(group_id, member, 0, 0)) for member in range(config.group_size)]
+    """Return the forced lengths of a group's members, the same whether each has a ticket or one request samples all."""
+    source = TicketSource(config, prompts=None)
+    workload = workload_of(config.max_response_tokens)
+    return [
+        workload.length(source._seed(group_id, member, 0, 0)) for member in range(config.group_size)
+    ]
 
 
 def force_member_lengths(lengths: dict[int, list[int]]) -> None:
@@ -194,6 +175,6 @@ async def start_simulated_worker(
 
 
 def run_simulated_worker(law: str) -> Callable:
-    """What the process of such a worker runs, with that law of latency."""
+    """Return what the process of such a worker runs, with that law of latency."""
     start = functools.partial(start_simulated_worker, law=LatencyLaw.parse(law))
     return functools.partial(run_worker, start=start)

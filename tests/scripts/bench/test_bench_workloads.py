@@ -1,0 +1,166 @@
+"""Lengths of the workloads, and what parts, rollout and trees do with recorded or synthetic tokens."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import load, random_sequences, save_tiny_model
+
+from asyncrl.config import Config, OptimOptions
+from asyncrl.controller.tickets import PromptSource
+from asyncrl.records import Trajectory
+from asyncrl.tasks import load_task
+from asyncrl.trainer.packing import bundle, pack
+from data.problem import Problem
+from extras.baselines import BaselineTickets
+from scripts.bench import parts, rollout, trees, workloads
+from scripts.bench.workloads import WORKLOADS
+from scripts.lines import read
+
+FORCED = [workload for workload in WORKLOADS.values() if workload.is_forced]
+
+
+@pytest.fixture
+def model_path(tmp_path):
+    return save_tiny_model(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("workload", FORCED, ids=lambda workload: workload.name)
+def test_forced_lengths_follow_their_law(workload):
+    from scipy.stats import ks_1samp, lognorm
+
+    lengths = np.array([workload.length(seed) for seed in range(4000)])
+    assert (
+        lengths.min() >= 1 and lengths.max() == workload.max_response_tokens
+    ) or not workload.sigma
+    if not workload.sigma:
+        assert set(lengths) == {workload.median_tokens}
+        return
+    law = lognorm(workload.sigma, scale=workload.median_tokens)
+    jitter = np.random.default_rng(0).uniform(-0.5, 0.5, len(lengths))  # they are rounded
+    is_inside = (lengths > 1) & (lengths < workload.max_response_tokens)
+    below, above = law.cdf([1.5, workload.max_response_tokens - 0.5])
+    fitted = ks_1samp(
+        (lengths + jitter)[is_inside], lambda x: (law.cdf(x) - below) / (above - below)
+    )
+    assert fitted.pvalue > 0.01
+    assert workloads.workload_of(workload.max_response_tokens) is workload
+
+
+@pytest.mark.parametrize("group_id", [0, 7])
+def test_one_request_for_a_group_has_the_lengths_of_its_members_tickets(group_id):
+    tickets = {}
+    for is_replicated in (True, False):
+        config = Config(max_response_tokens=192, replicate_prompts=is_replicated)
+        prompts = PromptSource(lambda index: Problem("p", "a"), [], lambda problem: [1])
+        source = BaselineTickets(config, prompts)
+        for _ in range(group_id + 1):
+            tickets[is_replicated] = source.for_group(*source.next_group(), 0)
+    lengths = workloads.member_lengths(config, group_id)
+    assert [WORKLOADS["tail"].length(ticket.seed) for ticket in tickets[True]] == lengths
+    assert [t.num_members for t in tickets[False]] == [len(lengths)] and len(set(lengths)) > 1
+
+
+def test_vllm_gives_each_response_of_one_request_its_length(monkeypatch):
+    from vllm import SamplingParams
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    name = "_get_child_sampling_params"
+    monkeypatch.setattr(ParentRequest, name, getattr(ParentRequest, name))  # undone after the test
+    workloads.force_member_lengths({5: [3, 1, 2]})
+    params = SamplingParams(n=3, seed=5, max_tokens=192)
+    request = ParentRequest(SimpleNamespace(request_id="r", external_req_id="r", params=params))
+    assert [request.get_child_info(index)[1].max_tokens for index in range(3)] == [3, 1, 2]
+
+
+# Rollout
+
+
+def test_recomputed_tokens_are_those_before_each_change_of_version_with_the_prompt():
+    versions = np.array([-1, -1, 0, 0, 1, 1, 3])
+    arrays = np.zeros(7), versions >= 0, np.zeros(7), versions
+    trajectory = Trajectory(
+        0, 0, 0, *arrays, 0.0, "length", "", 1, started_at=0, ended_at=0, worker=0
+    )
+    assert rollout.recomputed_tokens(trajectory) == 4 + 6
+
+
+@pytest.mark.parametrize("size", ["full", "tiny"])
+@pytest.mark.parametrize("comparison", rollout.COMPARISONS, ids=lambda comparison: comparison.name)
+def test_arms_of_a_comparison_are_configs_that_differ_and_have_one_workload(comparison, size):
+    configs = [comparison.config(arm, size) for arm in comparison.arms]
+    assert len(set(configs)) == len(configs)
+    assert len({workloads.workload_of(c.max_response_tokens) for c in configs}) == 1
+    (case,) = (c for c in rollout.cases(SimpleNamespace(size=size)) if c.name == comparison.name)
+    assert case.memory == len(configs) * 2 * rollout.ENGINE_BYTES
+
+
+# Parts
+
+
+def test_the_plain_step_moves_the_weights_as_our_step_does_with_plain_policy_gradient(
+    one_rank, model_path
+):
+    config = Config(model=model_path, algo="reinforce", optim=OptimOptions(warmup=0), lr=1e-2)
+    sequences = random_sequences(12)
+    halves = bundle(sequences[:5]), bundle(sequences[5:])
+    policy, plain = load(config), parts.PlainStep(config, model_path)
+    before = [parameter.detach().clone() for parameter in plain.parameters]
+    policy.train_step([[*halves]], policy_version=12)
+    plain.step([pack(half, one_row=False) for half in halves])
+    ours = [parameter for _, parameter in policy.named_full_parameters()]
+    for mine, theirs, old in zip(ours, plain.parameters, before, strict=True):
+        assert not torch.equal(theirs, old)
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_sequences_of_a_workload_have_its_lengths(model_path):
+    long = WORKLOADS["long"]
+    sequences = parts.make_sequences(long, long.config(model=model_path), model_path)
+    assert [s.num_trained for s in sequences] == [long.length(i) for i in range(256)]
+    assert not any(s.loss_mask[0] for s in sequences)
+
+
+def test_a_ratio_is_ours_by_the_limit_and_a_speed_up_the_other_way_round():
+    assert parts.record("rollout long", 90.0, 100.0)["ratio"] == pytest.approx(0.9)
+    halves = {"pause_s": 0.1, "generate_alone_s": 1.0, "train_alone_s": 0.4}
+    measured = {f"α={ratio}": {"step_s": s, **halves} for ratio, s in enumerate((2.0, 1.25, 1.0))}
+    ratios = {r["part"]: r["ratio"] for r in parts.against_synchronous(measured)}
+    wanted = {"overlap α=1": 1.25, "pause α=2": 0.1, "speed-up natural α=1": 1.6}
+    assert wanted.items() <= ratios.items()
+
+
+# Trees
+
+
+@pytest.mark.parametrize(
+    ("norms", "dtype", "is_accepted"),
+    [
+        ([2.0, 2.001, 2.002], "float32", True),
+        ([2.0, 2.001, 2.01], "bfloat16", True),
+        ([2.0, 2.001, 2.01], "float32", False),
+        ([0.0, 0.0, 0.0], "bfloat16", False),
+    ],
+)
+def test_a_round_whose_gradients_differ_or_vanish_is_refused(norms, dtype, is_accepted):
+    measured = {
+        arm: {"grad_norm": norm, "dtype": dtype}
+        for arm, norm in zip(trees.ARMS, norms, strict=True)
+    }
+    if is_accepted:
+        assert [r["arm"] for r in trees.records_of_round(measured)] == [*trees.ARMS]
+    else:
+        with pytest.raises(RuntimeError, match="must agree"):
+            trees.records_of_round(measured)
+
+
+def test_rows_have_five_answered_problems_before_the_question_others_or_the_same(tmp_path):
+    same, other = (
+        read(trees.write_rows(tmp_path / f"{name}-sums.jsonl")) for name in ("same", "other")
+    )
+    problems = [load_task("sums:one_digit", 0).train_problem(i) for i in range(6)]
+    shown = " ".join(f"{p.prompt} {p.answer}" for p in problems[:5])
+    assert same[0] == {"prompt": f"{shown} {problems[5].prompt}", "answer": problems[5].answer}
+    assert all(row["prompt"].startswith(shown) for row in same)
+    assert len({row["prompt"].rpartition(" What")[0] for row in other}) > 200
