@@ -176,7 +176,6 @@ def test_each_part_is_measured_against_its_limit(case, num_records, tmp_path):
     assert len(records) == num_records and all(record["ratio"] > 0 for record in records)
 
 
-@pytest.mark.e2e
 @pytest.mark.study
 def test_one_request_and_replicated_prompts_sample_the_same_tokens_on_real_engines(tmp_path):
     records = run_tiny("rollout", tmp_path, "--only", "replication 8x8", "--repeats", "2")
