@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from real_job import ROOT, assert_ledger_balances, assert_nothing_is_left, start_job
-from tiny_policy import save_unservable_model
 
 from asyncrl.runlog.manifest import newest_checkpoint
 
@@ -124,6 +123,8 @@ def test_an_interrupted_run_leaves_nothing_behind_but_its_records(tmp_path, numb
 
 @pytest.mark.slow
 def test_a_worker_whose_engine_cannot_sample_ends_the_run_within_a_minute_with_its_log(tmp_path):
+    from tiny_policy import save_unservable_model
+
     model = save_unservable_model(str(tmp_path / "model"))
     job = start_job(tmp_path, steps=2, model=model, max_prompt_tokens=40, max_response_tokens=48)
     events = job.run_path / "events.jsonl"

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from real_job import assert_ledger_balances, run_job
-from tiny_policy import save_byte_llama
 
 pytestmark = pytest.mark.e2e
 
@@ -40,6 +39,8 @@ def test_an_environment_of_several_turns_is_learnt_within_the_bound_with_spare_m
 
 @pytest.mark.slow
 def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(tmp_path):
+    from tiny_policy import save_byte_llama
+
     job = run_job(
         tmp_path,
         model=save_byte_llama(str(tmp_path / "model")),

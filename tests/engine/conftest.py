@@ -3,10 +3,6 @@
 import os
 
 import pytest
-import torch
-import torch.distributed as dist
-from engine_pair import Pair
-from tiny_policy import save_tiny_model
 
 from asyncrl.cluster.placement import WorkerPlacement
 from asyncrl.config import Config
@@ -21,6 +17,12 @@ def options():
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, options):
+    # Imported here, as pytest reads this file even where it collects no test beside it.
+    import torch
+    import torch.distributed as dist
+    from engine_pair import Pair
+    from tiny_policy import save_tiny_model
+
     torch.set_num_threads(1)
     before = dict(os.environ)
     os.environ.update(worker_environment(WorkerPlacement(0, None, None, 1, 0.0)))

@@ -126,9 +126,9 @@ def run_bench(monkeypatch, out, *options):
 @pytest.mark.slow
 def test_parts_that_fail_or_have_no_time_left_leave_the_others(tmp_path, monkeypatch):
     """Real processes: one ends with an error, one is ended, one has no time left."""
-    parts = {"no-such-part tiny": 30, "trainer no-such-size": 0.2, "trainer tiny": 1000}
+    parts = {"no-such-part tiny": 300, "trainer no-such-size": 0.2, "trainer tiny": 1000}
     monkeypatch.setitem(gpu.TABLES, "tiny_parts", parts)
-    records, status = run_bench(monkeypatch, tmp_path, "--budget-s", "30")
+    records, status = run_bench(monkeypatch, tmp_path, "--budget-s", "300")
     reasons = ["exited with 1; KeyError: 'no-such-part'", "took more than 0 s", "not run"]
     for record, reason in zip(records, reasons, strict=True):
         assert reason in record["failed"] and "commit" in record
