@@ -15,7 +15,6 @@ from extras.planning.planner import (
     Job,
     Lengths,
     Pool,
-    Training,
     largest_engine,
     make_engine,
     plan,
@@ -165,7 +164,10 @@ def random_case(seed):
         "async_ratio": rng.choice([0.0, 0.5, 1.0, 2.0]),
         "max_running_requests": rng.choice([2, 4, 8]),
     }
-    return job(rng.choice([SMALL, SMALL, LARGE]), **options), c
+    model = rng.choice([SMALL, SMALL, LARGE])
+    options |= rng.choice([{}, {"lora_rank": 16}, {"kl_coef": 0.1}, {"minibatches": 4}])
+    options["share_prefix"] = rng.choice(["off", "prompt"])
+    return job(model, **options), c
 
 
 def check_against_brute_force(seed):
@@ -256,24 +258,8 @@ def seconds_of_training(j, c, t):
     return max(compute_s, moved_s) + adamw_s + gather_s
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_step_of_training_takes_what_its_formula_says(seed):
-    draw = random.Random(seed)
-    options = draw.choice([{}, {"lora_rank": 16}, {"kl_coef": 0.1}, {"minibatches": 4}])
-    j = job(draw.choice([SMALL, LARGE]), share_prefix=draw.choice(["off", "prompt"]), **options)
-    p = pool(
-        count=draw.choice([1, 2, 4]),
-        gpus=draw.choice([1, 2, 4]),
-        tflops=draw.choice([50.0, 1e5]),
-        gb_per_s=draw.choice([2.0, 400.0]),
-        mfu=0.5,
-        hbm_efficiency=0.8,
-    )
-    c, ranks = cluster(p, same_kind=draw.choice([1.0, 50.0])), p.count * p.gpus
-    shards = draw.choice([n for n in (1, 2, 4, 8, 16) if not ranks % n])
-    savings, microbatch = draw.choice(planner.SAVINGS), draw.choice([1028, 2056, 4112])
-    t = Training(p, p.count, p.gpus, shards, savings, microbatch, False)
-    assert training_s(j, c, t) == pytest.approx(seconds_of_training(j, c, t))
+CONTEXT = 100 + (200**2 + 400**2 + 900**2) / (200 + 400 + 900) / 2
+"""Mean tokens of a request that runs."""
 
 
 def seconds_of_decoding(j, p, tp, b):
@@ -281,37 +267,38 @@ def seconds_of_decoding(j, p, tp, b):
     model, link = j.shape, tp * p.gb_per_s * 1e9
     weights, flops = 2 * model.num_parameters, tp * p.tflops * 1e12 * p.mfu
     hbm = p.hbm_gb_per_s * 1e9 * p.hbm_efficiency
-    context = 100 + (200**2 + 400**2 + 900**2) / (200 + 400 + 900) / 2
     kv = 2 * 2 * model.num_layers * math.ceil(8 / tp) * 128
 
     def exchange_s(tokens):
         return 4 * model.num_layers * (tp - 1) * (10e-6 + tokens * model.hidden_size * 2 / link)
 
-    read_s = (weights / tp + b * kv * context) / hbm
+    read_s = (weights / tp + b * kv * CONTEXT) / hbm
     decode_s = p.host_s + read_s + weights * b / flops + exchange_s(b)
     return decode_s, weights * 100 / flops + exchange_s(100)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_an_engine_decodes_as_its_formula_says_and_has_as_many_requests_as_its_cache_holds(seed):
-    draw = random.Random(seed)
-    options = {"max_running_requests": draw.choice([3, 8, 256])}
-    options["async_ratio"] = draw.choice([0.0, 1.0, 2.5])
-    j, tp = job(draw.choice([SMALL, LARGE]), **options), draw.choice([1, 2, 4, 8])
-    memory_gib = draw.choice([5.8, 6.0, 6.5, 14.0, 80.0])
-    p = pool(memory_gib=memory_gib, gb_per_s=draw.choice([1.0, 100.0]), mfu=0.5, hbm_efficiency=0.6)
-    engine = largest_engine(j, p, tp)
-    left = 0.9 * memory_gib * memory.GIB - memory.total(memory.engine_items(j.config, j.shape, tp))
-    tokens = left / memory.kv_bytes_per_token(j.shape, tp)
-    if tokens < 128 + 900:
-        assert engine is None
-        return
-    outstanding = math.floor(32 * max(1, options["async_ratio"]))
-    context = 100 + (200**2 + 400**2 + 900**2) / (200 + 400 + 900) / 2
-    requests = min(options["max_running_requests"], outstanding, int(tokens / context))
-    decode_s, prompt_s = seconds_of_decoding(j, p, tp, requests)
-    assert engine.requests == requests and engine.decode_s == pytest.approx(decode_s)
-    assert engine.rate == pytest.approx(requests * 500 / (500 * decode_s + requests * prompt_s))
+def test_training_and_sampling_take_what_their_formulas_say(seed):
+    """An engine has as many requests as there are, as it may have, and as its cache holds."""
+    j, c = random_case(seed)
+    for p in c.pools:
+        for machines, gpus in itertools.product(range(1, p.count + 1), range(1, p.gpus + 1)):
+            for t in trainings(j, p, machines, gpus, False):
+                assert training_s(j, c, t) == pytest.approx(seconds_of_training(j, c, t))
+        for tp in (1, 2, 4, 8):
+            engine = largest_engine(j, p, tp)
+            room = 0.9 * p.memory_gib * memory.GIB
+            room -= memory.total(memory.engine_items(j.config, j.shape, tp))
+            cache = room / memory.kv_bytes_per_token(j.shape, tp)
+            assert (engine is None) == (cache < 128 + 900)
+            if engine is None:
+                continue
+            outstanding = math.floor(32 * max(1, j.config.async_ratio))
+            requests = min(j.config.max_running_requests, outstanding, int(cache / CONTEXT))
+            decode_s, prompt_s = seconds_of_decoding(j, p, tp, requests)
+            assert engine.requests == requests and engine.decode_s == pytest.approx(decode_s)
+            rate = requests * 500 / (500 * decode_s + requests * prompt_s)
+            assert engine.rate == pytest.approx(rate)
 
 
 # What brute force does not see
