@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
 
@@ -19,7 +20,6 @@ from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swar
 from extras.simulation.scenarios import Claim, Scenario
 from extras.simulation.swarm import Uplink, fair_share
 from extras.simulation.workload import (
-    LONGEST_TO_MEDIAN,
     LengthLaw,
     Turns,
     Workload,
@@ -347,21 +347,6 @@ def test_a_problem_that_is_issued_again_is_as_hard_and_its_response_is_new():
 # Comparisons
 
 
-def made_arms(values, measure="trained_tokens_per_s"):
-    return {arm: {measure: value} for arm, value in values.items()}
-
-
-def test_less_time_and_more_tokens_are_better_and_the_best_setting_is_found():
-    for measure, times in (("rollout_s", 2.5), ("new_tokens_per_rollout_s", 0.4)):
-        arms = made_arms({"a": 10.0, "b": 4.0}, measure)
-        assert scenarios.times_better(measure, "b", "a")(arms) == times
-    rates = made_arms({"α = 0": 1.0, "α = 1": 2.0, "α = 2": 2.92, "α = 4": 3.0})
-    assert scenarios.sufficient_alpha(rates) == 2.0 and scenarios.best_over_one(rates) == 1.5
-    names = ("in turn on all 40", "36 + 4", "24 + 16", "by Proposition 2")
-    splits = made_arms(dict(zip(names, (9.0, 1.0, 2.0, 3.0), strict=True)))
-    assert scenarios.best_split(splits) == 24.0
-
-
 def test_every_arm_in_the_file_of_comparisons_is_a_valid_run():
     outcome = simulate(case(steps=1))  # stands for the arm by which others are split
     for scenario in scenarios.scenarios():
@@ -372,85 +357,41 @@ def test_every_arm_in_the_file_of_comparisons_is_a_valid_run():
             assert run.steps % math.ceil(1 + run.config.async_ratio) == 0
 
 
-def test_the_check_against_our_own_bench_takes_its_numbers_from_its_records():
-    low, high = scenarios.scenarios(["own bench, scheduling"])[0].claims[0].paper
-    assert low == high == pytest.approx(1.857 / 1.360, rel=0.01)
-
-
 # Records and tables
 
 
-@pytest.mark.parametrize(
-    ("paper", "mean", "least", "most", "verdict"),
-    [
-        ((2.0, 2.0), 1.5, 1.0, 2.1, "hit"),
-        ((2.0, 2.0), 1.8, 1.7, 1.9, "hit"),
-        ((1.0, 1.6), 1.7, 1.65, 1.8, "hit"),
-        (None, 1.7, 1.65, 1.8, "–"),
-        ((2.0, 2.0), 1.7, 1.6, 1.8, "MISS"),
-        ((1.0, 1.3), 1.7, 1.65, 1.8, "MISS"),
-    ],
-)
-def test_a_hit_is_within_the_range_of_the_seeds_or_near_their_mean(
-    paper, mean, least, most, verdict
-):
-    assert report.verdict(paper, mean, least, most) == verdict
-
-
-def tiny_scenario():
-    options, measure = {"groups_per_step": 3, "group_size": 4}, "trained_tokens_per_s"
-    known = {"options": options, "longest": 400, "engines": 2, "train_gpus": 1, "steps": 3}
-    overlapped = {**known, "options": {**options, "async_ratio": 1.0}}
-    arms = {"sync": known, "again": known, "async": overlapped}
-    again, gain = (scenarios.times_better(measure, arm, "sync") for arm in ("again", "async"))
-    claims = [
-        Claim("again", again, "again", "sync", (2.0, 2.0), "the same twice"),
-        Claim("async", gain, "async", "sync"),
-    ]
-    return Scenario("m", "tiny", measure, arms, claims, "2x, sure", "small", LONGEST_TO_MEDIAN)
-
-
-def test_the_tables_have_mean_range_and_verdict_over_seeds_and_a_run_replaces_its_earlier_record(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(scenarios, "scenarios", lambda only=None: [tiny_scenario()])
-    made_by = {"command": "python x", "commit": "c0ffee", "dirty": False, "hardware": "2 CPU cores"}
-    path = tmp_path / "simulation.jsonl"
-    for seed in (0, 1, 1):
-        report.replace(script.run(tiny_scenario(), seed) | made_by, path)
-    records = read(path)
-    assert [record["seed"] for record in records] == [0, 1]
-    gain = scenarios.times_better("trained_tokens_per_s", "async", "sync")
-    gains = sorted(gain(record["arms"]) for record in records)
-    row = report.claims(records).iloc[1]
-    statistics = (row["mean"], row["min"], row["max"], row["count"])
-    assert statistics == pytest.approx((sum(gains) / 2, *gains, 2))
-    short = report.short(records)
-    assert "| the same twice | 2 | 1 | 1 | MISS |" in short
-    assert "numbers of papers 0 are hit" in short[-1]
+def test_the_stored_page_is_made_of_the_stored_records_which_have_all_comparisons(tmp_path):
+    folder = scenarios.RESULTS / "simulation"
+    shutil.copy(folder / "simulation.jsonl", tmp_path)
     report.write(tmp_path)
-    text = (tmp_path / "table.md").read_text()
-    for part in ("| again | sync | 2 | 1 | 1 | MISS |", "commit c0ffee", "n = 2 seeds"):
-        assert part in text
-    with pytest.raises(ValueError, match="records of 'tiny' do not have the arms of"):
-        report.table([{**records[0], "arms": {}}])
-
-
-def test_the_committed_records_have_every_comparison_and_their_tables_all_of_them():
-    records = read(scenarios.RESULTS / "simulation" / "simulation.jsonl")
-    counts = report.claims(records)
+    assert (tmp_path / "table.md").read_text() == (folder / "table.md").read_text()
+    counts = report.claims(read(folder / "simulation.jsonl"))
     there = set(zip(counts["scenario"], counts["tail"], strict=True))
     assert there == {(scenario.name, scenario.tail) for scenario in scenarios.scenarios()}
     assert counts["count"].min() == counts["count"].max() >= 5
-    *rows, _, _ = report.short(records)
-    assert len(rows) - 2 <= 10
-    assert {row.split("|")[-2].strip() for row in rows[2:]} == {"hit", "MISS"}
-    head, _, *rows = report.swarms(records)
-    swarms = scenarios.scenarios(["swarm"])
-    arms = {f"{scenario.name} {arm}" for scenario in swarms for arm in scenario.arms}
-    assert {row.split("|")[1].strip() for row in rows} == arms and "cpu_ms_per_trajectory" in head
-    assert all(row.count("(") == len(report.OF_SWARMS) for row in rows)
-    assert report.swarms([{"scenario": "other", "arms": {"one": {"step_s": 1.0}}}])[2:] == []
+
+
+def test_a_claim_has_mean_and_range_of_its_seeds_and_a_run_replaces_its_earlier_record(
+    tmp_path, monkeypatch
+):
+    sizes = {"groups_per_step": 3, "group_size": 4}
+    known = {"options": sizes, "longest": 400, "engines": 2, "train_gpus": 1, "steps": 3}
+    arms = {"sync": known, "async": {**known, "options": {**sizes, "async_ratio": 1.0}}}
+    gain = scenarios.times_better("trained_tokens_per_s", "async", "sync")
+    claims = [Claim("async", gain, "async", "sync", (9.0, 9.0))]
+    tiny = Scenario("m", "tiny", "trained_tokens_per_s", arms, claims, "", "small", 20.0)
+    monkeypatch.setattr(scenarios, "scenarios", lambda only=None: [tiny])
+    path = tmp_path / "simulation.jsonl"
+    for seed in (0, 1, 1):
+        report.replace(script.run(tiny, seed), path)
+    records = read(path)
+    assert [record["seed"] for record in records] == [0, 1]
+    gains = sorted(gain(record["arms"]) for record in records)
+    (row,) = report.claims(records).itertuples()
+    assert (row.mean, row.min, row.max) == pytest.approx((sum(gains) / 2, *gains))
+    assert (row.count, row.verdict) == (2, "MISS") and gains[0] != gains[1]
+    with pytest.raises(ValueError, match="records of 'tiny' do not have the arms of"):
+        report.table([{**records[0], "arms": {}}])
 
 
 ERRORS = {
