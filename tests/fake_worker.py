@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from fake_link import FakeEngine
+from trajectories import make_trajectory
 
 from asyncrl.messages import (
     Abort,
@@ -24,20 +26,19 @@ from asyncrl.messages import (
     Sleep,
     Stop,
     Stopped,
-    Suspend,
     Tickets,
     Update,
     Updated,
 )
-from asyncrl.records import Completion, Trajectory
+from asyncrl.records import Completion
 from asyncrl.runlog.time_ledger import Activity
 
 
 def run_fake_worker(spec, connection):
     """Serve a controller.
 
-    Answers: `ok`, `vary` (reward 1 for odd members), `fail`, `fail N` (member N alone), `hang` (until aborted),
-    `hang N` (member N alone), `die` (the first time), `die always`, `slow` (a second), `barrier` (waits there).
+    Answers: `ok`, `vary` (reward 1 for odd members), `fail`, `hang` (until aborted), `die` (the first time),
+    `die always`, `slow` (a second).
     """
     if multiprocessing.parent_process() is not None:  # else it runs in a thread of the test
         os.setsid()
@@ -48,7 +49,7 @@ def run_fake_worker(spec, connection):
     if spec.model_path == "mute":
         time.sleep(60)
     Path(spec.log_path).with_name("sockets_path").write_text(spec.sockets_path)
-    version, hanging, at_barrier, lock, activity = -1, {}, [], threading.Lock(), Activity()
+    version, hanging, lock, activity = -1, {}, threading.Lock(), Activity()
     engine = None
 
     def send(message):
@@ -66,13 +67,9 @@ def run_fake_worker(spec, connection):
                 engine = FakeEngine()
                 engine.init_weight_transfer_engine(init_info)
             case Update(version, messages, probe):
-                dies = version == 2 and not os.path.exists(spec.log_path + ".died")
-                if spec.model_path == "dies at version 2" and dies:
-                    die_once(spec)
                 if engine is not None:
                     send(Receiving())
-                if spec.model_path == "dies while it receives version 2" and dies:
-                    time.sleep(0.1)
+                if spec.model_path == "dies at version 2" and version == 2:
                     die_once(spec)
                 if engine is not None:
                     engine.update(messages)
@@ -85,33 +82,18 @@ def run_fake_worker(spec, connection):
                 num_members = sum(ticket.num_members for ticket in tickets)
                 activity.add(requests=num_members, trajectories=num_members)
                 for ticket in tickets:
-                    if ticket.answer in ("hang", f"hang {ticket.member}"):
+                    if ticket.answer == "hang":
                         hanging[ticket.ticket_id] = ticket
-                    elif ticket.answer == "barrier":
-                        at_barrier.append(ticket)
-                        from extras.baselines import Waiting  # late, as it takes a second
-
-                        send(Waiting([ticket.ticket_id]))
                     elif ticket.answer == "slow":
                         threading.Timer(1.0, finish, [[answer(ticket, version, spec)]]).start()
                     else:
                         members = range(ticket.member, ticket.member + ticket.num_members)
                         finish([answer(ticket, version, spec, member) for member in members])
-            case Cut() if spec.model_path == "dies at the cut" and not os.path.exists(
-                spec.log_path + ".died"
-            ):
-                die_once(spec)
             case Cut() if spec.model_path != "does not say":
                 send(InFlight({i: partial(ticket, version) for i, ticket in hanging.items()}, {}))
             case Abort(ticket_ids):
                 aborted = [hanging.pop(i) for i in ticket_ids if i in hanging]
-                finish([trajectory(t, version, spec, "aborted") for t in aborted])
-            case message if type(message).__name__ == "Proceed":
-                finish([answer(ticket, version, spec) for ticket in at_barrier])
-                at_barrier.clear()
-            case Suspend():
-                with open(spec.log_path + ".suspended", "a") as log:
-                    log.write(f"{version}\n")
+                finish([trajectory(ticket, version, spec, "aborted") for ticket in aborted])
             case Hold(reason):
                 activity.hold(reason)
             case Sleep():
@@ -132,36 +114,36 @@ def partial(ticket, version):
 
 
 def die_once(spec):
-    open(spec.log_path + ".died", "w").close()
-    os._exit(5)
+    path = Path(spec.log_path + ".died")
+    if not path.exists():
+        path.touch()
+        time.sleep(0.1)
+        os._exit(5)
 
 
 def answer(ticket, version, spec, member=None):
     if ticket.answer == "die always" or (ticket.answer == "die" and ticket.attempt == 0):
         os._exit(3)
-    failed = ticket.answer in ("fail", f"fail {ticket.member}")
-    return trajectory(ticket, version, spec, "failed" if failed else "stop", member)
+    return trajectory(
+        ticket, version, spec, "failed" if ticket.answer == "fail" else "stop", member
+    )
 
 
 def trajectory(ticket, version, spec, finish_reason, member=None):
     member = ticket.member if member is None else member
-    reward = (
-        float("nan") if finish_reason != "stop" else member % 2 if ticket.answer == "vary" else 1.0
-    )
-    start, now = len(ticket.prompt_tokens), time.time()
+    reward = member % 2 if ticket.answer == "vary" else 1
+    now = time.time()
+    start = len(ticket.prompt_tokens)
     mask = np.arange(start + 2) >= start
-    return Trajectory(
+    return replace(
+        make_trajectory(ticket.group_id, member, (), finish_reason),
         ticket_id=ticket.ticket_id,
-        group_id=ticket.group_id,
-        member=member,
         tokens=np.array([*ticket.prompt_tokens, 5, 1]),
         loss_mask=mask,
         behavior_logprobs=np.zeros(start + 2, np.float32),
         policy_versions=np.where(mask, version, -1).astype(np.int32),
-        reward=float(reward),
-        finish_reason=finish_reason,
+        reward=float(reward) if finish_reason == "stop" else float("nan"),
         failure="ValueError: no good" if finish_reason == "failed" else "",
-        num_turns=1,
         started_at=now - 0.01,
         ended_at=now,
         worker=spec.placement.worker,

@@ -13,7 +13,11 @@ import pytest
 
 from asyncrl.config import MAX_RESUMES
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP
+from asyncrl.runlog.plain import encode
 from extras.baselines import BaselineTickets
+
+RESIDENT = ("running", "finished", "held")
+"""States of a group that holds a place; all others say how it ended."""
 
 
 @dataclass
@@ -43,51 +47,73 @@ class Oracle:
         self.capacity = math.floor(per_group * config.groups_per_step) + config.extra_groups
         self.bound = math.ceil(config.async_ratio) + config.publish_delay
         self.bound += (MAX_RESUMES if config.over_sampling > 1 else 0) + config.swarm.refresh_lag
+        self.continues_responses = config.async_ratio > 0 or config.over_sampling > 1
+        """Whether a resumed run goes on from what there is of a response."""
         self.trainer_version = 0
         self.announced, self.announced_trainer_version = -1, -1
         self.groups, self.problems, self.problem_of = {}, {}, {}
+        """Groups in the order in which they were issued; those that have finished come last, in the order of that."""
+        self.seeds = {}
+        """Group, member and version of an evaluation -> sampling seed."""
         self.closed, self.made_by = {}, {}
         self.count, self.tokens = Counter(), Counter()
         self.sums = Counter()
         """Over the groups of each fate that had a member: their number, and their means of length and of reward."""
-        self.num_given_up, self.num_held, self.num_events = 0, 0, 0
+        self.num_events = 0
+        self.expected_batch, self.num_too_many = None, 0
+        """The groups that the trainer is to get, and how many others have to be given up for it, and have not been."""
         self.disbelieved = None
         """Worker that is being shut out."""
         self.evaluating, self.evaluated_version, self.num_evaluations = set(), -1, 0
+        self.evaluations = []
+        """Those that have ended and were reported."""
+        self.is_evaluation_due = False
+        """Whether the next weights that are announced are to be evaluated."""
         self.prefixes = {}
         """Ticket -> what there was of its response when the run was resumed."""
         self.is_resuming = False
-        self.is_longer = False
-        """Whether it had made its last step, whose weights are published at once, and was given some more."""
+        self.lost = {}
+        """Ticket -> tokens that nobody can go on from, as workers say at a cut."""
+        self.is_last = self.is_longer = False
+        """Whether it had made its last step at the cut, and whether it has been given some more since then."""
+
+    def resident(self):
+        return {i: group for i, group in self.groups.items() if group.state in RESIDENT}
+
+    @property
+    def oldest_to_start(self):
+        """Version that the tokens of a new group must have at least."""
+        lag = self.config.publish_delay
+        lag += self.config.swarm.refresh_lag if self.config.listen else 0
+        return max(0, self.announced_trainer_version - lag)
 
     # What a resumed run begins with
 
-    def resume(self, state, num_lost):
+    def resume(self, state):
         """All that was there at the cut is in its state, and is what counts from here on: the tokens of responses that
-        nobody can go on from, `num_lost`, are dropped."""
+        nobody can go on from are dropped."""
+        assert state.records == {"events": self.num_events}
         self.is_resuming, self.problem_of, self.prefixes = True, {}, {}
         self.num_evaluations -= bool(self.evaluating)
         assert state.evaluates == bool(self.evaluating)
+        self.is_evaluation_due = state.evaluates
         self.evaluating = set()
-        self.discard(num_lost)
-        for group in self.groups.values():
-            group.state = "finished" if group.state == "held" else group.state
-        residents = {
-            i: group for i, group in self.groups.items() if group.state in ("running", "finished")
-        }
+        self.discard(sum(self.lost.get(ticket.ticket_id, 0) for ticket in state.queue))
+        residents = self.resident()
         assert residents.keys() == state.buffer.residents.keys()
         for group_id, group in residents.items():
-            found = state.buffer.residents[group_id].members
-            assert {i: vars_of(t) for i, t in found.items()} == {
-                i: vars_of(t) for i, t in group.members.items()
-            }
-            group.members = dict(found)
+            group.state = "finished" if group.state == "held" else group.state
+            members = state.buffer.residents[group_id].members
+            assert encode(members) == encode(group.members)
+            group.members = dict(members)
             waiting = [ticket for ticket in state.queue if ticket.group_id == group_id]
-            members = [t.member + i for t in waiting for i in range(t.num_members)]
-            assert len(set(members)) == len(members) and not set(members) & found.keys()
-            assert (group.state == "finished") == (len(found) == self.config.group_size)
+            to_come = [t.member + i for t in waiting for i in range(t.num_members)]
+            assert len(set(to_come)) == len(to_come) and not set(to_come) & members.keys()
+            assert (group.state == "finished") == (len(members) == self.config.group_size)
             assert group.state == "running" or not waiting
-            assert group.state == "finished" or len(found) + len(members) >= self.config.group_size
+            assert (
+                group.state == "finished" or len(members) + len(to_come) >= self.config.group_size
+            )
         for ticket in state.queue:
             assert ticket.group_id in residents
 
@@ -95,12 +121,13 @@ class Oracle:
 
     def announce(self, version, trainer_version, evaluate):
         assert not self.evaluating, "weights were announced in the middle of an evaluation"
+        assert evaluate == self.is_evaluation_due, "an evaluation is left out, or made twice"
         assert (
             version >= self.announced
             and trainer_version > self.announced_trainer_version - self.is_resuming
         )
         assert version == self.announced or not self.is_resuming
-        self.is_resuming = False
+        self.is_resuming = self.is_evaluation_due = False
         self.announced, self.announced_trainer_version = version, trainer_version
         if evaluate and self.num_eval_problems:
             groups = (EVALUATION_GROUP, GREEDY_GROUP)[: 1 + self.config.eval_greedy]
@@ -113,18 +140,16 @@ class Oracle:
             self.num_evaluations += 1
 
     def issue(self, group_id, tickets):
-        published = max(0, self.announced_trainer_version - self.config.publish_delay)
         problems = {int(ticket.answer) for ticket in tickets}
         assert len(problems) == 1 and self.announced >= 0 and group_id not in self.groups
-        published = max(0, published - (self.config.swarm.refresh_lag if self.config.listen else 0))
-        assert {ticket.min_version for ticket in tickets} == {published}
+        assert {ticket.min_version for ticket in tickets} == {self.oldest_to_start}
         (problem,) = problems
         assert (
             self.problems.get(problem, "put back" if problem == len(self.problems) else "unknown")
             == "put back"
         )
         self.problems[problem] = "resident"
-        self.groups[group_id] = Known(problem, published)
+        self.groups[group_id] = Known(problem, self.oldest_to_start)
         self.count["issued"] += 1
 
     def given(self, tickets, version):
@@ -132,8 +157,7 @@ class Oracle:
         for ticket in tickets:
             assert ticket.ticket_id not in self.problem_of
             self.problem_of[ticket.ticket_id] = int(ticket.answer)
-            if ticket.prefix is not None:
-                self.prefixes[ticket.ticket_id] = ticket.prefix.policy_versions.tolist()
+            self._check_seed(ticket)
             if ticket.is_evaluation:
                 assert version == ticket.min_version == self.evaluated_version
                 continue
@@ -147,20 +171,28 @@ class Oracle:
                 group.oldest = version if group.started_at is None else min(version, group.oldest)
                 group.started_at = self.num_events
 
+    def _check_seed(self, ticket):
+        """A response that was lost is sampled by the same seed: by another one a long response would become shorter.
+        What it goes on from was sampled by another seed, and what is lost twice may be what kills its engine."""
+        key = (ticket.group_id, ticket.member, ticket.is_evaluation and ticket.min_version)
+        seed = self.seeds.setdefault(key, ticket.seed)
+        if ticket.prefix is None:
+            assert (ticket.seed == seed) == (ticket.attempt < 2)
+        else:
+            assert self.continues_responses
+            self.prefixes[ticket.ticket_id] = ticket.prefix.policy_versions.tolist()
+
     def put_back(self, problem):
-        (group_id,) = [
-            group_id
-            for group_id, group in self.groups.items()
-            if group.problem == problem and group.state in ("running", "finished")
-        ]
+        (group_id,) = [i for i, group in self.resident().items() if group.problem == problem]
+        group = self.groups[group_id]
         reason = "stale" if self.config.stale_policy == "drop" else "aborted"
         if self.disbelieved is not None:
-            assert self._is_of(self.groups[group_id], self.disbelieved), (
-                "a group of believed workers alone is dropped"
-            )
+            assert self._is_of(group, self.disbelieved), "a group of believed workers is dropped"
             reason = "shut_out"
-        self.num_given_up += reason == "aborted"
-        self.problems[self.groups[group_id].problem] = "put back"
+        elif reason == "aborted":
+            assert self.num_too_many > 0, "a group is given up for nothing"
+            self.num_too_many -= 1
+        self.problems[problem] = "put back"
         self._close(group_id, reason)
 
     def _is_of(self, group, worker):
@@ -169,10 +201,8 @@ class Oracle:
     def shut_out(self, worker):
         """A worker has been shut out: nothing of it may be trained on any more."""
         self.disbelieved = None
-        resident = [
-            group for group in self.groups.values() if group.state in ("running", "finished")
-        ]
-        assert not any(self._is_of(group, worker) for group in resident)
+        waiting = [group for group in self.resident().values() if group.state != "held"]
+        assert not any(self._is_of(group, worker) for group in waiting)
 
     def late(self, trajectory):
         """A trajectory comes back whose ticket was issued again."""
@@ -229,6 +259,7 @@ class Oracle:
         if len(group.members) < self.config.group_size:
             return
         group.state, group.oldest = "finished", min(t.min_version for t in group.members.values())
+        self.groups[trajectory.group_id] = self.groups.pop(trajectory.group_id)
         if self.config.extra_members:
             self.closed[trajectory.group_id] = "aborted"  # what the others still bring
         if self.config.drop_zero_variance and len({t.reward for t in group.members.values()}) == 1:
@@ -258,19 +289,40 @@ class Oracle:
 
     # What is trained on
 
+    def expect_batch(self):
+        """The trainer is about to ask for a batch."""
+        config, resident = self.config, self.resident()
+        finished = [group_id for group_id, group in resident.items() if group.state == "finished"]
+        if config.stale_policy != "gate":
+            finished.sort(key=lambda group_id: (resident[group_id].oldest, group_id))
+        batch = finished[: config.groups_per_step]
+        deadlines = [group.oldest + self.bound for i, group in resident.items() if i not in batch]
+        num_too_many = 0
+        if config.stale_policy == "wait":
+            # Hall's theorem: up to any deadline no more groups can be consumed than the steps after this one take.
+            num_too_many = max(
+                sum(deadline <= last for deadline in deadlines)
+                - config.groups_per_step * (last - self.trainer_version)
+                for last in (self.trainer_version, *deadlines)
+            )
+        can_be = len(batch) == config.groups_per_step and num_too_many <= config.extra_groups
+        self.expected_batch, self.num_too_many = (batch, num_too_many) if can_be else ([], 0)
+
+    def check_batch(self, batch):
+        """It is the expected one, or none; and no more groups were given up for it than had to be."""
+        assert [group.group_id for group in batch] == self.expected_batch
+        assert self.num_too_many == 0
+
     def hold(self, batch):
         """A batch is ready, and may still be refused."""
-        assert len(batch) == len({group.group_id for group in batch}) == self.config.groups_per_step
+        self.check_batch(batch)
         for group in batch:
             known = self.groups[group.group_id]
-            assert known.state == "finished", (
-                f"group {group.group_id} is held, but it is {known.state}"
-            )
             assert {id(t) for t in group.trajectories} == {id(t) for t in known.members.values()}
-            assert len({t.member for t in group.trajectories}) == self.config.group_size
+            members = [t.member for t in group.trajectories]
+            assert members == sorted(set(members)) and len(members) == self.config.group_size
             self._check_fresh(group)
             known.state = "held"
-        self.num_held += 1
 
     def consume(self, batch):
         """The batch that is held is trained on."""
@@ -304,15 +356,7 @@ class Oracle:
         assert config.stale_policy == "gate" or max(lags) <= self.bound, (
             f"lags {lags} at version {self.trainer_version}"
         )
-        if (
-            config.async_ratio == 0
-            and config.over_sampling == 1
-            and (config.stale_policy, config.extra_groups > 0)
-            != (
-                "gate",
-                True,
-            )
-        ):
+        if config.async_ratio == 0 and config.over_sampling == 1:
             expected = min(self.trainer_version, config.publish_delay)
             assert lags == {expected} or (self.is_longer and max(lags) <= expected), (
                 f"lags {lags} at α = 0"
@@ -322,70 +366,43 @@ class Oracle:
 
     def check(self):
         self.num_events += 1
-        outstanding = [
-            g for g in self.groups.values() if g.state in ("running", "finished", "held")
-        ]
         unpublished = [v for v in self.made_by.values() if v > self.announced_trainer_version]
-        assert len(outstanding) + len(unpublished) <= self.capacity, (
-            "more groups outstanding than the capacity"
+        resident = self.resident().values()
+        num_free = self.capacity - len(resident) - len(unpublished)
+        assert num_free >= 0, "more groups outstanding than the capacity"
+        is_too_old = self.oldest_to_start + self.bound < self.trainer_version
+        is_full = num_free == 0 or (is_too_old and self.config.stale_policy != "gate")
+        is_held = any(group.state == "held" for group in resident)
+        has_no_weights = self.announced < 0 or self.is_resuming
+        assert is_full or is_held or has_no_weights or self.config.scheduling == "batch", (
+            "a place is free, and no group is issued"
         )
         for group in self.groups.values():
             assert group.state != "stale" or group.oldest < self.trainer_version - self.bound
-        assert self.num_given_up <= self.config.extra_groups * (self.num_held + 1)
 
     def check_ledger(self, ledger):
-        resident = [
-            group
-            for group in self.groups.values()
-            if group.state in ("running", "finished", "held")
-        ]
+        resident = self.resident().values()
         expected = {
             "groups_resident": len(resident),
-            "tokens_resident": sum(g.num_tokens for g in resident),
-        }
-        expected |= {
+            "tokens_resident": sum(group.num_tokens for group in resident),
             "groups_issued": self.count["issued"],
             "tokens_generated": self.tokens["generated"],
         }
-        expected |= {
-            "groups_consumed": self.count["consumed"],
-            "tokens_consumed": self.tokens["consumed"],
-        }
-        for reason in ("stale", "filtered", "failed", "aborted", "late", "shut_out"):
-            expected |= {
-                f"groups_dropped_{reason}": self.count[reason],
-                f"tokens_dropped_{reason}": self.tokens[reason],
-            }
+        fates = ("stale", "filtered", "failed", "aborted", "late", "shut_out")
+        names = {"consumed": "consumed"} | {f"dropped_{reason}": reason for reason in fates}
+        for name, fate in names.items():
+            expected |= {f"groups_{name}": self.count[fate], f"tokens_{name}": self.tokens[fate]}
         assert ledger == pytest.approx(expected | self.sums, abs=1e-9)
 
-    def check_end(self, ledger, evaluations, put_back):
+    def check_end(self, ledger, put_back):
         """`put_back`: problems that wait to be issued again."""
         self.check_ledger(ledger)
-        assert not self.evaluating and len(evaluations) == self.num_evaluations
-        for evaluation in evaluations:
-            asked = self.num_eval_problems * (1 + self.config.eval_greedy)
-            assert len(evaluation.trajectories) == asked
+        num_asked = self.num_eval_problems * (1 + self.config.eval_greedy)
+        answered = [len(evaluation.trajectories) for evaluation in self.evaluations]
+        assert not self.evaluating and answered == [num_asked] * self.num_evaluations
         assert sorted(self.problems) == list(range(len(self.problems)))
-        where = Counter(self.problems.values())
-        assert where == +Counter(
-            {
-                "resident": ledger["groups_resident"],
-                "consumed": ledger["groups_consumed"],
-                "put back": len(put_back),
-            }
-            | {reason: ledger[f"groups_dropped_{reason}"] for reason in ("failed", "filtered")}
-        )
-        assert {problem for problem, state in self.problems.items() if state == "put back"} == set(
-            put_back
-        )
-
-
-def vars_of(trajectory):
-    """The fields of a trajectory, to be compared with those of another."""
-    fields = vars(trajectory).items()
-    return {
-        name: repr(value.tolist() if hasattr(value, "tolist") else value) for name, value in fields
-    }
+        missing = [problem for problem, state in self.problems.items() if state == "put back"]
+        assert sorted(put_back) == sorted(missing)
 
 
 class WatchedTickets(BaselineTickets):

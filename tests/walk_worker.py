@@ -5,13 +5,15 @@ asyncrl/engine/episode.py and asyncrl/engine/proxy.py do with theirs.
 """
 
 import itertools
+import math
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from trajectories import make_trajectory
 
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
@@ -26,7 +28,7 @@ from asyncrl.messages import (
     Update,
     Updated,
 )
-from asyncrl.records import Completion, Trajectory
+from asyncrl.records import Completion
 from extras.baselines import Proceed, Waiting
 from extras.swarm.remote import RemoteWorker, SwarmWorkers
 from extras.swarm.wire import Fetch, Fetched
@@ -59,6 +61,8 @@ class WalkProcess:
         self.inbox, self.outbox = deque(), deque()
         self.reading, self.started_at, self.exit_code = Future(), time.monotonic(), None
         self.is_up, self.version, self.loading, self.stands = False, -1, None, False
+        self.is_suspended = False
+        """Whether it was told to stop until the next update."""
         self.discarded = 0
         self.episodes, self.ended = {}, {}
         self.sent_version = -1
@@ -68,25 +72,30 @@ class WalkProcess:
         """Whether it was asked how far its responses are, which it says at once."""
         self.lapsed = set()
         """Tickets that were taken from it, as it had them for too long."""
-        self.num_given = 0
-        """Trajectories it was asked for and that have not been delivered."""
+        self.given, self.aborted = {}, set()
+        """Tickets that have not been delivered, by id, and ids of those that it was told to abort."""
 
     # What the controller calls
 
     def send(self, message):
         if isinstance(message, Cut):
             worker = self.walk.controller.workers[self.index]
-            assert not isinstance(worker, RemoteWorker), "a machine that joined is not asked"
+            assert not isinstance(worker, RemoteWorker), "a host that joined is not asked"
+            assert self.walk.oracle.continues_responses, (
+                "responses are sampled again by their seeds"
+            )
             self.is_asked = True
             return
         self.inbox.append(message)
         if isinstance(message, Update):
-            self.sent_version = message.version
+            self.sent_version, self.is_suspended = message.version, False
+        elif isinstance(message, Suspend):
+            self.is_suspended = True
         elif isinstance(message, Tickets):
-            self.num_given += sum(ticket.num_members for ticket in message.tickets)
+            self.given |= {ticket.ticket_id: ticket for ticket in message.tickets}
             self.walk.oracle.given(message.tickets, self.sent_version)
-        elif isinstance(message, Abort) and self.walk.is_ending_leases:
-            self.lapsed.update(message.ticket_ids)
+        elif isinstance(message, Abort):
+            self.aborted.update(message.ticket_ids)
 
     def stop(self, timeout_s=0): ...
 
@@ -107,9 +116,8 @@ class WalkProcess:
             yield "read", self.read
         if self.fetching is not None:
             yield "fetch", self.fetch
-        if self.loading is None:
-            pass
-        elif self.config.on_update != "wait" or not self._are("sampling"):
+        is_idle = self.config.on_update != "wait" or not self._are("sampling")
+        if self.loading is not None and is_idle:
             yield "load", self.load
         movable = [e for e in itertools.chain(*self.episodes.values()) if self._can_move(e)]
         if movable:
@@ -285,20 +293,14 @@ class WalkProcess:
         self.outbox.append(Finished(ended, None))
 
     def _trajectory(self, episode, reason):
-        versions = np.array([-1, *episode.versions], np.int32)
-        return Trajectory(
-            ticket_id=episode.ticket.ticket_id,
-            group_id=episode.ticket.group_id,
-            member=episode.member,
-            tokens=np.zeros(len(versions), np.int64),
-            loss_mask=versions >= 0,
-            behavior_logprobs=np.zeros(len(versions), np.float32),
-            policy_versions=versions,
-            reward=float(self.rng.randrange(2)) if reason in ("stop", "length") else float("nan"),
-            finish_reason=reason,
+        ticket = episode.ticket
+        trajectory = make_trajectory(ticket.group_id, episode.member, episode.versions, reason)
+        return replace(
+            trajectory,
+            ticket_id=ticket.ticket_id,
+            reward=float(self.rng.randrange(2)) if reason in ("stop", "length") else math.nan,
             failure="ValueError: no good" if reason == "failed" else "",
             num_turns=episode.turn + 1,
-            started_at=0.0,
             ended_at=0.0,
             worker=self.index,
         )
@@ -318,7 +320,6 @@ class WithoutProcesses:
         def let_act():
             while not have_answered():
                 self.walk.act([*self.walk.events_of_workers(), *self.walk.events_of_leaving()])
-                self.walk.oracle.check()
             return True
 
         return let_act

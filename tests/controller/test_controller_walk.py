@@ -9,8 +9,9 @@ import copy
 import math
 import os
 import random
-from contextlib import ExitStack
-from dataclasses import dataclass
+import tomllib
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 from walk_oracle import Oracle, WatchedTickets
@@ -31,6 +32,7 @@ from extras.swarm.controller import Disbelieved, SwarmController
 from extras.swarm.pull import PullTransport
 from extras.swarm.remote import RemoteWorker
 
+CHOICES = tomllib.loads((Path(__file__).parents[1] / "walk_options.toml").read_text())
 NUM_WALKS = int(os.environ.get("WALKS", 1250))
 NUM_CHUNKS = 10
 MAX_EVENTS = 100_000
@@ -42,44 +44,18 @@ def is_remote(worker):
     return isinstance(worker, RemoteWorker)
 
 
-def draw_options(rng):
-    """Options of a run, legal or not."""
-    over_sampling = rng.choice([1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 4.0])
-    group_size = rng.randint(1, 3)
-    return {
-        "steps": rng.randint(3, 7),
-        "groups_per_step": rng.randint(1, 3),
-        "group_size": group_size,
-        "advantage": "grpo" if group_size > 1 else "reinforce",
-        "async_ratio": 0.0
-        if over_sampling > 1
-        else rng.choice([0.0, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0]),
-        "stale_policy": rng.choice(["wait", "wait", "wait", "drop", "gate"]),
-        "publish_delay": rng.choice([0, 0, 1, 2, 3]),
-        "on_update": rng.choice(["keep", "recompute", "resume", "restart", "wait"]),
-        "scheduling": rng.choice(["queue", "queue", "batch", "lockstep"]),
-        "replicate_prompts": rng.random() < 0.7,
-        # of one response alone none would be left
-        "drop_zero_variance": group_size > 1 and rng.random() < 0.25,
-        "extra_groups": rng.choice([0, 0, 0, 1, 3]),
-        "extra_members": rng.choice([0, 0, 0, 1, 2]),
-        "over_sampling": over_sampling,
-        "max_running_requests": rng.choice([1, 2, 3, 16]),
-        "task": rng.choice(["addition", "guess_number"]),
-        "eval_every": rng.choice([0, 1, 2, 3]),
-        "listen": rng.choice([None, None, "here:1"]),
-        "swarm": SwarmOptions(refresh_lag=rng.choice([0, 0, 1, 2, 4])),
-        "eval_greedy": rng.random() < 0.3,
-    }
-
-
 def draw_config(rng):
     """The first options drawn that a run may have."""
     while True:
-        try:
-            return Config(**draw_options(rng)).checked()
-        except ValueError:
-            continue
+        options = {name: rng.choice(values) for name, values in CHOICES.items()}
+        options["swarm"] = SwarmOptions(refresh_lag=options.pop("refresh_lag"))
+        options["listen"] = options["listen"] or None
+        if options["over_sampling"] > 1:
+            options["async_ratio"] = 0.0
+        if options["group_size"] == 1:  # of one response alone none would be left
+            options |= {"advantage": "reinforce", "drop_zero_variance": False}
+        with suppress(ValueError):
+            return Config(**options).checked()
 
 
 class WalkTransport(Buffers):
@@ -89,25 +65,10 @@ class WalkTransport(Buffers):
         super().__init__(num_buffers)
         self.oracle = oracle
 
-    def init_info(self, worker):
-        return {}
-
     def announce(self, staged):
         super().announce(staged)
         (info,) = staged.messages
         self.oracle.announce(info["version"], info["trainer_version"], info["evaluate"])
-
-
-@dataclass
-class Saved:
-    """What a checkpoint has, and what was true then."""
-
-    state: bytes
-    oracle: Oracle
-    num_lost: int
-    version: int
-    is_last: bool
-    evaluations: list
 
 
 class Walk:
@@ -115,23 +76,18 @@ class Walk:
 
     def __init__(self, config, num_workers, num_eval_problems, rng):
         self.config, self.rng = config, rng
-        self.num_workers, self.num_eval_problems, self.steps = (
-            num_workers,
-            num_eval_problems,
-            config.steps,
-        )
+        self.num_workers, self.num_eval_problems = num_workers, num_eval_problems
+        self.steps = config.steps
         self.failure_share = rng.choice([0.0, 0.0, 0.1])
         self.weights = {}
         self.deaths_left = rng.randint(0, MAX_RESTARTS)
         self.joins_left = rng.randint(0, 4) if config.listen else 0
-        self.cuts_left, self.crashes_left, self.saved = (
-            rng.choice([0, 3, 12]),
-            rng.choice([1, 4]),
-            None,
-        )
+        self.cuts_left, self.crashes_left = rng.choice([0, 3, 12]), rng.choice([1, 4])
+        self.saved = None
+        """State and oracle of the newest checkpoint."""
         self.refusals_left = rng.choice([0, 2, 5]) if config.listen else 0
         self.is_to_be_longer = rng.random() < 0.2
-        # machines that join have theirs
+        # hosts that join have theirs
         self.num_buffers = 2 if config.listen else rng.choice([1, 2])
         self._begin(Oracle(config, num_eval_problems), None)
 
@@ -139,7 +95,7 @@ class Walk:
         """Start the processes of a run, a new one if there is no state."""
         config, self.oracle, self.state = self.config, oracle, state
         self.buffers, self.transport = [None, None], WalkTransport(oracle, self.num_buffers)
-        self.delivering, self.said_lost = {}, {}
+        self.delivering = {}
         prompts = PromptSource(
             train_problem=lambda index: Problem(
                 "", str(index), index if config.is_multi_turn else None
@@ -157,14 +113,14 @@ class Walk:
             kinds = (WalkSwarmWorkers, SwarmController)
         workers = kinds[0](self, config, Placement((None,), 1, placed, "shm"))
         self.controller = kinds[1](config, workers, tickets, self._record, restored=state)
-        self.is_ending_leases = False
         if config.listen:
             self.controller.pulled = PullTransport([])
-            end_leases = self.controller.dispatcher.end_leases
-            # also when a message comes
-            self.controller.dispatcher.end_leases = lambda: self._note_leases(end_leases)
         self.controller.launch()
-        self.version, self.trainer, self.evaluations = 0, "connecting", []
+        self.trainer = "connecting"
+
+    @property
+    def version(self):
+        return self.oracle.trainer_version
 
     # Events
 
@@ -180,31 +136,39 @@ class Walk:
                 self._crash()
             events = [*self.events_of_workers()]
             if self.trainer == "waiting" and not events and [*self.controller.workers]:
-                assert self.take(), (
-                    f"nothing can happen any more: {self.controller.dispatcher.describe()}"
-                )
+                assert self.take(), "nothing can happen any more"
+                self._check()
             else:
-                events += self._events_of_trainer()
-                assert events, (
-                    f"nothing can happen any more: {self.trainer}, {self.controller.dispatcher.describe()}"
-                )
-                self.act(events)
-            self.oracle.check()
-        raise AssertionError(
-            f"no end after {MAX_EVENTS} events: {self.controller.dispatcher.describe()}"
-        )
+                self.act([*events, *self._events_of_trainer()])
+        raise AssertionError(f"no end after {MAX_EVENTS} events")
 
     def act(self, events):
-        """Let one of them happen."""
-        self._choose(events)()
-
-    def _choose(self, events):
-        """Events of the same kind and worker are as fast as each other; of the others some are far slower in a walk."""
+        """Let one of them happen. Those of the same kind and worker are as fast as each other; of the others some are
+        far slower in a walk."""
+        assert events, "nothing can happen any more"
         for kind, _ in events:
             if kind not in self.weights:
                 self.weights[kind] = self.rng.choice([0.03, 0.3, 1.0, 1.0])
         weights = [RARE.get(kind[0], self.weights[kind]) for kind, _ in events]
-        return self.rng.choices([event for _, event in events], weights)[0]
+        self.rng.choices([event for _, event in events], weights)[0]()
+        self._check()
+
+    def _check(self):
+        """After every event. Who still has a ticket of a group that has ended was told to abort it; any other ticket
+        that it was told to abort is issued again."""
+        self.oracle.check()
+        for process in (worker.process for worker in self.controller.workers):
+            for ticket_id, ticket in process.given.items():
+                has_ended, is_aborted = (
+                    ticket.group_id in self.oracle.closed,
+                    ticket_id in process.aborted,
+                )
+                assert is_aborted or not has_ended
+                if is_aborted and not has_ended:
+                    process.lapsed.add(ticket_id)
+            num_given = sum(ticket.num_members for ticket in process.given.values())
+            is_batch = self.config.scheduling == "batch"
+            assert num_given <= self.config.max_running_requests or is_batch
 
     def events_of_workers(self):
         for worker in list(self.controller.workers):
@@ -222,11 +186,14 @@ class Walk:
                 yield ("take", -1), self.take
             case "verifying":
                 yield ("consume", -1), self._consume
-                for worker in self._workers_of_batch() if self.refusals_left else ():
+                num_joined = self.controller.workers.num_joined if self.refusals_left else 0
+                for worker in range(self.num_workers, self.num_workers + num_joined):
                     yield ("refuse", worker), lambda worker=worker: self._refuse(worker)
             case "training":
                 yield ("train", -1), self._end_step
             case "publishing" if self._may_stage():
+                yield ("stage", -1), self._stage
+            case "staging":
                 yield ("publish", -1), self._publish
         is_between_steps = (
             self.trainer in ("waiting", "verifying", "finishing")
@@ -239,7 +206,7 @@ class Walk:
         yield from self.events_of_leaving()
 
     def _may_stage(self):
-        """As Controller.stage waits; from here to the publish is the time in which weights are written."""
+        """As Controller.stage waits."""
         if not self.transport.keeps_announced and self.controller.evaluation is not None:
             return False
         return self.transport.reserve()
@@ -263,26 +230,20 @@ class Walk:
 
     def _cut(self):
         """Workers act, and die, while it waits for what they say."""
-        self.cuts_left, self.said_lost = max(0, self.cuts_left - 1), {}
+        self.cuts_left = max(0, self.cuts_left - 1)
+        self.oracle.lost, self.oracle.is_last = {}, self.version == self.steps
         state = self.controller.cut(lambda: {"events": self.oracle.num_events})
-        said = [self.said_lost.get(ticket.ticket_id, 0) for ticket in state.queue]
-        where = self.version, self.version == self.steps
-        self.saved = Saved(
-            plain.encode(state), copy.deepcopy(self.oracle), sum(said), *where, [*self.evaluations]
-        )
+        self.saved = plain.encode(state), copy.deepcopy(self.oracle)
 
     def _crash(self):
         """Everything is thrown away, and the run goes on from the checkpoint."""
         self.crashes_left = max(0, self.crashes_left - 1)
         self.controller.stop()
-        saved, state = self.saved, plain.decode(ControllerState, self.saved.state)
-        oracle = copy.deepcopy(saved.oracle)
-        assert state.records == {"events": oracle.num_events}
-        oracle.resume(state, saved.num_lost)
+        state, oracle = plain.decode(ControllerState, self.saved[0]), copy.deepcopy(self.saved[1])
+        oracle.resume(state)
         self._begin(oracle, state)
-        self.version, self.evaluations = saved.version, [*saved.evaluations]
-        if saved.is_last:  # else there is nothing left to do
-            self.steps, oracle.is_longer = saved.version + 2, True
+        if oracle.is_last:  # else there is nothing left to do
+            self.steps, oracle.is_longer = self.version + 2, True
         oracle.check()
         oracle.check_ledger(self.controller.buffer.balance())
 
@@ -303,29 +264,21 @@ class Walk:
         worker.given_at[self.rng.choice(list(worker.running))] = -math.inf
         self.controller.end_leases()
 
-    def _note_leases(self, end_leases):
-        self.is_ending_leases = True
-        tickets = end_leases()
-        self.is_ending_leases = False
-        return tickets
-
     def _deliver(self, worker):
         message = worker.process.outbox.popleft()
         if isinstance(message, Finished):
-            worker.process.num_given -= len(message.trajectories)
+            self.delivering = {}
             for trajectory in message.trajectories:
+                worker.process.given.pop(trajectory.ticket_id, None)
                 if trajectory.ticket_id in worker.process.lapsed:
                     self.oracle.late(trajectory)
-            in_time = [t for t in message.trajectories if t.ticket_id not in worker.process.lapsed]
-            self.delivering = {(t.ticket_id, t.member): t for t in in_time}
+                else:
+                    self.delivering[trajectory.ticket_id, trajectory.member] = trajectory
         elif isinstance(message, Updated):
             self.oracle.discard(message.sampled.discarded)
         elif isinstance(message, InFlight):
-            self.said_lost |= message.lost
+            self.oracle.lost |= message.lost
         self.controller.on_message(worker, message)
-        if self.config.scheduling != "batch":
-            for other in self.controller.workers:
-                assert other.process.num_given <= self.config.max_running_requests
 
     def _record(self, event, **fields):
         """The controller says when it takes in each trajectory; a message may hold several, and a version be announced
@@ -341,11 +294,12 @@ class Walk:
         self.controller.connect(self.transport)
         self._end_step()
         if self.state is not None:
-            self.evaluate = self.state.evaluates
+            self.evaluate = self.oracle.is_evaluation_due = self.state.evaluates
 
     def take(self):
         """The trainer asks for a batch; whether it got one. That none can come must never be said: it is wrong or a
         deadlock."""
+        self.oracle.expect_batch()
         holds = self.config.listen is not None
         batch = (
             self.controller.hold_batch_if_ready()
@@ -356,6 +310,7 @@ class Walk:
             assert self.controller._can_get_batch(), (
                 f"no batch can come: {self.controller.dispatcher.describe()}"
             )
+            self.oracle.check_batch([])
             return False
         self.oracle.hold(batch)
         self.trainer = "verifying"
@@ -366,19 +321,11 @@ class Walk:
         return True
 
     def _take_evaluations(self):
-        self.evaluations += self.controller.ended_evaluations
+        self.oracle.evaluations += self.controller.ended_evaluations
         self.controller.take_evaluation()
 
-    def _workers_of_batch(self):
-        """Workers of machines that joined: those that are there, and those of which there is something in the batch."""
-        workers = {
-            t.worker for group in self.controller.buffer.held_groups for t in group.trajectories
-        }
-        workers |= {worker.index for worker in self.controller.workers}
-        return [worker for worker in workers if worker >= self.num_workers]
-
     def _refuse(self, worker):
-        """What a worker has sent is found to be false, which may have left meanwhile."""
+        """What a worker of a host, which may have left, has sent is found to be false."""
         self.refusals_left -= 1
         is_refused = self.oracle.refuse(worker)
         assert self.controller.refuse_batch([worker]) is is_refused
@@ -391,23 +338,30 @@ class Walk:
 
     def _train_on(self, batch):
         self.oracle.consume(batch)
-        self.version, self.trainer = self.version + 1, "training"
+        self.trainer = "training"
         self.oracle.check_ledger(self.controller.buffer.balance())
+        if self.config.over_sampling > 1 and not self.oracle.evaluating:
+            assert all(w.process.is_suspended for w in self.controller.workers if w.is_up)
 
     def _end_step(self):
         every, is_last = self.config.eval_every, self.version == self.steps
         self.evaluate = every > 0 and (is_last or self.version % every == 0)
+        self.oracle.is_evaluation_due |= self.evaluate
         self.evaluate |= self.controller.withdraw()
         self.trainer = "publishing"
+
+    def _stage(self):
+        """From here to the publish weights are written over what the buffer held."""
+        self.buffer, self.trainer = self.transport.take_buffer(), "staging"
+        self.buffers[self.buffer] = None
 
     def _publish(self):
         is_last = self.version == self.steps
         oldest = 0 if self.state is None else self.state.announced
         version = self.version if is_last else max(oldest, self.version - self.config.publish_delay)
-        buffer = self.transport.take_buffer()
-        self.buffers[buffer] = version
+        self.buffers[self.buffer] = version
         info = {
-            "buffer": buffer,
+            "buffer": self.buffer,
             "version": version,
             "trainer_version": self.version,
             "evaluate": self.evaluate,
@@ -415,15 +369,15 @@ class Walk:
         if self.config.listen:
             self.controller.pulled.stage(version, [])
         self.controller.publish(
-            Announcement(version, self.version, Staged(buffer, [info]), (), self.evaluate)
+            Announcement(version, self.version, Staged(self.buffer, [info]), (), self.evaluate)
         )
         self.trainer = "finishing" if is_last else "waiting"
 
     def _check_end(self):
         self._take_evaluations()
-        assert self.oracle.trainer_version == self.steps
+        assert self.version == self.steps
         put_back = self.controller.tickets.state.put_back
-        self.oracle.check_end(self.controller.buffer.balance(), self.evaluations, put_back)
+        self.oracle.check_end(self.controller.buffer.balance(), put_back)
 
 
 def walk_of(seed):
@@ -441,28 +395,8 @@ def test_in_any_order_of_events_and_with_any_options_the_promises_hold(chunk):
         walk = walk_of(seed)
         with ExitStack() as on_failure:
             on_failure.callback(walk.controller.stop)
+            on_failure.callback(lambda walk=walk: print(walk.controller.dispatcher.describe()))
             on_failure.callback(print, f"the walk of seed {seed}, with", walk.config)
             walk.run()
             on_failure.pop_all()
             walk.controller.stop()
-
-
-def test_a_worker_that_still_loads_a_version_when_it_is_announced_again_is_woken():
-    options = {"async_ratio": 0.0, "over_sampling": 2.0, "publish_delay": 1}
-    config = Config(
-        groups_per_step=1, group_size=1, advantage="reinforce", eval_every=0, **options
-    ).checked()
-    walk = Walk(config, 2, 0, random.Random(0))
-    walk.failure_share, walk.deaths_left = 0.0, 0
-    with ExitStack() as stack:
-        stack.callback(walk.controller.stop)
-        while walk.version < 1 or walk.trainer != "waiting":
-            events = [*walk.events_of_workers(), *walk._events_of_trainer()]
-            walk._choose([event for event in events if event[0] != ("load", 1)])()
-        slow = walk.controller.workers[1]
-        slow.process.load()
-        assert slow.is_paused, "it was told to, behind the weights that it has only now"
-        walk._deliver(slow)
-        while slow.process.inbox or slow.process.loading:
-            slow.process.load() if slow.process.loading else slow.process.read()
-        assert not slow.process.stands and slow.process.version == 0

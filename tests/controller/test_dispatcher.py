@@ -1,5 +1,4 @@
 import random
-from dataclasses import dataclass
 
 import pytest
 from test_tickets import make_source
@@ -8,21 +7,13 @@ from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.dispatcher import Dispatcher
 from asyncrl.controller.workers import Worker
+from asyncrl.messages import Tickets
 from asyncrl.records import Ticket
-
-
-@dataclass
-class Fleet:
-    workers: list[Worker]
-    tickets: list[Ticket]
-    max_running: int
-
-
-def ticket(ticket_id, num_members, min_version):
-    return Ticket(ticket_id, 0, 0, num_members, 0, (), "", None, 0, min_version)
+from extras.baselines import BaselineDispatcher, Proceed
 
 
 def random_fleet(seed):
+    """Trajectories that a worker may have, workers with some, and tickets."""
     rng = random.Random(seed)
     max_running = rng.randint(1, 6)
     workers = [
@@ -36,25 +27,26 @@ def random_fleet(seed):
         for i in range(rng.randint(1, 7))
     ]
     tickets = [
-        ticket(i, rng.choice((1, 1, 2)), rng.randint(0, 2)) for i in range(rng.randint(0, 20))
+        Ticket(i, 0, 0, rng.choice((1, 1, 2)), 0, (), "", None, 0, min_version=rng.randint(0, 2))
+        for i in range(rng.randint(0, 20))
     ]
-    return Fleet(workers, tickets, max_running)
+    return max_running, workers, tickets
 
 
-def in_order_to_the_least_loaded(fleet):
+def in_order_to_the_least_loaded(max_running, workers, tickets):
     """Every ticket in its order, each looking at all workers; the first that cannot start holds up those behind."""
-    loads, given = [worker.num_running for worker in fleet.workers], []
-    for one in fleet.tickets:
+    loads, given = [worker.num_running for worker in workers], []
+    for ticket in tickets:
         able = [
-            place
-            for place, worker in enumerate(fleet.workers)
-            if worker.is_up and worker.sent_version >= one.min_version
+            worker.index
+            for worker in workers
+            if worker.is_up and worker.sent_version >= ticket.min_version
         ]
-        place = min(able, key=lambda p: (loads[p], fleet.workers[p].order), default=None)
-        if place is None or loads[place] + one.num_members > fleet.max_running:
+        place = min(able, key=lambda i: (loads[i], workers[i].order), default=None)
+        if place is None or loads[place] + ticket.num_members > max_running:
             break
-        loads[place] += one.num_members
-        given.append((place, one.ticket_id))
+        loads[place] += ticket.num_members
+        given.append((place, ticket.ticket_id))
     return given
 
 
@@ -62,46 +54,45 @@ def in_order_to_the_least_loaded(fleet):
 def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_and_then_by_their_order(
     seed,
 ):
-    expected = in_order_to_the_least_loaded(random_fleet(seed))
-    fleet = random_fleet(seed)
-    config = Config(max_running_requests=fleet.max_running)
-    dispatcher = Dispatcher(config, fleet.workers, SampleBuffer(config), make_source())
-    dispatcher.queue.extend(fleet.tickets)
+    max_running, workers, tickets = random_fleet(seed)
+    expected = in_order_to_the_least_loaded(max_running, workers, tickets)
+    config = Config(max_running_requests=max_running)
+    dispatcher = Dispatcher(config, workers, SampleBuffer(config), make_source())
+    dispatcher.queue.extend(tickets)
     given = []
-    for worker, one in dispatcher.assign():
-        worker.give(one)
-        given.append((worker.index, one.ticket_id))
+    for worker, ticket in dispatcher.assign():
+        worker.give(ticket)
+        given.append((worker.index, ticket.ticket_id))
     assert given == expected
-    assert len(dispatcher.queue) == len(fleet.tickets) - len(given)
+    assert list(dispatcher.queue) == tickets[len(given) :]
 
 
-class Outbox:
+class Outbox(list):
     """Stands in for a worker's process; keeps what it is sent."""
 
-    def __init__(self):
-        self.sent = []
-
-    def send(self, message):
-        self.sent.append(message)
+    send = list.append
 
 
-def test_members_of_a_group_start_only_where_the_weights_are_as_new_as_the_first_ones():
-    """A worker may have been sent a version that another, still busy with the one before, has not."""
-    config = Config(
-        groups_per_step=1,
-        group_size=3,
-        async_ratio=0,
-        max_running_requests=1,
-        num_rollout_workers=2,
-    )
-    ahead, behind = (
-        Worker(i, Outbox(), state="sampling", sent_version=version)
-        for i, version in enumerate((5, 4))
-    )
-    buffer = SampleBuffer(config)
-    dispatcher = Dispatcher(config, [ahead, behind], buffer, make_source())
+def test_batch_scheduling_splits_groups_in_advance_and_waits_for_every_response_of_a_round():
+    config = Config(groups_per_step=2, group_size=3, async_ratio=1, scheduling="batch")
+    workers = [Worker(i, Outbox(), state="sampling", sent_version=0) for i in range(2)]
+    dispatcher = BaselineDispatcher(config, workers, SampleBuffer(config), make_source())
     dispatcher.fill()
-    assert (ahead.num_running, behind.num_running) == (1, 0), "the group counts on version 5 now"
-    behind.sent_version = 5
+    groups = [[ticket.group_id for ticket in worker.process[0].tickets] for worker in workers]
+    assert groups == [[0, 0, 0, 2, 2, 2], [1, 1, 1, 3, 3, 3]]
+    dispatcher.drop(0, "filtered")
+    assert dispatcher.why_idle("bound") == "round"
+    *early, last = [ticket_id for worker in workers for ticket_id in worker.running]
+    for ticket_ids in (early, [last]):
+        assert not any(Proceed() in worker.process for worker in workers)
+        dispatcher.at_barrier.update(ticket_ids)
+        dispatcher.fill()
+    for worker in workers:
+        assert worker.process[-1] == Proceed()
+        assert [type(message) for message in worker.process].count(Tickets) == 1
+        for ticket_id in list(worker.running):
+            worker.take_back(ticket_id)
     dispatcher.fill()
-    assert (ahead.num_running, behind.num_running) == (1, 1)
+    assert {ticket.group_id for ticket in workers[0].process[-1].tickets} == {4}, (
+        "the round is over"
+    )

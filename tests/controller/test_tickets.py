@@ -1,111 +1,89 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from asyncrl.config import Config
 from asyncrl.controller.tickets import IDS_PER_NODE, PromptSource
-from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group
+from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Completion, Group
 from data.problem import Problem
 from extras.baselines import BaselineTickets
 
 
-def make_source(seed=0, eval_problems=2, node=0, num_nodes=1, **options):
+def make_source(seed=0, node=0, num_nodes=1, **options):
     prompts = PromptSource(
         train_problem=lambda index: Problem(f"p{index}", f"a{index}"),
-        eval_problems=[Problem(f"e{i}", "x") for i in range(eval_problems)],
+        eval_problems=[Problem(f"e{i}", "x") for i in range(2)],
         encode=lambda problem: [len(problem.prompt), ord(problem.prompt[-1])],
     )
     return BaselineTickets(Config(seed=seed, group_size=3, **options), prompts, node, num_nodes)
 
 
-def test_a_groups_tickets_share_the_prompt_and_differ_in_member_id_and_seed():
-    tickets = make_source().for_group(0, 0, min_version=4)
-    assert [t.member for t in tickets] == [0, 1, 2]
-    assert len({t.prompt_tokens for t in tickets}) == 1 and {t.min_version for t in tickets} == {4}
-    assert len({t.ticket_id for t in tickets}) == len({t.seed for t in tickets}) == 3
-
-
-def test_seeds_depend_on_run_seed_group_member_and_attempt_and_on_nothing_else():
-    first, same, other = (make_source(seed).for_group(7, 0, 0) for seed in (0, 0, 1))
-    assert [t.seed for t in first] == [t.seed for t in same]
-    assert not {t.seed for t in first} & {t.seed for t in other}
-    assert all(0 <= t.seed < 2**31 for t in first)
+def test_the_nodes_of_a_run_take_every_problem_once_with_ids_and_seeds_of_their_own():
+    sources = [make_source(node=node, num_nodes=3, extra_members=1) for node in range(3)]
+    groups = [source.for_group(*source.next_group(), 5) for source in sources for _ in range(4)]
+    assert [group[0].answer for group in groups[4:8]] == ["a1", "a4", "a7", "a10"]
+    assert groups[4][0].group_id == IDS_PER_NODE
+    for group in groups:
+        assert len({(t.group_id, t.prompt_tokens, t.answer) for t in group}) == 1
+        assert [(t.member, t.num_members, t.min_version) for t in group] == [
+            (member, 1, 5) for member in range(4)
+        ]
+    tickets = [ticket for group in groups for ticket in group]
+    assert len({t.answer for t in tickets}) == len({t.group_id for t in tickets}) == 12
+    assert len({t.ticket_id for t in tickets}) == len({t.seed for t in tickets}) == 48
+    assert all(0 <= t.seed < 2**31 for t in tickets)
+    again, other = (make_source(seed).for_group(0, 0, 5) for seed in (0, 1))
+    assert [t.seed for t in again] == [t.seed for t in groups[0][:3]] != [t.seed for t in other]
+    sources[1].put_back(1)
+    assert [sources[1].next_group()[1] for _ in range(2)] == [1, 13]
+    assert sources[1].answer(Group(4, (), problem=1)) == "a1"
+    (ticket,) = make_source(replicate_prompts=False).for_group(0, 0, 0)
+    assert (ticket.member, ticket.num_members) == (0, 3)
 
 
 def test_a_lost_response_keeps_its_seed_until_it_is_lost_twice_with_workers_of_this_node():
     source = make_source()
-    ticket = source.for_group(7, 0, 0)[0]
-    tickets = [ticket]
+    tickets = [source.for_group(7, 0, 0)[0]]
     for why in ("moved", "died", "died", "died", "moved"):
         tickets.append(source.issue_again(tickets[-1], why))
     assert [t.attempt for t in tickets] == [0, 0, 1, 2, 3, 3]
     assert len({t.ticket_id for t in tickets}) == 6
     seeds = [t.seed for t in tickets]
-    assert seeds[0] == seeds[1] == seeds[2] and seeds[4] == seeds[5] and len(set(seeds)) == 3
+    assert [seeds.index(seed) for seed in seeds] == [0, 0, 0, 3, 4, 4]
 
 
-def test_problems_come_in_order_and_a_dropped_groups_problem_can_come_again():
+def test_a_response_that_goes_on_has_a_seed_of_its_own_each_time_and_weights_as_new_as_it_had():
     source = make_source()
-    assert [source.next_group() for _ in range(3)] == [(0, 0), (1, 1), (2, 2)]
-    source.put_back(1)
-    assert [source.next_group() for _ in range(2)] == [(3, 1), (4, 3)]
-    assert {ticket.answer for ticket in source.for_group(4, 3, 0)} == {"a3"}
-    assert source.answer(Group(4, (), problem=3)) == "a3"
+    tickets = source.for_group(0, 0, 0)[:1]
+    for size in (3, 5, 9):
+        versions = np.arange(size, dtype=np.int32)
+        logprobs = np.zeros(size, np.float32)
+        partial = Completion([0] * size, logprobs, versions, "aborted")
+        tickets.append(source.continued(tickets[-1], partial))
+        assert tickets[-1] == replace(tickets[0], seed=tickets[-1].seed, min_version=size - 1)
+        assert tickets[-1].prefix is partial
+    assert len({ticket.seed for ticket in tickets}) == 4
 
 
-def test_without_replication_one_ticket_asks_for_the_whole_group():
-    (ticket,) = make_source(replicate_prompts=False).for_group(0, 0, 0)
-    assert (ticket.member, ticket.num_members) == (0, 3)
-
-
-def test_extra_members_have_tickets_of_their_own():
-    tickets = make_source(extra_members=2).for_group(0, 0, 0)
-    assert [t.member for t in tickets] == [0, 1, 2, 3, 4] and {t.num_members for t in tickets} == {
-        1
-    }
-
-
-def test_evaluations_at_different_versions_draw_differently_and_never_enter_a_group():
-    source = make_source()
-    first, second = source.for_evaluation(0), source.for_evaluation(10)
-    assert {t.group_id for t in first + second} == {EVALUATION_GROUP}
-    assert not {t.seed for t in first} & {t.seed for t in second}
-
-
-def test_an_evaluation_may_ask_each_problem_twice_the_second_time_greedily():
-    once, twice = make_source().for_evaluation(3), make_source(eval_greedy=True).for_evaluation(3)
-    assert [t.group_id for t in twice] == [EVALUATION_GROUP] * len(once) + [GREEDY_GROUP] * len(
-        once
-    )
+def test_an_evaluation_asks_each_problem_once_or_twice_by_seeds_of_its_version():
+    once = make_source().for_evaluation(3)
+    twice, later = (make_source(eval_greedy=True).for_evaluation(version) for version in (3, 10))
+    assert [t.group_id for t in once] == [EVALUATION_GROUP] * 2
+    assert [t.group_id for t in twice] == [EVALUATION_GROUP] * 2 + [GREEDY_GROUP] * 2
     assert [t.prompt_tokens for t in twice] == 2 * [t.prompt_tokens for t in once]
-    assert all(t.is_evaluation for t in twice) and len({t.ticket_id for t in twice}) == len(twice)
-
-
-def test_a_prompt_that_does_not_fit_is_refused_before_anything_starts():
-    with pytest.raises(
-        ValueError, match="has 2 tokens, --max-prompt-tokens is 1; raise it to at least 2"
-    ):
-        make_source(max_prompt_tokens=1).check_prompts()
+    assert all(t.is_evaluation for t in twice) and len({t.ticket_id for t in twice}) == 4
+    assert not {t.seed for t in twice} & {t.seed for t in later}
 
 
 def test_of_prompts_that_do_not_fit_the_longest_is_named_with_the_length_that_would_do():
-    lengths = lambda problem: [0] * (9 if problem.prompt == "p77" else 5)  # noqa: E731
     source = make_source(max_prompt_tokens=4)
-    source.prompts = replace(source.prompts, encode=lengths)
-    with pytest.raises(
-        ValueError, match=r"has 9 tokens, .* raise it to at least 9\. The prompt begins 'p77'"
-    ):
+    encode = lambda problem: [0] * (9 if problem.prompt == "p77" else 5)  # noqa: E731
+    source.prompts = replace(source.prompts, encode=encode)
+    message = (
+        r"has 9 tokens, --max-prompt-tokens is 4; raise it to at least 9\. The prompt begins 'p77'"
+    )
+    with pytest.raises(ValueError, match=message):
         source.check_prompts()
-
-
-def test_the_nodes_of_a_run_take_every_problem_once_with_ids_and_seeds_of_their_own():
-    sources = [make_source(node=node, num_nodes=3) for node in range(3)]
-    groups = [source.for_group(*source.next_group(), 0) for source in sources for _ in range(4)]
-    assert sorted(group[0].answer for group in groups) == sorted(f"a{index}" for index in range(12))
-    assert [group[0].answer for group in groups[4:8]] == ["a1", "a4", "a7", "a10"]
-    tickets = [ticket for group in groups for ticket in group]
-    assert len({t.group_id for t in tickets}) == 12
-    assert len({t.ticket_id for t in tickets}) == len({t.seed for t in tickets}) == 36
-    assert groups[4][0].group_id == IDS_PER_NODE
-    sources[1].put_back(1)
-    assert sources[1].next_group() == (IDS_PER_NODE + 4, 1)
+    with pytest.raises(RuntimeError, match="has 5 tokens"):
+        source.for_group(0, 0, 0)

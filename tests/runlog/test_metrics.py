@@ -127,21 +127,18 @@ def test_accuracy_is_over_all_problems_asked_also_greedily_and_a_failed_response
 
 
 def test_what_is_dropped_on_one_node_alone_is_measured_against_what_all_consume():
-    consumed = {"measured_consumed": 2, "length_consumed": 20.0, "reward_consumed": 1.0}
-    dropped = {
-        "measured_dropped_shut_out": 1,
-        "length_dropped_shut_out": 25.0,
-        "reward_dropped_shut_out": -0.5,
-    }
+    counts = dict.fromkeys(COUNTS, 0) | {"tokens_generated": 4}
+    dropped = {"measured": 1, "length": 25.0, "reward": -0.5}
+    consumed = {"measured": 2, "length": 20.0, "reward": 1.0}
     one, other = (
-        ledger_metrics(Counter(dict.fromkeys(COUNTS, 0) | sums)) for sums in (dropped, consumed)
+        ledger_metrics(Counter(counts | {f"{name}_{fate}": sums[name] for name in sums}))
+        for fate, sums in (("dropped_shut_out", dropped), ("consumed", consumed))
     )
-    metrics = over_nodes([one, other, other])
-    assert {name: value for name, value in metrics.items() if name.startswith("dropped/")} == {
-        "dropped/shut_out_length_ratio": 2.5,
-        "dropped/shut_out_reward_gap": -1.0,
-    }
-    assert "dropped/shut_out_length_ratio" not in over_nodes([one]), "nothing to compare"
+    expected = {f"ledger/{name}": 0 for name in COUNTS}
+    expected |= {"ledger/tokens_generated": 12, "tokens/generated": 12}
+    bias = {"dropped/shut_out_length_ratio": 2.5, "dropped/shut_out_reward_gap": -1.0}
+    assert over_nodes([one, other, other]) == expected | bias
+    assert over_nodes([one, one, one]) == expected, "nothing to compare"
 
 
 def test_the_type_of_a_metric_and_not_its_name_says_how_nodes_become_one():

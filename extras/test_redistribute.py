@@ -1,0 +1,164 @@
+"""The states of a run's nodes, written, read, and dealt out to another number of nodes."""
+
+import copy
+import random
+from collections import Counter
+
+import pytest
+from trajectories import make_trajectory
+
+from asyncrl.config import Config
+from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.cut import ControllerState
+from asyncrl.controller.evaluation import Evaluation
+from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.runlog.plain import decode, encode
+from data.problem import Problem
+from extras.redistribute import redistribute
+
+PROMPTS = PromptSource(lambda index: Problem("", str(index)), [], lambda problem: [2])
+CONFIG = Config(groups_per_step=12, group_size=2, async_ratio=1.5, num_rollout_workers=1)
+
+
+class Node:
+    """One node's buffer and source of tickets, and tickets that run; a step at a time, without workers."""
+
+    def __init__(self, node=0, num_nodes=1, state=None):
+        self.node, self.buffer = node, SampleBuffer(CONFIG.of_node(num_nodes))
+        self.tickets = TicketSource(CONFIG, PROMPTS, node, num_nodes)
+        self.running, self.done = [], []
+        if state is not None:
+            self.buffer.restore(copy.deepcopy(state.buffer))
+            self.tickets.state = copy.deepcopy(state.tickets)
+            self.running = list(state.queue)
+        self.fill()
+
+    def fill(self):
+        while self.buffer.num_free_places() > 0:
+            group_id, problem = self.tickets.next_group()
+            min_version = self.buffer.admit(group_id, problem)
+            self.running += self.tickets.for_group(group_id, problem, min_version)
+
+    def finish(self, tickets):
+        for ticket in list(tickets):
+            self.running.remove(ticket)
+            self.buffer.start(ticket.group_id, self.buffer.oldest_to_start)
+            versions = [self.buffer.min_version(ticket.group_id)] * 2
+            self.buffer.add(make_trajectory(ticket.group_id, ticket.member, versions))
+
+    def drop(self, group_id, reason):
+        problem = self.buffer.drop(group_id, reason)
+        self.running = [ticket for ticket in self.running if ticket.group_id != group_id]
+        if reason in ("stale", "aborted"):
+            self.tickets.put_back(problem)
+        else:
+            self.done.append(problem)
+        self.fill()
+
+    def step(self):
+        """Make a step, for which all has to finish if nothing else does. Returns its groups."""
+        if self.buffer.find_batch() is None:
+            self.finish(self.running)
+        groups = self.buffer.consume(
+            self.buffer.find_batch()
+        )  # raises for a token beyond the bound
+        self.done += [group.problem for group in groups]
+        self.buffer.publish(self.buffer.trainer_version)
+        self.fill()
+        return groups
+
+    def state(self):
+        state = ControllerState(
+            self.buffer.state(),
+            self.tickets.state,
+            list(self.running),
+            announced=0,
+            evaluates=self.node == 0,
+            evaluations=[Evaluation(3, 1, [])] * (self.node == 0),
+            num_restarts=self.node + 1,
+            records={},
+        )
+        return decode(ControllerState, encode(state))
+
+
+def make_nodes(states):
+    return [Node(node, len(states), state) for node, state in enumerate(states)]
+
+
+def act_at_random(rng, nodes):
+    """Nodes make some steps, which all take together; of each as much has come as chance has it."""
+    reasons = ["aborted", "stale", "failed", "filtered"]
+    for _ in range(rng.randint(0, 3)):
+        for node in nodes:
+            for _ in range(rng.randint(0, 3)):
+                if node.running:
+                    node.drop(rng.choice(node.running).group_id, rng.choice(reasons))
+            node.finish(rng.sample(node.running, rng.randint(0, len(node.running))))
+            node.step()
+    for node in nodes:
+        node.finish(rng.sample(node.running, rng.randint(0, len(node.running))))
+
+
+def residents(states):
+    return {i: resident for state in states for i, resident in state.buffer.residents.items()}
+
+
+def totals(states):
+    """The run's ledger, from those of its nodes, each of which balances."""
+    total = Counter()
+    for state in states:
+        buffer = SampleBuffer(CONFIG)
+        buffer.restore(state.buffer)
+        total.update(buffer.balance())
+    return {name: count for name, count in total.items() if count}
+
+
+def check_dealt_out(before, states, done):
+    """Each problem is in one place: done, resident, put back or to come; all else is as it was, and shared evenly."""
+    places = [done, [resident.problem for resident in residents(states).values()]]
+    places += [state.tickets.put_back for state in states]
+    places += [range(s.tickets.next_problem, 500, len(states)) for s in states]
+    assert sorted(problem for place in places for problem in place) == [*range(500)]
+    assert totals(states) == totals(before)
+    assert repr(sorted(residents(states).items())) == repr(sorted(residents(before).items()))
+    sizes = [len(state.buffer.residents) for state in states]
+    assert max(sizes) - min(sizes) <= 1
+    for state in states:
+        assert all(ticket.group_id in state.buffer.residents for ticket in state.queue)
+    tickets = [sorted(t.ticket_id for s in side for t in s.queue) for side in (before, states)]
+    assert tickets[0] == tickets[1]
+    assert [state.evaluates for state in states] == [True] + [False] * (len(states) - 1)
+    assert sum(len(state.evaluations) for state in states) == 1
+    assert sum(s.num_restarts for s in states) == sum(s.num_restarts for s in before)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_dealt_out_to_other_nodes_no_problem_is_lost_and_what_there_was_is_consumed_in_time(seed):
+    """Three times in a row, from 1 to 4 nodes to 1 to 4, with some steps between."""
+    rng = random.Random(seed)
+    states, done, ids = [None] * rng.randint(1, 4), [], set()
+    for _ in range(3):
+        nodes = make_nodes(states)
+        act_at_random(rng, nodes)
+        before = [node.state() for node in nodes]
+        states = redistribute(before, rng.randint(1, 4))
+        done += [problem for node in nodes for problem in node.done]
+        check_dealt_out(before, states, done)
+        ids |= {
+            number for node in nodes for t in node.running for number in (t.group_id, -t.ticket_id)
+        }
+        sources = [node.tickets for node in make_nodes(states)]
+        new = {number for s in sources for number in (s.next_group()[0], -s.state.next_ticket - 1)}
+        assert not ids & new and len(new) == 2 * len(states)
+    nodes, old = make_nodes(states), set(residents(states))
+    for node in nodes * 4:
+        node.finish(node.running)
+        old -= {group.group_id for group in node.step()}
+    assert not old, "what was resident is consumed first"
+
+
+def test_states_of_different_steps_are_refused():
+    states = [Node(node, 2).state() for node in range(2)]
+    states[1].buffer.trainer_version = 1
+    with pytest.raises(RuntimeError, match=r"different trainer versions: \[0, 1\]"):
+        redistribute(states, 1)
