@@ -121,8 +121,9 @@ def check_dealt_out(before, states, done):
     assert sorted(problem for place in places for problem in place) == [*range(500)]
     assert totals(states) == totals(before)
     assert repr(sorted(residents(states).items())) == repr(sorted(residents(before).items()))
-    sizes = [len(state.buffer.residents) for state in states]
-    assert max(sizes) - min(sizes) <= 1
+    ages = [sorted(r.version for r in state.buffer.residents.values()) for state in states]
+    whole = sorted(version for versions in ages for version in versions)
+    assert ages == [whole[node :: len(states)] for node in range(len(states))]
     for state in states:
         assert all(ticket.group_id in state.buffer.residents for ticket in state.queue)
     tickets = [sorted(t.ticket_id for s in side for t in s.queue) for side in (before, states)]
