@@ -174,7 +174,7 @@ ENDS = {
     "is not published": ({"async_ratio": 0.0}, NEVER),
     "is not published after a suspension": ({"async_ratio": 0.0, "over_sampling": 6.0}, NEVER),
 }
-"""Options of a session, and how the error begins that ends it within 20 s."""
+"""Options of a session, and the error that ends it, at once unless something hangs."""
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -189,8 +189,9 @@ def test_a_run_that_cannot_go_on_ends_with_its_reason(tmp_path, end, capfd):
             if step == 0 or not end.startswith("is not published"):
                 s.publish(step)
             s.controller.take_batch()
-    assert time.monotonic() - start < 20
-    assert ("Thread" in capfd.readouterr().err) == end.startswith("hangs"), "stacks of the trainer"
+    hangs = end.startswith("hangs")
+    assert hangs or time.monotonic() - start < 20
+    assert ("Thread" in capfd.readouterr().err) == hangs, "stacks of the trainer"
 
 
 # Evaluations and cuts
