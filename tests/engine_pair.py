@@ -7,16 +7,40 @@ import gc
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from tiny_policy import load
 
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.engine.proxy import LLMProxy
+from asyncrl.engine.vllm_setup import worker_environment
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.weights.shm import ShmTransport
 
 PROMPT = tuple(range(3, 13))
+PLACEMENT = WorkerPlacement(0, None, None, 1, 0.0)
+
+
+@contextmanager
+def start_pair(config, *arguments, patches=()):
+    """Yield a Pair, which ends with its process group. Each of the patches is called before the engine is forked."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in worker_environment(PLACEMENT).items():
+            patch.setenv(name, value)
+        for apply in patches:
+            apply(patch)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        pair = Pair(config, *arguments)
+        try:
+            yield pair
+        finally:
+            pair.run(pair.shutdown())
+            if pair.sends:
+                pair.transport.close()  # or its thread would outlive the tests
+            dist.destroy_process_group()
 
 
 class Pair:
@@ -27,9 +51,7 @@ class Pair:
         self.policy = load(config)
         self.transport = make_transport(self.policy.sent_specs())
         self.loop = asyncio.new_event_loop()
-        spec = WorkerSpec(
-            config, WorkerPlacement(0, None, None, 1, 0.0), config.model, transport, ""
-        )
+        spec = WorkerSpec(config, PLACEMENT, config.model, transport, "")
         # the engine is forked, and dies if it collects a gloo group that another test's thread still holds
         gc.freeze()
         # If an earlier test has compiled anything, the fork would wait for compiler threads that it does not have.
@@ -74,17 +96,7 @@ class Pair:
         return self.run(self.proxy.update(version, staged.messages, receiving))
 
     @contextmanager
-    def on_update(self, mode):
-        """Treat running requests at an update this way."""
-        before, self.proxy.config = (
-            self.proxy.config,
-            dataclasses.replace(self.proxy.config, on_update=mode),
-        )
-        yield
-        self.proxy.config = before
-
-    @contextmanager
-    def sampling(self, **options):
+    def options(self, **options):
         """Sample, and score in the trainer, with these options."""
         configs = self.proxy.config, self.policy.config
         self.proxy.config, self.policy.config = (

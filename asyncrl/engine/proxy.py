@@ -129,7 +129,7 @@ class LLMProxy:
                     return request.end(segment.finish_reason)
                 if self.config.on_update == "restart":
                     # counted now: the update that aborted it reports it
-                    self.sampled.discarded += len(segment.tokens)
+                    self.sampled.discarded += len(request.tokens)
                     request.segments.clear()
                 elif len(request.tokens) == max_tokens:
                     return request.end("length")

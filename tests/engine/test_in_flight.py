@@ -1,7 +1,6 @@
-"""Responses in flight, read from a real engine that samples on, and gone on with: what a checkpoint holds of them."""
+"""Responses in flight, read from a real engine while it samples, and continued: what a checkpoint holds of them."""
 
 import asyncio
-from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,43 +15,43 @@ from asyncrl.engine.proxy import LLMProxy
 from asyncrl.records import Completion, Ticket
 from extras.baselines import generate_group
 
-NUM, MOST = 24, 280
+NUM_RESPONSES, MAX_TOKENS = 24, 280
 
 
-def episode_of(pair, ticket, **options):
-    """The trajectory of a ticket, asked of the engine, without an environment that could be asked for its reward."""
-    if isinstance(ticket, int):
-        ticket = Ticket(ticket, 0, 0, 1, 0, PROMPT, "", None, 1000 + ticket, 0, **options)
-    return Episode(pair.config, ticket, 0, environment=None, generate=pair.proxy.generate)
+def make_ticket(ticket_id):
+    return Ticket(ticket_id, 0, 0, 1, 0, PROMPT, "", None, 1000 + ticket_id, 0)
 
 
-async def sample(pair, episode, done):
-    """What Episode.run does with the engine; `done` has the response when it has ended."""
-    episode._tokens = list(PROMPT)
-    done[episode.ticket.ticket_id] = await episode.act(MOST)
+class Sampling:
+    """Trajectories that an engine samples, without an environment that could be asked for rewards."""
 
+    def __init__(self, pair, tickets):
+        self.proxy, self.done = pair.proxy, {}
+        self.episodes = {
+            ticket.ticket_id: Episode(
+                pair.config, ticket, 0, environment=None, generate=pair.proxy.generate
+            )
+            for ticket in tickets
+        }
+        self.tasks = [asyncio.create_task(self._act(e)) for e in self.episodes.values()]
 
-async def read(proxy, episodes, done):
-    """In flight now, but for what has ended."""
-    await settle(proxy)
-    running = {i: [episode] for i, episode in episodes.items() if i not in done}
-    found = read_in_flight(proxy, running)
-    assert not found.lost
-    return found.partials
+    async def _act(self, episode):
+        episode._tokens = list(PROMPT)
+        self.done[episode.ticket.ticket_id] = await episode.act(MAX_TOKENS)
 
+    async def read(self):
+        """Return what is in flight now, but for what has ended."""
+        await settle(self.proxy)
+        running = {i: [episode] for i, episode in self.episodes.items() if i not in self.done}
+        in_flight = read_in_flight(self.proxy, running)
+        assert not in_flight.lost
+        return in_flight.partials
 
-async def read_when(num_tokens, proxy, episodes, done):
-    """In flight when so many more tokens have been sampled in all, or all has ended."""
-    wanted = None
-    while True:
-        found = await read(proxy, episodes, done)
-        sampled = [len(partial.tokens) for partial in found.values()] + [
-            len(whole.tokens) for whole in done.values()
-        ]
-        wanted = sum(sampled) + num_tokens if wanted is None else wanted
-        if sum(sampled) >= wanted or len(done) == len(episodes):
-            return found
-        await asyncio.sleep(0.002)
+    async def end(self):
+        """Give up all that still runs."""
+        names = [episode.request_id for episode in self.episodes.values()]
+        await self.proxy.abort(names)
+        await asyncio.gather(*self.tasks)
 
 
 def check_prefix(partial, whole):
@@ -62,182 +61,116 @@ def check_prefix(partial, whole):
     assert np.array_equal(partial.behavior_logprobs, whole.behavior_logprobs[:size])
     assert partial.policy_versions.tolist() == whole.policy_versions[:size].tolist()
     assert partial.behavior_logprobs.dtype == np.float32
-    assert partial.policy_versions.dtype == np.int32
+    assert partial.policy_versions.dtype == np.int32 and partial.finish_reason == "aborted"
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute", "resume"])
-def test_what_is_read_while_sampling_is_a_prefix_of_what_the_request_returns_later(pair, mode):
-    """Tokens, log-probs and versions alike, also across updates, in whose middle it is read as well."""
-    first, done, reads = pair.proxy.version, {}, []
+def test_what_is_read_at_every_turn_of_the_loop_is_all_that_runs_and_a_prefix_of_it(pair, mode):
+    """Tokens, log-probs and versions alike, also in the middle of updates.
 
-    async def run():
-        episodes = {i: episode_of(pair, i) for i in range(NUM)}
-        tasks = [asyncio.create_task(sample(pair, episode, done)) for episode in episodes.values()]
-        for version in range(first + 1, first + 4):
-            for _ in range(2):
-                reads.append(await read_when(10 * NUM, pair.proxy, episodes, done))
+    A response that has just ended in the engine is on its way to its caller, and nowhere else.
+    """
+    reads = []
+
+    async def update():
+        for _ in range(3):
+            await asyncio.sleep(0.05)
             pair.perturb()
-            staged = pair.stage(version)
-            update = asyncio.create_task(pair.proxy.update(version, staged.messages))
-            await asyncio.sleep(0)
-            reads.append(await read(pair.proxy, episodes, done))
-            await update
-        await asyncio.gather(*tasks)
-
-    with pair.on_update(mode):
-        pair.run(run())
-    assert sum(map(len, reads)) > NUM, "too little was in flight"
-    for found in reads:
-        for ticket_id, partial in found.items():
-            check_prefix(partial, done[ticket_id])
-            assert partial.finish_reason == "aborted"
-    assert any(
-        len(set(partial.policy_versions.tolist())) > 1
-        for found in reads
-        for partial in found.values()
-    )
-    grown = [
-        len(found[i].tokens)
-        for found in reads
-        for i in [max(done, key=lambda i: len(done[i].tokens))]
-        if i in found
-    ]
-    assert grown == sorted(grown) and grown[0] < grown[-1]
-
-
-def test_nothing_in_flight_is_missed_when_it_is_read_at_every_turn_of_the_event_loop(pair):
-    """A response that has just ended in the engine is on its way to whoever waits for it, and nowhere else."""
-    done, last = {}, {}
+            version = pair.proxy.version + 1
+            await pair.proxy.update(version, pair.stage(version).messages)
 
     async def run():
-        episodes = {i: episode_of(pair, i) for i in range(NUM)}
-        tasks = [asyncio.create_task(sample(pair, episode, done)) for episode in episodes.values()]
-        while len(done) < NUM:
-            found = await read(pair.proxy, episodes, done)
-            missed = last.keys() - found.keys() - done.keys()
+        sampling, last = Sampling(pair, map(make_ticket, range(NUM_RESPONSES))), {}
+        updates = asyncio.create_task(update())
+        while len(sampling.done) < NUM_RESPONSES:
+            found = await sampling.read()
+            missed = last.keys() - found.keys() - sampling.done.keys()
             assert not missed, f"{missed} were in flight and are not"
-            last.update(found)
+            last |= found
+            reads.append(found)
             await asyncio.sleep(0)
-        await asyncio.gather(*tasks)
+        await asyncio.gather(updates, *sampling.tasks)
+        assert len(last) > NUM_RESPONSES / 2
+        return sampling.done
 
-    pair.run(run())
-    assert len(last) == NUM
-    for ticket_id, partial in last.items():
+    with pair.options(on_update=mode):
+        done = pair.run(run())
+    partials = [
+        partial for found in reads[:: max(1, len(reads) // 50)] for partial in found.items()
+    ]
+    for ticket_id, partial in partials:
         check_prefix(partial, done[ticket_id])
+    sizes = [len(partial.tokens) for ticket_id, partial in partials if ticket_id == 0]
+    assert sizes == sorted(sizes) and len(set(sizes)) > 2
+    assert any(len(set(partial.policy_versions)) > 1 for _, partial in partials)
 
 
-def cut_and_go_on(pair, mode="keep", update=False):
-    """Responses that are given up in the middle and go on from what was read of them, under other weights or not."""
-    done, first = {}, pair.proxy.version
-    weights = {first: pair.weights()}
-
-    async def first_run():
-        episodes = {i: episode_of(pair, i) for i in range(NUM)}
-        tasks = [asyncio.create_task(sample(pair, episode, {})) for episode in episodes.values()]
-        found = await read_when(20 * NUM, pair.proxy, episodes, done)
-        await pair.proxy.abort(
-            [episode.request_id for episode in episodes.values() if episode.request_id]
-        )
-        await asyncio.gather(*tasks)
-        return found
-
-    async def second_run(found):
-        resumed = {i: episode_of(pair, i, prefix=partial) for i, partial in found.items()}
-        await asyncio.gather(*(sample(pair, episode, done) for episode in resumed.values()))
-
-    with pair.on_update(mode):
-        for _ in range(20):  # on a busy machine the engine may be done before anybody looks
-            found = pair.run(first_run())
-            found = {
-                i: partial for i, partial in found.items() if partial.finish_reason == "aborted"
-            }
-            if len(found) > NUM / 2:
-                break
-        if update:
-            pair.perturb()
-            weights[first + 1] = pair.weights()
-            pair.sync(first + 1)
-        pair.proxy.take_sampled()
-        pair.run(second_run(found))
-    return found, done, weights
-
-
-@pytest.mark.parametrize("update", [False, True])
-def test_a_response_that_goes_on_from_its_tokens_has_the_log_probs_that_the_trainer_computes(
-    pair, update
+def test_a_response_that_continues_from_its_tokens_has_the_log_probs_that_the_trainer_computes(
+    pair,
 ):
     """Those before the cut under the weights before, those after it under the weights then: its cache is made anew."""
-    found, done, weights = cut_and_go_on(pair, update=update)
-    assert len(found) > NUM / 2
+    source, first_version = TicketSource(pair.config, None), pair.proxy.version
+    tickets = {ticket_id: make_ticket(ticket_id) for ticket_id in range(NUM_RESPONSES)}
+
+    async def run(tickets, num_tokens=None):
+        sampling = Sampling(pair, tickets)
+        found = {}
+        while num_tokens and sum(len(partial.tokens) for partial in found.values()) < num_tokens:
+            assert len(sampling.done) < NUM_RESPONSES / 2
+            found = await sampling.read()
+            await asyncio.sleep(0)
+        if num_tokens:
+            await sampling.end()
+        await asyncio.gather(*sampling.tasks)
+        return found, sampling.done
+
+    found, _ = pair.run(run(tickets.values(), 10 * NUM_RESPONSES))
+    weights = {first_version: pair.weights()}
+    pair.perturb()
+    pair.sync(first_version + 1)
+    weights[first_version + 1] = pair.weights()
+    resumed = [
+        source.continued(tickets[ticket_id], partial) for ticket_id, partial in found.items()
+    ]
+    _, done = pair.run(run(resumed))
     for ticket_id, partial in found.items():
         check_prefix(partial, done[ticket_id])
         rest = done[ticket_id].policy_versions[len(partial.tokens) :]
-        assert (
-            len(rest)
-            and set(rest.tolist()) == {max(weights)}
-            and len(done[ticket_id].tokens) <= MOST
-        )
-    gaps = np.abs(np.concatenate([pair.gaps(done[ticket_id], weights) for ticket_id in found]))
+        assert set(rest.tolist()) == {first_version + 1}
+        assert len(done[ticket_id].tokens) <= MAX_TOKENS
+    gaps = np.abs(np.concatenate([pair.gaps(completion, weights) for completion in done.values()]))
     assert np.quantile(gaps, 0.995) < 1e-4 and gaps.max() < 0.05
-    sampled = pair.proxy.take_sampled()
-    assert (
-        sampled.new
-        == sampled.resumed
-        == sum(len(done[i].tokens) - len(found[i].tokens) for i in found)
-    )
 
 
-def test_under_restart_a_prefix_of_other_weights_is_sampled_again_and_counted_and_one_of_these_is_kept(
-    pair,
-):
-    found, done, weights = cut_and_go_on(pair, "restart", update=True)
-    for ticket_id in found:
-        assert set(done[ticket_id].policy_versions.tolist()) == {max(weights)}
-    discarded = sum(len(partial.tokens) for partial in found.values())
-    assert discarded > 0
-    assert pair.proxy.take_sampled().discarded == discarded
-    found, done, _ = cut_and_go_on(pair, "restart")
-    for ticket_id, partial in found.items():
-        check_prefix(partial, done[ticket_id])
-    assert found and pair.proxy.take_sampled().discarded == 0
-
-
-def test_a_response_that_waits_for_its_reward_is_not_sampled_again(pair):
+def test_a_response_that_waits_for_its_reward_is_whole(pair):
     whole = pair.generate("whole")
-    episode = episode_of(pair, 7)
+    episode = Episode(pair.config, make_ticket(7), 0, environment=None, generate=None)
     episode.turns = [(len(PROMPT), whole)]
-    partial = read_in_flight(pair.proxy, {7: [episode]}).partials[7]
-    assert partial.finish_reason == whole.finish_reason
-    pair.proxy.take_sampled()
-    done = {}
-    pair.run(sample(pair, episode_of(pair, 7, prefix=partial), done))
-    assert (done[7].tokens, done[7].finish_reason) == (whole.tokens, whole.finish_reason)
-    assert (
-        np.array_equal(done[7].behavior_logprobs, whole.behavior_logprobs)
-        and pair.proxy.take_sampled().new == 0
-    )
+    again = read_in_flight(pair.proxy, {7: [episode]}).partials[7]
+    assert (again.tokens, again.finish_reason) == (whole.tokens, whole.finish_reason)
+    assert np.array_equal(again.behavior_logprobs, whole.behavior_logprobs)
+    assert again.policy_versions.tolist() == whole.policy_versions.tolist()
 
 
-def test_tokens_that_nobody_can_go_on_from_are_counted(pair):
-    """Of a group by one request, as long as it runs."""
-    proxy = pair.proxy
+def test_tokens_of_a_group_by_one_request_are_counted_as_lost(pair):
+    """Nobody can continue them."""
+    ticket = Ticket(5, 0, 0, 4, 0, PROMPT, "", None, 9, 0)
 
     async def run():
-        task = asyncio.create_task(generate_group(proxy, "5.0", PROMPT, seed=9, num_responses=4))
-        ticket = Ticket(5, 0, 0, 4, 0, PROMPT, "", None, 9, 0)
-        episodes = [
-            Episode(pair.config, ticket, member, environment=None, generate=None)
-            for member in range(4)
-        ]
-        for episode in episodes:
+        group = generate_group(pair.proxy, "5.0", PROMPT, seed=9, num_responses=4)
+        task = asyncio.create_task(group)
+        episodes = []
+        for member in range(4):
+            episode = Episode(pair.config, ticket, member, environment=None, generate=None)
             episode.request_id = "5.0"
+            episodes.append(episode)
         counts = []
         while not task.done():
-            found = read_in_flight(proxy, {5: episodes})
-            assert not found.partials
-            counts.append(found.lost[5])
+            in_flight = read_in_flight(pair.proxy, {5: episodes})
+            assert not in_flight.partials
+            counts.append(in_flight.lost[5])
             await asyncio.sleep(0.002)
-            await settle(proxy)
+            await settle(pair.proxy)
         return counts, sum(len(completion.tokens) for completion in await task)
 
     counts, total = pair.run(run())
@@ -247,60 +180,47 @@ def test_tokens_that_nobody_can_go_on_from_are_counted(pair):
 def test_turns_of_an_environment_are_counted_as_lost_and_an_evaluation_is_not_in_flight():
     turn = Completion([1, 2, 3], np.zeros(3, np.float32), np.zeros(3, np.int32), "stop")
     config = SimpleNamespace(is_multi_turn=True)
-    proxy = LLMProxy(config, SimpleNamespace(), [])
-
-    def episode(group_id, num_turns):
-        ticket = Ticket(1, group_id, 0, 1, 0, (), "", 3, 0, 0)
-        made = Episode(config, ticket, 0, environment=None, generate=None)
-        made.turns = [(0, turn)] * num_turns
-        return made
-
-    found = read_in_flight(proxy, {1: [episode(4, 2)], 2: [episode(-1, 1)], 3: [episode(5, 0)]})
-    assert found.lost == {1: 6, 3: 0} and found.partials == {}
-    assert asdict(found)["partials"] == {}
+    episodes = {}
+    for ticket_id, (group_id, num_turns) in enumerate([(4, 2), (-1, 1), (5, 0)]):
+        ticket = Ticket(ticket_id, group_id, 0, 1, 0, (), "", 3, 0, 0)
+        episode = Episode(config, ticket, 0, environment=None, generate=None)
+        episode.turns = [(0, turn)] * num_turns
+        episodes[ticket_id] = [episode]
+    in_flight = read_in_flight(LLMProxy(config, SimpleNamespace(), []), episodes)
+    assert in_flight.lost == {0: 6, 2: 0} and in_flight.partials == {}
 
 
-def lengths_with_cuts(pair, first, num_cuts, goes_on=True):
-    """Lengths of responses of which all that run are thrown away, and gone on with or started over, a few times."""
-    source, done, tickets = TicketSource(pair.config, None), {}, {}
-    for i in range(first, first + 256):
-        tickets[i] = episode_of(pair, i).ticket
-
-    async def run(share):
-        left, ended = [ticket for i, ticket in tickets.items() if i not in done], {}
-        episodes = {ticket.ticket_id: episode_of(pair, ticket) for ticket in left}
-        tasks = [asyncio.create_task(sample(pair, episode, ended)) for episode in episodes.values()]
-        while len(ended) < share * len(left):
-            await asyncio.sleep(0.002)
-        found = await read(pair.proxy, episodes, ended)
-        done.update(ended)
-        for i, partial in found.items():
-            anew = replace(tickets[i], seed=tickets[i].seed + 1)
-            tickets[i] = source.continued(tickets[i], partial) if goes_on else anew
-        await pair.proxy.abort(
-            [episode.request_id for episode in episodes.values() if episode.request_id]
-        )
-        await asyncio.gather(*tasks)
-
-    for _ in range(num_cuts):
-        pair.run(run(1 / 6))
-    pair.run(run(1))
-    return np.sort([len(completion.tokens) for completion in done.values()])
-
-
-def distance(one, other):
-    """Of Kolmogorov and Smirnov: the largest difference between two distributions."""
-    shares = [
-        np.searchsorted(lengths, range(MOST + 1), "right") / len(lengths)
-        for lengths in (one, other)
-    ]
-    return np.abs(shares[0] - shares[1]).max()
-
-
-def test_responses_that_go_on_after_cuts_are_as_long_as_those_that_were_not_cut(pair, monkeypatch):
-    """Started over instead they are shorter: what is in flight at a cut are mostly the long ones."""
+@pytest.mark.slow
+def test_responses_that_continue_after_cuts_are_as_long_as_those_that_were_not_cut(
+    pair, monkeypatch
+):
+    """What is in flight at a cut are mostly the long ones: started over instead, they would be shorter."""
     monkeypatch.setattr(pair.proxy, "stop_token_ids", list(range(0, VOCAB, 50)))
-    whole = lengths_with_cuts(pair, 0, 0)
-    one_in_1000 = 1.95 * np.sqrt(2 / len(whole))
-    assert distance(whole, lengths_with_cuts(pair, 1000, 6)) < one_in_1000
-    assert distance(whole, lengths_with_cuts(pair, 2000, 6, goes_on=False)) > 2 * one_in_1000
+    source = TicketSource(pair.config, None)
+
+    async def sample_until(share, tickets, lengths):
+        left = [ticket for ticket_id, ticket in tickets.items() if ticket_id not in lengths]
+        sampling = Sampling(pair, left)
+        while len(sampling.done) < share * len(left):
+            await asyncio.sleep(0.002)
+        found = await sampling.read()
+        ended = dict(sampling.done)
+        await sampling.end()
+        lengths |= {ticket_id: len(completion.tokens) for ticket_id, completion in ended.items()}
+        for ticket_id, partial in found.items():
+            tickets[ticket_id] = source.continued(tickets[ticket_id], partial)
+
+    def sorted_lengths(first_id, num_cuts):
+        tickets = {i: make_ticket(i) for i in range(first_id, first_id + 256)}
+        lengths = {}
+        for _ in range(num_cuts):
+            pair.run(sample_until(1 / 6, tickets, lengths))
+        pair.run(sample_until(1, tickets, lengths))
+        return np.sort(list(lengths.values()))
+
+    shares = [
+        np.searchsorted(lengths, range(MAX_TOKENS + 1), "right") / 256
+        for lengths in (sorted_lengths(0, 0), sorted_lengths(1000, 6))
+    ]
+    one_in_1000 = 1.95 * np.sqrt(2 / 256)
+    assert np.abs(shares[0] - shares[1]).max() < one_in_1000, "the distance of Kolmogorov, Smirnov"

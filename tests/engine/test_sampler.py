@@ -79,14 +79,3 @@ def test_what_vllm_draws_from_is_the_trainers_transform(temperature, top_p, top_
     )
     torch.testing.assert_close(engine, trainer, rtol=1e-6, atol=1e-5)
     assert (engine.isinf().sum() > 0) == (cuts != {"top_p": 1.0, "top_k": 0, "min_p": 0.0})
-
-
-def test_the_order_of_the_cuts_shows():
-    """Top-p first would keep more: its mass would be that of all tokens, and not of what min-p and top-k leave."""
-    logits, target = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log(), torch.tensor([0])
-    for cuts in ({"top_k": 3}, {"min_p": 0.4}):
-        both = sampling_logits(logits, target, Sampling(1.0, 0.75, **cuts))
-        assert both.isfinite().tolist() == [[True, True, False, False]]
-    assert sampling_logits(logits, target, Sampling(1.0, 0.75)).isfinite().tolist() == [
-        [True, True, True, False]
-    ]
