@@ -15,7 +15,7 @@ LONG = (
     "scripts/test_make_tiny.py",
     "../extras/swarm/tests/test_verify.py",
     "trainer/test_checkpoint.py",
-    "job/test_brought.py",
+    "job/test_command_line.py",
     "test_rollout.py",
     "engine/test_in_flight.py",
     "engine/test_proxy.py",

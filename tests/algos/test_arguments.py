@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from loss_inputs import VARIANTS, evaluate, gradient, random_inputs, to_float32
-from own_files import LOSS, write_own
+from user_files import LOSS, write_user_code
 
 from algos import LOSSES
 from asyncrl.config import Config
@@ -96,13 +96,13 @@ def test_a_loss_without_a_finite_gradient_on_fresh_tokens_is_refused():
 
 
 def test_a_loss_of_the_user_s_own_says_itself_that_it_needs_equal_advantages(tmp_path):
-    unmarked = write_own(tmp_path, LOSS)
+    unmarked = write_user_code(tmp_path, LOSS)
     chosen(f"{unmarked}:loss", advantage="gae")
     marked = LOSS.replace(
         "def loss(",
         "from algos.inputs import needs_equal_advantages\n\n@needs_equal_advantages\ndef loss(",
     )
-    path = write_own(tmp_path, marked)
+    path = write_user_code(tmp_path, marked)
     with pytest.raises(ValueError, match=f"^--algo {path}:loss needs one advantage for all tokens"):
         chosen(f"{path}:loss", advantage="gae")
 

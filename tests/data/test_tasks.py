@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from own_files import chat_tokenizer, write_jsonl
+from user_files import chat_tokenizer, write_jsonl
 
 from asyncrl.config import MULTI_TURN_TASKS
 from asyncrl.tasks import load_task, score_of

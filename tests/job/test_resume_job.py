@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from own_files import write_own
 from real_job import ROOT, Job, assert_ledger_balances, without_times
+from user_files import write_user_code
 
 from asyncrl.messages import Update
 from asyncrl.runlog.batches import weights_sha256
@@ -226,7 +226,7 @@ class Hanging(Addition):
     ],
 )
 def test_a_task_that_hangs_ends_the_run_in_one_line(tmp_path, task_args, status, what, option):
-    task = write_own(tmp_path, HANGING_TASK)
+    task = write_user_code(tmp_path, HANGING_TASK)
     options = [f"--{name}={value}" for name, value in (OPTIONS | {"env-timeout-s": 5}).items()]
     job = start(
         tmp_path, *options, f"--task={task}:Hanging", f"--task-args={task_args}", f"{option}=3"

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from own_files import write_own
+from user_files import write_user_code
 from plain_trainer import randomize
 from ranks import run_group
 from safetensors.torch import load_file, save_file
@@ -124,7 +124,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def configs(model, tmp_path_factory):
     """The config of each of VARIANTS and ON_ONE_RANK."""
-    own = write_own(tmp_path_factory.mktemp("own"), OWN_OPTIMIZER)
+    own = write_user_code(tmp_path_factory.mktemp("own"), OWN_OPTIMIZER)
     configs = {}
     for name, options in (VARIANTS | ON_ONE_RANK).items():
         if options.get("optimizer") == "own":
@@ -344,7 +344,7 @@ def fail_on_two_ranks(rank, folder, model, plain_optimizer) -> dict[str, str]:
 
 
 def test_what_one_of_two_ranks_cannot_do_both_know_in_one_line(tmp_path, model):
-    plain = f"{write_own(tmp_path, PLAIN_STATE)}:Plain"
+    plain = f"{write_user_code(tmp_path, PLAIN_STATE)}:Plain"
     for errors in run_group(fail_on_two_ranks, 2, str(tmp_path), model, plain):
         assert not [error for error in errors.values() if "\n" in error]
         allowed = "it trains on one rank alone, as it needs norms of whole weights; use one rank, or adamw"

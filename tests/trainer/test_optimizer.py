@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from own_files import write_own
+from user_files import write_user_code
 from tiny_policy import load, make_config, random_sequences, save_tiny_model
 
 from asyncrl.config import Config, OptimOptions
@@ -114,7 +114,7 @@ class Listed(SGD):
     ],
 )  # fmt: skip
 def test_what_is_no_optimizer_of_this_trainer_is_one_line(tmp_path, optimizer, item, words):
-    path = write_own(tmp_path, OWN_OPTIMIZERS)
+    path = write_user_code(tmp_path, OWN_OPTIMIZERS)
     optim = OptimOptions(args=(item,) if item else ())
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         try_optimizer(Config(optimizer=optimizer.replace("FILE", str(path)), optim=optim))
@@ -123,7 +123,7 @@ def test_what_is_no_optimizer_of_this_trainer_is_one_line(tmp_path, optimizer, i
 
 @pytest.mark.usefixtures("one_rank")
 def test_groups_of_a_users_optimizer_keep_their_share_of_the_learning_rate(tmp_path):
-    model, path = save_tiny_model(tmp_path / "model"), write_own(tmp_path, OWN_OPTIMIZERS)
+    model, path = save_tiny_model(tmp_path / "model"), write_user_code(tmp_path, OWN_OPTIMIZERS)
     halved = make_config(
         model,
         lr=0.5,

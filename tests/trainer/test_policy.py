@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from own_files import LOSS, write_own
 from plain_trainer import PlainTrainer, assert_is_step, check_step, randomize, record_gradients
 from ranks import run_group
 from tiny_policy import (
@@ -19,6 +18,7 @@ from tiny_policy import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
+from user_files import LOSS, write_user_code
 
 from algos import KL_ESTIMATORS, LOSSES
 from asyncrl.config import AdvantageOptions, Config, OptimOptions
@@ -265,7 +265,7 @@ def test_a_token_from_the_future_and_an_update_without_tokens_are_refused(tied):
 
 def test_a_users_loss_makes_the_update_of_the_shipped_loss_with_its_formula(tied, tmp_path):
     shipped = load(make_config(tied, algo="grpo", algo_args=("clip_low=0.3", "clip_high=0.3")))
-    users = {"algo": f"{write_own(tmp_path, LOSS)}:loss", "algo_args": ("clip=0.3",)}
+    users = {"algo": f"{write_user_code(tmp_path, LOSS)}:loss", "algo_args": ("clip=0.3",)}
     updates = [random_sequences(9, seed=5)]
     expected = PlainTrainer(shipped).train_step(updates, VERSION)
     metrics = {name: value for name, value in expected[0].items() if not name.startswith("clipped")}
@@ -280,7 +280,7 @@ def loss(inputs):
 
 
 def test_a_users_loss_sees_the_lag_of_each_token(tied, tmp_path):
-    policy = load(make_config(tied, algo=f"{write_own(tmp_path, LOSS_BY_LAG)}:loss"))
+    policy = load(make_config(tied, algo=f"{write_user_code(tmp_path, LOSS_BY_LAG)}:loss"))
     updates = [random_sequences(5)]
     expected = PlainTrainer(policy).train_step(updates, VERSION)
     check_step(policy, updates, 40, VERSION, expected)

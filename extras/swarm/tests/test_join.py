@@ -19,7 +19,7 @@ import psutil
 import pytest
 from fake_worker import run_fake_worker
 from hosts import Far, running, wait_until
-from own_files import write_own
+from user_files import write_user_code
 
 import rollout
 from asyncrl.config import SwarmOptions
@@ -278,7 +278,7 @@ def test_a_host_has_engines_of_as_many_gpus_as_the_runs_own_or_as_it_is_told(tmp
 def test_a_host_that_lacks_user_code_or_has_another_ends_before_it_starts_anything(
     tmp_path, monkeypatch, spoil
 ):
-    path = write_own(tmp_path / "own", "def loss(): ...\n")
+    path = write_user_code(tmp_path / "own", "def loss(): ...\n")
     monkeypatch.chdir(path.parent)
     with running(tmp_path, algo=f"{path}:loss") as run:
         spoil(path)
@@ -301,7 +301,7 @@ def run_worker_that_notes_its_options(spec, connection):
 def test_engines_of_a_host_have_user_code_from_its_folder_and_half_of_the_timeout_so_that_they_end_first(
     tmp_path, monkeypatch
 ):
-    path = write_own(tmp_path / "own", "def loss(): ...\n")
+    path = write_user_code(tmp_path / "own", "def loss(): ...\n")
     here = tmp_path / "here"
     shutil.copytree(path.parent, here)
     monkeypatch.chdir(here)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from own_files import write_own
 from ranks import run_ranks
 from several_nodes import NODE_OF_RANK, TIMEOUT
 from tiny_policy import VOCAB, brute_force_nucleus, load, random_sequences, save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from user_files import write_user_code
 
 from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
 from asyncrl.config import Config, SwarmOptions
@@ -184,7 +184,7 @@ async def judge(response, answer):
 def test_a_false_reward_is_found_later_and_rounding_and_one_that_cannot_be_scored_here_are_not(
     model, tmp_path, name, honest, false, line
 ):
-    rewards = () if name is None else (f"{write_own(tmp_path, REWARDS)}:{name}",)
+    rewards = () if name is None else (f"{write_user_code(tmp_path, REWARDS)}:{name}",)
     config = make_config(model, reward=rewards)
     (first, lie), (second, truth), (third, unscored) = sample(config, 3)
     pairs = [
@@ -203,7 +203,7 @@ def test_a_false_reward_is_found_later_and_rounding_and_one_that_cannot_be_score
 def test_rewards_of_async_functions_and_environments_are_counted_as_not_checked_and_log_probs_are(
     model, tmp_path, name
 ):
-    reward = {"reward": (f"{write_own(tmp_path, REWARDS)}:{name}",)}
+    reward = {"reward": (f"{write_user_code(tmp_path, REWARDS)}:{name}",)}
     config = make_config(model, **({"task": "guess_number"} if name is None else reward))
     lies, _, verifier = verify(config, sample(config, 3))
     assert (lies, verifier.counts["rewards_unverified"], verifier.counts["verified"]) == ([], 3, 3)

@@ -1,4 +1,4 @@
-"""Writes files of users, each under a name of its own: a process knows one module of a name. And a chat tokenizer."""
+"""Files of users, each under a name of its own, as a process knows one module of a name; and a chat tokenizer."""
 
 import itertools
 import json
@@ -7,10 +7,10 @@ from pathlib import Path
 _NUMBERS = itertools.count()
 
 
-def write_own(folder: Path, source: str, name: str = "own") -> Path:
-    """A file of that source in a folder, called NAME_NUMBER.py."""
+def write_user_code(folder: Path, source: str) -> Path:
+    """Write a source to a file of a new name in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}_{next(_NUMBERS)}.py"
+    path = folder / f"user_code_{next(_NUMBERS)}.py"
     path.write_text(source)
     return path
 
@@ -35,6 +35,24 @@ def chat_tokenizer():
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def ask_task(task: str, task_args: tuple[str, ...] = (), data_path: str | None = None) -> None:
+    """Make a task, its prompts, and a score, as a run does. Raises ValueError."""
+    from asyncrl.config import Config
+    from asyncrl.tasks import encode, load_task, score_of, task_of
+    from asyncrl.user_code import located
+
+    config = Config(task=task, task_args=tuple(task_args), data_path=data_path)
+    config = located(config)
+    made = task_of(config)
+    problems = [*(made.train_problem(index) for index in range(6)), *made.eval_problems(3)]
+    if config.is_multi_turn:
+        load_task(config.task, 0, None, task_args).first_observation(problems[0])
+        return
+    for problem in problems:
+        encode(config, made, chat_tokenizer(), problem)
+    score_of(config.task)(problems[0].answer, "")
 
 
 TASK = """

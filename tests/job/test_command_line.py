@@ -1,0 +1,135 @@
+"""The command line of a run with user code: found, tried, recorded, and loaded again when the run is resumed."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from user_files import ENVIRONMENT, LOSS, TASK, write_user_code
+
+from asyncrl import user_code
+from asyncrl.config import Config
+from asyncrl.job.command_line import parse_config, read_options
+from asyncrl.runlog.fingerprint import check_same, fingerprint
+from asyncrl.runlog.run_directory import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+REWARD = "def score(response, answer): return 1.0\n"
+
+
+def test_user_code_is_resolved_from_where_the_run_is_started(tmp_path, monkeypatch):
+    task, loss, reward, environment = (
+        write_user_code(tmp_path, source) for source in (TASK, LOSS, REWARD, ENVIRONMENT)
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ["--task", f"{task.name}:Double", "--task-args", "factor=3"]
+    words += ["--algo", f"./{loss.name}:loss", "--algo-args", "clip=0.3"]
+    config = parse_config([*words, "--reward", f"{reward.name}:score*0.5"])
+    assert (config.task, config.algo) == (f"{task}:Double", f"{loss}:loss")
+    assert config.reward == (f"{reward}:score*0.5",) and not config.is_multi_turn
+    assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+    config = parse_config(["--task", f"{environment}:Echo"])
+    assert config.task == f"environment:{environment}:Echo" and config.is_multi_turn
+    assert parse_config(["--task", config.task]) == config
+
+
+def test_a_loss_may_couple_an_update_and_a_reward_take_the_place_of_a_score(tmp_path):
+    coupled = LOSS.replace("def loss(inputs", "def loss(inputs, update", 1)
+    coupled = coupled.replace("ratio = ", "update.advantages.mean()\n    ratio = ", 1)
+    assert parse_config(["--algo", f"{write_user_code(tmp_path, coupled)}:loss"])
+    no_score = TASK.replace("    @staticmethod\n    def score(", "    def score(self, ")
+    task, reward = write_user_code(tmp_path, no_score), write_user_code(tmp_path, REWARD)
+    assert parse_config(["--task", f"{task}:Double", "--reward", f"{reward}:score"])
+
+
+def test_help_for_a_loss_lists_its_keyword_arguments_with_defaults_and_ranges(tmp_path, capsys):
+    lines = {
+        "tis": "clip_low=0.0                at least 0 and at most 1",
+        "grpo": "dual_clip=None              above 1 and at most 1,000,000,000",
+        "dppo": "divergence=tv               tv or kl",
+        f"{write_user_code(tmp_path, LOSS)}:loss": "  clip=0.2",
+    }
+    for algo, line in lines.items():
+        with pytest.raises(SystemExit) as end:
+            parse_config(["--algo", algo, "--help"])
+        assert end.value.code == 0 and line in capsys.readouterr().out
+
+
+def test_the_options_of_another_run_are_defaults_by_like(tmp_path):
+    options = {"lr": 0.5, "algo_args": ("clip_low=0.1",), "steps": 7}
+    RunDirectory(Config(runs_dir=str(tmp_path), run_name="one", **options)).close()
+    run = str(tmp_path / "one")
+    config = read_options(["--like", run, "--steps", "9"])
+    assert (config.lr, config.algo_args, config.steps) == (0.5, ("clip_low=0.1",), 9)
+    assert config.run_name is None, "its name is taken"
+    with pytest.raises(ValueError, match=r"^--like .*: no run is there"):
+        read_options(["--like", str(tmp_path / "nowhere")])
+    with pytest.raises(ValueError, match="--like does not go with --resume"):
+        read_options(["--like", run, "--resume", run])
+
+
+@pytest.fixture
+def user_run(tmp_path):
+    """A run with a task and a loss of the user's, one of which has a sibling."""
+    folder = tmp_path / "mine"
+    sibling = write_user_code(folder, "x = 1\n")
+    loss = write_user_code(folder, f"import {sibling.stem}\n{LOSS}")
+    task = write_user_code(folder, TASK)
+    words = ["--task", f"{task}:Double", "--algo", f"{loss}:loss"]
+    config = read_options([*words, "--runs-dir", str(tmp_path / "runs")])
+    directory = RunDirectory(config)
+    directory.close()
+    return directory.path, config, [loss, sibling, task]
+
+
+def test_a_run_keeps_copies_of_user_code_and_loads_them(user_run):
+    run, config, (loss, sibling, task) = user_run
+    copies = {path.name: path.read_text() for path in (run / "code").iterdir()}
+    assert copies == {path.name: path.read_text() for path in (loss, sibling, task)}
+    assert f"{task.stem}-Double-{loss.stem}-loss-a1-s0" in run.name
+    node = RunDirectory(replace(config, run_name="other"), node_folder="other/node_1")
+    assert (node.path / "code").is_dir()
+    assert node.config.algo == user_code.located(config, node.path / "code").algo
+    assert not (RunDirectory(Config(runs_dir=str(run.parent))).path / "code").exists()
+
+
+@pytest.mark.parametrize("change", ["none", "changed", "gone", "moved"])
+def test_a_resumed_run_loads_its_copies_whatever_happened_to_the_files(user_run, tmp_path, change):
+    run, config, files = user_run
+    if change == "moved":
+        run = Path(shutil.move(run, tmp_path / "moved"))
+    if change in ("changed", "gone"):
+        for path in files:
+            path.unlink() if change == "gone" else path.write_text("x = (\n")
+    resumed = read_options(["--resume", str(run)])
+    assert read_options(["--resume", str(run), "--algo", config.algo]) == resumed
+    copies = user_code.located(config, run / "code")
+    assert user_code.texts_of(resumed) == user_code.texts_of(copies)
+    loss = user_code.load(resumed.algo)
+    assert loss.__code__.co_filename == str(run / "code" / files[0].name)
+    with pytest.raises(ValueError, match=r"code/another.py:loss cannot change when a run is"):
+        read_options(["--resume", str(run), "--algo", "another.py:loss"])
+
+
+def test_nodes_with_other_user_code_are_refused_by_name(user_run):
+    _, config, (loss, *_) = user_run
+    first = fingerprint(config)
+    loss.write_text(LOSS + "\n")
+    line = rf"{loss} \w+ instead of \w+; .*start all nodes from one commit"
+    with pytest.raises(ValueError, match=line):
+        check_same({"node 0": first, "node 1": fingerprint(config)})
+
+
+def test_prompts_that_do_not_fit_end_a_run_before_anything_is_written_or_started(tmp_path):
+    prompts = ("a12 =", "b13 =", "a14 =", "a11 b22 c33 d44 =")
+    rows = [json.dumps({"prompt": prompt, "answer": "x"}) + "\n" for prompt in prompts]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    words = ["--task", "jsonl", "--data-path", "rows.jsonl", "--max-prompt-tokens", "4"]
+    command = [sys.executable, str(ROOT / "train_async.py"), *words]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    line = "has 9 tokens, --max-prompt-tokens is 4; raise it to at least 9"
+    assert ended.returncode == 2 and line in ended.stderr.splitlines()[-1], ended.stderr[-2000:]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
