@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from user_files import write_user_code
 from plain_trainer import randomize
 from ranks import run_group
 from safetensors.torch import load_file, save_file
 from tiny_policy import error_of, load, make_config, random_sequences, save_tiny_model
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig, AutoTokenizer
+from user_files import write_user_code
 
 from asyncrl.config import OptimOptions
 from asyncrl.trainer.batch import distribute
