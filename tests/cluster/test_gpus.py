@@ -61,20 +61,26 @@ def nvml(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("visible", "expected"),
+    ("visible", "count", "expected"),
     [
-        ("1,0", [GPUS[1], GPUS[0]]),
-        ("GPU-bbbb", [GPUS[1]]),
-        (" 2 ", [GPUS[2]]),
-        ("GPU-cccc3333-0000,0", [GPUS[2], GPUS[0]]),
-        ("", []),
-        ("7", []),
-        ("MIG-eeee6666-0000", [INSTANCE]),
-        ("4", [INSTANCE]),
+        ("1,0", 2, [GPUS[1], GPUS[0]]),
+        ("GPU-bbbb", 1, [GPUS[1]]),
+        (" 2 ", 1, [GPUS[2]]),
+        ("GPU-bbbb2222-0000,0", 2, [GPUS[1], GPUS[0]]),
+        ("", 0, []),
+        ("MIG-eeee6666-0000", 1, [INSTANCE]),
+        ("4", 1, [INSTANCE]),
+        ("1,0,7", 2, [GPUS[1], GPUS[0]]),
+        ("0,9,1", 1, [GPUS[0]]),
     ],
 )
-def test_cuda_visible_devices_chooses_by_index_or_uuid_and_in_its_order(nvml, visible, expected):
-    assert list_gpus(visible) == expected
+def test_cuda_visible_devices_chooses_in_its_order_what_torch_counts_and_no_context_is_made(
+    nvml, monkeypatch, visible, count, expected
+):
+    monkeypatch.setattr("torch.cuda._lazy_init", lambda: pytest.fail("a context was made"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    assert visible_gpus() == expected
 
 
 def test_without_a_choice_all_are_listed_and_a_divided_one_is_its_first_instance(nvml):
@@ -83,18 +89,6 @@ def test_without_a_choice_all_are_listed_and_a_divided_one_is_its_first_instance
     assert listed[3].total_bytes == psutil.virtual_memory().total, (
         "this GPU shares the host's memory"
     )
-
-
-def test_gpus_beyond_those_of_torch_are_left_out_and_no_context_is_made(nvml, monkeypatch):
-    monkeypatch.setattr("torch.cuda._lazy_init", lambda: pytest.fail("a context was made"))
-    for visible, count, expected in (
-        ("1,0,7", 2, [GPUS[1], GPUS[0]]),
-        ("0,9,1", 1, [GPUS[0]]),
-        ("", 0, []),
-    ):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
-        assert visible_gpus() == expected
 
 
 def test_gpus_of_several_kinds_are_refused_by_name(nvml, monkeypatch):
