@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from user_files import write_user_code
 from tiny_policy import load, make_config, random_sequences, save_tiny_model
+from user_files import write_user_code
 
 from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.optimizer import learning_rate, make_optimizer, try_optimizer
