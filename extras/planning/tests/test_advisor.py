@@ -29,6 +29,10 @@ from extras.planning.advice import (
 from extras.planning.advisor import Measured, expected_step, predicted_step
 from scripts.runs import frame
 
+ADVICE, RUNS = (
+    tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    for name in ("advice.toml", "runs.toml")
+)
 CONFIG = Config(async_ratio=1.0, groups_per_step=16, group_size=4)
 USUAL = Measured(1.0, 4, 2, "GPU", False, 64, 12.0, 4.0, 1.0, 3.0, 4.5)
 """6 GPUs of which 2 train; a step needs 12 GPU-seconds of decoding and 4 of training, its longest response 3 s."""
@@ -136,9 +140,6 @@ def test_the_advice_is_the_best_of_all_splits_and_the_least_alpha_within_a_tenth
     assert best_alpha(m) == min(near)
 
 
-ADVICE = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize("case", ADVICE["devices"])
 def test_the_advice_on_devices_is_this_text(case):
     assert advise(dataclasses.replace(USUAL, **case["changes"])) == case["text"].strip("\n")
@@ -210,29 +211,17 @@ def test_a_gpu_is_a_device_whether_shared_or_not():
     assert (shared.rollout_devices, shared.training_devices, shared.is_shared) == (1, 1, True)
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "options", "events", "line"),
-    [
-        (8, {}, {}, "advice on α (now 1) and on the split of 8 CPU cores"),
-        (8, {"listen": "h:1"}, {}, "advice on remote hosts: 1 workers give Σμ = "),
-        (7, {}, {}, "runs/one has 7 steps, and advice needs 8; let it train longer"),
-        (8, {"over_sampling": 2.0, "async_ratio": 0.0}, {}, "runs/one lets rollout and training"),
-        (8, {"colocate": "sleep", "async_ratio": 0.0}, {}, "runs/one lets rollout and training"),
-        (8, {"listen": "h:1", "async_ratio": 0.0}, {}, "runs/one lets rollout and training"),
-        (8, {}, {"step": {"node": [0, 1] * 4}}, "runs/one has several nodes; there is advice"),
-        (8, {}, {"trajectory": None}, "runs/one does not record which responses a step"),
-        (8, {}, {"step": None}, "runs/one does not record which responses a step"),
-    ],
-)
-def test_a_run_gets_advice_or_a_line_that_says_why_not(num_steps, options, events, line):
-    run = make_run(num_steps, usual_spans, **options)
-    for kind, columns in events.items():
-        run.events[kind] = frame([]) if columns is None else run.events[kind].assign(**columns)
+@pytest.mark.parametrize("case", RUNS["cases"], ids=str)
+def test_a_run_gets_advice_or_a_line_that_says_why_not(case):
+    run = make_run(case["num_steps"], usual_spans, **case.get("options", {}))
+    run.events["step"]["node"] = case.get("nodes", 0)
+    if "without" in case:
+        run.events[case["without"]] = frame([])
     try:
         text = advice_of(run)
     except ValueError as error:
         text = str(error)
-    assert text.startswith(line)
+    assert text.startswith(case["line"])
 
 
 # Remote hosts
