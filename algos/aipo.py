@@ -7,13 +7,10 @@ LlamaRL, arXiv 2505.24034, «Asynchronous Importance weighted Policy Optimizatio
 Differs from the paper: nothing known; it is tis.py with a cap above 1, which lets likelier tokens weigh more.
 """
 
-from torch import Tensor
-
 from algos import tis
-from algos.arguments import Cap
-from algos.inputs import LossInputs
+from algos.inputs import Cap, LossInputs, LossOutput
 
 
-def loss(inputs: LossInputs, *, cap: Cap = 5.0) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs, *, cap: Cap = 5.0) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
     return tis.loss(inputs, clip_high=cap)

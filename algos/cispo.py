@@ -12,13 +12,10 @@ the clip and not one of its own; group and length normalisation are the advantag
 """
 
 import torch
-from torch import Tensor
 
-from algos.arguments import NonNegative, Share
-from algos.clipping import is_past_clip
-from algos.inputs import LossInputs
+from algos.inputs import LossInputs, LossOutput, NonNegative, Share
 from algos.objectives import weighted_policy_gradient
-from algos.ratio import importance_ratio
+from algos.ratio import importance_ratio, is_past_clip
 
 
 def loss(
@@ -27,7 +24,7 @@ def loss(
     clip_low: Share = 0.1,
     clip_high: NonNegative = 0.1,
     unified_mask: bool = False,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
     ratio = importance_ratio(inputs.log_ratio.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)

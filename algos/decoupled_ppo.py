@@ -15,10 +15,8 @@ denominator of the mean, because token weights are fixed before any loss is seen
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from algos.arguments import Cap, NonNegative, Share
-from algos.inputs import LossInputs
+from algos.inputs import Cap, LossInputs, LossOutput, NonNegative, Share
 from algos.objectives import weighted_proximal_clip
 from algos.ratio import importance_ratio
 
@@ -30,7 +28,7 @@ def loss(
     clip_high: NonNegative = 0.2,
     behavior_weight_cap: Cap = 5.0,
     action: Literal["mask", "truncate"] = "mask",
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.
 
     `clipped` is 1 where the clip or the mask cuts the gradient to 0, or the cap makes it smaller.

@@ -21,11 +21,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from algos.arguments import Cap, Positive
-from algos.clipping import is_past
-from algos.inputs import LossInputs
+from algos.inputs import Cap, LossInputs, LossOutput, Positive
 from algos.objectives import weighted_policy_gradient
-from algos.ratio import importance_ratio
+from algos.ratio import importance_ratio, is_past
 
 _DELTA = {"tv": 0.15, "kl": 0.05}
 
@@ -37,7 +35,7 @@ def loss(
     delta_low: Positive | None = None,
     delta_high: Positive | None = None,
     cap: Cap = 20.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio).
 
     `delta_low` and `delta_high` are a probability with "tv" and nats with "kl".

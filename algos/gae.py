@@ -16,14 +16,12 @@ all tokens of a sequence is refused (algos/inputs.py).
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from algos.advantages import EPS
-
-T = TypeVar("T", bound="Tokens")
 
 
 def gae(rewards: Tensor, values: Tensor, sequence_ids: Tensor, gamma: float, lam: float) -> Tensor:
@@ -48,30 +46,13 @@ def gae(rewards: Tensor, values: Tensor, sequence_ids: Tensor, gamma: float, lam
     return advantages[places, sequence_ids]
 
 
-class Tokens(Protocol):
-    """The trained tokens of a micro-batch: a dataclass with these fields, [N], as in asyncrl/trainer/packing.py."""
-
-    advantages: Tensor
-    """At first the reward of the token's sequence."""
-    sequence_ids: Tensor
-    values: Tensor
-    returns: Tensor | None
-
-
-class Options(Protocol):
-    """Options of the estimate, as AdvantageOptions in asyncrl/config.py."""
-
-    gamma: float
-    lam: float
-    value_lam: float
-    whiten: bool
-
-
 def estimate_step(
-    updates: list[list[T]], sum_over_ranks: Callable[[Tensor], Tensor], options: Options
-) -> tuple[list[list[T]], dict[str, float]]:
+    updates: list[list[Any]], sum_over_ranks: Callable[[Tensor], Tensor], options: Any
+) -> tuple[list[list[Any]], dict[str, float]]:
     """Give the tokens of all micro-batches of a step, [update][micro-batch], their own advantages and returns.
 
+    A micro-batch is a MicroBatch of asyncrl/trainer/packing.py, whose advantages are at first the rewards of the
+    sequences. `options` are the AdvantageOptions of asyncrl/config.py.
     Also returns the share of the returns' variance that the values explain: 1 if the values are right, 0 if they are as
     good as any constant. It is absent where all returns are equal.
     """
@@ -89,7 +70,7 @@ def estimate_step(
     ], metrics
 
 
-def _estimate(batch: Tokens, options: Options) -> Tensor:
+def _estimate(batch: Any, options: Any) -> Tensor:
     """Return advantages, returns and errors of the values, [3, N] float64, on the CPU."""
     rewards = batch.advantages.cpu()
     values = batch.values.cpu()
@@ -109,7 +90,7 @@ def _moments(columns: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> tup
     return mean, squares / (num_tokens - 1).clamp(min=1)
 
 
-def _with_estimate(batch: T, estimate: Tensor) -> T:
+def _with_estimate(batch: Any, estimate: Tensor) -> Any:
     """Return the micro-batch with advantages and returns, the first two rows of [3, N], as float32 on its device."""
     advantages, returns = (row.to(batch.advantages) for row in estimate[:2])
     return replace(batch, advantages=advantages, returns=returns)

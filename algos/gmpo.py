@@ -15,19 +15,13 @@ With an advantage per token every token would get their mean, so `--advantage ga
 """
 
 import torch
-from torch import Tensor
 
-from algos.arguments import Positive
-from algos.clipping import is_past
-from algos.inputs import LossInputs, needs_equal_advantages
-from algos.ratio import importance_ratio
-from algos.sequence_mean import sequence_mean
+from algos.inputs import LossInputs, LossOutput, Positive, needs_equal_advantages
+from algos.ratio import importance_ratio, is_past, sequence_mean
 
 
 @needs_equal_advantages
-def loss(
-    inputs: LossInputs, *, clip_low: Positive = 0.4, clip_high: Positive = 0.4
-) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs, *, clip_low: Positive = 0.4, clip_high: Positive = 0.4) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (gradient cut to 0).
 
     `clip_low` and `clip_high` are in nats; weight is g, and 0 where a token is clipped.

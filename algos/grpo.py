@@ -13,12 +13,9 @@ clamped to ±20 nats.
 """
 
 import torch
-from torch import Tensor
 
-from algos.arguments import AboveOne, NonNegative, Share
-from algos.clipping import clipped_objective
-from algos.inputs import LossInputs
-from algos.ratio import importance_ratio
+from algos.inputs import AboveOne, LossInputs, LossOutput, NonNegative, Share
+from algos.ratio import clipped_objective, importance_ratio
 
 
 def loss(
@@ -27,7 +24,7 @@ def loss(
     clip_low: Share = 0.2,
     clip_high: NonNegative = 0.2,
     dual_clip: AboveOne | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where the gradient is cut to 0)."""
     advantages = inputs.advantages
     ratio = importance_ratio(inputs.log_ratio)

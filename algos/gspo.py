@@ -12,19 +12,14 @@ tokens share one advantage and one weight, as with every `loss_aggregation`, it 
 With an advantage per token every token would get their mean, so `--advantage gae` is refused.
 """
 
-from torch import Tensor
-
-from algos.arguments import NonNegative, Share
-from algos.clipping import clipped_objective
-from algos.inputs import LossInputs, needs_equal_advantages
-from algos.ratio import importance_ratio
-from algos.sequence_mean import sequence_mean
+from algos.inputs import LossInputs, LossOutput, NonNegative, Share, needs_equal_advantages
+from algos.ratio import clipped_objective, importance_ratio, sequence_mean
 
 
 @needs_equal_advantages
 def loss(
     inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's), clipped (gradient cut)."""
     log_ratio = inputs.log_ratio
     ratio = importance_ratio(sequence_mean(log_ratio, inputs.sequence_ids))

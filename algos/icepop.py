@@ -16,13 +16,10 @@ decoupled_ppo.py.
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from algos.arguments import BelowOne, Cap, NonNegative, Share
-from algos.inputs import LossInputs
+from algos.inputs import BelowOne, Cap, LossInputs, LossOutput, NonNegative, Share
 from algos.objectives import weighted_proximal_clip
-from algos.ratio import importance_ratio
-from algos.sequence_mean import sequence_mean
+from algos.ratio import importance_ratio, sequence_mean
 
 
 def loss(
@@ -33,7 +30,7 @@ def loss(
     low: BelowOne = 0.5,
     high: Cap = 5.0,
     level: Literal["token", "sequence"] = "token",
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.
 
     `clipped` is 1 where the clip or the mask cuts the gradient to 0.

@@ -1,11 +1,28 @@
-"""What a policy loss sees: the trained tokens of one micro-batch, flat, with no padding and no mask."""
+"""What a policy loss gets: the trained tokens of one micro-batch, flat, with no padding and no mask; and its options.
+
+The ranges of options are annotations in a loss's signature. A ratio is at most e²⁰, so 1e9 does not limit it; float32
+ends below 1e39. A loss itself says which two arguments exclude each other, and asyncrl/trainer/loss.py refuses what
+would train nothing.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 from torch import Tensor
+
+_FRESH = "where 1 is the ratio of a fresh token"
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1, description=_FRESH)]
+Gate = Annotated[float, Meta(ge=1e-6, le=1e6)]
+NonNegative = Annotated[float, Meta(ge=0, le=1e9)]
+Positive = Annotated[float, Meta(gt=0, le=1e9)]
+Cap = Annotated[float, Meta(ge=1, le=1e9, description=_FRESH)]
+AboveOne = Annotated[float, Meta(gt=1, le=1e9)]
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,8 @@ class LossInputs:
         return LossInputs(*(getattr(self, name).detach().to(device) for name in _NAMES))
 
 
+LossOutput = tuple[Tensor, dict[str, Tensor]]
+"""The loss of each token, [N], and detached statistics of tokens by name, [N] each."""
 _NAMES = [field.name for field in fields(LossInputs)]
 
 

@@ -9,14 +9,11 @@ that sampled the token, where the paper has the start of its iteration. There is
 corrected but held against, and a token with A = 0 still has the gradient tau·(log π − log π_behavior).
 """
 
-from torch import Tensor
-
-from algos.arguments import Positive
-from algos.inputs import LossInputs
+from algos.inputs import LossInputs, LossOutput, Positive
 from algos.ratio import importance_ratio
 
 
-def loss(inputs: LossInputs, *, tau: Positive = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs, *, tau: Positive = 0.1) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio."""
     log_ratio = inputs.log_ratio
     per_token_loss = -inputs.advantages * inputs.logprobs + tau / 2 * log_ratio**2

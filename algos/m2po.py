@@ -20,14 +20,11 @@ those left out leave the loss mask, and with it the denominator; its PPO clip st
 import torch
 from torch import Tensor
 
-from algos.arguments import Positive
-from algos.inputs import LossInputs
+from algos.inputs import LossInputs, LossOutput, Positive
 from algos.ratio import importance_ratio
 
 
-def loss(
-    inputs: LossInputs, update: LossInputs, *, m2_threshold: Positive = 0.04
-) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs, update: LossInputs, *, m2_threshold: Positive = 0.04) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where a token is left out)."""
     moments, goes_on = _moments(inputs)
     left_out = goes_on & (moments >= _least_left_out(*_moments(update), m2_threshold))

@@ -20,13 +20,10 @@ the weight, or it would be spread over the sequence.
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from algos.arguments import BelowOne, Cap
-from algos.inputs import LossInputs
+from algos.inputs import BelowOne, Cap, LossInputs, LossOutput
 from algos.objectives import weighted_policy_gradient
-from algos.ratio import importance_ratio
-from algos.sequence_mean import sequence_mean, sequence_sum
+from algos.ratio import importance_ratio, sequence_mean, sequence_sum
 
 
 def loss(
@@ -35,7 +32,7 @@ def loss(
     low: BelowOne = 0.5,
     high: Cap = 2.0,
     level: Literal["token", "sequence", "geometric"] = "token",
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight (w), clipped (1 where left out)."""
     log_ratio = inputs.log_ratio.detach()
     ratio = judged = weight = importance_ratio(log_ratio)

@@ -2,14 +2,13 @@
 
 from torch import Tensor
 
-from algos.clipping import clipped_objective
-from algos.inputs import LossInputs
-from algos.ratio import importance_ratio
+from algos.inputs import LossInputs, LossOutput
+from algos.ratio import clipped_objective, importance_ratio
 
 
 def weighted_policy_gradient(
     inputs: LossInputs, weight: Tensor, ratio: Tensor, clipped: Tensor | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return −weight·A·log π(t), [N], and the stats [N]: ratio, weight, clipped.
 
     `weight` and `ratio` [N] carry no gradient. `clipped` [N] bool is by default where the weight is not the ratio.
@@ -22,7 +21,7 @@ def weighted_policy_gradient(
 
 def weighted_proximal_clip(
     inputs: LossInputs, weight: Tensor, is_cut: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return −weight·min(u·A, clip(u, 1 − clip_low, 1 + clip_high)·A), [N], with u = π(t)/π_proximal(t), and stats [N].
 
     The stats are ratio, proximal_ratio (u), weight, and clipped: where the clip cuts the gradient to 0, or `is_cut`

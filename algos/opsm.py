@@ -15,13 +15,16 @@ those in both, unless it is told to use the engine's.
 """
 
 import torch
-from torch import Tensor
 
-from algos.arguments import NonNegative, Positive, Share
-from algos.clipping import clipped_objective
-from algos.inputs import LossInputs, needs_equal_advantages
-from algos.ratio import importance_ratio
-from algos.sequence_mean import sequence_mean
+from algos.inputs import (
+    LossInputs,
+    LossOutput,
+    NonNegative,
+    Positive,
+    Share,
+    needs_equal_advantages,
+)
+from algos.ratio import clipped_objective, importance_ratio, sequence_mean
 
 
 @needs_equal_advantages
@@ -31,7 +34,7 @@ def loss(
     clip_low: Share = 0.2,
     clip_high: NonNegative = 0.2,
     delta: Positive = 0.5,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (gradient cut to 0).
 
     `delta` is in nats per token; weight is the ratio, and 0 where the sequence is left out.

@@ -1,5 +1,13 @@
-"""The importance ratio, which every loss reports and most of them use."""
+"""The importance ratio, which every loss reports and most of them use: of a token, of a sequence, and clipped.
 
+The pessimistic clip of PPO is shared by losses that differ in the ratio that they give it:
+
+    objective = min(ratio·A, clip(ratio, 1 − clip_low, 1 + clip_high)·A)
+
+PPO, arXiv 1707.06347, eq. 7; clip_high > clip_low («clip-higher») is DAPO, arXiv 2503.14476, eq. 10.
+"""
+
+import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
@@ -11,3 +19,43 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
     Beyond 88 nats it would be infinite in float32, and where a clip cuts an infinite ratio's gradient to 0, 0·∞ is NaN.
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def sequence_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Give every token the mean of `values` [N] over its own sequence, [N]; carries gradient.
+
+    sequence_ids as in LossInputs. The exponential of a mean log-ratio is the geometric mean of the ratios.
+    """
+    return sequence_sum(values, sequence_ids) / sequence_ids.bincount()[sequence_ids]
+
+
+def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Give every token the sum of `values` [N] over its own sequence, [N]; carries gradient.
+
+    sequence_ids as in LossInputs. The exponential of a sum of log-ratios is the ratio of the whole sequence.
+    """
+    totals = values.new_zeros(int(sequence_ids.max()) + 1).index_add(0, sequence_ids, values)
+    return totals[sequence_ids]
+
+
+def clipped_objective(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Return the objective [N], to be maximised, and where its gradient is cut to 0, [N] bool; ratio, advantages [N].
+
+    Only a ratio past the clip in the direction that the advantage asks for is cut.
+    """
+    objective = torch.minimum(
+        ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    )
+    return objective, is_past_clip(ratio.detach(), advantages, clip_low, clip_high)
+
+
+def is_past_clip(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Where a good token is likelier than the clip allows, or a bad one less likely, [N] bool."""
+    return is_past(ratio, advantages, 1 - clip_low, 1 + clip_high)
+
+
+def is_past(moved: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Where `moved` [N] is above `high` on a good token, or below `low` on a bad one, [N] bool."""
+    return ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < low))

@@ -7,13 +7,11 @@ Williams 1992, «Simple statistical gradient-following algorithms»; the `vanill
 Differs from the paper: the baseline is inside the advantage (algos/advantages.py); tokens, not episodes, are weighted.
 """
 
-from torch import Tensor
-
-from algos.inputs import LossInputs
+from algos.inputs import LossInputs, LossOutput
 from algos.ratio import importance_ratio
 
 
-def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio."""
     per_token_loss = -inputs.advantages * inputs.logprobs
     # The ratio is reported, to show how far off-policy the data were; it takes no part in the loss.

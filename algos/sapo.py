@@ -15,16 +15,12 @@ Its value at r_t = 1 is −2·A/τ and not −A: only its gradient means anythin
 """
 
 import torch
-from torch import Tensor
 
-from algos.arguments import Gate
-from algos.inputs import LossInputs
+from algos.inputs import Gate, LossInputs, LossOutput
 from algos.ratio import importance_ratio
 
 
-def loss(
-    inputs: LossInputs, *, tau_positive: Gate = 1.0, tau_negative: Gate = 1.05
-) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs, *, tau_positive: Gate = 1.0, tau_negative: Gate = 1.05) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight (of −A·∇log π in the gradient)."""
     advantages = inputs.advantages
     tau = torch.where(advantages > 0, tau_positive, torch.full_like(advantages, tau_negative))

@@ -17,16 +17,12 @@ the sequence is long; it would have to be divided by the length; and a cap would
 bounding it. verl's and SkyRL's sequence-level TIS is the capped one, on top of a PPO clip: tis_ppo.py.
 """
 
-from torch import Tensor
-
-from algos.arguments import Cap
-from algos.inputs import LossInputs
+from algos.inputs import Cap, LossInputs, LossOutput
 from algos.objectives import weighted_policy_gradient
-from algos.ratio import importance_ratio
-from algos.sequence_mean import sequence_sum
+from algos.ratio import importance_ratio, sequence_sum
 
 
-def loss(inputs: LossInputs, *, cap: Cap | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs, *, cap: Cap | None = None) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's), weight, clipped by the cap."""
     ratio = importance_ratio(sequence_sum(inputs.log_ratio.detach(), inputs.sequence_ids))
     weight = ratio if cap is None else ratio.clamp(max=cap)

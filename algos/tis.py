@@ -8,17 +8,12 @@ Differs from the paper: nothing known; the defaults [0, 1] are those of its code
 What verl, NeMo RL, SkyRL and slime call TIS is another formula, a PPO clip times a truncated weight: tis_ppo.py.
 """
 
-from torch import Tensor
-
-from algos.arguments import Cap, Share
-from algos.inputs import LossInputs
+from algos.inputs import Cap, LossInputs, LossOutput, Share
 from algos.objectives import weighted_policy_gradient
 from algos.ratio import importance_ratio
 
 
-def loss(
-    inputs: LossInputs, *, clip_low: Share = 0.0, clip_high: Cap = 1.0
-) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs, *, clip_low: Share = 0.0, clip_high: Cap = 1.0) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
     ratio = importance_ratio(inputs.log_ratio.detach())
     return weighted_policy_gradient(inputs, ratio.clamp(clip_low, clip_high), ratio)

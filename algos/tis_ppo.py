@@ -16,13 +16,9 @@ The proximal policy of a step's first update is the current one, as in decoupled
 
 from typing import Literal
 
-from torch import Tensor
-
-from algos.arguments import Cap, NonNegative, Share
-from algos.inputs import LossInputs
+from algos.inputs import Cap, LossInputs, LossOutput, NonNegative, Share
 from algos.objectives import weighted_proximal_clip
-from algos.ratio import importance_ratio
-from algos.sequence_mean import sequence_sum
+from algos.ratio import importance_ratio, sequence_sum
 
 
 def loss(
@@ -32,7 +28,7 @@ def loss(
     clip_high: NonNegative = 0.2,
     cap: Cap = 2.0,
     level: Literal["token", "sequence"] = "token",
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.
 
     `clipped` is 1 where the clip cuts the gradient to 0, or the cap makes it smaller.

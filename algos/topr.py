@@ -10,12 +10,10 @@ bad (the paper's rewards are ±1, and its good side is R ≥ 0, which would make
 stands where the paper has R, so a good response with A < 0 is pushed away untapered.
 """
 
-from torch import Tensor
-
 from algos import weighted_topr
-from algos.inputs import LossInputs
+from algos.inputs import LossInputs, LossOutput
 
 
-def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(inputs: LossInputs) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where a ratio is cut)."""
     return weighted_topr.loss(inputs)

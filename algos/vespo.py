@@ -16,12 +16,9 @@ multiplies π/π_proximal by its capped π_proximal/π_behavior, here it is one 
 import math
 
 import torch
-from torch import Tensor
 
-from algos.arguments import NonNegative, Positive
-from algos.inputs import LossInputs
-from algos.ratio import MAX_LOG_RATIO, importance_ratio
-from algos.sequence_mean import sequence_sum
+from algos.inputs import LossInputs, LossOutput, NonNegative, Positive
+from algos.ratio import MAX_LOG_RATIO, importance_ratio, sequence_sum
 
 
 def loss(
@@ -31,7 +28,7 @@ def loss(
     lambda_positive: Positive = 3.0,
     k_negative: NonNegative = 3.0,
     lambda_negative: Positive = 2.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's, w), weight (φ).
 
     Raises ValueError where φ would rise above e²⁰, the highest ratio there is: float32 ends at e⁸⁸.

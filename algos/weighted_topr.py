@@ -9,17 +9,15 @@ option's purpose, it trades the pull of good responses against the push of bad o
 """
 
 import torch
-from torch import Tensor
 
-from algos.arguments import NonNegative
-from algos.inputs import LossInputs
+from algos.inputs import LossInputs, LossOutput, NonNegative
 from algos.objectives import weighted_policy_gradient
 from algos.ratio import importance_ratio
 
 
 def loss(
     inputs: LossInputs, *, positive_weight: NonNegative = 1.0, negative_weight: NonNegative = 1.0
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where a ratio is cut).
 
     Raises ValueError where both weights are 0.
