@@ -9,29 +9,19 @@ import asyncio
 import functools
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
-
-from setproctitle import setproctitle
 
 from asyncrl import extras
 from asyncrl.cluster.placement import WorkerSpec
-from asyncrl.cluster.processes import (
-    exit_with_parent,
-    freeze_garbage,
-    keep_freed_memory,
-    without_torchrun,
-)
-from asyncrl.cluster.stacks import write_stacks_to
+from asyncrl.cluster.processes import freeze_garbage
 from asyncrl.engine.environments import Environments, start_environments, turn_ends
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.in_flight import read_in_flight, settle
 from asyncrl.engine.proxy import LLMProxy
-from asyncrl.engine.vllm_setup import worker_environment
+from asyncrl.engine.vllm_setup import set_up_process
 from asyncrl.messages import (
     Abort,
     Asleep,
@@ -245,27 +235,13 @@ async def start_worker(
 
 
 def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start_worker) -> None:
-    """Entry point of the worker process. Everything it and its engine print goes to the log.
+    """Entry point of the worker process.
 
     `start(spec, connection)` is awaited and returns the worker. Then its `serve()` is awaited.
     """
-    log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, sys.stdout.fileno())
-    os.dup2(log, sys.stderr.fileno())
-    # out of the terminal's reach, so that Ctrl-C goes to the trainer alone; and one group to kill
-    os.setsid()
-    write_stacks_to(Path(spec.log_path).with_name("stacks.txt"))
-    exit_with_parent()
-    keep_freed_memory()
-    setproctitle(f"rollout {spec.placement.worker}")
+    set_up_process(spec)
     # An engine that vLLM forks must not hold the pipe open, by whose end the controller knows that this process died.
     os.register_at_fork(after_in_child=connection.close)
-    environment = without_torchrun(dict(os.environ)) | worker_environment(
-        spec.placement, spec.sockets_path
-    )
-    os.environ.clear()
-    os.environ.update(environment)
-    tempfile.tempdir = spec.sockets_path  # None: as the environment says
     with asyncio.Runner() as runner:
         worker = runner.run(start(spec, connection))
         runner.run(worker.serve())

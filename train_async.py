@@ -5,16 +5,10 @@ of groups that is fresh enough, makes one step on it, and publishes the new weig
 --help answers at once, and every process that is spawned imports this file.
 """
 
-import json
-import os
-import signal
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.cluster.processes import Interrupted, ignore_signals
+from asyncrl.cluster.processes import run_job
 from asyncrl.config import Config
 from asyncrl.job.command_line import parse_config
 
@@ -64,34 +58,6 @@ def main() -> None:
     """Parse and train."""
     config = parse_config()
     run_job(lambda: train(config))
-
-
-def run_job(job: Callable[[], None]) -> None:
-    """Run a job, and turn every way to end into one line and an exit status: 0 is for a finished job only."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
-    try:
-        job()
-    except Interrupted as error:
-        fail(str(error), status=error.args[1])
-    except ValueError as error:
-        fail(str(error), status=2)
-    except (OSError, RuntimeError) as error:
-        fail(str(error), status=1)
-
-
-def _interrupt(number: int, frame) -> None:
-    ignore_signals()
-    raise Interrupted(f"stopped by {signal.Signals(number).name}", 128 + number)
-
-
-def fail(reason: str, status: int) -> None:
-    """Print why the run ends, have torchrun say it again at the end of its own report, and end the run."""
-    print(f"error: {reason}", file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": f"error: {reason}", "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))
-    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The one place where the system names optional systems: a table from option to module of extras/.
 
 A module is imported when its option is used. Its folder may be deleted: then the option ends in one line that says so.
-The last four modules have no option. Every run uses them if they are there.
+The last five modules have no option. Every run uses them if they are there.
 """
 
 import importlib
@@ -13,9 +13,14 @@ MODULES = {
     "--join": "extras.swarm.join",
     "--dry-run": "extras.planning.dry_run",
     "--scheduling": "extras.baselines",
+    "--nnodes": "extras.node_watch",
+    "--lora-rank": "extras.lora",
+    "--record": "extras.recording",
+    "--wandb": "extras.wandb_mirror",
     "--resume on another number of nodes": "extras.redistribute",
     "planning": "extras.planning.fit",
     "advice": "extras.planning.advice",
+    "containment": "extras.containment",
     "cores": "extras.cores",
     "watchdog": "extras.watchdog",
 }

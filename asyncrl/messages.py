@@ -9,6 +9,11 @@ from asyncrl.records import Completion, Ticket, Trajectory
 
 HoldReason = Literal["weights", "version", "bound", "evaluation"]
 
+TokenSequences = tuple[tuple[int, ...], ...]
+"""Token ids of each sequence."""
+ProbedVersions = dict[int, dict[int, tuple[np.ndarray, ...]]]
+"""Version -> worker -> its log-probs of the probe, as `Probed` has them."""
+
 # What they carry
 
 
@@ -57,8 +62,8 @@ class Update:
 
     version: int
     update_infos: list[dict]
-    probe: tuple[tuple[int, ...], ...]
-    """Token sequences whose log-probs the trainer computed at the same version; may be empty."""
+    probe: TokenSequences
+    """Sequences whose log-probs the trainer computed at the same version; may be empty."""
 
 
 @dataclass(frozen=True)

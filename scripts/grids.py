@@ -20,7 +20,7 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import DescrStatsW
 
 from algos import LOSSES
-from asyncrl.runlog.batches import weights_sha256
+from asyncrl.runlog.manifest import weights_sha256
 from scripts.lines import markdown, read
 from scripts.runs import MISSING, SUMMARY, Run, evaluations, progress, summarise
 from scripts.table import COLUMNS, grouped, show, sort_key

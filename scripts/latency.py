@@ -13,13 +13,14 @@ import sys
 from collections.abc import Callable
 
 from asyncrl.cluster.placement import WorkerSpec
+from asyncrl.cluster.processes import fail, run_job
 from asyncrl.engine.environments import Environment, Environments, Step, start_environments
 from asyncrl.engine.score import Failed
 from asyncrl.job.command_line import parse_config
 from asyncrl.records import Ticket
 from extras.latency_law import LAWS_HINT, LatencyLaw
 from rollout import run_worker, start_worker
-from train_async import fail, run_job, train
+from train_async import train
 
 
 class Delayed:

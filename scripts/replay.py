@@ -27,9 +27,10 @@ from pathlib import Path
 from asyncrl.config import OPTIONS, Config, May, Option, options_for
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import recorded
-from asyncrl.runlog.batches import batch_path, read_batch, weights_sha256
+from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.time_ledger import Account
 from asyncrl.user_code import title
+from extras.recording import batch_path, read_batch
 from rollout import run_worker
 from train_async import run_job
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from tiny_policy import error_of, first_gradient, load, random_sequences
 
-from asyncrl.cluster import node_watch
 from asyncrl.cluster.cluster import Peer, form_cluster, join
-from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
 from asyncrl.runlog.fingerprint import check_same, fingerprint
 from asyncrl.trainer import batch
+from extras import node_watch
+from extras.node_watch import LeaderWatch
 
 TIMEOUT = datetime.timedelta(seconds=60)
 NODE_OF_RANK = [0, 0, 1, 1]
@@ -96,12 +96,12 @@ def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
         open(os.path.join(folder, "stacks"), "a").close()
         return "dumped"
 
-    watch = NodeWatch(cluster, dump)
+    watch = LeaderWatch(cluster, dump)
     watch.finish()
     notes.append(f"finished: {watch.reason}")
     node_watch.GRACE_S = 300  # this process goes on
     watching = [os.path.join(folder, name) for name in ("watching_failing", "watching_killed")]
-    failing, killed = NodeWatch(cluster, dump, "failing"), NodeWatch(cluster, dump, "killed")
+    failing, killed = LeaderWatch(cluster, dump, "failing"), LeaderWatch(cluster, dump, "killed")
     if rank == 1:
         wait_for(lambda: os.path.exists(watching[0]))
         assert isinstance(failing.explain(ValueError("no\nsuch dataset")), ValueError)
@@ -113,7 +113,7 @@ def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
         file.write("\n".join(notes))
 
 
-def note_of_the_end(watch: NodeWatch, watching_path: str, dump_path: str) -> str:
+def note_of_the_end(watch: LeaderWatch, watching_path: str, dump_path: str) -> str:
     """What a leader that waits for something else hears of another's end."""
     signals = []
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))

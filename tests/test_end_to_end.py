@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from real_job import ROOT, Job, assert_ledger_balances, copy_without, run_job
 
-from asyncrl.runlog.batches import weights_sha256
+from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.weights.models import resolve_model
 from extras.planning.advice import advice_of
 from scripts.runs import load
@@ -57,7 +57,12 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_a
         "planning",
         "simulation",
         "baselines.py",
+        "containment.py",
+        "lora.py",
+        "node_watch.py",
+        "recording.py",
         "redistribute.py",
+        "wandb_mirror.py",
         "cores.py",
         "watchdog.py",
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from real_job import Job, assert_ledger_balances, resume_job, start_job, without_times
 
-from asyncrl.runlog.batches import weights_sha256
+from asyncrl.runlog.manifest import weights_sha256
 
 pytestmark = pytest.mark.e2e
 

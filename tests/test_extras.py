@@ -23,13 +23,23 @@ def test_an_option_whose_module_is_missing_is_refused_in_one_line(monkeypatch, m
 
 
 @pytest.mark.parametrize(
-    "line", ["--scheduling batch", "--scheduling lockstep", "--no-replicate-prompts"]
+    "line",
+    [
+        "--scheduling batch",
+        "--scheduling lockstep",
+        "--no-replicate-prompts",
+        "--lora-rank 2",
+        "--record",
+        "--wandb offline",
+        "--listen 127.0.0.1:1",
+    ],
 )
-def test_a_baseline_whose_file_is_missing_is_refused_in_one_line(monkeypatch, capsys, line):
-    assert parse_config(line.split()).is_baseline
-    monkeypatch.setitem(extras.MODULES, "--scheduling", "extras.nowhere")
-    assert not parse_config([]).is_baseline, "the default needs no optional system"
+def test_an_option_whose_file_is_missing_is_refused_in_one_line(monkeypatch, capsys, line):
+    option = line.split()[0].replace("--no-replicate-prompts", "--scheduling")
+    assert parse_config(line.split()) != parse_config([])
+    monkeypatch.setitem(extras.MODULES, option, "extras.nowhere")
+    parse_config([])  # the default needs no optional system
     with pytest.raises(SystemExit, match="2"):
         parse_config(line.split())
-    message = "error: --scheduling needs extras/nowhere.py, which this copy of the code lacks; bring it back, or leave"
+    message = f"error: {option} needs extras/nowhere.py, which this copy of the code lacks; bring it back, or leave"
     assert capsys.readouterr().err.startswith(message)

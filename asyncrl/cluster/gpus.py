@@ -75,15 +75,15 @@ def list_gpus(visible: str | None) -> list[Gpu]:
         ]
         if visible is None:
             return gpus
-        chosen = []
+        named_gpus = []
         for name in filter(None, map(str.strip, visible.split(","))):
             if name.startswith("MIG-"):
-                chosen.append(_describe(pynvml.nvmlDeviceGetHandleByUUID(name)))
+                named_gpus.append(_describe(pynvml.nvmlDeviceGetHandleByUUID(name)))
             else:
-                chosen += [
+                named_gpus += [
                     gpu for i, gpu in enumerate(gpus) if name == str(i) or gpu.uuid.startswith(name)
                 ]
-        return chosen
+        return named_gpus
     except pynvml.NVMLError as error:
         raise RuntimeError(
             f"no driver says which GPUs are here (CUDA_VISIBLE_DEVICES={visible}): {error}; install the driver, or "

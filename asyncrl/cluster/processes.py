@@ -1,14 +1,18 @@
-"""Small facts about processes that several of ours need: dying with the parent, or all together, memory, and cores."""
+"""Small facts about processes that several of ours need: how they end, with the parent or all together, memory, and
+cores."""
 
 import contextlib
 import ctypes
 import gc
+import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import psutil
 
@@ -36,6 +40,34 @@ class Interrupted(Exception):
 
     def __str__(self) -> str:
         return self.args[0]
+
+
+def run_job(job: Callable[[], None]) -> None:
+    """Run a job, and turn every way to end into one line and an exit status: 0 is for a finished job only."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        job()
+    except Interrupted as error:
+        fail(str(error), status=error.args[1])
+    except ValueError as error:
+        fail(str(error), status=2)
+    except (OSError, RuntimeError) as error:
+        fail(str(error), status=1)
+
+
+def _interrupt(number: int, frame) -> None:
+    ignore_signals()
+    raise Interrupted(f"stopped by {signal.Signals(number).name}", 128 + number)
+
+
+def fail(reason: str, status: int) -> None:
+    """Print why the run ends, have torchrun say it again at the end of its own report, and end the run."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": f"error: {reason}", "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))
+    sys.exit(status)
 
 
 def exit_with_parent(poll_s: float = 1.0) -> None:

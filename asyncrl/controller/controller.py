@@ -7,11 +7,8 @@ state of all.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
-from torch import Tensor
 
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.config import Config
@@ -30,6 +27,7 @@ from asyncrl.messages import (
     HoldReason,
     InFlight,
     Probed,
+    ProbedVersions,
     Ready,
     Receiving,
     Stopped,
@@ -38,7 +36,7 @@ from asyncrl.messages import (
 from asyncrl.records import Group, Ticket, Trajectory
 from asyncrl.runlog.metrics import Measured, Sum
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.weights.transport import Announcement, Staged, Transport
+from asyncrl.weights.transport import Announcement, Staged, Transport, Weights
 
 
 class Controller:
@@ -224,7 +222,7 @@ class Controller:
 
     # Weights and evaluation
 
-    def stage(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> Staged:
+    def stage(self, version: int, parameters: Weights) -> Staged:
         """Copy weights into a buffer of the transport that no worker reads, when there is one."""
         transport = self.announcements.transport
         if not transport.keeps_announced:
@@ -344,7 +342,7 @@ class Controller:
         """Whether a worker whose weights are wrong is done without; one of this node is not."""
         return False
 
-    def take_probes(self) -> dict[int, dict[int, tuple[np.ndarray, ...]]]:
+    def take_probes(self) -> ProbedVersions:
         """Take the engines' log-probs of the probe by version and worker, as far as they have come since."""
         with self.lock:
             return self.journal.take_probes()

@@ -8,6 +8,7 @@ import heapq
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,17 +24,19 @@ MIN_FAILED_IN_A_ROW = 20
 """Groups that may fail one after the other, however few are outstanding, before the run is taken for broken."""
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Admits groups while there are places for them, sends their tickets out, takes their trajectories in, and drops
     groups: failed, without variance, stale or not needed."""
 
-    def __init__(
-        self, config: Config, workers: Workers, buffer: SampleBuffer, tickets: TicketSource
-    ):
-        self.config, self.workers, self.buffer, self.tickets = config, workers, buffer, tickets
-        self.queue: deque[Ticket] = deque()
-        """Tickets that no worker has yet, in order."""
-        self._failed_in_a_row = 0
+    config: Config
+    workers: Workers
+    buffer: SampleBuffer
+    tickets: TicketSource
+    queue: deque[Ticket] = field(default_factory=deque)
+    """Tickets that no worker has yet, in order."""
+    failed_in_a_row: int = 0
+    """Groups that failed since the last one that did not."""
 
     # Groups
 
@@ -43,7 +46,7 @@ class Dispatcher:
             if not self.buffer.add_failed(trajectory):
                 self.on_failed_group(trajectory)
         elif group := self.buffer.add(trajectory):
-            self._failed_in_a_row = 0
+            self.failed_in_a_row = 0
             if self.config.drop_zero_variance and np.ptp(group.rewards) == 0:
                 self.drop(group.group_id, "filtered")
             elif self.config.extra_members:
@@ -51,12 +54,12 @@ class Dispatcher:
 
     def on_failed_group(self, trajectory: Trajectory) -> None:
         """Drop a group too many of whose trajectories failed; `trajectory` is the last. Raises as `add`."""
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row > max(
+        self.failed_in_a_row += 1
+        if self.failed_in_a_row > max(
             MIN_FAILED_IN_A_ROW, self.buffer.config.max_outstanding_groups
         ):
             raise RuntimeError(
-                f"the last {self._failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
+                f"the last {self.failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
                 "fix the environment or reward, or raise --env-timeout-s if it is only slow"
             )
         self.drop(trajectory.group_id, "failed")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from asyncrl.controller.workers import Worker
-from asyncrl.messages import ActivityReport, Updated
+from asyncrl.messages import ActivityReport, ProbedVersions, Updated
 from asyncrl.records import Trajectory
 from asyncrl.runlog.metrics import Mean, Measured, Sum, together
 from asyncrl.runlog.time_ledger import WORKER_STATES, TimeLedger, seconds, unix_ns
@@ -29,8 +29,7 @@ class Journal:
         self._reported: dict[int, int] = {}  # worker that is up -> until when, on its own clock
         self._starts: Counter[int] = Counter()
         self._measured: list[Measured] = []
-        # version -> worker -> log-probs
-        self._probes: dict[int, dict[int, tuple[np.ndarray, ...]]] = {}
+        self._probes: ProbedVersions = {}
 
     # The life of workers
 
@@ -130,7 +129,7 @@ class Journal:
             spent += ledger.take(until).spent
         return spent
 
-    def take_probes(self) -> dict[int, dict[int, tuple[np.ndarray, ...]]]:
+    def take_probes(self) -> ProbedVersions:
         """Take the engines' log-probs of the probe by version and worker, as far as they have come since."""
         probes, self._probes = self._probes, {}
         return probes

@@ -17,7 +17,17 @@ from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
 from asyncrl.controller.tickets import Loss
-from asyncrl.messages import Connect, Cut, HoldReason, InFlight, Sleep, Stop, Suspend, Update
+from asyncrl.messages import (
+    Connect,
+    Cut,
+    HoldReason,
+    InFlight,
+    Sleep,
+    Stop,
+    Suspend,
+    TokenSequences,
+    Update,
+)
 from asyncrl.records import Ticket
 from asyncrl.weights.transport import Announcement, Transport
 
@@ -106,7 +116,7 @@ class Worker:
         self.loading = announcement
         self.send_update(announcement.staged.messages, announcement.probe)
 
-    def send_update(self, infos: list[dict], probe: tuple[tuple[int, ...], ...]) -> None:
+    def send_update(self, infos: list[dict], probe: TokenSequences) -> None:
         """Have the engine load the weights that are `loading`, by their update infos, and score a probe."""
         self.state, self.sent_version = "sampling", self.loading.version
         self.process.send(Update(self.sent_version, infos, probe))
@@ -206,8 +216,14 @@ class Workers:
 
     def _start(self, index: int, num_restarts: int = 0) -> Worker:
         log, placement = str(self.run_path / f"worker_{index}.log"), self.placement
-        of_worker = placement.workers[index], self.model_path, placement.transport
-        spec = WorkerSpec(self.config, *of_worker, log, self._temporary.name)
+        spec = WorkerSpec(
+            self.config,
+            placement.workers[index],
+            self.model_path,
+            placement.transport,
+            log,
+            self._temporary.name,
+        )
         worker = Worker(index, num_restarts=num_restarts)
         worker.process = WorkerProcess(
             spec, self._main, functools.partial(self._on_message, worker), self._threads

@@ -1,8 +1,8 @@
 """Score responses in processes that can be killed one by one, and that are replaced within milliseconds.
 
-A response that hangs or kills its process costs itself alone. Each process has a socket of its own. What runs in a
-process, and what it is kept from, is in reward_process.py. Processes answer in JSON only, as a hostile one could send
-anything.
+A response that hangs or kills its process costs itself alone. Each process has a socket of its own. What runs in
+a process is in reward_process.py, and what it is kept from in extras/containment.py. Processes answer in JSON only, as
+a hostile one could send anything.
 
 A process has several responses at once. It scores them one after the other by plain functions, and side by side by
 async ones. If a process dies, nobody knows which response is to blame. It may also have been killed from outside. So

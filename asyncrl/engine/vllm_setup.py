@@ -1,21 +1,49 @@
-"""How vLLM is set up for a worker: its environment, its options, its start, and what is read from inside it.
+"""How vLLM is set up for a worker: its process, its options, its start, and what is read from inside it.
 
 Imports vllm inside functions; importing this costs nothing.
 """
 
 import os
+import sys
 import tempfile
+from pathlib import Path
 
 import numpy as np
+from setproctitle import setproctitle
 
 from asyncrl.cluster.gpus import list_gpus
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
-from asyncrl.cluster.processes import run_on
+from asyncrl.cluster.processes import (
+    exit_with_parent,
+    keep_freed_memory,
+    run_on,
+    without_torchrun,
+)
+from asyncrl.cluster.stacks import write_stacks_to
 from asyncrl.config import Config
 
 CPU_KV_CACHE_BYTES = 1 << 30
 ENGINE_STEP_TOKENS = 8192
 """Tokens that an engine computes in one step at most, vLLM's default."""
+
+
+def set_up_process(spec: WorkerSpec) -> None:
+    """Make this process that of a rollout worker. Everything it and its engine print goes to the log."""
+    log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    # out of the terminal's reach, so that Ctrl-C goes to the trainer alone; and one group to kill
+    os.setsid()
+    write_stacks_to(Path(spec.log_path).with_name("stacks.txt"))
+    exit_with_parent()
+    keep_freed_memory()
+    setproctitle(f"rollout {spec.placement.worker}")
+    environment = without_torchrun(dict(os.environ)) | worker_environment(
+        spec.placement, spec.sockets_path
+    )
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = spec.sockets_path  # None: as the environment says
 
 
 def worker_environment(

@@ -16,13 +16,12 @@ from typing import Any, NoReturn
 import psutil
 import torch.distributed as dist
 
+from asyncrl import extras
 from asyncrl.cluster.cluster import on_first_rank
 from asyncrl.cluster.processes import Interrupted, has_lost_a_rank
 from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
 from asyncrl.records import Group
-from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
-from asyncrl.runlog.header import read_header, write_header
 from asyncrl.runlog.manifest import set_aside
 from asyncrl.trainer.checkpoint import (
     CheckpointWriter,
@@ -111,25 +110,17 @@ class Checkpoints:
     @contextmanager
     def keep_what_fails(self, step: int, groups: list[Group] | None) -> Iterator[None]:
         """Train a step inside. If a loss or gradient is not finite, its batch, of which leaders have `groups`, and the
-        weights before that update are kept for scripts/replay.py, and the error says where.
+        weights before that update are kept, and the error says where.
 
         Collective if it fails, as all ranks do then: raises RuntimeError.
         """
-        node = self.node
         try:
             yield
         except NotFinite as error:
-            path = node.run.path / f"failed_step_{step}" if node.cluster.is_first else None
-            try:
-                save_weights(self.policy, str(path / "weights") if path else "")
-                groups_of_nodes = node.cluster.gather(groups) if node.cluster.is_leader else []
-                if path:
-                    write_recording(
-                        path, step, [group for of_node in groups_of_nodes for group in of_node]
-                    )
-            except OSError as failure:
-                raise RuntimeError(f"{error}; its batch could not be kept: {failure}") from error
-            where = f"; train on its batch again: python scripts/replay.py {path}" if path else ""
+            recording = extras.find("--record")
+            where = (
+                "" if recording is None else recording.keep(self.node, self.policy, step, groups)
+            )
             raise RuntimeError(f"{error}{where}") from error
 
     def save_if_due(self, step: int, publisher: Publisher) -> None:
@@ -193,13 +184,3 @@ class Checkpoints:
             rollout = node.controller.cut(node.run.sizes)
             facts = {"records": rollout.records, "probe": node.probe.state(delayed)}
         self.writer.start(training_state(self.policy), step, delayed, rollout, facts)
-
-
-def write_recording(path: Path, step: int, groups: list[Group]) -> None:
-    """Make a recording, as of a run with --record, of one step whose weights are in `path`/weights, below the run."""
-    write_batch(batch_path(path, step), step, groups)
-    weights = str(path / "weights")
-    header = read_header(path.parent)
-    header["config"] |= {"model": weights, "steps": step}
-    header |= {"weights_sha256": weights_sha256(weights), "first_step": step}
-    write_header(path / "run.json", header, None)

@@ -154,7 +154,7 @@ def _help_for(algo: str | None) -> str:
 
 def _on_defaults(given: dict[str, Any], default: Config | None) -> Config:
     """Return the options of a run: those that are given, on top of `default` or of the defaults that they choose."""
-    chosen = {name: value for name, value in given.items() if name in OPTIONS}
+    values = {name: value for name, value in given.items() if name in OPTIONS}
     if given.get("resume"):
         if "like" in given:
             raise ValueError(
@@ -164,7 +164,7 @@ def _on_defaults(given: dict[str, Any], default: Config | None) -> Config:
 
         run = Path(given["resume"])
         begun = resumed_options(run)
-        return check_changes(_located(begun.changed(chosen), run / "code"), begun)
+        return check_changes(_located(begun.changed(values), run / "code"), begun)
     if given.get("like"):
         from asyncrl.job.resume import recorded
 
@@ -173,7 +173,7 @@ def _on_defaults(given: dict[str, Any], default: Config | None) -> Config:
     elif default is None and given.get("model", Config.model) != Config.model:
         is_sums = given.get("task", "").startswith("sums")
         default = Config(max_prompt_tokens=512, max_response_tokens=24 if is_sums else 1024)
-    return _located((default or Config()).changed(chosen))
+    return _located((default or Config()).changed(values))
 
 
 def _located(config: Config, folder: Path | None = None) -> Config:
@@ -224,11 +224,17 @@ def check(config: Config) -> None:
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
     if not config.is_multi_turn:
         load_score(config.task, config.reward)
-    if config.is_baseline:
-        extras.load("--scheduling")
     user_code.files(user_code.texts_of(config))
-    if config.listen is not None:
-        extras.load("--listen")
+    needs = {
+        "--scheduling": config.is_baseline,
+        "--listen": config.listen,
+        "--lora-rank": config.lora_rank,
+        "--record": config.record,
+        "--wandb": config.wandb != "disabled",
+    }
+    for option, is_used in needs.items():
+        if is_used:
+            extras.load(option)
 
 
 def option_texts(kind: type) -> list[tuple[str, str, str]]:
@@ -241,8 +247,8 @@ def option_texts(kind: type) -> list[tuple[str, str, str]]:
             continue
         prefix = name.partition("_")[0]
         texts.append((f"{text} (--{prefix}.NAME)", "", ""))
-        of_group = _FIELD.findall(inspect.getsource(type(group)))
+        inner_texts = _FIELD.findall(inspect.getsource(type(group)))
         texts += [
-            ("", f"{prefix}.{inner}", text_of_option) for _, inner, text_of_option in of_group
+            ("", f"{prefix}.{inner}", text_of_option) for _, inner, text_of_option in inner_texts
         ]
     return texts

@@ -36,16 +36,18 @@ from asyncrl.controller.workers import Workers
 from asyncrl.job.probe import Probe
 from asyncrl.job.resume import controller_of, find_checkpoint, how_to_go_on
 from asyncrl.records import Group
-from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
 from asyncrl.runlog.fingerprint import check_same, fingerprint
-from asyncrl.runlog.manifest import Checkpoint
+from asyncrl.runlog.manifest import Checkpoint, weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.tasks import check_rows, encode, task_of
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.user_code import texts_of
-from asyncrl.weights.ipc import check_allocator
+from asyncrl.weights.ipc import IpcTransport, check_allocator
 from asyncrl.weights.models import load_tokenizer, resolve_model
+from asyncrl.weights.nccl import NcclTransport
+from asyncrl.weights.shm import ShmTransport
+from asyncrl.weights.transport import ParameterSpec, Transport
 
 # The policy imports transformers for seconds. It is imported once the workers are starting.
 if TYPE_CHECKING:
@@ -78,8 +80,9 @@ class Rank:
         """Policy version that this start of the run begins with: 0, or that of its checkpoint."""
         return self.resumed.step if self.resumed else 0
 
-    def make_probe(self) -> Probe:
-        """Return the probe of a new run, or as the checkpoint has it."""
+    @functools.cached_property
+    def probe(self) -> Probe:
+        """The probe of a new run, or as the checkpoint has it."""
         return Probe(self.config, self.resumed and self.resumed.probe_of(self.cluster.node))
 
     def use_device(self) -> None:
@@ -93,7 +96,6 @@ class Follower(Rank):
     """A rank that only trains: its leader gives it its part of every batch."""
 
     model_path: str
-    probe: Probe
 
     def make_publisher(self, policy: "Policy") -> "Publisher":
         """Return what helps the leader to publish."""
@@ -110,7 +112,6 @@ class Leader(Rank):
     """Local rank 0 of a node: it trains too, and it alone has records and rollout workers."""
 
     model_path: str
-    probe: Probe
     run: RunDirectory
     tokenizer: Any
     controller: Controller
@@ -132,6 +133,23 @@ class Leader(Rank):
             # The engine measures how much memory of the GPU is free, so the trainer must not be taking any meanwhile.
             self.controller.wait_until_ready()
 
+    def connect_workers(self, specs: list[ParameterSpec]) -> None:
+        """Join the workers to where weights are staged on this node, and wait until all their engines are up."""
+        transport = Transport(specs)
+        match self.placement.transport:
+            case "shm":
+                transport = ShmTransport(specs)
+            case "ipc":
+                transport = IpcTransport(specs)
+            case "nccl":
+                transport = NcclTransport(
+                    specs, self.device, self.config.rollout_tp, self.config.timeout_s
+                )
+        self.controller.connect(transport)
+        cores = extras.find("cores")
+        if cores is not None:
+            cores.leave_cores(self.placement, self.on_end)
+
     def make_publisher(self, policy: "Policy") -> "LeadingPublisher":
         """Return what publishes versions, once all engines of this node are up."""
         from asyncrl.job.publisher import LeadingPublisher
@@ -150,7 +168,8 @@ class Leader(Rank):
         """Write what is trained on to the run directory, with --record."""
         if self.config.record:
             self.clock.enter("save")
-            write_batch(batch_path(self.run.path, step), step, groups)
+            recording = extras.load("--record")
+            recording.write_batch(recording.batch_path(self.run.path, step), step, groups)
 
 
 def node_kinds(config: Config) -> tuple[type[Leader], type[Follower]]:
@@ -172,7 +191,8 @@ def start_rank(config: Config) -> Iterator[Rank]:
     cluster = join(config, "cuda" if visible_gpus() else "cpu", fingerprint, check_same)
     on_end.callback(dist.destroy_process_group)
     resumed = find_checkpoint(config, cluster)
-    watch = NodeWatch(cluster, dump_stacks)
+    watch_class = extras.load("--nnodes").LeaderWatch if cluster.num_nodes > 1 else NodeWatch
+    watch = watch_class(cluster, dump_stacks)
     try:
         placement, device = _take_device(config, cluster)
         yield Rank(config, cluster, placement, device, clock, on_end, watch, resumed)
@@ -215,7 +235,7 @@ def start_node(rank: Rank, worker_main: Callable) -> Iterator[Leader | Follower]
 def follow(rank: Rank, model_path: str) -> Follower:
     """Return a rank that trains, and follows its node's leader in all else."""
     _, kind = node_kinds(rank.config)
-    return kind(**vars(rank), model_path=model_path, probe=rank.make_probe())
+    return kind(**vars(rank), model_path=model_path)
 
 
 def _prepare_process(config: Config, on_end: ExitStack) -> None:
@@ -272,7 +292,6 @@ def start_leader(rank: Rank, worker_main: Callable) -> Leader:
     leader = kind(
         **vars(rank),
         model_path=model_path,
-        probe=rank.make_probe(),
         run=run,
         tokenizer=load_tokenizer(model_path),
         controller=make_controller(

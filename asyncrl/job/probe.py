@@ -13,14 +13,13 @@ import torch
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
+from asyncrl.messages import ProbedVersions, TokenSequences
 from asyncrl.records import Group
 from asyncrl.trainer.packing import TrainSequence
 
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
 
-Tokens = tuple[tuple[int, ...], ...]
-"""Token ids of each sequence."""
 NUM_SEQUENCES = 4
 MAX_TOKENS = 256
 """Longest sequence. It is also one below the engine's context length, as an engine must have room to sample a token."""
@@ -79,7 +78,7 @@ class Mismatch:
 class Scores:
     """The trainer's log-probs of the probe at one version."""
 
-    tokens: Tokens
+    tokens: TokenSequences
     logprobs: np.ndarray
     """[N] float32 nats, of all tokens but each sequence's first."""
 
@@ -111,7 +110,7 @@ class Probe:
             ],
         }
 
-    def tokens_at(self, version: int) -> Tokens:
+    def tokens_at(self, version: int) -> TokenSequences:
         """Return the sequences that the trainer has scored at a version; none if it has not, or long ago."""
         return self._scores[version].tokens if version in self._scores else ()
 
@@ -127,20 +126,20 @@ class Probe:
     def score(self, policy: "Policy", version: int) -> None:
         """Have the trainer score the probe at a version; collective."""
         tokens = self.tokens or self._random_tokens(policy)
-        (logprobs,) = policy.score([[_sequence(ids) for ids in tokens]], raw=True)
+        arrays = [np.array(ids, np.int64) for ids in tokens]
+        sequences = [TrainSequence.to_score(ids, np.arange(len(ids)) > 0) for ids in arrays]
+        (logprobs,) = policy.score([sequences], raw=True)
         self._scores[version] = Scores(tokens, logprobs.numpy())
         self._scores.pop(version - NUM_VERSIONS - self._config.publish_delay, None)
 
-    def _random_tokens(self, policy: "Policy") -> Tokens:
+    def _random_tokens(self, policy: "Policy") -> TokenSequences:
         """Return token ids from the whole vocabulary, the same on all ranks."""
         vocab_size = policy.module.model.config.get_text_config().vocab_size
         generator = np.random.default_rng(self._config.seed)
         return _as_tokens(generator.integers(0, vocab_size, (NUM_SEQUENCES, self._length)).tolist())
 
-    def compare(
-        self, engine_logprobs: dict[int, dict[int, tuple[np.ndarray, ...]]]
-    ) -> list[Mismatch]:
-        """Compare the engines' log-probs, version -> worker -> nats per token of each sequence, with the trainer's.
+    def compare(self, engine_logprobs: ProbedVersions) -> list[Mismatch]:
+        """Compare the engines' log-probs with the trainer's.
 
         Returns the mismatch of each worker at each version that both have scored, oldest version first.
         """
@@ -160,18 +159,5 @@ class Probe:
         return list(newest.values())
 
 
-def _as_tokens(sequences: Iterable[Iterable[int]]) -> Tokens:
+def _as_tokens(sequences: Iterable[Iterable[int]]) -> TokenSequences:
     return tuple(map(tuple, sequences))
-
-
-def _sequence(ids: tuple[int, ...]) -> TrainSequence:
-    """Return a sequence of which every token but the first is scored, and none is trained on."""
-    num_tokens = len(ids)
-    return TrainSequence(
-        tokens=np.array(ids, dtype=np.int64),
-        loss_mask=np.arange(num_tokens) > 0,
-        behavior_logprobs=np.zeros(num_tokens, np.float32),
-        policy_versions=np.zeros(num_tokens, np.int32),
-        advantage=0.0,
-        reward=0.0,
-    )

@@ -1,28 +1,22 @@
 """The trainer's side of publishing: which version, and when."""
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl import extras
 from asyncrl.records import Group
 from asyncrl.trainer.checkpoint import differing_names
 from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.policy import Policy
-from asyncrl.weights.ipc import IpcTransport
-from asyncrl.weights.nccl import NcclTransport
-from asyncrl.weights.shm import ShmTransport
-from asyncrl.weights.transport import Announcement, ParameterSpec, Transport
+from asyncrl.weights.transport import Announcement, ParameterSpec, Weights
 
 if TYPE_CHECKING:
     from asyncrl.job.node import Follower, Leader
 
-Weights = Iterable[tuple[str, Tensor]]
-"""Hugging Face name and full value of each parameter, in the order of sending."""
 Snapshot = tuple[int, list[tuple[str, Tensor]]]
 """A version and a copy of its weights."""
 
@@ -74,7 +68,7 @@ class LeadingPublisher(Publisher):
                     f"warning: beside --model {policy.model_path}, checkpoints {differs}",
                     flush=True,
                 )
-        connect_workers(node, specs)
+        node.connect_workers(specs)
         self._has_warned = False
         # Wrong weights at the version that this start of the run announced first end the run.
         self._first_version: int | None = None
@@ -151,21 +145,3 @@ class LeadingPublisher(Publisher):
         while self._snapshots[0][0] < step - self.config.publish_delay:
             self._snapshots.popleft()
         return self._snapshots[0]
-
-
-def connect_workers(node: "Leader", specs: list[ParameterSpec]) -> None:
-    """Join the workers to where weights are staged on a node, and wait until all their engines are up."""
-    transport = Transport(specs)
-    match node.placement.transport:
-        case "shm":
-            transport = ShmTransport(specs)
-        case "ipc":
-            transport = IpcTransport(specs)
-        case "nccl":
-            transport = NcclTransport(
-                specs, node.device, node.config.rollout_tp, node.config.timeout_s
-            )
-    node.controller.connect(transport)
-    cores = extras.find("cores")
-    if cores is not None:
-        cores.leave_cores(node.placement, node.on_end)

@@ -17,9 +17,14 @@ from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster, on_first_rank
 from asyncrl.config import OPTIONS, Config, May, options_for
 from asyncrl.controller.cut import ControllerState
-from asyncrl.runlog.batches import weights_sha256
 from asyncrl.runlog.header import read_header
-from asyncrl.runlog.manifest import Checkpoint, checkpoints_in, newest_checkpoint, step_of
+from asyncrl.runlog.manifest import (
+    Checkpoint,
+    checkpoints_in,
+    newest_checkpoint,
+    step_of,
+    weights_sha256,
+)
 from asyncrl.runlog.plain import decode
 from asyncrl.user_code import located
 
@@ -40,27 +45,27 @@ def resumed_options(run: Path) -> Config:
 Options = TypeVar("Options", bound=Config)
 
 
-def check_changes(chosen: Options, begun: Config) -> Options:
-    """Return the `chosen` options of a run that is resumed, with its place and its user code.
+def check_changes(config: Options, begun: Config) -> Options:
+    """Return the options of a run that is resumed, with its place and its user code.
 
     Raises ValueError, in one line, if an option has another value than the run began with and may not.
     """
-    recorded_options = Config.from_dict(recorded(Path(chosen.resume))["config"])
+    recorded_options = Config.from_dict(recorded(Path(config.resume))["config"])
     fixed = [
         option
         for option in OPTIONS.values()
         if May.RESUME not in option.may and option.name != "resume"
     ]
     for option in fixed:
-        value, first = option.value_in(chosen), option.value_in(begun)
+        value, first = option.value_in(config), option.value_in(begun)
         if value not in (first, option.value_in(recorded_options)):
             allowed = ", ".join(other.flag for other in options_for(May.RESUME))
             raise ValueError(
-                f"{option.flag} {value} cannot change when a run is resumed: {chosen.resume} has {first}; leave it "
+                f"{option.flag} {value} cannot change when a run is resumed: {config.resume} has {first}; leave it "
                 f"out, or begin a new run. What may change: {allowed}"
             )
     return replace(
-        chosen,
+        config,
         **{option.path: option.value_in(begun) for option in fixed if "." not in option.path},
     )
 

@@ -4,6 +4,7 @@ It says what the checkpoint is of, and the digest of every other file, so that o
 found. Nothing that is read here is unpickled.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -103,6 +104,20 @@ def id_of(run: Path) -> str | None:
 def digest_of(file: Path) -> str:
     """Return the BLAKE3 of a file."""
     return blake3().update_mmap(file).hexdigest()
+
+
+def weights_sha256(model_path: str) -> str:
+    """SHA-256 over the names and the contents of a model folder's weight files."""
+    files = sorted(
+        file for pattern in ("*.safetensors", "*.bin") for file in Path(model_path).glob(pattern)
+    )
+    digest = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            digest.update(
+                f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
+            )
+    return digest.hexdigest()
 
 
 def _digest_of(manifest: dict) -> str:

@@ -124,30 +124,27 @@ def batch_metrics(
     versions = [trajectory.policy_versions[trajectory.loss_mask] for trajectory in trajectories]
     token_versions = np.concatenate(versions)
     published = max(0, policy_version - config.publish_delay)
-    metrics = {
-        "reward/mean": Mean.over(rewards),
-        "reward/std": Deviation(tuple(rewards)),
-        "reward/zero_variance_groups": Mean.over([np.ptp(group.rewards) == 0 for group in groups]),
-        "response/length_mean": Mean.over(lengths),
-        "response/length_max": Max(max(lengths)),
-        "response/cut": Mean.over(
-            [trajectory.finish_reason == "length" for trajectory in trajectories]
-        ),
-        "response/turns_mean": Mean.over([trajectory.num_turns for trajectory in trajectories]),
-        "response/inherited_share": Mean.over(token_versions < published),
-        "response/mixed_versions": Mean.over([len(np.unique(column)) > 1 for column in versions]),
-        "staleness/mean": Mean.over(staleness),
-        "staleness/max": Max(max(staleness)),
-        "staleness/token_mean": Mean.over(policy_version - token_versions),
+    means = {
+        "reward/mean": rewards,
+        "reward/zero_variance_groups": [np.ptp(group.rewards) == 0 for group in groups],
+        "response/length_mean": lengths,
+        "response/cut": [trajectory.finish_reason == "length" for trajectory in trajectories],
+        "response/turns_mean": [trajectory.num_turns for trajectory in trajectories],
+        "response/inherited_share": token_versions < published,
+        "response/mixed_versions": [len(np.unique(column)) > 1 for column in versions],
+        "staleness/mean": staleness,
+        "staleness/token_mean": policy_version - token_versions,
     }
     overlong = config.advantage_options.overlong
     if overlong:
-        lengths_beyond_prompt = [trajectory.num_beyond_prompt for trajectory in trajectories]
-        penalties = [
-            overlong_penalty(num, config.max_response_tokens, overlong)
-            for num in lengths_beyond_prompt
+        means["reward/overlong_penalty"] = [
+            overlong_penalty(trajectory.num_beyond_prompt, config.max_response_tokens, overlong)
+            for trajectory in trajectories
         ]
-        metrics["reward/overlong_penalty"] = Mean.over(penalties)
+    metrics: Measured = {name: Mean.over(numbers) for name, numbers in means.items()}
+    metrics["reward/std"] = Deviation(tuple(rewards))
+    metrics["response/length_max"] = Max(max(lengths))
+    metrics["staleness/max"] = Max(max(staleness))
     for name in dict.fromkeys(
         name for trajectory in trajectories for name in trajectory.reward_parts
     ):

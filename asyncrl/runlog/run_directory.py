@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.runlog.header import new_header, write_header
 from asyncrl.runlog.manifest import id_of
@@ -105,7 +106,9 @@ class RunDirectory:
         step = None if self._resumed is None else self._resumed["step"]
         header = write_header(self.path / "run.json", self._header, step)
         if self._is_first and self.config.wandb != "disabled":
-            self._wandb = _start_wandb(self._config_as_given, self.path, header["wandb_id"], step)
+            self._wandb = extras.load("--wandb").start(
+                self._config_as_given, self.path, header["wandb_id"], step
+            )
 
     def cut_back(self) -> None:
         """Have a resumed run begin to write: cut its records back to its checkpoint, then write the held lines.
@@ -192,24 +195,3 @@ def _ended_before_first_step(folder: Path) -> bool:
 def _default_name(config: Config) -> str:
     what = f"{title(config.task)}-{title(config.algo)}"
     return f"{what}-a{config.async_ratio:g}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-
-
-def _start_wandb(config: Config, path: Path, run_id: str, resumed_from: int | None):
-    """Begin or continue the run at Weights & Biases.
-
-    Online a resumed run continues at the checkpoint's step, to which the server cuts it back. Offline there is no
-    record of the steps that are made again.
-    """
-    import wandb
-
-    run = {"id": run_id}
-    if resumed_from is not None:
-        moment = {"resume_from": f"{run_id}?_step={resumed_from}"}
-        run = moment if config.wandb == "online" else {"id": run_id, "resume": "allow"}
-    settings = {
-        "project": "async-rl",
-        "name": path.name,
-        "dir": str(path),
-        "config": config.as_dict(),
-    }
-    return wandb.init(mode=config.wandb, **settings, **run)

@@ -98,14 +98,14 @@ def varlen_attention(
     max_length_q: int,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **others: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Causal attention of the sequences of one row, [1, heads, L, head_dim] in and [1, L, heads, head_dim] out.
 
     The function that transformers' models call: a window of w lets a token see itself and the w − 1 before it.
     Raises ValueError for a score that is changed otherwise.
     """
-    if changed := [name for name in _CHANGES_SCORES if others.get(name) is not None]:
+    if changed := [name for name in _CHANGES_SCORES if options.get(name) is not None]:
         raise ValueError(
             f"varlen_attn does not know the model's {changed[0]}; this model cannot be trained on a GPU"
         )

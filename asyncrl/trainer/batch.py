@@ -15,13 +15,18 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
 from asyncrl.trainer.advantage import choose_estimator
-from asyncrl.trainer.packing import Bundle, Sharing, TrainSequence, bundle, first_fit_decreasing
+from asyncrl.trainer.packing import (
+    Bundle,
+    Sharing,
+    TrainSequence,
+    Updates,
+    bundle,
+    first_fit_decreasing,
+)
 from asyncrl.trainer.policy import Policy
 
 
-def deal(
-    groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
-) -> list[list[list[Bundle]]]:
+def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> Updates:
     """Deal a step's groups to the node's ranks: this rank's [update][micro-batch] → bundles; collective.
 
     `groups` is the node's batch on its leader and None on the others; ranks get about equal tokens.
@@ -98,13 +103,13 @@ def distribute(
     max_tokens: int,
     share_prefix: Sharing = "off",
     cost: Callable[[list[int]], float] = sum,
-) -> list[list[list[list[Bundle]]]]:
+) -> list[Updates]:
     """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → bundles.
 
     `share_prefix` as in bundle; `cost` as in choose_bundles. A micro-batch has at most `max_tokens`, which no sequence
     exceeds. Ranks may get different numbers of micro-batches.
     """
-    shares: list[list[list[list[Bundle]]]] = [[] for _ in range(num_ranks)]
+    shares: list[Updates] = [[] for _ in range(num_ranks)]
     for update in updates:
         bundles_of_ranks = choose_bundles(update, num_ranks, max_tokens, share_prefix, cost)
         for share, bundles in zip(shares, bundles_of_ranks, strict=True):

@@ -31,15 +31,22 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster, on_first_rank
 from asyncrl.cluster.stacks import dump_stacks
-from asyncrl.runlog.batches import weights_sha256
-from asyncrl.runlog.manifest import PART, checkpoints_in, digest_of, flush, remove, write_manifest
+from asyncrl.runlog.manifest import (
+    PART,
+    checkpoints_in,
+    digest_of,
+    flush,
+    remove,
+    weights_sha256,
+    write_manifest,
+)
 from asyncrl.runlog.plain import encode
 from asyncrl.runlog.run_directory import RunDirectory
-from asyncrl.trainer import lora
 from asyncrl.trainer.logprobs import TokenLogprobs
-from asyncrl.trainer.model import named_persistent_buffers
+from asyncrl.trainer.model import ADAPTER_NAMES, named_base_parameters, named_persistent_buffers
 
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
@@ -71,7 +78,7 @@ class WeightWriter:
             self._skeleton = AutoModelForCausalLM.from_config(
                 model.config, dtype=torch.float32, trust_remote_code=False
             )
-        frozen = {p: name for name, p in lora.named_base_parameters(model) if not p.requires_grad}
+        frozen = {p: name for name, p in named_base_parameters(model) if not p.requires_grad}
         self.frozen = gather(frozen, policy.device)
         """Full weights below adapters, and others that their family never trains, by Hugging Face name, on rank 0."""
         self._buffers = {
@@ -85,20 +92,20 @@ class WeightWriter:
         A value head goes to `folder`/value_head, as engines read all safetensors of a folder as the model's.
         """
         adapters = {
-            name: weight for name, weight in trained.items() if name.endswith(lora.ADAPTER_NAMES)
+            name: weight for name, weight in trained.items() if name.endswith(ADAPTER_NAMES)
         }
         weights = {
             name: weight
             for name, weight in trained.items()
             if name not in adapters and name != VALUE_HEAD
         }
-        weights |= {
-            name: lora.merge(name, weight.float(), adapters) for name, weight in self.frozen.items()
-        }
-        self._skeleton.save_pretrained(folder, state_dict=weights | self._buffers)
-        self._tokenizer.save_pretrained(folder)
+        frozen = {name: weight.float() for name, weight in self.frozen.items()}
         if adapters:
+            lora = extras.load("--lora-rank")
             lora.write_adapter(str(folder / "adapter"), adapters, self._base_path)
+            frozen = {name: lora.merge(name, weight, adapters) for name, weight in frozen.items()}
+        self._skeleton.save_pretrained(folder, state_dict=weights | frozen | self._buffers)
+        self._tokenizer.save_pretrained(folder)
         if VALUE_HEAD in trained:
             (folder / "value_head").mkdir()
             save_file(

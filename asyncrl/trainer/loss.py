@@ -71,12 +71,12 @@ def check_signature(loss: Any) -> None:
         raise TypeError(
             f"it is a {type(loss).__name__}; give a function loss(inputs, *, NAME=VALUE)"
         )
-    first, *others = list(inspect.signature(loss).parameters.values()) or [None]
-    if others and others[0].name == "update" and others[0].kind is not first.KEYWORD_ONLY:
-        others = others[1:]
+    first, *keywords = list(inspect.signature(loss).parameters.values()) or [None]
+    if keywords and keywords[0].name == "update" and keywords[0].kind is not first.KEYWORD_ONLY:
+        keywords = keywords[1:]
     without = [
         k.name
-        for k in others
+        for k in keywords
         if k.default is k.empty and k.kind in (k.POSITIONAL_OR_KEYWORD, k.KEYWORD_ONLY)
     ]
     if first is None or first.kind is first.KEYWORD_ONLY or without:
@@ -93,18 +93,18 @@ def try_loss(loss: Callable) -> None:
     or one that is not finite, and whatever the loss raises.
     """
     logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
-    found = _call(loss, _six_tokens(logprobs, 0.1))
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+    output = _call(loss, _six_tokens(logprobs, 0.1))
+    if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)):
         raise TypeError(
-            f"the loss gave {str(found)[:80]}; give (per_token_loss [N], stats: dict of [N])"
+            f"the loss gave {str(output)[:80]}; give (per_token_loss [N], stats: dict of [N])"
         )
-    for name, value in {"per_token_loss": found[0], **found[1]}.items():
+    for name, value in {"per_token_loss": output[0], **output[1]}.items():
         if not isinstance(value, Tensor) or value.shape != (6,):
             what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(
                 f"{name} is {what} for N = 6 tokens; give a tensor [N], one value for each token"
             )
-    if not found[0].requires_grad:
+    if not output[0].requires_grad:
         raise TypeError(
             "per_token_loss carries no gradient; make it of inputs.logprobs, not detached"
         )
@@ -127,7 +127,7 @@ def _six_tokens(logprobs: Tensor, moved: float) -> LossInputs:
     ids, held = torch.tensor([0, 0, 0, 0, 1, 1]), logprobs.detach()
     advantages = 1.0 - 2 * ids
     log_ratio = moved * advantages
-    others = {"behavior_logprobs": held - log_ratio, "proximal_logprobs": held - log_ratio / 2}
+    older = {"behavior_logprobs": held - log_ratio, "proximal_logprobs": held - log_ratio / 2}
     return LossInputs(
-        logprobs, **others, advantages=advantages, rewards=1.0 - ids, sequence_ids=ids, lags=ids
+        logprobs, **older, advantages=advantages, rewards=1.0 - ids, sequence_ids=ids, lags=ids
     )

@@ -7,7 +7,6 @@ asyncrl/trainer/attention.py says with which attention.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,12 +27,15 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
+from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.trainer.attention import choose_attention
 from asyncrl.trainer.families import read_config
 from asyncrl.trainer.logprobs import TokenLogprobs
-from asyncrl.trainer.lora import add_adapters, initial_adapters
+from asyncrl.weights.transport import ParameterSpec, Weights
 
+ADAPTER_NAMES = (".lora_A", ".lora_B")
+"""How the names of an adapter's parameters end; extras/lora.py has adapters."""
 _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 """The part of a weight's name that names its layer; empty outside of layers."""
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
@@ -98,7 +100,7 @@ def load_model(
         shard([module.value_head], mesh, None, "optimizer" in config.save_memory)
     layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
     if config.lora_rank:
-        add_adapters(model, layers, config.lora_rank)
+        extras.load("--lora-rank").add_adapters(model, layers, config.lora_rank)
     if "activations" in config.save_memory:
         recompute_layers(model, layers)
     if is_trained and compiles(config, device):
@@ -107,7 +109,10 @@ def load_model(
     shard([*layers, *embedding_apart(model), module], mesh, compute_dtype(config, device), offload)
     module.to_empty(device="cpu" if offload else device)
     _move_buffers(model, device)
-    _fill_from_rank_0(model, path, dtype, config.seed)
+    adapters = {}
+    if config.lora_rank:
+        adapters = extras.load("--lora-rank").initial_adapters(model, config.seed)
+    _fill_from_rank_0(model, path, dtype, adapters)
     if module.value_head is not None:
         nn.init.zeros_(module.value_head.weight)
     return module.requires_grad_(False) if not is_trained else module
@@ -120,7 +125,7 @@ def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
             setattr(owner, name, buffer.to(device))
 
 
-def named_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_persistent_buffers(model: nn.Module) -> Weights:
     """Yield (Hugging Face name, buffer) of each buffer that a checkpoint of the model has; none is ever trained."""
     for owner_name, owner in model.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
@@ -128,9 +133,57 @@ def named_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{owner_name}.{name}", buffer
 
 
-def as_in_files(
-    model: PreTrainedModel, named: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def named_adapters(model: nn.Module) -> Weights:
+    """Yield (name, parameter) of every adapter matrix, A and B."""
+    return ((name, p) for name, p in model.named_parameters() if name.endswith(ADAPTER_NAMES))
+
+
+def named_base_parameters(model: nn.Module) -> Weights:
+    """Yield (Hugging Face name, parameter) of the model without its adapters, tied ones once."""
+    return ((name, p) for name, p in model.named_parameters() if not name.endswith(ADAPTER_NAMES))
+
+
+class WholeWeights:
+    """What others read of a trained model, whose shards all ranks have."""
+
+    config: Config
+    module: TokenLogprobs
+    device: torch.device
+
+    def named_full_parameters(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+    ) -> Weights:
+        """Yield (Hugging Face name, full tensor in `dtype`) one at a time, tied weights once, in fixed order;
+        collective.
+
+        Each is cast before it is gathered, on `device`: that which computes, or `meta`, where nothing is gathered and
+        no other rank is waited for. Adapters are merged into the weights they belong to, in float32. Persistent buffers
+        follow the parameters, in the dtype that they have. Copy each tensor before taking the next: on one rank it is
+        the live weight.
+        """
+        device = device or self.device
+        model = self.module.model
+        adapters = {name: p.detach().to(device) for name, p in named_adapters(model)}
+        for name, parameter in named_base_parameters(model):
+            full = parameter.detach().to(device, dtype).full_tensor()
+            if adapters:
+                full = extras.load("--lora-rank").merge(name, full, adapters)
+            yield name, full
+        for name, buffer in named_persistent_buffers(model):
+            yield name, buffer.to(device)
+
+    def sent_parameters(self, device: torch.device | str | None = None) -> Weights:
+        """Yield the full weights as they are sent to rollout: parameters in the dtype of computing; collective."""
+        dtype = compute_dtype(self.config, self.device)
+        return as_in_files(self.module.model, self.named_full_parameters(dtype, device))
+
+    def sent_specs(self) -> list[ParameterSpec]:
+        """Return the specs of what `sent_parameters` yields, in the same order; not collective."""
+        named = self.sent_parameters("meta")
+        return [ParameterSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+
+
+def as_in_files(model: PreTrainedModel, named: Weights) -> Weights:
     """Yield full weights with the names and shapes that they have in a checkpoint's files, one layer after the other.
 
     transformers changes some weights as it reads them: it fuses the experts of a layer, for example. vLLM reads what is
@@ -143,15 +196,17 @@ def as_in_files(
         yield from revert_weight_conversion(model, dict(layer)).items()
 
 
-def _fill_from_rank_0(model: PreTrainedModel, path: str, dtype: torch.dtype, seed: int) -> None:
+def _fill_from_rank_0(
+    model: PreTrainedModel, path: str, dtype: torch.dtype, adapters: dict[str, Tensor]
+) -> None:
     """Read a checkpoint on rank 0 and give every rank its shard of the weights, and the buffers whole.
 
-    Adapters, which no checkpoint of a base model holds, are made from the seed.
+    `adapters` are those that no checkpoint of a base model holds, full, by name.
     """
     is_reader = dist.get_rank() == 0
     full = _read_model(path, dtype) if is_reader else None
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    state = full.state_dict() | initial_adapters(model, seed) if is_reader else {}
+    state = full.state_dict() | adapters if is_reader else {}
     set_model_state_dict(model, state, options=options)
     # rotary frequencies and the like, which no state dict holds
     for name, buffer in model.named_buffers():
@@ -170,9 +225,9 @@ def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     if dtype != torch.bfloat16 and torch.bfloat16 in {buffer.dtype for buffer in full.buffers()}:
         # One that is made in the dtype of the weights would be rounded.
         full, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
-    for name, found, expected in sorted(info["mismatched_keys"]):
+    for name, stored, expected in sorted(info["mismatched_keys"]):
         raise ValueError(
-            f"--model {path}: {name} is {list(found)} in its safetensors and {list(expected)} by its config.json; "
+            f"--model {path}: {name} is {list(stored)} in its safetensors and {list(expected)} by its config.json; "
             "the two are not of one model"
         )
     if missing := sorted(info["missing_keys"]):
@@ -185,11 +240,11 @@ def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 def _stored_dtypes(path: str) -> set[str]:
     """Dtypes of the weights in a folder's safetensors files, as they name them."""
-    found = set()
+    dtypes = set()
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, "pt") as weights:
-            found |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118  it is no dict
-    return found
+            dtypes |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118  it is no dict
+    return dtypes
 
 
 def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:

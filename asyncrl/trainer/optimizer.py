@@ -134,6 +134,20 @@ def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
     return optimizer
 
 
+def step_and_compare(optimizer: Optimizer, parameters: list[DTensor]) -> Tensor:
+    """Make an update. Returns how many weights of this rank's part of the parameters it changes for engines."""
+    weights_before = [_in_bfloat16(parameter) for parameter in parameters]
+    optimizer.step()
+    pairs = zip(weights_before, parameters, strict=True)
+    return sum((weight != _in_bfloat16(parameter)).sum() for weight, parameter in pairs)
+
+
+@torch.no_grad()
+def _in_bfloat16(parameter: DTensor) -> Tensor:
+    """A copy of this rank's part of a float32 parameter, as engines get it."""
+    return parameter.to_local().to(torch.bfloat16)
+
+
 def try_optimizer(config: Config) -> None:
     """Make one update of a small matrix. Raises ValueError, in one line, if that fails, or saving the state does."""
     matrix = nn.Parameter(torch.ones(2, 2))

@@ -37,12 +37,18 @@ class TrainSequence:
     """[T] float32 nats; read where loss_mask is True."""
     policy_versions: np.ndarray
     """[T] int32, steps; read where loss_mask is True."""
-    advantage: float
+    advantage: float = 0.0
     """Advantage of the whole sequence; with --advantage gae the reward, of which algos/gae.py makes those of tokens."""
-    reward: float
+    reward: float = 0.0
     """Reward that the task gave."""
     group_id: int | None = None
     """Group whose sequences may share their prompt; None shares none."""
+
+    @classmethod
+    def to_score(cls, tokens: np.ndarray, loss_mask: np.ndarray) -> "TrainSequence":
+        """Return a sequence of which tokens are scored, and none is trained on."""
+        zeros = np.zeros_like(tokens)
+        return cls(tokens, loss_mask, zeros, zeros)
 
     @property
     def num_trained(self) -> int:
@@ -66,11 +72,11 @@ class Bundle:
         return sum(len(s.tokens) for s in self.sequences) - sum(self.shared)
 
 
+Updates = list[list[list[Bundle]]]
+"""A rank's share of a step: [update][micro-batch] → bundles."""
 _NO_TOKENS = np.zeros(2, dtype=np.int64)
 _NOTHING_TO_TRAIN = Bundle(
-    (TrainSequence(_NO_TOKENS, _NO_TOKENS > 0, _NO_TOKENS, _NO_TOKENS, advantage=0, reward=0),),
-    shared=(),
-    num_distinct=0,
+    (TrainSequence.to_score(_NO_TOKENS, _NO_TOKENS > 0),), shared=(), num_distinct=0
 )
 """What a rank reads that only keeps the others company: of one token there would be a kernel of its own."""
 
@@ -126,12 +132,12 @@ def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        chosen = next((b for b, free in enumerate(room) if free >= lengths[item]), len(bins))
-        if chosen == len(bins):
+        index = next((i for i, free in enumerate(room) if free >= lengths[item]), len(bins))
+        if index == len(bins):
             bins.append([])
             room.append(capacity)
-        bins[chosen].append(item)
-        room[chosen] -= lengths[item]
+        bins[index].append(item)
+        room[index] -= lengths[item]
     return bins
 
 
@@ -195,10 +201,10 @@ def _joined(parts: list[Bundle], prefix: int, max_tokens: float) -> list[Bundle]
     bins = first_fit_decreasing([part.num_tokens - prefix for part in parts], max_tokens - prefix)
     bundles = []
     for members in bins:
-        chosen = [parts[index] for index in sorted(members)]
-        sequences = itertools.chain(*(part.sequences for part in chosen))
-        shared = itertools.chain(*((prefix, *part.shared) for part in chosen))
-        num_distinct = sum(part.num_distinct for part in chosen)
+        together = [parts[index] for index in sorted(members)]
+        sequences = itertools.chain(*(part.sequences for part in together))
+        shared = itertools.chain(*((prefix, *part.shared) for part in together))
+        num_distinct = sum(part.num_distinct for part in together)
         bundles.append(Bundle(tuple(sequences), tuple(shared)[1:], num_distinct))
     return bundles
 
@@ -227,9 +233,7 @@ def token_weights(lengths: Tensor, totals: UpdateTotals, config: Config) -> Tens
     return weights.float()
 
 
-def tokens_read(
-    updates: list[list[list[Bundle]]], sum_over_ranks: Callable[[Tensor], Tensor]
-) -> dict[str, float]:
+def tokens_read(updates: Updates, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """Return the tokens that a pass over the step reads on all ranks, and the shares that sharing prefixes saves.
 
     `saved_share` is what this step saved, `shareable` what one tree of each update would save, of all sequences' tokens
@@ -246,7 +250,7 @@ def tokens_read(
     }
 
 
-def with_equal_counts(updates: list[list[list[Bundle]]]) -> list[list[list[Bundle]]]:
+def with_equal_counts(updates: Updates) -> Updates:
     """Add empty micro-batches to [update][micro-batch] → bundles until all ranks have as many; collective.
 
     FSDP's collectives need the same number on all ranks.
@@ -281,11 +285,11 @@ def pack(bundles: list[Bundle], one_row: bool, share_prefix: Sharing = "off") ->
     places = np.zeros((3, len(rows) * width), dtype=np.int64)
     places[2] = np.arange(len(rows) * width) + 1
     sources = []
-    for member, chosen in enumerate(bundles):
-        sources += _place(chosen, starts[member], *places)
+    for member, tree in enumerate(bundles):
+        sources += _place(tree, starts[member], *places)
     input_ids, position_ids, visible_until = torch.from_numpy(places).view(3, -1, width)
     visible_until -= width * torch.arange(len(rows))[:, None]
-    sequences = [sequence for chosen in bundles for sequence in chosen.sequences]
+    sequences = [sequence for tree in bundles for sequence in tree.sequences]
     return MicroBatch(
         input_ids,
         position_ids,
@@ -296,7 +300,7 @@ def pack(bundles: list[Bundle], one_row: bool, share_prefix: Sharing = "off") ->
 
 
 def _place(
-    chosen: Bundle,
+    tree: Bundle,
     start: int,
     input_ids: np.ndarray,
     position_ids: np.ndarray,
@@ -308,7 +312,7 @@ def _place(
     """
     path = np.zeros(0, dtype=np.int64)  # places of the tokens of one sequence
     sources = []
-    for sequence, shared in zip(chosen.sequences, (0, *chosen.shared), strict=True):
+    for sequence, shared in zip(tree.sequences, (0, *tree.shared), strict=True):
         end = start + len(sequence.tokens) - shared
         visible_until[path[shared:]] = start
         input_ids[start:end] = sequence.tokens[shared:]

@@ -3,44 +3,40 @@
 Methods marked «collective» must be called by all ranks. They may have different numbers of micro-batches.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from algos import KL_ESTIMATORS, LossInputs, gae
 from algos.inputs import couples_tokens, joined
 from algos.proximal import loglinear
 from algos.sampling import Sampling
+from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.checkpoint import trained_names
 from asyncrl.trainer.lag_stats import TokenStats
 from asyncrl.trainer.logprobs import Scored, TokenLogprobs
-from asyncrl.trainer.lora import merge, named_adapters, named_base_parameters, without_adapters
 from asyncrl.trainer.loss import choose_loss
-from asyncrl.trainer.model import (
-    as_in_files,
-    compute_dtype,
-    load_model,
-    named_persistent_buffers,
-    trainer_mesh,
-)
+from asyncrl.trainer.model import WholeWeights, load_model, trainer_mesh
 from asyncrl.trainer.optimizer import (
     OptimizerState,
     learning_rate,
     make_optimizer,
     parameter_groups,
+    step_and_compare,
 )
 from asyncrl.trainer.packing import (
     Bundle,
     MicroBatch,
     TrainSequence,
+    Updates,
     UpdateTotals,
     bundle,
     pack,
@@ -48,7 +44,6 @@ from asyncrl.trainer.packing import (
     tokens_read,
     with_equal_counts,
 )
-from asyncrl.weights.transport import ParameterSpec
 
 
 class NotFinite(RuntimeError):
@@ -56,7 +51,7 @@ class NotFinite(RuntimeError):
 
 
 @dataclass(eq=False)
-class Policy:
+class Policy(WholeWeights):
     """The model, its optimizer and the loss; every rank holds its shard."""
 
     config: Config
@@ -75,9 +70,7 @@ class Policy:
         self._lr_scales = [group["lr"] / self.config.lr for group in self.optimizer.param_groups]
         self.optimizer_state = OptimizerState(self.optimizer, trained_names(self.module))
 
-    def train_step(
-        self, updates: list[list[list[Bundle]]], policy_version: int
-    ) -> dict[str, float]:
+    def train_step(self, updates: Updates, policy_version: int) -> dict[str, float]:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
 
         `policy_version` is that of the weights now. Each of several epochs makes the same updates, those after the
@@ -145,38 +138,6 @@ class Policy:
         ]
         scores = [self._forward(self.module, batch, raw).logprobs.cpu() for batch in batches]
         return scores[: len(microbatches)]
-
-    def named_full_parameters(
-        self, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor in `dtype`) one at a time, tied weights once, in fixed order;
-        collective.
-
-        Each is cast before it is gathered, on `device`: that which computes, or `meta`, where nothing is gathered and
-        no other rank is waited for. Adapters are merged into the weights they belong to, in float32. Persistent buffers
-        follow the parameters, in the dtype that they have. Copy each tensor before taking the next: on one rank it is
-        the live weight.
-        """
-        device = device or self.device
-        model = self.module.model
-        adapters = {name: p.detach().to(device) for name, p in named_adapters(model)}
-        for name, parameter in named_base_parameters(model):
-            full = parameter.detach().to(device, dtype).full_tensor()
-            yield name, merge(name, full, adapters)
-        for name, buffer in named_persistent_buffers(model):
-            yield name, buffer.to(device)
-
-    def sent_parameters(
-        self, device: torch.device | str | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full weights as they are sent to rollout: parameters in the dtype of computing; collective."""
-        dtype = compute_dtype(self.config, self.device)
-        return as_in_files(self.module.model, self.named_full_parameters(dtype, device))
-
-    def sent_specs(self) -> list[ParameterSpec]:
-        """Return the specs of what `sent_parameters` yields, in the same order; not collective."""
-        named = self.sent_parameters("meta")
-        return [ParameterSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
 
     def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
         batch = pack(bundles, self.module.one_row, self.config.share_prefix)
@@ -273,7 +234,10 @@ class Policy:
         """Return the log-probs [N] of the frozen reference, nats; None without a KL term."""
         if self.reference is None:
             return None
-        with without_adapters(self.reference):
+        base = contextlib.nullcontext()
+        if self.config.lora_rank:
+            base = extras.load("--lora-rank").without_adapters(self.reference)
+        with base:
             return self._forward(self.reference, batch).logprobs
 
     @torch.no_grad()
@@ -305,10 +269,7 @@ class Policy:
         for group, scale in zip(self.optimizer.param_groups, self._lr_scales, strict=True):
             group["lr"] = lr * scale
         parameters = self._clipped[0]
-        weights_before = [_in_bfloat16(parameter) for parameter in parameters]
-        self.optimizer.step()
-        pairs = zip(weights_before, parameters, strict=True)
-        num_changed = sum((weight != _in_bfloat16(parameter)).sum() for weight, parameter in pairs)
+        num_changed = step_and_compare(self.optimizer, parameters)
         num_weights = self.config.replicas * sum(parameter.numel() for parameter in parameters)
         self.optimizer.zero_grad()
         self.num_updates += 1
@@ -327,12 +288,6 @@ class Policy:
         values = values.to(self.device)
         dist.all_reduce(values)
         return values
-
-
-@torch.no_grad()
-def _in_bfloat16(parameter: DTensor) -> Tensor:
-    """A copy of this rank's part of a float32 parameter, as engines get it."""
-    return parameter.to_local().to(torch.bfloat16)
 
 
 def _loss_inputs(batch: MicroBatch, logprobs: Tensor, progress: float) -> LossInputs:

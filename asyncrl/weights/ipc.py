@@ -1,12 +1,18 @@
 """Weights without a copy between processes, where trainer and engine share a GPU."""
 
 import os
-from collections.abc import Iterable
 
 import torch
 
 from asyncrl.weights.shm import parameter_views
-from asyncrl.weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout
+from asyncrl.weights.transport import (
+    Buffers,
+    ParameterSpec,
+    Staged,
+    Weights,
+    copy_parameters,
+    layout,
+)
 
 CHUNK_BYTES = 1 << 29
 """After so many bytes a chunk ends, with the parameter that has them."""
@@ -50,7 +56,7 @@ class Packed:
             [sum(sizes[i] for i in chunk) for chunk in self.chunks]
         )
 
-    def fill(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def fill(self, parameters: Weights) -> None:
         """Copy all parameters, in the order of the specs; returns when they are there."""
         copy_parameters(parameters, self.parameters)
         if self.payload.is_cuda:
@@ -78,7 +84,7 @@ class IpcTransport(Buffers):
         """vLLM's engine needs to know only that parameters come packed."""
         return {"packed": True}
 
-    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
+    def stage(self, version: int, parameters: Weights) -> Staged:
         """Copy `parameters` (in the order of the specs) into the buffer, as `version`.
 
         Raises RuntimeError while it is read.

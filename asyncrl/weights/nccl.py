@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from asyncrl.weights.ipc import CHUNK_BYTES, Packed
-from asyncrl.weights.transport import Buffers, ParameterSpec, Staged, layout
+from asyncrl.weights.transport import Buffers, ParameterSpec, Staged, Weights, layout
 
 ADDRESS = "127.0.0.1"
 ABORT_S = 6.0
@@ -176,7 +176,7 @@ class NcclTransport(Buffers):
             "packed_num_buffers": NUM_CHUNK_BUFFERS,
         }
 
-    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
+    def stage(self, version: int, parameters: Weights) -> Staged:
         """Copy `parameters` (in the order of the specs) into the buffer, as `version`.
 
         This is all that the trainer waits for. Raises RuntimeError while the buffer is read.

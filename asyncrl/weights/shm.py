@@ -6,11 +6,17 @@ Where they are copied from or to a GPU their pages are locked: else each copy go
 
 import contextlib
 import os
-from collections.abc import Iterable
 
 import torch
 
-from asyncrl.weights.transport import Buffers, ParameterSpec, Staged, copy_parameters, layout
+from asyncrl.weights.transport import (
+    Buffers,
+    ParameterSpec,
+    Staged,
+    Weights,
+    copy_parameters,
+    layout,
+)
 
 ALIGNMENT = 64  # bytes, of each parameter
 HEADER_BYTES = 4096  # one page, which begins with the version, int64
@@ -115,7 +121,7 @@ class ShmTransport(Buffers):
         """What an engine needs once: the buffers' paths and how parameters lie in them."""
         return {"paths": self._paths, **layout(self.specs)}
 
-    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
+    def stage(self, version: int, parameters: Weights) -> Staged:
         """Copy `parameters` (in the order of the specs) into a free buffer, as `version`; RuntimeError if none is."""
         index = self.take_buffer()
         buffer = self._buffers[index]

@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from asyncrl.messages import TokenSequences
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Hugging Face name and full value of each parameter, in the order of sending."""
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -60,7 +65,7 @@ class Announcement:
     trainer_version: int
     """Version that the trainer had reached when it published them; ahead of `version` by publish_delay."""
     staged: Staged
-    probe: tuple[tuple[int, ...], ...]
+    probe: TokenSequences
     """Token ids of the sequences that an engine is to score with these weights."""
     evaluate: bool
     """Whether an evaluation is made with them."""
@@ -91,7 +96,7 @@ class Transport:
         """Return whether `stage` may be called now."""
         return True
 
-    def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
+    def stage(self, version: int, parameters: Weights) -> Staged:
         """Copy weights into a buffer that nobody reads."""
         collections.deque(parameters, maxlen=0)  # gathering them is collective
         return Staged(version, [])
@@ -158,9 +163,7 @@ class Buffers(Transport):
         return self._free_buffer()
 
 
-def copy_parameters(
-    parameters: Iterable[tuple[str, torch.Tensor]], views: Iterable[tuple[str, torch.Tensor]]
-) -> None:
+def copy_parameters(parameters: Weights, views: Weights) -> None:
     """Copy each parameter into its view, casting to the dtype that is sent.
 
     Raises RuntimeError if names or their order differ from those of the views, ValueError if their number does.

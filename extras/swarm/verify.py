@@ -171,7 +171,7 @@ def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) 
     """`distance` of each of a leader's trajectories by its index, on leaders; collective, all ranks score a part."""
     policy.clock.enter("gather")
     arrays = [(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions) for t in trajectories]
-    sequences = [TrainSequence(*of, 0.0, 0.0, group_id=i) for i, of in enumerate(arrays)]
+    sequences = [TrainSequence(*of, group_id=i) for i, of in enumerate(arrays)]
     num_ranks, max_tokens = len(cluster.local_ranks), policy.config.max_tokens_per_microbatch
     (bundles,) = cluster.scatter_on_node(distribute([sequences], num_ranks, max_tokens))
     policy.clock.enter("forward_backward")

@@ -28,12 +28,12 @@ import torch.distributed as dist
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.records import Group
-from asyncrl.runlog.batches import batch_path, read_batch
 from asyncrl.tasks import load_task
 from asyncrl.trainer.batch import deal
 from asyncrl.trainer.packing import pack
 from asyncrl.trainer.policy import Policy, load_policy
 from asyncrl.weights.models import resolve_model
+from extras.recording import batch_path, read_batch
 from scripts.bench import harness
 from scripts.bench.harness import ROOT, Bench, Case, Column, Measure, rounds
 from scripts.bench.workloads import NO_LEARNING

@@ -24,9 +24,9 @@ from real_job import ROOT, Job, assert_ledger_balances
 
 from asyncrl.config import Config
 from asyncrl.controller.ledger import DROP_REASONS
-from asyncrl.runlog.batches import batch_path, read_batch
 from asyncrl.tasks import load_task
 from asyncrl.weights.models import load_tokenizer, resolve_model
+from extras.recording import batch_path, read_batch
 
 TIMEOUT_S = 60
 """The runs' --timeout-s; what is stopped is killed after half of it."""

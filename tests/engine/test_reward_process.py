@@ -14,11 +14,12 @@ import pytest
 from reward_outcomes import outcomes, texts
 
 from asyncrl.engine.reward_pool import RewardPool, _Scorer
-from asyncrl.engine.reward_process import _run_scorer, _why_no_namespaces
+from asyncrl.engine.reward_process import _run_scorer
 from asyncrl.engine.score import MAX_FAILURE, Failed, load_score
+from extras.containment import why_no_namespaces
 
 needs_namespaces = pytest.mark.skipif(
-    bool(_why_no_namespaces()), reason="the kernel gives no namespaces here"
+    bool(why_no_namespaces()), reason="the kernel gives no namespaces here"
 )
 EVALUATED = texts("evaluated")
 MEMORY = "MemoryError|Cannot allocate memory"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
-from asyncrl.engine.reward_process import _LIMITS, MEMORY_BYTES
+from extras.containment import LIMITS, MEMORY_BYTES
 
 
 def exact(response, answer):
@@ -125,7 +125,7 @@ def fork_without_end():
 
 
 def has_limits():
-    limits = [resource.getrlimit(limit) == (most, most) for limit, most in _LIMITS.items()]
+    limits = [resource.getrlimit(limit) == (most, most) for limit, most in LIMITS.items()]
     _, memory = resource.getrlimit(resource.RLIMIT_AS)
     cpu_s, _ = resource.getrlimit(resource.RLIMIT_CPU)
     has_no_new_privileges = "NoNewPrivs:\t1" in Path("/proc/self/status").read_text()

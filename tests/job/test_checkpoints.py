@@ -37,13 +37,11 @@ from asyncrl.runlog.manifest import Checkpoint, checkpoints_in, id_of, newest_ch
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.batch import distribute
+from extras.node_watch import LeaderWatch
 from scripts.lines import read
 
 PUBLISHER = SimpleNamespace(delayed={})
-ENGINES = {
-    "controller": SimpleNamespace(connect=lambda transport: None),
-    "placement": SimpleNamespace(transport="none", workers=()),
-}
+ENGINES = {"connect_workers": lambda specs: None}
 """What a leader has of engines that take no weights."""
 
 
@@ -500,7 +498,7 @@ def save_on_two_ranks(rank: int, folder: str, model: str) -> None:
     node = make_node(Path(folder), model, cluster=cluster, save_every=1, steps=99)
     if rank == 0:
         dist.barrier()
-    node.watch = NodeWatch(cluster, lambda: "no stacks")
+    node.watch = LeaderWatch(cluster, lambda: "no stacks")
     policy = load(node.config)
     checkpoints = Checkpoints(node, policy)
     ended = None

@@ -18,8 +18,7 @@ from real_job import ROOT, Job, assert_ledger_balances, without_times
 from user_files import write_user_code
 
 from asyncrl.messages import Update
-from asyncrl.runlog.batches import weights_sha256
-from asyncrl.runlog.manifest import id_of, newest_checkpoint
+from asyncrl.runlog.manifest import id_of, newest_checkpoint, weights_sha256
 from extras.swarm.tests.hosts import Far
 from scripts.lines import read
 

@@ -6,7 +6,8 @@ import pytest
 from trajectories import make_trajectory
 
 from asyncrl.records import Group
-from asyncrl.runlog.batches import batch_path, read_batch, weights_sha256, write_batch
+from asyncrl.runlog.manifest import weights_sha256
+from extras.recording import batch_path, read_batch, write_batch
 
 
 def random_batch(num_groups=3, group_size=4):

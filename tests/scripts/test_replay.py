@@ -22,13 +22,14 @@ from asyncrl.job.checkpoints import Checkpoints
 from asyncrl.job.node import Leader
 from asyncrl.job.probe import Probe
 from asyncrl.records import Group, Trajectory
-from asyncrl.runlog.batches import batch_path, weights_sha256, write_batch
+from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer import batch
 from asyncrl.trainer.checkpoint import save_weights
 from asyncrl.trainer.policy import NotFinite
 from data.problem import Problem
+from extras.recording import batch_path, write_batch
 from scripts import runs
 from scripts.replay import Recording, choose_options, evaluate_last, train
 from scripts.report import make_page

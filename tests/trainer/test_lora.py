@@ -10,8 +10,9 @@ from tiny_policy import load, make_config, random_sequences, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from asyncrl.trainer.checkpoint import save_weights
-from asyncrl.trainer.lora import add_adapters, named_adapters
+from asyncrl.trainer.model import named_adapters
 from asyncrl.trainer.packing import bundle
+from extras.lora import add_adapters
 
 RANK = 3
 LINEAR_LAYERS = {

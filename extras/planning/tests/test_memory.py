@@ -11,7 +11,8 @@ from transformers import Qwen3ForCausalLM
 
 from asyncrl.cluster.gpus import Gpu
 from asyncrl.config import Config
-from asyncrl.trainer.lora import add_adapters, named_adapters
+from asyncrl.trainer.model import named_adapters
+from extras.lora import add_adapters
 from extras.planning.memory import (
     GIB,
     Sharing,

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from asyncrl.trainer.model import named_adapters
+
 SCALE = 2
 """alpha / r."""
-ADAPTER_NAMES = (".lora_A", ".lora_B")
-"""How the names of an adapter's parameters end."""
 
 
 class LoraLinear(nn.Linear):
@@ -78,16 +78,6 @@ def initial_adapters(model: nn.Module, seed: int) -> dict[str, Tensor]:
             bound = 1 / math.sqrt(parameter.shape[1])
             state[name].uniform_(-bound, bound, generator=generator)
     return state
-
-
-def named_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter) of every adapter matrix, A and B."""
-    return ((name, p) for name, p in model.named_parameters() if name.endswith(ADAPTER_NAMES))
-
-
-def named_base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (Hugging Face name, parameter) of the model without its adapters, tied ones once."""
-    return ((name, p) for name, p in model.named_parameters() if not name.endswith(ADAPTER_NAMES))
 
 
 @torch.no_grad()

@@ -1,0 +1,88 @@
+"""Batches on disk, as they were consumed: all of a run with `--record`, or the one on which a run has failed.
+
+One file per step, batches/step_000001.msgpack in the run directory: the groups in the order in which they were trained
+on, as asyncrl/runlog/plain.py writes records. Nothing is rounded: what is read is what was written, bit by bit.
+"""
+
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.job.node import Follower, Leader
+from asyncrl.records import Group
+from asyncrl.runlog.header import read_header, write_header
+from asyncrl.runlog.manifest import weights_sha256
+from asyncrl.runlog.plain import decode, encode
+
+# The policy imports transformers for seconds, and a recorded run starts its workers before.
+if TYPE_CHECKING:
+    from asyncrl.trainer.policy import Policy
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """What one step was trained on, in this order."""
+
+    step: int
+    groups: list[Group]
+
+
+def batch_path(run_path: Path, step: int) -> Path:
+    """Where a run directory keeps the batch of a step."""
+    return run_path / "batches" / f"step_{step:06d}.msgpack"
+
+
+def write_batch(path: Path, step: int, groups: list[Group]) -> None:
+    """Write the batch of a step; the file appears whole or not at all. Raises OSError if it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    partial.write_bytes(encode(RecordedBatch(step, groups)))
+    os.replace(partial, path)
+
+
+def read_batch(path: Path, step: int) -> list[Group]:
+    """The groups of a step's batch, as they were consumed.
+
+    Raises ValueError, in one line, for a file that is broken, of another step, or of another version of this code.
+    """
+    try:
+        batch = decode(RecordedBatch, path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no recorded batch, or one of another version of this code: {error}"
+        ) from None
+    if batch.step != step:
+        raise ValueError(
+            f"{path} is the batch of step {batch.step}, not {step}: it was renamed or copied there"
+        )
+    return batch.groups
+
+
+def keep(node: Follower | Leader, policy: "Policy", step: int, groups: list[Group] | None) -> str:
+    """Keep the batch on which a step failed, of which leaders have `groups`, and the weights before it; collective.
+
+    Returns what the error is to say of that, on rank 0.
+    """
+    from asyncrl.trainer.checkpoint import save_weights
+
+    path = node.run.path / f"failed_step_{step}" if node.cluster.is_first else None
+    try:
+        save_weights(policy, str(path / "weights") if path else "")
+        groups_of_nodes = node.cluster.gather(groups) if node.cluster.is_leader else []
+        if path:
+            _write_recording(path, step, list(itertools.chain(*groups_of_nodes)))
+    except OSError as failure:
+        return f"; its batch could not be kept: {failure}"
+    return f"; train on its batch again: python scripts/replay.py {path}" if path else ""
+
+
+def _write_recording(path: Path, step: int, groups: list[Group]) -> None:
+    """Make a recording, as of a run with --record, of one step whose weights are in `path`/weights, below the run."""
+    write_batch(batch_path(path, step), step, groups)
+    weights = str(path / "weights")
+    header = read_header(path.parent)
+    header["config"] |= {"model": weights, "steps": step}
+    header |= {"weights_sha256": weights_sha256(weights), "first_step": step}
+    write_header(path / "run.json", header, None)

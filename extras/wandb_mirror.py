@@ -1,0 +1,26 @@
+"""The metrics of a run at Weights & Biases: `--wandb`."""
+
+from pathlib import Path
+
+import wandb
+
+from asyncrl.config import Config
+
+
+def start(config: Config, path: Path, run_id: str, resumed_from: int | None):
+    """Begin or continue the run at Weights & Biases.
+
+    Online a resumed run continues at the checkpoint's step, to which the server cuts it back. Offline there is no
+    record of the steps that are made again.
+    """
+    run = {"id": run_id}
+    if resumed_from is not None:
+        moment = {"resume_from": f"{run_id}?_step={resumed_from}"}
+        run = moment if config.wandb == "online" else {"id": run_id, "resume": "allow"}
+    settings = {
+        "project": "async-rl",
+        "name": path.name,
+        "dir": str(path),
+        "config": config.as_dict(),
+    }
+    return wandb.init(mode=config.wandb, **settings, **run)
