@@ -93,18 +93,18 @@ def files(texts: Iterable[str]) -> dict[str, Path]:
 
     Raises ValueError for two files of one place, and OSError for a file that is missing.
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     waiting = [(file_of(text).parent, file_of(text)) for text in texts]
     for folder, path in waiting:
         place = path.relative_to(folder).as_posix()
-        if found.setdefault(place, path) != path:
+        if paths.setdefault(place, path) != path:
             raise ValueError(
-                f"{path} and {found[place]} would be one module; rename one of the two"
+                f"{path} and {paths[place]} would be one module; rename one of the two"
             )
         waiting += [
-            (folder, file) for file in _imported(path, folder) if file not in found.values()
+            (folder, file) for file in _imported(path, folder) if file not in paths.values()
         ]
-    return found
+    return paths
 
 
 def _imported(path: Path, folder: Path) -> Iterator[Path]:

@@ -58,11 +58,13 @@ class Environments:
     """Gives up all that they share, when the worker ends."""
 
 
+@dataclass
 class SingleTurn:
     """A task of one response: the prompt is the ticket's, the only step is its reward."""
 
-    def __init__(self, ticket: Ticket, tokenizer, rewards: RewardPool):
-        self.ticket, self.tokenizer, self.rewards = ticket, tokenizer, rewards
+    ticket: Ticket
+    tokenizer: Any
+    rewards: RewardPool
 
     async def reset(self) -> list[int]:
         return list(self.ticket.prompt_tokens)
@@ -73,6 +75,7 @@ class SingleTurn:
         return Step([], reward, ended=True, reward_parts=parts)
 
 
+@dataclass
 class MultiTurn:
     """A gymnasium environment of text, called off the event loop and with a timeout.
 
@@ -80,9 +83,9 @@ class MultiTurn:
     observation keeps nobody waiting.
     """
 
-    def __init__(self, pool: "EnvironmentPool", seed: int):
-        self.pool, self.seed = pool, seed
-        self.environment: Any = None
+    pool: "EnvironmentPool"
+    seed: int
+    environment: Any = None
 
     async def reset(self) -> list[int]:
         return await call_in_thread(self._reset, timeout_s=self.pool.timeout_s)
