@@ -10,6 +10,7 @@ import math
 import os
 import random
 import tomllib
+from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -80,7 +81,7 @@ class Walk:
         self.steps = config.steps
         self.failure_share = rng.choice([0.0, 0.0, 0.1])
         self.weights = {}
-        self.deaths_left = rng.randint(0, MAX_RESTARTS)
+        self.deaths_left = rng.randint(0, 8)
         self.joins_left = rng.randint(0, 4) if config.listen else 0
         self.cuts_left, self.crashes_left = rng.choice([0, 3, 12]), rng.choice([1, 4])
         self.saved = None
@@ -96,6 +97,8 @@ class Walk:
         config, self.oracle, self.state = self.config, oracle, state
         self.buffers, self.transport = [None, None], WalkTransport(oracle, self.num_buffers)
         self.delivering = {}
+        self.num_deaths = Counter()
+        """Deaths of each worker since a response came back from it."""
         prompts = PromptSource(
             train_problem=lambda index: Problem(
                 "", str(index), index if config.is_multi_turn else None
@@ -216,7 +219,7 @@ class Walk:
             if (
                 worker.is_up
                 and worker.process.exit_code is None
-                and (self.deaths_left or is_remote(worker))
+                and (is_remote(worker) or self._may_die(worker))
             ):
                 yield ("die", worker.index), lambda worker=worker: self._kill(worker)
                 if is_remote(worker):
@@ -227,6 +230,9 @@ class Walk:
             self.joins_left or (self.config.listen and not [*self.controller.workers])
         ):
             yield ("join", -1), self._join
+
+    def _may_die(self, worker):
+        return self.deaths_left and self.num_deaths[worker.index] < MAX_RESTARTS
 
     def _cut(self):
         """Workers act, and die, while it waits for what they say."""
@@ -267,7 +273,7 @@ class Walk:
     def _deliver(self, worker):
         message = worker.process.outbox.popleft()
         if isinstance(message, Finished):
-            self.delivering = {}
+            self.delivering, self.num_deaths[worker.index] = {}, 0
             for trajectory in message.trajectories:
                 worker.process.given.pop(trajectory.ticket_id, None)
                 if trajectory.ticket_id in worker.process.lapsed:
@@ -288,6 +294,7 @@ class Walk:
 
     def _kill(self, worker):
         self.deaths_left -= not is_remote(worker)
+        self.num_deaths[worker.index] += 1
         worker.process.die()
 
     def _connect(self):
