@@ -255,13 +255,26 @@ def test_an_abort_ends_a_trajectory_before_its_first_turn_or_in_the_middle_of_a_
         running = asyncio.create_task(episode.run(0))
         while len(episode.turns) < num_turns:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.01 * num_turns)
         episode.abort()
-        return await asyncio.wait_for(running, 1)
+        ended, _ = await asyncio.wait({running}, timeout=10)
+        assert ended, "the step is not waited for"
+        return await running
 
     trajectory = asyncio.run(abort_soon())
     assert trajectory.finish_reason == "aborted"
     assert trajectory.num_generated == num_turns * 2, "what was sampled is returned"
+
+
+def test_a_trajectory_whose_task_is_cancelled_is_none():
+    async def cancel_soon():
+        episode = make_episode(MultiTurn(make_pool(hang, timeout_s=60.0), 0), ("1", False))
+        running = asyncio.create_task(episode.run(0))
+        await asyncio.sleep(0.01)
+        running.cancel()
+        await running
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel_soon())
 
 
 PREFIX = Completion([3, 9], np.float32([-1, -2]), np.int32([0, 1]), "aborted")
