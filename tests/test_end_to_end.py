@@ -16,7 +16,6 @@ from real_job import ROOT, Job, assert_ledger_balances, copy_without, run_job
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.weights.models import resolve_model
 from extras.planning.advice import advice_of
-from scripts.runs import load
 
 pytestmark = pytest.mark.e2e
 
@@ -89,6 +88,8 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_a
     assert "worker 0  " in job.output() and "advice" not in job.output(), (
         "extras/planning is not there"
     )
+    from scripts.runs import load  # pandas, which no other process of these tests needs
+
     assert "advice on α (now 2)" in advice_of(load(job.run_path))
     assert_checkpoint_serves(job.run_path / "checkpoints" / "step_16")
     run = json.loads((job.run_path / "run.json").read_text())

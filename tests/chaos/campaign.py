@@ -20,13 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from real_job import ROOT, Job, assert_ledger_balances
+from real_job import ROOT, Job, assert_ledger_balances, total
 
 from asyncrl.config import Config
-from asyncrl.controller.ledger import DROP_REASONS
 from asyncrl.tasks import load_task
 from asyncrl.weights.models import load_tokenizer, resolve_model
-from extras.recording import batch_path, read_batch
 
 TIMEOUT_S = 60
 """The runs' --timeout-s; what is stopped is killed after half of it."""
@@ -289,7 +287,7 @@ def check_account(run: Run) -> dict:
     consumed = [group for event in steps for group in event["groups"]]
     assert len(consumed) == len(set(consumed)) == config.steps * config.groups_per_step
     assert last["ledger/groups_consumed"] == len(consumed)
-    dropped = sum(last[f"ledger/groups_dropped_{reason}"] for reason in DROP_REASONS)
+    dropped = total(last, "ledger/groups_dropped_")
     missing = last["ledger/groups_issued"] - len(consumed)
     assert missing == dropped + last["ledger/groups_resident"]
     assert max(consumed) < last["ledger/groups_issued"], "a group was never issued"
@@ -306,6 +304,8 @@ def check_account(run: Run) -> dict:
 
 def problems_too_often(run: Run, config: Config, num_problems: int) -> Counter:
     """Prompts of recorded batches that were trained on more often than they are among the problems handed out."""
+    from extras.recording import batch_path, read_batch  # torch
+
     task, tokenizer = (
         load_task(config.task, config.seed),
         load_tokenizer(resolve_model(config.model, config.task)),

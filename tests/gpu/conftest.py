@@ -108,6 +108,8 @@ def run_job(
 
 def pytest_terminal_summary(terminalreporter) -> None:
     """Print what each job measured: engine against trainer, weight sync, speed, and memory where it is logged."""
+    if not _finished:
+        return
     import pandas as pd
 
     for name, metrics in _finished.items():

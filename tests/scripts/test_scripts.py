@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from test_errors import is_line
 
-from scripts.runs import load, readable_summary
-
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
 SHELL_SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
@@ -191,6 +189,8 @@ def test_quickstart_passes_options_on_and_ends_with_the_summary_or_the_status(
         assert first == "--run-name" and name.startswith("quickstart-") and rest == options
         assert result.returncode == status
     if status == 0:
+        from scripts.runs import load, readable_summary
+
         summary = readable_summary(load(RUNS[0]).metrics)
         assert all(value in result.stdout for value in summary.values())
         assert (tmp_path / "my runs/mine/report.html").exists()
