@@ -30,8 +30,8 @@ def test_a_run_survives_that_its_engine_is_killed_in_an_update_and_leaves_nothin
     tmp_path, temporary
 ):
     shared_memory = set(os.listdir("/dev/shm"))
-    job, processes = start_and_kill_in_an_update(tmp_path, steps=20)
-    assert_run_survived(job, 20, [1])
+    job, processes = start_and_kill_in_an_update(tmp_path, steps=12)
+    assert_run_survived(job, 12, [1])
     assert_nothing_is_left(processes, shared_memory)
     assert [name for name in os.listdir(temporary) if not name.startswith("torchelastic_")] == []
 
@@ -134,7 +134,7 @@ def test_a_worker_whose_engine_cannot_sample_ends_the_run_within_a_minute_with_i
     assert "  | " in job.output() and "head_dim=20" in job.output()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_first_weights_that_do_not_arrive_end_the_run_before_it_trains(tmp_path, num_ranks):
     job = start_job(tmp_path, num_ranks, steps=3, script="tests/corrupt_job.py 0 9")
     assert job.wait() != 0
@@ -147,11 +147,11 @@ def test_first_weights_that_do_not_arrive_end_the_run_before_it_trains(tmp_path,
     assert not job.metrics()
 
 
-@pytest.mark.parametrize(("first", "last"), [(2, 4), pytest.param(8, 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "last"), [(2, 4), pytest.param(6, 6, marks=pytest.mark.slow)])
 def test_later_weights_that_do_not_arrive_are_warned_of_once_on_the_terminal_and_in_the_report(
     tmp_path, first, last
 ):
-    job = start_job(tmp_path, steps=8, async_ratio=1, script=f"tests/corrupt_job.py {first} {last}")
+    job = start_job(tmp_path, steps=6, async_ratio=1, script=f"tests/corrupt_job.py {first} {last}")
     assert job.wait() == 0, job.output()[-3000:]
     (line,) = [line for line in job.output().splitlines() if line.startswith("warning: step")]
     (event,) = job.events("warning")

@@ -14,7 +14,7 @@ def test_an_environment_of_several_turns_is_learnt_within_the_bound_with_spare_m
     job = run_job(
         tmp_path,
         task="frozen_lake",
-        steps=8,
+        steps=6,
         max_prompt_tokens=64,
         max_response_tokens=128,
         stale_policy="drop",
@@ -23,7 +23,7 @@ def test_an_environment_of_several_turns_is_learnt_within_the_bound_with_spare_m
         latency="normal:1,1 fail:0.005 scale:0.01",
         env_timeout_s=1,
         lr=1e-3,
-        eval_every=8,
+        eval_every=6,
     )
     metrics = job.metrics()
     assert max(line["staleness/max"] for line in metrics) <= 1
