@@ -20,6 +20,7 @@ from asyncrl.messages import (
     Abort,
     Cut,
     Finished,
+    Hold,
     InFlight,
     Ready,
     SampledTokens,
@@ -61,6 +62,8 @@ class WalkProcess:
         self.inbox, self.outbox = deque(), deque()
         self.reading, self.started_at, self.exit_code = Future(), time.monotonic(), None
         self.is_up, self.version, self.loading, self.stands = False, -1, None, False
+        self.newest = None
+        """Message that was sent to it last."""
         self.is_suspended = False
         """Whether it was told to stop until the next update."""
         self.discarded = 0
@@ -87,6 +90,9 @@ class WalkProcess:
             self.is_asked = True
             return
         self.inbox.append(message)
+        is_told_again = isinstance(message, Hold) and message == self.newest
+        assert not is_told_again, "a worker is told once why it has no ticket"
+        self.newest = message
         if isinstance(message, Update):
             self.sent_version, self.is_suspended = message.version, False
         elif isinstance(message, Suspend):

@@ -280,6 +280,8 @@ class Walk:
                     self.oracle.late(trajectory)
                 else:
                     self.delivering[trajectory.ticket_id, trajectory.member] = trajectory
+        elif message is None:
+            self.num_deaths[worker.index] += 1
         elif isinstance(message, Updated):
             self.oracle.discard(message.sampled.discarded)
         elif isinstance(message, InFlight):
@@ -294,7 +296,6 @@ class Walk:
 
     def _kill(self, worker):
         self.deaths_left -= not is_remote(worker)
-        self.num_deaths[worker.index] += 1
         worker.process.die()
 
     def _connect(self):
