@@ -76,7 +76,7 @@ def test_memory_files_and_replies_are_limited(tmp_path):
 
 @needs_namespaces
 def test_files_network_and_other_processes_are_out_of_reach(tmp_path):
-    path, title = tmp_path / "file", f"hostile-{tmp_path.name}"
+    path = tmp_path / "file"
     path.write_text("precious")
     command = f"mount -o remount,rw /; rm '{path}'"
     refused = "must be superuser.+cannot remove.+Read-only file system"
@@ -94,8 +94,22 @@ def test_files_network_and_other_processes_are_out_of_reach(tmp_path):
         (error,) = outcomes(texts("evaluated", "judge"), list(attacks)[3])
         assert "Network is unreachable" in str(error), "beside an async function, too"
     assert path.read_text() == "precious"
-    started, scored = outcomes(EVALUATED, f"start_daemon('{title}')", "0.5", at_once=False)
-    assert scored == (0.5, {}) and title not in titles()
+
+
+@needs_namespaces
+def test_a_daemon_ends_with_its_response(tmp_path):
+    title = f"hostile-{tmp_path.name}"
+
+    async def ask():
+        pool = RewardPool("addition", EVALUATED, 5.0, 1)
+        responses = (f"start_daemon('{title}')", "0.5")
+        found = [await asyncio.gather(pool.score("", r), return_exceptions=True) for r in responses]
+        texts_of_processes = titles()
+        pool.close()
+        return found, texts_of_processes
+
+    ([started], [scored]), texts_of_processes = asyncio.run(ask())
+    assert scored == (0.5, {}) and title not in texts_of_processes
     assert started == (1.0, {}) or "Resource temporarily unavailable" in str(started)
 
 

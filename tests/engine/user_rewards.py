@@ -130,4 +130,7 @@ def has_limits():
     cpu_s, _ = resource.getrlimit(resource.RLIMIT_CPU)
     has_no_new_privileges = "NoNewPrivs:\t1" in Path("/proc/self/status").read_text()
     is_memory_limited = MEMORY_BYTES < memory < MEMORY_BYTES + (64 << 30)
-    return all(limits) and has_no_new_privileges and is_memory_limited and cpu_s < 100
+    # the standard ones, a socket, and the folder that is being listed
+    has_few_files = len(os.listdir("/proc/self/fd")) == 5
+    are_others = has_no_new_privileges and is_memory_limited and has_few_files and cpu_s < 100
+    return all(limits) and are_others
