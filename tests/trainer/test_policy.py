@@ -85,7 +85,7 @@ CASES = {
     "clipped": {**VALUES, "max_grad_norm": 0.01},
     "proximal policy": {**THREE_UPDATES, "minibatches": 2},
     "interpolated proximal policy": {**THREE_UPDATES, "proximal": "loglinear"},
-    "epochs": {**THREE_UPDATES, "optim": OptimOptions(epochs=2, warmup=3)},
+    "epochs": {**THREE_UPDATES, "seed": 3, "optim": OptimOptions(epochs=2, warmup=3)},
     "rate by sample size": {"minibatches": 2, "optim": OptimOptions(by_ess=True)},
     "rate by schedule": {"minibatches": 2, "steps": 20, "optim": OptimOptions(warmup=1, schedule="linear")},
     "recomputed layers": {"save_memory": ("activations",)},
