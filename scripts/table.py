@@ -40,11 +40,9 @@ def table(runs: list[Run], by: list[str]) -> list[str]:
     rows = options[chosen].rename(columns="`{}`".format)
     if not by:
         rows.insert(0, "run", names(runs))
-    made = [run.metrics["step"].iloc[-1] for run in runs]
-    wanted = [config.get("steps", 0) for config in configs]
-    steps = pd.Series(zip(made, wanted, strict=True))
-    if any(steps.map(min) != wanted):
-        rows["steps made"] = steps.map("{0[0]} of {0[1]}".format)
+    steps = [(run.metrics["step"].iloc[-1], run.info["config"].get("steps", 0)) for run in runs]
+    if any(made < wanted for made, wanted in steps):
+        rows["steps made"] = [f"{made} of {wanted}" for made, wanted in steps]
     keys = list(rows)
     rows = rows.join(pd.DataFrame([summarise(run.metrics) for run in runs]))
     if not by:

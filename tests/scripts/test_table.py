@@ -42,6 +42,7 @@ def cells_of(lines):
         (["algo"], ["grpo 1", "tis 3"], "`async_ratio`, `publish_delay`"),
         (["async-ratio"], ["2 2", "10 2"], "`algo`, `algo_args`, `publish_delay`"),
         (["algo_args"], ["clip_high=0.3 1", "none 3"], "`async_ratio`, `publish_delay`"),
+        (["publish_delay"], ["4 1", "none 3"], "`algo`, `async_ratio`, `algo_args`"),
         (
             ["share_prefix", "algo", "async_ratio"],
             ["off grpo 2 1", "off tis 2 1", "off tis 10 2"],
