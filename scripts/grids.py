@@ -65,8 +65,6 @@ def read_records(path: Path) -> list[dict]:
     records = {}
     for number, record in enumerate(read(path), start=1):
         try:
-            if "of" in record:  # older records of replays have the parts of their cell apart
-                record["cell"] = {name: record[name] for name in ("kind", "of", "algo")}
             records[key(record["cell"])] = record
         except (KeyError, TypeError) as error:
             what = f"{path}, line {number} is not a cell ({type(error).__name__}: {error})"
@@ -76,20 +74,20 @@ def read_records(path: Path) -> list[dict]:
 
 def record_of(run: Run, cell: dict) -> dict:
     """Return what is kept of a cell's run: provenance, evaluations and curves; of a replay also its last weights."""
-    is_replay = "of" in cell
-    form, kept = ("{:.4g}", REPLAY_SERIES) if is_replay else ("{:.5f}", SERIES)
     record = {name: run.info[name] for name in ("git_commit", "hardware", "packages")}
     record["git_dirty"] = bool(run.info["git_diff"])
     record["evaluations"] = list(evaluations(run.metrics).items())
-    if is_replay:
+    kept = SERIES
+    if "of" in cell:
+        kept = REPLAY_SERIES
         last_step = run.metrics["step"].iloc[-1]
         record["command"] = shlex.join(run.info["command"])
         record["seed"] = run.info["config"]["seed"]
         record["accuracy"] = record["evaluations"][-1][1] if record["evaluations"] else None
         record["weights_sha256"] = weights_sha256(run.path / "checkpoints" / f"step_{last_step}")
+    columns = {name: run.metrics[metric].astype(float) for name, metric in kept.items()}
     record["series"] = {
-        name: [float(form.format(value)) for value in run.metrics[metric].astype(float)]
-        for name, metric in kept.items()
+        name: [float(f"{value:.7g}") for value in column] for name, column in columns.items()
     }
     return record
 

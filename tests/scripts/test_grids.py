@@ -45,7 +45,7 @@ def make_record(algo="grpo", delay=0, seed=0, *, ratio=0.0, steps=40, error=None
 def test_grpos_fresh_run_serves_a_loss_without_one_where_both_have_one_gradient(
     changes, fresh, is_compared
 ):
-    shared = {name: value for name, value in changes.items() if name == "minibatches"}
+    shared = {name: changes[name] for name in ("minibatches", "algo_args") if name in changes}
     stale = make_record(**{"algo": "m2po", "delay": 4} | changes)
     rows = grids.differences([make_record(fresh, **shared), stale])
     assert len(rows) == is_compared
