@@ -145,9 +145,9 @@ def same_order() -> str:
 # Rates
 
 
-def rates() -> list[str]:
+def rates(usual: pd.DataFrame) -> list[str]:
     """Return what the greatest lag costs at other rates, less what it costs with the defaults; and the cost itself."""
-    usual = lags("lag").query(f"setting == 'lag {LATE}'")
+    usual = usual.query(f"setting == 'lag {LATE}'")
     both = grids.differences(whole("rates")).merge(
         usual, on=["loss", "seed"], suffixes=("", "_usual")
     )
@@ -236,18 +236,18 @@ def equal_time() -> list[str]:
 # Output
 
 
-def page() -> list[str]:
-    """Return all tables, under headings."""
+def page(exact: dict[str, pd.DataFrame]) -> list[str]:
+    """Return all tables, under headings; `exact` has the lags of the parts with exact ones."""
     late = f"lag {LATE}"
     sections = {"What was run": what_was_run()}
-    for part in MODELS:
-        sections[f"{PARTS[part]}: lagged − fresh"] = grids.paired_page(lags(part))
+    for part, rows in exact.items():
+        sections[f"{PARTS[part]}: lagged − fresh"] = grids.paired_page(rows)
     sections[f"{PARTS['smollm2']}: lagged − fresh"] += ["", rounding()]
     for part in ("lag", "smollm2"):
         sections[f"{PARTS[part]}: the order at {late}"] = order(part)
     sections[f"{PARTS['smollm2']}: the order at {late}"] += ["", same_order()]
-    sections[f"{PARTS['rates']}: the cost of {late} in level, less that with the defaults"] = (
-        rates()
+    sections[f"{PARTS['rates']}: the cost of {late} in level, less that with the defaults"] = rates(
+        exact["lag"]
     )
     sections[f"{PARTS['time']}: equal time"] = equal_time()
     lines = ["# The study of staleness: all tables", ""]
@@ -257,14 +257,13 @@ def page() -> list[str]:
     return lines
 
 
-def draw(path: Path) -> None:
+def draw(exact: dict[str, pd.DataFrame], path: Path) -> None:
     """Draw what lag costs: a panel per model, a row per loss and a bar per lag, mean and interval.
 
     The least cost at the greatest lag is on top.
     """
-    rows = pd.concat(
-        [grids.compare(lags(part)).assign(model=model) for part, model in MODELS.items()]
-    )
+    tables = [grids.compare(rows).assign(model=MODELS[part]) for part, rows in exact.items()]
+    rows = pd.concat(tables)
     rows["half"] = (rows["high"] - rows["low"]) / 2
     figure = Figure(figsize=(10, 7), layout="constrained")
     panels = figure.subplots(1, 2)
@@ -279,8 +278,9 @@ def draw(path: Path) -> None:
 
 def main() -> None:
     """Write tables.md and cost.png."""
-    (RESULTS / "tables.md").write_text("\n".join(page()) + "\n", encoding="utf-8")
-    draw(RESULTS / "cost.png")
+    exact = {part: lags(part) for part in MODELS}
+    (RESULTS / "tables.md").write_text("\n".join(page(exact)) + "\n", encoding="utf-8")
+    draw(exact, RESULTS / "cost.png")
 
 
 if __name__ == "__main__":
