@@ -74,9 +74,13 @@ class Arguments:
 
 
 def read_arguments(words: Sequence[str]) -> Arguments:
-    """Read a command line."""
+    """Read a command line. Raises ValueError for what is no option."""
     end = [*words, "--"].index("--")
-    given = tyro.cli(Arguments, description=__doc__, args=words[:end])
+    read = tyro.cli(Arguments, description=__doc__, args=words[:end], return_unknown_args=True)
+    given, unknown = read
+    if unknown:
+        what = "is no option of this script; options of every run go after --"
+        raise ValueError(f"{unknown[0]} {what}")
     return replace(given, extra=tuple(words[end + 1 :]))
 
 
@@ -298,19 +302,18 @@ def run_grid(arguments: Arguments, cells: list[dict], out: Path) -> None:
 
 def main() -> None:
     """Read the command line, run what is missing, report."""
-    arguments = read_arguments(sys.argv[1:])
-    is_study = arguments.study is not None
-    name = "study" if is_study else time.strftime("ablation-%Y%m%d-%H%M%S")
-    out = arguments.out or Path("runs") / name
     try:
-        if is_study:
-            for part, (cells, extra) in study(arguments.study).items():
-                parallel = min(arguments.parallel, STUDY[part].get("parallel", arguments.parallel))
-                run_grid(replace(arguments, extra=extra, parallel=parallel), cells, out / part)
-            return
-        if arguments.report and not arguments.out:
+        arguments = read_arguments(sys.argv[1:])
+        is_study = arguments.study is not None
+        name = "study" if is_study else time.strftime("ablation-%Y%m%d-%H%M%S")
+        out = arguments.out or Path("runs") / name
+        if arguments.report and not (arguments.out or is_study):
             raise ValueError("--report needs --out, the directory of a grid")
-        run_grid(arguments, [] if arguments.report else cells_of(arguments), out)
+        if not is_study:
+            return run_grid(arguments, [] if arguments.report else cells_of(arguments), out)
+        for part, (cells, extra) in study(arguments.study).items():
+            parallel = min(arguments.parallel, STUDY[part].get("parallel", arguments.parallel))
+            run_grid(replace(arguments, extra=extra, parallel=parallel), cells, out / part)
     except KeyboardInterrupt:
         sys.exit(f"stopped; the same --out continues: --out {shlex.quote(str(out))}")
     except ValueError as error:

@@ -87,7 +87,7 @@ def test_a_grid_keeps_each_run_and_its_error_and_resumes(ablate_stub, tmp_path):
     record, failed = read_records(tmp_path / "grid" / "cells.jsonl")
     assert record["options"] == [*options(record["cell"]), "--steps=1"]
     assert record["git_dirty"] is False and "error" not in record
-    assert record["series"]["reward"] == [0.33333] and record["evaluations"] == [[1, 0.5]]
+    assert record["series"]["reward"] == [0.3333333] and record["evaluations"] == [[1, 0.5]]
     assert failed["error"] == "error: the loss is not finite" and failed["series"]["samples"] == [8]
     assert (tmp_path / "grid" / "runs" / "grpo-a0-k0-s0" / "metrics.jsonl").exists()
     assert "2 cells, 0 of them finished before" in printed and "| grpo |" in printed
