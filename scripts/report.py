@@ -134,8 +134,8 @@ def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
     }
     if steps := [bar for bar in timeline["traceEvents"] if bar.get("cat") == "step"]:
         before, end = steps[0]["ts"] / 1e6, (steps[-1]["ts"] + steps[-1]["dur"]) / 1e6
-        times = [timedelta(seconds=round(t)) for t in (duration, before, duration - end)]
-        shown["lasted"] = "{}, {} of it before the first step and {} after the last".format(*times)
+        spans = [timedelta(seconds=round(span)) for span in (duration, before, duration - end)]
+        shown["lasted"] = "{}, {} of it before the first step and {} after the last".format(*spans)
     if advice := extras.find("advice"):
         with suppress(ValueError):  # a run that is too short, for one
             shown["advice"] = re.search("advice(?: on machines)?: (.*)", advice.advice_of(run))[1]

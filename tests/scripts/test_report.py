@@ -31,6 +31,7 @@ METRICS = read(RECORDED / "metrics.jsonl")
 EVENTS = read(RECORDED / "events.jsonl")
 STARTED = datetime.fromisoformat(load(RECORDED).info["started_at"]).timestamp()
 GOLDEN = tomllib.loads(Path(__file__).with_name("report.toml").read_text())
+RECORDED_LANES = ("trainer", "worker 0")
 HOSTILE = (
     "</script><script>alert('a')</script><img src=x onerror=alert(1)> & \"quoted\" {{ 7 * 7 }}"
 )
@@ -72,19 +73,6 @@ def page_of(run, now=STARTED + 10_000):
     return page
 
 
-def table(page, title):
-    """The cells of a table by the names of its rows."""
-    (found,) = (table for name, table in page["tables"].items() if title in name)
-    return dict(zip(found.index, found.to_numpy().tolist(), strict=True))
-
-
-def curves(page):
-    return {
-        chart["title"]: {series["name"]: series["points"] for series in chart["series"]}
-        for chart in page["data"]["charts"]
-    }
-
-
 def lanes_of(run):
     """The bars and moments of each lane, times in seconds."""
     lanes = {}
@@ -100,10 +88,10 @@ def lanes_of(run):
 # Page
 
 
-def as_text(page, run):
-    """What a page shows, but for its samples and the bars of the recorded run."""
+def as_text(page, lanes):
+    """What a page shows, but for its samples."""
     lines = [f"{name}: {text}" for name, text in page["facts"].items()]
-    lines += ["not recorded: " + "; ".join(page["missing"])]
+    lines.append("not recorded: " + "; ".join(page["missing"]))
     for title, table in page["tables"].items():
         lines += ["", title, table.to_csv(sep="|").strip()]
     for chart in page["data"]["charts"]:
@@ -113,12 +101,11 @@ def as_text(page, run):
             total = sum(y for _, y in points)
             ends = f"from {points[0]} to {points[-1]}"
             lines.append(f"{series['name']}: {len(points)} {ends}, {total:.6g} in all")
-    for name, bars in lanes_of(run).items():
+    for name, bars in lanes.items():
         lines += ["", name]
-        if name not in ("trainer", "worker 0"):
-            for bar in bars:
-                span = f"{bar['start']:.3f} to {bar['end']:.3f}"
-                lines.append(f"{bar['cat']} {bar['name']}: {span} {bar['args']}")
+        for bar in bars:
+            span = f"{bar['start']:.3f} to {bar['end']:.3f}"
+            lines.append(f"{bar['cat']} {bar['name']}: {span} {bar['args']}")
     return "\n".join(lines) + "\n"
 
 
@@ -130,9 +117,8 @@ def test_the_page_shows_what_was_run_curves_ledgers_times_hosts_and_deaths(run, 
     (run / "run.json").write_text(json.dumps(info))
     assert page_of(run)["facts"].pop("advice")
     monkeypatch.setitem(extras.MODULES, "advice", "extras.nowhere.advice")
-    text = as_text(page_of(run), run)
-    golden = Path(__file__).with_name("report.txt")
-    assert text == golden.read_text()
+    lanes = {name: bars for name, bars in lanes_of(run).items() if name not in RECORDED_LANES}
+    assert as_text(page_of(run), lanes) == Path(__file__).with_name("report.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -154,24 +140,6 @@ def test_a_run_that_was_killed_or_still_trains_is_reported_as_far_as_it_got(
     facts = page_of(run, STARTED + 25.5 + age_s)["facts"]
     assert facts["outcome"].startswith(outcome) and "advice" not in facts
     assert facts["left out"] == "the last line of events.jsonl, which is half written"
-
-
-def test_the_ledgers_sum_and_curves_have_every_point_of_their_metrics(run):
-    page = page_of(run)
-    drawn = curves(page)
-    assert drawn["Loss"]["loss"] == [(m["step"], m["loss/total"]) for m in METRICS]
-    for unit, total in (("groups", "issued"), ("tokens", "generated")):
-        ledger = {name: int(count) for name, (count, _) in table(page, f"the {unit} went").items()}
-        assert (
-            sum(ledger.values()) == 2 * ledger[total] == 2 * METRICS[-1][f"ledger/{unit}_{total}"]
-        )
-    # The accuracy of a version stands where that version existed.
-    samples = {m["step"]: m["samples"] for m in METRICS} | {0: 0}
-    accuracies = {
-        m["eval/policy_version"]: m["eval/accuracy"] for m in METRICS if "eval/accuracy" in m
-    }
-    points = [(samples[version], accuracy) for version, accuracy in accuracies.items()]
-    assert drawn["Reward and held-out accuracy over samples"]["held-out accuracy"] == points
 
 
 def test_samples_are_spread_over_the_run_and_all_that_was_written_is_text(run):
@@ -214,15 +182,8 @@ def test_the_command_writes_the_page_of_a_run_or_of_several_with_a_line_each_in_
     assert done.stdout.endswith(f"comparison: {run / 'comparison.html'}\n"), done.stderr
     page = report.make_comparison([load(run), load(other)])
     assert (run / "comparison.html").read_text() == report.render(page)
-    assert page["facts"]["one_digit-s1"] == "seed = 1, 38 of 38 steps"
-    recorded = {"my run": METRICS, "one_digit-s1": read(other / "metrics.jsonl")}
-    losses = {
-        name: [(m["step"], m["loss/total"]) for m in lines] for name, lines in recorded.items()
-    }
-    assert curves(page)["Loss: loss"] == losses
-    accuracy = [f"{lines[-1]['eval/accuracy']:.3f}" for lines in recorded.values()]
-    assert table(page, "Summary")["held-out accuracy, last"] == accuracy
-    assert {sample["run"] for sample in page["samples"]} == {*recorded}
+    assert as_text(page, {}) == Path(__file__).with_name("comparison.txt").read_text()
+    assert {sample["run"] for sample in page["samples"]} == {"my run", "one_digit-s1"}
 
 
 # Timeline
@@ -244,11 +205,6 @@ def test_the_trace_has_a_bar_for_every_response_step_update_and_evaluation(run):
     for kind, key, letter in (("step", "step", ""), ("update", "version", "v")):
         names = [bar["name"] for bar in bars if bar["cat"] == kind]
         assert names == [f"{kind} {letter}{e[key]}" for e in recorded if e["event"] == kind]
-    evaluations = [e for e in EVENTS if e["event"] == "evaluation"]
-    assert [bar["args"] for bar in lanes["evaluation"]] == [
-        {"version": e["version"], "responses": 22, "accuracy": e["accuracy"]} for e in evaluations
-    ]
-
     # Bars of one row never overlap, and rows are as few as responses at once.
     for lane in lanes.values():
         spans = sorted(
@@ -308,7 +264,8 @@ def test_a_browser_draws_the_page_and_names_what_is_under_the_pointer(run, brows
     background = view.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(245, 246, 249)") == (scheme == "light")
     assert view.evaluate("document.documentElement.scrollWidth") == width, "nothing is cut off"
-    assert view.locator("#charts polyline").count() == sum(map(len, curves(page).values()))
+    num_curves = sum(len(chart["series"]) for chart in page["data"]["charts"])
+    assert view.locator("#charts polyline").count() == num_curves
     canvas = view.locator("#timeline")
     tips = []
     for x in range(100, width - 100, width // 50):
