@@ -24,6 +24,7 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from asyncrl.cluster.processes import run_job
 from asyncrl.config import OPTIONS, Config, May, Option, options_for
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import recorded
@@ -32,7 +33,6 @@ from asyncrl.runlog.time_ledger import Account
 from asyncrl.user_code import title
 from extras.recording import batch_path, read_batch
 from rollout import run_worker
-from train_async import run_job
 
 
 @dataclass(frozen=True)

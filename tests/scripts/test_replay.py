@@ -20,7 +20,6 @@ from asyncrl.controller.tickets import PromptSource, TicketSource
 from asyncrl.controller.workers import Workers
 from asyncrl.job.checkpoints import Checkpoints
 from asyncrl.job.node import Leader
-from asyncrl.job.probe import Probe
 from asyncrl.records import Group, Trajectory
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
@@ -88,7 +87,7 @@ def make_trajectory(step, group_id, member):
 def make_node(config, clock, placement=None, *, run, controller=None):
     """The only rank's node, of a model that is there."""
     rank = config, Cluster(), placement, CPU, clock, None, None, None
-    return Leader(*rank, config.model, Probe(config), run, None, controller, None)
+    return Leader(*rank, config.model, run, None, controller, None)
 
 
 def replay_to_end(recording, name, *options):
