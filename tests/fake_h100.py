@@ -1,11 +1,10 @@
 """vLLM for CUDA without a GPU: its own configuration for H100s, and what calls CUDA on the way to an engine's start.
 
-To be run as a process, as nothing of it can be undone: `fake_h100.py configs|worker|pair RESULT.json FOLDER`. The CPU
+To be run as a process, as nothing of it can be undone: `fake_h100.py configs|starts RESULT.json FOLDER`. The CPU
 wheel has all the Python of vLLM; its compiled modules for CUDA are empty here, and the driver's answers those of H100s.
 """
 
 import dataclasses
-import itertools
 import json
 import os
 import sys
@@ -17,7 +16,6 @@ import torch
 UUIDS = [f"GPU-{index}0000000-0000-0000-0000-000000000000" for index in range(2)]
 H100_BYTES = 81559 << 20
 KV_BYTES = 20 << 30
-SIZES = ("0.6b", "1.7b", "8b")
 
 
 def raise_not_divided(*_) -> None:
@@ -70,7 +68,7 @@ def pretend() -> None:
 
 
 def configs(folder: Path) -> dict[str, dict]:
-    """What vLLM makes of our options for every size and kind of placement."""
+    """What vLLM makes of our options for every kind of placement."""
     pretend()
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -91,18 +89,16 @@ def configs(folder: Path) -> dict[str, dict]:
         "nccl": (alone, "nccl", {}),
         "tp 2": (dataclasses.replace(alone, gpu=0, num_gpus=2), "nccl", {"rollout_tp": 2}),
     }
+    shape = qwen3_config("8b", architectures=["Qwen3ForCausalLM"], dtype="bfloat16")
+    shape.save_pretrained(folder)
     found = {}
-    for size, (kind, (placement, transport, options)) in itertools.product(SIZES, kinds.items()):
-        path = folder / size
-        qwen3_config(size, architectures=["Qwen3ForCausalLM"], dtype="bfloat16").save_pretrained(
-            path
-        )
+    for kind, (placement, transport, options) in kinds.items():
         config = Config(
-            model=str(path), max_response_tokens=2048, max_running_requests=256, **options
+            model=str(folder), max_response_tokens=2048, max_running_requests=256, **options
         )
-        options = engine_options(WorkerSpec(config, placement, str(path), transport, ""))
+        options = engine_options(WorkerSpec(config, placement, str(folder), transport, ""))
         made = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        found[f"{size} {kind}"] = {
+        found[kind] = {
             "max_num_batched_tokens": made.scheduler_config.max_num_batched_tokens,
             "max_num_seqs": made.scheduler_config.max_num_seqs,
             "chunked_prefill": made.scheduler_config.enable_chunked_prefill,
@@ -156,53 +152,51 @@ def record_calls() -> list[str]:
     return calls
 
 
-def worker(folder: Path) -> list[str]:
-    """Of a rollout worker's process."""
-    calls = record_calls()
+def start_worker(folder: Path) -> None:
+    """Start a rollout worker."""
     from multiprocessing import Pipe
 
     from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
     from asyncrl.config import Config
     from rollout import run_worker
-    from scripts.qwen3_shapes import save_random_qwen3
 
-    save_random_qwen3(folder / "tiny", "tiny")
-    spec = WorkerSpec(
-        Config(model=str(folder / "tiny")), WorkerPlacement(0, 0, 0, 1, 0.4), str(folder / "tiny"), "ipc",
-        str(folder / "log"),
-    )  # fmt: skip
-    try:
-        run_worker(spec, Pipe()[1])
-    except Started:
-        return calls
-    raise RuntimeError("the engine was not started")
+    config, placement = Config(model=str(folder)), WorkerPlacement(0, 0, 0, 1, 0.4)
+    run_worker(WorkerSpec(config, placement, str(folder), "ipc", f"{folder}.log"), Pipe()[1])
 
 
-def pair(folder: Path, group_first: bool = False) -> list[str]:
-    """Of the bench's pair, or of one that forms its group first."""
-    calls = record_calls()
+def start_pair(folder: Path) -> None:
+    """Start the bench's pair."""
     from scripts.bench.gpu_parts import Pair
     from scripts.bench.trainer_alone import Setup
+
+    Pair(Setup("cuda", "tiny", folder.parent))
+
+
+def start_after_a_group(folder: Path) -> None:
+    """Start a pair as it must not be, which forms its group first."""
+    torch.distributed.init_process_group()
+    torch.distributed.is_initialized = lambda: True
+    start_pair(folder)
+
+
+def starts(folder: Path) -> dict[str, list[str]]:
+    """What is called before an engine starts."""
+    calls = record_calls()
     from scripts.qwen3_shapes import save_random_qwen3
 
     save_random_qwen3(folder / "tiny", "tiny")
-    if group_first:
-        torch.distributed.init_process_group()
-        torch.distributed.is_initialized = lambda: True
-    try:
-        Pair(Setup("cuda", "tiny", folder))
-    except Started:
-        return calls
-    raise RuntimeError("the engine was not started")
-
-
-def group_first(folder: Path) -> list[str]:
-    """Of a pair as it must not be."""
-    return pair(folder, group_first=True)
+    found = {}
+    for start in (start_worker, start_pair, start_after_a_group):
+        calls.clear()
+        try:
+            start(folder / "tiny")
+        except Started:
+            found[start.__name__] = list(calls)
+    return found
 
 
 if __name__ == "__main__":
     what, result, folder = sys.argv[1:]
-    found = {f.__name__: f for f in (configs, worker, pair, group_first)}[what](Path(folder))
+    found = {function.__name__: function for function in (configs, starts)}[what](Path(folder))
     Path(result).write_text(json.dumps(found))
     os._exit(0)

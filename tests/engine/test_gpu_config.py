@@ -7,31 +7,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_h100 import KV_BYTES, SIZES, UUIDS
+from fake_h100 import KV_BYTES, UUIDS
 
 ROOT = Path(__file__).parents[2]
 
 
-def run_fake(what: str, folder: Path):
+def run_fake(what: str, folder: Path, **variables: str):
     """The result of a function of fake_h100.py."""
     removed = ("VLLM_", "CUDA_", "TORCH", "OMP_")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(removed)
     }
-    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **variables}
     command = [sys.executable, ROOT / "tests/fake_h100.py", what, folder / "result", folder]
-    environment |= (
-        {"CUDA_VISIBLE_DEVICES": UUIDS[0][:6], "VLLM_LOGGING_LEVEL": "ERROR"}
-        if what != "configs"
-        else {}
-    )
     run = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    log = folder / "log"
-    assert run.returncode == 0, run.stdout[-3000:] + (
-        log.read_text()[-3000:] if log.exists() else ""
-    )
+    log = folder / "tiny.log"
+    text = log.read_text() if log.exists() else ""
+    assert run.returncode == 0, run.stdout[-3000:] + text[-3000:]
     return json.loads((folder / "result").read_text())
 
 
@@ -40,11 +34,10 @@ def configs(tmp_path_factory):
     return run_fake("configs", tmp_path_factory.mktemp("configs"))
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["share", "sleep", "nccl", "tp 2"])
-def test_vllm_takes_our_options_for_an_h100_as_they_are_meant(configs, size, kind):
+def test_vllm_takes_our_options_for_an_h100_as_they_are_meant(configs, kind):
     is_split = kind == "tp 2"
-    assert configs[f"{size} {kind}"] == {
+    assert configs[kind] == {
         "max_num_batched_tokens": 8192,
         "max_num_seqs": 256,
         "chunked_prefill": True,
@@ -63,10 +56,10 @@ def test_vllm_takes_our_options_for_an_h100_as_they_are_meant(configs, size, kin
     }
 
 
-@pytest.mark.parametrize("what", ["worker", "pair"])
-def test_nothing_calls_cuda_or_forms_a_group_before_the_engine_is_forked(tmp_path, what):
-    assert run_fake(what, tmp_path) == ["engine, fork"]
-
-
-def test_where_a_group_was_formed_the_engine_is_spawned(tmp_path):
-    assert run_fake("group_first", tmp_path) == ["init_process_group", "engine, spawn"]
+def test_nothing_calls_cuda_or_forms_a_group_before_the_engine_is_forked(tmp_path):
+    visible = {"CUDA_VISIBLE_DEVICES": UUIDS[0][:6], "VLLM_LOGGING_LEVEL": "ERROR"}
+    assert run_fake("starts", tmp_path, **visible) == {
+        "start_worker": ["engine, fork"],
+        "start_pair": ["engine, fork"],
+        "start_after_a_group": ["init_process_group", "engine, spawn"],
+    }

@@ -110,12 +110,16 @@ def spoil_replies(reply):
 
 
 def start_daemon(title):
+    """Start a process that leaves its parent and its session, and wait until it has its title."""
+    reader, writer = os.pipe()
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
             setproctitle(title)
+            os.write(writer, b"1")
             time.sleep(600)
         os._exit(0)
+    os.read(reader, 1)
     return 1.0
 
 
