@@ -208,7 +208,9 @@ def test_scores_that_it_would_change_silently_are_refused():
     heads = torch.zeros(1, 2, 3, 8)
     bounds = {"cu_seq_lens_q": torch.tensor([0, 3], dtype=torch.int32), "max_length_q": 3}
     attend = asyncrl.trainer.attention.varlen_attention
-    assert attend(None, heads, heads, heads, None, **bounds, softcap=None)[0].shape == (1, 3, 2, 8)
+    values = heads.bfloat16()  # beside queries and keys that a norm has made float32
+    found = attend(None, heads, heads, values, None, **bounds, softcap=None)[0]
+    assert found.shape == (1, 3, 2, 8) and found.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="does not know the model's softcap"):
         attend(None, heads, heads, heads, None, **bounds, softcap=50.0)
 
