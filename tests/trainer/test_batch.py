@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_packing import GROUPS, TREES, make_group, sequences_in
+from tiny_policy import make_sequence
 from trajectories import make_group as make_trajectories
 from trajectories import make_trajectory
 
@@ -133,6 +134,15 @@ def test_ranks_get_every_sequence_once_in_micro_batches_within_the_budget_and_ab
         for of_rank in num_tokens:
             # of two micro-batches that fit into one, first fit would have made one
             assert len(of_rank) < 2 or sum(sorted(of_rank)[:2]) > budget
+
+
+@pytest.mark.parametrize("lengths", [(4, 4, 8), (9, 3, 3, 3)])
+def test_the_longest_are_dealt_first_each_to_the_rank_with_the_fewest_tokens(lengths):
+    rng = np.random.default_rng(0)
+    sequences = [make_sequence(rng, np.arange(num), np.arange(num) > 0) for num in lengths]
+    bundles_of_ranks = choose_bundles(sequences, 2, 100, "off", cost=sum)
+    loads = [sum(b.num_tokens for b in bundles) for bundles in bundles_of_ranks]
+    assert loads == [sum(lengths) / 2] * 2
 
 
 def sizes_of(bundles_of_ranks):
