@@ -50,7 +50,7 @@ class Oracle:
         self.continues_responses = config.async_ratio > 0 or config.over_sampling > 1
         """Whether a resumed run goes on from what there is of a response."""
         self.trainer_version = 0
-        self.announced, self.announced_trainer_version = -1, -1
+        self.announced, self.announced_trainer_version, self.num_announced = -1, -1, 0
         self.groups, self.problems, self.problem_of = {}, {}, {}
         """Groups in the order in which they were issued; those that have finished come last, in the order of that."""
         self.seeds = {}
@@ -129,6 +129,7 @@ class Oracle:
         assert version == self.announced or not self.is_resuming
         self.is_resuming = self.is_evaluation_due = False
         self.announced, self.announced_trainer_version = version, trainer_version
+        self.num_announced += 1
         if evaluate and self.num_eval_problems:
             groups = (EVALUATION_GROUP, GREEDY_GROUP)[: 1 + self.config.eval_greedy]
             self.evaluating = {

@@ -18,6 +18,7 @@ from trajectories import make_trajectory
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
     Abort,
+    Connect,
     Cut,
     Finished,
     Hold,
@@ -62,6 +63,8 @@ class WalkProcess:
         self.inbox, self.outbox = deque(), deque()
         self.reading, self.started_at, self.exit_code = Future(), time.monotonic(), None
         self.is_up, self.version, self.loading, self.stands = False, -1, None, False
+        self.is_connected, self.num_announced = False, 0
+        """Whether it knows the transport; and how many versions had been announced when it was sent weights last."""
         self.newest = None
         """Message that was sent to it last."""
         self.is_suspended = False
@@ -93,7 +96,17 @@ class WalkProcess:
         is_told_again = isinstance(message, Hold) and message == self.newest
         assert not is_told_again, "a worker is told once why it has no ticket"
         self.newest = message
-        if isinstance(message, Update):
+        if isinstance(message, Connect):
+            assert not self.is_connected
+            self.is_connected = True
+        elif isinstance(message, Update):
+            assert self.is_connected
+            if "buffer" in message.update_infos[0]:
+                num_announced, self.num_announced = (
+                    self.num_announced,
+                    self.walk.oracle.num_announced,
+                )
+                assert self.num_announced > num_announced, "no worker is sent weights twice"
             self.sent_version, self.is_suspended = message.version, False
         elif isinstance(message, Suspend):
             self.is_suspended = True
