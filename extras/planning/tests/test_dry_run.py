@@ -17,12 +17,12 @@ LONG = {"max_prompt_tokens": 512, "max_response_tokens": 2048}
 
 def commands() -> list[str]:
     """Commands of our pages that train a named model, each on one line."""
-    found = []
+    lines = []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for block in re.findall(r"^```\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
-            lines = [line.partition("  # ")[0] for line in block.replace("\\\n", " ").splitlines()]
-            found += [line for line in lines if "train_async.py" in line and NAMED in line]
-    return [line for line in found if "…" not in line]
+            parts = [line.partition("  # ")[0] for line in block.replace("\\\n", " ").splitlines()]
+            lines += [line for line in parts if "train_async.py" in line and NAMED in line]
+    return [line for line in lines if "…" not in line]
 
 
 @pytest.fixture(autouse=True)

@@ -88,8 +88,8 @@ def trainer_config(command):
 
 
 def number_after(option, command, default):
-    found = re.search(rf"{option} (\d+)", command)
-    return int(found[1]) if found else default
+    match = re.search(rf"{option} (\d+)", command)
+    return int(match[1]) if match else default
 
 
 def check_that_it_fits(command, pool, config, shape, machines, ranks):

@@ -102,9 +102,9 @@ def outcomes(j, c):
             others = [(q, q.count - machines * (q is p)) for q in c.pools]
             others = [(q, count) for q, count in others if count]
             for num in range(len(others) + 1):
-                for chosen in itertools.combinations(others, num):
+                for joined in itertools.combinations(others, num):
                     update_s = weights / p.gb_per_s if stages else 0.0
-                    for q, _ in chosen:
+                    for q, _ in joined:
                         link = c.same_kind if q.gpu == p.gpu else c.across_kinds
                         update_s = max(update_s, 5 * weights / link)
                     here = [
@@ -114,7 +114,7 @@ def outcomes(j, c):
                     ]
                     there = [
                         [((q, tp), n) for tp in tps for n in range(1, count * (q.gpus // tp) + 1)]
-                        for q, count in chosen
+                        for q, count in joined
                     ]
                     for sampling in itertools.product(
                         [None, *here], *([None, *numbers] for numbers in there)

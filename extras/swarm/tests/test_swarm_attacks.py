@@ -133,7 +133,7 @@ def test_a_message_that_is_too_large_ends_the_connection(run, capsys):
 
 def changed(**fields):
     """A lie about the first of what a ticket asked for."""
-    return lambda made: [dataclasses.replace(made[0], **fields), *made[1:]]
+    return lambda trajectories: [dataclasses.replace(trajectories[0], **fields), *trajectories[1:]]
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,14 @@ def changed(**fields):
     [
         ([changed(ticket_id=10**9)], "which it has not"),
         ([list, list], "which it has not"),
-        ([lambda made: made + made], "not all of them"),
+        ([lambda trajectories: trajectories * 2], "not all of them"),
         (
-            [lambda made: [*made, dataclasses.replace(made[0], member=made[0].member + 1)]],
+            [
+                lambda trajectories: [
+                    *trajectories,
+                    dataclasses.replace(trajectories[0], member=trajectories[0].member + 1),
+                ]
+            ],
             "not all of them",
         ),
         (
