@@ -218,9 +218,10 @@ class Far(JoinedHost):
         self.do(self._finish)
 
     def fall_silent(self):
-        """Neither read nor send until `is_silent` is False."""
-        self.is_silent = True
-        self.do(lambda: None)
+        """Neither read nor send from now on, until `is_silent` is False."""
+        self.is_silent, begun = True, threading.Event()
+        self.do(begun.set)
+        assert begun.wait(30)
 
     def leave(self):
         """Leave the run in order, unless it has ended already."""

@@ -47,8 +47,8 @@ def test_the_tickets_of_a_host_that_is_gone_are_issued_again_and_what_it_says_la
         first.holds = everything
         wait_until(lambda: run.step_if_ready() or len(first.held) == 2)
         if why == "was silent":
+            first.fall_silent()  # before the limit falls, so that it misses no word of the run
             monkeypatch.setattr("extras.swarm.link.SILENCE_S", 1.0)
-            first.fall_silent()
         else:
             first.die()
         wait_until(run.left)
