@@ -255,18 +255,14 @@ def test_records_that_somebody_has_changed_are_refused_or_named(ended, capsys, n
     assert contents(path) == before and "\n" not in str(caught.value)
     del caught  # which has the file open, and locked
     os.truncate(file, size - 3)
-    whole_lines = lines_of_text(file.read_bytes())
+    whole = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
     run = RunDirectory(config, resumed=resumed)
     run.cut_back()
     run.close()
     counted = f"{size - 3} of the {size} bytes that the checkpoint counts"
     text = f"warning: {file} has {counted}; the lines that lack are lost\n"
     assert capsys.readouterr().out == text
-    assert lines_of_text(file.read_bytes())[: len(whole_lines)] == whole_lines
-
-
-def lines_of_text(content):
-    return content.split(b"\n")[:-1]
+    assert lines_of(path, name)[: len(whole)] == whole, "and no part of a line"
 
 
 def test_a_node_that_is_new_gets_a_folder_and_that_of_another_runs_node_is_refused(tmp_path):
