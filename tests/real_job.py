@@ -1,7 +1,6 @@
 """Starts real jobs (torchrun, FSDP, vLLM) for the end-to-end tests and looks at what they leave behind."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ import psutil
 from scripts.lines import read
 
 ROOT = Path(__file__).parent.parent
+TORCHRUN = ("-m", "torch.distributed.run")
 SMALL = {
     "groups-per-step": 8,
     "group-size": 4,
@@ -50,9 +50,12 @@ class Job:
 
     def metrics(self) -> list[dict]:
         """The lines of metrics.jsonl."""
-        return [
-            json.loads(line) for line in (self.run_path / "metrics.jsonl").read_text().splitlines()
-        ]
+        return read(self.run_path / "metrics.jsonl")
+
+    def evaluations(self) -> dict[int, float]:
+        """The accuracy at each version that was evaluated."""
+        lines = [line for line in self.metrics() if "eval/accuracy" in line]
+        return {line["eval/policy_version"]: line["eval/accuracy"] for line in lines}
 
     def events(self, kind: str) -> list[dict]:
         """The events of one kind."""
@@ -68,13 +71,19 @@ class Job:
         """All processes below torchrun that are alive now."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def kill(self) -> None:
+        """SIGKILL all processes at once."""
+        processes = [psutil.Process(self.process.pid), *self.descendants()]
+        for process in processes:
+            process.kill()
+        self.process.wait()
+
     def wait(self, timeout_s: float = 240) -> int:
         """Wait for the end; a job that does not end is killed and fails the test."""
         try:
             return self.process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            for process in [*self.descendants(), psutil.Process(self.process.pid)]:
-                process.kill()
+            self.kill()
             raise AssertionError(
                 f"the job did not end within {timeout_s} s:\n{self.output()[-3000:]}"
             ) from None
@@ -152,31 +161,33 @@ def _start(
         f"--{name}={value}" for name, value in options.items() if not isinstance(value, bool)
     ] + switches
     run = [f"--runs-dir={tmp_path}", "--run-name=run", *arguments]
-    return _launch([*agent, *script, *run], tmp_path / "run", output_path, root)
+    return launch([*TORCHRUN, *agent, *script, *run], tmp_path / "run", output_path, root=root)
 
 
 def resume_job(job: Job, num_ranks: int = 1, **options) -> Job:
     """Have a job that has ended go on, with changed options."""
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    agent = [
-        "--standalone",
-        f"--nproc-per-node={num_ranks}",
-        "train_async.py",
-        f"--resume={job.run_path}",
-    ]
-    return _launch(
-        [*agent, *arguments], job.run_path, job.output_path.with_name("output_resumed.txt"), ROOT
-    )
+    agent = ["--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [*TORCHRUN, *agent, "train_async.py", f"--resume={job.run_path}", *arguments]
+    return launch(command, job.run_path, job.output_path.with_name("output_resumed.txt"))
 
 
-def _launch(arguments: list[str], run_path: Path, output_path: Path, root: Path) -> Job:
+def launch(
+    arguments: list[str],
+    run_path: Path,
+    output_path: Path,
+    *,
+    root: Path = ROOT,
+    environment: dict[str, str] | None = None,
+) -> Job:
+    """Start a Python program in a session of its own."""
     with open(output_path, "w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *arguments],
+            [sys.executable, *arguments],
             cwd=root,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
             start_new_session=True,
         )
     return Job(process, run_path, output_path)
@@ -186,19 +197,9 @@ def join_host(job: Job, program: str = "rollout.py") -> Job:
     """Have a remote host join a job that listens, by the line that it prints."""
     job.wait_until(lambda: "--join " in job.output())
     address, key_path = re.search(r"--join (\S+) --key (\S+)", job.output()).groups()
-    output_path = job.output_path.with_name(
-        f"machine_{len(list(job.output_path.parent.glob('machine_*')))}.txt"
-    )
-    with open(output_path, "w") as output:
-        process = subprocess.Popen(
-            [sys.executable, program, "--join", address, "--key", key_path],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            start_new_session=True,
-        )
-    return Job(process, job.run_path, output_path)
+    number = len(list(job.output_path.parent.glob("host_*")))
+    output_path = job.output_path.with_name(f"host_{number}.txt")
+    return launch([program, "--join", address, "--key", key_path], job.run_path, output_path)
 
 
 def run_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:
@@ -243,3 +244,16 @@ OF_TIME = (
 def without_times(line: dict) -> dict:
     """What two runs of the same responses have in common, of a line of metrics."""
     return {name: value for name, value in line.items() if not name.startswith(OF_TIME)}
+
+
+def assert_every_group_is_consumed_once(job: Job, num_steps: int, groups_per_step: int) -> None:
+    """All steps are in the records, in order; no group is in two of them, none was skipped, and the ledger agrees."""
+    steps, metrics = job.events("step"), job.metrics()
+    expected = list(range(1, num_steps + 1))
+    assert [event["step"] for event in steps] == [line["step"] for line in metrics] == expected
+    groups = [group for event in steps for group in event["groups"]]
+    assert len(groups) == len(set(groups)) == groups_per_step * num_steps
+    assert len(groups) == metrics[-1]["ledger/groups_consumed"]
+    issued = len(groups) + metrics[-1]["ledger/groups_resident"]
+    assert metrics[-1]["ledger/groups_issued"] == issued and max(groups) < issued
+    assert_ledger_balances(metrics)

@@ -1,12 +1,16 @@
 """Whole jobs that are killed outright after a checkpoint, and go on."""
 
 import json
-import os
-import signal
 
 import numpy as np
 import pytest
-from real_job import Job, assert_ledger_balances, resume_job, start_job, without_times
+from real_job import (
+    Job,
+    assert_every_group_is_consumed_once,
+    resume_job,
+    start_job,
+    without_times,
+)
 
 from asyncrl.runlog.manifest import weights_sha256
 
@@ -22,11 +26,7 @@ def kill_after_a_checkpoint(job: Job, num_steps: int) -> list[dict]:
             and job.num_steps() >= num_steps
         )
     )
-    processes = job.descendants()
-    os.kill(job.process.pid, signal.SIGKILL)
-    for process in processes:
-        process.kill()
-    job.process.wait()
+    job.kill()
     written = (job.run_path / "metrics.jsonl").read_text()
     return [json.loads(line) for line in written[: written.rindex("\n")].splitlines()]
 
@@ -57,35 +57,12 @@ def test_with_alpha_0_a_killed_run_goes_on_to_the_bit_of_the_unbroken_one(tmp_pa
         "two runs are equal to begin with"
     )
     assert [without_times(line) for line in job.metrics()] == expected
-    evaluated = [
-        {
-            line["eval/policy_version"]: line["eval/accuracy"]
-            for line in run.metrics()
-            if "eval/accuracy" in line
-        }
-        for run in (unbroken, job)
-    ]
-    assert evaluated[0] == evaluated[1] and evaluated[0].keys() == {0, 3, 6, 9}
+    assert job.evaluations() == unbroken.evaluations()
+    assert job.evaluations().keys() == {0, 3, 6, 9}
     for step in (6, 9):
         folder = f"checkpoints/step_{step}"
         assert weights_sha256(unbroken.run_path / folder) == weights_sha256(job.run_path / folder)
-    assert_every_group_is_consumed_once(job, 9)
-
-
-def assert_every_group_is_consumed_once(job: Job, num_steps: int) -> None:
-    """The steps in the records are all there, in order; no group is in two of them, and the ledger says the same."""
-    steps, metrics = job.events("step"), job.metrics()
-    assert (
-        [event["step"] for event in steps]
-        == [line["step"] for line in metrics]
-        == list(range(1, num_steps + 1))
-    )
-    groups = [group for event in steps for group in event["groups"]]
-    assert len(groups) == len(set(groups)) == 8 * num_steps == metrics[-1]["ledger/groups_consumed"]
-    assert (
-        metrics[-1]["ledger/groups_issued"] == len(groups) + metrics[-1]["ledger/groups_resident"]
-    )
-    assert_ledger_balances(metrics)
+    assert_every_group_is_consumed_once(job, 9, 8)
 
 
 @pytest.mark.study
@@ -98,7 +75,7 @@ def test_with_alpha_1_a_killed_run_consumes_every_prompt_once_and_keeps_the_boun
     assert job.wait() == 0, job.output()[-3000:]
     (resumed,) = job.events("run_resumed")
     assert resumed["step"] >= 4 and resumed["skipped"] == []
-    assert_every_group_is_consumed_once(job, 28)
+    assert_every_group_is_consumed_once(job, 28, 8)
     metrics = job.metrics()
     assert max(line["staleness/max"] for line in metrics) <= 1
     groups = sorted(group for event in job.events("step") for group in event["groups"])

@@ -38,11 +38,11 @@ GAIN = 4
 """Factor of the matrices that transformers makes: log-probs are then far from equal, and an error in any shows."""
 
 
-def tiny_config(family: str) -> PreTrainedConfig:
-    """The configuration of a tiny model of a family."""
+def tiny_config(family: str, **options) -> PreTrainedConfig:
+    """The configuration of a tiny model of a family, with other options if need be."""
     default = AutoConfig.for_model(family)
     sizes = {name: size for name, size in SIZES_IF_KNOWN.items() if hasattr(default, name)}
-    sizes |= SIZES | CHANGES.get(family, {})
+    sizes |= SIZES | CHANGES.get(family, {}) | options
     left_out = {name for name, size in CHANGES.get(family, {}).items() if size is None}
     return AutoConfig.for_model(
         family, **{name: size for name, size in sizes.items() if name not in left_out}
@@ -65,9 +65,9 @@ def tiny_model(config: PreTrainedConfig, attention: str = "sdpa") -> PreTrainedM
     return model
 
 
-def save_tiny_family(family: str, path: str) -> str:
+def save_tiny_family(family: str, path: str, **options) -> str:
     """Write a tiny random model of a family, and a tokenizer, to a folder."""
     save_tiny_model(path)
     logging.disable_progress_bar()
-    tiny_model(tiny_config(family)).save_pretrained(path)
+    tiny_model(tiny_config(family, **options)).save_pretrained(path)
     return path

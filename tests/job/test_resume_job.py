@@ -1,4 +1,4 @@
-"""Whole runs, with sampling that follows from seeds in place of an engine, that end in every way and go on."""
+"""Whole runs, with sampling that follows from seeds in place of an engine, that end in every way and continue."""
 
 import dataclasses
 import json
@@ -7,14 +7,20 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from real_job import ROOT, Job, assert_ledger_balances, without_times
+from real_job import (
+    ROOT,
+    Job,
+    assert_every_group_is_consumed_once,
+    assert_ledger_balances,
+    launch,
+    without_times,
+)
 from user_files import write_user_code
 
 from asyncrl.messages import Update
@@ -26,128 +32,70 @@ OPTIONS = {
     "groups-per-step": 4, "group-size": 4, "max-response-tokens": 24, "eval-every": 4, "eval-problems": 8,
     "save-every": 4, "timeout-s": 60, "run-name": "run",
 }  # fmt: skip
-
+GROUPS = 4
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-OWN_OPTIMIZER = re.search(
+USER_OPTIMIZER = re.search(
     r"^```python\n# my_optimizer.py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
 )[1]
 
 
-def start(
-    folder: Path, *arguments: str, environment: dict[str, str] | None = None, **options
-) -> Job:
-    """Start a run in a folder, or, with --resume, have the one that is there go on."""
-    options = (
-        {}
-        if arguments
-        else OPTIONS | {name.replace("_", "-"): value for name, value in options.items()}
-    )
-    arguments = (*arguments, *(f"--{name}={value}" for name, value in options.items()))
-    arguments = (*arguments, f"--runs-dir={folder}")
+def start(folder: Path, *words: str, environment: dict | None = None, **options) -> Job:
+    """Start a run in a folder."""
+    named = OPTIONS | {name.replace("_", "-"): value for name, value in options.items()}
+    words = [*words, *(f"--{name}={value}" for name, value in named.items())]
+    return start_with(folder, words, environment)
+
+
+def resume(job: Job, *words: str) -> Job:
+    """Have a run that has ended continue."""
+    return start_with(job.run_path.parent, [f"--resume={job.run_path}", *words])
+
+
+def start_with(folder: Path, words: list[str], environment: dict | None = None) -> Job:
     output_path = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
-    with open(output_path, "w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "tests/fake_job.py", *arguments],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-            }
-            | (environment or {}),
-            start_new_session=True,
-        )
-    return Job(process, folder / "run", output_path)
+    command = ["tests/fake_job.py", *words, f"--runs-dir={folder}"]
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
+    return launch(command, folder / "run", output_path, environment=variables)
 
 
-def go_on(job: Job, *arguments: str) -> Job:
-    return start(job.run_path.parent, f"--resume={job.run_path}", *arguments)
+def has_saved(job: Job) -> bool:
+    return any((job.run_path / "checkpoints").glob("step_*[0-9]/config.json"))
 
 
-def kill(job: Job) -> int:
-    """SIGKILL a run and all its processes, and give the number of its steps."""
-    processes = job.descendants()
-    os.killpg(job.process.pid, signal.SIGKILL)
-    for process in processes:
-        process.kill()
-    job.process.wait()
-    return job.num_steps()
-
-
-def has_saved(job: Job, num_checkpoints: int) -> bool:
-    return (
-        len(list((job.run_path / "checkpoints").glob("step_*[0-9]/config.json"))) >= num_checkpoints
-    )
-
-
-def evaluations(job: Job) -> dict[int, float]:
-    return {
-        line["eval/policy_version"]: line["eval/accuracy"]
-        for line in job.metrics()
-        if "eval/accuracy" in line
-    }
-
-
-def assert_every_group_is_consumed_once(job: Job, num_steps: int) -> None:
-    """All steps are in the records, in order; no group is in two of them, none was skipped, and the ledger agrees."""
-    steps, metrics = job.events("step"), job.metrics()
-    assert (
-        [event["step"] for event in steps]
-        == [line["step"] for line in metrics]
-        == list(range(1, num_steps + 1))
-    )
-    groups = [group for event in steps for group in event["groups"]]
-    assert len(groups) == len(set(groups)) == 4 * num_steps == metrics[-1]["ledger/groups_consumed"]
-    issued = len(groups) + metrics[-1]["ledger/groups_resident"]
-    assert metrics[-1]["ledger/groups_issued"] == issued and max(groups) < issued
-    assert_ledger_balances(metrics)
-
-
-def test_with_alpha_0_a_run_that_is_killed_and_goes_on_is_the_unbroken_one_to_the_bit(tmp_path):
+def test_with_alpha_0_a_run_that_is_killed_and_continues_is_the_unbroken_one_to_the_bit(tmp_path):
     folders = [tmp_path / "unbroken", tmp_path / "killed"]
+    optimizer = tmp_path / "my_optimizer.py"
+    optimizer.write_text(USER_OPTIMIZER)
+    options = {"async_ratio": 0, "advantage": "gae", "optimizer": f"{optimizer}:SignMomentum"}
     for folder in folders:
         folder.mkdir()
-    own = tmp_path / "my_optimizer.py"
-    own.write_text(OWN_OPTIMIZER)
-    options = {
-        "steps": 24,
-        "async_ratio": 0,
-        "advantage": "gae",
-        "optimizer": f"{own}:SignMomentum",
-    }
-    unbroken, job = (start(folder, **options) for folder in folders)
+    unbroken, job = (start(folder, steps=24, **options) for folder in folders)
     for run in (unbroken, job):
         run.wait_until(lambda run=run: "user code: " in run.output())
-    own.unlink()
-    job.wait_until(lambda: has_saved(job, 1) and job.num_steps() >= 6)
-    num_steps = kill(job)
+    optimizer.unlink()
+    job.wait_until(lambda: has_saved(job) and job.num_steps() >= 6)
+    job.kill()
+    num_steps = job.num_steps()
     assert num_steps < 24, "it ended before it was killed"
-    unbroken.wait_until(lambda: has_saved(unbroken, 1))
+    unbroken.wait_until(lambda: has_saved(unbroken))
     foreign = job.run_path / "checkpoints/step_23"
     shutil.copytree(newest_checkpoint(unbroken.run_path).path, foreign)
-    job = go_on(job)
+    job = resume(job)
     assert job.wait() == 0 == unbroken.wait(), job.output()[-3000:]
-    assert (
-        f"warning: skipped checkpoint {foreign}: it is of run {id_of(unbroken.run_path)}, and "
-        in job.output()
-    )
-    assert f"user code: {job.run_path}/code/{own.name}:SignMomentum\n" in job.output()
+    skipped = f"skipped checkpoint {foreign}: it is of run {id_of(unbroken.run_path)}, and "
+    assert f"warning: {skipped}" in job.output()
+    assert f"user code: {job.run_path}/code/my_optimizer.py:SignMomentum\n" in job.output()
     (resumed,) = job.events("run_resumed")
     assert 4 <= resumed["step"] <= num_steps and resumed["step"] % 4 == 0
     lines, expected = ([without_times(line) for line in run.metrics()] for run in (job, unbroken))
     assert lines == expected and {"loss/grad_norm", "drift/k3", "value/loss"} < lines[0].keys()
-    assert evaluations(job) == evaluations(unbroken) and evaluations(job).keys() >= {0, 24}
+    assert job.evaluations() == unbroken.evaluations() and job.evaluations().keys() >= {0, 24}
     for step in (20, 24):
-        folder = f"checkpoints/step_{step}"
-        assert weights_sha256(job.run_path / folder) == weights_sha256(unbroken.run_path / folder)
-        heads = [
-            run.run_path / folder / "value_head/value_head.safetensors" for run in (job, unbroken)
-        ]
+        saved = [run.run_path / f"checkpoints/step_{step}" for run in (job, unbroken)]
+        assert weights_sha256(saved[0]) == weights_sha256(saved[1])
+        heads = [path / "value_head/value_head.safetensors" for path in saved]
         assert heads[0].read_bytes() == heads[1].read_bytes()
-    assert_every_group_is_consumed_once(job, 24)
+    assert_every_group_is_consumed_once(job, 24, GROUPS)
 
 
 @pytest.mark.study
@@ -160,36 +108,28 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     assert job.wait(60) == 128 + signal.SIGTERM
     num_steps = job.num_steps()
     python = Path(sys.executable).with_name("python")
-    go_on_by = f"continue from step {num_steps}: {python} train_async.py --resume {job.run_path}"
-    assert (
-        f"error: stopped by SIGTERM after step {num_steps}, which is saved; {go_on_by}\n"
-        in job.output()
-    )
+    how = f"continue from step {num_steps}: {python} train_async.py --resume {job.run_path}"
+    line = f"error: stopped by SIGTERM after step {num_steps}, which is saved; {how}\n"
+    assert line in job.output()
     assert newest_checkpoint(job.run_path).step == num_steps
-    job = go_on(job)
+    job = resume(job)
     job.wait_until(lambda: newest_checkpoint(job.run_path).step > num_steps)
-    kill(job)
-    job = go_on(job, "--stop-after-s=1", "--steps=40")
-    assert (
-        job.wait(60) == 75 and "stopped by --stop-after-s 1, which is nearly over" in job.output()
-    )
+    job.kill()
+    job = resume(job, "--stop-after-s=1", "--steps=40")
+    assert job.wait(60) == 75
+    assert "stopped by --stop-after-s 1, which is nearly over" in job.output()
     assert newest_checkpoint(job.run_path).step == job.num_steps() > num_steps
-    job = go_on(job, "--stop-after-s=0")
+    job = resume(job, "--stop-after-s=0")
     assert job.wait(60) == 0, job.output()[-3000:]
-    assert_every_group_is_consumed_once(job, 40)
+    assert_every_group_is_consumed_once(job, 40, GROUPS)
     assert max(line["staleness/max"] for line in job.metrics()) <= 1
-    assert len(job.events("run_resumed")) == 3
-    made = json.loads((job.run_path / "run.json").read_text())
-    assert (
-        made["config"]["steps"] == 40
-        and len(made["resumed"]) == 3
-        and made["config"]["stop_after_s"] == 0
-    )
+    header = json.loads((job.run_path / "run.json").read_text())
+    assert (header["config"]["steps"], header["config"]["stop_after_s"]) == (40, 0)
+    assert len(header["resumed"]) == len(job.events("run_resumed")) == 3
     before = (job.run_path / "events.jsonl").read_bytes()
-    job = go_on(job)
-    assert (
-        job.wait(60) == 0 and "has made 40 steps of 40; to continue, raise --steps" in job.output()
-    )
+    job = resume(job)
+    assert job.wait(60) == 0
+    assert "has made 40 steps of 40; to continue, raise --steps" in job.output()
     assert (job.run_path / "events.jsonl").read_bytes() == before
 
 
@@ -199,41 +139,24 @@ from data.addition import Addition
 
 
 class Hanging(Addition):
-    def __init__(self, seed, *, num_problems=1000, num_held_out=1000):
-        super().__init__(seed)
-        self.num_problems, self.num_held_out = num_problems, num_held_out
+    num_problems = 530
 
     def train_problem(self, index):
         self.num_problems -= 1
         if self.num_problems < 0:
             time.sleep(1000)
         return super().train_problem(index)
-
-    def eval_problems(self, count):
-        if count > self.num_held_out:
-            time.sleep(1000)
-        return super().eval_problems(count)
 """
 
 
-@pytest.mark.parametrize(
-    ("task_args", "status", "what", "option"),
-    [
-        ("num_problems=17", 2, "problem 17", "--env-timeout-s"),
-        ("num_problems=530", 1, r"problem \d+", "--env-timeout-s"),
-        ("num_held_out=1", 2, "eval_problems", "--timeout-s"),
-    ],
-)
-def test_a_task_that_hangs_ends_the_run_in_one_line(tmp_path, task_args, status, what, option):
-    task = write_user_code(tmp_path, HANGING_TASK)
-    options = [f"--{name}={value}" for name, value in (OPTIONS | {"env-timeout-s": 5}).items()]
-    job = start(
-        tmp_path, *options, f"--task={task}:Hanging", f"--task-args={task_args}", f"{option}=3"
+def test_a_task_that_hangs_ends_the_run_in_one_line(tmp_path):
+    task = f"{write_user_code(tmp_path, HANGING_TASK)}:Hanging"
+    job = start(tmp_path, f"--task={task}", "--env-timeout-s=3")
+    assert job.wait(60) == 1 and job.num_steps() > 0
+    line = (
+        r"problem \d+ is not there after 3 s; fix it, or raise --env-timeout-s if it is only slow"
     )
-    assert job.wait(60) == status
-    said = f"{task}:Hanging: {what} is not there after 3 s; fix it, or raise {option} if it is only slow"
-    assert re.search(f"^error: --task {said}$", job.output(), re.M), job.output()
-    assert (job.num_steps() > 0) == job.run_path.exists() == (status == 1)
+    assert re.search(f"^error: --task {task}: {line}$", job.output(), re.M), job.output()
 
 
 class Host(Far):
@@ -265,24 +188,34 @@ def test_a_run_whose_last_host_leaves_in_an_evaluation_is_saved_and_ended_by_a_s
         assert job.process.poll() is None, "it ends the step, as somebody is there"
         host.leave()
         assert job.wait(10) == 128 + signal.SIGTERM
-    assert (
-        "error: stopped by SIGTERM after step 6, which is saved; continue from step 6: "
-        in job.output()
-    )
-    job = go_on(job)
+    line = "error: stopped by SIGTERM after step 6, which is saved; continue from step 6: "
+    assert line in job.output()
+    job = resume(job)
     with Host(job):
         assert job.wait(60) == 0, job.output()[-3000:]
-    assert_every_group_is_consumed_once(job, 12)
-    assert evaluations(job).keys() == {0, 6, 8, 12}
+    assert_every_group_is_consumed_once(job, 12, GROUPS)
+    assert job.evaluations().keys() == {0, 6, 8, 12}
+
+
+def start_ranks(folder: Path, num_nodes: int, **options) -> list[Job]:
+    """Start a run of two ranks, on one node or on one each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    jobs = []
+    for rank in (0, 1):
+        node, local_rank = (rank, 0) if num_nodes == 2 else (0, rank)
+        places = {"RANK": rank, "GROUP_RANK": node, "LOCAL_RANK": local_rank}
+        sizes = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2 // num_nodes}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = {name: str(value) for name, value in (places | sizes | meeting).items()}
+        jobs.append(start(folder, environment=variables, **options))
+    return jobs
 
 
 @pytest.mark.slow
 def test_two_ranks_that_wait_for_a_first_host_are_ended_together_by_a_signal(tmp_path):
-    ranks = [
-        {"RANK": i, "WORLD_SIZE": 2, "GROUP_RANK": 0, "LOCAL_RANK": i, "LOCAL_WORLD_SIZE": 2}
-        for i in (0, 1)
-    ]
-    jobs = start_ranks(tmp_path, ranks, steps=12, async_ratio=1, **SWARM)
+    jobs = start_ranks(tmp_path, 1, steps=12, async_ratio=1, **SWARM)
     jobs[0].wait_until(lambda: "attention of the trainer" in jobs[0].output())
     time.sleep(3)  # until it waits for a batch
     for job in jobs:
@@ -291,40 +224,23 @@ def test_two_ranks_that_wait_for_a_first_host_are_ended_together_by_a_signal(tmp
     assert "error: stopped by SIGTERM; nothing is saved, as no step had ended" in jobs[0].output()
 
 
-def start_ranks(folder: Path, ranks: list[dict], **options) -> list[Job]:
-    """Start a run of several ranks, each with these variables."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
-    environments = [{k: str(v) for k, v in (rank | place).items()} for rank in ranks]
-    return [start(folder, environment=environment, **options) for environment in environments]
-
-
 @pytest.mark.study
-def test_two_nodes_are_stopped_together_and_one_goes_on_with_what_both_had(tmp_path):
-    ranks = [
-        {"RANK": i, "WORLD_SIZE": 2, "GROUP_RANK": i, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        for i in (0, 1)
-    ]
-    job, other = start_ranks(tmp_path, ranks, steps=40, async_ratio=1)
+def test_two_nodes_are_stopped_together_and_one_continues_with_what_both_had(tmp_path):
+    job, other = start_ranks(tmp_path, 2, steps=40, async_ratio=1)
     job.wait_until(lambda: job.num_steps() >= 6)
     os.kill(other.process.pid, signal.SIGTERM)
     assert 0 not in (other.wait(60), job.wait(60))
-    assert (
-        "after step" in other.output() and newest_checkpoint(job.run_path).step == job.num_steps()
-    )
-    before = [
-        event for folder in (job.run_path, job.run_path / "node_1") for event in steps_in(folder)
-    ]
-    job = go_on(job, "--steps=24")
+    assert "after step" in other.output()
+    assert newest_checkpoint(job.run_path).step == job.num_steps()
+    before = [*steps_in(job.run_path), *steps_in(job.run_path / "node_1")]
+    job = resume(job, "--steps=24")
     assert job.wait(60) == 0, job.output()[-3000:]
-    metrics, resumed = job.metrics(), job.events("run_resumed")[0]["step"]
-    assert [line["step"] for line in metrics] == list(range(1, 25)) and max(
-        x["staleness/max"] for x in metrics
-    ) <= 1
-    after = [event for event in steps_in(job.run_path) if event["step"] > resumed]
+    metrics, (resumed,) = job.metrics(), job.events("run_resumed")
+    assert [line["step"] for line in metrics] == list(range(1, 25))
+    assert max(line["staleness/max"] for line in metrics) <= 1
+    after = [event for event in steps_in(job.run_path) if event["step"] > resumed["step"]]
     groups = [group for event in before + after for group in event["groups"]]
-    assert len(groups) == len(set(groups)) == 4 * 24 == metrics[-1]["ledger/groups_consumed"]
+    assert len(groups) == len(set(groups)) == GROUPS * 24 == metrics[-1]["ledger/groups_consumed"]
     assert_ledger_balances(metrics)
 
 
