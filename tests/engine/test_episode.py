@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config import Config
@@ -86,6 +86,7 @@ def make_pool(*answers, timeout_s=5.0):
 REWARDS = (0, 1, True, 0.25, np.float32(0.5), np.int64(2), np.array(3.0))
 
 
+@settings(deadline=None)
 @given(
     turns=st.lists(
         st.tuples(
