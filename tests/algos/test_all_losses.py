@@ -26,7 +26,7 @@ every_variant = pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
 def oracle_rows(name, options, inputs):
     """Tokens of the inputs, and a function from tokens to their rows by the formula, one sequence after the other."""
     columns = [getattr(inputs, key).tolist() for key in inputs.__dataclass_fields__]
-    *numbers, sequence_ids = columns
+    *numbers, sequence_ids, _ = columns  # no loss here reads lags
     tokens = [oracles.Token(row[0], *row) for row in zip(*numbers, strict=True)]
     if couples_tokens(LOSSES[name]):
         options = options | {"update": tokens}

@@ -265,11 +265,15 @@ class Far(JoinedHost):
             self._link.send(message, engine)
 
     def _pass_on(self):
-        while not self._to_do.empty():
-            self._to_do.get()()
+        self._do_all()
         while self.is_silent:
             time.sleep(0.005)
+        self._do_all()  # what is asked for in the silence comes before what the run said
         super()._pass_on()
+
+    def _do_all(self):
+        while not self._to_do.empty():
+            self._to_do.get()()
 
     def _say(self, message, engine=HOST):
         if isinstance(message, Join):

@@ -295,6 +295,5 @@ def test_a_rank_that_leads_no_node_can_check_without_a_tokenizer(model):
             watch=None,
             resumed=None,
             model_path=model,
-            probe=None,
         )
         assert follower._verifier.verify([], load(config), VERSION) == []
