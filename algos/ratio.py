@@ -52,10 +52,10 @@ def clipped_objective(
 
 
 def is_past_clip(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Where a good token is likelier than the clip allows, or a bad one less likely, [N] bool."""
+    """Return [N] bool: True where a good token is likelier than the clip allows, or a bad one less likely."""
     return is_past(ratio, advantages, 1 - clip_low, 1 + clip_high)
 
 
 def is_past(moved: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Where `moved` [N] is above `high` on a good token, or below `low` on a bad one, [N] bool."""
+    """Return [N] bool: True where `moved` [N] is above `high` on a good token, or below `low` on a bad one."""
     return ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < low))

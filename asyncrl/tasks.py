@@ -137,10 +137,10 @@ def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]
     except Exception as error:
         if type(error) is not Exception:  # tokenizers raises nothing more special
             raise
-        others = "--model smollm2, or another" if config.model == "tiny" else "another --model"
+        advice = "--model smollm2, or another" if config.model == "tiny" else "another --model"
         raise ValueError(
             f"--model {config.model}: its tokenizer cannot encode {str(problem.prompt)[:60]!r} of --task {config.task} "
-            f"({error}); give {others}"
+            f"({error}); give {advice}"
         ) from None
 
 

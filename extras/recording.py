@@ -30,7 +30,7 @@ class RecordedBatch:
 
 
 def batch_path(run_path: Path, step: int) -> Path:
-    """Where a run directory keeps the batch of a step."""
+    """Return where a run directory keeps the batch of a step."""
     return run_path / "batches" / f"step_{step:06d}.msgpack"
 
 

@@ -91,20 +91,20 @@ def read_pool(text: str | None) -> Pool:
         kinds = [
             gpu
             for here in visible_gpus()
-            for gpu, of in sheets.items()
-            if of["called"] == here.name
+            for gpu, sheet in sheets.items()
+            if sheet["called"] == here.name
         ]
         if not kinds:
             raise ValueError(
                 "--dry-run: no GPU is here whose data sheet is known; give --gpus, as in 8xH100"
             )
         text = f"{len(kinds)}x{kinds[0]}"
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text)
-    if not found or "0" in found.groups():
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text)
+    if not match or "0" in match.groups():
         raise ValueError(
             f"--gpus {text}: give NUMBERxKIND or MACHINESxNUMBERxKIND, as in 8xH100 or 2x8xH100"
         )
-    machines, gpus, kind = found.groups()
+    machines, gpus, kind = match.groups()
     name = next((name for name in sheets if name == kind or name.startswith(f"{kind} ")), None)
     if name is None:
         raise ValueError(

@@ -134,7 +134,7 @@ class Lengths:
 
     @classmethod
     def lognormal(cls, prompt: float, median: float, sigma: float, config: Config) -> "Lengths":
-        """Of responses whose lengths follow that law, cut at the longest allowed."""
+        """Return the lengths of responses that follow this law, cut at the longest allowed."""
         normals = np.array([NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)])
         responses = np.clip(median * np.exp(sigma * normals), 1, config.max_response_tokens)
         return cls.of(prompt, responses, config.groups_per_step * config.group_size)
@@ -155,12 +155,12 @@ class Job:
 
     @property
     def tokens(self) -> float:
-        """Sampled for a step."""
+        """Tokens that are sampled for a step."""
         return self.responses * self.lengths.response
 
     @property
     def read_tokens(self) -> float:
-        """That the trainer reads in a pass over a step's batch."""
+        """Tokens that the trainer reads in a pass over a step's batch."""
         prompts = self.config.groups_per_step * (
             self.config.group_size if self.config.share_prefix == "off" else 1
         )
@@ -168,13 +168,13 @@ class Job:
 
     @property
     def extra_passes(self) -> int:
-        """Without gradient: the reference, and proximal log-probs or values."""
+        """Passes without gradient: the reference, and proximal log-probs or values."""
         anchors = self.config.minibatches > 1 and self.config.proximal == "recompute"
         return (self.config.kl_coef > 0) + (anchors or self.config.advantage == "gae")
 
     @property
     def requests(self) -> int:
-        """That run at the same time at most: of 1 + α batches one is taken to be the trainer's, if there are two."""
+        """Requests that run at the same time at most. Of 1 + α batches one is the trainer's, if there are two."""
         return max(1, math.floor(self.responses * max(1.0, self.config.async_ratio)))
 
 
@@ -201,8 +201,12 @@ class Training:
 
     def config(self, job: Job) -> Config:
         """The options with which it runs."""
-        chosen = {"save_memory": self.save_memory, "max_tokens_per_microbatch": self.microbatch}
-        return replace(job.config, replicas=self.ranks // self.shards, **chosen)
+        return replace(
+            job.config,
+            replicas=self.ranks // self.shards,
+            save_memory=self.save_memory,
+            max_tokens_per_microbatch=self.microbatch,
+        )
 
     def items(self, job: Job) -> list[memory.Item]:
         """Memory of a rank while it makes a step."""
@@ -215,8 +219,8 @@ def read_sheets() -> dict[str, dict]:
     """Numbers of every data sheet, and the driver's name, by that of the GPU."""
     sheets = tomllib.loads(SHEETS.read_text(encoding="utf-8"))
     return {
-        gpu: {name: value for name, value in of.items() if name != "source"}
-        for gpu, of in sheets.items()
+        gpu: {name: value for name, value in sheet.items() if name != "source"}
+        for gpu, sheet in sheets.items()
     }
 
 
@@ -599,10 +603,10 @@ def _plan_with_requests(
     ]
     fast = [index for index, seconds in enumerate(split.tails) if seconds <= tail]
     least_rate = limit_s and split.least_rate(limit_s, tail)
-    chosen = choose_engines(options, split.job.requests, least_rate, fast)
-    if chosen is None:
+    engines = choose_engines(options, split.job.requests, least_rate, fast)
+    if engines is None:
         return None
-    plan = sampled_by(split, chosen)
+    plan = sampled_by(split, engines)
     return plan if limit_s is None or plan.step_s <= limit_s * (1 + 1e-6) else None
 
 

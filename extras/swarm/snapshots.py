@@ -167,9 +167,9 @@ def read_snapshot(info: dict, base: Snapshot | None, num_bytes: int) -> Snapshot
     Waits until the trainer has written it. Raises ValueError if it is missing or broken, or what the file system does.
     """
     folder = Folder(info["snapshots"])
-    way = _await_files(folder, info, base)
-    payload = None if way else base.payload
-    for name in way:
+    files = _await_files(folder, info, base)
+    payload = None if files else base.payload
+    for name in files:
         start = NAME.fullmatch(name)[1]
         if start is None:
             payload = np.zeros(num_bytes, np.uint8)
@@ -189,12 +189,12 @@ def read_snapshot(info: dict, base: Snapshot | None, num_bytes: int) -> Snapshot
 def _await_files(folder: Folder, info: dict, base: Snapshot | None) -> list[str]:
     wanted, deadline = _node(info["version"], info["digest"]), time.monotonic() + WAIT_S
     here = None if base is None else _node(base.version, base.digest)
-    while (way := cheapest_way(sizes := folder.sizes(), wanted, here)) is None:
+    while (files := cheapest_way(sizes := folder.sizes(), wanted, here)) is None:
         is_past = any(_version(NAME.fullmatch(name)[2]) > info["version"] for name in sizes)
         if is_past or time.monotonic() > deadline:
             raise ValueError(f"version {info['version']} is not in {info['snapshots']}")
         time.sleep(POLL_S)
-    return way
+    return files
 
 
 def cheapest_way(sizes: dict[str, int], wanted: str, here: str | None) -> list[str] | None:
@@ -208,6 +208,6 @@ def cheapest_way(sizes: dict[str, int], wanted: str, here: str | None) -> list[s
             ways.append(chain.copy())
         # popped, so that no ring of names holds this loop
         if (delta := deltas.pop(node, None)) is None:
-            return min(ways, key=lambda way: sum(map(sizes.get, way)), default=None)
+            return min(ways, key=lambda files: sum(map(sizes.get, files)), default=None)
         chain.insert(0, delta[0])
         node = delta[1]

@@ -241,15 +241,17 @@ class Swarm:
         self._reported_at = now
         for host in hosts:
             counts, host.counts = host.counts, Counter()
-            told = _metrics(counts + self._count_bytes(host), now - since)
+            measured = _metrics(counts + self._count_bytes(host), now - since)
             self.record(
                 "machine",
                 machine=host.name,
                 workers=[w.index for w in host.engines.values()],
-                **told,
+                **measured,
             )
             if len(hosts) <= MAX_NAMED:
-                metrics |= {f"swarm/{host.name}/{name}": Sum(value) for name, value in told.items()}
+                metrics |= {
+                    f"swarm/{host.name}/{name}": Sum(value) for name, value in measured.items()
+                }
         metrics |= self.verified | {f"swarm/{name}": Sum(self._counts[name]) for name in COUNTS}
         return metrics | {"swarm/machines": Sum(len(hosts)), "swarm/workers": Sum(self.num_workers)}
 
@@ -261,7 +263,7 @@ class Swarm:
     def _count_bytes(self, host: Host) -> Counter[str]:
         """Return megabytes sent and received since the last call."""
         num_bytes, host.link.num_bytes = host.link.num_bytes, Counter()
-        counts = Counter({f"mb_{way}": count / 1e6 for way, count in num_bytes.items()})
+        counts = Counter({f"mb_{direction}": count / 1e6 for direction, count in num_bytes.items()})
         self._counts.update(counts)
         return counts
 

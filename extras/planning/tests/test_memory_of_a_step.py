@@ -135,7 +135,7 @@ def peak_of_step(model_config, config: Config, monkeypatch) -> tuple[int, int]:
 def test_the_peak_of_a_step_and_what_its_layers_keep_are_those_of_the_plan(
     size, numbers, options, error, tmp_path, fake_ranks, monkeypatch
 ):
-    """Of a model with each of these numbers of layers."""
+    """The model has each of these numbers of layers."""
     config = Config(max_tokens_per_microbatch=NUM_TOKENS, **LENGTHS, **options)
     counted, planned = [], []
     for num_layers in numbers:

@@ -132,7 +132,7 @@ def outcomes(j, c):
 
 
 def shared_outcomes(j, c):
-    """Of one GPU that both sides share, as the planner has them."""
+    """Yield the outcomes of one GPU that both sides share, as the planner has them."""
     for p in c.pools:
         for split in planner._shared(j, c, p):
             busy_s = j.tokens / split.options[0][1].rate + split.update_s
@@ -341,6 +341,6 @@ def test_without_prices_the_fewest_gpus_are_the_cheapest():
 
 
 def test_lengths_are_means_of_what_was_given():
-    """Of two responses one is 3 in three cases of four."""
+    """The longest of two responses has 3 tokens in three cases of four."""
     squares, context = (11**2 + 13**2) / 2, 10 + (1 + 9) / 2 / (2 * 2)
     assert Lengths.of(10, [3, 1], 2) == Lengths(10, 2, squares, context, 2.5)

@@ -346,7 +346,7 @@ def test_an_address_that_is_no_host_and_port_is_refused_at_once(monkeypatch, add
 
 @pytest.mark.parametrize(("num_joined", "node"), [({}, 1), ({1: 1}, 0), ({1: 3}, 0)])
 def test_hosts_are_sent_to_the_node_with_the_fewest_workers(tmp_path, num_joined, node):
-    """Of two that have as many to the first."""
+    """The first node gets a host if both have as many."""
     with running(tmp_path) as first, running(tmp_path) as second:  # of one key
         first.swarm.nodes = [(first.address, 1), (second.address, 0)]
         first.swarm.num_joined = Counter(num_joined)

@@ -80,7 +80,7 @@ def test_a_delta_that_would_unpack_to_more_than_a_block_is_refused_before_memory
 
 
 def parameters(value):
-    """Of which one value in five hundred is another in each version."""
+    """Return weights of which one value in five hundred differs from version to version."""
     return [("a", torch.ones(300, 7)), ("b", torch.full((5,), float(value)))]
 
 
@@ -216,8 +216,8 @@ class Network:
     def restart(self):
         """The run is another, with the same newest weights, and others before them."""
         self.transport = PullTransport(self.specs)
-        others = [(name, self.random(v.shape)) for name, v in self.values]
-        self.transport.stage(self.version - 1, others)
+        older_values = [(name, self.random(v.shape)) for name, v in self.values]
+        self.transport.stage(self.version - 1, older_values)
         self.transport.stage(self.version, self.values)
 
     def deliver(self):

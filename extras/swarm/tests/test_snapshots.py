@@ -137,11 +137,11 @@ def test_the_way_of_fewest_bytes_is_taken(seed):
     sizes |= {delta(v - 1, v): draw.choice([1, 20, 90]) for v in range(1, 7) if draw.random() < 0.8}
     here = draw.choice([None, *range(7)])
     start = None if here is None else node(here)
-    way = cheapest_way(sizes, node(6), start)
+    files = cheapest_way(sizes, node(6), start)
     num_bytes = cheapest_bytes(sizes, 6, here)
-    assert (way is None) == (num_bytes is None)
-    if way is not None:
-        assert sum(map(sizes.get, way)) == num_bytes
+    assert (files is None) == (num_bytes is None)
+    if files is not None:
+        assert sum(map(sizes.get, files)) == num_bytes
 
 
 def test_no_ring_of_names_holds_the_search():

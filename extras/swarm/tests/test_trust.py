@@ -168,7 +168,7 @@ def times(*turn):
 
 
 def ends(lie):
-    """Of a trajectory that has ended well."""
+    """Return a lie about trajectories that have ended well, and none about others."""
     return lambda t: lie if t.finish_reason in ("stop", "length") else {}
 
 

@@ -220,13 +220,11 @@ def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_ho
 
     assert 60 < len(chosen()) < 150
     assert chosen() != chosen() and chosen(key=b"one") == chosen(key=b"one") != chosen(key=b"other")
-    for one in (response, replace(response, group_id=EVALUATION_GROUP)):
-        assert make_verifier(config).chooses(one)
-    for one in (
-        replace(response, finish_reason="aborted"),
-        replace(response, group_id=GREEDY_GROUP),
-    ):
-        assert not make_verifier(config).chooses(one)
+    verifier = make_verifier(config)
+    assert verifier.chooses(response)
+    assert verifier.chooses(replace(response, group_id=EVALUATION_GROUP))
+    assert not verifier.chooses(replace(response, finish_reason="aborted"))
+    assert not verifier.chooses(replace(response, group_id=GREEDY_GROUP))
 
 
 def test_neither_one_token_lifts_the_mean_of_a_short_response_nor_do_many_hide_a_false_one():
