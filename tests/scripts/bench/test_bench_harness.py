@@ -202,4 +202,6 @@ def test_each_way_to_share_prefixes_makes_the_same_gradient_from_recorded_batche
 def test_a_run_of_ours_is_measured_beside_none_of_a_peer(tmp_path):
     options = ("--only", "short", "--repeats", "1", "--arms", "ours α=1")
     (record,) = run_tiny("peers", tmp_path, *options)
-    assert record["tokens_per_sample"] == 4 and 0 < record["cores_busy"] <= record["cores"]
+    assert record["tokens_per_sample"] == 4
+    # 0 where so short a run ends before anybody looks
+    assert 0 <= record["cores_busy"] <= record["cores"] and record["samples_per_s"] > 0
