@@ -1,12 +1,13 @@
 """Score responses in processes that can be killed one by one, and that are replaced within milliseconds.
 
-A response that hangs or kills its process costs itself alone. Each process has a socket of its own. What runs in
+A response that hangs or kills its process fails alone. Each process has a socket of its own. What runs in
 a process is in reward_process.py, and what it is kept from in extras/containment.py. Processes answer in JSON only, as
 a hostile one could send anything.
 
 A process has several responses at once. It scores them one after the other by plain functions, and side by side by
 async ones. If a process dies, nobody knows which response is to blame. It may also have been killed from outside. So
-all its responses are scored once more, each in a new process of its own.
+all its responses are scored once more, each in a new process of its own. The same happens to those that wait behind one
+that hangs, once its time is over.
 """
 
 import asyncio
@@ -100,13 +101,11 @@ class _Lane:
         self._timeout_s = timeout_s
         self._is_async = is_async
         self._retries = asyncio.Semaphore(num_processes)
+        self._room = asyncio.Semaphore(num_processes * (_MAX_TOGETHER if is_async else _MAX_QUEUED))
         self._scorers: list[_Scorer | None] = [None] * num_processes
-        self._starting = asyncio.Lock()
-        self._places: asyncio.Queue[int] = asyncio.Queue()
-        """Which of the scorers takes the next response; each stands here as often as it has room."""
-        for _ in range(_MAX_TOGETHER if is_async else _MAX_QUEUED):
-            for place in range(num_processes):
-                self._places.put_nowait(place)
+        self._num_open = [0] * num_processes
+        """Responses that each scorer has, or waits for its start with."""
+        self._starting = [asyncio.Lock() for _ in range(num_processes)]
 
     async def score(self, answer: str, response: str) -> Scored:
         if self.template.is_closed:
@@ -124,16 +123,22 @@ class _Lane:
 
     async def _score_beside_others(self, request: list) -> Scored:
         """Score in a process that has others as well."""
-        place = await self._places.get()
-        try:
-            async with self._starting:
-                scorer = self._scorers[place]
-                if scorer is None or scorer.is_dead:
-                    scorer = await self._start_scorer(is_order_known=not self._is_async)
-                    self._scorers[place] = scorer
-            return await scorer.score(request)
-        finally:
-            self._places.put_nowait(place)
+        async with self._room:
+            index = self._num_open.index(min(self._num_open))
+            self._num_open[index] += 1
+            try:
+                return await (await self._scorer_at(index)).score(request)
+            finally:
+                self._num_open[index] -= 1
+
+    async def _scorer_at(self, index: int) -> "_Scorer":
+        """Return the scorer of that index, started if it is not there or dead."""
+        async with self._starting[index]:
+            scorer = self._scorers[index]
+            if scorer is None or scorer.is_dead:
+                scorer = await self._start_scorer(is_order_known=not self._is_async)
+                self._scorers[index] = scorer
+            return scorer
 
     async def _score_alone(self, request: list) -> Scored:
         async with self._retries:
@@ -165,9 +170,10 @@ class _Scorer:
         limit_s: float,
         is_order_known: bool,
     ):
-        """The process is killed if it owes a reply and is silent for `limit_s`.
+        """The process is killed if a response takes longer than `limit_s`.
 
-        `is_order_known`: it scores responses in the order in which they were sent, so the first one is to blame.
+        `is_order_known`: it scores responses in the order in which they were sent. So the time of one begins with the
+        reply before it, and it is to blame if it takes too long.
         """
         self.is_dead = False
         self._pid = pid
@@ -176,6 +182,9 @@ class _Scorer:
         self._is_order_known = is_order_known
         self._numbers = itertools.count()  # none twice, as a hostile one may answer twice
         self._replies: dict[int, asyncio.Future[Scored | str]] = {}
+        """By the number of the response, in the order in which they were sent."""
+        self._sent_at: dict[int, float] = {}
+        """When each was sent, on the clock of the event loop."""
         self._limit: asyncio.TimerHandle | None = None
         self._reading = asyncio.create_task(self._read(reader))
 
@@ -184,27 +193,38 @@ class _Scorer:
 
         Raises Failed, _Died, or TimeoutError if this response is why the process was silent.
         """
+        if self.is_dead:
+            raise _Died
         number = next(self._numbers)
-        reply = asyncio.get_running_loop().create_future()
-        self._replies[number] = reply
-        if self._limit is None:
-            self._expect_reply()
+        loop = asyncio.get_running_loop()
+        reply = self._replies[number] = loop.create_future()
+        self._sent_at[number] = loop.time()
+        if len(self._replies) == 1:
+            self._limit_first()
         self._writer.write(json.dumps([number, *request]).encode() + b"\n")
-        outcome = await reply
+        try:
+            outcome = await reply
+        except asyncio.CancelledError:
+            if self._is_order_known and number == next(iter(self._replies), None):
+                self.kill()  # it would keep the next response waiting
+            raise
         if isinstance(outcome, str):
             raise Failed(outcome)
         return outcome
 
-    def _expect_reply(self) -> None:
-        """Count the time limit from now on, if the process owes a reply."""
+    def _limit_first(self) -> None:
+        """Kill the process if the response that it has had for longest takes too long; without any, never."""
         if self._limit is not None:
             self._limit.cancel()
-        self._limit = None
-        if self._replies:
+        if self._replies and not self.is_dead:
             loop = asyncio.get_running_loop()
-            self._limit = loop.call_later(self._limit_s, self._end_silence)
+            begun_at = self._sent_at[next(iter(self._replies))]
+            if self._is_order_known:
+                begun_at = loop.time()
+            self._limit = loop.call_at(begun_at + self._limit_s, self._end_first)
 
-    def _end_silence(self) -> None:
+    def _end_first(self) -> None:
+        """Kill the process, and blame the response that it has had for longest, if that is known to be the cause."""
         first = next(iter(self._replies.values()))
         if self._is_order_known and not first.done():
             first.set_exception(TimeoutError())
@@ -216,8 +236,13 @@ class _Scorer:
         with contextlib.suppress(OSError, KeyError, ValueError, RecursionError):
             while (line := await reader.readline()).endswith(b"\n"):
                 number, outcome = _parse(line)
+                is_first = number == next(iter(self._replies), None)
+                if self._is_order_known and not is_first:
+                    raise ValueError("a reply out of order")
                 reply = self._replies.pop(number)
-                self._expect_reply()
+                del self._sent_at[number]
+                if is_first:
+                    self._limit_first()
                 if not reply.done():
                     reply.set_result(outcome)
         self.kill()
@@ -304,8 +329,12 @@ class _Template:
         with scorer_end:
             socket.send_fds(self._control, [b"fork"], [scorer_end.fileno()])
         reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_REPLY)
-        async with asyncio.timeout(self._max_fork_s):
-            pid = int(await reader.readline())
+        try:
+            async with asyncio.timeout(self._max_fork_s):
+                pid = int(await reader.readline())
+        except BaseException:
+            writer.close()  # a process that comes too late ends with its socket
+            raise
         self._max_fork_s = _MAX_FORK_S
         return pid, reader, writer
 
