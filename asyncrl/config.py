@@ -578,7 +578,7 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
     (
         lambda c: not c.replicate_prompts and c.on_update in ("resume", "restart"),
         "--no-replicate-prompts makes one request of all responses of a group, and --on-update {c.on_update} "
-        "continues them one by one; change one of the two",
+        "takes them up one by one; change one of the two",
     ),
     (
         lambda c: not c.replicate_prompts and c.is_multi_turn,

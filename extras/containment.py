@@ -80,6 +80,7 @@ def contain(is_async: bool, in_namespaces: bool) -> None:
         if scorer := os.fork():  # the first process of its space: all others there end with it
             die_with_parent()
             os._exit(bool(os.waitpid(scorer, 0)))
+        die_with_parent()
         _call(_libc.capset, *_NO_CAPABILITIES)
     _call(_libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     limits = LIMITS_OF_ASYNC if is_async else LIMITS

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import wandb
-
 from asyncrl.config import Config
 
 
@@ -13,6 +11,8 @@ def start(config: Config, path: Path, run_id: str, resumed_from: int | None):
     Online a resumed run continues at the checkpoint's step, to which the server cuts it back. Offline there is no
     record of the steps that are made again.
     """
+    import wandb  # here, as all ranks look whether this file is there, and one writes
+
     run = {"id": run_id}
     if resumed_from is not None:
         moment = {"resume_from": f"{run_id}?_step={resumed_from}"}

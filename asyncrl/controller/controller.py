@@ -261,9 +261,8 @@ class Controller:
 
     def finish_evaluations(self) -> None:
         """Wait until no evaluation runs, nor weights wait for one. The clock is then in the state it was in."""
-        with (
-            self.lock
-        ):  # else one that ends just now may not have announced the weights that waited for it
+        # the lock: one that ends just now may not have announced the weights that waited for it
+        with self.lock:
             if self.evaluation is None:
                 return
             state = self.clock.state

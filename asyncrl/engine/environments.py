@@ -58,7 +58,7 @@ class Environments:
     """Gives up all that they share, when the worker ends."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SingleTurn:
     """A task of one response: the prompt is the ticket's, the only step is its reward."""
 
@@ -75,7 +75,7 @@ class SingleTurn:
         return Step([], reward, ended=True, reward_parts=parts)
 
 
-@dataclass
+@dataclass(eq=False)
 class MultiTurn:
     """A gymnasium environment of text, called off the event loop and with a timeout.
 

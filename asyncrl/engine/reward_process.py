@@ -1,6 +1,6 @@
 """What runs in the processes that score: a template that has imported what is slow, and the scorers forked from it.
 
-A scorer reads text that a model wrote, so it runs under limits: extras/containment.py.
+A scorer reads text that a model wrote, so it runs under the limits of extras/containment.py, if that file is there.
 """
 
 import asyncio
@@ -43,10 +43,13 @@ def run_template(
     score = load_score(task, rewards).of(is_async)
     freeze_garbage()
     containment = extras.find("containment")
-    reason = "extras/containment.py is missing"
-    if containment is not None:
-        reason = containment.why_no_namespaces(is_async)
-    if reason:
+    reason = ""
+    if containment is None:
+        print(
+            f"warning: {title}: extras/containment.py is missing: nothing but time is limited",
+            flush=True,
+        )
+    elif reason := containment.why_no_namespaces(is_async):
         print(
             f"warning: {title}: no namespaces ({reason}): network and files are not contained",
             flush=True,
@@ -66,7 +69,7 @@ def run_template(
 
 
 def _run_scorer(descriptor: int, score: Score, in_namespaces: bool) -> None:
-    """Serve one socket under all limits, or answer with what forbids them; never returns."""
+    """Serve one socket under the limits, or answer with what forbids them; never returns."""
     connection = socket.socket(fileno=descriptor)
     try:
         _keep_only(descriptor)

@@ -49,9 +49,8 @@ class Checkpoints:
             restore_training_state(policy, str(node.resumed.part), self.writer.group)
             if node.cluster.is_first:
                 set_aside(node.resumed)
-            dist.barrier(
-                self.writer.group
-            )  # all have read and accepted all that they continue from
+            # all have read and accepted all that they continue from
+            dist.barrier(self.writer.group)
             if node.cluster.is_leader:
                 node.run.cut_back()
         # The first copy makes host memory, which takes long. So it is made while the engines start.
@@ -118,9 +117,9 @@ class Checkpoints:
             yield
         except NotFinite as error:
             recording = extras.find("--record")
-            where = (
-                "" if recording is None else recording.keep(self.node, self.policy, step, groups)
-            )
+            where = "; its batch is not kept, as extras/recording.py is missing"
+            if recording is not None:
+                where = recording.keep(self.node, self.policy, step, groups)
             raise RuntimeError(f"{error}{where}") from error
 
     def save_if_due(self, step: int, publisher: Publisher) -> None:

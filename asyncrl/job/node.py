@@ -41,6 +41,7 @@ from asyncrl.runlog.manifest import Checkpoint, weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.tasks import check_rows, encode, task_of
+from asyncrl.trainer.advantage import choose_estimator
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.user_code import texts_of
 from asyncrl.weights.ipc import IpcTransport, check_allocator
@@ -184,7 +185,9 @@ def start_rank(config: Config) -> Iterator[Rank]:
     Raises ValueError for what the user can fix, RuntimeError if another node ends.
     """
     config.checked()
-    choose_loss(config)  # a mistake ends the run before anything is made
+    # a mistake ends the run before anything is made
+    choose_loss(config)
+    choose_estimator(config)
     on_end = ExitStack()
     _prepare_process(config, on_end)
     clock = TrainerClock()

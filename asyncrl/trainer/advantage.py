@@ -17,7 +17,8 @@ def choose_estimator(config: Config) -> Estimator:
     """Return the estimator of a run: from rewards [S] float64, group_ids [S] and lags [S] int64 to advantages [S].
 
     The function is called with those of the three that it names. The lag of a response is that of its oldest token.
-    Raises ValueError, in one line, for one that is missing or names something else.
+    Raises ValueError, in one line, for one that is missing or names something else; and, when it is called, for user
+    code that raises, and for advantages that are not finite or not one for each response.
     """
     function = user_code.load(config.advantage, "--advantage", ADVANTAGES)
     with user_code.blamed(config.advantage, "--advantage"):
@@ -27,19 +28,23 @@ def choose_estimator(config: Config) -> Estimator:
 
     def estimate(rewards: Tensor, group_ids: Tensor, lags: Tensor) -> Tensor:
         columns = {"rewards": rewards, "group_ids": group_ids, "lags": lags}
-        return function(**{name: columns[name] for name in names})
+        arguments = {name: columns[name] for name in names}
+        if not user_code.is_user_code(config.advantage):
+            return function(**arguments)
+        with user_code.blamed(config.advantage, "--advantage"):
+            advantages = function(**arguments)
+        is_one_each = isinstance(advantages, Tensor) and advantages.shape == rewards.shape
+        if not is_one_each or not advantages.isfinite().all():
+            raise ValueError(
+                f"--advantage {config.advantage} gave {str(advantages)[:80]} for {len(rewards)} responses; "
+                f"give a finite tensor [{len(rewards)}]"
+            )
+        return advantages
 
     return estimate
 
 
 def try_estimator(config: Config) -> None:
-    """Estimate the advantages of four responses. Raises ValueError for what is not finite or not one for each."""
-    estimate = choose_estimator(config)
+    """Estimate the advantages of four responses. Raises ValueError as the estimator of choose_estimator does."""
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
-    with user_code.blamed(config.advantage, "--advantage"):
-        advantages = estimate(rewards, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 2]))
-    is_one_each = isinstance(advantages, Tensor) and advantages.shape == (4,)
-    if not is_one_each or not advantages.isfinite().all():
-        raise ValueError(
-            f"--advantage {config.advantage} gave {str(advantages)[:80]} for 4 responses; give a finite tensor [4]"
-        )
+    choose_estimator(config)(rewards, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 2]))

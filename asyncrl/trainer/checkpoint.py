@@ -99,11 +99,14 @@ class WeightWriter:
             for name, weight in trained.items()
             if name not in adapters and name != VALUE_HEAD
         }
-        frozen = {name: weight.float() for name, weight in self.frozen.items()}
+        frozen = {}
         if adapters:
             lora = extras.load("--lora-rank")
             lora.write_adapter(str(folder / "adapter"), adapters, self._base_path)
-            frozen = {name: lora.merge(name, weight, adapters) for name, weight in frozen.items()}
+        for name, weight in self.frozen.items():
+            # one float32 copy at a time: two of the whole model may not fit the host
+            full = weight.float()
+            frozen[name] = lora.merge(name, full, adapters) if adapters else full
         self._skeleton.save_pretrained(folder, state_dict=weights | frozen | self._buffers)
         self._tokenizer.save_pretrained(folder)
         if VALUE_HEAD in trained:

@@ -164,10 +164,11 @@ class WholeWeights:
         device = device or self.device
         model = self.module.model
         adapters = {name: p.detach().to(device) for name, p in named_adapters(model)}
+        lora = extras.load("--lora-rank") if adapters else None
         for name, parameter in named_base_parameters(model):
             full = parameter.detach().to(device, dtype).full_tensor()
             if adapters:
-                full = extras.load("--lora-rank").merge(name, full, adapters)
+                full = lora.merge(name, full, adapters)
             yield name, full
         for name, buffer in named_persistent_buffers(model):
             yield name, buffer.to(device)
