@@ -5,6 +5,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import user_rewards
 from reward_outcomes import FILE, outcomes, texts
 
 from asyncrl.engine import reward_pool
-from asyncrl.engine.reward_pool import RewardPool
+from asyncrl.engine.reward_pool import RewardPool, _Died, _Scorer
 from asyncrl.engine.score import MAX_FAILURE, Failed
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +180,7 @@ def are_gone(pids: list[int]) -> bool:
 OWNER = f"""
 import asyncio, sys, turtledemo
 import psutil
-from asyncrl.engine.reward_pool import RewardPool
+from asyncrl.engine.reward_pool import RewardPool, _Died, _Scorer
 
 async def ask():
     pool = RewardPool("addition", [{EVALUATED[0]!r}], 60.0)
@@ -209,3 +210,24 @@ def test_reward_processes_import_neither_main_nor_torch_and_end_with_their_owner
         owner.kill()
     assert owner.wait(10) == (-signal.SIGKILL if end == "kill" else 1)
     assert are_gone(pids)
+
+
+def test_a_process_that_answers_out_of_order_is_ended_and_all_its_responses_are_scored_again():
+    """Else it could answer later responses for ever, and never the first."""
+
+    async def ask() -> list:
+        near, far = socket.socketpair()
+        process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        streams = await asyncio.open_connection(sock=near)
+        scorer = _Scorer(process.pid, *streams, limit_s=20.0, is_order_known=True)
+        scores = [asyncio.create_task(scorer.score([1.0, "", text])) for text in ("a", "b")]
+        await asyncio.sleep(0)
+        far.sendall(b"[1, 7.0, {}]\n")
+        outcomes = await asyncio.gather(*scores, return_exceptions=True)
+        with pytest.raises(_Died):
+            await scorer.score([1.0, "", "c"])
+        assert process.wait(10) == -signal.SIGKILL
+        far.close()
+        return outcomes
+
+    assert [type(outcome) for outcome in asyncio.run(ask())] == [_Died, _Died]

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from tiny_policy import load, make_config, random_sequences, save_tiny_model
+from tiny_policy import first_gradient, load, make_config, random_sequences, save_tiny_model
 from user_files import write_user_code
 
 from asyncrl.config import Config, OptimOptions
@@ -71,6 +71,28 @@ def test_each_optimizer_gets_its_options_by_the_names_of_its_signature(optimizer
     try_optimizer(config)
     groups = [{"params": [torch.ones(2, 2, requires_grad=True)], "lr": 0.25}]
     assert (expected | {"lr": 0.25}).items() <= make_optimizer(config, groups).defaults.items()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("save_memory", [(), ("optimizer",)])
+def test_the_first_update_of_adamw_is_that_of_its_definition(tmp_path, save_memory):
+    """The gradient's sign times lr, but for eps, and the decay of the weight itself; offloaded or not."""
+    config = make_config(
+        save_tiny_model(str(tmp_path)),
+        lr=1e-2,
+        optimizer="adamw",
+        kl_coef=0.0,
+        save_memory=save_memory,
+        optim=OptimOptions(warmup=0, args=("weight_decay=0.1",)),
+    )
+    policy = load(config)
+    before = {name: full.clone() for name, full in policy.named_full_parameters()}
+    policy.train_step([[bundle(random_sequences(3))]], policy_version=12)
+    gradient = first_gradient(policy)
+    for name, parameter in policy.named_full_parameters():
+        grad = gradient[name]
+        expected = before[name] * (1 - 1e-2 * 0.1) - 1e-2 * grad / (grad.abs() + 1e-8)
+        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-6)
 
 
 OWN_OPTIMIZERS = """
