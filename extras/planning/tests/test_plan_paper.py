@@ -63,10 +63,10 @@ def rates_of(model: str) -> dict[str, dict]:
     names = {"sampling": "sampled_tokens_per_s", "training": "trained_tokens_per_s"}
     return {
         kind: {
-            names[what]: of["price_per_hour"] / PAPER["table_1"][what][kind][place]
+            names[what]: price["price_per_hour"] / PAPER["table_1"][what][kind][place]
             for what in names
         }
-        for kind, of in prices.items()
+        for kind, price in prices.items()
     }
 
 
@@ -96,7 +96,7 @@ def numbers_of(plan: Plan) -> dict[str, float]:
 
 def predicted(job: Job, model: str) -> list[dict]:
     """A record for each row: the paper's number, and ours by each set of constants."""
-    sheets = [(of, {}) for of in PAPER["constants"].values()]
+    sheets = [(sheet, {}) for sheet in PAPER["constants"].values()]
     sets = dict(
         zip(SETS, [(PAPER["constants"]["AReaL-Hex"], rates_of(model)), *sheets], strict=True)
     )
