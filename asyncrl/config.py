@@ -325,7 +325,7 @@ class Config:
     optim: Annotated[OptimOptions, RESUME, HOST, REPLAY] = OptimOptions()
     """Optimizer"""
     advantage_options: Annotated[AdvantageOptions, REPLAY] = AdvantageOptions()
-    """Advantages, by an estimator of values but for overlong (algos/gae.py)"""
+    """Advantages, by an estimator of values but for overlong (extras/gae.py)"""
     swarm: SwarmOptions = SwarmOptions()
     """Remote hosts that join"""
 

@@ -15,6 +15,7 @@ MODULES = {
     "--scheduling": "extras.baselines",
     "--nnodes": "extras.node_watch",
     "--lora-rank": "extras.lora",
+    "--advantage gae": "extras.gae",
     "--record": "extras.recording",
     "--wandb": "extras.wandb_mirror",
     "--resume on another number of nodes": "extras.redistribute",

@@ -229,6 +229,7 @@ def check(config: Config) -> None:
         "--scheduling": config.is_baseline,
         "--listen": config.listen,
         "--lora-rank": config.lora_rank,
+        "--advantage gae": config.advantage == "gae",
         "--record": config.record,
         "--wandb": config.wandb != "disabled",
     }

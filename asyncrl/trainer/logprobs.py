@@ -42,7 +42,7 @@ class TokenLogprobs(nn.Module):
         super().__init__()
         self.model = model
         self.value_head: nn.Module | None = None
-        """What asyncrl/trainer/model.py adds with --advantage gae: from hidden states [N, H] to values [N] float32."""
+        """The ValueHead of extras/gae.py, with --advantage gae: from hidden states [N, H] to values [N] float32."""
         self.chunk_rows = chunk_rows
         self.attention: str = model.config._attn_implementation
         """As transformers names it; asyncrl/trainer/attention.py chooses it."""

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
@@ -39,28 +38,6 @@ ADAPTER_NAMES = (".lora_A", ".lora_B")
 _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 """The part of a weight's name that names its layer; empty outside of layers."""
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
-
-
-class ValueHead(nn.Module):
-    """The value of a state from its last hidden state: one linear map, in float32 whatever the model computes in.
-
-    It is zero when a run begins, whatever its model was trained with. It stands on the trained model itself, which so
-    learns from both losses: a value model of its own would take as much memory again. No engine is sent it.
-    """
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=torch.float32, device="meta"))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return values [N] float32 of hidden states [N, H], whose float32 copy no backward pass keeps."""
-        return checkpoint(
-            _float_product, hidden, self.weight, use_reentrant=False, preserve_rng_state=False
-        )
-
-
-def _float_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    return hidden.float() @ weight
 
 
 def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
@@ -96,7 +73,8 @@ def load_model(
         )
     module = TokenLogprobs(model.eval(), trains_entropy=config.optim.entropy > 0)
     if is_trained and config.advantage == "gae":
-        module.value_head = ValueHead(model.get_output_embeddings().in_features)
+        hidden_size = model.get_output_embeddings().in_features
+        module.value_head = extras.load("--advantage gae").ValueHead(hidden_size)
         shard([module.value_head], mesh, None, "optimizer" in config.save_memory)
     layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
     if config.lora_rank:

@@ -38,7 +38,7 @@ class TrainSequence:
     policy_versions: np.ndarray
     """[T] int32, steps; read where loss_mask is True."""
     advantage: float = 0.0
-    """Advantage of the whole sequence; with --advantage gae the reward, of which algos/gae.py makes those of tokens."""
+    """Advantage of the sequence; with --advantage gae its reward, of which extras/gae.py makes those of tokens."""
     reward: float = 0.0
     """Reward that the task gave."""
     group_id: int | None = None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from algos import KL_ESTIMATORS, LossInputs, gae
+from algos import KL_ESTIMATORS, LossInputs
 from algos.inputs import couples_tokens, joined
 from algos.proximal import loglinear
 from algos.sampling import Sampling
@@ -77,7 +77,7 @@ class Policy(WholeWeights):
         first in a random order of seed, version and epoch. Proximal log-probs and values are those before the first.
         Returns, equal on all ranks: `loss`, `grad_norm` (before clipping) and `changed_weights` (share that an update
         changes in bfloat16), means over the updates; `lr` of the last; what `tokens_read` counts; with a value head
-        what gae.estimate_step says of it; and the means of TokenStats over all trained tokens.
+        what estimate_step of extras/gae.py says of it; and the means of TokenStats over all trained tokens.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
         """
@@ -94,8 +94,9 @@ class Policy(WholeWeights):
                 [self._scored(batch, has_proximal) for batch in update] for update in batches
             ]
         if self.module.value_head is not None:
-            options = self.config.advantage_options
-            batches, value_metrics = gae.estimate_step(batches, self._sum_over_ranks, options)
+            batches, value_metrics = extras.load("--advantage gae").estimate_step(
+                batches, self._sum_over_ranks, self.config.advantage_options
+            )
             metrics |= value_metrics
         stats = TokenStats()
         results = [

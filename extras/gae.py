@@ -16,12 +16,36 @@ all tokens of a sequence is refused (algos/inputs.py).
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from algos.advantages import EPS
+from asyncrl.config import AdvantageOptions
+from asyncrl.trainer.packing import MicroBatch
+
+
+class ValueHead(nn.Module):
+    """The value of a state from its last hidden state: one linear map, in float32 whatever the model computes in.
+
+    It is zero when a run begins, whatever its model was trained with. It stands on the trained model itself, which so
+    learns from both losses: a value model of its own would take as much memory again. No engine is sent it.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=torch.float32, device="meta"))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return values [N] float32 of hidden states [N, H], whose float32 copy no backward pass keeps."""
+        return checkpoint(
+            _float_product, hidden, self.weight, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+def _float_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden.float() @ weight
 
 
 def gae(rewards: Tensor, values: Tensor, sequence_ids: Tensor, gamma: float, lam: float) -> Tensor:
@@ -47,12 +71,13 @@ def gae(rewards: Tensor, values: Tensor, sequence_ids: Tensor, gamma: float, lam
 
 
 def estimate_step(
-    updates: list[list[Any]], sum_over_ranks: Callable[[Tensor], Tensor], options: Any
-) -> tuple[list[list[Any]], dict[str, float]]:
+    updates: list[list[MicroBatch]],
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    options: AdvantageOptions,
+) -> tuple[list[list[MicroBatch]], dict[str, float]]:
     """Give the tokens of all micro-batches of a step, [update][micro-batch], their own advantages and returns.
 
-    A micro-batch is a MicroBatch of asyncrl/trainer/packing.py, whose advantages are at first the rewards of the
-    sequences. `options` are the AdvantageOptions of asyncrl/config.py.
+    The advantages of a micro-batch are at first the rewards of its sequences.
     Also returns the share of the returns' variance that the values explain: 1 if the values are right, 0 if they are as
     good as any constant. It is absent where all returns are equal.
     """
@@ -70,7 +95,7 @@ def estimate_step(
     ], metrics
 
 
-def _estimate(batch: Any, options: Any) -> Tensor:
+def _estimate(batch: MicroBatch, options: AdvantageOptions) -> Tensor:
     """Return advantages, returns and errors of the values, [3, N] float64, on the CPU."""
     rewards = batch.advantages.cpu()
     values = batch.values.cpu()
@@ -90,7 +115,7 @@ def _moments(columns: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> tup
     return mean, squares / (num_tokens - 1).clamp(min=1)
 
 
-def _with_estimate(batch: Any, estimate: Tensor) -> Any:
+def _with_estimate(batch: MicroBatch, estimate: Tensor) -> MicroBatch:
     """Return the micro-batch with advantages and returns, the first two rows of [3, N], as float32 on its device."""
     advantages, returns = (row.to(batch.advantages) for row in estimate[:2])
     return replace(batch, advantages=advantages, returns=returns)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from algos.advantages import EPS
-from algos.gae import estimate_step, gae
+from extras.gae import ValueHead, estimate_step, gae
 
 
 @dataclass(frozen=True)
@@ -117,3 +117,17 @@ def test_what_the_values_explain_of_the_returns(sequences, metrics):
 def test_equal_advantages_are_whitened_to_zero():
     advantages, _, _ = estimate([(1e3 + 0.1, [0.0] * 7)] * 3)
     assert advantages.abs().max() < 1e-5
+
+
+def test_the_backward_pass_of_the_head_keeps_no_float32_copy_of_hidden_states():
+    head, kept = ValueHead(8).to_empty(device="cpu"), []
+    torch.nn.init.ones_(head.weight)
+    hidden = torch.ones(5, 8, dtype=torch.bfloat16, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    )
+    with hooks:
+        head(hidden).sum().backward()
+    assert (torch.float32, hidden.shape) not in [(tensor.dtype, tensor.shape) for tensor in kept]
+    assert torch.equal(hidden.grad, torch.ones_like(hidden))
+    assert torch.equal(head.weight.grad, torch.full((8,), 5.0))
