@@ -5,30 +5,21 @@ one response, whatever happened meanwhile. The module imports vllm inside functi
 """
 
 import asyncio
-import contextlib
 import itertools
-import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from asyncrl.cluster.placement import WorkerSpec
-from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.config import Config
-from asyncrl.engine import vllm_setup
+from asyncrl.engine import health, vllm_setup
 from asyncrl.engine.completion import Request, read_completion
 from asyncrl.messages import SampledTokens
 from asyncrl.records import Completion
 from asyncrl.runlog.time_ledger import Activity
 
 ABORT_AGAIN_S = 0.001
-WATCH_S = 0.2
-"""Between two looks at whether the engine is alive."""
-ASK_S = 1.0
-"""Between an answer of the engine and the next question whether it still answers."""
-DUMP_S = 1.0
-"""Time that the engine's processes have to write their stacks."""
 
 
 class LLMProxy:
@@ -56,26 +47,12 @@ class LLMProxy:
 
     @property
     def death(self) -> RuntimeError | None:
-        """The error of a dead engine; None while it is alive. vLLM has logged what it knows of the death."""
-        why = "the engine is dead; if nothing above says why, it was killed, most likely for want of memory"
-        return RuntimeError(why) if self.engine.errored else None
+        """The error of a dead engine; None while it is alive."""
+        return health.death_of(self.engine)
 
     async def watch(self) -> None:
         """Raise when the engine is dead, or gives no sign of life for --timeout-s."""
-        await asyncio.gather(self._watch_death(), self._watch_answers())
-
-    async def _watch_death(self) -> None:
-        """Raise when the engine is dead. vLLM then fails its requests, but leaves an update or a suspend waiting."""
-        while self.death is None:
-            await asyncio.sleep(WATCH_S)
-        raise self.death
-
-    async def _watch_answers(self) -> None:
-        """Raise TimeoutError when the engine does not answer. A stopped process looks alive, also while it samples."""
-        while True:
-            async with _limited(self.config.timeout_s, "an answer of the engine"):
-                await self.engine.is_sleeping()  # which it answers between two steps
-            await asyncio.sleep(ASK_S)
+        await health.watch(self.engine, self.config.timeout_s)
 
     async def connect(self, init_info: dict) -> None:
         """Connect the engine to the trainer's weight transport.
@@ -84,7 +61,7 @@ class LLMProxy:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        async with _limited(self.config.timeout_s, "connecting the engine to the trainer"):
+        async with health.limited(self.config.timeout_s, "connecting the engine to the trainer"):
             await self.engine.init_weight_transfer_engine(
                 WeightTransferInitRequest(init_info=init_info)
             )
@@ -223,7 +200,7 @@ class LLMProxy:
         No request may be running in the engine, as its keys and values would be lost. Raises TimeoutError if it takes
         longer than --timeout-s.
         """
-        async with _limited(self.config.timeout_s, "falling asleep"):
+        async with health.limited(self.config.timeout_s, "falling asleep"):
             await self.suspend()
             await self.engine.sleep(level=2, mode="keep")
         self._asleep = True
@@ -242,7 +219,7 @@ class LLMProxy:
         `receiving` is called when the engine is ready for the weights. Raises TimeoutError as `sleep` does.
         """
         was_running = self._resumed.is_set()
-        async with _limited(self.config.timeout_s, f"loading version {version}"):
+        async with health.limited(self.config.timeout_s, f"loading version {version}"):
             if self.config.on_update == "wait":
                 await self.suspend()
             start = time.monotonic()
@@ -288,15 +265,3 @@ class LLMProxy:
 def running(requests: Iterable[Request]) -> list[str]:
     """Return the ids of the engine's requests that sample for these responses now."""
     return [request.engine_id for request in requests if request.engine_id is not None]
-
-
-@contextlib.asynccontextmanager
-async def _limited(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Raise TimeoutError after a time, with the stacks of this process and its engine in the log."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except TimeoutError:
-        dump_stacks(os.getpid())
-        await asyncio.sleep(DUMP_S)
-        raise TimeoutError(f"{what} took more than {timeout_s:.0f} s") from None

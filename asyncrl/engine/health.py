@@ -1,0 +1,54 @@
+"""Whether a vLLM engine is alive and answers, and what happens to a call that takes too long."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+from asyncrl.cluster.stacks import dump_stacks
+
+WATCH_S = 0.2
+"""Between two looks at whether the engine is alive."""
+ASK_S = 1.0
+"""Between an answer of the engine and the next question whether it still answers."""
+DUMP_S = 1.0
+"""Time that the engine's processes have to write their stacks."""
+
+
+def death_of(engine: Any) -> RuntimeError | None:
+    """Return the error of a dead engine; None while it is alive. vLLM has logged what it knows of the death."""
+    why = "the engine is dead; if nothing above says why, it was killed, most likely for want of memory"
+    return RuntimeError(why) if engine.errored else None
+
+
+async def watch(engine: Any, timeout_s: float) -> None:
+    """Raise when the engine is dead, or gives no sign of life for so long, seconds."""
+    await asyncio.gather(_watch_death(engine), _watch_answers(engine, timeout_s))
+
+
+async def _watch_death(engine: Any) -> None:
+    """Raise when the engine is dead. vLLM then fails its requests, but leaves an update or a suspend waiting."""
+    while not (death := death_of(engine)):
+        await asyncio.sleep(WATCH_S)
+    raise death
+
+
+async def _watch_answers(engine: Any, timeout_s: float) -> None:
+    """Raise TimeoutError when the engine does not answer. A stopped process looks alive, also while it samples."""
+    while True:
+        async with limited(timeout_s, "an answer of the engine"):
+            await engine.is_sleeping()  # which it answers between two steps
+        await asyncio.sleep(ASK_S)
+
+
+@contextlib.asynccontextmanager
+async def limited(timeout_s: float, what: str) -> AsyncIterator[None]:
+    """Raise TimeoutError after a time, with the stacks of this process and its engine in the log."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        dump_stacks(os.getpid())
+        await asyncio.sleep(DUMP_S)
+        raise TimeoutError(f"{what} took more than {timeout_s:.0f} s") from None
