@@ -4,13 +4,12 @@ import os
 
 import torch
 
+from asyncrl.weights.buffers import Buffers, copy_parameters
 from asyncrl.weights.shm import parameter_views
 from asyncrl.weights.transport import (
-    Buffers,
     ParameterSpec,
     Staged,
     Weights,
-    copy_parameters,
     layout,
 )
 

@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from asyncrl.weights.buffers import Buffers
 from asyncrl.weights.ipc import CHUNK_BYTES, Packed
-from asyncrl.weights.transport import Buffers, ParameterSpec, Staged, Weights, layout
+from asyncrl.weights.transport import ParameterSpec, Staged, Weights, layout
 
 ADDRESS = "127.0.0.1"
 ABORT_S = 6.0

@@ -9,12 +9,11 @@ import os
 
 import torch
 
+from asyncrl.weights.buffers import Buffers, copy_parameters
 from asyncrl.weights.transport import (
-    Buffers,
     ParameterSpec,
     Staged,
     Weights,
-    copy_parameters,
     layout,
 )
 

@@ -22,11 +22,12 @@ from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config, SwarmOptions
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.cut import ControllerState
-from asyncrl.controller.tickets import PromptSource
+from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.workers import MAX_RESTARTS
 from asyncrl.messages import Finished, InFlight, Updated
 from asyncrl.runlog import plain
-from asyncrl.weights.transport import Announcement, Buffers, Staged
+from asyncrl.weights.buffers import Buffers
+from asyncrl.weights.transport import Announcement, Staged
 from data.problem import Problem
 from extras.baselines import BaselineController
 from extras.swarm.controller import Disbelieved, SwarmController

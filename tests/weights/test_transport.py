@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from asyncrl.weights.buffers import Buffers
 from asyncrl.weights.ipc import chunks_of
 from asyncrl.weights.shm import (
     NO_CHECKSUM,
@@ -13,7 +14,7 @@ from asyncrl.weights.shm import (
     parameter_views,
     payload_bytes,
 )
-from asyncrl.weights.transport import Buffers, ParameterSpec, Staged
+from asyncrl.weights.transport import ParameterSpec, Staged
 
 SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
 
