@@ -15,9 +15,11 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.messages import ProbedVersions, TokenSequences
 from asyncrl.records import Group
+from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.packing import TrainSequence
 
 if TYPE_CHECKING:
+    from asyncrl.job.node import Leader
     from asyncrl.trainer.policy import Policy
 
 NUM_SEQUENCES = 4
@@ -157,6 +159,47 @@ class Probe:
         """Take the newest mismatch of each worker that was compared since the last call."""
         newest, self._newest = self._newest, {}
         return list(newest.values())
+
+
+class EngineCheck:
+    """Does what is to be done about engines whose weights are not the trainer's."""
+
+    def __init__(self, node: "Leader", policy: "Policy") -> None:
+        """Check the engines of a node, joined hosts included."""
+        self._node = node
+        self._dtype = compute_dtype(node.config, node.device)
+        self._model_type: str = policy.module.model.config.model_type
+        self._has_warned = False
+        self._first_version: int | None = None
+        """The version that this start of the run announced first."""
+
+    def note_announced(self, version: int) -> None:
+        """Note that a version is announced."""
+        if self._first_version is None:
+            self._first_version = version
+
+    def check(self, step: int) -> None:
+        """Compare what engines have scored since the last call with the trainer's scores of the same version.
+
+        A worker of this node that has other weights is warned of, once. A joined host is shut out.
+        Raises RuntimeError if the first weights that this start of the run announced are wrong.
+        """
+        node = self._node
+        for mismatch in node.probe.compare(node.controller.take_probes()):
+            node.run.record(
+                "mismatch", worker=mismatch.worker, version=mismatch.version, **mismatch.metrics()
+            )
+            if mismatch.is_allowed(self._dtype):
+                continue
+            problem = mismatch.describe(self._dtype, self._model_type, node.placement.transport)
+            if node.controller.shuts_out(mismatch.worker, problem):
+                continue
+            if mismatch.version == self._first_version:
+                raise RuntimeError(problem)
+            if not self._has_warned:
+                self._has_warned = True
+                node.run.record("warning", text=f"step {step}: {problem}")
+                print(f"warning: step {step}: {problem}", flush=True)
 
 
 def _as_tokens(sequences: Iterable[Iterable[int]]) -> TokenSequences:

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.job.probe import EngineCheck
 from asyncrl.records import Group
 from asyncrl.trainer.checkpoint import differing_names
-from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.policy import Policy
 from asyncrl.weights.transport import Announcement, ParameterSpec, Weights
 
@@ -69,9 +69,7 @@ class LeadingPublisher(Publisher):
                     flush=True,
                 )
         node.connect_workers(specs)
-        self._has_warned = False
-        # Wrong weights at the version that this start of the run announced first end the run.
-        self._first_version: int | None = None
+        self._engine_check = EngineCheck(node, policy)
         self._snapshots = collections.deque(self._resumed_snapshots(specs))
 
     def send(self, step: int, weights: Weights) -> None:
@@ -85,8 +83,7 @@ class LeadingPublisher(Publisher):
             evaluates = self.node.restored.evaluates
         evaluates = controller.withdraw() or evaluates
         staged = controller.stage(version, weights)
-        if self._first_version is None:
-            self._first_version = version
+        self._engine_check.note_announced(version)
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
         controller.publish(
@@ -94,29 +91,7 @@ class LeadingPublisher(Publisher):
         )
 
     def check_engines(self, step: int) -> None:
-        """Compare what engines have scored since the last call with the trainer's scores of the same version.
-
-        A worker of this node that has other weights is warned of, once. A joined host is shut out.
-        Raises RuntimeError if the first weights that this start of the run announced are wrong.
-        """
-        node = self.node
-        dtype = compute_dtype(self.config, node.device)
-        model_type = self.policy.module.model.config.model_type
-        for mismatch in node.probe.compare(node.controller.take_probes()):
-            node.run.record(
-                "mismatch", worker=mismatch.worker, version=mismatch.version, **mismatch.metrics()
-            )
-            if mismatch.is_allowed(dtype):
-                continue
-            problem = mismatch.describe(dtype, model_type, node.placement.transport)
-            if node.controller.shuts_out(mismatch.worker, problem):
-                continue
-            if mismatch.version == self._first_version:
-                raise RuntimeError(problem)
-            if not self._has_warned:
-                self._has_warned = True
-                node.run.record("warning", text=f"step {step}: {problem}")
-                print(f"warning: step {step}: {problem}", flush=True)
+        self._engine_check.check(step)
 
     def check_last(self) -> None:
         """Compare the engines at the last version, with which the last evaluation was sampled."""
