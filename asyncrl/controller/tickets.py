@@ -1,12 +1,12 @@
-"""Tickets: which problem comes next, as tokens, and with which sampling seed."""
+"""Tickets: which problem comes next, and with which sampling seed."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.controller.prompts import PromptSource
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Completion, Group, Ticket
 from data.problem import Problem
 
@@ -14,17 +14,6 @@ Loss = Literal["died", "moved"]
 """Why a ticket is issued again: a worker of this node died with it, or another worker is to have it."""
 IDS_PER_NODE = 10**9
 """Groups and tickets of node n are numbered from n times this."""
-NUM_CHECKED_PROMPTS = 512
-"""Training prompts whose length is checked before anything starts; the others are when their turn comes."""
-
-
-@dataclass(frozen=True)
-class PromptSource:
-    """Prompts of one task as token ids."""
-
-    train_problem: Callable[[int], Problem]
-    eval_problems: list[Problem]
-    encode: Callable[[Problem], list[int]]
 
 
 @dataclass
@@ -50,14 +39,6 @@ class TicketSource:
         self.state = TicketState(node, first_id, first_id, put_back=[])
         """All that a resumed run needs of it."""
 
-    def check_prompts(self) -> None:
-        """Raise ValueError if a held-out prompt or one of the first training prompts does not fit."""
-        checked = [
-            *self.prompts.eval_problems,
-            *map(self.prompts.train_problem, range(NUM_CHECKED_PROMPTS)),
-        ]
-        self._encode(max(checked, key=lambda problem: len(self.prompts.encode(problem))))
-
     def answer(self, group: Group) -> str:
         """The right answer to the problem of a consumed group; empty where an environment asks."""
         return self.prompts.train_problem(group.problem).answer
@@ -74,7 +55,7 @@ class TicketSource:
         """Make the tickets of a new group, one for each member."""
         try:
             problem = self.prompts.train_problem(problem_index)
-            tokens = self._prompt_tokens(problem)
+            tokens = self.prompts.tokens_of(problem, self.config)
         except ValueError as error:
             # of the run, and not of the host whose message made room for the group
             raise RuntimeError(str(error)) from error
@@ -90,7 +71,9 @@ class TicketSource:
     def for_evaluation(self, version: int) -> list[Ticket]:
         """Make one ticket for each held-out problem, or two with --eval-greedy, to be sampled at `version`."""
         return [
-            self._ticket(group_id, member, problem, self._prompt_tokens(problem), version)
+            self._ticket(
+                group_id, member, problem, self.prompts.tokens_of(problem, self.config), version
+            )
             for group_id in (EVALUATION_GROUP, GREEDY_GROUP)[: 1 + self.config.eval_greedy]
             for member, problem in enumerate(self.prompts.eval_problems)
         ]
@@ -143,10 +126,6 @@ class TicketSource:
             min_version=min_version,
         )
 
-    def _prompt_tokens(self, problem: Problem) -> tuple[int, ...]:
-        """Encode the prompt, unless an environment makes its own where it runs."""
-        return self._encode(problem) if problem.environment_seed is None else ()
-
     def _seed(self, group_id: int, member: int, min_version: int, attempt: int) -> int:
         # Evaluation problems have no group of their own; their version takes its place.
         stream = (
@@ -156,13 +135,3 @@ class TicketSource:
 
     def _seed_of(self, *stream: int) -> int:
         return int(np.random.SeedSequence([self.config.seed, *stream]).generate_state(1)[0]) >> 1
-
-    def _encode(self, problem: Problem) -> tuple[int, ...]:
-        tokens = tuple(self.prompts.encode(problem))
-        if len(tokens) > self.config.max_prompt_tokens:
-            raise ValueError(
-                f"a prompt of {self.config.task} has {len(tokens)} tokens, --max-prompt-tokens is "
-                f"{self.config.max_prompt_tokens}; raise it to at least {len(tokens)}. "
-                f"The prompt begins {problem.prompt[:60]!r}"
-            )
-        return tokens

@@ -31,7 +31,8 @@ from asyncrl.cluster.stacks import dump_stacks, write_stacks_to
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.cut import ControllerState
-from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.prompts import PromptSource
+from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Workers
 from asyncrl.job.probe import Probe
 from asyncrl.job.resume import controller_of, find_checkpoint, how_to_go_on
@@ -283,7 +284,7 @@ def start_leader(rank: Rank, worker_main: Callable) -> Leader:
     # What is wrong with options and data is said before anything is written or started.
     _check_model(rank.config, model_path)
     tickets = _make_tickets(rank.config, cluster, model_path)
-    tickets.check_prompts()
+    tickets.prompts.check(rank.config)
     restored = rank.resumed and controller_of(rank.resumed, model_path, cluster, rank.config)
     run = open_records(rank, model_path)
     config = run.config
