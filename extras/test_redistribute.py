@@ -11,7 +11,8 @@ from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.evaluation import Evaluation
-from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.prompts import PromptSource
+from asyncrl.controller.tickets import TicketSource
 from asyncrl.runlog.plain import decode, encode
 from data.problem import Problem
 from extras.redistribute import redistribute

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from algos import KL_ESTIMATORS, LossInputs
 from algos.inputs import couples_tokens
-from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.trainer.optimizer import learning_rate
 

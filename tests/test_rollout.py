@@ -16,7 +16,8 @@ from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.cluster.processes import kill_session
 from asyncrl.config import Config
-from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.prompts import PromptSource
+from asyncrl.controller.tickets import TicketSource
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.vllm_setup import worker_environment
 from asyncrl.messages import (

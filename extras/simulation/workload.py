@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from asyncrl.controller.tickets import PromptSource
+from asyncrl.controller.prompts import PromptSource
 from asyncrl.records import Ticket
 from data.problem import Problem
 from extras.latency_law import LatencyLaw

@@ -35,7 +35,7 @@ from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.score import load_score
 from asyncrl.records import GREEDY_GROUP, Ticket, Trajectory
 from asyncrl.runlog.metrics import Max, Measured, Sum
-from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy

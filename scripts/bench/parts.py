@@ -27,7 +27,7 @@ from torch import nn
 from asyncrl.config import Config
 from asyncrl.job.node import Leader
 from asyncrl.tasks import load_task
-from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.packing import MicroBatch, TrainSequence, pack
 from asyncrl.trainer.policy import load_policy

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.config import Config, OptimOptions
-from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import load_policy
 from extras.planning.shape import ModelShape, read_shape

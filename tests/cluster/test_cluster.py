@@ -14,7 +14,8 @@ from asyncrl.cluster.cluster import Cluster, Peer, _meet, join
 from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.config import Config
 from asyncrl.runlog.fingerprint import check_same, fingerprint
-from asyncrl.trainer.batch import distribute, make_updates
+from asyncrl.trainer.batch import make_updates
+from asyncrl.trainer.dealing import distribute
 
 CASES = {"reinforce": 1, "reinforce_baseline": 2, "grpo": 4}
 """Advantage estimator and --replicas of each run on two nodes of two ranks."""

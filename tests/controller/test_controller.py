@@ -17,7 +17,8 @@ from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.cut import ControllerState
-from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.prompts import PromptSource
+from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import WorkerDied, Workers
 from asyncrl.runlog.plain import decode, encode
 from asyncrl.weights.nccl import NcclTransport

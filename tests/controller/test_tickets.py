@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.controller.tickets import IDS_PER_NODE, PromptSource
+from asyncrl.controller.prompts import PromptSource
+from asyncrl.controller.tickets import IDS_PER_NODE
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Completion, Group
 from data.problem import Problem
 from extras.baselines import BaselineTickets
@@ -84,6 +85,6 @@ def test_of_prompts_that_do_not_fit_the_longest_is_named_with_the_length_that_wo
         r"has 9 tokens, --max-prompt-tokens is 4; raise it to at least 9\. The prompt begins 'p77'"
     )
     with pytest.raises(ValueError, match=message):
-        source.check_prompts()
+        source.prompts.check(source.config)
     with pytest.raises(RuntimeError, match="has 5 tokens"):
         source.for_group(0, 0, 0)

@@ -17,7 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 import asyncrl.trainer.model
 from asyncrl.config import Config, OptimOptions
-from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.policy import load_policy
 from scripts.qwen3_shapes import save_random_qwen3
 

@@ -36,7 +36,7 @@ from asyncrl.job.resume import controller_of
 from asyncrl.runlog.manifest import Checkpoint, checkpoints_in, id_of, newest_checkpoint
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.dealing import distribute
 from extras.node_watch import LeaderWatch
 from scripts.lines import read
 

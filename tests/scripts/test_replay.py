@@ -16,7 +16,8 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config, OptimOptions
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.prompts import PromptSource
+from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Workers
 from asyncrl.job.checkpoints import Checkpoints
 from asyncrl.job.node import Leader

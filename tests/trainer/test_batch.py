@@ -1,14 +1,7 @@
 """Advantages of a whole step, its updates, and shares of ranks that are about equal."""
 
-import functools
-import itertools
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_packing import GROUPS, TREES, make_group, sequences_in
-from tiny_policy import make_sequence
 from trajectories import make_group as make_trajectories
 from trajectories import make_trajectory
 
@@ -16,8 +9,7 @@ from algos import ADVANTAGES
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import AdvantageOptions, Config
 from asyncrl.records import Group
-from asyncrl.trainer.attention import dense_cost
-from asyncrl.trainer.batch import choose_bundles, distribute, make_updates
+from asyncrl.trainer.batch import make_updates
 
 OTHER_NODE = [(50.0, 100, 0), (10.0, 100, 0), (7.0, 101, 0), (3.0, 101, 0)]
 """Rewards, group ids and lags of another node."""
@@ -101,70 +93,3 @@ def test_an_estimator_gets_the_lag_of_the_oldest_token_of_each_response(monkeypa
 def test_a_reward_that_is_not_a_number_stops_the_step():
     with pytest.raises(RuntimeError, match="rewards must be finite"):
         updates_of([make_trajectories(0, (1.0, float("nan")))])
-
-
-# Ranks and micro-batches
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(GROUPS | TREES, max_size=2),
-    st.integers(1, 5),
-    st.integers(75, 160),
-    st.booleans(),
-    st.sampled_from(("off", "prompt", "tree")),
-)
-def test_ranks_get_every_sequence_once_in_micro_batches_within_the_budget_and_about_equal_tokens(
-    updates, ranks, budget, one_row, sharing
-):
-    cost = sum if one_row else functools.partial(dense_cost, hidden_size=64)
-    shares = distribute(updates, ranks, budget, sharing, cost)
-    assert len(shares) == ranks and all(len(share) == len(updates) for share in shares)
-    for number, sequences in enumerate(updates):
-        microbatches_of_ranks = [share[number] for share in shares]
-        microbatches = list(itertools.chain(*microbatches_of_ranks))
-        held = [id(s) for microbatch in microbatches for s in sequences_in(microbatch)]
-        assert sorted(held) == sorted(map(id, sequences))
-        num_tokens = [
-            [sum(b.num_tokens for b in m) for m in of_rank] for of_rank in microbatches_of_ranks
-        ]
-        assert all(0 < num <= budget for of_rank in num_tokens for num in of_rank)
-        loads = [sum(of_rank) for of_rank in num_tokens]
-        assert max(loads) - min(loads) <= max(b.num_tokens for m in microbatches for b in m)
-        for of_rank in num_tokens:
-            # of two micro-batches that fit into one, first fit would have made one
-            assert len(of_rank) < 2 or sum(sorted(of_rank)[:2]) > budget
-
-
-@pytest.mark.parametrize("lengths", [(4, 4, 8), (9, 3, 3, 3)])
-def test_the_longest_are_dealt_first_each_to_the_rank_with_the_fewest_tokens(lengths):
-    rng = np.random.default_rng(0)
-    sequences = [make_sequence(rng, np.arange(num), np.arange(num) > 0) for num in lengths]
-    bundles_of_ranks = choose_bundles(sequences, 2, 100, "off", cost=sum)
-    loads = [sum(b.num_tokens for b in bundles) for bundles in bundles_of_ranks]
-    assert loads == [sum(lengths) / 2] * 2
-
-
-def sizes_of(bundles_of_ranks):
-    return [[len(b.sequences) for b in bundles] for bundles in bundles_of_ranks]
-
-
-@pytest.mark.parametrize(("ranks", "sizes"), [(1, [[8, 8]]), (2, [[8]] * 2), (4, [[4]] * 4)])
-def test_groups_are_cut_only_as_far_as_the_ranks_ask(ranks, sizes):
-    groups = [*make_group(10, [5] * 8, 0), *make_group(10, [5] * 8, 1)]
-    assert sizes_of(choose_bundles(groups, ranks, 1000, "prompt", cost=sum)) == sizes
-
-
-def test_dense_attention_gets_whole_groups_of_long_prompts_and_single_sequences_of_long_responses():
-    dense = functools.partial(dense_cost, hidden_size=64)
-    sizes = {}
-    for prompt, response in ((256, 32), (16, 256)):
-        for cost in (dense, sum):
-            group = make_group(prompt, [response] * 8)
-            sizes[prompt, cost] = sizes_of(choose_bundles(group, 1, 16384, "prompt", cost))
-    assert sizes == {
-        (256, dense): [[8]],
-        (256, sum): [[8]],
-        (16, dense): [[1] * 8],
-        (16, sum): [[8]],
-    }

@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoTokenizer
 from user_files import write_user_code
 
 from asyncrl.config import OptimOptions
-from asyncrl.trainer.batch import distribute
 from asyncrl.trainer.checkpoint import (
     WeightWriter,
     check_finite,
@@ -35,6 +34,7 @@ from asyncrl.trainer.checkpoint import (
     training_state,
     write_folder,
 )
+from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.packing import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 import asyncrl.trainer.model
 from asyncrl.cluster.placement import place
 from asyncrl.config import Config, OptimOptions
-from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.model import _read_model
 from asyncrl.trainer.packing import bundle
 

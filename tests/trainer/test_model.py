@@ -24,7 +24,7 @@ from transformers import (
 import asyncrl.trainer.model
 from algos.sampling import Sampling
 from asyncrl.config import Config
-from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.model import compiles
 from asyncrl.trainer.packing import bundle, pack
 

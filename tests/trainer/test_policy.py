@@ -22,7 +22,7 @@ from user_files import LOSS, write_user_code
 
 from algos import KL_ESTIMATORS, LOSSES
 from asyncrl.config import AdvantageOptions, Config, OptimOptions
-from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.packing import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")

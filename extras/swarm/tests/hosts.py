@@ -18,7 +18,7 @@ from fake_worker import run_fake_worker
 
 from asyncrl.cluster.placement import Placement, WorkerPlacement, WorkerSpec
 from asyncrl.config import Config
-from asyncrl.controller.tickets import PromptSource
+from asyncrl.controller.prompts import PromptSource
 from asyncrl.messages import Finished, Tickets
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec, Transport

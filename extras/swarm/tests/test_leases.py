@@ -3,7 +3,8 @@
 import pytest
 
 from asyncrl.config import Config, SwarmOptions
-from asyncrl.controller.tickets import PromptSource, TicketSource
+from asyncrl.controller.prompts import PromptSource
+from asyncrl.controller.tickets import TicketSource
 from data.problem import Problem
 from extras.swarm.leases import LeasingDispatcher
 from extras.swarm.remote import RemoteWorker, SwarmBuffer

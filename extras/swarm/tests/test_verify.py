@@ -21,7 +21,7 @@ from asyncrl.config import Config, SwarmOptions
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Ticket, Trajectory
 from asyncrl.runlog.metrics import over_nodes
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer.batch import distribute
+from asyncrl.trainer.dealing import distribute
 from extras.swarm.node import SwarmFollower
 from extras.swarm.verify import Verifier, allowed_distance, distance
 

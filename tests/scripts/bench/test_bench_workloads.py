@@ -8,7 +8,7 @@ import torch
 from tiny_policy import load, random_sequences, save_tiny_model
 
 from asyncrl.config import Config, OptimOptions
-from asyncrl.controller.tickets import PromptSource
+from asyncrl.controller.prompts import PromptSource
 from asyncrl.records import Trajectory
 from asyncrl.tasks import load_task
 from asyncrl.trainer.packing import bundle, pack
