@@ -32,9 +32,9 @@ ROOT_OF_TWO = (
 )
 
 
-def start_two():
+def start_two(limit_s=0.5):
     """A process that has what is stopped ended, and the pid of its child."""
-    root = start(ROOT_OF_TWO, "0.5", stderr=subprocess.STDOUT)
+    root = start(ROOT_OF_TWO, str(limit_s), stderr=subprocess.STDOUT)
     return root, int(root.stdout.readline())
 
 
@@ -103,11 +103,11 @@ def test_who_watches_ends_with_the_agent_of_ranks_that_have_finished():
 
 
 def test_a_process_that_is_stopped_for_a_moment_goes_on():
-    root, child = start_two()
-    for _ in range(4):
+    root, child = start_two(limit_s=3)
+    for _ in range(5):  # longer than the limit, all together
         os.kill(child, signal.SIGSTOP)
-        time.sleep(0.15)
+        time.sleep(0.7)
         os.kill(child, signal.SIGCONT)
-        time.sleep(0.25)
+        time.sleep(0.4)  # a look at it, which comes every 0.3 s
     assert root.poll() is None and psutil.pid_exists(child)
     root.kill()

@@ -123,7 +123,8 @@ def start_daemon(title):
     return 1.0
 
 
-def fork_without_end():
+def fork_without_end(title):
+    setproctitle(title)
     while True:
         os.fork()
 

@@ -3,10 +3,13 @@
 import datetime
 import json
 import os
+import queue
 import re
 import signal
+import sys
 import threading
 import time
+import traceback
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +39,7 @@ from asyncrl.job.resume import controller_of
 from asyncrl.runlog.manifest import Checkpoint, checkpoints_in, id_of, newest_checkpoint
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.trainer.checkpoint import CheckpointWriter
 from asyncrl.trainer.dealing import distribute
 from extras.node_watch import LeaderWatch
 from scripts.lines import read
@@ -252,6 +256,13 @@ def delay_writing(checkpoints: Checkpoints, wait) -> None:
     checkpoints.writer.weights.write = write_later
 
 
+def is_waited_for() -> bool:
+    """Whether the main thread waits for the thread that writes."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    waits = (CheckpointWriter.wait.__code__, CheckpointWriter.close.__code__)
+    return any(waiting.f_code in waits for waiting, _ in traceback.walk_stack(frame))
+
+
 def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
     checkpoints = start(steps=3, publish_delay=3, async_ratio=0.0)
     policy, probe = checkpoints.policy, checkpoints.node.probe
@@ -327,18 +338,18 @@ def test_a_write_that_fails_is_one_line_and_leaves_the_older_checkpoint_as_it_wa
 def test_a_disk_that_hangs_ends_the_run_with_its_stacks_and_does_not_keep_the_process(
     start, capfd, monkeypatch
 ):
-    checkpoints, may_end, exits = start(steps=1, timeout_s=0.5), threading.Event(), []
-    monkeypatch.setattr(os, "_exit", exits.append)
+    checkpoints, may_end, exits = start(steps=1, timeout_s=0.5), threading.Event(), queue.Queue()
+    monkeypatch.setattr(os, "_exit", exits.put)
     delay_writing(checkpoints, lambda: may_end.wait(60))
     checkpoints.save_if_due(1, PUBLISHER)
     with pytest.raises(TimeoutError, match="step_1 is not written after 1 s more: look at that"):
         checkpoints.writer.wait()
     assert "in write_later" in capfd.readouterr().err
     checkpoints.writer.close(0.1)
-    time.sleep(1)
+    assert exits.get(timeout=60) == 1
     may_end.set()
     checkpoints.writer.close(60)
-    assert exits == [1]
+    assert exits.empty()
 
 
 # How it ends
@@ -411,29 +422,22 @@ def test_whatever_ends_the_run_a_checkpoint_that_is_being_written_comes_to_its_e
     start, at_once, steps, has_signal_before, has_signal_meanwhile, error
 ):
     """Also at a second signal, or an error; one signal in the last step lets the run finish."""
-    checkpoints, is_writing = start(save_every=1, steps=steps), threading.Event()
-
-    def wait():
-        is_writing.set()
-        time.sleep(0.6)
+    checkpoints = start(save_every=1, steps=steps)
 
     def interrupt():
-        is_writing.wait(60)
-        time.sleep(0.1)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        while not is_waited_for():
+            time.sleep(0.01)
+        if has_signal_meanwhile:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+            time.sleep(0.1)  # the signal may come while this writes, or later on a busy machine
 
-    delay_writing(checkpoints, wait)
-    thread = threading.Thread(target=interrupt)
+    delay_writing(checkpoints, interrupt)
     with pytest.raises(error) if error else nullcontext(), checkpoints:
         if has_signal_before:
             signal.raise_signal(signal.SIGTERM)
-        if has_signal_meanwhile:
-            thread.start()
         checkpoints.save_if_due(1, PUBLISHER)
         if error is RuntimeError:
             raise RuntimeError("not finite")
-    if has_signal_meanwhile:
-        thread.join()
     assert newest(checkpoints).step == 1
 
 
