@@ -1,6 +1,6 @@
 """vLLM for CUDA without a GPU: its own configuration for H100s, and what calls CUDA on the way to an engine's start.
 
-To be run as a process, as nothing of it can be undone: `fake_h100.py configs|starts RESULT.json FOLDER`. The CPU
+To be run as a process, as nothing of it can be undone: `fake_h100.py RESULT.json FOLDER`. The CPU
 wheel has all the Python of vLLM; its compiled modules for CUDA are empty here, and the driver's answers those of H100s.
 """
 
@@ -69,7 +69,6 @@ def pretend() -> None:
 
 def configs(folder: Path) -> dict[str, dict]:
     """What vLLM makes of our options for every kind of placement."""
-    pretend()
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -196,7 +195,12 @@ def starts(folder: Path) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    what, result, folder = sys.argv[1:]
-    found = {function.__name__: function for function in (configs, starts)}[what](Path(folder))
-    Path(result).write_text(json.dumps(found))
+    result, folder = map(Path, sys.argv[1:])
+    environment = dict(os.environ)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": UUIDS[0][:6], "VLLM_LOGGING_LEVEL": "ERROR"}
+    found = {"starts": starts(folder)}
+    os.environ.clear()
+    os.environ.update(environment)
+    found["configs"] = configs(folder)
+    result.write_text(json.dumps(found))
     os._exit(0)

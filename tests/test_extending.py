@@ -123,35 +123,24 @@ def test_the_environment_is_played(folder):
     assert environment.step(observation)[1:4] == (1.0, True, False)
 
 
-def test_every_diff_applies_and_trains(tmp_path):
-    """All at once: a whole job each, with sampling that follows from seeds in place of an engine."""
-    jobs = {
-        name: start_with(diff, tmp_path / str(place))
-        for place, (name, diff) in enumerate(DIFFS.items())
-    }
-    output = {name: job.communicate()[0].decode() for name, job in jobs.items()}
-    assert all(job.returncode == 0 for job in jobs.values()), [
-        output[name][-1500:] for name in output
-    ]
-    for place in range(len(DIFFS)):
-        assert (
-            len((tmp_path / str(place) / "runs" / "run" / "metrics.jsonl").read_text().splitlines())
-            == 3
-        )
-
-
-def start_with(diff: str, copy: Path) -> subprocess.Popen:
-    """A job of this code with a diff applied."""
+def test_every_diff_applies_alone_and_all_train_together(tmp_path):
+    """A whole job, with sampling that follows from seeds in place of an engine."""
+    copy = tmp_path / "copy"
     left_out = shutil.ignore_patterns(".*", "runs", "results", "docs", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=left_out)
-    subprocess.run(["git", "apply", "-"], cwd=copy, input=diff.encode(), check=True)
+    for options in (["--check"], []):
+        for diff in DIFFS.values():
+            command = ["git", "apply", *options, "-"]
+            subprocess.run(command, cwd=copy, input=diff.encode(), check=True)
     options = [*(f"--{option}" for option in OPTIONS), f"--runs-dir={copy / 'runs'}"]
     alone = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "tests/fake_job.py", *options]
-    return subprocess.Popen(
-        command,
+    job = subprocess.run(
+        [sys.executable, "tests/fake_job.py", *options],
         cwd=copy,
         env={**os.environ, **alone},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        text=True,
     )
+    assert job.returncode == 0, job.stdout[-1500:]
+    assert len((copy / "runs/run/metrics.jsonl").read_text().splitlines()) == 3

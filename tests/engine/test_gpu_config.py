@@ -7,19 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_h100 import KV_BYTES, UUIDS
+from fake_h100 import KV_BYTES
 
 ROOT = Path(__file__).parents[2]
 
 
-def run_fake(what: str, folder: Path, **variables: str):
-    """The result of a function of fake_h100.py."""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What fake_h100.py finds out."""
+    folder = tmp_path_factory.mktemp("h100")
     removed = ("VLLM_", "CUDA_", "TORCH", "OMP_")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(removed)
     }
-    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **variables}
-    command = [sys.executable, ROOT / "tests/fake_h100.py", what, folder / "result", folder]
+    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, ROOT / "tests/fake_h100.py", folder / "result", folder]
     run = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -29,15 +31,10 @@ def run_fake(what: str, folder: Path, **variables: str):
     return json.loads((folder / "result").read_text())
 
 
-@pytest.fixture(scope="module")
-def configs(tmp_path_factory):
-    return run_fake("configs", tmp_path_factory.mktemp("configs"))
-
-
 @pytest.mark.parametrize("kind", ["share", "sleep", "nccl", "tp 2"])
-def test_vllm_takes_our_options_for_an_h100_as_they_are_meant(configs, kind):
+def test_vllm_takes_our_options_for_an_h100_as_they_are_meant(found, kind):
     is_split = kind == "tp 2"
-    assert configs[kind] == {
+    assert found["configs"][kind] == {
         "max_num_batched_tokens": 8192,
         "max_num_seqs": 256,
         "chunked_prefill": True,
@@ -56,9 +53,8 @@ def test_vllm_takes_our_options_for_an_h100_as_they_are_meant(configs, kind):
     }
 
 
-def test_nothing_calls_cuda_or_forms_a_group_before_the_engine_is_forked(tmp_path):
-    visible = {"CUDA_VISIBLE_DEVICES": UUIDS[0][:6], "VLLM_LOGGING_LEVEL": "ERROR"}
-    assert run_fake("starts", tmp_path, **visible) == {
+def test_nothing_calls_cuda_or_forms_a_group_before_the_engine_is_forked(found):
+    assert found["starts"] == {
         "start_worker": ["engine, fork"],
         "start_pair": ["engine, fork"],
         "start_after_a_group": ["init_process_group", "engine, spawn"],

@@ -182,16 +182,16 @@ def train_and_save(rank, folder, configs) -> dict:
     return ends
 
 
-def load_and_train(rank, folder, configs) -> dict:
-    """Continue with new policies. Return how they began and ended."""
+def load_and_train(rank, configs) -> dict:
+    """Continue with new policies from each folder. Return how they began and ended."""
     group = dist.new_group(backend="gloo")
     ends = {}
-    for name, config in configs.items():
+    for folder, config in configs.items():
         policy = load(config)
         torch.manual_seed(77)
-        restore_training_state(policy, os.path.join(folder, name, "resume"), group)
+        restore_training_state(policy, os.path.join(folder, "resume"), group)
         begun, measured = weights_of(policy), train(policy, range(2, STEPS))
-        ends[name] = SimpleNamespace(
+        ends[folder] = SimpleNamespace(
             measured=measured,
             weights=weights_of(policy),
             begun=begun,
@@ -205,22 +205,20 @@ def run(body, num_ranks, *args):
     return body(0, *args) if num_ranks == 1 else run_group(body, num_ranks, *args)[0]
 
 
-def fits(name, config, num_ranks, is_quick):
-    """Whether so many ranks can train a variant. In the quick test four ranks train a few of them only."""
-    if num_ranks == 4 and is_quick and name not in ("whole", "lora", "own"):
-        return False
+def fits(name, config, num_ranks):
+    """Whether so many ranks can train a variant."""
     return num_ranks % config.replicas == 0 and (num_ranks == 1 or name not in ON_ONE_RANK)
 
 
 @pytest.mark.parametrize(
-    ("is_quick", "names_by_ranks"),
+    ("rank_counts", "names_by_ranks"),
     [
-        (True, {1: ["whole", "sgd", "adam", "rmsprop", "own", *ON_ONE_RANK], 2: ["lora"]}),
-        pytest.param(False, {1: ["lora"], 2: list(VARIANTS)}, marks=pytest.mark.slow),
+        ((1, 2), {1: ["whole", "sgd", "adam", "rmsprop", "own", *ON_ONE_RANK], 2: ["lora"]}),
+        pytest.param((1, 2, 4), {1: ["lora"], 2: list(VARIANTS)}, marks=pytest.mark.slow),
     ],
 )
 def test_training_continues_to_the_bit_on_as_many_ranks_and_closely_on_others(
-    tmp_path, configs, is_quick, names_by_ranks
+    tmp_path, configs, rank_counts, names_by_ranks
 ):
     """Nothing in the shards is pickled."""
     ends = {}
@@ -232,17 +230,18 @@ def test_training_continues_to_the_bit_on_as_many_ranks_and_closely_on_others(
         assert paths
         for path in paths:
             assert path.suffix == ".safetensors" and load_file(path)
-    for num_ranks in (1, 2, 4):
-        for saved_by, unbroken in ends.items():
-            folder = tmp_path / f"by_{saved_by}"
-            chosen = {
-                name: configs[name]
-                for name in unbroken
-                if fits(name, configs[name], num_ranks, is_quick)
-            }
-            for name, resumed in run(load_and_train, num_ranks, str(folder), chosen).items():
-                is_equal = num_ranks == saved_by
-                check_resumed(folder / name, configs[name], unbroken[name], resumed, is_equal)
+    for num_ranks in rank_counts:
+        saved = {
+            str(tmp_path / f"by_{saved_by}" / name): (saved_by, name)
+            for saved_by, names in names_by_ranks.items()
+            for name in names
+            if fits(name, configs[name], num_ranks)
+        }
+        chosen = {folder: configs[name] for folder, (_, name) in saved.items()}
+        for folder, resumed in run(load_and_train, num_ranks, chosen).items():
+            saved_by, name = saved[folder]
+            unbroken, is_equal = ends[saved_by][name], num_ranks == saved_by
+            check_resumed(pathlib.Path(folder), configs[name], unbroken, resumed, is_equal)
 
 
 def check_resumed(folder, config, unbroken, resumed, is_equal) -> None:
