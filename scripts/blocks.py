@@ -6,7 +6,6 @@ another number than the records: tests/test_docs.py makes all blocks again and c
 
 import inspect
 import re
-import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -18,16 +17,10 @@ from asyncrl.job.command_line import option_texts
 from asyncrl.trainer.loss import keywords_of
 from extras.simulation import report as simulation_report
 from extras.simulation.workload import LONGEST_TO_MEDIAN
-from scripts import grids
-from scripts import staleness as staleness_page
-from scripts import table as run_table
-from scripts.bench import parts as parts_bench
-from scripts.bench import peers as peers_bench
 from scripts.bench import rollout as rollout_bench
-from scripts.bench import trees as trees_bench
 from scripts.bench.harness import rounds
 from scripts.lines import markdown, read
-from scripts.runs import Run, load
+from scripts.runs import load
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
@@ -87,29 +80,9 @@ def losses() -> str:
 # Runs
 
 
-def study() -> str:
-    """Return the table of docs/staleness.md."""
-    return lines(staleness_page.summary())
-
-
-def replay() -> str:
-    """Return losses on the same recorded batches."""
-    return lines(grids.replay_table(grids.read_records(RESULTS / "replay" / "replays.jsonl")))
-
-
-def staleness_runs() -> list[Run]:
-    """Return the default job at three async ratios, with each seed."""
-    return [load(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json"))]
-
-
-def staleness() -> str:
-    """Return the default job at three async ratios."""
-    return lines(run_table.table(staleness_runs(), ["async_ratio"]))
-
-
 def findings() -> str:
     """Return what came out, hits and misses, a point for each study."""
-    runs = staleness_runs()
+    runs = [load(run.parent) for run in sorted((RESULTS / "staleness").glob("*/run.json"))]
     steps = pd.Series([run.metrics["time/step_s"].mean() for run in runs])
     seconds = steps.groupby([run.info["config"]["async_ratio"] for run in runs]).mean()
     claims = simulation_report.claims(records_of("simulation"))
@@ -128,12 +101,19 @@ def findings() -> str:
     )
 
 
-# Benches
+# Records
 
 
-def kept(name: str) -> str:
-    """Return the table of a study whose records stay as they are: results/NAME/short.md, which says what made it."""
-    return (RESULTS / name / "short.md").read_text(encoding="utf-8").partition("\n")[2]
+def tables(name: str) -> str:
+    """Return the tables of results/NAME/table.md, which tests make again from the records beside it."""
+    page = (RESULTS / name / "table.md").read_text(encoding="utf-8")
+    parts = [part.strip() for part in page.split("\n\n")]
+    return "\n\n".join(part for part in parts if part.startswith("|")) + "\n"
+
+
+def kept(name: str, page: str = "short") -> str:
+    """Return the table of a study whose records stay as they are: results/NAME/PAGE.md, which says what made it."""
+    return (RESULTS / name / f"{page}.md").read_text(encoding="utf-8").partition("\n")[2]
 
 
 def machines(part: str) -> str:
@@ -154,64 +134,6 @@ def mechanisms() -> str:
             gain = column.gain(column.values(settings[setting]), column.values(settings[against]))
             rows.append([option, baseline, paper, f"{gain:.2f}×"])
     return table("option | baseline | paper | gain", rows)
-
-
-def mechanisms_in_full() -> str:
-    """Return a table of each comparison of mechanisms: medians with minimum and maximum."""
-    records = records_of("rollout")
-    return "\n".join(lines(rollout_bench.table(records, c)) for c in rollout_bench.COMPARISONS)
-
-
-def peers() -> str:
-    """Return our best setting and TRL's on each workload."""
-    pairs = peers_bench.best_pairs(records_of("peers"))
-    return "\n\n".join(peers_bench.tables(pairs, "summary")) + "\n"
-
-
-def speed() -> str:
-    """Return what the system's speed is to reach: against TRL, against the hardware, and against its own parts."""
-    rows = []
-    for workload, arms in peers_bench.best_pairs(records_of("peers")).items():
-        records = next(iter(arms.values()))
-        key, aim = peers_bench.AIMS[workload]
-        against = {"over_peer": "TRL's fastest", "over_limit": "the machine's limit"}[key]
-        limited = [record for record in records if "over_limit" in record]
-        share = statistics.median(r["over_limit"] for r in limited)
-        most = statistics.median(r["over_peer"] / r["over_limit"] for r in limited)
-        why = f"cores are busy {share:.1%} of the time; always busy it would be {most:.2f}× TRL's fastest"
-        what = f"samples/s, `{workload}`: {records[0]['arm'].removeprefix('ours ')}"
-        ratios = [record[key] for record in records if key in record]
-        rows.append(_aim(what, against, ratios, "≥", aim, why))
-    ratios = {
-        name: [r["ratio"] for r in parts]
-        for name, parts in rounds(records_of("parts"), "part").items()
-    }
-    why = "trainer and worker share the core that is not the engine's"
-    half = ("seconds a step, α = 2", "its slower half alone", ratios["overlap α=2"], "≤")
-    rows.append(_aim(*half, parts_bench.PARTS["overlap α=2"]["target"], why))
-    why = "FSDP's hooks, packing and statistics by lag, beside so small a model"
-    trainer = ("tokens/s, trainer", "a plain step", ratios["trainer natural"], "≥")
-    rows.append(_aim(*trainer, parts_bench.PARTS["trainer natural"]["target"], why))
-    return table("what | against | ours | n | aim | if not, why", rows)
-
-
-def _aim(what: str, against: str, ratios: list[float], sign: str, aim: float, why: str) -> list:
-    """Return a row of `speed`: the median ratio beside its aim, and why it may not reach that."""
-    ratio = statistics.median(ratios)
-    is_reached = ratio >= aim if sign == "≥" else ratio <= aim
-    cells = [f"{ratio:.3g}×", len(ratios), f"{sign} {aim:g}×"]
-    return [what, against, *cells, "reached" if is_reached else why]
-
-
-def parts() -> str:
-    """Return each part against its limit, and the CPU time of a step."""
-    records = records_of("parts")
-    return lines([*parts_bench.table(records), "", *parts_bench.cpu_table(records)])
-
-
-def trees() -> str:
-    """Return what sharing prefixes saves in the trainer."""
-    return "\n\n".join(trees_bench.tables(records_of("trees"))) + "\n"
 
 
 def simulation() -> str:

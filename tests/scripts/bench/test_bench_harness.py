@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from scripts.bench import harness, parts, peers, rollout, trees
+from scripts.bench import harness, parts, rollout, trees
 from scripts.bench.harness import Bench, Case, Column
 from scripts.lines import read
 
@@ -151,7 +151,7 @@ def test_uncommitted_changes_make_no_records_in_results(tmp_path):
 # The benches
 
 
-@pytest.mark.parametrize("bench", [parts.BENCH, peers.BENCH, rollout.BENCH, trees.BENCH])
+@pytest.mark.parametrize("bench", [parts.BENCH, rollout.BENCH, trees.BENCH])
 def test_the_stored_records_give_the_stored_page(bench, tmp_path):
     stored = harness.ROOT / "results" / bench.name
     (tmp_path / f"{bench.name}.jsonl").symlink_to(stored / f"{bench.name}.jsonl")
@@ -196,12 +196,3 @@ def test_each_way_to_share_prefixes_makes_the_same_gradient_from_recorded_batche
     off, prompt, tree = (r["tokens/saved_share"] for r in records)
     assert off == 0 < prompt < tree <= records[0]["tokens/shareable"]
     assert all(r["seconds"] > 0 and r["peak"] > r["added"] >= 0 for r in records)
-
-
-@pytest.mark.slow
-def test_a_run_of_ours_is_measured_beside_none_of_a_peer(tmp_path):
-    options = ("--only", "short", "--repeats", "1", "--arms", "ours α=1")
-    (record,) = run_tiny("peers", tmp_path, *options)
-    assert record["tokens_per_sample"] == 4
-    # 0 where so short a run ends before anybody looks
-    assert 0 <= record["cores_busy"] <= record["cores"] and record["samples_per_s"] > 0

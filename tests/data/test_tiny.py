@@ -1,0 +1,94 @@
+"""The tiny models of data/tiny: they fit vLLM and their games, and reinforcement learning has something to do."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.config import Config
+from asyncrl.tasks import load_task
+from asyncrl.weights.models import TINY_MODELS
+from data.conversation import Conversation
+from data.environments import ENVIRONMENTS
+
+NUM_PROBLEMS = 256
+MAX_BYTES = 600_000
+"""Size of a folder: it is in the repository."""
+
+
+@pytest.fixture(scope="module", params=("addition", *ENVIRONMENTS))
+def tiny(request):
+    """Name, model and tokenizer."""
+    folder = TINY_MODELS / request.param
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return request.param, model, AutoTokenizer.from_pretrained(folder)
+
+
+def test_folders_are_small_and_models_fit_vllm_and_the_default_job(tiny):
+    name, model, tokenizer = tiny
+    files = {path.name: path.stat().st_size for path in (TINY_MODELS / name).iterdir()}
+    needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert needed <= files.keys() and sum(files.values()) <= MAX_BYTES
+    assert model.config.head_dim in (32, 64, 80, 96, 128)  # vLLM's CPU attention
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    if name == "addition":
+        assert model.config.max_position_embeddings >= Config().max_sequence_tokens
+
+
+def test_tokenizers_map_what_is_said_onto_tokens_and_back(tiny):
+    name, _, tokenizer = tiny
+    problems = load_task(name, 0).eval_problems(NUM_PROBLEMS)
+    if name in ENVIRONMENTS:
+        environment = ENVIRONMENTS[name]()
+        assert all(len(tokenizer.encode(action)) == 1 for action in environment.ACTIONS)
+        texts = [*environment.ACTIONS]
+        for problem in problems:
+            texts.append(environment.reset(seed=problem.environment_seed)[0])
+            texts.append(environment.step(environment.ACTIONS[0])[0])
+    else:
+        texts = [text for problem in problems for text in (problem.prompt, problem.answer)]
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
+    assert "<" not in tokenizer.decode(range(len(tokenizer)), skip_special_tokens=True)
+
+
+def num_won(tiny, **sampling):
+    """Held-out games that the model wins."""
+    name, _, tokenizer = tiny
+    problems = load_task(name, 0).eval_problems(NUM_PROBLEMS)
+    if name == "addition":
+        turns = answers(tiny, [tokenizer.encode(problem.prompt) for problem in problems], sampling)
+        wanted = [problem.answer for problem in problems]
+        return sum(map(str.__eq__, tokenizer.batch_decode(turns, skip_special_tokens=True), wanted))
+    conversation, games, won = Conversation(tokenizer), [], 0.0
+    for problem in problems:
+        environment = ENVIRONMENTS[name]()
+        observation, _ = environment.reset(seed=problem.environment_seed)
+        games.append((environment, conversation.first(observation)))
+    while games:
+        turns = answers(tiny, [tokens for _, tokens in games], sampling)
+        running = []
+        for (environment, tokens), turn in zip(games, turns, strict=True):
+            action = tokenizer.decode(turn, skip_special_tokens=True)
+            observation, reward, terminated, truncated, _ = environment.step(action)
+            won += reward
+            if not (terminated or truncated):
+                reply = conversation.reply(observation, turn[-1] == tokenizer.eos_token_id)
+                running.append((environment, tokens + turn + reply))
+        games = running
+    return won
+
+
+def answers(tiny, prompts, sampling):
+    """The model's next turn after each prompt, to its end or until it is cut."""
+    name, model, tokenizer = tiny
+    limit = 20 if name == "addition" else 4
+    inputs = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    outputs = model.generate(**inputs, max_new_tokens=limit, **sampling)
+    eos, turns = tokenizer.eos_token_id, outputs[:, inputs["input_ids"].shape[1] :].tolist()
+    return [turn[: turn.index(eos) + 1] if eos in turn else turn for turn in turns]
+
+
+def test_held_out_games_are_seldom_won_by_sampling_and_mostly_by_the_likeliest_tokens(tiny):
+    torch.manual_seed(0)
+    assert 0.15 <= num_won(tiny, do_sample=True, top_k=0) / NUM_PROBLEMS <= 0.5
+    assert num_won(tiny, do_sample=False) / NUM_PROBLEMS >= 0.85
