@@ -152,7 +152,8 @@ def newest(checkpoints: Checkpoints) -> Checkpoint:
 
 
 def test_a_run_says_at_its_start_which_tensors_its_checkpoints_will_lack(model, capsys):
-    node = SimpleNamespace(cluster=Cluster(), config=Config(), resumed=None, on_end=None, **ENGINES)
+    known = {"device": torch.device("cpu"), "resumed": None, "on_end": None, **ENGINES}
+    node = SimpleNamespace(cluster=Cluster(), config=Config(), **known)
     names = sorted(load_file(os.path.join(model, "model.safetensors")))
     specs = [SimpleNamespace(name=name) for name in names]
     policy = SimpleNamespace(
