@@ -151,19 +151,18 @@ def newest(checkpoints: Checkpoints) -> Checkpoint:
 # What is saved
 
 
-def test_a_run_says_at_its_start_which_tensors_its_checkpoints_will_lack(model, capsys):
-    known = {"device": torch.device("cpu"), "resumed": None, "on_end": None, **ENGINES}
-    node = SimpleNamespace(cluster=Cluster(), config=Config(), **known)
-    names = sorted(load_file(os.path.join(model, "model.safetensors")))
-    specs = [SimpleNamespace(name=name) for name in names]
-    policy = SimpleNamespace(
-        module=SimpleNamespace(attention="a"), model_path=model, sent_specs=lambda: specs
-    )
+def test_a_run_says_at_its_start_which_tensors_its_checkpoints_will_lack(
+    model, start, capsys, monkeypatch
+):
+    checkpoints = start(steps=1)
+    node, policy = checkpoints.node, checkpoints.policy
+    vars(node).update(ENGINES)
     LeadingPublisher(node, policy)
     assert "warning" not in capsys.readouterr().out
-    del specs[0]
+    missing, *specs = policy.sent_specs()
+    monkeypatch.setattr(policy, "sent_specs", lambda: specs)
     LeadingPublisher(node, policy)
-    line = f"warning: beside --model {model}, checkpoints will lack {names[0]}\n"
+    line = f"warning: beside --model {model}, checkpoints will lack {missing.name}\n"
     assert line in capsys.readouterr().out
 
 
