@@ -9,8 +9,8 @@ from asyncrl.weights.transport import Announcement, Transport
 class Announcements:
     """Brings announced weights to the workers.
 
-    A worker loads one version at a time; of those announced meanwhile it is due the newest. The controller calls all
-    of this under its lock.
+    A worker loads one version at a time. Of the versions announced meanwhile it gets the newest. The controller calls
+    all methods under its lock.
     """
 
     def __init__(self, workers: Iterable[Worker]):
@@ -38,7 +38,8 @@ class Announcements:
     def announce(self, announcement: Announcement) -> None:
         """Have all workers load these weights: at once, or when they are up and have loaded what they are loading.
 
-        A late version may come twice, and must wake also a worker that was told to stop while it loads it.
+        A delayed version may be announced twice. The second time it wakes workers that were suspended while they
+        loaded it.
         """
         self.newest = announcement
         self.transport.announce(announcement.staged)
@@ -48,13 +49,13 @@ class Announcements:
                 self.send_due(worker)
 
     def send_due(self, worker: Worker) -> None:
-        """Send a worker the newest weights if they are due, unless it has to wait for those that come after."""
+        """Send a worker the newest weights if they are due. If their buffer is being overwritten, it gets the next."""
         if worker.is_due and worker.can_load(self.newest):
             worker.is_due = False
             worker.load(self.newest)
 
     def on_ready(self, worker: Worker) -> None:
-        """Connect a worker that was started again, and send it the weights; the first are connected all together."""
+        """Connect a worker that was started again, and send it the weights. `connect` connects the first ones."""
         if self._are_connected:
             worker.connect(self.transport)
         worker.is_due = self.newest is not None

@@ -55,8 +55,8 @@ class Controller:
         num_nodes: int = 1,
         restored: ControllerState | None = None,
     ):
-        """`record(event, **fields)` writes an event, `clock` is told what `take_batch` waits for, `num_nodes` share
-        the groups of a step, and a run that is resumed continues from `restored`."""
+        """`record(event, **fields)` writes an event. `clock` notes what `take_batch` waits for. `num_nodes` nodes share
+        the groups of a step. A resumed run continues from `restored`."""
         self.config, self.workers, self.tickets = config, workers, tickets
         self.clock = clock or TrainerClock()
         self.buffer = self.buffer_class(config.of_node(num_nodes))
@@ -161,7 +161,7 @@ class Controller:
                 self.announce(deferred)
 
     def fill(self) -> None:
-        """Start what can start, nothing before the first weights are announced, and tell idle workers why they are."""
+        """Start what can start, but nothing before the first weights. Send idle workers the reason."""
         why_full: HoldReason = "weights"
         if self.announcements.newest is not None:
             self.dispatcher.fill()
@@ -211,7 +211,7 @@ class Controller:
         return groups
 
     def _can_get_batch(self) -> bool:
-        """Whether something runs or may start that can give the next batch before the next weights."""
+        """Whether the next batch can come before the next weights: something runs, or may start."""
         weights = self.announcements
         return weights.newest is None or weights.deferred is not None or self.dispatcher.can_go_on()
 
@@ -310,7 +310,7 @@ class Controller:
                     if result := done():
                         return result
                     is_in_vain = not can_come()
-                    # else a thread that failed has just said why
+                    # after a notification, `check` may know a better reason
                     if not self.lock.wait(timeout=1.0) and is_in_vain:
                         raise RuntimeError(
                             f"{what} can never come: nothing runs, and nothing may start before the next weights are "

@@ -30,7 +30,7 @@ class ControllerState:
     announced: int
     """Version of the weights that were announced last. Tokens may be as new, so no older weights may follow."""
     evaluates: bool
-    """Whether the published version is to be evaluated when it is announced again: its evaluation had not ended."""
+    """Whether the published version is evaluated when it is announced again, as its evaluation had not ended."""
     evaluations: list[Evaluation]
     """Evaluations that have ended and were not reported."""
     num_restarts: int
@@ -50,9 +50,9 @@ def continues_responses(config: Config) -> bool:
 def cut(controller: "Controller", measure: Callable[[], dict[str, int]]) -> ControllerState:
     """Return the state of a node's rollout, at an instant in which the caller holds the controller's lock.
 
-    Weights that wait for an evaluation are announced before, unless no worker is there to end it. Where responses
-    continue from their tokens, the workers report how far they are. The last report is that instant: what ended until
-    then has ended. `measure()` gives the lengths of the records.
+    Weights that wait for an evaluation are announced first, unless no worker is there to end it. Where responses
+    continue from their tokens, the workers report how far these are. The instant is that of the last report.
+    `measure()` gives the lengths of the records.
     """
     workers, announcements = controller.workers, controller.announcements
     controller.wait_until(

@@ -70,13 +70,13 @@ class Dispatcher:
             self.drop(group_id, "stale")
 
     def find_batch(self) -> list[int] | None:
-        """Find the next batch, having dropped what it need not wait for; None while it must be waited for."""
+        """Drop the groups that a batch need not wait for, and find the batch. None while it must be waited for."""
         for group_id in self.buffer.surplus():
             self.drop(group_id, "aborted")
         return self.buffer.find_batch()
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """Drop a group; a problem that is not to blame is issued again, so that slow problems are not starved."""
+        """Drop a group. Its problem is issued again unless it is to blame, so that slow problems are trained on too."""
         problem = self.buffer.drop(group_id, reason)
         self._abort(group_id)
         if reason not in ("filtered", "failed"):
@@ -132,8 +132,8 @@ class Dispatcher:
     def assign(self) -> Iterator[tuple[Worker, Ticket]]:
         """Take out the tickets that can start now, each with its worker; the caller adds it to the worker's load.
 
-        A ticket goes to the least loaded worker that may start it, and of those to the one with the lowest `order`. The
-        first that none may start holds up those behind it. A heap finds the worker, as there can be thousands.
+        A ticket goes to the least loaded worker that may start it; of equals, to the one with the lowest `order`. A
+        ticket that no worker may start holds up those behind it. A heap finds the worker, as there can be thousands.
         """
         workers = list(self.workers) if self.queue else []
         loads = [
@@ -163,8 +163,11 @@ class Dispatcher:
         return worker.is_up and worker.sent_version >= self.min_version(ticket)
 
     def min_version(self, ticket: Ticket) -> int:
-        """Version a worker needs before it may start this ticket: with several workers one has newer weights before
-        another, and the first to start a member of a group sets the version for the other members."""
+        """Return the version that a worker needs before it may start this ticket.
+
+        Of several workers one has newer weights earlier. The first to start a member of a group sets the version for
+        all members.
+        """
         if ticket.is_evaluation:
             return ticket.min_version
         return max(ticket.min_version, self.buffer.min_version(ticket.group_id))
@@ -181,7 +184,7 @@ class Dispatcher:
             self.workers[index].process.send(Tickets(tickets))
 
     def hold_idle(self, why_full: HoldReason) -> None:
-        """Tell workers without a ticket why, once for each reason; `why_full` says why no group may be admitted."""
+        """Send workers without a ticket the reason, once; `why_full` is why no group may be admitted."""
         reason = self.why_idle(why_full)
         for worker in self.workers:
             if worker.is_up and not worker.running and worker.held != reason:

@@ -16,12 +16,12 @@ from asyncrl.runlog.time_ledger import WORKER_STATES, TimeLedger, seconds, unix_
 class Journal:
     """Writes events as they happen and keeps measurements until they are asked for.
 
-    The time of a worker that is starting is followed on the controller's clock. That of a worker that is up is known
-    until its newest report. Where one clock follows on the other, the later moment of the two counts.
+    While a worker starts, its time runs on the controller's clock. Later it is known until the worker's newest report.
+    Where one clock takes over from the other, the later moment of the two counts.
     """
 
     def __init__(self, record: Callable[..., None], clock: Callable[[], int] = unix_ns):
-        """`record(event, **fields)` writes an event; the controller's own, too, of which nothing is measured."""
+        """`record(event, **fields)` writes an event. The controller also calls it, for events without a measurement."""
         self.record = record
         self._clock = clock
         # of this node's workers, not of those that joined
@@ -41,7 +41,7 @@ class Journal:
         self._starts[worker] += 1
 
     def died(self, worker: Worker) -> None:
-        """A worker has died. One of this node did until now what it last reported, and is started again."""
+        """A worker has died. A worker of this node is started again; until now it did what it last reported."""
         index = worker.index
         exit_code, tickets = worker.process.exit_code, len(worker.running)
         self.record("worker_died", worker=index, exit_code=exit_code, tickets=tickets)

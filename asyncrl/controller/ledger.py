@@ -22,9 +22,9 @@ COUNTS = (
 class Ledger:
     """Counts groups that are issued and tokens that are generated, until they are consumed or, for a reason, dropped.
 
-    What is neither must be resident: in the buffer, which alone knows how much that is. Of groups with any finished
-    member there are sums, too: `measured_FATE` counts them, `length_FATE` and `reward_FATE` add up their means over
-    those members, where FATE is `consumed` or `dropped_REASON`. A member that still ran has no length and no reward.
+    All others must be resident in the buffer. FATE is `consumed` or `dropped_REASON`. `measured_FATE` counts the groups
+    with any finished member. `length_FATE` and `reward_FATE` add up their means over finished members. A member that
+    still ran has no length and no reward.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ from asyncrl.weights.transport import Announcement, Transport
 MAX_RESTARTS = 3
 """Restarts of a worker from which nothing came back between them; one more death of it ends the run."""
 CUT_S = 30.0
-"""Time that workers have to say how far their responses are; those of one that does not are sampled again."""
+"""Time that workers have to report how far their responses are. Responses of a silent worker are sampled again."""
 STOP_TIMEOUT_S = 10.0
 """Time that all workers together have to end by themselves."""
 
@@ -47,8 +47,8 @@ class WorkerDied(RuntimeError):
 class Worker:
     """One rollout worker as the controller sees it.
 
-    Messages are acted on in order, so `state` and `sent_version` are what it will be once it has acted on all that it
-    was sent: one that was told to suspend while it is `loading` is suspended, and loads these weights before.
+    A worker acts on messages in order. So `state` and `sent_version` describe it after all messages that it was sent.
+    A worker that gets `Suspend` while it is `loading` counts as suspended, and loads these weights first.
     """
 
     index: int
@@ -59,13 +59,13 @@ class Worker:
     order: float = 0.0
     """Of equally loaded workers the one with the lowest order gets a ticket; all workers of this node are alike."""
     state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep"] = "starting"
-    """What it was told last, and of sleep what it has said; only new weights end `suspended` and `asleep`."""
+    """What it was asked to do last; `asleep` once it has answered. Only new weights end `suspended` and `asleep`."""
     sent_version: int = -1
     """Newest version sent."""
     loading: Announcement | None = None
-    """Weights that this worker was told to load and has not loaded yet."""
+    """Weights that this worker was sent and has not loaded yet."""
     is_due: bool = False
-    """Whether the announced weights are to be sent when those that are `loading` are loaded."""
+    """Whether the announced weights are sent as soon as those that are `loading` are loaded."""
     running: dict[int, Ticket] = field(default_factory=dict)
     """Tickets that it has, by id."""
     num_running: int = 0
@@ -73,13 +73,13 @@ class Worker:
     num_restarts: int = 0
     """Restarts since a ticket came back from it."""
     is_asked: bool = False
-    """Whether it was asked how far its responses are, and has not said it yet."""
+    """Whether it was asked how far its responses are, and has not answered yet."""
     in_flight: InFlight | None = None
-    """What it said of that last."""
+    """Its last answer."""
     loss: Loss = "died"
     """How a ticket is lost when the worker dies."""
     held: HoldReason | None = None
-    """Reason that the worker was told for having no ticket."""
+    """Why the worker has no ticket, as it was sent last."""
 
     @property
     def is_up(self) -> bool:
@@ -88,7 +88,7 @@ class Worker:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the worker was told to stop until the next update."""
+        """Whether the worker samples nothing before the next update."""
         return self.state in ("suspended", "falling_asleep", "asleep")
 
     def connect(self, transport: Transport) -> None:
@@ -97,7 +97,7 @@ class Worker:
         self.process.send(Connect(transport.init_info(self.index)))
 
     def disconnect(self) -> None:
-        """Give back what joined the worker to the trainer; the worker has died."""
+        """Close what connected a dead worker to the trainer."""
         self.transport.drop(self.index)
         if self.loading is not None:
             self.finish_loading()
@@ -127,7 +127,7 @@ class Worker:
         self.loading = None
 
     def ask(self) -> None:
-        """Have the worker say how far its responses are."""
+        """Ask the worker how far its responses are."""
         self.is_asked, self.in_flight = True, None
         self.process.send(Cut())
 
@@ -171,7 +171,7 @@ class Workers:
         """Whether any trajectory has come back."""
         self._main = main
         self._workers: dict[int, Worker] = {}
-        # of all processes that there were: handling a death may fail too
+        # one for each process that was ever started, as handling a death may fail too
         self._readings: list[Future] = []
         # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
@@ -264,17 +264,17 @@ class Workers:
                 worker.process.send(Suspend())
 
     def fall_asleep(self) -> bool:
-        """Have all workers fall asleep that have not been told to. Returns whether all are asleep."""
-        for worker in self:  # one that was started again in between is told when it is up
-            # it would wake it again
+        """Ask all workers to fall asleep that were not asked yet. Returns whether all are asleep."""
+        for worker in self:  # a worker that was started again meanwhile is asked when it is up
+            # weights that are due would wake it again
             if worker.state in ("sampling", "suspended") and not worker.is_due:
                 worker.state = "falling_asleep"
                 worker.process.send(Sleep())
         return all(worker.state == "asleep" for worker in self)
 
     def ask(self) -> Callable[[], bool]:
-        """Have this node's workers say how far their responses are. Returns what tells whether none is waited for."""
-        # else the wait ends the run
+        """Ask this node's workers how far their responses are. Returns a function: whether no answer is waited for."""
+        # at most half of --timeout-s, after which the wait itself would end the run
         deadline = time.monotonic() + min(CUT_S, self.config.timeout_s / 2)
         for worker in self:
             if worker.is_up:
