@@ -1,7 +1,7 @@
-"""A node with real workers of any kind, and the trainer's side of their protocol, one step at a time.
+"""A node with real workers of any kind and no trainer, one step at a time.
 
-A rig stands still between two steps, so several of them can be measured in turn. A `Rig` has no trainer: the same
-weights are published again and again, under a rising version. A `TrainingRig` is the loop of train_async.py.
+The same weights are published again and again, under a rising version. A rig stands still between two steps, so several
+of them can be measured in turn.
 """
 
 import io
@@ -19,11 +19,8 @@ from asyncrl.cluster.placement import available_cores, place
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.config import Config
 from asyncrl.job.node import Leader, Rank, start_leader
-from asyncrl.job.step_log import StepLog
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer import batch
-from asyncrl.trainer.policy import load_policy
 from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec
@@ -73,40 +70,6 @@ class Rig:
             for event in read(self.node.run.path / "events.jsonl")
             if event["event"] == "update" and event["version"] >= since
         ]
-
-
-class TrainingRig:
-    """The loop of train_async.py. It can leave the training out, or train on batches that it has already.
-
-    In an initialised process group of one rank.
-    """
-
-    def __init__(self, node: Leader):
-        """Load the policy, wait for the engines and publish the first weights."""
-        self.node, self.version = node, 0
-        self.batches: list[list[Group]] = []
-        """The newest ones."""
-        self.policy = load_policy(node.config, node.model_path, node.device, node.clock)
-        self.publisher = node.make_publisher(self.policy)
-        with quiet():
-            self.publisher.publish(0)
-            self.log = StepLog(node).__enter__()
-
-    def step(self, train: bool = True) -> list[Group]:
-        """Make a turn of the loop; without training, the same weights are published under the next version."""
-        self.version += 1
-        groups = self.node.take_batch(self.version, self.publisher)
-        stats = self.train(groups) if train else {}
-        self.publisher.publish(self.version, groups)
-        with quiet():
-            self.log.write(self.version, groups, stats)
-        self.batches = [*self.batches[-9:], groups]
-        return groups
-
-    def train(self, groups: list[Group]) -> dict[str, float]:
-        """Make the training part of a step."""
-        updates = batch.deal(groups, self.version, self.policy, self.node.cluster)
-        return self.policy.train_step(updates, policy_version=self.version - 1)
 
 
 @contextmanager

@@ -1,9 +1,7 @@
-"""The workloads of the benches: which responses are sampled, how long they are, simulated rewards and latencies.
+"""The workloads of the rollout bench: how long responses are, simulated rewards and latencies.
 
-`natural` lets responses end as they end, on the addition task's own problems, and so does `smollm2`, a real language
-model's job, the one of docs/results.md. All others force their lengths, so that whoever does the work samples and
-trains the same number of tokens: no end of sequence is sampled, and a response's only limit is its own number of
-tokens, drawn from a law by the seed of its request.
+Lengths are forced, so that all settings sample the same number of tokens: no end of sequence is sampled, and a
+response's only limit is its own number of tokens, drawn from a law by the seed of its request.
 """
 
 import asyncio
@@ -11,7 +9,7 @@ import functools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 from asyncrl.cluster.placement import WorkerSpec
@@ -26,8 +24,6 @@ from rollout import RolloutWorker, run_worker, start_worker
 from scripts.bench.harness import tables_beside
 from scripts.latency import start_delayed
 
-SIZES = {"groups_per_step": 32, "group_size": 8, "max_prompt_tokens": 40}
-"""Options of every workload that has no others."""
 NO_LEARNING = 1e-12
 """Learning rate that costs what any other costs and leaves weights, and lengths of responses, as they are."""
 REWARD_S = 0.005
@@ -42,24 +38,13 @@ class Workload:
 
     name: str
     max_response_tokens: int
-    median_tokens: float | None = None
+    median_tokens: float
     sigma: float = 0.0
-    options: dict = field(default_factory=dict, hash=False)
-
-    @property
-    def is_forced(self) -> bool:
-        """Whether lengths come from the law."""
-        return self.median_tokens is not None
 
     def length(self, seed: int) -> int:
         """Return the forced tokens of the response with that sampling seed."""
         drawn = random.Random(seed).lognormvariate(math.log(self.median_tokens), self.sigma)
         return min(max(1, round(drawn)), self.max_response_tokens)
-
-    def config(self, **options) -> Config:
-        """Return the options of train_async.py that do this work, with `options` changed."""
-        own = {"max_response_tokens": self.max_response_tokens, **self.options}
-        return Config(**(SIZES | own | options)).checked()
 
 
 _TABLES = tables_beside(__file__)
@@ -92,20 +77,6 @@ class ForcedLengths(LLMProxy):
         """Return the final output of a request that nothing but its length ends."""
         params.ignore_eos, params.stop_token_ids = True, []
         return await super().ask(engine_id, tokens, params)
-
-
-async def start_proxy(spec: WorkerSpec, stop_token_ids: list[int]) -> LLMProxy:
-    """Start an engine that does a workload."""
-    proxy_class = (
-        ForcedLengths if workload_of(spec.config.max_response_tokens).is_forced else LLMProxy
-    )
-    return await proxy_class.start(spec, stop_token_ids)
-
-
-run_workload = functools.partial(
-    run_worker, start=functools.partial(start_worker, start_proxy=start_proxy)
-)
-"""What the process of a rollout worker runs that does a workload."""
 
 
 # Simulated rewards and latencies
@@ -171,7 +142,7 @@ async def start_simulated_worker(
             return start_delayed(spec, tokenizer, law)
         return Environments(SimulatedRewards(spec.config, tokenizer, lengths).make_environment)
 
-    return await start_worker(spec, connection, start_proxy, start_environments)
+    return await start_worker(spec, connection, ForcedLengths.start, start_environments)
 
 
 def run_simulated_worker(law: str) -> Callable:

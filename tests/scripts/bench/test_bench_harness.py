@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from scripts.bench import harness, parts, rollout, trees
+from scripts.bench import harness, rollout, trees
 from scripts.bench.harness import Bench, Case, Column
 from scripts.lines import read
 
@@ -151,7 +151,7 @@ def test_uncommitted_changes_make_no_records_in_results(tmp_path):
 # The benches
 
 
-@pytest.mark.parametrize("bench", [parts.BENCH, rollout.BENCH, trees.BENCH])
+@pytest.mark.parametrize("bench", [rollout.BENCH, trees.BENCH])
 def test_the_stored_records_give_the_stored_page(bench, tmp_path):
     stored = harness.ROOT / "results" / bench.name
     (tmp_path / f"{bench.name}.jsonl").symlink_to(stored / f"{bench.name}.jsonl")
@@ -167,13 +167,6 @@ def run_tiny(script, out, *options):
     assert done.returncode == 0, done.stderr[-4000:]
     assert "the numbers mean nothing" in (out / "table.md").read_text()
     return read(out / f"{script}.jsonl")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "num_records"), [("trainer", 2), ("job", 6)])
-def test_each_part_is_measured_against_its_limit(case, num_records, tmp_path):
-    records = run_tiny("parts", tmp_path, "--only", case, "--repeats", "1")
-    assert len(records) == num_records and all(record["ratio"] > 0 for record in records)
 
 
 @pytest.mark.study

@@ -1,24 +1,20 @@
-"""Lengths of the workloads, and what parts, rollout and trees do with recorded or synthetic tokens."""
+"""Lengths of the workloads, and what rollout and trees do with recorded or synthetic tokens."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from tiny_policy import load, random_sequences, save_tiny_model
+from tiny_policy import save_tiny_model
 
-from asyncrl.config import Config, OptimOptions
+from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
 from asyncrl.records import Trajectory
 from asyncrl.tasks import load_task
-from asyncrl.trainer.packing import bundle, pack
 from data.problem import Problem
 from extras.baselines import BaselineTickets
-from scripts.bench import parts, rollout, trees, workloads
+from scripts.bench import rollout, trees, workloads
 from scripts.bench.workloads import WORKLOADS
 from scripts.lines import read
-
-FORCED = [workload for workload in WORKLOADS.values() if workload.is_forced]
 
 
 @pytest.fixture
@@ -26,7 +22,7 @@ def model_path(tmp_path):
     return save_tiny_model(str(tmp_path / "model"))
 
 
-@pytest.mark.parametrize("workload", FORCED, ids=lambda workload: workload.name)
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=lambda workload: workload.name)
 def test_forced_lengths_follow_their_law(workload):
     from scipy.stats import ks_1samp, lognorm
 
@@ -94,41 +90,6 @@ def test_arms_of_a_comparison_are_configs_that_differ_and_have_one_workload(comp
     assert len({workloads.workload_of(c.max_response_tokens) for c in configs}) == 1
     (case,) = (c for c in rollout.cases(SimpleNamespace(size=size)) if c.name == comparison.name)
     assert case.memory == len(configs) * 2 * rollout.ENGINE_BYTES
-
-
-# Parts
-
-
-def test_the_plain_step_moves_the_weights_as_our_step_does_with_plain_policy_gradient(
-    one_rank, model_path
-):
-    config = Config(model=model_path, algo="reinforce", optim=OptimOptions(warmup=0), lr=1e-2)
-    sequences = random_sequences(12)
-    halves = bundle(sequences[:5]), bundle(sequences[5:])
-    policy, plain = load(config), parts.PlainStep(config, model_path)
-    before = [parameter.detach().clone() for parameter in plain.parameters]
-    policy.train_step([[*halves]], policy_version=12)
-    plain.step([pack(half, one_row=False) for half in halves])
-    ours = [parameter for _, parameter in policy.named_full_parameters()]
-    for mine, theirs, old in zip(ours, plain.parameters, before, strict=True):
-        assert not torch.equal(theirs, old)
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
-
-
-def test_sequences_of_a_workload_have_its_lengths(model_path):
-    long = WORKLOADS["long"]
-    sequences = parts.make_sequences(long, long.config(model=model_path), model_path)
-    assert [s.num_trained for s in sequences] == [long.length(i) for i in range(256)]
-    assert not any(s.loss_mask[0] for s in sequences)
-
-
-def test_a_ratio_is_ours_by_the_limit_and_a_speed_up_the_other_way_round():
-    assert parts.record("rollout long", 90.0, 100.0)["ratio"] == pytest.approx(0.9)
-    halves = {"pause_s": 0.1, "generate_alone_s": 1.0, "train_alone_s": 0.4}
-    measured = {f"α={ratio}": {"step_s": s, **halves} for ratio, s in enumerate((2.0, 1.25, 1.0))}
-    ratios = {r["part"]: r["ratio"] for r in parts.against_synchronous(measured)}
-    wanted = {"overlap α=1": 1.25, "pause α=2": 0.1, "speed-up natural α=1": 1.6}
-    assert wanted.items() <= ratios.items()
 
 
 # Trees
