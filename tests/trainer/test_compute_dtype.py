@@ -1,5 +1,6 @@
 """--dtype bfloat16 on the CPU: what is computed in it is close to float32, and what is trained stays float32."""
 
+import itertools
 import shutil
 
 import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
@@ -62,8 +63,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "attention"), zip(OPTIONS, itertools.cycle(["sdpa", "varlen"]), strict=False)
+)
 def test_bfloat16_computes_about_what_float32_does_and_not_the_same(
     model, name, attention, monkeypatch
 ):

@@ -138,7 +138,7 @@ INDUCTOR = pytest.param(
 
 @pytest.mark.parametrize(
     ("graphs", "lora_rank", "attention"),
-    [("eager", 0, "sdpa"), ("eager", 4, "varlen"), INDUCTOR],
+    [pytest.param("eager", 0, "sdpa", marks=pytest.mark.slow), ("eager", 4, "varlen"), INDUCTOR],
     indirect=["graphs"],
 )
 def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(
@@ -160,7 +160,7 @@ def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(
 @pytest.mark.parametrize(
     ("options", "most"),
     [
-        ({}, 2),
+        pytest.param({}, 2, marks=pytest.mark.study),
         pytest.param({"save_memory": ("activations",)}, 4, marks=pytest.mark.study),
         pytest.param({"lora_rank": 2, "kl_coef": 0.1}, 4, marks=pytest.mark.study),
         ({"lora_rank": 2, "kl_coef": 0.1, "save_memory": ("activations",)}, 6),

@@ -28,9 +28,10 @@ from asyncrl.trainer.packing import bundle
 pytestmark = pytest.mark.usefixtures("one_rank")
 VERSION = 11
 """The newest version of random sequences, so that some tokens have no lag."""
-FORMS = (("off", 40), ("tree", 35), ("tree", 100_000))
-"""What is shared, and the most tokens of a micro-batch. The last reads whole trees."""
-PROMPTS = ("prompt", 60)
+WHOLE_TREES = ("tree", 100_000)
+LOSS_FORMS = (("tree", 35), WHOLE_TREES)
+OTHER_FORMS = (("off", 40), ("prompt", 60), WHOLE_TREES)
+"""What is shared, and the most tokens of a micro-batch."""
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 VALUES = {
     "advantage": "gae",
@@ -99,7 +100,7 @@ def test_a_step_is_that_of_the_definition_however_it_is_packed(untied, name):
     sequences = random_tree(12, seed=len(config.algo))
     updates = [sequences[i :: config.minibatches] for i in range(config.minibatches)]
     expected = None
-    for sharing, budget in FORMS if name in LOSSES else (PROMPTS, *FORMS):
+    for sharing, budget in LOSS_FORMS if name in LOSSES else OTHER_FORMS:
         policy = load(replace(config, share_prefix=sharing))
         randomize(policy)
         expected = expected or PlainTrainer(policy).train_step(updates, VERSION)
