@@ -14,8 +14,6 @@ denominator of the mean, because token weights are fixed before any loss is seen
 
 from typing import Literal
 
-import torch
-
 from algos.inputs import Cap, LossInputs, LossOutput, NonNegative, Share
 from algos.objectives import weighted_proximal_clip
 from algos.ratio import importance_ratio
@@ -34,6 +32,6 @@ def loss(
     `clipped` is 1 where the clip or the mask cuts the gradient to 0, or the cap makes it smaller.
     """
     stale = importance_ratio(inputs.log_staleness)
-    over = stale > behavior_weight_cap
-    weight = torch.where(over, 0.0 if action == "mask" else behavior_weight_cap, stale)
-    return weighted_proximal_clip(inputs, weight, over, clip_low, clip_high)
+    return weighted_proximal_clip(
+        inputs, stale, clip_low, clip_high, high=behavior_weight_cap, beyond=action
+    )

@@ -5,12 +5,16 @@
              b·log(b/p) + (1 − b)·log((1 − b)/(1 − p))                with divergence "kl"
     M_t    = 0 where the update goes on moving away: A > 0, p > b and D_t > delta_high,
              or A < 0, p < b and D_t > delta_low; else 1
-    loss_t = −sg(M_t·min(r_t, cap))·A·log π(t)          sg = stop-gradient
+             and with sides "both" 0 wherever p > b and D_t > delta_high, or p < b and D_t > delta_low
+    loss_t = −sg(M_t·min(r_t, cap))·A·log π(t) + squared·(log r_t)²          sg = stop-gradient
 
 Divergence PPO, arXiv 2602.04879, eq. 13 and 14: «this token or another» stands for the whole distribution. A rare token
 may double, which PPO's clip forbids; a sure one may not fall by a fifth, which the clip allows. The cap is of section
 5.4. The default bounds are those of verl's example: 0.15 for "tv" and 0.05 for "kl". The default cap is ours: verl's is
 3, and its example of DPPO sets 10,000.
+prime-rl's default loss is this one with deltas of 0.2 and `squared=0.001`, the squared log-ratio that pulls back to the
+policy that sampled, Kimi K2.5, arXiv 2602.02276. Its IPO has `sides=both`, deltas of 0.1 and the same square. It has no
+cap, and the square also counts for tokens that are left out, as here.
 Differs from the paper: its top-k divergences are not here; a token left out stays in the denominator of the mean.
 Others: verl stops the gradient at the ratio, as here; SkyRL lets it pass and has no cap. Up to the cap the gradients
 are the same; above it a ratio with gradient would have none, where ours is bounded.
@@ -21,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from algos.inputs import Cap, LossInputs, LossOutput, Positive
+from algos.inputs import Cap, LossInputs, LossOutput, NonNegative, Positive
 from algos.objectives import weighted_policy_gradient
 from algos.ratio import importance_ratio, is_past
 
@@ -35,6 +39,8 @@ def loss(
     delta_low: Positive | None = None,
     delta_high: Positive | None = None,
     cap: Cap = 20.0,
+    sides: Literal["away", "both"] = "away",
+    squared: NonNegative = 0.0,
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio).
 
@@ -48,8 +54,10 @@ def loss(
     if divergence == "kl":
         moved = moved.sign() * _binary_kl(behavior_logprobs, logprobs)
     ratio = importance_ratio(logprobs - behavior_logprobs)
-    weight = torch.where(is_past(moved, inputs.advantages, -low, high), 0.0, ratio.clamp(max=cap))
-    return weighted_policy_gradient(inputs, weight, ratio)
+    away = inputs.advantages if sides == "away" else moved
+    weight = torch.where(is_past(moved, away, -low, high), 0.0, ratio.clamp(max=cap))
+    losses, stats = weighted_policy_gradient(inputs, weight, ratio)
+    return losses + squared * inputs.log_ratio**2, stats
 
 
 def _binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """GMPO: tokens are clipped one by one, and the sequence weighs by the geometric mean of what is left.
 
-    l_t    = log π(t) − log π_behavior(t), at most clip_high where A > 0, at least −clip_low where A < 0
+    l_t    = log π(t) − log π_behavior(t), at most log_clip_high where A > 0, at least −log_clip_low where A < 0
     g      = exp(mean over the sequence of l)
     loss_t = −g·A          for every token; gradient flows through g to the tokens that are not clipped
 
@@ -21,15 +21,17 @@ from algos.ratio import importance_ratio, is_past, sequence_mean
 
 
 @needs_equal_advantages
-def loss(inputs: LossInputs, *, clip_low: Positive = 0.4, clip_high: Positive = 0.4) -> LossOutput:
+def loss(
+    inputs: LossInputs, *, log_clip_low: Positive = 0.4, log_clip_high: Positive = 0.4
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (gradient cut to 0).
 
-    `clip_low` and `clip_high` are in nats; weight is g, and 0 where a token is clipped.
+    `log_clip_low` and `log_clip_high` are in nats; weight is g, and 0 where a token is clipped.
     """
     log_ratio = inputs.log_ratio
     detached = log_ratio.detach()
-    clipped = is_past(detached, inputs.advantages, -clip_low, clip_high)
-    log_clipped = torch.where(clipped, detached.clamp(-clip_low, clip_high), log_ratio)
+    clipped = is_past(detached, inputs.advantages, -log_clip_low, log_clip_high)
+    log_clipped = torch.where(clipped, detached.clamp(-log_clip_low, log_clip_high), log_ratio)
     mean_ratio = importance_ratio(sequence_mean(log_clipped, inputs.sequence_ids))
     return -mean_ratio * inputs.advantages, {
         "ratio": importance_ratio(detached),

@@ -12,8 +12,6 @@ staleness; the KL term is the trainer's (`kl_coef`), and 1/length is a choice of
 clamped to ±20 nats.
 """
 
-import torch
-
 from algos.inputs import AboveOne, LossInputs, LossOutput, NonNegative, Share
 from algos.ratio import clipped_objective, importance_ratio
 
@@ -26,14 +24,6 @@ def loss(
     dual_clip: AboveOne | None = None,
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where the gradient is cut to 0)."""
-    advantages = inputs.advantages
     ratio = importance_ratio(inputs.log_ratio)
-    objective, clipped = clipped_objective(ratio, advantages, clip_low, clip_high)
-    detached = ratio.detach()
-    if dual_clip is not None:
-        negative = advantages < 0
-        objective = torch.where(
-            negative, torch.maximum(objective, dual_clip * advantages), objective
-        )
-        clipped |= negative & (detached > dual_clip)
-    return -objective, {"ratio": detached, "clipped": clipped.to(ratio.dtype)}
+    objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
+    return -objective, {"ratio": ratio.detach(), "clipped": clipped.to(ratio.dtype)}

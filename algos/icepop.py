@@ -2,7 +2,7 @@
 
     u_t    = exp(log π(t) − log π_proximal(t))
     k_t    = exp(log π_proximal(t) − log π_behavior(t)), or its geometric mean over the sequence with level "sequence"
-    w_t    = k_t where low ≤ k_t ≤ high, else 0
+    w_t    = k_t where low ≤ k_t ≤ high, or 1 there with weighs=false; else 0
     loss_t = −w_t·min(u_t·A, clip(u_t, 1 − clip_low, 1 + clip_high)·A)
 
 Ling team, «Every Step Evolves» (Ring-1T), arXiv 2510.18855, where IcePop is the mask M(k; α, β) with α = 0.5, β = 5.
@@ -11,11 +11,11 @@ as well; level "sequence" is not in it, and weighs by the geometric mean, which 
 scale of one token's; a token left out stays in the denominator of the mean; the KL term is the
 trainer's; log-ratios are clamped to ±20 nats. The proximal policy of a step's first update is the current one, as in
 decoupled_ppo.py.
+With `weighs=false` the mask is a trust region alone: the paper multiplies by k, and verl's rejection sampling
+(`rollout_rs` without `rollout_is`) does not.
 """
 
 from typing import Literal
-
-import torch
 
 from algos.inputs import BelowOne, Cap, LossInputs, LossOutput, NonNegative, Share
 from algos.objectives import weighted_proximal_clip
@@ -30,6 +30,7 @@ def loss(
     low: BelowOne = 0.5,
     high: Cap = 5.0,
     level: Literal["token", "sequence"] = "token",
+    weighs: bool = True,
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.
 
@@ -39,6 +40,6 @@ def loss(
     if level == "sequence":
         log_staleness = sequence_mean(log_staleness, inputs.sequence_ids)
     stale = importance_ratio(log_staleness)
-    outside = (stale < low) | (stale > high)
-    weight = torch.where(outside, 0.0, stale)
-    return weighted_proximal_clip(inputs, weight, outside, clip_low, clip_high)
+    return weighted_proximal_clip(
+        inputs, stale, clip_low, clip_high, low=low, high=high, weighs=weighs
+    )

@@ -4,7 +4,7 @@
     level "token":      w_t = r_t where low ≤ r_t ≤ high, else 0
     level "sequence":   w_t = s where low ≤ s ≤ high, else 0, with s = Π r over the sequence
     level "geometric":  w_t = r_t where low ≤ g ≤ high, else 0, with g = exp(mean over the sequence of log r)
-    loss_t = −sg(w_t)·A·log π(t)          sg = stop-gradient
+    loss_t = −sg(min(w_t, cap))·A·log π(t)          sg = stop-gradient; without cap that is w_t
 
 Trust Region Masking, arXiv 2512.23075, has the theory: per-token clips cannot bound the error of a long sequence, so a
 sequence goes or stays as a whole. g says how far a token moved on average, whatever the length; s favours the short.
@@ -14,7 +14,8 @@ ratios of what was sampled, as in public code. What is left out stays in the den
 Others: verl, TRL, SkyRL and NeMo RL mask by π_proximal/π_behavior on top of a PPO clip, as icepop.py does; here it is
 the current policy and no clip. With "sequence" TRL weighs by s, as here, and SkyRL by a ratio of its own choice; with
 "geometric" NeMo RL weighs by r_t, as here, and verl not at all: g itself is no importance weight. The gradient stops at
-the weight, or it would be spread over the sequence.
+the weight, or it would be spread over the sequence. A cap below `high` is truncation inside the mask, as verl, SkyRL
+and slime combine the two.
 """
 
 from typing import Literal
@@ -32,8 +33,9 @@ def loss(
     low: BelowOne = 0.5,
     high: Cap = 2.0,
     level: Literal["token", "sequence", "geometric"] = "token",
+    cap: Cap | None = None,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, weight (w), clipped (1 where left out)."""
+    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (left out, or capped)."""
     log_ratio = inputs.log_ratio.detach()
     ratio = judged = weight = importance_ratio(log_ratio)
     if level == "sequence":
@@ -41,5 +43,6 @@ def loss(
     elif level == "geometric":
         judged = importance_ratio(sequence_mean(log_ratio, inputs.sequence_ids))
     outside = (judged < low) | (judged > high)
-    weight = torch.where(outside, 0.0, weight)
-    return weighted_policy_gradient(inputs, weight, ratio, clipped=outside)
+    kept = torch.where(outside, 0.0, weight)
+    weight = kept if cap is None else kept.clamp(max=cap)
+    return weighted_policy_gradient(inputs, weight, ratio, clipped=outside | (weight != kept))

@@ -1,5 +1,8 @@
 """The two forms that most losses have: a weight times policy gradient, and a weight times PPO's clip."""
 
+from typing import Literal
+
+import torch
 from torch import Tensor
 
 from algos.inputs import LossInputs, LossOutput
@@ -20,18 +23,30 @@ def weighted_policy_gradient(
 
 
 def weighted_proximal_clip(
-    inputs: LossInputs, weight: Tensor, is_cut: Tensor, clip_low: float, clip_high: float
+    inputs: LossInputs,
+    stale: Tensor,
+    *clips: float | None,
+    low: float = 0.0,
+    high: float,
+    beyond: Literal["mask", "truncate"] = "mask",
+    weighs: bool = True,
 ) -> LossOutput:
-    """Return −weight·min(u·A, clip(u, 1 − clip_low, 1 + clip_high)·A), [N], with u = π(t)/π_proximal(t), and stats [N].
+    """Return −w·(PPO's clipped objective of u = π(t)/π_proximal(t)), [N], and the stats [N].
 
-    The stats are ratio, proximal_ratio (u), weight, and clipped: where the clip cuts the gradient to 0, or `is_cut`
-    [N] bool says that the weight was changed. `weight` [N] carries no gradient.
+    `clips` are clip_low, clip_high and dual_clip of `clipped_objective`. `stale` [N] is the ratio of staleness, without
+    gradient. w is `stale` where low ≤ stale ≤ high, or 1 there unless it `weighs`; beyond, it is 0 with "mask" and
+    `high` with "truncate". The stats are ratio, proximal_ratio (u), weight (w), and clipped: where the clip cuts the
+    gradient to 0, or `stale` is outside.
     """
+    outside = (stale < low) | (stale > high)
+    weight = torch.where(
+        outside, 0.0 if beyond == "mask" else high, stale if weighs else torch.ones_like(stale)
+    )
     moved = importance_ratio(inputs.logprobs - inputs.proximal_logprobs)
-    objective, clipped = clipped_objective(moved, inputs.advantages, clip_low, clip_high)
+    objective, clipped = clipped_objective(moved, inputs.advantages, *clips)
     return -weight * objective, {
         "ratio": importance_ratio(inputs.log_ratio.detach()),
         "proximal_ratio": moved.detach(),
         "weight": weight,
-        "clipped": (clipped | is_cut).to(moved.dtype),
+        "clipped": (clipped | outside).to(moved.dtype),
     }

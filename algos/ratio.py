@@ -3,8 +3,10 @@
 The pessimistic clip of PPO is shared by losses that differ in the ratio that they give it:
 
     objective = min(ratio·A, clip(ratio, 1 − clip_low, 1 + clip_high)·A)
+    and with dual_clip c > 1, where A < 0:  max(objective, c·A)
 
-PPO, arXiv 1707.06347, eq. 7; clip_high > clip_low («clip-higher») is DAPO, arXiv 2503.14476, eq. 10.
+PPO, arXiv 1707.06347, eq. 7; clip_high > clip_low («clip-higher») is DAPO, arXiv 2503.14476, eq. 10; the dual clip is
+arXiv 1912.09729, section 3.
 """
 
 import torch
@@ -39,16 +41,26 @@ def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
 
 
 def clipped_objective(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the objective [N], to be maximised, and where its gradient is cut to 0, [N] bool; ratio, advantages [N].
 
-    Only a ratio past the clip in the direction that the advantage asks for is cut.
+    Only a ratio past the clip in the direction that the advantage asks for is cut, and one past the dual clip.
     """
     objective = torch.minimum(
         ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     )
-    return objective, is_past_clip(ratio.detach(), advantages, clip_low, clip_high)
+    detached = ratio.detach()
+    clipped = is_past_clip(detached, advantages, clip_low, clip_high)
+    if dual_clip is not None:
+        is_bad = advantages < 0
+        objective = torch.where(is_bad, objective.maximum(dual_clip * advantages), objective)
+        clipped |= is_bad & (detached > dual_clip)
+    return objective, clipped
 
 
 def is_past_clip(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:

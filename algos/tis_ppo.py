@@ -4,9 +4,11 @@
     w_t    = min(exp(log π_proximal(t) − log π_behavior(t)), cap)
              with level "sequence" the cap is on the product of the sequence's ratios, which all its tokens get
     loss_t = −w_t·min(u_t·A, clip(u_t, 1 − clip_low, 1 + clip_high)·A)
+    and with dual_clip c > 1, where A < 0:  loss_t = −w_t·max(min(...), c·A)
 
 What verl, NeMo RL, SkyRL and slime call TIS: Yao et al. 2025, «Your Efficient RL Framework Secretly Brings You
 Off-Policy RL Training»; truncation is IMPALA's, arXiv 1802.01561, section 4.1, the clip PPO's, arXiv 1707.06347, eq. 7.
+verl and NeMo RL combine it with the dual clip, arXiv 1912.09729, section 3.
 It is decoupled_ppo.py with `action=truncate` and a cap of 2, to the bit at level "token". ROLL's TIS (tis.py) is
 another formula: no clip, one ratio from the current policy to the one that sampled, truncated at 1.
 Differs from the paper: its weight is only training engine against inference engine at one version, ours holds the
@@ -16,7 +18,7 @@ The proximal policy of a step's first update is the current one, as in decoupled
 
 from typing import Literal
 
-from algos.inputs import Cap, LossInputs, LossOutput, NonNegative, Share
+from algos.inputs import AboveOne, Cap, LossInputs, LossOutput, NonNegative, Share
 from algos.objectives import weighted_proximal_clip
 from algos.ratio import importance_ratio, sequence_sum
 
@@ -26,6 +28,7 @@ def loss(
     *,
     clip_low: Share = 0.2,
     clip_high: NonNegative = 0.2,
+    dual_clip: AboveOne | None = None,
     cap: Cap = 2.0,
     level: Literal["token", "sequence"] = "token",
 ) -> LossOutput:
@@ -37,5 +40,6 @@ def loss(
     if level == "sequence":
         log_staleness = sequence_sum(log_staleness, inputs.sequence_ids)
     stale = importance_ratio(log_staleness)
-    weight = stale.clamp(max=cap)
-    return weighted_proximal_clip(inputs, weight, stale > cap, clip_low, clip_high)
+    return weighted_proximal_clip(
+        inputs, stale, clip_low, clip_high, dual_clip, high=cap, beyond="truncate"
+    )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from scipy.stats import chisquare
 
-from algos.sampling import Sampling, sampling_logits
+from asyncrl.trainer.sampling import Sampling, sampling_logits
 
 VOCAB, ROWS = 600, 8
 FEW, DRAWS = 30, 1500

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from algos.sampling import Sampling, sampling_logits
 from asyncrl.trainer.attention import ONE_ROW, attention_inputs, dense_cost
+from asyncrl.trainer.sampling import Sampling, sampling_logits
 
 CHUNK_ROWS = 1024
 """Trained tokens per pass through the head: the most rows that a tensor [tokens, vocabulary] ever has."""

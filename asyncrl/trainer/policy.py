@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from algos import KL_ESTIMATORS, LossInputs
 from algos.inputs import couples_tokens, joined
 from algos.proximal import loglinear
-from algos.sampling import Sampling
 from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
@@ -44,6 +43,7 @@ from asyncrl.trainer.packing import (
     tokens_read,
     with_equal_counts,
 )
+from asyncrl.trainer.sampling import Sampling
 
 
 class NotFinite(RuntimeError):

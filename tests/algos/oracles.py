@@ -49,11 +49,15 @@ def is_past(moved, advantage, low, high):
     return moved > high if advantage > 0 else advantage < 0 and moved < low
 
 
-def clipped_objective(ratio, advantage, clip_low, clip_high):
-    """PPO's objective, and whether the clip cuts its gradient."""
+def clipped_objective(ratio, advantage, clip_low, clip_high, dual_clip=None):
+    """PPO's objective, and whether the clip, or the dual clip, cuts its gradient."""
     low, high = 1 - clip_low, 1 + clip_high
     objective = min(ratio * advantage, clip(ratio, low, high) * advantage)
-    return objective, is_past(ratio, advantage, low, high)
+    clipped = is_past(ratio, advantage, low, high)
+    if dual_clip is not None and advantage < 0:
+        objective = max(objective, dual_clip * advantage)
+        clipped = clipped or ratio > dual_clip
+    return objective, clipped
 
 
 def weighted(token, weight, ratio, clipped=None):
@@ -62,10 +66,10 @@ def weighted(token, weight, ratio, clipped=None):
     return row | {"clipped": weight != ratio if clipped is None else clipped}
 
 
-def around_proximal(token, weight, weight_is_cut, clip_low, clip_high):
+def around_proximal(token, weight, weight_is_cut, *clips):
     """The row of a weight times PPO's clip against the proximal policy."""
     moved = token.proximal_ratio
-    objective, clipped = clipped_objective(moved, token.advantage, clip_low, clip_high)
+    objective, clipped = clipped_objective(moved, token.advantage, *clips)
     row = {"loss": -weight * objective, "ratio": token.ratio, "proximal_ratio": moved}
     return row | {"weight": weight, "clipped": clipped or weight_is_cut}
 
@@ -77,10 +81,8 @@ def reinforce(tokens):
 def grpo(tokens, clip_low=0.2, clip_high=0.2, dual_clip=None):
     rows = []
     for token in tokens:
-        objective, clipped = clipped_objective(token.ratio, token.advantage, clip_low, clip_high)
-        if dual_clip is not None and token.advantage < 0:
-            objective = max(objective, dual_clip * token.advantage)
-            clipped = clipped or token.ratio > dual_clip
+        clips = clip_low, clip_high, dual_clip
+        objective, clipped = clipped_objective(token.ratio, token.advantage, *clips)
         rows.append({"loss": -objective, "ratio": token.ratio, "clipped": clipped})
     return rows
 
@@ -96,22 +98,23 @@ def decoupled_ppo(tokens, clip_low=0.2, clip_high=0.2, behavior_weight_cap=5.0, 
     return rows
 
 
-def tis_ppo(tokens, clip_low=0.2, clip_high=0.2, cap=2.0, level="token"):
+def tis_ppo(tokens, clip_low=0.2, clip_high=0.2, dual_clip=None, cap=2.0, level="token"):
+    clips = clip_low, clip_high, dual_clip
     whole = math.prod([token.stale for token in tokens])
     rows = []
     for token in tokens:
         stale = whole if level == "sequence" else token.stale
-        rows.append(around_proximal(token, min(stale, cap), stale > cap, clip_low, clip_high))
+        rows.append(around_proximal(token, min(stale, cap), stale > cap, *clips))
     return rows
 
 
-def icepop(tokens, clip_low=0.2, clip_high=0.2, low=0.5, high=5.0, level="token"):
+def icepop(tokens, clip_low=0.2, clip_high=0.2, low=0.5, high=5.0, level="token", weighs=True):
     mean = geometric_mean([token.stale for token in tokens])
     rows = []
     for token in tokens:
         stale = mean if level == "sequence" else token.stale
         is_inside = low <= stale <= high
-        weight = stale if is_inside else 0.0
+        weight = (stale if weighs else 1.0) if is_inside else 0.0
         rows.append(around_proximal(token, weight, not is_inside, clip_low, clip_high))
     return rows
 
@@ -158,8 +161,8 @@ def gspo(tokens, clip_low=3e-4, clip_high=4e-4):
     return rows
 
 
-def gmpo(tokens, clip_low=0.4, clip_high=0.4):
-    low, high = math.exp(-clip_low), math.exp(clip_high)
+def gmpo(tokens, log_clip_low=0.4, log_clip_high=0.4):
+    low, high = math.exp(-log_clip_low), math.exp(log_clip_high)
     clipped = [is_past(token.held_ratio, token.advantage, low, high) for token in tokens]
     cut = zip(tokens, clipped, strict=True)
     mean = geometric_mean([clip(t.held_ratio, low, high) if c else t.ratio for t, c in cut])
@@ -196,7 +199,9 @@ def _goes_on(token):
     return token.advantage * (token.held - token.behavior) > 0
 
 
-def dppo(tokens, divergence="tv", delta_low=None, delta_high=None, cap=20.0):
+def dppo(
+    tokens, divergence="tv", delta_low=None, delta_high=None, cap=20.0, sides="away", squared=0.0
+):
     default = 0.15 if divergence == "tv" else 0.05
     low = default if delta_low is None else delta_low
     high = default if delta_high is None else delta_high
@@ -205,7 +210,11 @@ def dppo(tokens, divergence="tv", delta_low=None, delta_high=None, cap=20.0):
         p, b = math.exp(token.held), math.exp(token.behavior)
         distance = abs(p - b) if divergence == "tv" else _binary_kl(b, p)
         is_out = is_past(math.copysign(distance, p - b), token.advantage, -low, high)
-        rows.append(weighted(token, 0.0 if is_out else min(p / b, cap), p / b))
+        if sides == "both":
+            is_out = distance > (high if p > b else low)
+        row = weighted(token, 0.0 if is_out else min(p / b, cap), p / b)
+        pull = squared * (token.logprob - token.behavior) ** 2
+        rows.append(row | {"loss": row["loss"] + pull})
     return rows
 
 
@@ -235,7 +244,7 @@ def opsm(tokens, clip_low=0.2, clip_high=0.2, delta=0.5):
     return rows
 
 
-def mis(tokens, low=0.5, high=2.0, level="token"):
+def mis(tokens, low=0.5, high=2.0, level="token", cap=math.inf):
     ratios = [token.held_ratio for token in tokens]
     rows = []
     for token, ratio in zip(tokens, ratios, strict=True):
@@ -246,7 +255,9 @@ def mis(tokens, low=0.5, high=2.0, level="token"):
         }
         weight = math.prod(ratios) if level == "sequence" else ratio
         is_inside = low <= judged[level] <= high
-        rows.append(weighted(token, weight if is_inside else 0.0, ratio, clipped=not is_inside))
+        is_cut = not is_inside or weight > cap
+        weight = min(weight, cap) if is_inside else 0.0
+        rows.append(weighted(token, weight, ratio, clipped=is_cut))
     return rows
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from algos.sampling import Sampling, sampling_logits
 from asyncrl.config import Config
 from asyncrl.engine.vllm_setup import sampling_params
+from asyncrl.trainer.sampling import Sampling, sampling_logits
 
 ROWS, VOCAB = 64, 300
 CUTS = [

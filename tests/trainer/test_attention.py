@@ -32,7 +32,6 @@ from transformers import (
 
 import asyncrl.trainer.attention
 import asyncrl.trainer.model
-from algos.sampling import Sampling
 from asyncrl.trainer.attention import (
     _block_mask_maker,
     attention_inputs,
@@ -43,6 +42,7 @@ from asyncrl.trainer.attention import (
 )
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.packing import bundle, pack
+from asyncrl.trainer.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 HOPPER = (9, 0)

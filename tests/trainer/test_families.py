@@ -7,11 +7,11 @@ from tiny_families import tiny_config, tiny_model
 from tiny_policy import random_sequences
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from algos.sampling import Sampling
 from asyncrl.trainer.attention import check_layers, unfit_for_varlen
 from asyncrl.trainer.families import COMPARED, check_family
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.packing import bundle, pack
+from asyncrl.trainer.sampling import Sampling
 
 HOPPER = (9, 0)
 REFUSED = {

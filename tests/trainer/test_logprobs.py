@@ -9,9 +9,9 @@ from tiny_policy import assert_same_gradient, random_sequences, save_tiny_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from algos.sampling import Sampling
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.packing import bundle, pack
+from asyncrl.trainer.sampling import Sampling
 
 ALL_ROWS = 1_000_000
 VOCABULARY, HIDDEN, TOKENS = 8000, 16, 512

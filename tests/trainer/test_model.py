@@ -22,11 +22,11 @@ from transformers import (
 )
 
 import asyncrl.trainer.model
-from algos.sampling import Sampling
 from asyncrl.config import Config
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.model import compiles
 from asyncrl.trainer.packing import bundle, pack
+from asyncrl.trainer.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -19,10 +19,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM
 
 import asyncrl.trainer.logprobs
-from algos.sampling import Sampling
 from asyncrl.config import Config
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.model import embedding_apart, recompute_layers, shard
+from asyncrl.trainer.sampling import Sampling
 from extras.planning.memory import step_items, total
 from extras.planning.shape import read_shape
 from scripts.qwen3_shapes import qwen3_config

@@ -2,7 +2,7 @@ import pytest
 import torch
 from tiny_policy import brute_force_nucleus
 
-from algos.sampling import Sampling, sampling_logits
+from asyncrl.trainer.sampling import Sampling, sampling_logits
 
 CUTS = [
     *((top_p, 0, 0.0) for top_p in (0.05, 0.5, 0.9, 0.999)),
