@@ -11,8 +11,10 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -23,6 +25,8 @@ KEPT_BYTES, LARGEST_KEPT = 1 << 30, 32 << 20
 """Freed memory that malloc keeps at the top of its heap; largest piece that it takes from there, the most it allows."""
 FIRST_PARENT = os.getppid()
 """Of this process, if it was not forked: an orphan has another one by the time that torch and the rest are imported."""
+STUCK_S = 4.0
+"""Time in which a rank must have begun its way down after torchrun's signal."""
 # torchrun's variables would make a child believe that it is a trainer rank.
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PET_", "ROLE_", "GROUP_")
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -48,12 +52,15 @@ def run_job(job: Callable[[], None]) -> None:
         signal.signal(number, _interrupt)
     try:
         job()
-    except Interrupted as error:
-        fail(str(error), status=error.args[1])
-    except ValueError as error:
-        fail(str(error), status=2)
-    except (OSError, RuntimeError) as error:
-        fail(str(error), status=1)
+    except (Interrupted, ValueError, OSError, RuntimeError) as error:
+        fail(str(error), status_of(error))
+
+
+def status_of(error: BaseException) -> int:
+    """Return the exit status of a run that an error ends."""
+    if isinstance(error, Interrupted):
+        return error.args[1]
+    return 2 if isinstance(error, ValueError) else 1
 
 
 def _interrupt(number: int, frame) -> None:
@@ -62,12 +69,32 @@ def _interrupt(number: int, frame) -> None:
 
 
 def fail(reason: str, status: int) -> None:
-    """Print why the run ends, have torchrun say it again at the end of its own report, and end the run."""
+    """Say why the run ends, and end it."""
+    say_why(reason)
+    sys.exit(status)
+
+
+def say_why(reason: str) -> None:
+    """Print why the run ends, and have torchrun say it again at the end of its own report."""
     print(f"error: {reason}", file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": f"error: {reason}", "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))
-    sys.exit(status)
+
+
+def end_by(error: BaseException, take_down: Callable[[], None]) -> NoReturn:
+    """End this rank, one of several, by an error: its reason comes first, and no process group is destroyed.
+
+    NCCL's destruction waits for ranks that may be waiting for this one (pytorch#141510).
+    """
+    say_why(str(error) or type(error).__name__)
+    if not isinstance(error, (Interrupted, ValueError, OSError, RuntimeError)):
+        traceback.print_exception(error)
+    try:
+        take_down()
+    finally:
+        sys.stdout.flush()
+        os._exit(status_of(error))
 
 
 def exit_with_parent(poll_s: float = 1.0) -> None:
@@ -84,6 +111,26 @@ def exit_with_parent(poll_s: float = 1.0) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
+
+
+def end_if_stuck(num_ranks: int, grace_s: float = STUCK_S) -> None:
+    """Start a daemon thread that ends this rank if torchrun's signal for a lost one, of `num_ranks`, has no effect.
+
+    The main thread may stand in a collective of NCCL, where no handler of a signal runs.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        os.read(reader, 1)
+        while not has_lost_a_rank(num_ranks):
+            os.read(reader, 1)
+        time.sleep(grace_s)
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+            os._exit(1)
+
+    threading.Thread(target=watch, name="end-if-stuck", daemon=True).start()
 
 
 def ignore_signals() -> None:

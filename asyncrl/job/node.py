@@ -23,6 +23,8 @@ from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.cluster.placement import Placement, available_cores, place
 from asyncrl.cluster.processes import (
     Interrupted,
+    end_by,
+    end_if_stuck,
     exit_with_parent,
     ignore_signals,
     keep_freed_memory,
@@ -193,7 +195,6 @@ def start_rank(config: Config) -> Iterator[Rank]:
     _prepare_process(config, on_end)
     clock = TrainerClock()
     cluster = join(config, "cuda" if visible_gpus() else "cpu", fingerprint, check_same)
-    on_end.callback(dist.destroy_process_group)
     resumed = find_checkpoint(config, cluster)
     watch_class = extras.load("--nnodes").LeaderWatch if cluster.num_nodes > 1 else NodeWatch
     watch = watch_class(cluster, dump_stacks)
@@ -206,7 +207,10 @@ def start_rank(config: Config) -> Iterator[Rank]:
         raise watch.explain(error) from error.__cause__
     finally:
         ignore_signals()
+        if cluster.num_ranks > 1 and sys.exception() is not None:
+            end_by(sys.exception(), on_end.close)
         on_end.close()
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -250,6 +254,7 @@ def _prepare_process(config: Config, on_end: ExitStack) -> None:
         on_end.callback(watchdog.end_what_is_stopped(config.timeout_s / 2))
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         exit_with_parent()  # torchrun killed outright must not leave its ranks behind
+        end_if_stuck(int(os.environ["LOCAL_WORLD_SIZE"]))
     keep_freed_memory()
 
 

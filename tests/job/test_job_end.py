@@ -1,0 +1,28 @@
+"""How several ranks end when one of them fails, and NCCL would have the others wait for it."""
+
+import psutil
+import pytest
+from real_job import TORCHRUN, launch
+
+OPTIONS = ("--steps=1", "--groups-per-step=2", "--group-size=2", "--eval-every=0")
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_an_error_on_one_rank_ends_all_though_the_other_stands_where_no_signal_reaches_it(
+    tmp_path, rank
+):
+    """The reason comes first, torchrun has not to kill anybody, and no group is destroyed, as that would hang."""
+    agent = ["--standalone", "--nproc-per-node=2", "--shutdown-timeout=600"]
+    words = ["tests/blocking_job.py", str(rank), *OPTIONS]
+    folder = [f"--runs-dir={tmp_path}", "--run-name=run"]
+    job = launch([*TORCHRUN, *agent, *words, *folder], tmp_path / "run", tmp_path / "output.txt")
+    job.wait_until(lambda: "is out of memory" in job.output())
+    processes = job.descendants()
+    assert job.wait(60) == 1
+    assert f"error: rank {rank} is out of memory" in job.output().splitlines()
+    assert f"error: rank {rank} is out of memory" in job.output().splitlines()[-2]
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    assert not alive, [process.cmdline() for process in alive]
+    if rank == 0:
+        (end,) = job.events("run_ended")
+        assert end["reason"] == "RuntimeError: rank 0 is out of memory"
