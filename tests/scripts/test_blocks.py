@@ -13,6 +13,7 @@ DIGESTS = {
     "results/bandit/README.md": "745d4ffad080c3a5",
     "results/bandit/bandit.jsonl": "786f8d6ad04c28fe",
     "results/parts/table.md": "4c62f103845b0903",
+    "results/planner/table.md": "f4a8c2c0997a902b",
     "results/peers/table.md": "dcc84c10b34ca078",
     "results/study/tables.md": "f1ab9d8fe3589688",
     "results/study/cost.png": "172da36ceda7c9f2",
@@ -47,8 +48,8 @@ def test_the_scripts_in_the_history_are_at_the_commits_that_the_page_names():
     if shallow.stdout == b"true\n":
         pytest.skip("this clone has no history")
     page = (ROOT / "results/README.md").read_text()
-    rows = re.findall(r"^\| .* \| `(scripts/[\w/]+\.py)` \| (\w{12}) \|$", page, re.MULTILINE)
-    assert len(rows) == 6
+    rows = re.findall(r"^\| .* \| `([\w/]+\.py)` \| (\w{12}) \|$", page, re.MULTILINE)
+    assert len(rows) == 10
     for script, commit in rows:
         assert not (ROOT / script).exists(), f"{script} is here, so it needs no row"
         subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], check=True)

@@ -1,17 +1,13 @@
-"""The planner against simulated clusters under the real controller: its step, its order of plans, and its choice.
+"""The planner against simulated clusters under the real controller: its step.
 
 Engines decode and trainers train as fast as the planner says; what is checked is how these go together: who gets which
 ticket, what waits for whom, how long the longest responses hold a step up. A trainer does not wait for a broadcast.
-Records: extras/planning/tests/planner_records.py.
+Of thirty clusters, and of fifty random plans beside the chosen one, there are records: results/README.md.
 """
 
 import random
-import statistics
 
-import pytest
-from planner_records import keep
 from qwen3_models import shape_of
-from scipy.stats import spearmanr
 
 from asyncrl.config import Config
 from extras.planning import planner
@@ -82,23 +78,6 @@ def compared(plan: Plan, seed: int) -> dict:
     return {"predicted_s": plan.step_s, "at_most_s": plan.most_step_s, "simulated_s": step_s}
 
 
-def rank_correlation(rows: list[dict]) -> float:
-    predicted, simulated = ([row[name] for row in rows] for name in ("predicted_s", "simulated_s"))
-    return spearmanr(predicted, simulated).statistic
-
-
-def random_plan(splits: list[planner.Split], rng: random.Random) -> Plan:
-    """Some split of the GPUs with some engines on one or two of its sites."""
-    split, engines = rng.choice(splits), []
-    sites = list(dict.fromkeys(site for site, _ in split.options))
-    for site in rng.sample(sites, min(len(sites), rng.choice([1, 2, 2]))):
-        engine = rng.choice([engine for other, engine in split.options if other is site])
-        most = site.gpus // engine.tp * (1 if site.trains else site.machines)
-        count = rng.randint(1, most) * (site.machines if site.trains else 1)
-        engines.append((site, engine, count))
-    return planner.sampled_by(split, engines)
-
-
 def clusters(count):
     """`count` random clusters with the best plan in which nobody shares a GPU, and a seed."""
     seed = 0
@@ -115,38 +94,3 @@ def test_the_step_of_a_plan_is_near_that_of_a_simulated_cluster():
     for seed, _, _, plan in clusters(2):
         row = compared(plan, seed)
         assert 0.75 < row["predicted_s"] / row["simulated_s"] < 1.1, row
-
-
-@pytest.mark.study
-def test_the_steps_of_30_random_clusters_are_in_the_order_of_the_simulated_ones():
-    rows = []
-    for seed, job, cluster, plan in clusters(30):
-        gpus = " + ".join(f"{p.count} × {p.gpus} {p.gpu}" for p in cluster.pools)
-        row = {"arm": f"{seed}", "gpus": gpus, "async_ratio": job.config.async_ratio}
-        rows.append(row | compared(plan, seed))
-    errors = [row["predicted_s"] / row["simulated_s"] - 1 for row in rows]
-    rank = rank_correlation(rows)
-    summary = f"Rank correlation (Spearman) {rank:.3f}."
-    keep(__file__, [{"case": "simulated", "repeat": 0, **row, "all": summary} for row in rows])
-    assert rank > 0.95, rank
-    assert abs(statistics.median(errors)) < 0.15 and max(map(abs, errors)) < 0.4, errors
-
-
-@pytest.mark.study
-def test_the_chosen_plan_is_not_beaten_by_50_random_ones_in_the_simulation():
-    rows = []
-    for seed, job, cluster, best in clusters(3):
-        rng = random.Random(seed)
-        splits = [split for split in planner.splits(job, cluster) if not split.colocate]
-        others = []
-        for _ in range(50):
-            plan = random_plan(splits, rng)
-            simulated_s = simulated_step_s(plan, seed, steps=4)
-            others.append({"predicted_s": plan.step_s, "simulated_s": simulated_s})
-        chosen_s = simulated_step_s(best, seed, steps=4)
-        steps_s = sorted(row["simulated_s"] for row in others)
-        row = {"arm": f"{seed}", "chosen_s": chosen_s, "best_s": steps_s[0]}
-        row |= {"median_s": steps_s[25], "rank": rank_correlation(others)}
-        rows.append(row | {"beaten_by": sum(step_s < chosen_s for step_s in steps_s)})
-        assert chosen_s <= 1.05 * steps_s[0], rows[-1]
-    keep(__file__, [{"case": "50 others", "repeat": 0, **row} for row in rows])

@@ -344,3 +344,13 @@ def test_lengths_are_means_of_what_was_given():
     """The longest of two responses has 3 tokens in three cases of four."""
     squares, context = (11**2 + 13**2) / 2, 10 + (1 + 9) / 2 / (2 * 2)
     assert Lengths.of(10, [3, 1], 2) == Lengths(10, 2, squares, context, 2.5)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_pool_has_the_rates_that_were_measured_of_it(tp):
+    measured = pool(gpus=8, trained_tokens_per_s=1234.0, sampled_tokens_per_s=567.0)
+    j = job(rollout_tp=tp)
+    found = planner.calibrated(j, measured)
+    assert largest_engine(j, found, tp).rate == pytest.approx(tp * 567.0)
+    training = planner.Training(found, 1, 8, 8, j.config.save_memory, 32768, False)
+    assert j.tokens / planner.compute_s(j, training) / 8 == pytest.approx(1234.0)
