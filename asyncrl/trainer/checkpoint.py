@@ -345,6 +345,7 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
             timeout=datetime.timedelta(seconds=2 * policy.config.timeout_s), backend="gloo"
         )
         self.weights = WeightWriter(policy)
+        self.device = policy.device
         self.stager = make_stager(policy.device)
         self._future: concurrent.futures.Future | None = None
         self.longest_s = 0.0
@@ -416,6 +417,9 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """Make no folder yet: rank 0 does, when it has removed what was there."""
+        if self.device.type == "cuda":
+            # A thread begins on GPU 0. As torch waits for a stream while it writes, it would make a context there.
+            torch.cuda.set_device(self.device)
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:

@@ -186,6 +186,24 @@ def test_every_nth_step_and_the_last_are_saved_and_older_ones_go(
     assert [path.name for path in checkpoints_in(folder)] == [f"step_{step}" for step in can_resume]
 
 
+def test_the_thread_that_saves_uses_no_gpu_but_that_of_its_rank(start, monkeypatch):
+    """torch waits for a stream of the thread's GPU while it writes, of tensors in host memory, too."""
+    calls = []
+    stream = SimpleNamespace(device_type="cuda", synchronize=lambda: calls.append("synchronize"))
+    checkpoints = start(save_every=1, steps=9)
+    checkpoints.writer.device = torch.device("cuda", 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: stream)
+    monkeypatch.setattr("torch.cuda.stream", nullcontext)
+    monkeypatch.setattr(
+        "torch.cuda.set_device",
+        lambda device: calls.append((threading.current_thread() is threading.main_thread(), device)),
+    )
+    save(checkpoints, 1)
+    assert calls[0] == (False, torch.device("cuda", 1)) and set(calls[1:]) == {"synchronize"}
+    assert names(checkpoints) == ["step_1"]
+
+
 def test_a_run_continues_from_the_newest_of_what_it_saved(model, start):
     checkpoints = start(save_every=2, steps=5)
     policy, run = checkpoints.policy, checkpoints.node.run
