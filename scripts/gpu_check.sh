@@ -12,4 +12,11 @@ if [ "$gpus" -eq 0 ]; then
     echo "gpu_check: skipped, nothing was checked: torch $("$python" -c 'import torch; print(torch.__version__)') sees no NVIDIA GPU"
     exit 0
 fi
+source scripts/needs.sh
+missing=$(what_is_missing "$python")
+if [ -n "$missing" ]; then
+    echo "gpu_check: error: ${missing//$'\n'/; }" >&2
+    exit 1
+fi
+warn_of_shared_memory gpu_check
 exec "$python" scripts/bench/gpu.py "$@"

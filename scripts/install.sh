@@ -11,6 +11,8 @@ FLASH_ATTN_BUILD_S=1800
 UV=uv==0.13.9 # installs on all cores what pip installs on one
 MIN_DRIVER=580 MIN_CUDA=13 # of the wheels that PyPI has of torch 2.13
 
+source scripts/needs.sh
+
 say() { printf 'install: %s\n' "$*"; }
 fail() { printf 'install: error: %s\n' "$*" >&2; exit 1; }
 pip() { .venv/bin/python -m pip "$@"; }
@@ -66,6 +68,20 @@ check_driver() { # torch counts GPUs under any driver, and fails at the first us
     if [[ $driver =~ ^[0-9]+\. ]] && [ "${driver%%.*}" -lt "$MIN_DRIVER" ] && [ "${cuda:-0}" -lt "$MIN_CUDA" ]; then
         fail "the NVIDIA driver is $driver, and torch, which is built for CUDA $MIN_CUDA, needs $MIN_DRIVER: update it"
     fi
+}
+
+check_needs() {
+    local missing
+    missing=$(what_is_missing .venv/bin/python)
+    [ -z "$missing" ] || fail "${missing//$'\n'/; }"
+    warn_of_shared_memory install
+}
+
+check_torch() { # an index of CPU wheels offers the same version
+    local cuda
+    cuda=$(.venv/bin/python -c 'import torch; print(torch.version.cuda)') || fail "torch does not start, see above"
+    [ "$cuda" != None ] || fail "the torch in .venv is built for the CPU: take the index of CPU wheels out of pip's" \
+        "settings (pip config list), and do: rm -r .venv"
 }
 
 own_architectures() { # flash-attn's names of them: kernels of 8.0 run on all 8.x
@@ -152,7 +168,10 @@ done
 make_venv
 find_repository
 choose_kind
-[ "$kind" = cpu ] || check_driver
+if [ "$kind" = gpu ]; then
+    check_driver
+    check_needs
+fi
 [ -z "$dev" ] || files+=("$(group dev)")
 [ -z "$flash_attn" ] || flash_attn=$(group flash-attn)
 stamp=.venv/installed-$(cat "${files[@]}" ${flash_attn:+"$flash_attn"} | sha256sum | cut -c1-16)
@@ -164,6 +183,7 @@ if pip show -qq "$other" 2>/dev/null; then
     fail ".venv has $other, which is for the other kind of machine; remove it (rm -r .venv) and try again"
 fi
 install_pins
+[ "$kind" = cpu ] || check_torch
 [ -z "$flash_attn" ] || [ "$kind" = cpu ] || try_flash_attn
 touch "$stamp"
 say "done: .venv meets ${files[*]}"

@@ -52,6 +52,10 @@ if [ "$1 $2" = "-m pip" ] && [ "$3" != --version ]; then
     echo "architectures: ${{FLASH_ATTN_CUDA_ARCHS-all}}" >&2
     exit 1
 fi
+case "$2" in
+*torch.version.cuda*) echo "${{TORCH_CUDA-13.0}}"; exit ;;
+*sysconfig.get_paths*include*) [ -z "$HEADERS" ] || {{ echo "$HEADERS"; exit; }} ;;
+esac
 exec {sys.executable} "$@"
 """
 TRAIN = f"""
@@ -95,8 +99,8 @@ def make_copy(copy, requirement=HAVE, **gpu):
     write_program(copy / "fake/nvidia-smi", NVIDIA_SMI.format(**gpu))
 
 
-def run_script(copy, name, *arguments):
-    environment = os.environ | {"PATH": f"{copy / 'fake'}:{os.environ['PATH']}"}
+def run_script(copy, name, *arguments, **variables):
+    environment = os.environ | {"PATH": f"{copy / 'fake'}:{os.environ['PATH']}"} | variables
     command = ["bash", f"scripts/{name}", *arguments]
     return subprocess.run(
         command, cwd=copy, env=environment, capture_output=True, text=True, timeout=180
@@ -123,7 +127,7 @@ def test_every_requirement_is_pinned_and_says_why():
 def test_the_installation_says_what_it_does_and_why_it_ends(case, tmp_path):
     changes = {"requirement", "driver", "cuda", "capabilities"} & case.keys()
     make_copy(tmp_path, **{name: case[name] for name in changes})
-    result = run_script(tmp_path, "install.sh", *case.get("options", ()))
+    result = run_script(tmp_path, "install.sh", *case.get("options", ()), **case.get("variables", {}))
     text = result.stdout + result.stderr
     assert result.returncode == case.get("status", 0), text
     assert [words for words in case["says"] if words not in text] == [], text
