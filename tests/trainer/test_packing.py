@@ -123,8 +123,11 @@ def test_bundles_hold_each_sequence_once_and_share_what_neighbours_may_share(
     assert sorted(map(id, sequences_in(bundles))) == sorted(map(id, sequences))
     longest = max(len(s.tokens) for s in sequences)
     for b in bundles:
-        pairs = itertools.pairwise(b.sequences)
-        assert list(b.shared) == [shared_prefix(*pair, sharing) for pair in pairs]
+        most = [shared_prefix(*pair, sharing) for pair in itertools.pairwise(b.sequences)]
+        if sharing == "tree":
+            assert list(b.shared) == most
+        # Here members of a group have prompts of different lengths, so a cut may leave two that could share more.
+        assert all(shared <= allowed for shared, allowed in zip(b.shared, most, strict=True))
         assert 0 not in b.shared and b.num_tokens <= max(budget, longest)
     assert sum(b.num_distinct for b in bundles) == len(distinct_prefixes(sequences))
     if sharing == "prompt" and budget == math.inf:
