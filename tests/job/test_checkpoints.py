@@ -197,7 +197,9 @@ def test_the_thread_that_saves_uses_no_gpu_but_that_of_its_rank(start, monkeypat
     monkeypatch.setattr("torch.cuda.stream", nullcontext)
     monkeypatch.setattr(
         "torch.cuda.set_device",
-        lambda device: calls.append((threading.current_thread() is threading.main_thread(), device)),
+        lambda device: calls.append(
+            (threading.current_thread() is threading.main_thread(), device)
+        ),
     )
     save(checkpoints, 1)
     assert calls[0] == (False, torch.device("cuda", 1)) and set(calls[1:]) == {"synchronize"}

@@ -127,7 +127,9 @@ def test_every_requirement_is_pinned_and_says_why():
 def test_the_installation_says_what_it_does_and_why_it_ends(case, tmp_path):
     changes = {"requirement", "driver", "cuda", "capabilities"} & case.keys()
     make_copy(tmp_path, **{name: case[name] for name in changes})
-    result = run_script(tmp_path, "install.sh", *case.get("options", ()), **case.get("variables", {}))
+    result = run_script(
+        tmp_path, "install.sh", *case.get("options", ()), **case.get("variables", {})
+    )
     text = result.stdout + result.stderr
     assert result.returncode == case.get("status", 0), text
     assert [words for words in case["says"] if words not in text] == [], text
