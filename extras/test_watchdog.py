@@ -102,6 +102,14 @@ def test_who_watches_ends_with_the_agent_of_ranks_that_have_finished():
     assert agent.returncode == 0 and psutil.wait_procs([watch], timeout=5)[0]
 
 
+def test_a_run_ends_though_the_process_that_watches_is_itself_stopped():
+    rank = start(RANK, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)
+    rank.stdout.readline()
+    (watch,) = psutil.Process(rank.pid).children()
+    watch.suspend()
+    assert rank.communicate("finish\n", timeout=20)[0] == "" and not watch.is_running()
+
+
 def test_a_process_that_is_stopped_for_a_moment_goes_on():
     root, child = start_two(limit_s=3)
     for _ in range(5):  # longer than the limit, all together

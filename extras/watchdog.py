@@ -34,6 +34,7 @@ def end_what_is_stopped(limit_s: float) -> Callable[[], None]:
 
     def end() -> None:
         os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGCONT)  # one that is itself stopped would never take the signal
         if root.pid == parent:
             os.waitpid(pid, 0)
 
