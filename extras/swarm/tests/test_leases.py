@@ -5,6 +5,7 @@ import pytest
 from asyncrl.config import Config, SwarmOptions
 from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.tickets import TicketSource
+from asyncrl.controller.workers import Worker
 from data.problem import Problem
 from extras.swarm.leases import LeasingDispatcher
 from extras.swarm.remote import RemoteWorker, SwarmBuffer
@@ -16,17 +17,18 @@ class Outbox:
     def send(self, message): ...
 
 
-def two_hosts(**options):
+def two_hosts(kinds=(RemoteWorker, RemoteWorker), **options):
     """A dispatcher, two hosts that have had a ticket each for 1000 s, and these tickets."""
     config = Config(groups_per_step=1, group_size=2, async_ratio=0, listen="127.0.0.1:1", **options)
-    hosts = [RemoteWorker(i, Outbox(), state="sampling", sent_version=0) for i in range(2)]
+    hosts = [kinds[i](i, Outbox(), state="sampling", sent_version=0) for i in range(2)]
     prompts = PromptSource(lambda index: Problem("p", "a"), [], lambda problem: [2, 3])
     tickets = TicketSource(config, prompts)
     dispatcher = LeasingDispatcher(config, hosts, SwarmBuffer(config), tickets)
     dispatcher.fill()
     held = [next(iter(host.running.values())) for host in hosts]
     for host, ticket in zip(hosts, held, strict=True):
-        host.given_at[ticket.ticket_id] -= 1000
+        if isinstance(host, RemoteWorker):
+            host.given_at[ticket.ticket_id] -= 1000
     return dispatcher, hosts, held
 
 
@@ -48,3 +50,12 @@ def test_a_ticket_goes_to_a_host_with_a_free_slot_when_its_lease_is_over(lease_s
     dispatcher, hosts, held = two_hosts(max_running_requests=2, swarm=swarm)
     assert dispatcher.end_leases() == (held if is_over else [])
     assert [host.awaited == [] for host in hosts] == [is_over] * 2
+
+
+def test_a_ticket_of_a_local_worker_never_moves_however_slow_it_is():
+    swarm = SwarmOptions(lease_s=1)
+    kinds = Worker, RemoteWorker
+    dispatcher, (local, host), (_, ticket) = two_hosts(kinds, max_running_requests=2, swarm=swarm)
+    dispatcher.token_s = {0: 100.0, 1: 0.001}
+    assert dispatcher.end_leases() == [ticket], "the host's own, whose lease is over"
+    assert len(local.awaited) == 1 and host.awaited == []
