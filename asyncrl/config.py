@@ -463,7 +463,7 @@ class Option:
 
     def mistake(self, value: Any) -> str:
         """Return what to say of a value that is not allowed."""
-        shown = " ".join(map(str, value)) if self.is_list else value
+        shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
         limits = _limits_of(self.kind)
         kind = get_args(_bare(self.kind))[0] if self.is_list else self.kind
         hint = nearest(str(shown), limits.examples if limits else get_args(_bare(kind)))
@@ -712,9 +712,8 @@ def allowed_values(annotation: Any) -> str:
         return allowed_values(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return " or ".join(map(str, get_args(annotation)))
-    return {bool: "true or false", int: "a whole number", float: "a finite number"}.get(
-        annotation, ""
-    )
+    words = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text"}
+    return words.get(annotation, "")
 
 
 def _limits_of(annotation: Any) -> Meta | None:

@@ -5,13 +5,14 @@ state, node_K.msgpack with what node K sampled and was sampling, versions that p
 manifest.json with the digest of every file. It appears by one rename; a file that is cut or changed later is found.
 """
 
-import json
 import os
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster, on_first_rank
@@ -74,8 +75,8 @@ def recorded(run: Path, option: str = "--resume") -> dict:
     """What run.json says of a run. Raises ValueError, in one line, if there is none, or it is of other code."""
     try:
         header = read_header(run)
-        options = header["config"]
-    except (OSError, KeyError, json.JSONDecodeError) as error:
+        options = msgspec.convert(header["config"], dict)
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{option} {run}: no run is there ({error}); give a run's directory, runs/NAME"
         ) from None

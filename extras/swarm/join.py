@@ -401,7 +401,8 @@ def main(worker_main: Callable) -> None:
         help="of an engine here; by default as the run's own",
     )
     given = parser.parse_args()
-    if not re.fullmatch(r"[^:/\s]+:\d{1,5}", given.join):
+    match = re.fullmatch(r"(?a)[\w.-]+:(\d{1,5})", given.join)
+    if match is None or not 0 < int(match[1]) < 2**16:
         sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")
     if given.rollout_tp is not None and given.rollout_tp < 1:
         sys.exit(f"error: --rollout-tp must be at least 1, got {given.rollout_tp}")

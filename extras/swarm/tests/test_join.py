@@ -336,7 +336,10 @@ def test_a_host_that_is_stopped_again_and_again_leaves_in_order(tmp_path, number
     assert joined.startswith("joined ") and left == "left: stopped here"
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:7733", "host:port", "host:7733 "])
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://127.0.0.1:7733", "host:port", "host:7733 ", "é:7733", "127.0.0.1:0", "127.0.0.1:65536"],
+)
 def test_an_address_that_is_no_host_and_port_is_refused_at_once(monkeypatch, address):
     monkeypatch.setattr(sys, "argv", ["rollout.py", "--join", address, "--key", "none"])
     line = "error: --join must be HOST:PORT, as 127.0.0.1:7733, got"
