@@ -7,7 +7,6 @@ step, rewards, counts and metrics.
 
 import dataclasses
 import datetime
-import json
 import os
 import pickle
 import socket
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -199,13 +199,18 @@ def _meet(store: dist.Store, rank: int, num_ranks: int, mine: Peer) -> list[Peer
     """Return all peers. They come as JSON, as other nodes may have another version of this code."""
     try:
         gathering = Gathering(store, rank, num_ranks, JOIN_TIMEOUT_S)
-        peers = gathering.gather(json.dumps(dataclasses.asdict(mine)).encode())
+        peers = gathering.gather(msgspec.json.encode(mine))
     except TimeoutError as missing:
         raise RuntimeError(
             f"of {num_ranks} ranks that torchrun starts {missing} did not come within {JOIN_TIMEOUT_S:.0f} s: look at "
             "what their nodes printed"
         ) from None
-    return [Peer(**json.loads(peer)) for peer in peers]
+    try:
+        return [msgspec.json.decode(peer, type=Peer) for peer in peers]
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"the nodes run other versions of this code ({error}); put one commit on all of them"
+        ) from None
 
 
 def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:

@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import re
 import signal
 import socket
 
@@ -101,6 +102,15 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
         RuntimeError, match="of 3 ranks that torchrun starts 0, 2 did not come within 0 s"
     ):
         _meet(dist.HashStore(), 1, 3, Peer(0, "a"))
+
+
+def test_ranks_of_another_version_of_the_code_are_refused_in_one_line():
+    store = dist.HashStore()
+    store.set("1/0", "1")
+    store.set("1/0/0", '{"node": 0, "hostname": "a"}')
+    line = "the nodes run other versions of this code (Object missing required field `host`); put one commit on all"
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+        _meet(store, 1, 2, Peer(1, "b"))
 
 
 @pytest.mark.parametrize(("told", "left"), [("1", None), ("32", "32")])
