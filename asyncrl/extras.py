@@ -33,7 +33,7 @@ def load(option: str) -> ModuleType:
     if module is None:
         path = MODULES[option].replace(".", "/")
         raise ValueError(
-            f"{option} needs {path}.py, which this copy of the code lacks; bring it back, or leave the option out"
+            f"{option} needs {path}.py, which this copy of the code lacks; bring the file back, or do without {option}"
         )
     return module
 

@@ -45,5 +45,5 @@ def test_an_option_whose_file_is_missing_is_refused_in_one_line(monkeypatch, cap
     parse_config([])  # the default needs no optional system
     with pytest.raises(SystemExit, match="2"):
         parse_config(line.split())
-    message = f"error: {option} needs extras/nowhere.py, which this copy of the code lacks; bring it back, or leave"
+    message = f"error: {option} needs extras/nowhere.py, which this copy of the code lacks"
     assert capsys.readouterr().err.startswith(message)

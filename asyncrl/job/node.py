@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -243,7 +243,12 @@ def start_node(rank: Rank, worker_main: Callable) -> Iterator[Leader | Follower]
 def follow(rank: Rank, model_path: str) -> Follower:
     """Return a rank that trains, and follows its node's leader in all else."""
     _, kind = node_kinds(rank.config)
-    return kind(**vars(rank), model_path=model_path)
+    return kind(**_parts(rank), model_path=model_path)
+
+
+def _parts(rank: Rank) -> dict[str, Any]:
+    """Return the fields of a rank by name; what it has cached is none of them."""
+    return {field.name: getattr(rank, field.name) for field in fields(Rank)}
 
 
 def _prepare_process(config: Config, on_end: ExitStack) -> None:
@@ -299,7 +304,7 @@ def start_leader(rank: Rank, worker_main: Callable) -> Leader:
     workers = kind.workers_class(config, rank.placement, model_path, run.path, worker_main)
     make_controller = kind.controller_class(config)
     leader = kind(
-        **vars(rank),
+        **_parts(rank),
         model_path=model_path,
         run=run,
         tokenizer=load_tokenizer(model_path),

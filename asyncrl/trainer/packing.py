@@ -128,7 +128,12 @@ class MicroBatch:
 
 
 def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]:
-    """Pack items, none above `capacity`, longest first, each into the first bin with room; bins of item indices."""
+    """Pack items, longest first, each into the first bin with room; bins of item indices.
+
+    Raises RuntimeError for an item above `capacity`.
+    """
+    if max(lengths, default=0) > capacity:
+        raise RuntimeError(f"{max(lengths)} tokens are put into bins of {capacity}")
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

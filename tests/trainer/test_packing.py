@@ -163,6 +163,8 @@ def make_group(prompt, responses, group_id=0):
 
 def test_first_fit_decreasing_fills_gaps_with_short_items():
     assert first_fit_decreasing([3, 7, 4, 6], 10) == [[1, 0], [3, 2]]
+    with pytest.raises(RuntimeError, match=r"^11 tokens are put into bins of 10$"):
+        first_fit_decreasing([3, 11], 10)
 
 
 @pytest.mark.parametrize("one_row", [True, False])
