@@ -92,6 +92,9 @@ class Rank:
     def use_device(self) -> None:
         """Make the context of this rank's GPU. No plan of memory and no engine must find it, so they come first."""
         if self.device.type == "cuda":
+            if self.placement.transport != "ipc" and not os.environ.get("PYTORCH_ALLOC_CONF"):
+                # Micro-batches differ in length, which would cut memory to pieces. An engine cannot open such segments.
+                torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
             torch.cuda.set_device(self.device)
 
 

@@ -108,7 +108,10 @@ class Policy(WholeWeights):
         metrics["lr"] = results[-1]["lr"]
         metrics |= stats.reduce()
         if self.device.type != "cpu":
+            free, _ = torch.cuda.mem_get_info()
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            metrics["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+            metrics["memory/free_gib"] = free / 2**30
         return metrics
 
     def _order(self, num_minibatches: int, policy_version: int) -> list[int]:

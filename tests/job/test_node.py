@@ -1,12 +1,15 @@
 """Which parts a node is made of."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.tickets import TicketSource
-from asyncrl.job.node import Leader, _make_tickets
+from asyncrl.job.node import Leader, Rank, _make_tickets
 from asyncrl.weights.models import resolve_model
 from extras.baselines import BaselineController
 
@@ -25,3 +28,24 @@ def test_only_a_baseline_needs_the_controller_and_the_tickets_of_extras():
     config = Config()
     tickets = _make_tickets(config, Cluster(), resolve_model(config.model, config.task))
     assert type(tickets) is TicketSource
+
+
+@pytest.mark.parametrize(
+    ("transport", "options", "calls"),
+    [
+        ("nccl", "", ["expandable_segments:True", "cuda:1"]),
+        ("shm", "", ["expandable_segments:True", "cuda:1"]),
+        ("ipc", "", ["cuda:1"]),
+        ("nccl", "max_split_size_mb:64", ["cuda:1"]),
+    ],
+)
+def test_segments_grow_on_a_gpu_before_its_context_unless_an_engine_opens_them(
+    monkeypatch, transport, options, calls
+):
+    made = []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", options)
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", made.append)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: made.append(str(device)))
+    placement = SimpleNamespace(transport=transport)
+    Rank.use_device(SimpleNamespace(device=torch.device("cuda", 1), placement=placement))
+    assert made == calls
