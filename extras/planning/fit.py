@@ -14,8 +14,10 @@ from asyncrl.config import Config
 from extras.planning.memory import (
     Sharing,
     check_engine,
+    check_host,
     check_tp,
     check_trainer,
+    free_host_bytes,
     plan_shared,
     ways_to_fit,
 )
@@ -30,7 +32,9 @@ def fit(
     Prints the arithmetic. Collective on leaders. Raises ValueError, with the arithmetic, for what cannot fit.
     """
     sharing = Sharing(
-        len(cluster.local_ranks) * cluster.num_nodes, cluster.num_ranks // config.replicas
+        len(cluster.local_ranks) * cluster.num_nodes,
+        cluster.num_ranks // config.replicas,
+        host_bytes=free_host_bytes(),
     )
     node = (placement, read_shape(model_path), visible_gpus(), sharing)
     ways = ways_to_fit(config)
@@ -43,7 +47,7 @@ def fit(
 def plan_memory(
     config: Config, placement: Placement, shape: ModelShape, gpus: list[Gpu], sharing: Sharing
 ) -> tuple[Placement, str]:
-    """Check that the model fits this node's GPUs; give an engine that shares one its part.
+    """Check that the model fits this node's GPUs and host memory; give an engine that shares one its part.
 
     Returns the placement with that part, and the arithmetic as text.
     Raises ValueError, with the arithmetic, for what cannot fit.
@@ -51,6 +55,8 @@ def plan_memory(
     if config.weight_sync == "shm" and placement.workers:
         placement = replace(placement, transport="shm")
     texts, sharing = [], replace(sharing, stages=placement.transport in ("ipc", "nccl"))
+    ranks_here = len(placement.trainer_gpus)
+    host_text = check_host(config, shape, sharing, ranks_here, placement.transport)
     if placement.workers:
         check_tp(shape, config.rollout_tp)
         worker = placement.workers[0]
@@ -58,12 +64,12 @@ def plan_memory(
             gpu = _fullest(gpus, [worker.gpu])
             share, kv_bytes, text = plan_shared(config, shape, gpu, sharing)
             worker = replace(worker, gpu_memory_utilization=share, kv_cache_bytes=kv_bytes)
-            return replace(placement, workers=(worker,)), text
+            return replace(placement, workers=(worker,)), f"{text}\n{host_text}"
         engine = _fullest(gpus, [w.gpu + i for w in placement.workers for i in range(w.num_gpus)])
         texts.append(check_engine(config, shape, engine))
     trainer = _fullest(gpus, placement.trainer_gpus)
     texts.insert(0, check_trainer(config, shape, trainer, sharing))
-    return placement, "\n".join(texts)
+    return placement, "\n".join([*texts, host_text])
 
 
 def first_that_fits(

@@ -6,7 +6,11 @@ workspaces are what such processes usually take. `MARGIN` is for all that.
 """
 
 import itertools
+import math
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
 
 from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import SHARE_ALONE
@@ -25,6 +29,11 @@ ERROR = 0.25
 """How far, relative, what is computed of a step may exceed a GPU before the run is refused."""
 SPARE = 0.05
 """Share of the GPU that an engine gets beyond what it needs, where that much is left: its overheads are estimates."""
+LINKS_BYTES = 2 * GIB
+"""NCCL's groups of the rank that sends weights to engines, and what its allocator cannot fill: kept until measured."""
+PULLED_COPIES = 5
+"""Versions of the weights that hosts pull: three are kept, one is announced, one is being made."""
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 USED_BYTES_WORTH_MENTION = GIB
 
 
@@ -54,6 +63,8 @@ class Sharing:
     is_strict: bool = False
     """Whether estimates must hold, too, and an engine on the same GPU have room for a quarter of its requests: their
     responses are rarely as long as they may be."""
+    host_bytes: float = math.inf
+    """Host memory that this machine has for the run; not compared by default, as the machine may not be here."""
 
 
 def total(items: list[Item]) -> float:
@@ -102,6 +113,15 @@ def resident_items(
             Item("staging buffer", 2 * shape.num_parameters, f"{million} parameters × 2 B")
         )
     return items
+
+
+def alone_items(
+    config: Config, shape: ModelShape, num_shards: int, stages_weights: bool
+) -> list[Item]:
+    """What one trainer rank holds between two steps on a GPU that it does not share."""
+    links = [Item("NCCL's groups to engines", LINKS_BYTES, "assumed until measured")]
+    resident = resident_items(config, shape, num_shards, stages_weights)
+    return [*resident, *links * stages_weights]
 
 
 def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: int) -> list[Item]:
@@ -204,6 +224,55 @@ def saved_bytes_per_token(shape: ModelShape) -> int:
     )
 
 
+# The host
+
+
+def host_items(
+    config: Config, shape: ModelShape, num_shards: int, ranks_here: int, transport: str
+) -> list[Item]:
+    """What tensors of a run take of a machine's host memory, on the first machine; `ranks_here` of its ranks train."""
+    trained, weights = trained_parameters(config, shape), 2 * shape.num_parameters
+    held, buffers = config.publish_delay, 2 * (transport == "shm")
+    pulled = PULLED_COPIES * (config.listen is not None)
+    here = trained * ranks_here / num_shards
+    items = [
+        Item("copy of the training state", 12 * here, "12 B × trained parameters of this machine"),
+        Item("a checkpoint that is written", 2 * weights, "4 B × parameters"),
+        Item(
+            "offloaded weights", 16 * here * ("optimizer" in config.save_memory), "16 B, the same"
+        ),
+        Item("weights for engines", buffers * weights, "two buffers of 2 B × parameters"),
+        Item(
+            "versions held back",
+            (held + 1) * (held > 0) * weights,
+            f"{held + 1} of --publish-delay",
+        ),
+        Item("weights for hosts that pull", pulled * weights, f"{pulled} versions"),
+    ]
+    return [item for item in items if item.num_bytes]
+
+
+def check_host(
+    config: Config, shape: ModelShape, sharing: Sharing, ranks_here: int, transport: str
+) -> str:
+    """Check that a machine has the host memory; return the arithmetic. Raises ValueError, with it, if not."""
+    items = host_items(config, shape, sharing.num_shards, ranks_here, transport)
+    line = f"host memory of a machine: {_listed(items)}"
+    # Every other way to fit the GPUs needs more of the host, so the first that fits them is the one to refuse.
+    if total(items) > sharing.host_bytes and not sharing.is_strict:
+        raise ValueError(
+            f"the host has {sharing.host_bytes / GIB:.1f} GiB free, and the kernel would kill the run: take more "
+            f"machines, a smaller model or --lora-rank, or less of what stays there. {line}"
+        )
+    return line
+
+
+def free_host_bytes() -> float:
+    """Host memory that this process may still take: of the machine, or of its container."""
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
+    return min(psutil.virtual_memory().available, math.inf if limit == "max" else int(limit))
+
+
 # The engine
 
 
@@ -291,7 +360,7 @@ def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing)
     Raises ValueError if the trainer's state does not fit, or a step by more than ERROR: activations are an estimate, so
     for less there is only a warning, unless the sharing is strict.
     """
-    resident = resident_items(config, shape, sharing.num_shards, sharing.stages)
+    resident = alone_items(config, shape, sharing.num_shards, sharing.stages)
     step = step_items(config, shape, sharing.num_ranks, sharing.num_shards)
     lines = [
         _gpu_line(gpu),

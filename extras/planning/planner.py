@@ -211,7 +211,7 @@ class Training:
     def items(self, job: Job) -> list[memory.Item]:
         """Memory of a rank while it makes a step."""
         config = self.config(job)
-        resident = memory.resident_items(config, job.shape, self.shards, self.stages)
+        resident = memory.alone_items(config, job.shape, self.shards, self.stages)
         return [*resident, *memory.step_items(config, job.shape, self.ranks, self.shards)]
 
 

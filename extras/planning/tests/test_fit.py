@@ -13,7 +13,7 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.placement import place
 from asyncrl.config import Config
 from extras.planning.fit import first_that_fits, fit, plan_memory
-from extras.planning.memory import Sharing, ways_to_fit
+from extras.planning.memory import GIB, Sharing, ways_to_fit
 
 CASES = tomllib.loads(Path(__file__).with_name("fit.toml").read_text(encoding="utf-8"))["cases"]
 
@@ -56,15 +56,21 @@ def test_a_run_fits_itself_into_the_gpus_that_it_sees_and_prints_the_arithmetic(
 ):
     config, cluster = Config(**LONG), Cluster(ranks_of_nodes=((0, 1, 2, 3),))
     monkeypatch.setattr("extras.planning.fit.visible_gpus", lambda: [gpu(79.6)] * 8)
+    monkeypatch.setattr("extras.planning.fit.free_host_bytes", lambda: 200 * GIB)
     placed = place(config, 8, 64, 4)
     fitted, placement = fit(config, placed, folder_of("8b"), cluster)
     assert (fitted.save_memory, fitted.max_tokens_per_microbatch, placement) == ((), 2560, placed)
-    assert "trainer rank 0, in a step" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "trainer rank 0, in a step" in text and "host memory of a machine: 122.05 GiB" in text
+    monkeypatch.setattr("extras.planning.fit.free_host_bytes", lambda: 100 * GIB)
+    with pytest.raises(ValueError, match=r"the host has 100\.0 GiB free.* 122\.05 GiB = copy of"):
+        fit(config, placed, folder_of("8b"), cluster)
 
 
 def test_an_engine_beside_a_trainer_is_left_room_for_a_quarter_of_its_requests(monkeypatch, capsys):
     """On a GPU that both share; by host memory, where the GPU has no room for the weights on their way."""
     monkeypatch.setattr("extras.planning.fit.visible_gpus", lambda: [gpu(80)])
+    monkeypatch.setattr("extras.planning.fit.free_host_bytes", lambda: 200 * GIB)
     config = Config(**LONG)
     placed = place(config, 1, 16, 1)
     fitted, placement = fit(config, placed, folder_of("1.7b"), Cluster(ranks_of_nodes=((0,),)))

@@ -16,11 +16,14 @@ from extras.lora import add_adapters
 from extras.planning.memory import (
     GIB,
     Sharing,
+    alone_items,
     can_split,
     check_engine,
+    check_host,
     check_tp,
     check_trainer,
     engine_items,
+    free_host_bytes,
     kv_bytes_per_token,
     microbatch_tokens,
     plan_shared,
@@ -44,7 +47,8 @@ def gpu(gib: float, used_gib: float = 0.0) -> Gpu:
 
 def smallest_gib(kind, config, shape, sharing):
     """The smallest GPU that a trainer, an engine, or both fit: 4 % of it stay free, an engine alone has 90 %."""
-    resident = total(resident_items(config, shape, sharing.num_shards, sharing.stages))
+    items = alone_items if kind == "trainer" else resident_items
+    resident = total(items(config, shape, sharing.num_shards, sharing.stages))
     step = total(step_items(config, shape, sharing.num_ranks, sharing.num_shards))
     tp = config.rollout_tp if kind == "engine" else 1
     sequence = config.max_sequence_tokens * kv_bytes_per_token(shape, tp)
@@ -177,6 +181,40 @@ def test_a_share_that_is_asked_for_is_taken_with_a_warning_where_it_leaves_too_l
     config = Config(gpu_memory_utilization=share, **LONG, **options)
     utilization, kv_bytes, text = plan_shared(config, shape_of(size), gpu(80))
     assert (utilization, kv_bytes, "warning" in text) == (share, None, warns)
+
+
+@pytest.mark.parametrize(
+    ("options", "transport", "bytes_per_parameter"),
+    [
+        ({}, "nccl", 12 + 4),
+        ({}, "shm", 12 + 4 + 2 * 2),
+        (LEAST | {"publish_delay": 2}, "ipc", 12 + 4 + 16 + 3 * 2),
+        ({"listen": "0.0.0.0:29600"}, "pull", 12 + 4 + 5 * 2),
+    ],
+)
+def test_a_host_is_refused_from_just_below_the_sum_of_what_stays_in_its_memory(
+    options, transport, bytes_per_parameter
+):
+    """All ranks of the model are on one machine; of two machines each has half of the training state."""
+    config, shape = Config(**options), shape_of("8b")
+    needed = bytes_per_parameter * shape.num_parameters
+    sharing = Sharing(4, 4, host_bytes=needed)
+    check_host(config, shape, sharing, 4, transport)
+    with pytest.raises(ValueError, match=r"the host has [\d.]+ GiB free"):
+        check_host(config, shape, replace(sharing, host_bytes=needed - 1), 4, transport)
+    halves = 6 + 8 * ("optimizer" in config.save_memory)
+    less = needed - halves * shape.num_parameters
+    check_host(config, shape, replace(sharing, num_shards=8, host_bytes=less), 4, transport)
+
+
+def test_a_containers_limit_counts_as_what_the_host_has(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr("extras.planning.memory.CGROUP_LIMIT", limit)
+    without = free_host_bytes()
+    limit.write_text("max\n")
+    assert abs(free_host_bytes() - without) < 2 * GIB
+    limit.write_text("1048576\n")
+    assert free_host_bytes() == 1048576
 
 
 def test_an_engine_is_split_where_heads_divide_evenly():
