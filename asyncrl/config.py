@@ -110,6 +110,8 @@ class OptimOptions:
     importance ratios are those of whole sequences; its baseline is not here."""
     entropy: NonNegative = 0.0
     """Weight of the policy's entropy, nats, of each trained token, which is subtracted from its loss."""
+    balance: NonNegative = 0.0
+    """Weight of the loss that balances the experts of a mixture within each sequence (extras/moe.py)."""
     args: tuple[Assignment, ...] = ()
     """NAME=VALUE each, as in `weight_decay=0.01` or `beta1=0.9`: what the optimizer itself takes."""
 
@@ -537,6 +539,11 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
         lambda c: c.group_size == 1 and c.share_prefix == "prompt",
         "--share-prefix prompt does not go with --group-size 1: one response shares its prompt with no other; "
         "change one of the two",
+    ),
+    (
+        lambda c: c.optim.balance > 0 and c.share_prefix != "off",
+        "--optim.balance {c.optim.balance:g} balances experts within a sequence, and --share-prefix {c.share_prefix} "
+        "reads several as one; change one of the two",
     ),
     (
         lambda c: c.group_size == 1 and c.drop_zero_variance,

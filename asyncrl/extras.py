@@ -16,6 +16,7 @@ MODULES = {
     "--nnodes": "extras.node_watch",
     "--lora-rank": "extras.lora",
     "--advantage gae": "extras.gae",
+    "--optim.balance": "extras.moe",
     "--record": "extras.recording",
     "--wandb": "extras.wandb_mirror",
     "--resume on another number of nodes": "extras.redistribute",

@@ -33,13 +33,15 @@ def start_pair(config, *arguments, patches=()):
         for apply in patches:
             apply(patch)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        pair = Pair(config, *arguments)
         try:
-            yield pair
+            pair = Pair(config, *arguments)
+            try:
+                yield pair
+            finally:
+                pair.run(pair.shutdown())
+                if pair.sends:
+                    pair.transport.close()  # or its thread would outlive the tests
         finally:
-            pair.run(pair.shutdown())
-            if pair.sends:
-                pair.transport.close()  # or its thread would outlive the tests
             dist.destroy_process_group()
 
 

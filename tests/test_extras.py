@@ -33,6 +33,7 @@ def test_an_option_whose_module_is_missing_is_refused_in_one_line(monkeypatch, m
         "--no-replicate-prompts",
         "--lora-rank 2",
         "--advantage gae",
+        "--optim.balance 0.01",
         "--record",
         "--wandb offline",
         "--listen 127.0.0.1:1",

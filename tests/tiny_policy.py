@@ -14,13 +14,15 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy, load_policy
+from scripts.tiny_families import SIZES, tiny_config, tiny_model
 
-VOCAB = 150
+VOCAB = SIZES["vocab_size"]
 
 
 def save_tiny_model(path: str, tied: bool = True) -> str:
@@ -43,6 +45,14 @@ def save_tiny_model(path: str, tied: bool = True) -> str:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(path)
     return os.fspath(path)
+
+
+def save_tiny_family(family: str, path: str, **options) -> str:
+    """Write a tiny random model of a family, and a tokenizer, to a folder."""
+    save_tiny_model(path)
+    disable_progress_bar()
+    tiny_model(tiny_config(family, **options)).save_pretrained(path)
+    return path
 
 
 def save_byte_llama(path: str) -> str:

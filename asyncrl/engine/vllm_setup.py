@@ -92,6 +92,9 @@ def start_engine(spec: WorkerSpec):
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = AsyncEngineArgs(**engine_options(spec))
+    if spec.placement.gpu is None and arguments.create_model_config().is_hybrid:
+        # vLLM keeps states of recurrent layers only where it computes prompts in parts; see engine_options
+        arguments.enable_prefix_caching = False
     engine_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if spec.placement.gpu is None:
         # On the CPU vLLM has just chosen to spawn; a forked engine need not import all of vLLM again, 9 s. It

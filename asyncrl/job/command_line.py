@@ -230,6 +230,7 @@ def check(config: Config) -> None:
         "--listen": config.listen,
         "--lora-rank": config.lora_rank,
         "--advantage gae": config.advantage == "gae",
+        "--optim.balance": config.optim.balance,
         "--record": config.record,
         "--wandb": config.wandb != "disabled",
     }

@@ -155,13 +155,13 @@ def batch_metrics(
 
 
 def training_metrics(stats: dict[str, float]) -> dict[str, float]:
-    """The policy's stats under the names of the log: loss/*, but for drift/*, memory/*, tokens/* and value/*."""
+    """The policy's stats under the names of the log: loss/*, but for those that have a group of their own."""
     renamed = {"loss": "loss/total", "tokens": "tokens/trained"}
     metrics = {}
     for name, value in stats.items():
         if name.startswith("tokens/lag_"):
             name = name.replace("tokens/", "tokens/trained_")
-        elif not name.startswith(("drift/", "memory/", "tokens/", "value/")):
+        elif not name.startswith(("drift/", "experts/", "memory/", "tokens/", "value/")):
             name = renamed.get(name, f"loss/{name}")
         metrics[name] = value
     return metrics

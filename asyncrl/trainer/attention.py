@@ -26,30 +26,33 @@ COLUMNS_PER_HIDDEN = 4
 """Cost of all but attention for a token, in columns of a dense attention mask, over the model's hidden size. On a CPU
 steps with short and long rows gave 3.7, 4.3 and 5.1 for the tiny model, 3.0 and 4.7 for SmolLM2-135M in bfloat16. By
 operations it is 6."""
-_WITHIN_A_SEQUENCE = {"full_attention", "sliding_attention", "chunked_attention"}
+_WITHIN_A_SEQUENCE = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 """The kinds of layers that transformers names which see no other sequence of a packed row."""
-_BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
+_BLIND_TO_POSITIONS = ("biogpt", "falcon", "gpt_oss", "opt")
 """Models whose mask for torch's attention transformers 5.19 makes without the positions, which restart in a row."""
-_PACKED = "sequences of a packed row would see each other: take a model with attention that keeps them apart"
+_WITHOUT_BOUNDS = ("nemotron",)
+"""Models whose layers transformers 5.19 does not hand the bounds of sequences."""
 _CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
 """What some models give their attention besides a window; varlen_attn has none of it."""
 
 
 def choose_attention(device: torch.device, config: PreTrainedConfig, shares_prefix: bool) -> str:
-    """Return transformers' name of the attention to use: sdpa (torch's own) on the CPU.
+    """Return transformers' name of the attention to use: sdpa (torch's own) on the CPU, or eager for families without.
 
-    On a GPU flex_attention where prefixes are shared, else flash_attention_2 where flash-attn is there, else varlen,
-    and sdpa for what that cannot compute.
+    On a GPU flex_attention where prefixes are shared, else flash_attention_2 where flash-attn is there, else varlen.
+    What that cannot compute, and where each sequence has a row of its own, is as on the CPU.
     """
-    if device.type != "cuda":
-        return "sdpa"
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    by_mask = "sdpa" if model is None or model._supports_sdpa else "eager"
+    if device.type != "cuda" or mixes_sequences(config):
+        return by_mask
     if shares_prefix:
         return "flex_attention"
     if flash_attn_works():
         return "flash_attention_2"
     if reason := unfit_for_varlen(config, torch.cuda.get_device_capability(device)):
         _say(f"attention of the trainer takes a mask, which is slow and needs memory: {reason}")
-    return "sdpa" if reason else "varlen"
+    return by_mask if reason else "varlen"
 
 
 def flash_attn_works() -> bool:
@@ -69,17 +72,29 @@ def flash_attn_works() -> bool:
 def unfit_for_varlen(config: PreTrainedConfig, capability: tuple[int, int]) -> str | None:
     """Why torch's FlashAttention 2 cannot compute a model on a GPU of this compute capability; None if it can."""
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sizes = head_sizes(text)
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if capability < (8, 0):
         return (
             f"varlen_attn needs compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
         )
-    if head_dim % 8 or head_dim > 256 or hasattr(text, "v_head_dim"):
-        return f"varlen_attn needs heads of a multiple of 8, at most 256, as wide for values; they have {head_dim}"
-    if not (model and model._supports_attention_backend and model._supports_sdpa):
+    if any(size % 8 or size > 256 for size in sizes) or hasattr(text, "v_head_dim"):
+        listed = ", ".join(map(str, sizes))
+        return f"varlen_attn needs heads of a multiple of 8, at most 256, as wide for values; they have {listed}"
+    takes_ours = model and model._supports_attention_backend and model._supports_sdpa
+    if not takes_ours or config.model_type in _WITHOUT_BOUNDS:
         return f"transformers lets nobody choose the attention of {config.model_type}"
     return None
+
+
+def head_sizes(text: PreTrainedConfig) -> list[int]:
+    """Return the sizes of the heads that layers of a text model have; some families have several."""
+    layers = text.per_layer_config if text.is_heterogeneous else [text]
+    sizes = [
+        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        for layer in layers
+    ]
+    return sorted(set(sizes))
 
 
 def _say(line: str) -> None:
@@ -123,27 +138,38 @@ def varlen_attention(
 AttentionInterface.register("varlen", varlen_attention)
 
 
-def check_layers(config: PreTrainedConfig, path: str, shares_prefix: bool) -> None:
-    """Raise ValueError for a model with which a sequence of a packed row would change the next one.
-
-    A recurrent or convolving layer reads the row from left to right. Where a prefix is shared, a window is refused too:
-    it counts columns of the row, which are not the positions of a sequence behind the prefix.
-    """
+def layer_kinds(config: PreTrainedConfig) -> set[str]:
+    """Return the kinds of layers that a config names; none where all are alike."""
     text = config.get_text_config()
-    named = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
-    kinds, window = set(named) - {"attention"}, getattr(text, "sliding_window", None)
-    if across := sorted(kinds - _WITHIN_A_SEQUENCE):
-        raise ValueError(f"--model {path} has {', '.join(across)} layers; {_PACKED}")
-    if config.model_type in _BLIND_TO_POSITIONS:
-        raise ValueError(
-            f"--model {path} is a {config.model_type}, whose mask sees no bounds; {_PACKED}"
-        )
-    windows = sorted(kinds - {"full_attention"}) or [f"sliding_window {window}"] * (
-        not kinds and window is not None
+    return set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+
+
+def mixes_sequences(config: PreTrainedConfig) -> bool:
+    """Return whether a sequence of a packed row would change the next one, so that each needs a row of its own.
+
+    A recurrent or convolving layer reads the row from left to right.
+    """
+    return config.model_type in _BLIND_TO_POSITIONS or bool(
+        layer_kinds(config) - _WITHIN_A_SEQUENCE
     )
-    if shares_prefix and windows:
+
+
+def check_sharing(config: PreTrainedConfig, path: str) -> None:
+    """Raise ValueError for a model that cannot read a prefix once for several sequences.
+
+    A recurrent layer has one state after it. A window counts columns of the row, which are not the positions of a
+    sequence behind the prefix.
+    """
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    kinds = layer_kinds(config)
+    unfit = sorted(kinds - {"attention", "full_attention"})
+    if not kinds and window is not None:
+        unfit = [f"sliding_window {window}"]
+    if config.model_type in _BLIND_TO_POSITIONS:
+        unfit = [f"the mask of {config.model_type}"]
+    if unfit:
         raise ValueError(
-            f"--share-prefix needs full attention in every layer, {path} has {', '.join(windows)}; leave the option out"
+            f"--share-prefix needs full attention in every layer, {path} has {', '.join(unfit)}; leave the option out"
         )
 
 

@@ -33,6 +33,7 @@ def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
             policy.config.max_tokens_per_microbatch,
             policy.config.share_prefix,
             policy.module.cost,
+            policy.module.layout,
         )
     return cluster.scatter_on_node(shares)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from asyncrl.trainer.packing import (
     Bundle,
+    Layout,
     Sharing,
     TrainSequence,
     Updates,
@@ -18,19 +19,37 @@ def distribute(
     max_tokens: int,
     share_prefix: Sharing = "off",
     cost: Callable[[list[int]], float] = sum,
+    layout: Layout = "short_rows",
 ) -> list[Updates]:
     """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → bundles.
 
-    `share_prefix` as in bundle; `cost` as in choose_bundles. A micro-batch has at most `max_tokens`, which no sequence
-    exceeds. Ranks may get different numbers of micro-batches.
+    `share_prefix` as in bundle, `cost` as in choose_bundles, `layout` as in pack. A micro-batch has at most
+    `max_tokens`, which no sequence exceeds. Ranks may get different numbers of micro-batches.
     """
     shares: list[Updates] = [[] for _ in range(num_ranks)]
     for update in updates:
         bundles_of_ranks = choose_bundles(update, num_ranks, max_tokens, share_prefix, cost)
         for share, bundles in zip(shares, bundles_of_ranks, strict=True):
-            bins = first_fit_decreasing(_lengths(bundles), max_tokens)
-            share.append([[bundles[item] for item in items] for items in bins])
+            share.append(fill_microbatches(bundles, max_tokens, layout))
     return shares
+
+
+def fill_microbatches(bundles: list[Bundle], max_tokens: int, layout: Layout) -> list[list[Bundle]]:
+    """Split bundles into micro-batches of at most `max_tokens`, none of which a bundle exceeds.
+
+    Where each has a row of its own, padding counts, so those of a micro-batch are about equally long.
+    """
+    if layout != "row_each":
+        bins = first_fit_decreasing(_lengths(bundles), max_tokens)
+        return [[bundles[index] for index in members] for members in bins]
+    microbatches: list[list[Bundle]] = []
+    for item in sorted(bundles, key=lambda item: -item.num_tokens):
+        last = microbatches[-1] if microbatches else []
+        if last and (len(last) + 1) * last[0].num_tokens <= max_tokens:
+            last.append(item)
+        else:
+            microbatches.append([item])
+    return microbatches
 
 
 def choose_bundles(

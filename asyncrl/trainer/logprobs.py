@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from asyncrl.trainer.attention import ONE_ROW, attention_inputs, dense_cost
+from asyncrl.trainer.attention import ONE_ROW, attention_inputs, dense_cost, mixes_sequences
+from asyncrl.trainer.packing import Layout
 from asyncrl.trainer.sampling import Sampling, sampling_logits
 
 CHUNK_ROWS = 1024
@@ -47,12 +48,14 @@ class TokenLogprobs(nn.Module):
         self.attention: str = model.config._attn_implementation
         """As transformers names it; asyncrl/trainer/attention.py chooses it."""
         self.trains_entropy = trains_entropy
-        self.one_row = self.attention in ONE_ROW
-        """Whether that wants a micro-batch packed into one row."""
+        self.layout: Layout = "one_row" if self.attention in ONE_ROW else "short_rows"
+        """How that wants a micro-batch packed."""
+        if mixes_sequences(model.config):
+            self.layout = "row_each"
 
     def cost(self, lengths: list[int]) -> int:
         """Return the cost of computing bundles of `lengths` tokens; its unit depends on the attention."""
-        if self.one_row:
+        if self.layout == "one_row":
             return sum(lengths)
         return dense_cost(lengths, self.model.config.get_text_config().hidden_size)
 
@@ -79,10 +82,8 @@ class TokenLogprobs(nn.Module):
         if visible_until is not None:
             pairs, places = (sources << 32 | targets).unique(return_inverse=True)
             sources, targets = pairs >> 32, pairs & 0x7FFFFFFF
-        seen = attention_inputs(self.attention, position_ids, visible_until)
-        outputs = self.model.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen
-        )
+        seen = self._what_tokens_see(position_ids, visible_until)
+        outputs = self.model.base_model(input_ids=input_ids, use_cache=False, **seen)
         rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
         head = functools.partial(self._score_rows, sampling=sampling)
         parts = [
@@ -100,13 +101,25 @@ class TokenLogprobs(nn.Module):
         scored = Scored(logprobs, entropy, values)
         return scored if places is None else Scored(*(column[places] for column in scored))
 
+    def _what_tokens_see(self, position_ids: Tensor, visible_until: Tensor | None) -> dict:
+        """Arguments that tell the model its tokens' positions, and which tokens see which."""
+        if self.layout == "row_each":
+            # Also of padding, as transformers looks for another sequence where positions restart.
+            columns = torch.arange(position_ids.shape[1], device=position_ids.device)
+            return {"position_ids": columns.expand_as(position_ids)}
+        seen = attention_inputs(self.attention, position_ids, visible_until)
+        return {"position_ids": position_ids, **seen}
+
     def _score_rows(
         self, hidden: Tensor, targets: Tensor, sampling: Sampling
     ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         # In float32 from the logits on: a bfloat16 log-prob is known to 3 digits, too few for a ratio of probabilities.
         # And nested, so that no name here keeps alive the [rows, vocabulary] tensor that the next one is made from.
-        logprobs = sampling_logits(head(hidden).float(), targets, sampling).log_softmax(dim=-1)
+        config = self.model.config.get_text_config()
+        logprobs = sampling_logits(
+            scale_logits(head(hidden).float(), config), targets, sampling
+        ).log_softmax(dim=-1)
         picked = logprobs.gather(1, targets[:, None]).squeeze(1)
         if self.trains_entropy and torch.is_grad_enabled():
             chances = logprobs.exp()
@@ -115,3 +128,15 @@ class TokenLogprobs(nn.Module):
         with torch.no_grad():
             entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
         return picked, entropy
+
+
+def scale_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
+    """Return logits [..., V] as a family changes what its head says: by a factor, a divisor or a soft cap."""
+    factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", 1.0)
+    divisor = getattr(config, "logits_scaling", 1.0)
+    if config.model_type == "hyperclovax":  # the one family that multiplies by it
+        factor, divisor = divisor, 1.0
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap is not None:
+        return cap * (logits / cap).tanh()
+    return logits if factor == divisor else logits * (factor / divisor)

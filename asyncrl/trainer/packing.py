@@ -23,6 +23,8 @@ from asyncrl.config import Config
 ATTENTION_BLOCK = 128
 """Tokens of a block of FlexAttention's mask: rows of whole blocks are of one kind, for which one kernel is compiled."""
 Sharing = Literal["off", "prompt", "tree"]
+Layout = Literal["one_row", "short_rows", "row_each"]
+"""How bundles lie in a micro-batch: all in one row, in rows as long as the longest, or each in a row of its own."""
 
 
 @dataclass(frozen=True)
@@ -266,20 +268,22 @@ def with_equal_counts(updates: Updates) -> Updates:
     return [(update + empty)[:count] for update, count in zip(updates, counts, strict=True)]
 
 
-def pack(bundles: list[Bundle], one_row: bool, share_prefix: Sharing = "off") -> MicroBatch:
-    """Pack bundles into rows as long as the longest of them, or all into one row.
+def pack(bundles: list[Bundle], layout: Layout, share_prefix: Sharing = "off") -> MicroBatch:
+    """Pack bundles into rows.
 
     One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prefixes are shared.
-    Others pay for the square of the row, so short rows cost less. Without any bundle there is something to read, and
-    N = 0.
+    Others pay for the square of the row, so short rows cost less. A row each is for layers that read from left to right
+    and know no bounds. Without any bundle there is something to read, and N = 0.
     Raises RuntimeError for a sequence whose first token is marked as trained.
     """
     bundles = bundles or [_NOTHING_TO_TRAIN]
     lengths = [bundle.num_tokens for bundle in bundles]
-    width = sum(lengths) if one_row else max(lengths)
-    if one_row and share_prefix != "off":
+    width = sum(lengths) if layout == "one_row" else max(lengths)
+    if layout == "one_row" and share_prefix != "off":
         width = math.ceil(width / ATTENTION_BLOCK) * ATTENTION_BLOCK
-    rows = first_fit_decreasing(lengths, width)
+    rows = [[member] for member in range(len(bundles))]
+    if layout != "row_each":
+        rows = first_fit_decreasing(lengths, width)
     starts = {}
     for row, members in enumerate(rows):
         start = row * width

@@ -69,6 +69,8 @@ class Policy(WholeWeights):
         self.optimizer = make_optimizer(self.config, groups)
         self._lr_scales = [group["lr"] / self.config.lr for group in self.optimizer.param_groups]
         self.optimizer_state = OptimizerState(self.optimizer, trained_names(self.module))
+        moe = extras.find("--optim.balance")
+        self._routing = moe and moe.watch(self.module.model, self.config)
 
     def train_step(self, updates: Updates, policy_version: int) -> dict[str, float]:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
@@ -107,6 +109,8 @@ class Policy(WholeWeights):
             metrics[name] = sum(result[name] for result in results) / len(results)
         metrics["lr"] = results[-1]["lr"]
         metrics |= stats.reduce()
+        if self._routing is not None:
+            metrics |= self._routing.metrics(self._sum_over_ranks)
         if self.device.type != "cpu":
             free, _ = torch.cuda.mem_get_info()
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -137,14 +141,14 @@ class Policy(WholeWeights):
         """
         (padded,) = with_equal_counts([[bundle(sequences) for sequences in microbatches]])
         batches = [
-            pack(bundles, self.module.one_row, self.config.share_prefix).to(self.device)
+            pack(bundles, self.module.layout, self.config.share_prefix).to(self.device)
             for bundles in padded
         ]
         scores = [self._forward(self.module, batch, raw).logprobs.cpu() for batch in batches]
         return scores[: len(microbatches)]
 
     def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
-        batch = pack(bundles, self.module.one_row, self.config.share_prefix)
+        batch = pack(bundles, self.module.layout, self.config.share_prefix)
         newest = max(batch.policy_versions.tolist(), default=policy_version)
         if newest > policy_version:
             raise RuntimeError(
@@ -192,6 +196,8 @@ class Policy(WholeWeights):
             per_token_loss = self._per_token_loss(batch, progress, update, stats)
             weights = token_weights(batch.lengths, totals, self.config)
             summed = (per_token_loss * weights).sum()
+            if self._routing is not None:
+                summed = summed + self._routing.loss(batch, totals.sequences)
             # FSDP averages gradients over ranks, but the weights are global already: undo the average.
             (summed * dist.get_world_size()).backward()
             loss += summed.detach()

@@ -173,7 +173,9 @@ def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) 
     arrays = [(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions) for t in trajectories]
     sequences = [TrainSequence(*of, group_id=i) for i, of in enumerate(arrays)]
     num_ranks, max_tokens = len(cluster.local_ranks), policy.config.max_tokens_per_microbatch
-    (bundles,) = cluster.scatter_on_node(distribute([sequences], num_ranks, max_tokens))
+    layout = policy.module.layout
+    shares = distribute([sequences], num_ranks, max_tokens, layout=layout)
+    (bundles,) = cluster.scatter_on_node(shares)
     policy.clock.enter("forward_backward")
     parts, found = [[one.sequences[0] for one in microbatch] for microbatch in bundles], {}
     for part, scores in zip(parts, policy.score(parts), strict=True):

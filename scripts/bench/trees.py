@@ -107,7 +107,7 @@ def load(run: Path, share_prefix: str) -> Loaded:
         batches[step] = rewarded(read_batch(batch_path(run, step), step))
         for update in deal(batches[step], step, policy, Cluster()):
             for bundles in update:
-                rows = pack(bundles, policy.module.one_row, share_prefix).input_ids
+                rows = pack(bundles, policy.module.layout, share_prefix).input_ids
                 row_lengths += map(len, rows)
     return Loaded(policy, batches, row_lengths, psutil.Process().memory_info().rss)
 

@@ -7,7 +7,7 @@ import torch
 from corruptions import CORRUPTIONS
 from cpu_transports import CHUNK_BYTES, TRANSPORTS
 from engine_pair import start_pair
-from tiny_families import save_tiny_family
+from tiny_policy import save_tiny_family
 
 from asyncrl.config import Config
 from asyncrl.job.probe import Probe

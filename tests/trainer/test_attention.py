@@ -35,7 +35,7 @@ import asyncrl.trainer.model
 from asyncrl.trainer.attention import (
     _block_mask_maker,
     attention_inputs,
-    check_layers,
+    check_sharing,
     choose_attention,
     dense_mask,
     mask_function,
@@ -67,7 +67,7 @@ def test_in_float64_a_shared_prefix_changes_hidden_states_and_gradients_by_round
     weights, found = None, []
     sequences = [s for b in bundle(random_tree(12), "tree") for s in b.sequences]
     for sharing in ("off", "tree"):
-        batch = pack(bundle(sequences, sharing), one_row=False, share_prefix=sharing)
+        batch = pack(bundle(sequences, sharing), "short_rows", share_prefix=sharing)
         seen = attention_inputs("sdpa", batch.position_ids, batch.visible_until)
         hidden = model(batch.input_ids, position_ids=batch.position_ids, use_cache=False, **seen)[0]
         hidden = hidden.flatten(0, 1)[batch.sources]
@@ -91,7 +91,7 @@ def test_a_tree_has_the_scores_of_single_sequences_and_each_of_its_tokens_meets_
     module, rows = TokenLogprobs(inner), []
     inner.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     bundles = bundle(random_tree(20, seed=5, system=0), "tree")
-    batch = pack(bundles, module.one_row, "tree")
+    batch = pack(bundles, module.layout, "tree")
     assert len(bundles) == 3 and (len(batch.input_ids) == 1) == (attention != "sdpa")
     inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
     with torch.compiler.set_stance("force_eager"):
@@ -122,6 +122,7 @@ def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
     ("config", "reason"),
     [
         (Gemma2Config(num_hidden_layers=2), "sliding_attention"),
+        (RecurrentGemmaConfig(), "recurrent"),
         (MistralConfig(sliding_window=64), "sliding_window 64"),
         (
             Qwen3Config(num_hidden_layers=2, use_sliding_window=True, max_window_layers=1),
@@ -129,18 +130,14 @@ def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
         ),
     ],
 )
-def test_a_model_that_reads_by_columns_of_the_row_is_refused(config, reason):
-    check_layers(config, "m", shares_prefix=False)
+def test_a_model_that_reads_by_columns_of_the_row_shares_no_prefix(config, reason):
     with pytest.raises(ValueError, match=f"needs full attention in every layer, m has {reason}"):
-        check_layers(config, "m", shares_prefix=True)
+        check_sharing(config, "m")
 
 
-def test_a_recurrent_model_is_refused_and_one_with_full_attention_is_not():
-    for shares_prefix in (False, True):
-        with pytest.raises(ValueError, match="m has recurrent layers; sequences of a packed row"):
-            check_layers(RecurrentGemmaConfig(), "m", shares_prefix)
+def test_a_model_with_full_attention_shares_prefixes():
     for config in (Qwen3Config(num_hidden_layers=2), LlamaConfig(), GPT2Config()):
-        check_layers(config, "m", shares_prefix=True)
+        check_sharing(config, "m")
 
 
 # By bounds: varlen_attn, with a dense kernel on the CPU
@@ -235,7 +232,8 @@ def test_a_gpu_takes_flash_attn_where_it_works_and_else_varlen(
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
     assert choice() == expected and choice(shares_prefix=True) == "flex_attention"
     cpu = {choose_attention(torch.device("cpu"), Qwen3Config(), share) for share in (True, False)}
-    assert cpu == {"sdpa"}
+    assert cpu == {"sdpa"} and choice(config=RecurrentGemmaConfig()) == "sdpa"
+    assert choice(config=transformers.GptOssConfig()) == "eager"
     said = capsys.readouterr().out.splitlines()
     assert len(said) == (flash_attn is None)
     assert all(
@@ -251,11 +249,13 @@ def test_a_gpu_takes_flash_attn_where_it_works_and_else_varlen(
         (Qwen3Config(head_dim=512), HOPPER, "they have 512"),
         (transformers.DeepseekV3Config(), HOPPER, "as wide for values"),
         (transformers.BloomConfig(), HOPPER, "lets nobody choose the attention of bloom"),
-        (transformers.GptOssConfig(), HOPPER, "lets nobody choose the attention of gpt_oss"),
+        (transformers.NemotronConfig(), HOPPER, "lets nobody choose the attention of nemotron"),
+        (transformers.Gemma4TextConfig(), HOPPER, "they have 256, 512"),
     ],
 )
 def test_what_varlen_cannot_compute_takes_a_mask_and_a_line_says_why(
     config, capability, reason, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choice(config=config) == "sdpa" and reason in capsys.readouterr().out
+    by_mask = "eager" if isinstance(config, transformers.BloomConfig) else "sdpa"
+    assert choice(config=config) == by_mask and reason in capsys.readouterr().out

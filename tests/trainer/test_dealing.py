@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tiny_policy import make_sequence
 
 from asyncrl.trainer.attention import dense_cost
 from asyncrl.trainer.dealing import choose_bundles, distribute
+from asyncrl.trainer.packing import Layout
 
 
 @settings(max_examples=150, deadline=None)
@@ -19,14 +21,14 @@ from asyncrl.trainer.dealing import choose_bundles, distribute
     st.lists(GROUPS | TREES, max_size=2),
     st.integers(1, 5),
     st.integers(75, 160),
-    st.booleans(),
+    st.sampled_from(get_args(Layout)),
     st.sampled_from(("off", "prompt", "tree")),
 )
 def test_ranks_get_every_sequence_once_in_micro_batches_within_the_budget_and_about_equal_tokens(
-    updates, ranks, budget, one_row, sharing
+    updates, ranks, budget, layout, sharing
 ):
-    cost = sum if one_row else functools.partial(dense_cost, hidden_size=64)
-    shares = distribute(updates, ranks, budget, sharing, cost)
+    cost = sum if layout == "one_row" else functools.partial(dense_cost, hidden_size=64)
+    shares = distribute(updates, ranks, budget, sharing, cost, layout)
     assert len(shares) == ranks and all(len(share) == len(updates) for share in shares)
     for number, sequences in enumerate(updates):
         microbatches_of_ranks = [share[number] for share in shares]
@@ -36,12 +38,24 @@ def test_ranks_get_every_sequence_once_in_micro_batches_within_the_budget_and_ab
         num_tokens = [
             [sum(b.num_tokens for b in m) for m in of_rank] for of_rank in microbatches_of_ranks
         ]
-        assert all(0 < num <= budget for of_rank in num_tokens for num in of_rank)
+        assert all(0 < padded(m, layout) <= budget for m in microbatches)
         loads = [sum(of_rank) for of_rank in num_tokens]
         assert max(loads) - min(loads) <= max(b.num_tokens for m in microbatches for b in m)
+        if layout == "row_each":
+            for of_rank in microbatches_of_ranks:
+                lengths = [b.num_tokens for m in of_rank for b in m]
+                assert lengths == sorted(lengths, reverse=True)
+                assert all((len(m) + 1) * m[0].num_tokens > budget for m in of_rank[:-1])
+            continue
         for of_rank in num_tokens:
             # of two micro-batches that fit into one, first fit would have made one
             assert len(of_rank) < 2 or sum(sorted(of_rank)[:2]) > budget
+
+
+def padded(bundles, layout):
+    """Tokens of a micro-batch, with those of padding where each bundle has a row of its own."""
+    lengths = [b.num_tokens for b in bundles]
+    return max(lengths) * len(lengths) if layout == "row_each" else sum(lengths)
 
 
 @pytest.mark.parametrize("lengths", [(4, 4, 8), (9, 3, 3, 3)])

@@ -42,7 +42,7 @@ def test_effective_sample_size_of_huge_and_of_no_weights_is_a_number_or_absent()
 
 def test_ratios_of_sequences_beyond_a_floats_range_have_an_effective_sample_size():
     """The longest sequence outweighs the others."""
-    batch = pack(bundle(random_sequences(5)), one_row=False)
+    batch = pack(bundle(random_sequences(5)), "short_rows")
     batch = replace(batch, lags=torch.zeros_like(batch.targets))
     zeros = torch.zeros(len(batch.targets))
     stats = TokenStats()

@@ -30,7 +30,7 @@ def path(request, tmp_path_factory):
 
 def score(model, num_sequences, sampling, chunk_rows=ALL_ROWS):
     """Log-probs and entropy of the trained tokens of random sequences."""
-    batch = pack(bundle(random_sequences(num_sequences)), one_row=False)
+    batch = pack(bundle(random_sequences(num_sequences)), "short_rows")
     module = TokenLogprobs(model, chunk_rows)
     return module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, sampling)[:2]
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,8 +15,16 @@ from tiny_policy import grouped_sequences, make_sequence, random_sequences, rand
 
 from asyncrl.config import Config
 from asyncrl.trainer.attention import dense_mask
-from asyncrl.trainer.packing import UpdateTotals, bundle, first_fit_decreasing, pack, token_weights
+from asyncrl.trainer.packing import (
+    Layout,
+    UpdateTotals,
+    bundle,
+    first_fit_decreasing,
+    pack,
+    token_weights,
+)
 
+LAYOUTS = get_args(Layout)
 SHARING = st.sampled_from(("off", "prompt", "tree"))
 BUDGETS = st.just(math.inf) | st.integers(20, 60)
 
@@ -48,12 +57,12 @@ def visible_columns(batch):
 
 
 @settings(max_examples=150, deadline=None)
-@given(SEQUENCES, st.booleans(), SHARING, BUDGETS)
+@given(SEQUENCES, st.sampled_from(LAYOUTS), SHARING, BUDGETS)
 def test_every_token_of_a_row_sees_the_tokens_before_it_in_its_sequence_and_no_other(
-    sequences, one_row, sharing, budget
+    sequences, layout, sharing, budget
 ):
     bundles = bundle(sequences, sharing, budget)
-    batch = pack(bundles, one_row, sharing)
+    batch = pack(bundles, layout, sharing)
     ids, positions = batch.input_ids.numpy(), batch.position_ids.numpy()
     is_visible = visible_columns(batch)
     prefixes = {}
@@ -62,6 +71,7 @@ def test_every_token_of_a_row_sees_the_tokens_before_it_in_its_sequence_and_no_o
         assert seen[-1] == column and positions[row][seen].tolist() == list(range(len(seen)))
         prefixes[row, column] = tuple(ids[row][seen].tolist())
         assert ids[row, column] or len(seen) == 1, "padding sees itself alone"
+    assert layout != "row_each" or len(ids) == len(bundles)
     read = [prefix for prefix in prefixes.values() if prefix != (0,)]
     assert set(read) == distinct_prefixes(sequences)
     assert len(read) == sum(b.num_tokens for b in bundles)
@@ -145,8 +155,8 @@ def test_a_shared_prompt_is_read_once_which_saves_the_papers_bound(
 ):
     bundles = bundle(make_group(prompt, [response] * group_size), sharing)
     num_read = prompt + group_size * response
-    assert pack(bundles, one_row=False, share_prefix=sharing).input_ids.shape == (1, num_read)
-    in_blocks = pack(bundles, one_row=True, share_prefix=sharing)
+    assert pack(bundles, "short_rows", share_prefix=sharing).input_ids.shape == (1, num_read)
+    in_blocks = pack(bundles, "one_row", share_prefix=sharing)
     assert in_blocks.input_ids.shape == (1, math.ceil(num_read / 128) * 128)
 
 
@@ -167,9 +177,9 @@ def test_first_fit_decreasing_fills_gaps_with_short_items():
         first_fit_decreasing([3, 11], 10)
 
 
-@pytest.mark.parametrize("one_row", [True, False])
-def test_nothing_packs_into_a_sequence_of_two_tokens_to_read_and_none_to_train(one_row):
-    batch = pack([], one_row)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_packs_into_a_sequence_of_two_tokens_to_read_and_none_to_train(layout):
+    batch = pack([], layout)
     assert batch.input_ids.tolist() == [[0, 0]] and batch.position_ids.tolist() == [[0, 1]]
     assert_columns(batch, [])
 
@@ -177,7 +187,7 @@ def test_nothing_packs_into_a_sequence_of_two_tokens_to_read_and_none_to_train(o
 def test_a_trained_first_token_is_refused():
     sequence = make_sequence(np.random.default_rng(0), np.zeros(2, np.int64), np.ones(2, bool))
     with pytest.raises(RuntimeError, match=r"the first of 2 tokens .*nothing predicts it"):
-        pack(bundle([sequence]), True)
+        pack(bundle([sequence]), "one_row")
 
 
 @pytest.mark.parametrize(

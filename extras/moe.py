@@ -1,0 +1,111 @@
+"""Mixtures of experts: what their routers choose, in the metrics, and a loss that balances the experts.
+
+The loss is that within a sequence of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), of a router's softmax p over E
+experts, of which k are chosen: the mean over sequences and layers of Σₑ fₑ·Pₑ, where fₑ is E/k times the share of the
+sequence's tokens for which e is among the k likeliest, and Pₑ the mean of p. It is 1 where all experts are chosen
+alike, and larger otherwise. As it is made of whole sequences, packing cannot change it. All tokens count,
+also those of the prompt.
+
+Differs from families that choose by a sigmoid, a bias or groups: the likeliest by the logits are counted.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from asyncrl.config import Config
+from asyncrl.trainer.packing import MicroBatch
+
+
+class Routing:
+    """What the routers of a model chose in the forward passes of updates, since its metrics were taken."""
+
+    def __init__(self, routers: list[nn.Module], index: int, top_k: int, weight: float):
+        """`index` is that of the logits [tokens, E] in the tuple that a router may return."""
+        self._index, self._top_k, self._weight = index, top_k, weight
+        self._logits: list[Tensor] = []
+        self._sums: list[tuple[Tensor, Tensor, Tensor]] = []
+        for router in routers:
+            router.register_forward_hook(self._record)
+
+    def _record(self, router: nn.Module, inputs: tuple, output: tuple | Tensor) -> None:
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled() and not is_recomputed:
+            logits = output if isinstance(output, Tensor) else output[self._index]
+            self._logits.append(logits.flatten(0, -2).float())
+
+    def loss(self, batch: MicroBatch, num_sequences: float) -> Tensor:
+        """Return this micro-batch's part of the loss of an update of `num_sequences`, times its weight.
+
+        To be called once after the forward pass of a micro-batch.
+        """
+        logits, self._logits = torch.stack(self._logits), []
+        if not self._weight:
+            logits = logits.detach()
+        sequence_ids = (batch.position_ids.flatten() == 0).cumsum(0) - 1
+        # of padding each token is a sequence by itself; without a target all is padding
+        is_read = (sequence_ids.bincount()[sequence_ids] > 1) & (len(batch.targets) > 0)
+        sequence_ids = sequence_ids[is_read]
+        lengths = sequence_ids.bincount(minlength=1)
+        chances = logits[:, is_read].softmax(dim=-1)
+        chosen = torch.zeros_like(chances)
+        chosen.scatter_(-1, chances.topk(self._top_k).indices, 1.0)
+
+        def means(values: Tensor) -> Tensor:
+            """Means [layers, sequences, E] over the tokens of each sequence."""
+            sums = values.new_zeros(len(values), len(lengths), values.shape[-1])
+            return sums.index_add(1, sequence_ids, values) / lengths.clamp(min=1)[:, None]
+
+        share = means(chosen) * chosen.shape[-1] / self._top_k
+        balance = (share * means(chances)).sum(dim=(1, 2)).mean()
+        entropy = torch.special.entr(chances).sum(dim=-1).mean(dim=0)
+        totals = torch.stack([balance, entropy.sum()]).detach().double()
+        counts = torch.stack([(lengths > 0).sum(), lengths.sum()])
+        self._sums.append((chosen.sum(dim=1).double(), totals, counts.double()))
+        return self._weight * balance / num_sequences
+
+    def metrics(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return the metrics of all micro-batches since the last call, equal on all ranks; collective.
+
+        `experts/load_max` is the load of the busiest expert over the mean one, and `experts/unused` the share of
+        experts that no token chose, both means over layers; `experts/entropy` is a token's, nats; `experts/balance` is
+        the loss.
+        """
+        load, totals, counts = (sum(column) for column in zip(*self._sums, strict=True))
+        self._sums = []
+        sums = sum_over_ranks(torch.cat([load.flatten(), totals, counts]))
+        load, (balance, entropy, sequences, tokens) = sums[:-4].view_as(load), sums[-4:].tolist()
+        return {
+            "experts/load_max": float((load / load.mean(dim=1, keepdim=True)).amax(dim=1).mean()),
+            "experts/unused": float((load == 0).double().mean()),
+            "experts/entropy": entropy / tokens,
+            "experts/balance": balance / sequences,
+        }
+
+
+def watch(model: PreTrainedModel, config: Config) -> Routing | None:
+    """Watch the routers of a model; None for one without experts.
+
+    Raises ValueError for --optim.balance where there is none.
+    """
+    weight = config.optim.balance
+    recorder = (model._can_record_outputs or {}).get("router_logits")
+    routers = []
+    if recorder is not None:
+        ending = recorder.layer_name or ""
+        routers = [
+            module
+            for name, module in model.named_modules()
+            if isinstance(module, recorder.target_class) and name.endswith(ending)
+        ]
+    if weight and not routers:
+        raise ValueError(
+            f"--optim.balance {weight:g} balances experts, and a {model.config.model_type} has none that can be seen; "
+            "leave it out"
+        )
+    if not routers:
+        return None
+    top_k = model.config.get_text_config().num_experts_per_tok
+    return Routing(routers, recorder.index, top_k, weight)

@@ -1,0 +1,95 @@
+"""Mixtures of experts: the loss that balances them and what is said of their routers, by loops over single tokens."""
+
+import collections
+import math
+
+import pytest
+import torch
+from plain_trainer import record_gradients
+from tiny_policy import (
+    assert_same_gradient,
+    load,
+    make_config,
+    random_sequences,
+    save_tiny_family,
+    save_tiny_model,
+)
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import OptimOptions
+from asyncrl.trainer import families
+from asyncrl.trainer.dealing import distribute
+from asyncrl.trainer.families import COMPARED
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+TOP_K = 2
+BALANCE = OptimOptions(balance=0.7)
+
+
+@pytest.mark.parametrize("save_memory", [(), ("activations",)])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "qwen3_next"])
+def test_the_balance_loss_is_that_of_the_definition_however_sequences_are_packed(
+    family, save_memory, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(families, "COMPARED", (*COMPARED, family))
+    path = save_tiny_family(family, str(tmp_path))
+    sequences = random_sequences(9)
+    expected, expected_metrics = by_loops(path, sequences)
+    for budget in (40, 100_000):
+        gradients = []
+        for optim in (OptimOptions(), BALANCE):
+            policy = load(make_config(path, optim=optim, save_memory=save_memory))
+            recorded = record_gradients(policy)
+            shares = distribute([sequences], 1, budget, layout=policy.module.layout)[0]
+            metrics = policy.train_step(shares, 11)
+            gradients += recorded
+            found = {name: value for name, value in metrics.items() if name.startswith("experts/")}
+            assert found == pytest.approx(expected_metrics, rel=1e-4)
+        without, with_balance = gradients
+        found = {name: with_balance[name] - gradient for name, gradient in without.items()}
+        trained = {name: gradient for name, gradient in expected.items() if gradient is not None}
+        assert_same_gradient({name: found[name] for name in trained}, trained, relative=1e-3)
+
+
+def by_loops(path, sequences):
+    """The gradient of the balance loss by parameter, and the metrics, each token and expert by itself in float64."""
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    losses, entropies = [], []
+    loads = collections.defaultdict(collections.Counter)
+    for sequence in sequences:
+        tokens = torch.from_numpy(sequence.tokens)[None]
+        layers = model(tokens, output_router_logits=True).router_logits
+        for layer, logits in enumerate(layers):
+            chances = logits.double().softmax(dim=-1)
+            num_experts = chances.shape[-1]
+            shares = collections.Counter()
+            for row in chances:
+                likeliest = sorted(range(num_experts), key=lambda expert: -row[expert].item())
+                shares.update(likeliest[:TOP_K])
+                entropies.append(-sum(p * math.log(p) for p in row.tolist()))
+            loads[layer].update(shares)
+            per_expert = [
+                num_experts * shares[e] / (TOP_K * len(chances)) * chances[:, e].mean()
+                for e in range(num_experts)
+            ]
+            losses.append(sum(per_expert))
+    mean = sum(losses) / len(losses)
+    (BALANCE.balance * mean).backward()
+    gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
+    busiest = [max(load.values()) * num_experts / load.total() for load in loads.values()]
+    unused = [num_experts - len(load) for load in loads.values()]
+    return gradient, {
+        "experts/balance": mean.item(),
+        "experts/entropy": sum(entropies) / len(entropies),
+        "experts/load_max": sum(busiest) / len(busiest),
+        "experts/unused": sum(unused) / (num_experts * len(unused)),
+    }
+
+
+def test_a_model_without_experts_says_nothing_of_them_and_has_none_to_balance(tmp_path):
+    path = save_tiny_model(str(tmp_path))
+    policy = load(make_config(path))
+    metrics = policy.train_step(distribute([random_sequences(2)], 1, 1000)[0], 11)
+    assert not [name for name in metrics if name.startswith("experts/")]
+    with pytest.raises(ValueError, match=r"^--optim.balance 0.7 balances experts, and a qwen3 has"):
+        load(make_config(path, optim=BALANCE))
