@@ -1,9 +1,21 @@
-"""Tiny random models of any family of causal language models of transformers; scripts/make_tiny.py trains one."""
+"""Tiny random models of any family of causal language models of transformers.
+
+`python scripts/tiny_families.py lfm2 FOLDER` makes one for `train_async.py --model FOLDER`. It has imitated sums
+whose digits are often wrong for a minute or two, as the default model has. So sampled answers are sometimes right.
+"""
+
+import random
+from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from tyro.conf import Positional
 
+from asyncrl.tasks import load_task
 from asyncrl.trainer.attention import choose_attention
+from asyncrl.weights.models import TINY_MODELS, load_tokenizer
+from scripts.lines import run_command
 
 SIZES = {
     "vocab_size": 150, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -41,6 +53,10 @@ CHANGES = {
     "stablelm": {"head_dim": None},
 }  # fmt: skip
 """What a family needs besides; None leaves a size out."""
+SUMS_PER_STEP = 32
+WRONG_DIGIT_RATE = 0.3
+IGNORED = -100
+"""Label of a token that is not imitated, as torch's cross_entropy has it."""
 GAIN = 4
 """Factor of the matrices that transformers makes: log-probs are then far from equal, and an error in any shows."""
 
@@ -71,3 +87,67 @@ def tiny_model(config: PreTrainedConfig, attention: str | None = None) -> PreTra
             if name in model.state_dict() and buffer.is_floating_point():
                 buffer.add_(0.2 * torch.randn_like(buffer))
     return model
+
+
+def warm_up(model: PreTrainedModel, tokenizer, num_steps: int) -> None:
+    """Have a model imitate answers to sums whose digits are often wrong; deterministic."""
+    task = load_task("addition", seed=0)
+    rng = random.Random(0)
+    digits = tokenizer.convert_tokens_to_ids([*"0123456789"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=num_steps)
+    for step in range(num_steps):
+        rows = []
+        labels = []
+        for number in range(SUMS_PER_STEP):
+            problem = task.train_problem(step * SUMS_PER_STEP + number)
+            prompt = tokenizer.encode(problem.prompt)
+            answer = [*tokenizer.encode(problem.answer), tokenizer.eos_token_id]
+            is_wrong = [token in digits and rng.random() < WRONG_DIGIT_RATE for token in answer]
+            written = [
+                rng.choice(digits) if wrong else token
+                for wrong, token in zip(is_wrong, answer, strict=True)
+            ]
+            rows.append(torch.tensor(prompt + answer))
+            labels.append(torch.tensor([IGNORED] * len(prompt) + written))
+        # Padding stands on the right, so causal models never see it.
+        tokens = pad_sequence(rows, batch_first=True)
+        targets = pad_sequence(labels, batch_first=True, padding_value=IGNORED)[:, 1:]
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % 100 == 0:
+            print(f"step {step + 1}/{num_steps}, loss {loss.item():.3f} nats", flush=True)
+
+
+def main(family: Positional[str], folder: Positional[Path], steps: int = 1000) -> None:
+    """Make a tiny model of a family that has imitated sums, and write it.
+
+    Args:
+        family: A `model_type` of transformers, as lfm2 or qwen3_moe.
+        folder: Where it is written.
+        steps: Steps of imitation; 0 leaves it random.
+    """
+    tokenizer = load_tokenizer(str(TINY_MODELS / "addition"))
+    config = tiny_config(
+        family,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=tokenizer.model_max_length,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    print(f"{family}: {model.num_parameters():,} parameters", flush=True)
+    warm_up(model, tokenizer, steps)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    run_command(main)
