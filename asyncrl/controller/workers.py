@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from asyncrl.cluster.placement import Placement, WorkerSpec
 from asyncrl.cluster.processes import kill_session
 from asyncrl.cluster.stacks import dump_stacks
@@ -250,6 +252,8 @@ class Workers:
                 f"{report}\nall {MAX_RESTARTS} restarts are used, and nothing came back between them"
             )
         self.num_restarts += 1
+        if self.placement.workers[worker.index].shared_with_rank is not None:
+            torch.cuda.empty_cache()  # the engine needs the room that the trainer's last step took
         print(
             f"warning: {report.partition(';')[0]}; its {len(worker.running)} tickets are issued again",
             flush=True,

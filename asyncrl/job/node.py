@@ -47,7 +47,7 @@ from asyncrl.tasks import check_rows, encode, task_of
 from asyncrl.trainer.advantage import choose_estimator
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.user_code import texts_of
-from asyncrl.weights.ipc import IpcTransport, check_allocator
+from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.shm import ShmTransport
@@ -92,10 +92,15 @@ class Rank:
     def use_device(self) -> None:
         """Make the context of this rank's GPU. No plan of memory and no engine must find it, so they come first."""
         if self.device.type == "cuda":
-            if self.placement.transport != "ipc" and not os.environ.get("PYTORCH_ALLOC_CONF"):
-                # Micro-batches differ in length, which would cut memory to pieces. An engine cannot open such segments.
-                torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+            # Segments that grow are not cut to pieces by micro-batches of all lengths. An engine cannot open them.
+            grows = f"expandable_segments:{self.placement.transport != 'ipc'}"
+            options = filter(None, (os.environ.get("PYTORCH_ALLOC_CONF"), grows))
+            torch._C._accelerator_setAllocatorSettings(",".join(options))
             torch.cuda.set_device(self.device)
+            for worker in self.placement.workers:
+                if worker.shared_with_rank is not None and self.config.colocate == "share":
+                    # An engine that is started again finds no room where the trainer has grown into its part.
+                    torch.cuda.set_per_process_memory_fraction(1 - worker.gpu_memory_utilization)
 
 
 @dataclass(frozen=True)
@@ -235,7 +240,7 @@ def start_node(rank: Rank, worker_main: Callable) -> Iterator[Leader | Follower]
             config, model_path, stacks = cluster.broadcast_on_node(None)
             write_stacks_to(stacks)
             node = follow(replace(rank, config=config), model_path)
-        rank.use_device()
+        node.use_device()
         yield node
     except Interrupted as error:
         if cluster.is_first:
@@ -333,8 +338,6 @@ def _fit_memory(rank: Rank, model_path: str) -> Rank:
             "memory: not planned, as extras/planning is missing; --save-memory auto saves nothing",
             flush=True,
         )
-    if placement.transport == "ipc":
-        check_allocator()
     return replace(rank, config=config, placement=placement)
 
 

@@ -55,12 +55,13 @@ def session(
     transport="shm",
     restored=None,
     start_s=30.0,
+    shared_with_rank=None,
     **options,
 ):
     """A session of a run whose workers have `start_s` to start. When it ends, no process and no sockets are left."""
     defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 30.0}
     config = Config(**{**defaults, **options})
-    placed = tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_workers))
+    placed = tuple(WorkerPlacement(i, None, shared_with_rank, 1, 0.0) for i in range(num_workers))
     prompts = PromptSource(
         train_problem=lambda index: Problem("p", answer(index) if callable(answer) else answer),
         eval_problems=[Problem("e", answer) for answer in eval_answers],
@@ -122,6 +123,21 @@ def test_two_workers_load_each_version_and_one_that_dies_meanwhile_is_started_ag
         assert [e["exit_code"] for e in s.events_of("worker_died", worker)] == [5] * dies
         (spent,) = s.events_of("worker_time", worker)
         assert (spent["seconds"].get("restarting", 0) > 0) == dies
+
+
+@pytest.mark.parametrize(("shared_with_rank", "num_freed"), [(None, 0), (0, 1)])
+def test_a_worker_that_is_started_again_on_the_trainers_gpu_is_given_what_the_trainer_keeps(
+    tmp_path, monkeypatch, shared_with_rank, num_freed
+):
+    freed = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: freed.append("all"))
+    options = {"model": "dies at version 2", "shared_with_rank": shared_with_rank}
+    with session(tmp_path, async_ratio=1.0, **options) as s:
+        for version in range(3):
+            s.publish(version)
+        wait_until(lambda: s.controller.workers.num_restarts == 1)
+        wait_until(lambda: not s.controller.workers.starting)
+    assert len(freed) == num_freed
 
 
 def states_of(s, worker):

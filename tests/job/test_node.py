@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.tickets import TicketSource
@@ -31,21 +32,30 @@ def test_only_a_baseline_needs_the_controller_and_the_tickets_of_extras():
 
 
 @pytest.mark.parametrize(
-    ("transport", "options", "calls"),
+    ("transport", "share", "options", "calls"),
     [
-        ("nccl", "", ["expandable_segments:True", "cuda:1"]),
-        ("shm", "", ["expandable_segments:True", "cuda:1"]),
-        ("ipc", "", ["cuda:1"]),
-        ("nccl", "max_split_size_mb:64", ["cuda:1"]),
+        ("nccl", None, "", ["expandable_segments:True", "cuda:1"]),
+        ("shm", 0.4, "", ["expandable_segments:True", "cuda:1", "0.60"]),
+        (
+            "ipc",
+            0.4,
+            "expandable_segments:True",
+            ["expandable_segments:True,expandable_segments:False", "cuda:1", "0.60"],
+        ),
     ],
 )
-def test_segments_grow_on_a_gpu_before_its_context_unless_an_engine_opens_them(
-    monkeypatch, transport, options, calls
+def test_segments_grow_unless_an_engine_opens_them_and_never_into_its_part_of_the_gpu(
+    monkeypatch, transport, share, options, calls
 ):
     made = []
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", options)
     monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", made.append)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: made.append(str(device)))
-    placement = SimpleNamespace(transport=transport)
-    Rank.use_device(SimpleNamespace(device=torch.device("cuda", 1), placement=placement))
+    monkeypatch.setattr(
+        "torch.cuda.set_per_process_memory_fraction", lambda part: made.append(f"{part:.2f}")
+    )
+    worker = WorkerPlacement(0, 1, None if share is None else 0, 1, share or 0.9)
+    placement = Placement((1,), 1, (worker,), transport)
+    rank = SimpleNamespace(config=Config(), device=torch.device("cuda", 1), placement=placement)
+    Rank.use_device(rank)
     assert made == calls
