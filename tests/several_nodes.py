@@ -14,7 +14,6 @@ from tiny_policy import error_of, first_gradient, load, random_sequences
 from asyncrl.cluster.cluster import Peer, form_cluster, join
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
-from asyncrl.runlog.fingerprint import check_same, fingerprint
 from asyncrl.trainer import batch
 from extras import node_watch
 from extras.node_watch import LeaderWatch
@@ -88,9 +87,9 @@ def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
     same = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
     for name, value in (same | {"RANK": rank, "GROUP_RANK": rank, "MASTER_PORT": ports[0]}).items():
         os.environ[name] = str(value)
-    notes = [error_of(join, Config(lr=(0.1, 0.2)[rank]), "cpu", fingerprint, check_same)]
+    notes = [error_of(join, Config(lr=(0.1, 0.2)[rank]), "cpu")]
     os.environ["MASTER_PORT"] = str(ports[1])
-    cluster = join(Config(num_rollout_workers=rank + 1), "cpu", fingerprint, check_same)
+    cluster = join(Config(num_rollout_workers=rank + 1), "cpu")
 
     def dump() -> str:
         open(os.path.join(folder, "stacks"), "a").close()

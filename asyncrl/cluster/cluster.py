@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from asyncrl import extras
 from asyncrl.cluster.gathering import Gathering
 from asyncrl.config import Config
 
@@ -158,17 +159,12 @@ def form_cluster(
     return dataclasses.replace(cluster, node_group=node_group, leaders=leaders)
 
 
-def join(
-    config: Config,
-    device_type: str,
-    fingerprint: Callable[[Config], dict],
-    check_same: Callable[[dict], None],
-) -> Cluster:
+def join(config: Config, device_type: str) -> Cluster:
     """Meet the ranks of all nodes, make sure that they run the same, and form the process groups; collective.
 
-    Without torchrun this is the only one. `check_same` raises ValueError, on every one, if the fingerprints of nodes,
-    or their kinds of device, differ. Raises ValueError for a rank that torchrun has not started, and RuntimeError if
-    ranks are missing.
+    Without torchrun this is the only rank. Raises ValueError for a rank that torchrun has not started. All ranks raise
+    it if nodes differ in code, options or kind of device (extras/fingerprint.py). Raises RuntimeError if ranks are
+    missing.
     """
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -182,16 +178,15 @@ def join(
             "RANK is set without LOCAL_RANK and GROUP_RANK; start the ranks by torchrun, or unset RANK"
         )
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-    is_leader = os.environ["LOCAL_RANK"] == "0"
-    mine = Peer(
-        int(os.environ["GROUP_RANK"]),
-        socket.gethostname(),
-        fingerprint(config) | {"device": device_type} if is_leader else None,
-    )
+    comparison = extras.find("fingerprint")
+    mine = Peer(int(os.environ["GROUP_RANK"]), socket.gethostname())
+    if comparison is not None and os.environ["LOCAL_RANK"] == "0":
+        fingerprint = comparison.fingerprint(config) | {"device": device_type}
+        mine = dataclasses.replace(mine, fingerprint=fingerprint)
     peers = _meet(dist.PrefixStore("peers", store), rank, num_ranks, mine)
-    check_same(
-        {f"node {peer.node} ({peer.host})": peer.fingerprint for peer in peers if peer.fingerprint}
-    )
+    if comparison is not None:
+        leaders = {f"node {peer.node} ({peer.host})": peer for peer in peers if peer.fingerprint}
+        comparison.check_same({name: peer.fingerprint for name, peer in leaders.items()})
     return form_cluster(peers, rank, store, backend, timeout)
 
 

@@ -39,7 +39,6 @@ from asyncrl.controller.workers import Workers
 from asyncrl.job.probe import Probe
 from asyncrl.job.resume import controller_of, find_checkpoint, how_to_go_on
 from asyncrl.records import Group
-from asyncrl.runlog.fingerprint import check_same, fingerprint
 from asyncrl.runlog.manifest import Checkpoint, weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
@@ -202,7 +201,7 @@ def start_rank(config: Config) -> Iterator[Rank]:
     on_end = ExitStack()
     _prepare_process(config, on_end)
     clock = TrainerClock()
-    cluster = join(config, "cuda" if visible_gpus() else "cpu", fingerprint, check_same)
+    cluster = join(config, "cuda" if visible_gpus() else "cpu")
     resumed = find_checkpoint(config, cluster)
     watch_class = extras.load("--nnodes").LeaderWatch if cluster.num_nodes > 1 else NodeWatch
     watch = watch_class(cluster, dump_stacks)

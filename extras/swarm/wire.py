@@ -27,8 +27,8 @@ from asyncrl.messages import (
     Updated,
 )
 from asyncrl.runlog import plain
-from asyncrl.runlog.fingerprint import fingerprint
 from asyncrl.user_code import files
+from extras.fingerprint import fingerprint
 
 PROTOCOL = 4
 """Number of this page and of asyncrl/messages.py; a host that has another is refused."""

@@ -14,7 +14,6 @@ from tiny_policy import assert_same_gradient, first_gradient, load, save_tiny_mo
 from asyncrl.cluster.cluster import Cluster, Peer, _meet, join
 from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.config import Config
-from asyncrl.runlog.fingerprint import check_same, fingerprint
 from asyncrl.trainer.batch import make_updates
 from asyncrl.trainer.dealing import distribute
 
@@ -123,7 +122,7 @@ def test_one_queue_for_all_streams_of_a_gpu_is_not_taken_over_from_megatron(
         "asyncrl.cluster.cluster.form_cluster",
         lambda *_: os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
     )
-    assert join(Config(), "cuda", fingerprint, check_same) == left
+    assert join(Config(), "cuda") == left
 
 
 def test_a_collective_that_times_out_ends_with_the_stacks_of_all_processes():
@@ -139,4 +138,4 @@ def test_ranks_that_torchrun_has_not_started_are_a_mistake_of_the_user(monkeypat
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("GROUP_RANK", raising=False)
     with pytest.raises(ValueError, match=r"RANK is set without .*; start the ranks by torchrun"):
-        join(Config(), "cpu", fingerprint, lambda fingerprints: None)
+        join(Config(), "cpu")

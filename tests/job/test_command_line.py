@@ -13,8 +13,8 @@ from user_files import ENVIRONMENT, LOSS, TASK, write_user_code
 from asyncrl import user_code
 from asyncrl.config import Config
 from asyncrl.job.command_line import parse_config, read_options
-from asyncrl.runlog.fingerprint import check_same, fingerprint
 from asyncrl.runlog.run_directory import RunDirectory
+from extras.fingerprint import check_same, fingerprint
 
 ROOT = Path(__file__).parents[2]
 REWARD = "def score(response, answer): return 1.0\n"

@@ -13,7 +13,7 @@ MAX_SHOWN = 5
 """Differences that an error names."""
 
 
-def fingerprint(config: Config, root: Path = Path(__file__).parents[2]) -> dict[str, str]:
+def fingerprint(config: Config, root: Path = Path(__file__).parents[1]) -> dict[str, str]:
     """All that must be equal on all nodes: each source file of a run with its hash, user code too, and each option with
     its value."""
     inside = [path for folder in FOLDERS for path in (root / folder).rglob("*.py")]

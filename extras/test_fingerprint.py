@@ -3,7 +3,7 @@ import re
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.runlog.fingerprint import check_same, fingerprint
+from extras.fingerprint import check_same, fingerprint
 
 
 def node(path, config=None, **files):
