@@ -76,16 +76,19 @@ def total(items: list[Item]) -> float:
 
 
 def trained_parameters(config: Config, shape: ModelShape) -> int:
-    """Parameters that the optimizer has: all, or with LoRA those of the adapters of every linear layer."""
+    """Parameters that the optimizer has: all, or with LoRA those of the adapters of every linear layer.
+
+    Experts of a mixture have none; see extras/lora.py.
+    """
     if not config.lora_rank:
         return shape.num_parameters
-    hidden, wide = shape.hidden_size, shape.intermediate_size
+    hidden, wide = shape.hidden_size, 0 if shape.expert_parameters else shape.intermediate_size
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
     return (
         config.lora_rank
         * shape.num_layers
-        * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide))
+        * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide) * (wide > 0))
     )
 
 

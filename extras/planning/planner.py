@@ -234,7 +234,7 @@ def compute_s(job: Job, t: Training) -> float:
         * job.responses
         * lengths.square
     )
-    in_layers = shape.num_layers * shape.layer_parameters
+    in_layers = shape.num_layers * shape.layer_parameters - shape.idle_parameters
     used = in_layers * job.read_tokens + shape.vocab_size * shape.hidden_size * job.tokens
     # A backward pass costs two, one with adapters; what was not kept for it is computed again.
     passes = (
@@ -307,18 +307,19 @@ def exchange_s(job: Job, pool: Pool, tp: int, tokens: float) -> float:
 
 def prefill_s(job: Job, pool: Pool, tp: int) -> float:
     """Seconds of a prompt's prefill (p)."""
-    flops = 2 * job.shape.num_parameters * job.lengths.prompt
+    flops = 2 * (job.shape.num_parameters - job.shape.idle_parameters) * job.lengths.prompt
     return flops / (tp * pool.flops_per_s) + exchange_s(job, pool, tp, job.lengths.prompt)
 
 
 def decode_parts_s(job: Job, pool: Pool, tp: int, requests: float) -> tuple[float, float]:
     """Seconds of a decode step in which memory is read, and of all else in it; both together are d."""
-    weights = 2 * job.shape.num_parameters
+    weights = 2 * job.shape.parameters_of(requests)
+    active = 2 * (job.shape.num_parameters - job.shape.idle_parameters)
     read = weights / tp + requests * job.lengths.context * memory.kv_bytes_per_token(job.shape, tp)
     others_s = (
         pool.host_s
         + exchange_s(job, pool, tp, requests)
-        + weights * requests / (tp * pool.flops_per_s)
+        + active * requests / (tp * pool.flops_per_s)
     )
     return read / pool.hbm_bytes_per_s, others_s
 

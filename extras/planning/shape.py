@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+_EXPERTS = ".experts."
+"""What the names of experts' weights have, which those of shared experts have not."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,19 @@ class ModelShape:
     vocab_size: int
     needs_mask: bool = False
     """Whether a GPU cannot compute its attention without a mask (asyncrl/trainer/attention.py)."""
+    expert_parameters: int = 0
+    """Of all experts of mixtures."""
+    expert_share: float = 1.0
+    """Share of the experts of a layer that one token is computed with, k of E."""
+
+    @property
+    def idle_parameters(self) -> float:
+        """Parameters of the experts that one token is not computed with."""
+        return self.expert_parameters * (1 - self.expert_share)
+
+    def parameters_of(self, tokens: float) -> float:
+        """Return the parameters that are read for so many tokens at a time, each of which chooses experts by itself."""
+        return self.num_parameters - self.expert_parameters * (1 - self.expert_share) ** tokens
 
 
 def read_shape(model_path: str) -> ModelShape:
@@ -35,6 +50,8 @@ def read_shape(model_path: str) -> ModelShape:
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from asyncrl.trainer.attention import head_sizes
 
     try:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
@@ -50,8 +67,10 @@ def read_shape(model_path: str) -> ModelShape:
     for name, size in sizes.items():
         if found := _LAYER.search(name):
             layers[found[1]] = layers.get(found[1], 0) + size
+    of_experts = [p for name, p in model.named_parameters() if _EXPERTS in name]
+    share = config.num_experts_per_tok / len(of_experts[0]) if of_experts else 1.0
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    (*_, head_dim) = head_sizes(config)
     return ModelShape(
         num_parameters=sum(sizes.values()),
         layer_parameters=max(layers.values(), default=0),
@@ -59,11 +78,24 @@ def read_shape(model_path: str) -> ModelShape:
         largest_parameter=max(sizes.values()),
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        intermediate_size=_mlp_width(config, is_mixture=bool(of_experts)),
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
         vocab_size=config.vocab_size,
         needs_mask=bool(head_dim % 8 or head_dim > 256)
         or not (model._supports_attention_backend and model._supports_sdpa),
+        expert_parameters=sum(p.numel() for p in of_experts),
+        expert_share=share,
     )
+
+
+def _mlp_width(config, is_mixture: bool) -> int:
+    """Return how wide the MLP of a layer is for one token: of k experts and the shared ones, in a mixture."""
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if not is_mixture:
+        return width
+    width = getattr(config, "moe_intermediate_size", None) or width
+    shared = getattr(config, "n_shared_experts", None) or 0
+    beside = getattr(config, "shared_expert_intermediate_size", None) or shared * width
+    return config.num_experts_per_tok * width + beside
