@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from plain_trainer import record_gradients
+from plain_trainer import PlainTrainer, check_step, randomize, record_gradients
 from tiny_policy import (
     assert_same_gradient,
     load,
@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import OptimOptions
 from asyncrl.trainer import families
+from asyncrl.trainer.checkpoint import save_weights
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.families import COMPARED
+from asyncrl.trainer.model import named_adapters
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 TOP_K = 2
@@ -84,6 +86,24 @@ def by_loops(path, sequences):
         "experts/load_max": sum(busiest) / len(busiest),
         "experts/unused": sum(unused) / (num_experts * len(unused)),
     }
+
+
+@pytest.mark.parametrize("lora_rank", [0, 3])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_a_mixture_is_trained_and_saved_as_transformers_has_it(family, lora_rank, tmp_path):
+    """Adapters are on the attention, and none on experts or routers."""
+    path = save_tiny_family(family, str(tmp_path / "model"))
+    policy = load(make_config(path, lora_rank=lora_rank))
+    randomize(policy)
+    updates = [random_sequences(9)]
+    expected = PlainTrainer(policy).train_step(updates, 11)
+    check_step(policy, updates, 40, 11, expected)
+    adapted = {name.split(".")[-2] for name, _ in named_adapters(policy.module.model)}
+    assert adapted == ({"q_proj", "k_proj", "v_proj", "o_proj"} if lora_rank else set())
+    save_weights(policy, str(tmp_path / "saved"))
+    again = load(make_config(str(tmp_path / "saved")))
+    scores = [each.score(updates, raw=True)[0] for each in (policy, again)]
+    torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_without_experts_says_nothing_of_them_and_has_none_to_balance(tmp_path):
