@@ -36,6 +36,7 @@ CHANGES = {
     "bitnet": {"head_dim": None},
     "falcon_h1": {"mamba_d_ssm": 256},
     "falcon": {"head_dim": None, "num_kv_heads": 4, "ffn_hidden_size": 192},
+    "gemma2": {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
     "gemma3_text": {"sliding_window": 5, "final_logit_softcapping": 9.0},
     "gemma4_text": {
         "num_experts": None, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 64,

@@ -6,8 +6,8 @@ from asyncrl.trainer.attention import check_sharing
 
 COMPARED = (
     "arcee", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
-    "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
-    "gpt2", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense",
+    "exaone_moe", "falcon_h1", "flex_olmo", "gemma", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
+    "glm4_moe", "gpt2", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense",
     "hunyuan_v1_moe", "hyperclovax", "jais2", "lfm2", "lfm2_moe", "llama", "mellum", "ministral", "ministral3",
     "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3",
     "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",

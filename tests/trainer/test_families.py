@@ -20,6 +20,7 @@ A_ROW_EACH = {
     **{family: f"the mask of {family}" for family in ("biogpt", "falcon", "gpt_oss", "opt")},
     **dict.fromkeys(("granitemoehybrid", "qwen3_5_text", "qwen3_next"), "linear_attention"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
+    "falcon_h1": "hybrid",
 }
 """Families whose sequences would see each other in a packed row, and why; transformers calls every recurrent layer
 linear_attention."""
