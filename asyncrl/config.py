@@ -196,7 +196,7 @@ class Config:
     eval_every: Annotated[Count, RESUME, HOST] = 10
     """Steps between evaluations on held-out problems; 0 turns them off."""
     save_every: Annotated[Count | None, RESUME, HOST, REPLAY, NOT_COPIED] = 0
-    """Steps between checkpoints; 0 saves only the last step, and that in which the run is stopped, None only that."""
+    """Steps between checkpoints; 0: at the end and when the run is stopped; None: only when it is stopped."""
     resume: Annotated[str | None, HOST] = None
     """Directory of a run, runs/NAME, which continues from its newest whole checkpoint with its options."""
     run_name: Annotated[RunName | None, HOST, REPLAY, NOT_COPIED] = None
