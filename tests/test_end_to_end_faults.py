@@ -140,7 +140,8 @@ def test_a_worker_whose_engine_cannot_sample_ends_the_run_within_a_minute_with_i
     assert "  | " in job.output() and "head_dim=20" in job.output()
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_first_weights_that_do_not_arrive_end_the_run_before_it_trains(tmp_path, num_ranks):
     job = start_job(tmp_path, num_ranks, steps=3, script="tests/corrupt_job.py 0 9")
     assert job.wait() != 0
