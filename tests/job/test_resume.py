@@ -39,11 +39,16 @@ def make_run(folder, **options):
     return directory.path
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run that nobody changes."""
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("resume", "optim.args")])
 def test_an_option_changes_where_it_may_and_is_refused_by_name_with_both_values_elsewhere(
-    tmp_path, name
+    run, name
 ):
-    run = make_run(tmp_path)
     option = OPTIONS[name]
     arguments = ["--resume", str(run), *words_that_change(option)]
     unchanged = read_options(["--resume", str(run)])
