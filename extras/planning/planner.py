@@ -8,17 +8,19 @@ One GPU may do both in turns. Any GPU may stay idle.
 Seconds of a step; g of generation, u of the weight update, t of training, α the async_ratio:
 
     step    about least_step_s(g + u, t, α, tail), at most most_step_s(g + u, t, L·d, α); tail is (L − R)·d with b = 1
-    t       max(F/(ranks·C), micro-batches·(gathers, reductions / slowest link of the group)) + AdamW + publication
+    t       max(F/(ranks·C), micro-batches·exchanges within a replica) + exchange among replicas + AdamW + publication
     F       2 FLOPs per weight, token and pass, a backward pass being two, and attention's half squares
-    C, m    FLOP/s and bytes/s that a GPU reaches: those of its data sheet × mfu, × hbm_efficiency
+    C, m    FLOP/s and bytes/s that a GPU reaches: those of its data sheet × mfu, less in short passes; × hbm_efficiency
+    D       FLOP/s that a GPU reaches while it decodes
     g       tokens sampled for a step / Σ y·h: y engines with a rate h = b·R / (R·d + b·p) each, b requests at a time
     p       prefill of a prompt: 2·W·P/(tp·C) + (tp − 1)·(a + P·H·2/(tp·β))·4·l
-    d       decoding a token of each: c + 2·W/(tp·m) + 2·W·b/(tp·C) + b·K·context/m + (tp − 1)·(a + b·H·2/(tp·β))·4·l
+    d       a token of each: c + max(2·W/(tp·m), 2·W·b/(tp·D)) + b·K·context/m + (tp − 1)·(a + b·H·2/(tp·β))·4·l
     u       2·W/β of the slowest link, × update_factor between machines
 
 W weights, H hidden size, l layers, P and R mean tokens of prompt and response, L tokens of a step's longest response, K
 bytes of KV cache per token and GPU, β bytes/s of a link one way, a its latency, c the host's part. p and d are HexGen's
-(arXiv 2502.07903, table 1), but for W instead of 12·H²·l, c, and the KV cache, whose reading HexGen leaves out.
+(arXiv 2502.07903, table 1), but for W instead of 12·H²·l, c, the KV cache, whose reading HexGen leaves out, and the
+maximum: the kernels of a layer read its weights while they multiply.
 
 The paper alternates a search for t and one for g with a bisection of the GPUs. Here GPUs of a kind are alike, so that
 only a few splits differ: all get a bound, and are solved, by MILP, as long as their bound is below what was found.
@@ -48,6 +50,12 @@ LINK_LATENCY_S = 10e-6
 """Latency of a message within a machine (a)."""
 HOST_BYTES_PER_S, ADAMW_BYTES = 16e9, 28
 """A rank's share of host memory, for copies and AdamW; what AdamW reads and writes of float32 per weight."""
+SHORT_TOKENS, SHORT_MFU = 8192, 0.875
+"""Tokens of a pass below which a GPU reaches less of its mfu, and how much of it: 0.35 of 0.4."""
+DECODE_MFU = 0.6
+"""Share of the data sheet's FLOP/s that matrix products reach while an engine decodes."""
+LOAD_S = 1.5e-3
+"""Seconds in which vLLM loads one of the eleven tensors of a layer; the trainer sends to all engines meanwhile."""
 TPS = (1, 2, 4, 8)
 """GPUs of an engine to choose from."""
 SAVINGS = ((), ("activations",), ("optimizer",), ("activations", "optimizer"))
@@ -240,7 +248,9 @@ def compute_s(job: Job, t: Training) -> float:
     passes = (
         job.extra_passes + 1 + ("activations" in t.save_memory) + (1 if config.lora_rank else 2)
     )
-    return passes * 2 * (used + squares) / (t.ranks * t.pool.flops_per_s)
+    tokens = min(t.microbatch, job.read_tokens / (t.ranks * config.minibatches))
+    reached = t.pool.flops_per_s * (SHORT_MFU if tokens < SHORT_TOKENS else 1)
+    return passes * 2 * (used + squares) / (t.ranks * reached)
 
 
 def training_s(job: Job, cluster: Cluster, t: Training) -> float:
@@ -266,7 +276,8 @@ def training_s(job: Job, cluster: Cluster, t: Training) -> float:
         moved = 12 * count * job.shape.num_parameters + config.minibatches * ADAMW_BYTES * trained
         adamw_s = moved / t.shards / HOST_BYTES_PER_S
     publish_s = weights * (1 - 1 / t.shards) / (shard_link * 1e9)
-    return max(compute_s(job, t), count * (shard_s + replica_s)) + adamw_s + publish_s
+    replicas_s = config.minibatches * replica_s
+    return max(compute_s(job, t), count * shard_s) + replicas_s + adamw_s + publish_s
 
 
 def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> Iterator[Training]:
@@ -311,24 +322,32 @@ def prefill_s(job: Job, pool: Pool, tp: int) -> float:
     return flops / (tp * pool.flops_per_s) + exchange_s(job, pool, tp, job.lengths.prompt)
 
 
-def decode_parts_s(job: Job, pool: Pool, tp: int, requests: float) -> tuple[float, float]:
-    """Seconds of a decode step in which memory is read, and of all else in it; both together are d."""
+def decode_parts_s(
+    job: Job, pool: Pool, tp: int, requests: float
+) -> tuple[float, float, float, float]:
+    """Seconds of a decode step: weights are read, they are multiplied with, the cache is read, and the rest."""
     weights = 2 * job.shape.parameters_of(requests)
     active = 2 * (job.shape.num_parameters - job.shape.idle_parameters)
-    read = weights / tp + requests * job.lengths.context * memory.kv_bytes_per_token(job.shape, tp)
-    others_s = (
-        pool.host_s
-        + exchange_s(job, pool, tp, requests)
-        + active * requests / (tp * pool.flops_per_s)
+    cache = requests * job.lengths.context * memory.kv_bytes_per_token(job.shape, tp)
+    return (
+        weights / tp / pool.hbm_bytes_per_s,
+        active * requests / (tp * pool.tflops * 1e12 * DECODE_MFU),
+        cache / pool.hbm_bytes_per_s,
+        pool.host_s + exchange_s(job, pool, tp, requests),
     )
-    return read / pool.hbm_bytes_per_s, others_s
+
+
+def decode_s(job: Job, pool: Pool, tp: int, requests: float) -> float:
+    """Seconds of a decode step (d): weights are read while they are multiplied with."""
+    weights_s, products_s, cache_s, rest_s = decode_parts_s(job, pool, tp, requests)
+    return max(weights_s, products_s) + cache_s + rest_s
 
 
 def make_engine(job: Job, pool: Pool, tp: int, requests: float) -> Engine:
     """An engine with its rate."""
-    decode_s, response = sum(decode_parts_s(job, pool, tp, requests)), job.lengths.response
-    rate = requests * response / (response * decode_s + requests * prefill_s(job, pool, tp))
-    return Engine(pool, tp, requests, decode_s, rate)
+    seconds, response = decode_s(job, pool, tp, requests), job.lengths.response
+    rate = requests * response / (response * seconds + requests * prefill_s(job, pool, tp))
+    return Engine(pool, tp, requests, seconds, rate)
 
 
 def largest_engine(job: Job, pool: Pool, tp: int, room: float | None = None) -> Engine | None:
@@ -355,20 +374,23 @@ def calibrated(job: Job, pool: Pool, requests: float | None = None) -> Pool:
     """
     mfu, efficiency, tp = pool.mfu, pool.hbm_efficiency, job.config.rollout_tp
     if pool.trained_tokens_per_s:
-        t = Training(pool, 1, 1, 1, job.config.save_memory, 1, False)
+        budget = job.config.max_tokens_per_microbatch
+        t = Training(pool, 1, 1, 1, job.config.save_memory, budget, False)
         mfu *= compute_s(job, t) * pool.trained_tokens_per_s / job.tokens
     pool = replace(pool, mfu=mfu, trained_tokens_per_s=0.0)
     if rate := tp * pool.sampled_tokens_per_s:
         largest = largest_engine(job, pool, tp)
         b = requests or (largest.requests if largest else 1)
-        read_s, others_s = decode_parts_s(job, pool, tp, b)
-        left_s = b / rate - b * prefill_s(job, pool, tp) / job.lengths.response - others_s
-        if left_s <= 0:
+        weights_s, products_s, cache_s, rest_s = decode_parts_s(job, pool, tp, b)
+        left_s = b / rate - b * prefill_s(job, pool, tp) / job.lengths.response - rest_s
+        rest_s += products_s
+        if left_s <= products_s:
             raise ValueError(
                 f"{pool.name} is said to sample {pool.sampled_tokens_per_s:g} tokens/s per GPU; with {b:.3g} requests "
-                f"at a time all but memory takes {others_s:.3g} s of the {b / rate:.3g} s of a step; lower host_s"
+                f"at a time all but memory takes {rest_s:.3g} s of the {b / rate:.3g} s of a step; lower host_s"
             )
-        efficiency *= read_s / left_s
+        # The products hide the reading of weights, or else are hidden by it.
+        efficiency *= max((weights_s + cache_s) / left_s, cache_s / (left_s - products_s))
     return replace(pool, hbm_efficiency=efficiency, sampled_tokens_per_s=0.0)
 
 
@@ -547,8 +569,8 @@ class Plan:
 
 def tail_s(job: Job, engines: Iterable[Engine]) -> float:
     """Seconds for which a step's longest response decodes on, in the fastest engine, when a mean one has ended."""
-    decode_s = min(sum(decode_parts_s(job, e.pool, e.tp, 1)) for e in engines)
-    return (job.lengths.longest - job.lengths.response) * decode_s
+    alone_s = min(decode_s(job, e.pool, e.tp, 1) for e in engines)
+    return (job.lengths.longest - job.lengths.response) * alone_s
 
 
 def solve(split: Split, limit_s: float | None = None) -> Plan | None:
@@ -732,7 +754,10 @@ def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
     )
     # By ipc the engine copies what it reads, by shm both ends do.
     update_s = {
-        "nccl": weights / (pool.gb_per_s * 1e9),
+        "nccl": max(
+            len(placement.workers) * weights / (pool.gb_per_s * 1e9),
+            11 * job.shape.num_layers * LOAD_S,
+        ),
         "ipc": 2 * weights / pool.hbm_bytes_per_s,
         "shm": 2 * weights / HOST_BYTES_PER_S,
     }[placement.transport]

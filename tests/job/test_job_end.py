@@ -19,6 +19,7 @@ def test_an_error_on_one_rank_ends_all_though_the_other_stands_where_no_signal_r
     job.wait_until(lambda: "is out of memory" in job.output())
     processes = job.descendants()
     assert job.wait(60) == 1
+    assert "forcefully" not in job.output(), "torchrun had to kill a rank"
     assert f"error: rank {rank} is out of memory" in job.output().splitlines()
     assert f"error: rank {rank} is out of memory" in job.output().splitlines()[-2]
     _, alive = psutil.wait_procs(processes, timeout=15)

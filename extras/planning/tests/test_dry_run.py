@@ -63,7 +63,7 @@ def test_without_torchrun_the_fastest_split_is_taken_and_a_slower_one_is_told_of
     assert "faster:" not in best
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
     slow = "\n".join(dry_run(config, "8xH200"))
-    faster = r"faster: --nproc-per-node (\d) and \d engines of 2 GPUs: about ([\d.]+) s"
+    faster = r"faster: --nproc-per-node (\d) and \d engines of \d GPUs: about ([\d.]+) s"
     ranks, step_s = re.search(faster, slow).groups()
     assert int(ranks) == best.count("trainer rank") - best.count("  trainer rank 0,")
     # The plan may choose engines of several GPUs, which the run has by --rollout-tp alone.

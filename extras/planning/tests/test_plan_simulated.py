@@ -93,4 +93,4 @@ def clusters(count):
 def test_the_step_of_a_plan_is_near_that_of_a_simulated_cluster():
     for seed, _, _, plan in clusters(2):
         row = compared(plan, seed)
-        assert 0.75 < row["predicted_s"] / row["simulated_s"] < 1.1, row
+        assert 0.75 < row["predicted_s"] / row["simulated_s"] < 1.2, row

@@ -220,7 +220,8 @@ def test_plans_are_the_best_of_all_on_small_random_clusters(seeds):
 
 
 def seconds_of_training(j, c, t):
-    """t: passes, or gathers and reductions if they take longer; AdamW; and the gathering to publish."""
+    """t: passes, or exchanges within a replica if they take longer; one among replicas an update; AdamW; and the
+    gathering to publish."""
     config, model, link_s = j.config, j.shape, 1 / (t.pool.gb_per_s * 1e9)
     prompts = 32 if config.share_prefix == "off" else 8
     squares = 32 * (300**2 + 500**2 + 1000**2) / 3
@@ -232,16 +233,18 @@ def seconds_of_training(j, c, t):
     scored = (config.kl_coef > 0) + (config.minibatches > 1)
     backward = 1 if config.lora_rank else 2
     passes = 1 + backward + scored + ("activations" in t.save_memory)
-    compute_s = passes * 2 * used / (t.ranks * t.pool.tflops * 1e12 * t.pool.mfu)
+    # a pass has fewer than 8192 tokens
+    compute_s = passes * 2 * used / (t.ranks * t.pool.tflops * 1e12 * t.pool.mfu * 0.875)
     # a ring passes on all but one's own part; each byte of a shard, of the gradients of all replicas
     across_s = max(link_s, 1 / (c.same_kind * 1e9))
     shard_s = link_s if t.shards <= t.gpus else across_s
     gather_s = 2 * model.num_parameters * (1 - 1 / t.shards) * shard_s
-    reduce_s = 4 * trained * (1 - 1 / t.shards) * shard_s
+    reduce_s, replicas_s = 4 * trained * (1 - 1 / t.shards) * shard_s, 0.0
     if t.ranks > t.shards:
         shared_s = min(t.gpus, t.shards) / (c.same_kind * 1e9)
         replica_s = link_s if t.machines == 1 else max(across_s, shared_s)
-        reduce_s += 2 * 4 * trained / t.shards * (1 - t.shards / t.ranks) * replica_s
+        sums = 2 * 4 * trained / t.shards * (1 - t.shards / t.ranks)
+        replicas_s = config.minibatches * sums * replica_s
     budget = t.ranks * t.microbatch
     count = config.minibatches * math.ceil(read / config.minibatches / budget)
     moved_s = count * ((2 + scored) * gather_s + reduce_s)
@@ -255,7 +258,7 @@ def seconds_of_training(j, c, t):
     if "optimizer" in t.save_memory:
         host = 12 * count * model.num_parameters + config.minibatches * 28 * trained
         adamw_s = host / t.shards / 16e9
-    return max(compute_s, moved_s) + adamw_s + gather_s
+    return max(compute_s, moved_s) + replicas_s + adamw_s + gather_s
 
 
 CONTEXT = 100 + (200**2 + 400**2 + 900**2) / (200 + 400 + 900) / 2
@@ -272,8 +275,9 @@ def seconds_of_decoding(j, p, tp, b):
     def exchange_s(tokens):
         return 4 * model.num_layers * (tp - 1) * (10e-6 + tokens * model.hidden_size * 2 / link)
 
-    read_s = (weights / tp + b * kv * CONTEXT) / hbm
-    decode_s = p.host_s + read_s + weights * b / flops + exchange_s(b)
+    products_s = weights * b / (tp * p.tflops * 1e12 * 0.6)
+    layers_s = max(weights / tp / hbm, products_s) + b * kv * CONTEXT / hbm
+    decode_s = p.host_s + layers_s + exchange_s(b)
     return decode_s, weights * 100 / flops + exchange_s(100)
 
 
@@ -299,6 +303,32 @@ def test_training_and_sampling_take_what_their_formulas_say(seed):
             assert engine.requests == requests and engine.decode_s == pytest.approx(decode_s)
             rate = requests * 500 / (500 * decode_s + requests * prompt_s)
             assert engine.rate == pytest.approx(rate)
+
+
+def test_an_update_is_summed_over_replicas_once_however_many_passes_it_has():
+    """Two machines of eight GPUs each: more passes cost exchanges within a machine alone."""
+    p = pool(count=2, gpus=8, tflops=1e6)
+    few, many = (planner.Training(p, 2, 8, 8, (), tokens, False) for tokens in (100, 10))
+    j, slow, fast = job(), cluster(p, same_kind=0.1), cluster(p, same_kind=1e6)
+    apart_s = [training_s(j, slow, t) - training_s(j, fast, t) for t in (few, many)]
+    sums = 2 * 4 * j.shape.num_parameters / 8 / 2
+    assert apart_s == pytest.approx([sums / (0.1e9 / 8)] * 2, rel=1e-3)
+
+
+def test_long_passes_reach_more_of_a_gpu():
+    j = job(groups_per_step=800, max_tokens_per_microbatch=16384)
+    p = pool(count=1, gpus=2)
+    short, long = (planner.Training(p, 1, 2, 2, (), tokens, False) for tokens in (4096, 8192))
+    ratio = planner.compute_s(j, short) / planner.compute_s(j, long)
+    assert ratio == pytest.approx(0.4 / 0.35)
+
+
+@pytest.mark.parametrize("sampled", [20.0, 200.0, 1500.0])
+def test_a_measured_rate_of_sampling_is_that_of_the_calibrated_engine(sampled):
+    """Whether products hide the reading of weights, or are hidden by it."""
+    j = job()
+    calibrated = planner.calibrated(j, pool(sampled_tokens_per_s=sampled), 8)
+    assert make_engine(j, calibrated, 1, 8).rate == pytest.approx(sampled)
 
 
 # What brute force does not see
