@@ -1,7 +1,7 @@
 """The one place where the system names optional systems: a table from option to module of extras/.
 
 A module is imported when its option is used. Its folder may be deleted: then the option ends in one line that says so.
-The last six modules have no option. Every run uses them if they are there.
+The last seven modules have no option. Every run uses them if they are there.
 """
 
 import importlib
@@ -26,6 +26,7 @@ MODULES = {
     "containment": "extras.containment",
     "cores": "extras.cores",
     "watchdog": "extras.watchdog",
+    "vllm fixes": "extras.vllm_fixes",
 }
 
 

@@ -299,7 +299,7 @@ def start_leader(rank: Rank, worker_main: Callable) -> Leader:
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + rank.placement.table(), flush=True)
     # What is wrong with options and data is said before anything is written or started.
-    _check_model(rank.config, model_path)
+    _check_model(rank.config, model_path, rank.device.type)
     tickets = _make_tickets(rank.config, cluster, model_path)
     tickets.prompts.check(rank.config)
     restored = rank.resumed and controller_of(rank.resumed, model_path, cluster, rank.config)
@@ -386,13 +386,18 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
     return kind(config, prompts, cluster.node, cluster.num_nodes)
 
 
-def _check_model(config: Config, model_path: str) -> None:
+def _check_model(config: Config, model_path: str, device: str) -> None:
     """Raise ValueError if the model would be trained wrongly, or a whole sequence does not fit its positions."""
-    from asyncrl.trainer.families import read_config
+    from asyncrl.trainer.families import BFLOAT16_ON_CPU, read_config
 
-    window = getattr(
-        read_config(model_path, config.share_prefix != "off"), "max_position_embeddings", None
-    )
+    model = read_config(model_path, config.share_prefix != "off")
+    in_float32 = device == "cpu" and config.dtype != "bfloat16"
+    if in_float32 and model.model_type in BFLOAT16_ON_CPU:
+        raise ValueError(
+            f"--model {config.model} is a {model.model_type}, of which vLLM has kernels for a CPU in bfloat16 only; "
+            "add --dtype bfloat16"
+        )
+    window = getattr(model, "max_position_embeddings", None)
     if window is not None and config.max_sequence_tokens > window:
         raise ValueError(
             f"--max-prompt-tokens {config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "

@@ -165,8 +165,7 @@ def check_sharing(config: PreTrainedConfig, path: str) -> None:
     unfit = sorted(kinds - {"attention", "full_attention"})
     if not kinds and window is not None:
         unfit = [f"sliding_window {window}"]
-    if config.model_type in _BLIND_TO_POSITIONS:
-        unfit = [f"the mask of {config.model_type}"]
+    unfit = unfit or [f"the mask of {config.model_type}"] * mixes_sequences(config)
     if unfit:
         raise ValueError(
             f"--share-prefix needs full attention in every layer, {path} has {', '.join(unfit)}; leave the option out"

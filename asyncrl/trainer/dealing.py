@@ -42,13 +42,12 @@ def fill_microbatches(bundles: list[Bundle], max_tokens: int, layout: Layout) ->
     if layout != "row_each":
         bins = first_fit_decreasing(_lengths(bundles), max_tokens)
         return [[bundles[index] for index in members] for members in bins]
-    microbatches: list[list[Bundle]] = []
-    for item in sorted(bundles, key=lambda item: -item.num_tokens):
-        last = microbatches[-1] if microbatches else []
-        if last and (len(last) + 1) * last[0].num_tokens <= max_tokens:
-            last.append(item)
-        else:
-            microbatches.append([item])
+    waiting = sorted(bundles, key=lambda item: -item.num_tokens)
+    microbatches = []
+    while waiting:
+        num_rows = max_tokens // waiting[0].num_tokens
+        microbatches.append(waiting[:num_rows])
+        waiting = waiting[num_rows:]
     return microbatches
 
 

@@ -14,9 +14,10 @@ COMPARED = (
 )  # fmt: skip
 """Model types of config.json whose log-probs agree to 1e-5 nats in float32, before and after an update.
 
-Of those with gated delta rules, as qwen3_next, vLLM has a kernel for the CPU in bfloat16 only.
 tests/engine/test_family_logprobs.py compares each of them, and says how to try another one.
 """
+BFLOAT16_ON_CPU = ("qwen3_5_text", "qwen3_next")
+"""Of them, those whose kernels for a CPU vLLM has in bfloat16 only: gated delta rules."""
 
 
 def read_config(path: str, shares_prefix: bool) -> PreTrainedConfig:

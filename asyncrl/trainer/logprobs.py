@@ -82,8 +82,12 @@ class TokenLogprobs(nn.Module):
         if visible_until is not None:
             pairs, places = (sources << 32 | targets).unique(return_inverse=True)
             sources, targets = pairs >> 32, pairs & 0x7FFFFFFF
-        seen = self._what_tokens_see(position_ids, visible_until)
-        outputs = self.model.base_model(input_ids=input_ids, use_cache=False, **seen)
+        if self.layout == "row_each":  # also at padding, or transformers sees other sequences there
+            position_ids = torch.ones_like(position_ids).cumsum(dim=1) - 1
+        seen = attention_inputs(self.attention, position_ids, visible_until)
+        outputs = self.model.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen
+        )
         rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
         head = functools.partial(self._score_rows, sampling=sampling)
         parts = [
@@ -100,15 +104,6 @@ class TokenLogprobs(nn.Module):
         logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         scored = Scored(logprobs, entropy, values)
         return scored if places is None else Scored(*(column[places] for column in scored))
-
-    def _what_tokens_see(self, position_ids: Tensor, visible_until: Tensor | None) -> dict:
-        """Arguments that tell the model its tokens' positions, and which tokens see which."""
-        if self.layout == "row_each":
-            # Also of padding, as transformers looks for another sequence where positions restart.
-            columns = torch.arange(position_ids.shape[1], device=position_ids.device)
-            return {"position_ids": columns.expand_as(position_ids)}
-        seen = attention_inputs(self.attention, position_ids, visible_until)
-        return {"position_ids": position_ids, **seen}
 
     def _score_rows(
         self, hidden: Tensor, targets: Tensor, sampling: Sampling

@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_policy import save_tiny_family
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.tickets import TicketSource
-from asyncrl.job.node import Leader, Rank, _make_tickets
+from asyncrl.job.node import Leader, Rank, _check_model, _make_tickets
 from asyncrl.weights.models import resolve_model
 from extras.baselines import BaselineController
 
@@ -59,3 +60,11 @@ def test_segments_grow_unless_an_engine_opens_them_and_never_into_its_part_of_th
     rank = SimpleNamespace(config=Config(), device=torch.device("cuda", 1), placement=placement)
     Rank.use_device(rank)
     assert made == calls
+
+
+def test_a_model_that_vllm_computes_on_a_cpu_in_bfloat16_only_is_refused_in_float32(tmp_path):
+    path = save_tiny_family("qwen3_next", str(tmp_path))
+    for options, device in (({"dtype": "bfloat16"}, "cpu"), ({}, "cuda")):
+        _check_model(Config(model=path, **options), path, device)
+    with pytest.raises(ValueError, match=r"is a qwen3_next, of which .*; add --dtype bfloat16$"):
+        _check_model(Config(model=path), path, "cpu")

@@ -17,7 +17,8 @@ from scripts.tiny_families import tiny_config, tiny_model
 
 HOPPER = (9, 0)
 A_ROW_EACH = {
-    **{family: f"the mask of {family}" for family in ("biogpt", "falcon", "gpt_oss", "opt")},
+    **{family: f"the mask of {family}" for family in ("biogpt", "falcon", "opt")},
+    "gpt_oss": "sliding_attention",
     **dict.fromkeys(("granitemoehybrid", "qwen3_5_text", "qwen3_next"), "linear_attention"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
     "falcon_h1": "hybrid",
