@@ -50,21 +50,8 @@ def assert_time_is_accounted_for(job):
 def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_agree_without_what_is_optional(
     tmp_path,
 ):
-    root = copy_without(
-        tmp_path,
-        "swarm",
-        "planning",
-        "simulation",
-        "baselines.py",
-        "containment.py",
-        "lora.py",
-        "node_watch.py",
-        "recording.py",
-        "redistribute.py",
-        "wandb_mirror.py",
-        "cores.py",
-        "watchdog.py",
-    )
+    optional = [path.name for path in (ROOT / "extras").iterdir() if path.name[0] != "_"]
+    root = copy_without(tmp_path, *optional)
     options = {"groups_per_step": 8, "group_size": 8, "async_ratio": 2}
     # So few at a time that the trainer waits for the engine, however busy the cores: an update then meets some.
     options |= {"max_running_requests": 6, "steps": 12, "eval_every": 6, "save_every": 6}

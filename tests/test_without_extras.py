@@ -1,6 +1,8 @@
-"""A copy of the repository without an optional system trains, and the options of that system end in one line."""
+"""In a copy of the repository without an optional system, its options end in one line.
 
-import json
+That a copy without all of them trains is in test_end_to_end.py.
+"""
+
 import os
 import subprocess
 import sys
@@ -35,17 +37,6 @@ def run(folder, arguments):
         check=False,
     )
     return ended.returncode, ended.stdout + ended.stderr
-
-
-def test_the_default_job_trains_without_any_of_them(tmp_path):
-    """A whole job, with sampling that follows from seeds in place of an engine."""
-    folder = copy_without(tmp_path, *OPTIONS_OF)
-    status, output = run(
-        folder, ["tests/fake_job.py", "--steps=2", "--runs-dir=runs", "--run-name=run"]
-    )
-    assert status == 0, output[-3000:]
-    lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
 def test_its_options_end_in_one_line(copy):
