@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Tests and measurements on the first GPU, in one table: bash scripts/gpu_check.sh [options of scripts/bench/gpu.py]
-# Installs nothing, needs no network, takes eight minutes at most. Without a GPU it says so, checks nothing, exits with 0.
+# A plan of an hour at most, in calls of eight minutes: start it again until nothing is left. The first twenty minutes
+# need no vLLM, and run on torch 2.11 or newer. Installs nothing, needs no network. Without a GPU it says so, checks
+# nothing, and exits with 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,4 +21,8 @@ if [ -n "$missing" ]; then
     exit 1
 fi
 warn_of_shared_memory gpu_check
+if ! reason=$("$python" -c 'import scripts.bench.trainer_alone' 2>&1); then
+    echo "gpu_check: error: ${reason##*$'\n'}: install the package, or name a folder that has it in PYTHONPATH" >&2
+    exit 1
+fi
 exec "$python" scripts/bench/gpu.py "$@"

@@ -22,6 +22,9 @@ from scripts.bench import harness
 from scripts.bench.harness import ROOT, Bench, Case
 
 BUDGET_S = 470.0
+"""Of one call; the whole takes several, an hour at most."""
+FAR_OFF = 1.5
+"""Factor between measurement and prediction from which the table says what to change."""
 TABLES = harness.tables_beside(__file__)
 """What is done, and what is shown of it; gpu.toml says what is what."""
 
@@ -84,13 +87,19 @@ def table(records: list[dict]) -> str:
         if {above, below} <= numbers.keys():
             rows.append((what, form.format(numbers[above][key] / numbers[below][key])))
     for record in measured:
-        for key, (predicted, assumed) in TABLES["predictions"].get(record["case"], {}).items():
-            number = record["numbers"][key]
-            ratio = f"{number:.3g}, {number / predicted:.2f} × the prediction: {assumed}"
-            rows.append((f"{record['case']}, {key}", ratio))
+        for key, prediction in TABLES["predictions"].get(record["case"], {}).items():
+            text = beside_prediction(record["numbers"][key], *prediction)
+            rows.append((f"{record['case']}, {key}", text))
     rows += [(record["case"], record["failed"]) for record in newest if "failed" in record]
     width = max((len(what) for what, _ in rows), default=0)
     return "\n".join(f"{what:{width}}  {value}" for what, value in rows)
+
+
+def beside_prediction(number: float, predicted: float, assumed: str, change: str) -> str:
+    """Return a number beside what was predicted, and what to change where it is far off."""
+    ratio = number / predicted
+    text = f"{number:.3g}, predicted {predicted:.3g}, {ratio:.2f} ×: {assumed}"
+    return text if 1 / FAR_OFF < ratio < FAR_OFF else f"{text}; CHANGE {change}"
 
 
 def _rows(record: dict) -> Iterator[tuple[str, str]]:

@@ -62,10 +62,14 @@ class Setup:
         return Config(**(sizes | fixed | options), optim=OptimOptions(warmup=0)).checked()
 
 
-def trainer(setup: Setup) -> dict:
-    """Make training steps on synthetic sequences, without an engine: tokens/s, and the share of the matmul rate."""
+def trainer(setup: Setup, budget: int = 16384) -> dict:
+    """Make training steps on synthetic sequences, without an engine: tokens/s, and the share of the matmul rate.
+
+    `budget` is the most tokens of a micro-batch.
+    """
     lengths = [32, 48, 64, 16] if setup.size == "tiny" else [512] * 64
-    config, shape = setup.config(algo="tis", max_prompt_tokens=256), read_shape(setup.model_path)
+    options = {"algo": "tis", "max_prompt_tokens": 256, "max_tokens_per_microbatch": budget}
+    config, shape = setup.config(**options), read_shape(setup.model_path)
     rate = matmul_rate(setup.device)
     sequences = synthetic(lengths, shape.vocab_size)
     with one_rank(setup.device):
@@ -167,18 +171,22 @@ def timed(action: Callable, device: str) -> tuple[float, object]:
 
 
 def peak_memory(device: str) -> dict[str, float]:
-    """Return the most that tensors of this process held, and what all processes hold now, GiB; nothing on the CPU."""
+    """Return the most that tensors of this process held and that torch took for them, and what all processes hold now,
+    GiB; nothing on the CPU."""
     if device != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info()
     peak = torch.cuda.max_memory_allocated()
-    return {"trainer_peak_gib": peak / 2**30, "gpu_used_gib": (total - free) / 2**30}
+    reserved = torch.cuda.max_memory_reserved()
+    return {
+        "trainer_peak_gib": peak / 2**30, "reserved_over_peak": reserved / peak,
+        "gpu_used_gib": (total - free) / 2**30,
+    }  # fmt: skip
 
 
-def tests(_: Setup, files: Sequence[str]) -> dict:
-    """Run tests that need a GPU. Raises CalledProcessError if one fails."""
-    paths = [f"tests/gpu/test_gpu_{file}.py" for file in files]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *paths]
+def tests(_: Setup, paths: Sequence[str], marker: str = "gpu") -> dict:
+    """Run tests, by default those that need a GPU. Raises CalledProcessError if one fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", marker, *paths]
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     print(result.stdout, flush=True)
     result.check_returncode()
@@ -187,7 +195,14 @@ def tests(_: Setup, files: Sequence[str]) -> dict:
 
 FUNCTIONS = {
     "trainer": trainer,
-    "tests-trainer": functools.partial(tests, files=("trainer",)),
-    "tests-engine": functools.partial(tests, files=("engine", "job", "nccl")),
+    "trainer-long": functools.partial(trainer, budget=8192),
+    "trainer-short": functools.partial(trainer, budget=2048),
+    "tests-trainer": functools.partial(tests, paths=("tests/gpu/test_gpu_trainer.py",)),
+    "tests-cpu": functools.partial(
+        tests, paths=("tests/algos", "tests/trainer"), marker="not slow and not e2e"
+    ),
+    "tests-engine": functools.partial(
+        tests, paths=[f"tests/gpu/test_gpu_{part}.py" for part in ("engine", "job", "nccl")]
+    ),
 }
 """What a part is called -> what it does; gpu_parts.py has those that need vLLM here."""

@@ -1,11 +1,14 @@
 """What scripts in the history made is of the records that are there, and those scripts can be run again."""
 
 import hashlib
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from scripts import blocks
 
 ROOT = Path(__file__).parents[2]
 KEPT = sorted(ROOT.glob("results/*/short.md"))
@@ -64,3 +67,22 @@ def test_what_the_study_says_in_short_of_levels_is_what_its_table_has_in_bold():
     _, at_4, at_16, _, smollm2, *_ = short.strip().split("\n")
     names = [set(re.findall(r"`\w+`", text)) for text in (at_4, at_16.partition(";")[0], smollm2)]
     assert [set(), names[0], names[1], set(), names[2]] == bold
+
+
+def test_what_has_run_is_said_of_each_device_and_nothing_of_parts_that_failed(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "gpu").mkdir()
+    made = {"hardware": "2 CPU cores, AMD EPYC"}
+    records = [
+        made | {"gpu": "H100, 80 GiB", "case": "trainer 0.6b", "numbers": {}},
+        made | {"gpu": "H100, 80 GiB", "case": "sync 0.6b", "failed": "exited with 1"},
+    ]
+    others = [made, {"hardware": {"cpu": "AMD EPYC", "gpus": []}}]
+    for name, rows in {"gpu": records, "trees": others}.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "gpu" / f"{name}.jsonl").write_text(text)
+    monkeypatch.setattr(blocks, "RESULTS", tmp_path)
+    assert blocks.devices() == (
+        "**What has run on which device.** CPU: AMD EPYC (2 records in results/). GPU: H100, 80 GiB: trainer 0.6b.\n"
+    )

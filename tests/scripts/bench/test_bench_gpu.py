@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from asyncrl.config import Config
+from extras.planning import memory
 from extras.planning.shape import ModelShape, read_shape
 from scripts.bench import gpu
 from scripts.bench.gpu_parts import FUNCTIONS, job_numbers
@@ -70,14 +72,14 @@ def test_the_table_has_a_row_for_every_number_and_every_failure():
         ]
     )  # fmt: skip
     rows = {line.split("  ")[0].strip(): line for line in shown.splitlines()}
-    assert len(rows) == 19
+    assert len(rows) == 21
     for name, text in {
         "weight sync 0.6b, ipc": "1.20 GB in 0.010 + 0.050 s (trainer + engine), 20.0 GB/s",
         "rollout over bare vLLM": "0.90",
         "job-async over job-sync": "1.50× faster per step",
         "trainer 0.6b": "exited with 1; oh (/tmp/x)",
         "memory, job-sync 0.6b": "20.0 GiB peak of the trainer",
-        "rollout 0.6b, tokens_per_s": "9e+03, 0.13 × the prediction: 10 to 15 µs",
+        "rollout 0.6b, tokens_per_s": "9e+03, predicted 7e+04, 0.13 ×: 10 to 15 µs",
         "tests-trainer": "30 passed",
     }.items():
         assert text in rows[name]
@@ -105,14 +107,42 @@ def test_every_part_has_a_function_and_rows_and_the_first_ones_fit_into_the_budg
     assert {part.split()[0] for part in list(parts)[:2]} < ALONE.keys()
 
 
-def test_predictions_are_of_parts_and_the_trainers_is_by_the_formula_of_its_flops(tmp_path):
-    """At 40 % of an H100's 989 TFLOP/s."""
+def test_the_plan_takes_an_hour_and_its_first_twenty_minutes_need_no_vllm():
+    parts = gpu.TABLES["parts"]
+    alone = [part.split()[0] in ALONE and part != "tests-engine -" for part in parts]
+    num_alone = sum(alone)
+    assert alone == [True] * num_alone + [False] * (len(parts) - num_alone)
+    assert 600 < sum(list(parts.values())[:num_alone]) <= 1200
+    assert max(parts.values()) <= gpu.BUDGET_S < 480 and sum(parts.values()) <= 3600
+
+
+@pytest.mark.parametrize(("number", "changes"), [(0.66, True), (0.67, False), (1.51, True)])
+def test_the_table_says_what_to_change_where_a_prediction_is_far_off(number, changes):
+    text = gpu.beside_prediction(number, 1.0, "as assumed", "this constant")
+    assert text.startswith(f"{number}, predicted 1, {number:.2f} ×: as assumed")
+    assert text.endswith("; CHANGE this constant") == changes
+
+
+@pytest.mark.parametrize(
+    ("part", "tokens", "mfu"),
+    [("trainer 0.6b", 16384, 0.4), ("trainer-long 1.7b", 8192, 0.4), ("trainer-short 1.7b", 2048, 0.35)],
+)  # fmt: skip
+def test_predictions_are_of_parts_and_the_trainers_are_those_of_the_planner(
+    tmp_path, part, tokens, mfu
+):
     predictions = gpu.TABLES["predictions"]
     assert predictions.keys() <= gpu.TABLES["parts"].keys()
-    qwen3_config("0.6b").save_pretrained(tmp_path)
-    step_s, _ = predictions["trainer 0.6b"]["step_s"]
-    flops = training_flops(read_shape(tmp_path), [512] * 64, 64 * 384)
-    assert flops / (0.4 * 989e12) == pytest.approx(step_s, rel=0.05)
+    qwen3_config(part.split()[1]).save_pretrained(tmp_path)
+    shape = read_shape(tmp_path)
+    flops = training_flops(shape, [512] * 64, 64 * 384)
+    assert flops / (mfu * 989e12) == pytest.approx(predictions[part]["step_s"][0], rel=0.05)
+    if "trainer_peak_gib" in predictions[part]:
+        config = Config(max_prompt_tokens=256, max_tokens_per_microbatch=tokens)
+        _, *resident = memory.resident_items(config, shape, 1, False)
+        num_bytes = memory.total([*resident, *memory.step_items(config, shape, 1, 1)])
+        assert num_bytes / 2**30 == pytest.approx(
+            predictions[part]["trainer_peak_gib"][0], rel=0.01
+        )
 
 
 def run_bench(monkeypatch, out, *options):
