@@ -11,7 +11,6 @@ import time
 import numpy as np
 
 from asyncrl.job.command_line import parse_config
-from asyncrl.job.probe import Probe
 from asyncrl.messages import (
     Abort,
     Connect,
@@ -144,6 +143,9 @@ def run_sampler(spec, connection) -> None:
 
 
 if __name__ == "__main__":
+    # with it comes torch, which a worker has no use for
+    from asyncrl.job.probe import Probe
+
     Probe.tokens_at = lambda probe, version: ()  # there is no engine that could score them
     config = parse_config(sys.argv[1:])
     run_job(lambda: train(config, run_sampler))
