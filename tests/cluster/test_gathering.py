@@ -51,6 +51,6 @@ def test_a_signal_is_acted_on_while_a_leader_waits():
         start = time.monotonic()
         with pytest.raises(InterruptedError):
             one.gather(b"mine")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
     finally:
         signal.signal(signal.SIGALRM, before)

@@ -377,7 +377,7 @@ def test_simulated_latency_is_scaled_and_waited_for_and_fails_as_a_real_one_does
     began = time.monotonic()
     if reason is None:
         assert asyncio.run(delayed.step([1])) == "stepped"
-        assert 0.2 <= time.monotonic() - began < 2
+        assert 0.2 <= time.monotonic() - began < 8
         return
     with pytest.raises(Failed, match=reason):
         asyncio.run(delayed.step([1]))

@@ -161,7 +161,7 @@ def test_a_run_that_is_asked_to_stop_and_has_no_worker_waits_for_nothing(tmp_pat
         assert run.controller.hold_batch() == []
         state = run.controller.cut()
         run.controller.finish_evaluations()
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 8.0
         assert state.buffer.trainer_version > state.announced
         assert state.evaluates, "it is not at its end"
 
