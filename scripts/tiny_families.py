@@ -63,8 +63,13 @@ GAIN = 4
 
 
 def tiny_config(family: str, **options) -> PreTrainedConfig:
-    """Return the configuration of a tiny model of a family, with other options if need be."""
+    """Return the configuration of a tiny model of a family, with other options if need be.
+
+    Raises ValueError for a family that is more than a text model, as its parts would have their usual sizes.
+    """
     default = AutoConfig.for_model(family)
+    if default.get_text_config() is not default:
+        raise ValueError(f"a {family} has more than text; its text model is a family of its own")
     sizes = {name: size for name, size in SIZES_IF_KNOWN.items() if hasattr(default, name)}
     sizes |= SIZES | CHANGES.get(family, {}) | options
     left_out = {name for name, size in CHANGES.get(family, {}).items() if size is None}
@@ -125,8 +130,8 @@ def warm_up(model: PreTrainedModel, tokenizer, num_steps: int) -> None:
             print(f"step {step + 1}/{num_steps}, loss {loss.item():.3f} nats", flush=True)
 
 
-def main(family: Positional[str], folder: Positional[Path], steps: int = 1000) -> None:
-    """Make a tiny model of a family that has imitated sums, and write it.
+def main(family: Positional[str], folder: Positional[Path], steps: int = 1000) -> Path:
+    """Make a tiny model of a family that has imitated sums, and write it. Return the folder.
 
     Args:
         family: A `model_type` of transformers, as lfm2 or qwen3_moe.
@@ -145,9 +150,11 @@ def main(family: Positional[str], folder: Positional[Path], steps: int = 1000) -
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     print(f"{family}: {model.num_parameters():,} parameters", flush=True)
-    warm_up(model, tokenizer, steps)
+    if steps:
+        warm_up(model, tokenizer, steps)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
 
 
 if __name__ == "__main__":
