@@ -114,6 +114,16 @@ def test_the_gradient_of_a_token_has_no_other_advantage_or_the_loss_refuses_adva
 
 
 @every_variant
+def test_no_loss_makes_a_tensor_elsewhere_than_its_inputs_are(name, options):
+    """What is made without `device=` is on another device here, as it would be beside inputs on a GPU."""
+    inputs = random_inputs()
+    with torch.device("meta"):
+        losses, stats = evaluate(LOSSES[name], inputs, **options)
+        slopes = gradient(losses, inputs)
+    assert {column.device.type for column in (losses, slopes, *stats.values())} == {"cpu"}
+
+
+@every_variant
 def test_micro_batches_have_the_losses_of_the_whole_update(name, options):
     inputs = random_inputs()
     losses, _ = evaluate(LOSSES[name], inputs, **options)

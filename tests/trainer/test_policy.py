@@ -1,6 +1,7 @@
 """A step of the policy is the step of the definition in tests/plain_trainer.py, however it is packed and sharded."""
 
 import inspect
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,10 @@ from user_files import LOSS, write_user_code
 from algos import KL_ESTIMATORS, LOSSES
 from asyncrl.config import AdvantageOptions, Config, OptimOptions
 from asyncrl.trainer.dealing import distribute
+from asyncrl.trainer.lag_stats import TokenStats
 from asyncrl.trainer.packing import bundle
+from asyncrl.trainer.policy import Policy
+from extras import gae
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 VERSION = 11
@@ -92,6 +96,38 @@ CASES = {
     "recomputed layers": {"save_memory": ("activations",)},
     "offloaded": {**VALUES, "save_memory": ("optimizer",)},
 }  # fmt: skip
+
+
+ON_DEVICE = (
+    "grpo", "KL by unbiased", "values, token_mean", "top_p", "sampling and entropy", "epochs", "rate by sample size",
+)  # fmt: skip
+
+
+def made_on(device, method):
+    """A method in which tensors that are made without `device=` are on this one."""
+
+    def run(*arguments):
+        with torch.device(device):
+            return method(*arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_an_update_makes_no_tensor_elsewhere_than_its_micro_batches_are(untied, monkeypatch, name):
+    """What is made without `device=` is on another device here, as it would be beside micro-batches on a GPU."""
+    config = make_config(untied, **CASES[name])
+    policy = load(config)
+    for method in ("_update", "_scored"):
+        monkeypatch.setattr(Policy, method, made_on("meta", getattr(Policy, method)))
+    monkeypatch.setattr(gae, "estimate_step", made_on("meta", gae.estimate_step))
+    # counts, AdamW's count of steps and what is gathered of all ranks are the host's
+    for owner, method in ((Policy, "_totals"), (Policy, "_step"), (TokenStats, "sequence_ess")):
+        monkeypatch.setattr(owner, method, made_on("cpu", getattr(owner, method)))
+    sequences = random_sequences(12, seed=3)
+    updates = [sequences[i :: config.minibatches] for i in range(config.minibatches)]
+    metrics = policy.train_step(distribute(updates, 1, 60)[0], VERSION)
+    assert all(map(math.isfinite, metrics.values()))
 
 
 @pytest.mark.parametrize("name", CASES)
