@@ -15,7 +15,7 @@ from tiny_policy import load
 
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.engine.proxy import LLMProxy
-from asyncrl.engine.vllm_setup import worker_environment
+from asyncrl.engine.vllm_setup import output_so_far, worker_environment
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.weights.shm import ShmTransport
 
@@ -107,6 +107,20 @@ class Pair:
         yield
         self.proxy.config, self.policy.config = configs
 
+    def lengths(self):
+        """Tokens so far of every request that runs, by its name in the engine."""
+        states = self.proxy.engine.output_processor.request_states
+        return {name: len(output_so_far(state).token_ids) for name, state in states.items()}
+
+    async def until_grown(self, num_tokens, tasks):
+        """Wait until a request has so many tokens more, or all tasks have ended."""
+        before = self.lengths()
+        while not all(task.done() for task in tasks):
+            grown = [num - before.get(name, 0) for name, num in self.lengths().items()]
+            if max(grown, default=0) >= num_tokens:
+                return
+            await asyncio.sleep(0.002)
+
     def generate_through_updates(self, num_updates=3, num_responses=24):
         """Responses that several updates interrupt, and the weights of every version they can have."""
         weights = {self.proxy.version: self.weights()}
@@ -119,7 +133,7 @@ class Pair:
                 for seed in seeds
             ]
             for version in range(first_version + 1, first_version + 1 + num_updates):
-                await asyncio.sleep(0.04)
+                await self.until_grown(8, tasks)
                 self.perturb()
                 weights[version] = self.weights()
                 await self.proxy.update(version, self.stage(version).messages)
