@@ -105,6 +105,7 @@ def assert_checkpoint_serves(path):
     )
 
 
+@pytest.mark.slow
 def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3_and_replays_to_the_bit(
     tmp_path,
 ):

@@ -140,8 +140,10 @@ def test_a_worker_whose_engine_cannot_sample_ends_the_run_within_a_minute_with_i
     assert "  | " in job.output() and "head_dim=20" in job.output()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(1, marks=pytest.mark.study), pytest.param(2, marks=pytest.mark.slow)],
+)
 def test_first_weights_that_do_not_arrive_end_the_run_before_it_trains(tmp_path, num_ranks):
     job = start_job(tmp_path, num_ranks, steps=3, script="tests/corrupt_job.py 0 9")
     assert job.wait() != 0
@@ -154,7 +156,10 @@ def test_first_weights_that_do_not_arrive_end_the_run_before_it_trains(tmp_path,
     assert not job.metrics()
 
 
-@pytest.mark.parametrize(("first", "last"), [(2, 4), pytest.param(6, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [pytest.param(2, 4, marks=pytest.mark.slow), pytest.param(6, 6, marks=pytest.mark.study)],
+)
 def test_later_weights_that_do_not_arrive_are_warned_of_once_on_the_terminal_and_in_the_report(
     tmp_path, first, last
 ):

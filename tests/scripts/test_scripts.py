@@ -180,7 +180,11 @@ def test_the_tests_end_with_what_ran_and_what_lint_refused_and_fail_if_nothing_r
 
 @pytest.mark.parametrize(
     ("options", "status", "is_started"),
-    [(["--steps", "2"], 0, True), (["--steps", "13"], 3, True), (["--no-such", "1"], 2, False)],
+    [
+        (["--steps", "2"], 0, True),
+        pytest.param(["--steps", "13"], 3, True, marks=pytest.mark.slow),
+        pytest.param(["--no-such", "1"], 2, False, marks=pytest.mark.slow),
+    ],
 )
 def test_quickstart_passes_options_on_and_ends_with_the_summary_or_the_status(
     tmp_path, options, status, is_started

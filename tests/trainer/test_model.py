@@ -121,7 +121,7 @@ INDUCTOR = pytest.param(
     4,
     "varlen",
     marks=[
-        pytest.mark.slow,
+        pytest.mark.study,
         pytest.mark.skipif(
             shutil.which("g++") is None, reason="inductor needs a C++ compiler, g++ is missing"
         ),
