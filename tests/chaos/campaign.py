@@ -84,8 +84,7 @@ class Run:
 
     def start(self) -> Job:
         """Start it, or go on with it from its newest checkpoint, if there is one."""
-        checkpoints = list(self.path.glob("checkpoints/step_*[0-9]/resume/manifest.json"))
-        if checkpoints:
+        if self.has_saved():
             arguments = [f"--resume={self.path}"]
         else:
             # it ended before its first checkpoint: there is nothing to go on from
@@ -103,6 +102,10 @@ class Run:
             )  # fmt: skip
         self.job, self.seen = Job(process, self.path, output), []
         return self.job
+
+    def has_saved(self) -> bool:
+        """Whether there is a whole checkpoint."""
+        return any(self.path.glob("checkpoints/step_*[0-9]/resume/manifest.json"))
 
     def running(self) -> Job:
         """The job, started if it is not running."""
@@ -168,7 +171,9 @@ def wait_for_phase(run: Run, fault: Fault) -> bool:
         step, before = run.num_steps(), newest[0]
         newest[0] = step  # it may become less: records are cut back when a run goes on
         if fault.phase == "checkpoint":
-            return bool(set(run.path.glob("checkpoints/*.tmp")) - left_over)
+            # of a second one: with none before it a run begins anew, and does not resume
+            begun = set(run.path.glob("checkpoints/*.tmp")) - left_over
+            return bool(begun) and run.has_saved()
         is_due = fault.phase != "evaluation" or step % Config().eval_every == 0
         return fault.phase == "start" or (step > before and is_due)
 
