@@ -215,6 +215,9 @@ def fits(name, config, num_ranks):
     [
         ((1, 2), {1: ["whole", "sgd", "adam", "rmsprop", "own", *ON_ONE_RANK], 2: ["lora"]}),
         pytest.param((1, 2, 4), {1: ["lora"], 2: list(VARIANTS)}, marks=pytest.mark.slow),
+        pytest.param(
+            (5,), {5: ["whole", "lora"], 2: ["whole"]}, marks=pytest.mark.slow, id="uneven"
+        ),
     ],
 )
 def test_training_continues_to_the_bit_on_as_many_ranks_and_closely_on_others(

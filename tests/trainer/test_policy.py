@@ -23,6 +23,7 @@ from user_files import LOSS, write_user_code
 
 from algos import KL_ESTIMATORS, LOSSES
 from asyncrl.config import AdvantageOptions, Config, OptimOptions
+from asyncrl.trainer.attention import varlen_bounds
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.lag_stats import TokenStats
 from asyncrl.trainer.packing import bundle
@@ -128,6 +129,55 @@ def test_an_update_makes_no_tensor_elsewhere_than_its_micro_batches_are(untied, 
     updates = [sequences[i :: config.minibatches] for i in range(config.minibatches)]
     metrics = policy.train_step(distribute(updates, 1, 60)[0], VERSION)
     assert all(map(math.isfinite, metrics.values()))
+
+
+class Waits(TorchDispatchMode):
+    """Counts what has the host wait for a GPU: numbers that are read, and sizes that depend on values."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        names = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_dim")
+        self.count += any(name in str(function) for name in names)
+        return function(*args, **(kwargs or {}))
+
+
+def packed_sequences(position_ids):
+    """What transformers' function of that name returns, without its question whether there is one sequence alone.
+
+    It asks for the CPU's masks only; attention by bounds has none.
+    """
+    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_no_micro_batch_has_the_host_wait_for_its_device(untied, monkeypatch, name):
+    """More of them cost an update no more waits, but for the two by which the bounds of sequences are found."""
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", packed_sequences)
+    waits = Waits()
+
+    def counted(method):
+        def run(*arguments):
+            with waits:
+                return method(*arguments)
+
+        return run
+
+    for method in ("_update", "_scored"):  # what is packed before is on the host
+        monkeypatch.setattr(Policy, method, counted(getattr(Policy, method)))
+    config = make_config(untied, **CASES[name])
+    sequences = random_sequences(12, seed=3)
+    updates = [sequences[i :: config.minibatches] for i in range(config.minibatches)]
+    counts = {}
+    for budget in (40, 400):
+        share, waits.count = distribute(updates, 1, budget)[0], 0
+        load(config).train_step(share, VERSION)
+        counts[len(share[0])] = waits.count
+    assert len(counts) == 2 and len(set(counts.values())) == 1, counts
+    waits.count = 0
+    with waits:
+        varlen_bounds(torch.arange(8)[None] % 4)
+    assert waits.count == 2
 
 
 @pytest.mark.parametrize("name", CASES)
