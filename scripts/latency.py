@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 
 from asyncrl.cluster.placement import WorkerSpec
-from asyncrl.cluster.processes import fail, run_job
+from asyncrl.cluster.processes import run_job
 from asyncrl.engine.environments import Environment, Environments, Step, start_environments
 from asyncrl.engine.score import Failed
 from asyncrl.job.command_line import parse_config
@@ -65,13 +65,13 @@ def run_latency_worker(law: str) -> Callable:
     )
 
 
-def main() -> None:
-    """Read the law, then the options, and train."""
+def run() -> None:
+    """Read the law, then the options, and train. Raises ValueError if there is no law."""
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        fail(f"the law comes first, before the options; {LAWS_HINT}", status=2)
+        raise ValueError(f"the law comes first, before the options; {LAWS_HINT}")
     law, config = sys.argv[1], parse_config(sys.argv[2:])
-    run_job(lambda: train(config, run_latency_worker(law)))
+    train(config, run_latency_worker(law))
 
 
 if __name__ == "__main__":
-    main()
+    run_job(run)

@@ -46,14 +46,19 @@ class Interrupted(Exception):
         return self.args[0]
 
 
+EXPECTED = (Interrupted, ValueError, OSError, RuntimeError)
+"""Errors that end a run in one line; any other is a fault of the code, and shows where."""
+
+
 def run_job(job: Callable[[], None]) -> None:
     """Run a job, and turn every way to end into one line and an exit status: 0 is for a finished job only."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
         job()
-    except (Interrupted, ValueError, OSError, RuntimeError) as error:
-        fail(str(error), status_of(error))
+    except EXPECTED as error:
+        say_why(str(error))
+        sys.exit(status_of(error))
 
 
 def status_of(error: BaseException) -> int:
@@ -66,12 +71,6 @@ def status_of(error: BaseException) -> int:
 def _interrupt(number: int, frame) -> None:
     ignore_signals()
     raise Interrupted(f"stopped by {signal.Signals(number).name}", 128 + number)
-
-
-def fail(reason: str, status: int) -> None:
-    """Say why the run ends, and end it."""
-    say_why(reason)
-    sys.exit(status)
 
 
 def say_why(reason: str) -> None:
@@ -88,7 +87,7 @@ def end_by(error: BaseException, take_down: Callable[[], None]) -> NoReturn:
     NCCL's destruction waits for ranks that may be waiting for this one (pytorch#141510).
     """
     say_why(str(error) or type(error).__name__)
-    if not isinstance(error, (Interrupted, ValueError, OSError, RuntimeError)):
+    if not isinstance(error, EXPECTED):
         traceback.print_exception(error)
     try:
         take_down()
