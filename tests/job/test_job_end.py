@@ -7,15 +7,31 @@ from real_job import TORCHRUN, launch
 OPTIONS = ("--steps=1", "--groups-per-step=2", "--group-size=2", "--eval-every=0")
 
 
+@pytest.fixture
+def start(tmp_path):
+    """Start a job whose rank fails that is named; none is left after the test."""
+    jobs = []
+
+    def start_job(rank):
+        agent = ["--standalone", "--nproc-per-node=2", "--shutdown-timeout=600"]
+        words = ["tests/blocking_job.py", str(rank), *OPTIONS]
+        folder = [f"--runs-dir={tmp_path}", "--run-name=run"]
+        command = [*TORCHRUN, *agent, *words, *folder]
+        jobs.append(launch(command, tmp_path / "run", tmp_path / "output.txt"))
+        return jobs[0]
+
+    yield start_job
+    for job in jobs:
+        if job.process.poll() is None:
+            job.kill()
+
+
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_error_on_one_rank_ends_all_though_the_other_stands_where_no_signal_reaches_it(
-    tmp_path, rank
+    start, rank
 ):
     """The reason comes first, torchrun has not to kill anybody, and no group is destroyed, as that would hang."""
-    agent = ["--standalone", "--nproc-per-node=2", "--shutdown-timeout=600"]
-    words = ["tests/blocking_job.py", str(rank), *OPTIONS]
-    folder = [f"--runs-dir={tmp_path}", "--run-name=run"]
-    job = launch([*TORCHRUN, *agent, *words, *folder], tmp_path / "run", tmp_path / "output.txt")
+    job = start(rank)
     job.wait_until(lambda: "is out of memory" in job.output())
     processes = job.descendants()
     assert job.wait(60) == 1
