@@ -22,17 +22,23 @@ from asyncrl.trainer.packing import MicroBatch
 class Routing:
     """What the routers of a model chose in the forward passes of updates, since its metrics were taken."""
 
-    def __init__(self, routers: list[nn.Module], index: int, top_k: int, weight: float):
+    def __init__(
+        self, model: nn.Module, routers: list[nn.Module], index: int, top_k: int, weight: float
+    ):
         """`index` is that of the logits [tokens, E] in the tuple that a router may return."""
         self._index, self._top_k, self._weight = index, top_k, weight
-        self._logits: list[Tensor] = []
+        self._logits: list[Tensor] | None = None
+        """Of the routers that the forward pass has met; None in the backward pass, which may compute layers again."""
         self._sums: list[tuple[Tensor, Tensor, Tensor]] = []
+        model.register_forward_pre_hook(self._begin)
         for router in routers:
             router.register_forward_hook(self._record)
 
+    def _begin(self, model: nn.Module, inputs: tuple) -> None:
+        self._logits = []
+
     def _record(self, router: nn.Module, inputs: tuple, output: tuple | Tensor) -> None:
-        is_recomputed = torch._C._current_graph_task_id() != -1
-        if torch.is_grad_enabled() and not is_recomputed:
+        if torch.is_grad_enabled() and self._logits is not None:
             logits = output if isinstance(output, Tensor) else output[self._index]
             self._logits.append(logits.flatten(0, -2).float())
 
@@ -41,7 +47,7 @@ class Routing:
 
         To be called once after the forward pass of a micro-batch.
         """
-        logits, self._logits = torch.stack(self._logits), []
+        logits, self._logits = torch.stack(self._logits), None
         if not self._weight:
             logits = logits.detach()
         sequence_ids = (batch.position_ids.flatten() == 0).cumsum(0) - 1
@@ -108,4 +114,4 @@ def watch(model: PreTrainedModel, config: Config) -> Routing | None:
     if not routers:
         return None
     top_k = model.config.get_text_config().num_experts_per_tok
-    return Routing(routers, recorder.index, top_k, weight)
+    return Routing(model.base_model, routers, recorder.index, top_k, weight)
