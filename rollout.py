@@ -172,7 +172,7 @@ class RolloutWorker:
         request_ids = set()
         for ticket_id in ticket_ids:
             for episode in self._episodes.get(ticket_id, ()):
-                request_ids.add(episode.request_id)
+                request_ids |= episode.request_ids
                 episode.abort()
         await self.proxy.abort(request_ids)
 

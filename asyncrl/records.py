@@ -3,6 +3,7 @@
 T is the length of one trajectory in tokens, prompt and everything after it.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -93,6 +94,9 @@ class Trajectory:
     """When the policy began and ended each turn that was answered, and when it was answered; Unix times, seconds."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """What the reward is made of, by the names that its functions give; empty when failed or aborted."""
+    segment_lengths: tuple[int, ...] = ()
+    """Tokens of each segment of an agent's trajectory; the fields above have them joined. Empty for other tasks: all
+    tokens are one segment. A generated token is on the loss mask of one segment only."""
 
     @property
     def is_evaluation(self) -> bool:
@@ -105,8 +109,16 @@ class Trajectory:
         return int(self.loss_mask.sum())
 
     @property
+    def segments(self) -> list[slice]:
+        """Places of the segments in the arrays, each a sequence for the trainer."""
+        ends = np.cumsum(self.segment_lengths or len(self.tokens)).tolist()
+        return [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
+
+    @property
     def num_beyond_prompt(self) -> int:
-        """Tokens after the prompt, those of an environment between turns included; needs a generated token."""
+        """Tokens that max_response_tokens limits: all after the prompt, or those that an agent sampled; needs one."""
+        if self.segment_lengths:
+            return self.num_generated
         return len(self.tokens) - int(self.loss_mask.argmax())
 
     @property

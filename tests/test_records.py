@@ -33,3 +33,10 @@ def test_what_the_prompt_has_in_place_of_logprobs_does_not_matter():
 def test_oldest_version_and_length_count_generated_tokens_only():
     trajectory = make_trajectory(0, 0, versions=(5, 4, 6))
     assert (trajectory.min_version, trajectory.num_generated) == (4, 3)
+
+
+def test_segments_cover_the_tokens_in_their_order_and_an_agents_limit_counts_what_it_sampled():
+    trajectory = make_trajectory(0, 0, versions=(5, -1, 4, 6))
+    assert trajectory.segments == [slice(0, 5)] and trajectory.num_beyond_prompt == 4
+    trajectory = replace(trajectory, segment_lengths=(2, 3))
+    assert trajectory.segments == [slice(0, 2), slice(2, 5)] and trajectory.num_beyond_prompt == 3

@@ -5,6 +5,7 @@ environment's tokens are off the loss mask. Single-turn tasks are environments o
 """
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -46,10 +47,11 @@ class Episode:
         self.ticket = ticket
         self.member = member
         self.environment = environment
-        self.request_id: str | None = None
-        """The request that is being sampled now."""
+        self.request_ids: set[str] = set()
+        """Requests that are being sampled now: one at most, but of an agent any number."""
         self.is_aborted = False
         """Whether its caller gave it up."""
+        self._request_numbers = itertools.count()
         self._generate = generate
         self._task: asyncio.Task | None = None
         self._tokens: list[int] = []
@@ -62,9 +64,9 @@ class Episode:
         self._reward_parts: Counter[str] = Counter()
 
     def abort(self) -> None:
-        """End the trajectory where it stands. While it samples, the engine's abort of `request_id` does that."""
+        """End the trajectory where it stands. While it samples, the engine's abort of `request_ids` does that."""
         self.is_aborted = True
-        if self.request_id is None and self._task is not None:
+        if not self.request_ids and self._task is not None:
             self._task.cancel()
 
     async def run(self, worker: int) -> Trajectory:
@@ -109,21 +111,24 @@ class Episode:
     async def act(self, max_tokens: int) -> Completion:
         """Let the policy take one turn."""
         started_at = time.time()
-        turn = len(self.turns)
-        self.request_id = f"{self.ticket.ticket_id}.{turn}"
-        seed = None
-        if self.ticket.group_id != GREEDY_GROUP:
-            seed = self.ticket.seed + turn * _SEEDS_PER_TURN
-        try:
-            completion = await self._generate(
-                self.request_id, tuple(self._tokens), seed, max_tokens, self.ticket.prefix
-            )
-        finally:
-            self.request_id = None
+        completion = await self.sample(tuple(self._tokens), max_tokens)
         self.turns.append((len(self._tokens), completion))
         self._tokens += completion.tokens
         self._sampling_times = (started_at, time.time())
         return completion
+
+    async def sample(self, tokens: tuple[int, ...], max_tokens: int) -> Completion:
+        """Sample what follows these tokens, by a seed of its own."""
+        number = next(self._request_numbers)
+        request_id = f"{self.ticket.ticket_id}.{number}"
+        seed = None
+        if self.ticket.group_id != GREEDY_GROUP:
+            seed = self.ticket.seed + number * _SEEDS_PER_TURN
+        self.request_ids.add(request_id)
+        try:
+            return await self._generate(request_id, tokens, seed, max_tokens, self.ticket.prefix)
+        finally:
+            self.request_ids.remove(request_id)
 
     def _trajectory(
         self, finish_reason: FinishReason, failure: str, started_at: float, worker: int

@@ -45,7 +45,7 @@ def _so_far(proxy: LLMProxy, episode: Episode) -> Completion | None:
     """Return the response of the only turn: whole if only its reward is missing, or as far as it is sampled."""
     if episode.turns:
         return episode.turns[0][1]
-    request = proxy.requests.get(episode.request_id)
+    request = next(filter(None, map(proxy.requests.get, episode.request_ids)), None)
     if request is None:
         return None
     outputs = map(output_so_far, request_states(proxy.engine, request.engine_id))
@@ -57,7 +57,7 @@ def _num_sampled(proxy: LLMProxy, episodes: list[Episode]) -> int:
     """Return the tokens of a ticket's trajectories: of the turns that are over, and of the requests that run."""
     completions = [completion for episode in episodes for _, completion in episode.turns]
     num_tokens = sum(len(completion.tokens) for completion in completions)
-    for request in map(proxy.requests.get, {episode.request_id for episode in episodes}):
+    for request in map(proxy.requests.get, set().union(*(e.request_ids for e in episodes))):
         if request is not None:
             num_tokens += len(request.tokens) + num_sampled(proxy.engine, request.engine_id)
     return num_tokens

@@ -25,12 +25,18 @@ def readable_samples(
     for index in dict.fromkeys([best, worst]):
         member = group.trajectories[index]
         start = int(member.loss_mask.argmax())
+        first, *branches = member.segments
         yield {
             "step": step,
             "group": group.group_id,
             "member": member.member,
             "prompt": decode(member.tokens[:start]),
-            "response": decode(member.tokens[start:]),
+            "response": decode(member.tokens[start : first.stop]),
+            **(
+                {"branches": [decode(member.tokens[branch]) for branch in branches]}
+                if branches
+                else {}
+            ),
             **({"answer": answer} if answer else {}),
             "turns": member.num_turns,
             "reward": member.reward,

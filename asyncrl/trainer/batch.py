@@ -52,20 +52,28 @@ def make_updates(
         groups = [groups[index] for index in order]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     advantages = _advantages(trajectories, config, cluster, step)
-    sequences = [
+    segments = list(map(_segments, trajectories, advantages))
+    size = len(segments) // config.minibatches
+    return [
+        list(itertools.chain(*segments[start : start + size]))
+        for start in range(0, len(segments), size)
+    ]
+
+
+def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
+    """Return what the trainer reads of a trajectory: each segment as a sequence with the trajectory's advantage."""
+    return [
         TrainSequence(
-            trajectory.tokens,
-            trajectory.loss_mask,
-            trajectory.behavior_logprobs,
-            trajectory.policy_versions,
+            trajectory.tokens[segment],
+            trajectory.loss_mask[segment],
+            trajectory.behavior_logprobs[segment],
+            trajectory.policy_versions[segment],
             advantage,
             trajectory.reward,
             trajectory.group_id,
         )
-        for trajectory, advantage in zip(trajectories, advantages, strict=True)
+        for segment in trajectory.segments
     ]
-    size = len(sequences) // config.minibatches
-    return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
 
 def _advantages(

@@ -49,7 +49,7 @@ class Sampling:
 
     async def end(self):
         """Give up all that still runs."""
-        names = [episode.request_id for episode in self.episodes.values()]
+        names = [next(iter(episode.request_ids), None) for episode in self.episodes.values()]
         await self.proxy.abort(names)
         await asyncio.gather(*self.tasks)
 
@@ -162,7 +162,7 @@ def test_tokens_of_a_group_by_one_request_are_counted_as_lost(pair):
         episodes = []
         for member in range(4):
             episode = Episode(pair.config, ticket, member, environment=None, generate=None)
-            episode.request_id = "5.0"
+            episode.request_ids = {"5.0"}
             episodes.append(episode)
         counts = []
         while not task.done():

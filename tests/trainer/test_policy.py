@@ -13,17 +13,22 @@ from tiny_policy import (
     grouped_sequences,
     load,
     make_config,
+    make_sequence,
     random_sequences,
     random_tree,
     save_tiny_model,
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
+from trajectories import make_trajectory
 from user_files import LOSS, write_user_code
 
 from algos import KL_ESTIMATORS, LOSSES
+from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import AdvantageOptions, Config, OptimOptions
+from asyncrl.records import Group
 from asyncrl.trainer.attention import varlen_bounds
+from asyncrl.trainer.batch import make_updates
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.lag_stats import TokenStats
 from asyncrl.trainer.packing import bundle
@@ -193,6 +198,67 @@ def test_a_step_is_that_of_the_definition_however_it_is_packed(untied, name):
         saved_share = check_step(policy, updates, budget, VERSION, expected)
     assert saved_share == pytest.approx(expected[0]["tokens/shareable"])
     assert saved_share > 0.2
+
+
+def branches_of(group_id, member):
+    """Segments of a trajectory: one, one that continues it behind its first turn, and one with a history of its own."""
+    rng = np.random.default_rng((group_id, member))
+    prompt = np.full(5, 7)
+    root, branch, other = (rng.integers(0, 3, num) for num in (9, 6, 8))
+    first = make_sequence(rng, np.concatenate([prompt, root]), np.arange(14) >= 5, group_id)
+    # the first turn has 3 tokens, which the first segment alone is trained on
+    tokens = np.concatenate([prompt, root[:3], branch])
+    second = make_sequence(rng, tokens, np.arange(14) >= 10, group_id)
+    mask = np.isin(np.arange(8), (3, 4, 7))
+    return [first, second, make_sequence(rng, other, mask, group_id)][: 1 + (group_id + member) % 3]
+
+
+def join_segments(segments, member, reward):
+    """The trajectory of an agent whose calls were these."""
+    columns = {
+        name: np.concatenate([getattr(segment, name) for segment in segments])
+        for name in ("tokens", "loss_mask", "behavior_logprobs", "policy_versions")
+    }
+    whole = make_trajectory(segments[0].group_id, member)
+    lengths = tuple(len(segment.tokens) for segment in segments)
+    return replace(whole, **columns, reward=reward, segment_lengths=lengths)
+
+
+@pytest.mark.parametrize("options", [{}, {"algo": "gspo"}, {"loss_aggregation": "sequence_mean"}])
+def test_the_step_of_branched_trajectories_is_that_of_their_segments_read_one_by_one(
+    untied, options
+):
+    rewards = np.random.default_rng(0).random((4, 3))
+    advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    groups, expected_updates = [], [[], []]
+    for group_id in range(4):
+        parts = [branches_of(group_id, member) for member in range(3)]
+        trajectories = [
+            join_segments(segments, member, rewards[group_id, member])
+            for member, segments in enumerate(parts)
+        ]
+        groups.append(Group(group_id, tuple(trajectories)))
+    config = make_config(
+        untied, minibatches=2, groups_per_step=4, group_size=3, advantage="dr_grpo", **options
+    )
+    updates = make_updates(groups, config, Cluster(), step=VERSION + 1)
+    for expected_update, update in zip(expected_updates, updates, strict=True):
+        for group_id in dict.fromkeys(sequence.group_id for sequence in update):
+            for member in range(3):
+                of_trajectory = {
+                    "advantage": advantages[group_id, member],
+                    "reward": rewards[group_id, member],
+                }
+                expected_update += [
+                    replace(segment, **of_trajectory) for segment in branches_of(group_id, member)
+                ]
+    assert sum(map(len, expected_updates)) > sum(map(len, updates[:1])) > 0
+    expected = None
+    for sharing, budget in OTHER_FORMS:
+        policy = load(replace(config, share_prefix=sharing))
+        expected = expected or PlainTrainer(policy).train_step(expected_updates, VERSION)
+        saved_share = check_step(policy, updates, budget, VERSION, expected)
+    assert saved_share > 0.1
 
 
 @pytest.mark.parametrize("sharing", ["off", "tree"])
