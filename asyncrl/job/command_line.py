@@ -222,7 +222,7 @@ def check(config: Config) -> None:
     try_estimator(config)
     try_optimizer(config)
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
-    if not config.is_multi_turn:
+    if config.reward or not config.is_multi_turn:
         load_score(config.task, config.reward)
     user_code.files(user_code.texts_of(config))
     needs = {

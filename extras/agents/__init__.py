@@ -1,0 +1,1 @@
+"""Any program that calls the policy through an OpenAI endpoint, trained unchanged. docs/agents.md says how."""

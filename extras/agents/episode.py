@@ -1,0 +1,314 @@
+"""One trajectory of an agent: its calls are sampled as they come, and its end gives the reward."""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from asyncrl.config import Config
+from asyncrl.engine.episode import Episode
+from asyncrl.engine.proxy import LLMProxy
+from asyncrl.engine.reward_pool import RewardPool
+from asyncrl.engine.score import Failed, RewardFunction, Scored, add
+from asyncrl.records import Completion, FinishReason, Ticket, Trajectory
+from extras.agents.endpoint import Endpoint
+from extras.agents.protocol import (
+    ChatRequest,
+    Message,
+    RequestError,
+    TextRequest,
+    chat_response,
+    context_overflow,
+    text_response,
+)
+from extras.agents.replies import Replies
+from extras.agents.runners import Agent
+from extras.agents.segments import Call, Calls
+from extras.agents.template import Template
+
+
+@dataclass
+class Agents:
+    """What all trajectories of a worker share."""
+
+    agent: Agent
+    endpoint: Endpoint
+    template: Template
+    replies: Replies
+    read_reward: Callable[[Any], Any]
+    """Makes a reward, or a dict of its parts, of what an agent returns. Raises Failed."""
+    rewards: RewardPool | None
+    """What scores the text that an agent returns, with --reward."""
+
+    def close(self) -> None:
+        """Close the port, and end the processes that score."""
+        self.endpoint.close()
+        if self.rewards is not None:
+            self.rewards.close()
+
+
+class AgentEpisode(Episode):
+    """Runs one agent, and answers its calls.
+
+    `max_response_tokens` limits all that is sampled for the trajectory. When they are used up, what is sampled beyond
+    is dropped and further calls are refused. The trajectory then ends as `length`, with the reward that the agent
+    gives, or 0 if it raises.
+    """
+
+    def __init__(
+        self, config: Config, ticket: Ticket, member: int, *, agents: Agents, proxy: LLMProxy
+    ) -> None:
+        super().__init__(
+            config, ticket, member, environment=agents.agent, generate=self._generate_noted
+        )
+        self._agents = agents
+        self._proxy = proxy
+        self.calls = Calls(agents.template)
+        self._agent: asyncio.Task | None = None
+        self._open: dict[asyncio.Task, str] = {}
+        """Calls that are being answered, and the names of their requests."""
+        self._clock: asyncio.TimerHandle | None = None
+        self._spans: list[tuple[float, float]] = []
+        """When the sampling of each call began and ended, Unix times in seconds."""
+        self._is_used_up = False
+        """Whether a call was cut or refused because all tokens are used up."""
+        self._is_out_of_context = False
+        """Whether the newest call was refused because its messages are too long."""
+
+    # The agent
+
+    def abort(self) -> None:
+        """End the trajectory where it stands."""
+        self.is_aborted = True
+        if self._agent is not None:
+            self._agent.cancel()
+
+    async def _play(self) -> FinishReason:
+        """Run the agent to its end, and give it its reward."""
+        with self._agents.endpoint.admit(self.ticket.ticket_id, self) as key:
+            problem = json.loads(self.ticket.answer)
+            running = self._agents.agent.run(self._agents.endpoint.url, key, problem)
+            self._agent = asyncio.create_task(running)
+            self._start_clock()
+            try:
+                await asyncio.wait({self._agent})
+            finally:
+                self._stop_clock()
+                self._agent.cancel()
+        await self._end_calls()
+        if self.is_aborted:
+            return "aborted"
+        try:
+            self._reward, parts = await self._score(self._returned())
+        except Failed:
+            if not (self.turns and (self._is_used_up or self._is_out_of_context)):
+                raise
+            return "length"
+        if not self.turns:
+            raise Failed("the agent ended without a token of the policy")
+        self._reward_parts.update(parts)
+        return "length" if self._is_used_up else "stop"
+
+    def _returned(self) -> Any:
+        if self._agent.cancelled():
+            raise Failed(f"no call and no end for {self.config.env_timeout_s:g} s")
+        return self._agent.result()
+
+    async def _score(self, returned: Any) -> Scored:
+        """Return reward and parts. Raises Failed."""
+        if self._agents.rewards is not None:
+            return await self._agents.rewards.score(self.ticket.answer, str(returned))
+        reward = self._agents.read_reward(returned)
+        function = RewardFunction(lambda *_: reward, is_async=False)
+        return add([function.score("", "")])
+
+    def _start_clock(self) -> None:
+        """Give the agent its time until the next call."""
+        loop = asyncio.get_running_loop()
+        self._clock = loop.call_later(self.config.env_timeout_s, self._agent.cancel)
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    # Its calls
+
+    def start_call(self, request: ChatRequest | TextRequest) -> asyncio.Task[dict]:
+        """Begin to answer a request. The task raises RequestError."""
+        self._stop_clock()
+        task = asyncio.create_task(self._answer(request))
+        self._open[task] = ""
+        task.add_done_callback(self._finish_call)
+        return task
+
+    def _finish_call(self, task: asyncio.Task) -> None:
+        del self._open[task]
+        task.cancelled() or task.exception()  # its client may have gone, and nobody asks for it
+        if not self._open and not self._agent.done():
+            self._start_clock()
+
+    async def give_up(self, call: asyncio.Task) -> None:
+        """End a call whose client has gone. What was sampled stays in the trajectory."""
+        await self._proxy.abort([self._open.get(call)])
+
+    async def _generate_noted(self, request_id: str, *arguments) -> Completion:
+        self._open[asyncio.current_task()] = request_id
+        return await self._proxy.generate(request_id, *arguments)
+
+    async def _end_calls(self) -> None:
+        """End what is still being sampled when the agent is over."""
+        await self._proxy.abort(set(self.request_ids))
+        if self._open:
+            await asyncio.wait(set(self._open))
+
+    async def _answer(self, request: ChatRequest | TextRequest) -> dict:
+        call = self._begin(request)
+        max_tokens, is_last = self._room(call, request)
+        if self._agent.done():
+            raise _ended()
+        started_at = time.time()
+        completion = await self.sample(tuple(call.tokens), max_tokens)
+        self._spans.append((started_at, time.time()))
+        self._is_used_up |= is_last and completion.finish_reason == "length"
+        completion, hidden = self._kept(completion, request.stops)
+        if completion.tokens:
+            self.turns.append((len(call.tokens), completion))
+        if completion.finish_reason == "aborted" or not completion.tokens:
+            self.calls.end(call, completion, None)
+            raise _ended()
+        return self._reply(call, completion, hidden, request)
+
+    def _begin(self, request: ChatRequest | TextRequest) -> Call:
+        """Return the call with its prompt. Raises RequestError for what has no tokens."""
+        try:
+            if isinstance(request, TextRequest):
+                return self.calls.begin_text(request.prompt)
+            messages = [message.as_dict() for message in request.messages]
+            return self.calls.begin_chat(messages, request.given_tools)
+        except TemplateError as error:
+            raise RequestError(f"The chat template refuses the messages: {error}") from None
+        except Exception as error:
+            if type(error) is not Exception:  # tokenizers raises nothing more special
+                raise
+            raise RequestError(f"The tokenizer cannot encode the messages: {error}") from None
+
+    def _room(self, call: Call, request: ChatRequest | TextRequest) -> tuple[int, bool]:
+        """Return the most tokens that a call may sample, and whether the trajectory is what limits them.
+
+        Raises RequestError if there is no room.
+        """
+        size = len(call.tokens)
+        is_first = not self.turns
+        longest = self.config.max_prompt_tokens if is_first else self.config.max_sequence_tokens - 1
+        self._is_out_of_context = size > longest
+        if self._is_out_of_context:
+            raise context_overflow(size, longest + (not is_first))
+        left = self._tokens_left()
+        if left <= 0:
+            self._is_used_up = True
+            raise RequestError(
+                f"The trajectory has sampled its --max-response-tokens {self.config.max_response_tokens}.",
+                code="max_response_tokens",
+            )
+        asked = [request.max_tokens, getattr(request, "max_completion_tokens", None)]
+        room = self.config.max_sequence_tokens - size
+        max_tokens = min(left, room, *(number for number in asked if number))
+        return max_tokens, max_tokens == left
+
+    def _tokens_left(self) -> int:
+        sampled = sum(len(completion.tokens) for _, completion in self.turns)
+        return self.config.max_response_tokens - sampled
+
+    def _kept(self, completion: Completion, stops: list[str]) -> tuple[Completion, int]:
+        """Return what stays of a response, and how many characters of its end the agent does not see.
+
+        It ends where it first has one of the texts that the agent asked to stop at, and at the limit of the trajectory:
+        calls that are sampled at the same time may exceed it together. A beginning of what was sampled is what would
+        have been sampled with such an end. The rest counts as discarded.
+        """
+        template = self._agents.template
+        size, hidden = len(completion.tokens), 0
+        reason = completion.finish_reason
+        ends = [
+            self._first_size(completion.tokens, stop)
+            for stop in stops
+            if stop in template.decode(completion.tokens)
+        ]
+        if ends:
+            size, reason = min(ends), "stop"
+            text = template.decode(completion.tokens[:size])
+            hidden = len(text) - min(text.find(stop) for stop in stops if stop in text)
+        left = max(0, self._tokens_left())
+        if left < size:
+            size, reason, hidden = left, "length", 0
+            self._is_used_up = True
+        if size == len(completion.tokens) and reason == completion.finish_reason:
+            return completion, hidden
+        if not self.ticket.is_evaluation:
+            self._proxy.sampled.discarded += len(completion.tokens) - size
+        return _shortened(completion, size, reason), hidden
+
+    def _first_size(self, tokens: list[int], stop: str) -> int:
+        """Return the fewest of the first tokens that have a text in them."""
+        decode = self._agents.template.decode
+        return next(size for size in range(1, len(tokens) + 1) if stop in decode(tokens[:size]))
+
+    def _reply(
+        self, call: Call, completion: Completion, hidden: int, request: ChatRequest | TextRequest
+    ) -> dict:
+        """Note what was sampled for a call, and return the answer to it."""
+        template = self._agents.template
+        said, _ = template.split_end(completion.tokens)
+        visible = template.decode_visible(said)
+        text = template.decode(said)
+        if hidden:
+            visible = text = text[:-hidden]
+        usage = len(call.tokens), len(completion.tokens)
+        model = request.model or self.config.model
+        reason = completion.finish_reason
+        if isinstance(request, TextRequest):
+            self.calls.end(call, completion, {"role": "assistant", "content": visible})
+            return text_response(model, visible, reason, usage)
+        message = self._agents.replies.read(text, visible, request)
+        if message.get("tool_calls"):
+            reason = "tool_calls"
+        self.calls.end(call, completion, Message.model_validate(message).as_dict())
+        return chat_response(model, message, reason, usage)
+
+    # Its end
+
+    def _trajectory(self, *ending) -> Trajectory:
+        segments = self.calls.segments()
+        starts = [0, *itertools.accumulate(len(segment.tokens) for segment in segments)]
+        self._tokens = [token for segment in segments for token in segment.tokens]
+        self.turns = [
+            (start + place, completion)
+            for start, segment in zip(starts, segments, strict=False)
+            for place, completion in segment.turns
+        ]
+        now = time.time()
+        self._times = [
+            (began, ended, min((other for other, _ in self._spans if other >= ended), default=now))
+            for began, ended in sorted(self._spans)
+        ]
+        lengths = tuple(len(segment.tokens) for segment in segments)
+        return replace(super()._trajectory(*ending), segment_lengths=lengths)
+
+
+def _shortened(completion: Completion, size: int, reason: FinishReason) -> Completion:
+    return Completion(
+        completion.tokens[:size],
+        completion.behavior_logprobs[:size],
+        completion.policy_versions[:size],
+        reason,
+    )
+
+
+def _ended() -> RequestError:
+    return RequestError("The trajectory has ended, or its tokens are used up.", 503)

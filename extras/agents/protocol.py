@@ -1,0 +1,225 @@
+"""What an agent may ask for in OpenAI's form, and how it is answered: requests, replies, streams and errors."""
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from asyncrl.config import Config
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class RequestError(Exception):
+    """A request that is refused, as OpenAI refuses it."""
+
+    def __init__(
+        self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {
+            "error": {
+                "message": message,
+                "type": "invalid_request_error" if status < 500 else "server_error",
+                "param": param,
+                "code": code,
+            }
+        }
+
+
+class _Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: str = "{}"
+
+
+class _ToolCall(BaseModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class Message(BaseModel):
+    """A message of a conversation. What a template cannot show, such as a refusal, is passed over."""
+
+    role: Literal[ROLES]
+    content: str | list[_Part] | None = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def as_dict(self) -> dict:
+        """Return the message as templates read it: with its text in one piece, and arguments of tools as an object."""
+        fields = self.model_dump(exclude_none=True)
+        fields["role"] = "system" if self.role == "developer" else self.role
+        if isinstance(self.content, list):
+            fields["content"] = "".join(part.text for part in self.content)
+        fields.setdefault("content", "")
+        for call in fields.get("tool_calls", ()):
+            call["function"]["arguments"] = _parsed(call["function"]["arguments"])
+        return fields
+
+
+def _parsed(arguments: str) -> Any:
+    """Return the JSON in the arguments of a tool call; the text itself if it is none."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+class _Sampling(BaseModel):
+    """What chat and plain completions have in common. `model` may be any; others are ignored where the run decides."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    n: Literal[1] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Literal[0] | None = None
+    stream: bool | None = None
+    stream_options: dict | None = None
+    user: str | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts at which a response ends."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in stops if stop]
+
+    def check_sampling(self, config: Config) -> None:
+        """Refuse to sample otherwise than the run does: the trainer would read other probabilities."""
+        for name in ("temperature", "top_p"):
+            asked, allowed = getattr(self, name), getattr(config, name)
+            if asked is not None and asked != allowed:
+                raise RequestError(
+                    f"Unsupported value: '{name}' does not support {asked:g}. The run samples with {allowed:g}; leave "
+                    f"it out, or start the run with --{name.replace('_', '-')} {asked:g}.",
+                    param=name,
+                    code="unsupported_value",
+                )
+
+
+class ChatRequest(_Sampling):
+    """A request to /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[dict] | None = None
+    tool_choice: str | dict | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: Literal[False] | None = None
+    response_format: dict[str, Literal["text"]] | None = None
+    metadata: dict | None = None
+    store: bool | None = None
+
+    @property
+    def given_tools(self) -> list[dict]:
+        """Tools that the policy may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class TextRequest(_Sampling):
+    """A request to /v1/completions."""
+
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
+
+
+def parse(kind: type[_Sampling], body: bytes) -> Any:
+    """Return the request in a body. Raises RequestError."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        mistake = error.errors()[0]
+    param = ".".join(str(part) for part in mistake["loc"]) or None
+    if mistake["type"] == "extra_forbidden":
+        raise RequestError(f"Unrecognized request argument supplied: {param}", param=param)
+    raise RequestError(f"Invalid value for '{param}': {mistake['msg']}.", param=param)
+
+
+def context_overflow(num_tokens: int, max_tokens: int) -> RequestError:
+    """Return the error of a prompt that leaves no room for a response."""
+    return RequestError(
+        f"This model's maximum context length is {max_tokens} tokens. However, your messages resulted in {num_tokens} "
+        "tokens. Please reduce the length of the messages.",
+        param="messages",
+        code="context_length_exceeded",
+    )
+
+
+def chat_response(model: str, message: dict, finish_reason: str, usage: tuple[int, int]) -> dict:
+    """Return the answer to a chat request. `usage` is the number of tokens that were read and sampled."""
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    return _answer("chatcmpl", "chat.completion", model, choice) | {"usage": _usage(*usage)}
+
+
+def text_response(model: str, text: str, finish_reason: str, usage: tuple[int, int]) -> dict:
+    """Return the answer to a request for plain text."""
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    return _answer("cmpl", "text_completion", model, choice) | {"usage": _usage(*usage)}
+
+
+def stream(response: dict, with_usage: bool) -> Iterator[str]:
+    """Yield a whole answer as server-sent events.
+
+    A response is sampled to its end first, so its text comes in one piece.
+    """
+    (choice,) = response["choices"]
+    usage = response["usage"]
+    head = {name: value for name, value in response.items() if name not in ("choices", "usage")}
+    pieces = [{"text": choice.get("text")}]
+    if "message" in choice:
+        head["object"] = "chat.completion.chunk"
+        pieces = [{"delta": delta} for delta in _deltas(choice["message"])]
+    for number, piece in enumerate(pieces, start=1):
+        reason = choice["finish_reason"] if number == len(pieces) else None
+        part = {"index": 0, "logprobs": None, "finish_reason": reason, **piece}
+        yield _event(head | {"choices": [part]})
+    if with_usage:
+        yield _event(head | {"choices": [], "usage": usage})
+    yield "data: [DONE]\n\n"
+
+
+def _deltas(message: dict) -> Iterator[dict]:
+    yield {"role": "assistant", "content": ""}
+    for name in ("reasoning_content", "content"):
+        if message.get(name):
+            yield {name: message[name]}
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        yield {"tool_calls": [{"index": index, **call}]}
+    yield {}
+
+
+def _event(fields: dict) -> str:
+    return f"data: {json.dumps(fields)}\n\n"
+
+
+def _answer(prefix: str, kind: str, model: str, choice: dict) -> dict:
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+    }
+
+
+def _usage(num_read: int, num_sampled: int) -> dict:
+    return {
+        "prompt_tokens": num_read,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_read + num_sampled,
+    }

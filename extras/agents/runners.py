@@ -1,0 +1,183 @@
+"""How an agent is run: a coroutine of user code, or a program. Both get the endpoint, a key and a problem."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import threading
+import traceback
+from typing import Any, Protocol
+
+from asyncrl import user_code
+from asyncrl.engine.score import Failed, brief, one_line
+
+MAX_OUTPUT_BYTES = 1 << 20
+"""Most that a program may print."""
+LEFTOVER_S = 5.0
+"""Longest wait for the last output of a program that has ended."""
+BLOCKED_S = 5.0
+"""Time after which an event loop that does not answer is left to the agent that blocks it."""
+MAX_CONNECTIONS = 4096
+
+
+class Agent(Protocol):
+    """What is run for each trajectory."""
+
+    async def run(self, url: str, key: str, problem: dict) -> Any:
+        """Run to the end, and return what the agent gives: a reward, its parts, or a text. Raises Failed.
+
+        If it is cancelled, all processes of the agent are gone.
+        """
+        ...
+
+
+class Coroutines:
+    """Agents that are coroutines: `async def run(client, problem)` of a file.
+
+    They share an event loop in a thread of its own. The worker's loop samples meanwhile, whatever they compute. One
+    that blocks keeps the others waiting. If it blocks for longer than its time limit, it keeps the thread, and the
+    others get a new one.
+    """
+
+    def __init__(self, task: str) -> None:
+        self._task = task
+        self._function = user_code.load(task)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._http_client = None
+
+    async def run(self, url: str, key: str, problem: dict) -> Any:
+        """Await the coroutine in the agents' thread."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._http_client = None
+            threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
+        loop = self._loop
+        future = asyncio.run_coroutine_threadsafe(self._await(url, key, problem), loop)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            answer = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+            asyncio.get_running_loop().call_later(BLOCKED_S, self._leave_blocked, loop, answer)
+            raise
+
+    def _leave_blocked(self, loop: asyncio.AbstractEventLoop, answer) -> None:
+        if not answer.done() and self._loop is loop:
+            self._loop = None
+
+    async def _await(self, url: str, key: str, problem: dict) -> Any:
+        import httpx
+        import openai
+
+        if self._http_client is None:  # one for all agents: each has certificates to read
+            limits = httpx.Limits(max_connections=MAX_CONNECTIONS)
+            self._http_client = openai.DefaultAsyncHttpxClient(limits=limits, timeout=None)
+        client = openai.AsyncOpenAI(
+            base_url=url, api_key=key, http_client=self._http_client, max_retries=0, timeout=None
+        )
+        try:
+            return await self._function(client, problem)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # foreign code may raise anything
+            raise Failed(f"{self._place(error)}: {one_line(error)}") from None
+
+    def _place(self, error: BaseException) -> str:
+        """Return the task, and the line of its file in which the error was raised."""
+        file, place = str(user_code.file_of(self._task)), self._task
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == file:
+                place = f"{self._task}, line {line}"
+        return place
+
+
+class Programs:
+    """Agents that are programs. Each trajectory has a process, which reads the problem as JSON from stdin."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._words = shlex.split(command)
+        if shutil.which("setpriv"):  # then the program ends with its worker, however that ends
+            self._words = ["setpriv", "--pdeathsig", "KILL", *self._words]
+
+    async def run(self, url: str, key: str, problem: dict) -> str:
+        """Run the program, and return what it printed. Its process group is gone when this returns or raises."""
+        environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._words,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=environment,
+                process_group=0,
+            )
+        except (OSError, ValueError) as error:
+            raise Failed(f"{self._command}: {one_line(error)}") from None
+        reading = asyncio.create_task(_read_limited(process))
+        ending = asyncio.create_task(process.wait())
+        try:
+            with contextlib.suppress(ConnectionError):  # it need not read its problem
+                process.stdin.write(json.dumps(problem).encode() + b"\n")
+                process.stdin.close()
+            await _wait_for_exit(process.pid)
+        finally:
+            _kill_group(process.pid)
+            # what has left the group may still hold its stdout open
+            await asyncio.wait({reading, ending}, timeout=LEFTOVER_S)
+            reading.cancel()
+            ending.cancel()
+        output = b"" if reading.cancelled() or not reading.done() else reading.result()
+        if len(output) > MAX_OUTPUT_BYTES:
+            raise Failed(f"{self._command} printed more than {MAX_OUTPUT_BYTES} bytes")
+        if process.returncode:
+            reason = (
+                f"ended with status {process.returncode}; the log of its worker has what it said"
+            )
+            raise Failed(f"{self._command} {reason}")
+        return output.decode(errors="replace")
+
+
+async def _read_limited(process: asyncio.subprocess.Process) -> bytes:
+    """Return what a program prints. One that prints too much is killed, and a little more than it may is returned."""
+    output = bytearray()
+    while chunk := await process.stdout.read(1 << 16):
+        if len(output) <= MAX_OUTPUT_BYTES:
+            output += chunk
+        else:
+            _kill_group(process.pid)
+    return bytes(output)
+
+
+async def _wait_for_exit(pid: int) -> None:
+    """Wait for the end of a child alone: Process.wait waits for all that hold its stdout open, too."""
+    loop = asyncio.get_running_loop()
+    exited = asyncio.Event()
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:  # it has ended already
+        return
+    loop.add_reader(descriptor, exited.set)
+    try:
+        await exited.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def last_line_as_reward(output: str) -> Any:
+    """Return the number, or the dict of numbers, in the last line of what a program printed. Raises Failed."""
+    lines = output.strip().splitlines()
+    try:
+        return json.loads(lines[-1] if lines else "")
+    except ValueError:
+        last = brief(lines[-1]) if lines else "missing"
+        raise Failed(
+            f"the last line of its output is {last}, expected the reward as a number or a JSON object of numbers"
+        ) from None

@@ -1,0 +1,44 @@
+"""Messages as text and tokens, by the tokenizer and the chat template of the model."""
+
+from collections.abc import Iterable, Sequence
+
+
+class Template:
+    """The chat template of a tokenizer, and the tokens that end a response."""
+
+    def __init__(self, tokenizer, stop_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stop_token_ids = frozenset(stop_token_ids)
+
+    def render(self, messages: list[dict], tools: list[dict]) -> str:
+        """Return the text that the policy continues. Raises jinja2.TemplateError for messages that have no place."""
+        return self._tokenizer.apply_chat_template(
+            messages, tools=tools or None, add_generation_prompt=True, tokenize=False
+        )
+
+    def encode(self, text: str, after: str = "") -> list[int]:
+        """Return the tokens of a text that stands behind another one, whose tokens are known.
+
+        Some tokenizers treat the beginning of a text in a way of their own, so the text before is encoded along.
+        """
+        whole = self._tokenizer.encode(after + text, add_special_tokens=False)
+        known = self._tokenizer.encode(after, add_special_tokens=False) if after else []
+        return whole[len(known) :]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the tokens of a text without a template, with those that the tokenizer puts before each text."""
+        return self._tokenizer.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def decode_visible(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens without the special ones."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def split_end(self, tokens: Sequence[int]) -> tuple[Sequence[int], str]:
+        """Return the tokens of a response without the one that ended it, and the text of that one; it may have none."""
+        if tokens and tokens[-1] in self._stop_token_ids:
+            return tokens[:-1], self.decode(tokens[-1:])
+        return tokens, ""

@@ -1,0 +1,471 @@
+"""Agents with the real OpenAI client, endpoint and proxy, over an engine that says what it is told."""
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+
+import httpx
+import openai
+import psutil
+import pytest
+from fake_engine import (
+    KEEP,
+    SpeakingEngine,
+    assert_trained_once,
+    calls_of,
+    make_ticket,
+    make_tokenizer,
+)
+from user_files import write_user_code
+
+from asyncrl.config import Config
+from asyncrl.engine.proxy import LLMProxy
+from extras.agents.endpoint import MAX_BODY_BYTES, Endpoint
+from extras.agents.episode import AgentEpisode, Agents
+from extras.agents.replies import Replies
+from extras.agents.runners import Coroutines, Programs, last_line_as_reward
+from extras.agents.template import Template
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add numbers.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        },
+    }
+]
+CALL = '<tool_call>{"name": "add",   "arguments": {"x": 2}}</tool_call>'
+"""Of other spaces than a template would write."""
+WITH_TOOLS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}<assistant>"
+)
+
+
+class Room:
+    """What agents run in: an endpoint that serves, and a proxy."""
+
+    def __init__(self, say, *, template=KEEP, read_reward=lambda reward: reward, **options):
+        self.tokenizer = make_tokenizer(template)
+        sizes = {"max_prompt_tokens": 400, "max_response_tokens": 300, "env_timeout_s": 60.0}
+        self.config = Config(task="agent:x", **{**sizes, **options})
+        self.engine = SpeakingEngine(self.tokenizer, say)
+        eos = self.tokenizer.eos_token_id
+        self.proxy = LLMProxy(self.config, self.engine, [eos])
+        self.endpoint = Endpoint(self.config)
+        self.agents = Agents(
+            None,
+            self.endpoint,
+            Template(self.tokenizer, [eos]),
+            Replies(self.config, self.tokenizer),
+            read_reward,
+            None,
+        )
+
+    def run(self, agent, num=1, answer="{}"):
+        """The trajectories of an agent, which agree with what the engine sampled."""
+        return asyncio.run(asyncio.wait_for(self._run(agent, num, answer), 100))
+
+    async def _run(self, agent, num, answer):
+        await self.proxy.update(3, [{}])
+        serving = asyncio.create_task(self.endpoint.serve())
+        self.agents.agent = agent
+        self.episodes = [
+            AgentEpisode(
+                self.config,
+                make_ticket(number, answer=answer),
+                0,
+                agents=self.agents,
+                proxy=self.proxy,
+            )
+            for number in range(num)
+        ]
+        trajectories = await asyncio.gather(*(episode.run(0) for episode in self.episodes))
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        for trajectory in trajectories:
+            if not self.proxy.sampled.discarded:
+                assert_trained_once(trajectory, calls_of(self.engine, trajectory.ticket_id, 20))
+        return trajectories
+
+
+class Inline:
+    """An agent that is a function of a test; see Coroutines for real ones."""
+
+    def __init__(self, function):
+        self.function = function
+
+    async def run(self, url, key, problem):
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            return await self.function(client)
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def shout(prompt):
+    return prompt.split(">")[-2].split("<")[0][::-1]
+
+
+async def two_turns(client):
+    messages = [user("hello ab")]
+    for words in ("and more", None):
+        answer = await client.chat.completions.create(model="any", messages=messages)
+        messages.append(answer.choices[0].message)
+        messages += [user(words)] if words else []
+    assert [m.content for m in messages if not isinstance(m, dict)] == ["ba olleh", "erom dna"]
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.total_tokens == 37
+    return {"speed": 0.5, "care": 1}
+
+
+def test_the_turns_of_a_conversation_are_one_segment_of_the_tokens_that_were_sampled():
+    (trajectory,) = Room(shout).run(Inline(two_turns))
+    assert trajectory.finish_reason == "stop", trajectory.failure
+    assert (trajectory.reward, trajectory.reward_parts) == (1.5, {"speed": 0.5, "care": 1.0})
+    assert (
+        trajectory.num_turns == 2 == len(trajectory.turns) and len(trajectory.segment_lengths) == 1
+    )
+    # `ab` was sampled as two letters backwards, and `ba olleh` is not the token that `ab` is
+    assert trajectory.num_generated == len("ba olleh") + len("erom dna") + 2
+
+
+def test_a_plain_client_in_a_thread_and_a_stream_say_what_the_async_one_does():
+    def ask(url, key):
+        client = openai.OpenAI(base_url=url, api_key=key)
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        messages = [user("one")]
+        first = client.chat.completions.create(model="any", messages=messages)
+        assert first.choices[0].message.content == "eno"
+        messages += [first.choices[0].message, user("two")]
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(client.chat.completions.create(model="x", messages=messages, **options))
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "owt"
+        assert chunks[-1].usage.completion_tokens == 4
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        text = client.completions.create(model="x", prompt="<user>abc<assistant>").choices[0].text
+        more = client.completions.create(
+            model="x", prompt=f"<user>abc<assistant>{text}<user>next<assistant>", stream=True
+        )
+        return text + "".join(chunk.choices[0].text for chunk in more)
+
+    class Plain:
+        async def run(self, url, key, problem):
+            assert await asyncio.to_thread(ask, url, key) == "cbatxen"
+            return 1.0
+
+    (trajectory,) = Room(shout).run(Plain())
+    assert trajectory.reward == 1.0, trajectory.failure
+    assert trajectory.num_turns == 4 and len(trajectory.segment_lengths) == 2
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_tool_call_is_read_by_the_parser_and_continues_as_it_was_written(streams):
+    def say(prompt):
+        return "it is 5" if "<tool>" in prompt else f"so {CALL}"
+
+    async def agent(client):
+        messages = [user("2 and 3")]
+        options = {"model": "x", "tools": TOOLS, "tool_choice": "required", "stream": streams}
+        answer = await client.chat.completions.create(messages=messages, **options)
+        if streams:
+            deltas = [chunk.choices[0].delta async for chunk in answer]
+            (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+            content = "".join(delta.content or "" for delta in deltas)
+            reply = {"role": "assistant", "content": content, "tool_calls": [call.model_dump()]}
+        else:
+            reply = answer.choices[0].message
+            (call,) = reply.tool_calls
+            assert answer.choices[0].finish_reason == "tool_calls"
+        assert json.loads(call.function.arguments) == {"x": 2} and call.function.name == "add"
+        messages += [reply, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+        last = await client.chat.completions.create(
+            messages=messages, model="x", tools=TOOLS, stream=False
+        )
+        return float(last.choices[0].message.content == "it is 5")
+
+    room = Room(say, template=WITH_TOOLS, tool_parser="hermes")
+    (trajectory,) = room.run(Inline(agent))
+    assert trajectory.reward == 1.0, trajectory.failure
+    assert len(trajectory.segment_lengths) == 1
+    assert CALL in room.tokenizer.decode(trajectory.tokens)
+
+
+def test_a_call_that_cannot_be_read_is_text():
+    async def agent(client):
+        answer = await client.chat.completions.create(model="x", messages=[user("2")], tools=TOOLS)
+        message = answer.choices[0].message
+        return float(message.tool_calls is None and message.content == "<tool_call>{3")
+
+    room = Room(lambda prompt: "<tool_call>{3", template=WITH_TOOLS, tool_parser="hermes")
+    assert room.run(Inline(agent))[0].reward == 1.0
+
+
+def test_calls_at_once_are_branches_and_what_exceeds_the_limit_together_is_dropped():
+    async def agent(client):
+        first = await client.chat.completions.create(model="x", messages=[user("start")])
+        begun = [user("start"), first.choices[0].message]
+        calls = [
+            client.chat.completions.create(model="x", messages=[*begun, user("x" * 8)])
+            for _ in range(3)
+        ]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(isinstance(outcome, openai.APIStatusError) for outcome in outcomes) == 1
+        return 0.25
+
+    room = Room(shout, max_response_tokens=20)
+    (trajectory,) = room.run(Inline(agent))
+    assert (trajectory.finish_reason, trajectory.reward) == ("length", 0.25), trajectory.failure
+    assert trajectory.num_generated == 20 and trajectory.num_turns == 3
+    assert len(trajectory.segment_lengths) == 2 and room.proxy.sampled.discarded == 6 + 3 * 9 - 20
+
+
+def test_a_response_ends_at_a_text_that_the_agent_gives_and_continues_behind_it():
+    async def agent(client):
+        options = {"model": "x", "stop": ["ob", "zz"]}
+        first = await client.chat.completions.create(messages=[user("robots")], **options)
+        assert first.choices[0].message.content == "st"
+        second = await client.chat.completions.create(
+            messages=[user("robots"), first.choices[0].message, user("yes")], model="x"
+        )
+        return float(second.choices[0].message.content == "sey")
+
+    room = Room(shout)
+    (trajectory,) = room.run(Inline(agent))
+    assert trajectory.reward == 1.0, trajectory.failure
+    assert room.tokenizer.decode(trajectory.tokens) == (
+        "<user>robots<assistant>stob<eos><user>yes<assistant>sey<eos>"
+    )
+    assert room.proxy.sampled.discarded == 3 and len(trajectory.segment_lengths) == 1
+
+
+LONG = "y" * 500
+TOO_LONG = (
+    "This model's maximum context length is 400 tokens. However, your messages resulted in 502 tokens. Please reduce "
+    "the length of the messages."
+)
+BAD = [
+    ({"temperature": 0.5}, 400, "Unsupported value: 'temperature' does not support 0.5", "unsupported_value"),
+    ({"top_p": 0.5}, 400, "Unsupported value: 'top_p'", "unsupported_value"),
+    ({"n": 2}, 400, "Invalid value for 'n'", None),
+    ({"max_tokens": 0}, 400, "Invalid value for 'max_tokens'", None),
+    ({"logit_bias": {"1": 2}}, 400, "Unrecognized request argument supplied: logit_bias", None),
+    ({"messages": []}, 400, "Invalid value for 'messages'", None),
+    ({"messages": [{"role": "pope", "content": "x"}]}, 400, "Invalid value for 'messages.0.role'", None),
+    ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, 400, "Invalid value for", None),
+    ({"messages": [user(LONG)]}, 400, TOO_LONG, "context_length_exceeded"),
+]  # fmt: skip
+
+
+def test_bad_requests_are_refused_in_openais_form_and_good_ones_still_work():
+    async def agent(client):
+        for changes, status, message, code in BAD:
+            body = {"model": "x", "messages": [user("hi")], **changes}
+            answer = await httpx_post(client, "/chat/completions", json=body)
+            assert answer.status_code == status, (changes, answer.text)
+            error = answer.json()["error"]
+            assert error["message"].startswith(message), error
+            assert (error["type"], error["code"]) == ("invalid_request_error", code)
+        for key in ("Bearer wrong", "Bearer 0-", f"Basic {client.api_key}", client.api_key):
+            headers = {"Authorization": key}
+            for path in ("/chat/completions", "/completions"):
+                answer = await httpx_post(client, path, headers=headers, json={})
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert (await httpx_post(client, "/embeddings", json={})).status_code == 404
+        assert (await httpx_post(client, "/chat/completions", content=b"{")).status_code == 400
+        large = await httpx_post(client, "/completions", content=b"x" * (MAX_BODY_BYTES + 1))
+        assert large.status_code == 413
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="x", messages=[user(LONG)])
+        assert caught.value.code == "context_length_exceeded"
+        options = {"temperature": 1, "seed": 5, "user": "me", "max_completion_tokens": 2}
+        answer = await client.chat.completions.create(
+            model="x", messages=[user("hi there")], **options
+        )
+        return float(answer.choices[0].message.content == "er")
+
+    (trajectory,) = Room(shout).run(Inline(agent))
+    assert trajectory.reward == 1.0, trajectory.failure
+
+
+async def httpx_post(client, path, headers=None, **content):
+    base = str(client.base_url).rstrip("/")
+    default = {"Authorization": f"Bearer {client.api_key}"}
+    async with httpx.AsyncClient() as plain:
+        return await plain.post(base + path, headers={**default, **(headers or {})}, **content)
+
+
+def test_two_agents_never_mix_and_a_key_ends_with_its_trajectory():
+    keys, prompts = [], {}
+
+    async def agent(client):
+        number = len(keys)
+        keys.append(client.api_key)
+        for _ in range(5):
+            await client.chat.completions.create(model="x", messages=[user(f"agent {number}.")])
+        prompts[client.api_key.split("-")[0]] = f"agent {number}."
+        return 1.0
+
+    room = Room(shout)
+    trajectories = room.run(Inline(agent), num=8)
+    for trajectory in trajectories:
+        own = prompts[str(trajectory.ticket_id)]
+        assert room.tokenizer.decode(trajectory.tokens).count(own) == 5
+    assert not room.endpoint._sessions and len(set(keys)) == 8
+
+
+def test_the_endpoint_listens_on_the_loopback_address_only():
+    room = Room(shout)
+    room.endpoint._socket.listen()
+    port = int(room.endpoint.url.split(":")[2].removesuffix("/v1"))
+    (listening,) = {
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections()
+        if connection.status == "LISTEN" and connection.laddr.port == port
+    }
+    room.endpoint.close()
+    assert listening == "127.0.0.1"
+
+
+# Coroutines of files
+
+FILE = '''
+import asyncio, time
+
+
+def problems(seed):
+    return [{"n": n} for n in range(20)]
+
+
+async def run(client, problem):
+    answer = await client.chat.completions.create(model="x", messages=[{"role": "user", "content": "abcd"}])
+    BODY
+    return float(answer.choices[0].message.content == "dcba") + problem["n"]
+'''  # fmt: skip
+
+
+def run_file(tmp_path, body, num=1, **options):
+    path = write_user_code(tmp_path, FILE.replace("BODY", body))
+    room = Room(shout, **options)
+    return room.run(Coroutines(f"agent:{path}:run"), num, answer='{"n": 4}')
+
+
+def test_the_coroutine_of_a_file_gets_a_client_and_its_problem(tmp_path):
+    trajectories = run_file(tmp_path, "pass", num=30)
+    assert [trajectory.reward for trajectory in trajectories] == [5.0] * 30
+
+
+@pytest.mark.parametrize(
+    ("body", "failure"),
+    [
+        ("raise KeyError('no')", ":run, line 11: KeyError: 'no'"),
+        ("raise SystemExit(3)", ":run, line 11: SystemExit: 3"),
+        ("return 'much'", "the reward is 'much', not a finite number or a dict of them"),
+        ("return float('nan')", "the reward is nan, not a finite number or a dict of them"),
+        ("return {'a': 'x'}", "the part 'a' is 'x', not a finite number"),
+        ("raise asyncio.CancelledError", "no call and no end for 1 s"),
+        ("await asyncio.sleep(60)", "no call and no end for 1 s"),
+        ("time.sleep(3)", "no call and no end for 1 s"),
+    ],
+)
+def test_an_agent_that_raises_or_hangs_has_failed_and_says_why(tmp_path, body, failure):
+    (trajectory,) = run_file(tmp_path, body, env_timeout_s=1.0)
+    assert trajectory.finish_reason == "failed" and trajectory.failure.endswith(failure)
+    assert trajectory.num_generated == 5
+
+
+def test_an_agent_that_raises_because_its_tokens_are_used_up_has_reward_0(tmp_path):
+    body = "await client.chat.completions.create(model='x', messages=[{'role': 'user', 'content': 'b'}])"
+    (trajectory,) = run_file(tmp_path, body, max_response_tokens=5)
+    assert (trajectory.finish_reason, trajectory.reward) == ("length", 0.0)
+    (trajectory,) = run_file(tmp_path, "pass", max_response_tokens=5)
+    assert (trajectory.finish_reason, trajectory.reward) == ("stop", 5.0)
+    (trajectory,) = run_file(tmp_path, "pass", max_response_tokens=4)
+    assert (trajectory.finish_reason, trajectory.reward) == ("length", 5.0)
+
+
+def test_an_agent_that_blocks_its_loop_leaves_it_and_the_next_one_works(tmp_path, monkeypatch):
+    monkeypatch.setattr("extras.agents.runners.BLOCKED_S", 0.1)
+    source = "import time\n\n\nasync def run(client, problem):\n    time.sleep(problem['s'])\n    return 1.0\n"
+    agent = Coroutines(f"agent:{write_user_code(tmp_path, source)}:run")
+
+    async def run():
+        blocking = asyncio.create_task(agent.run("http://127.0.0.1:1", "key", {"s": 30}))
+        await asyncio.sleep(0.5)
+        blocking.cancel()
+        while agent._loop is not None:
+            await asyncio.sleep(0.01)
+        return await agent.run("http://127.0.0.1:1", "key", {"s": 0})
+
+    assert asyncio.run(asyncio.wait_for(run(), 20)) == 1.0
+
+
+# Programs
+
+PROGRAM = '''
+import json, os, subprocess, sys, time
+problem = json.loads(sys.stdin.readline())
+from openai import OpenAI
+answer = OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": problem["word"]}])
+print("not this line")
+BODY
+print(float(answer.choices[0].message.content == problem["word"][::-1]))
+'''  # fmt: skip
+
+
+def run_program(tmp_path, body, **options):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM.replace("BODY", body))
+    room = Room(shout, read_reward=last_line_as_reward, **options)
+    return room.run(Programs(f"{sys.executable} {path}"), answer='{"word": "drawer"}')[0]
+
+
+def test_a_program_reads_its_problem_and_its_last_line_is_the_reward(tmp_path):
+    trajectory = run_program(tmp_path, "")
+    assert trajectory.reward == 1.0 and trajectory.num_generated == 7, trajectory.failure
+    body = "print(json.dumps({'a': 1, 'b': 2})); sys.exit()"
+    assert run_program(tmp_path, body).reward_parts == {"a": 1.0, "b": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("body", "failure"),
+    [
+        ("sys.exit(7)", " ended with status 7; the log of its worker has what it said"),
+        ("print('x' * 2**21)", " printed more than 1048576 bytes"),
+        (
+            "print('fine'); sys.exit()",
+            "the last line of its output is 'fine', expected the reward …",
+        ),
+    ],
+)
+def test_a_program_that_fails_says_why(tmp_path, body, failure):
+    trajectory = run_program(tmp_path, body)
+    assert trajectory.finish_reason == "failed" and failure.rstrip("…") in trajectory.failure
+
+
+def test_a_program_that_hangs_is_gone_with_all_that_it_started(tmp_path):
+    pids = tmp_path / "pids"
+    body = (
+        "child = subprocess.Popen(['sleep', '100']); "
+        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); time.sleep(100)"
+    )
+    trajectory = run_program(tmp_path, body, env_timeout_s=8.0)
+    assert trajectory.failure == "no call and no end for 8 s"
+    for pid in map(int, pids.read_text().split()):
+        deadline = time.monotonic() + 20
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_command_that_is_not_there_has_failed():
+    room = Room(shout, read_reward=last_line_as_reward)
+    (trajectory,) = room.run(Programs("no_such_program --at-all"))
+    assert trajectory.finish_reason == "failed" and len(trajectory.tokens) == 0

@@ -1,0 +1,108 @@
+"""Agents of other people's frameworks, unchanged, with a calculator. They run where the framework is installed.
+
+pip install --target FOLDER pydantic-ai-slim smolagents
+PYTHONPATH=FOLDER pytest extras/agents/tests/test_frameworks.py
+"""
+
+import asyncio
+import re
+
+import pytest
+from fake_engine import KEEP
+from test_agents import WITH_TOOLS, Inline, Room
+
+SIZES = {"max_prompt_tokens": 20_000, "max_response_tokens": 2_000}
+
+
+def calculate(prompt):
+    """Call the tool, and repeat what it gives."""
+    results = re.findall(r"<tool>(?:Observation:\s*)?([\d.]+)", prompt)
+    if not results:
+        return '<tool_call>{"name": "multiply", "arguments": {"a": 17, "b": 3}}</tool_call>'
+    return f"The result is {results[-1]}."
+
+
+def test_pydantic_ai_calls_a_tool():
+    ai = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def run(client):
+        model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
+        agent = ai.Agent(model, system_prompt="Use the calculator.")
+
+        @agent.tool_plain
+        def multiply(a: int, b: int) -> int:
+            """Multiply two numbers."""
+            return a * b
+
+        result = await agent.run("What is 17 times 3?")
+        return float("51" in result.output)
+
+    room = Room(calculate, template=WITH_TOOLS, tool_parser="hermes", **SIZES)
+    (trajectory,) = room.run(Inline(run))
+    assert trajectory.reward == 1.0, trajectory.failure
+    assert trajectory.num_turns == 2 and len(trajectory.segment_lengths) == 1
+
+
+def act(prompt):
+    """Call the tool, and then the one that gives the answer, in the form that smolagents asks for."""
+    if "51" not in prompt.rpartition("17 times 3")[2]:
+        return '<tool_call>{"name": "multiply", "arguments": {"a": 17, "b": 3}}</tool_call>'
+    return '<tool_call>{"name": "final_answer", "arguments": {"answer": "51"}}</tool_call>'
+
+
+def test_smolagents_calls_a_tool():
+    smolagents = pytest.importorskip("smolagents")
+
+    @smolagents.tool
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers.
+
+        Args:
+            a: One number.
+            b: The other number.
+        """
+        return a * b
+
+    async def run(client):
+        model = smolagents.OpenAIModel(
+            "policy", api_base=str(client.base_url), api_key=client.api_key
+        )
+        agent = smolagents.ToolCallingAgent(tools=[multiply], model=model, verbosity_level=0)
+        return float(str(await asyncio.to_thread(agent.run, "What is 17 times 3?")) == "51")
+
+    room = Room(act, template=WITH_TOOLS, tool_parser="hermes", **SIZES)
+    (trajectory,) = room.run(Inline(run))
+    assert trajectory.reward == 1.0, trajectory.failure
+    assert trajectory.num_turns == 2
+
+
+def code(prompt):
+    """Write code, which smolagents runs."""
+    return "Thought: easy.\n<code>\nfinal_answer(multiply(17, 3))\n</code>"
+
+
+def test_smolagents_runs_code_that_ends_at_a_stop_text():
+    smolagents = pytest.importorskip("smolagents")
+
+    @smolagents.tool
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers.
+
+        Args:
+            a: One number.
+            b: The other number.
+        """
+        return a * b
+
+    async def run(client):
+        model = smolagents.OpenAIModel(
+            "policy", api_base=str(client.base_url), api_key=client.api_key
+        )
+        agent = smolagents.CodeAgent(tools=[multiply], model=model, verbosity_level=0)
+        return float(await asyncio.to_thread(agent.run, "What is 17 times 3?") == 51)
+
+    (trajectory,) = Room(code, template=KEEP, **SIZES).run(Inline(run))
+    assert trajectory.reward == 1.0, trajectory.failure
+    assert trajectory.num_turns == 1

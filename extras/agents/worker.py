@@ -1,0 +1,67 @@
+"""The rollout worker of agents: it serves an OpenAI endpoint, and runs an agent for each ticket."""
+
+from asyncrl import user_code
+from asyncrl.cluster.placement import WorkerSpec
+from asyncrl.engine.environments import turn_ends
+from asyncrl.engine.reward_pool import RewardPool
+from asyncrl.records import Ticket
+from extras.agents.endpoint import Endpoint
+from extras.agents.episode import AgentEpisode, Agents
+from extras.agents.replies import Replies
+from extras.agents.runners import Agent, Coroutines, Programs, last_line_as_reward
+from extras.agents.task import prepare_task
+from extras.agents.template import Template
+from rollout import RolloutWorker
+
+__all__ = ["AgentWorker", "prepare_task", "start_environments"]
+REWARD_PROCESSES = 4
+
+
+class AgentWorker(RolloutWorker):
+    """A worker whose trajectories are agents."""
+
+    async def serve(self) -> None:
+        """Serve the endpoint, and the controller until it says stop."""
+        self._start(self.environments.endpoint.serve())
+        await super().serve()
+
+    def make_episodes(self, ticket: Ticket) -> list[AgentEpisode]:
+        """Make the trajectory of a ticket."""
+        return [
+            AgentEpisode(
+                self.config, ticket, ticket.member, agents=self.environments, proxy=self.proxy
+            )
+        ]
+
+
+def start_environments(spec: WorkerSpec, tokenizer) -> Agents:
+    """Return what the agents of a worker share.
+
+    Raises ValueError for a parser that vLLM does not know, and for user code that does not load.
+    """
+    config = spec.config
+    rewards = None
+    if config.reward:
+        title = f"rewards {spec.placement.worker}"
+        rewards = RewardPool(
+            config.task, config.reward, config.env_timeout_s, REWARD_PROCESSES, title
+        )
+    agent = _agent_of(config.task)
+    return Agents(
+        agent,
+        Endpoint(config),
+        Template(tokenizer, turn_ends(spec, tokenizer)),
+        Replies(config, tokenizer),
+        last_line_as_reward if isinstance(agent, Programs) else _as_it_is,
+        rewards,
+    )
+
+
+def _agent_of(task: str) -> Agent:
+    if user_code.is_user_code(task):
+        return Coroutines(task)
+    return Programs(task.removeprefix("agent:"))
+
+
+def _as_it_is(reward):
+    return reward
