@@ -69,8 +69,8 @@ def test_what_a_resume_may_change_is_how_long_what_is_kept_and_where_it_is_compu
         "num_rollout_workers", "rollout_tp", "max_running_requests", "weight_sync", "colocate",
         "gpu_memory_utilization", "replicas", "save_memory", "max_tokens_per_microbatch", "compile", "listen",
         "join_timeout_s", "timeout_s", "env_timeout_s", "data_path", "optim.epochs", "optim.warmup", "optim.schedule",
-        "optim.least", "optim.by_ess", "optim.entropy", "optim.balance", "optim.args", "swarm.lease_s", "swarm.verify_share",
-        "swarm.snapshots",
+        "optim.least", "optim.by_ess", "optim.entropy", "optim.balance", "optim.args", "swarm.lease_s",
+        "swarm.verify_share", "swarm.snapshots",
     }  # fmt: skip
 
 
