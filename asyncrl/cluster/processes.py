@@ -112,8 +112,8 @@ def exit_with_parent(poll_s: float = 1.0) -> None:
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
 
 
-def end_if_stuck(num_ranks: int, grace_s: float = STUCK_S) -> None:
-    """Start a daemon thread that ends this rank if torchrun's signal for a lost one, of `num_ranks`, has no effect.
+def end_if_stuck() -> None:
+    """Start a daemon thread that ends this rank if torchrun's signal for a lost one has no effect.
 
     The main thread may stand in a collective of NCCL, where no handler of a signal runs.
     """
@@ -122,10 +122,9 @@ def end_if_stuck(num_ranks: int, grace_s: float = STUCK_S) -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def watch() -> None:
-        os.read(reader, 1)
-        while not has_lost_a_rank(num_ranks):
-            os.read(reader, 1)
-        time.sleep(grace_s)
+        while os.read(reader, 1) and not has_lost_a_rank():
+            pass
+        time.sleep(STUCK_S)
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
             os._exit(1)
 
@@ -209,8 +208,9 @@ def _session_members(pid: int) -> list[psutil.Process]:
     return members
 
 
-def has_lost_a_rank(num_ranks: int) -> bool:
-    """Whether fewer than torchrun's `num_ranks` ranks of this node are alive; it then ends the others by SIGTERM."""
+def has_lost_a_rank() -> bool:
+    """Whether not all of torchrun's ranks of this node are alive; it then ends the others by SIGTERM."""
     if RUN_ID not in os.environ:
         return False
-    return sum(map(_has_not_ended, psutil.Process(os.getppid()).children())) < num_ranks
+    num_alive = sum(map(_has_not_ended, psutil.Process(os.getppid()).children()))
+    return num_alive < int(os.environ["LOCAL_WORLD_SIZE"])

@@ -95,7 +95,7 @@ class Checkpoints:
     def _ask(self, number: int, frame) -> None:
         """Have the run stop after the running step; a second signal, or a lost node or rank, ends it at once."""
         cluster, watch = self.node.cluster, self.node.watch
-        if self._asked_by or watch.reason is not None or has_lost_a_rank(len(cluster.local_ranks)):
+        if self._asked_by or watch.reason is not None or has_lost_a_rank():
             self._handlers[number](number, frame)
         self._asked_by = number
         if cluster.is_leader:

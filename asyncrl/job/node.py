@@ -266,7 +266,7 @@ def _prepare_process(config: Config, on_end: ExitStack) -> None:
         on_end.callback(watchdog.end_what_is_stopped(config.timeout_s / 2))
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         exit_with_parent()  # torchrun killed outright must not leave its ranks behind
-        end_if_stuck(int(os.environ["LOCAL_WORLD_SIZE"]))
+        end_if_stuck()
     keep_freed_memory()
 
 

@@ -112,10 +112,9 @@ class Policy(WholeWeights):
         if self._routing is not None:
             metrics |= self._routing.metrics(self._sum_over_ranks)
         if self.device.type != "cpu":
-            free, _ = torch.cuda.mem_get_info()
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             metrics["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-            metrics["memory/free_gib"] = free / 2**30
+            metrics["memory/free_gib"] = torch.cuda.mem_get_info()[0] / 2**30
         return metrics
 
     def _order(self, num_minibatches: int, policy_version: int) -> list[int]:

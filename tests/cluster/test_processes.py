@@ -85,7 +85,7 @@ def test_a_rank_knows_whether_torchrun_ends_it_because_another_rank_is_gone(tmp_
     (tmp_path / "ranks.py").write_text(
         f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
         "from asyncrl.cluster.processes import has_lost_a_rank\n"
-        "def say(what): os.write(1, f'{what} {has_lost_a_rank(2)}\\n'.encode())\n"
+        "def say(what): os.write(1, f'{what} {has_lost_a_rank()}\\n'.encode())\n"
         "def end(number, frame): say('lost'); time.sleep(1); sys.exit(1)  # the other looks, too\n"
         "signal.signal(signal.SIGTERM, end)\n"
         "say('before'); time.sleep(2)\n"
