@@ -3,9 +3,14 @@
 All above the kernel is torch's own: the checks of varlen_attn, its registration with autograd and with the compiler.
 """
 
+import inspect
+
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
+
+KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+"""Whether torch must be told that keys have fewer heads; 2.11 need not."""
 
 
 def visible(bounds: Tensor, window: list[int]) -> Tensor:
@@ -34,9 +39,8 @@ def forward(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None,
     enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
 ):  # fmt: skip
-    assert enable_gqa and cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k), (
-        "as the GPU's kernel"
-    )
+    assert enable_gqa or not KNOWS_GROUPS
+    assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k), "as the GPU's kernel"
     assert query.dtype == key.dtype == value.dtype
     assert max_q == max_k == int(cu_seq_q.diff().max()) and int(cu_seq_q[-1]) == len(query)
     p = _probabilities(query, key, cu_seq_q, scale, window_size)

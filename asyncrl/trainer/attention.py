@@ -8,6 +8,7 @@ the mask, and the CPU with torch's own attention and a mask [R, 1, L, L].
 
 import functools
 from collections.abc import Callable
+from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -102,6 +103,10 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""Allows fewer heads of keys than of queries, which torch 2.11 allows without being asked."""
+
+
 def varlen_attention(
     module: nn.Module,
     query: Tensor,
@@ -129,7 +134,7 @@ def varlen_attention(
     bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     out = varlen_attn(
-        query, key, value, *bounds, *longest, scale=scaling, window_size=window, enable_gqa=True
+        query, key, value, *bounds, *longest, scale=scaling, window_size=window, **_GROUPED
     )
     return out[None], None
 
