@@ -148,7 +148,8 @@ def main(family: Positional[str], folder: Positional[Path], steps: int = 1000) -
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    options = {"dtype": torch.float32, "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_config(config, **options)
     print(f"{family}: {model.num_parameters():,} parameters", flush=True)
     if steps:
         warm_up(model, tokenizer, steps)
