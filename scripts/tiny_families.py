@@ -32,8 +32,16 @@ SIZES_IF_KNOWN = {
 }  # fmt: skip
 """Sizes that are given only to a family that has them, as others would seem to have experts."""
 ONE_OF_EACH = {"layer_types": ["linear_attention", "full_attention"]}
+LATENT = {
+    "head_dim": None, "num_key_value_heads": 4, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "q_lora_rank": 64, "kv_lora_rank": 64,
+}  # fmt: skip
+"""Latent attention."""
 CHANGES = {
+    "bamba": {"attn_layer_indices": [1]},
     "bitnet": {"head_dim": None},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
     "falcon_h1": {"mamba_d_ssm": 256},
     "falcon": {"head_dim": None, "num_kv_heads": 4, "ffn_hidden_size": 192},
     "gemma2": {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
@@ -41,17 +49,25 @@ CHANGES = {
     "gemma4_text": {
         "num_experts": None, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 64,
     },
+    "glm4_moe_lite": LATENT,
     "granite": {"logits_scaling": 3.0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "logits_scaling": 3.0},
     "hyperclovax": {"logits_scaling": 0.3},
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "use_mamba_kernels": False,
+    },
+    "kimi_linear": LATENT | ONE_OF_EACH,
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_dim": 128, "block_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "minicpm3": LATENT,
     "mistral": {"sliding_window": 5},
     "olmoe": {"head_dim": None},
     "qwen3_5_moe_text": ONE_OF_EACH,
     "qwen3_5_text": ONE_OF_EACH,
     "qwen3_next": ONE_OF_EACH,
     "stablelm": {"head_dim": None},
+    "youtu": LATENT,
 }  # fmt: skip
 """What a family needs besides; None leaves a size out."""
 SUMS_PER_STEP = 32

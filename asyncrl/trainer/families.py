@@ -7,16 +7,17 @@ from asyncrl.trainer.attention import check_sharing
 COMPARED = (
     "arcee", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
     "exaone_moe", "falcon_h1", "flex_olmo", "gemma", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
-    "glm4_moe", "gpt2", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "hyperclovax", "jais2", "lfm2", "lfm2_moe", "llama", "mellum", "ministral", "ministral3",
-    "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+    "glm4_moe", "gpt-sw3", "gpt2", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+    "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2",
+    "lfm2", "lfm2_moe", "llama", "mellum", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2",
+    "olmo3", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+    "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
 )  # fmt: skip
 """Model types of config.json whose log-probs agree to 1e-5 nats in float32, before and after an update.
 
 tests/engine/test_family_logprobs.py compares each of them, and says how to try another one.
 """
-BFLOAT16_ON_CPU = ("qwen3_5_text", "qwen3_next")
+BFLOAT16_ON_CPU = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Of them, those whose kernels for a CPU vLLM has in bfloat16 only: gated delta rules."""
 
 

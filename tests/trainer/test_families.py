@@ -16,10 +16,11 @@ from asyncrl.trainer.sampling import Sampling
 from scripts.tiny_families import tiny_config, tiny_model
 
 HOPPER = (9, 0)
+GATED = ("granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 A_ROW_EACH = {
     **{family: f"the mask of {family}" for family in ("biogpt", "falcon", "opt")},
     "gpt_oss": "sliding_attention",
-    **dict.fromkeys(("granitemoehybrid", "qwen3_5_text", "qwen3_next"), "linear_attention"),
+    **dict.fromkeys(GATED, "linear_attention"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
     "falcon_h1": "hybrid",
 }
