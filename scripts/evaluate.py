@@ -1,0 +1,105 @@
+"""Sample held-out problems with a model, and train nothing: `python scripts/evaluate.py MODEL --eval-samples 8`.
+
+MODEL is a folder, a Hugging Face name, `tiny`, `smollm2`, or a run, runs/NAME, of which it takes the newest checkpoint
+and the options of sampling. The engine is a run's, and gets its weights as a run's does; what follows MODEL is options
+of train_async.py.
+"""
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.cluster.processes import run_job
+from asyncrl.config import OPTIONS, Config, May, flag, options_for
+from asyncrl.controller.evaluation import Evaluation
+from asyncrl.job.command_line import check, read_options
+from asyncrl.job.resume import resumed_options
+from asyncrl.runlog.manifest import step_of
+
+OF_EVALUATION = (
+    "model", "task", "task_args", "reward", "data_path", "max_prompt_tokens", "max_response_tokens", "temperature",
+    "top_p", "top_k", "min_p", "seed", "timeout_s", "dtype", *(option.name for option in options_for(May.EVALUATION)),
+)  # fmt: skip
+"""Options that say what is sampled, and where. An evaluation has the others by default."""
+
+
+def choose_options(model: str, words: list[str]) -> Config:
+    """Return the options of an evaluation. Raises ValueError, in one line, for options that mean nothing to it."""
+    allowed = [f"--{flag(name)}" for name in OF_EVALUATION[1:]]
+    for word in words:
+        if word.startswith("--") and word.partition("=")[0] not in allowed:
+            raise ValueError(f"{word} means nothing here; an evaluation takes {', '.join(allowed)}")
+    if (Path(model) / "run.json").exists():
+        begun = resumed_options(Path(model))
+        newest = max(Path(model).glob("checkpoints/step_*[0-9]"), key=step_of, default=None)
+        if newest is None:
+            raise ValueError(f"{model} has no checkpoint; give a run that has saved one")
+        config = read_options(words, replace(begun, model=str(newest)))
+    else:
+        config = read_options(["--model", model, *words])
+    sampling = {name: OPTIONS[name].value_in(config) for name in OF_EVALUATION}
+    fixed = {"steps": 1, "eval_every": 1, "groups_per_step": 1, "group_size": 2, "async_ratio": 0.0}
+    return Config(**sampling | fixed).checked()
+
+
+def sample(config: Config, num_samples: int) -> Evaluation:
+    """Sample each held-out problem `num_samples` times, one after the other by `member`; in one process."""
+    from asyncrl.job.node import start_node, start_rank
+    from asyncrl.trainer.policy import load_policy
+    from rollout import run_worker
+
+    with start_rank(config) as rank, start_node(rank, run_worker) as node:
+        problems = node.controller.tickets.prompts.eval_problems
+        problems[:] = [problem for problem in problems for _ in range(num_samples)]
+        policy = load_policy(config, node.model_path, node.device, node.clock)
+        publisher = node.make_publisher(policy)
+        publisher.publish(node.first_version)
+        node.controller.finish_evaluations()
+        publisher.check_last()
+        return node.controller.ended_evaluations[-1]
+
+
+def describe(evaluation: Evaluation, num_samples: int) -> list[str]:
+    """Return lines with mean reward, pass@1, and pass@k, arXiv 2107.03374: means over problems ± standard errors.
+
+    A response is right where its reward is at least 1.
+    """
+    rewards = np.zeros(evaluation.num_asked)  # a response that failed has none
+    for trajectory in evaluation.trajectories:
+        if trajectory.finish_reason != "failed":
+            rewards[trajectory.member] = trajectory.reward
+    rewards = rewards.reshape(-1, num_samples)
+    is_right = rewards >= 1
+    rows = {"mean reward": rewards.mean(1), "pass@1": is_right.mean(1)}
+    rows[f"pass@{num_samples}"] = is_right.max(1)
+    lines = [f"{len(rewards)} problems, {num_samples} samples each, {evaluation.num_failed} failed"]
+    for name, values in rows.items():
+        error = values.std(ddof=1) / len(values) ** 0.5
+        lines.append(f"{name:12}{values.mean():.3f} ± {error:.3f}")
+    return lines
+
+
+def main() -> None:
+    """Read the command line and evaluate."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL", help="a folder, a name, or runs/NAME")
+    parser.add_argument("--eval-samples", type=int, default=1, metavar="K", help="of each problem")
+    given, words = parser.parse_known_args()
+
+    def job() -> None:
+        if given.eval_samples < 1:
+            raise ValueError(f"--eval-samples must be at least 1, got {given.eval_samples}")
+        config = choose_options(given.model, words)
+        check(config)
+        with tempfile.TemporaryDirectory(prefix="evaluate-", ignore_cleanup_errors=True) as folder:
+            evaluation = sample(replace(config, runs_dir=folder), given.eval_samples)
+        print("\n".join(describe(evaluation, given.eval_samples)), flush=True)
+
+    run_job(job)
+
+
+if __name__ == "__main__":
+    main()
