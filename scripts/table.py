@@ -5,6 +5,9 @@ combination of the options' values: mean ± standard deviation over the n runs t
 its steps, a column says how many it made, and such runs have rows of their own.
 """
 
+import sys
+from pathlib import Path
+
 import pandas as pd
 from tyro.conf import Positional
 
@@ -99,6 +102,12 @@ def sort_key(value: object) -> tuple[bool, float, str]:
     return not is_number, value if is_number else 0.0, show(value)
 
 
+def has_steps(run: str) -> bool:
+    """Return whether a run has finished a step; also True of what is no run, which `load` refuses."""
+    metrics = Path(run) / "metrics.jsonl"
+    return not metrics.exists() or metrics.stat().st_size > 0
+
+
 def main(runs: Positional[list[str]], by: tuple[str, ...] = ()) -> None:
     """Tabulate runs, as Markdown on stdout.
 
@@ -106,7 +115,10 @@ def main(runs: Positional[list[str]], by: tuple[str, ...] = ()) -> None:
         runs: Directories of runs.
         by: Options, as in run.json, whose values share a row; unset gives every run its own.
     """
-    print("\n".join(table([load(run) for run in runs], by)))
+    finished = [run for run in runs if has_steps(run)]
+    for run in sorted(set(runs) - set(finished)) if finished else ():
+        print(f"{run} has not finished a step: passed over", file=sys.stderr)
+    print("\n".join(table([load(run) for run in finished or runs], by)))
 
 
 if __name__ == "__main__":

@@ -141,7 +141,8 @@ def how_to_go_on(run: Path | None) -> str:
     saved = checkpoints_in(run / "checkpoints") if run else []
     if saved:
         launcher = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "python"
-        how = f"{shlex.quote(str(Path(sys.executable).with_name(launcher)))} train_async.py"
+        program = os.path.relpath(Path(__file__).parents[2] / "train_async.py")
+        how = shlex.join([str(Path(sys.executable).with_name(launcher)), program])
         return f"continue from step {step_of(saved[-1])}: {how} --resume {shlex.quote(str(run))}"
     metrics = run and run / "metrics.jsonl"
     if not (metrics and metrics.exists() and metrics.stat().st_size):

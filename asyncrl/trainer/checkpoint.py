@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -50,6 +51,9 @@ from asyncrl.trainer.model import ADAPTER_NAMES, named_base_parameters, named_pe
 
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
+
+# Weights for people are made of the shards by one rank alone, and torch warns of that at each checkpoint.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 BYTES_BESIDE_TENSORS = 32e6
 """Room for tokenizer, config and what else is small."""
@@ -351,6 +355,11 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         self.longest_s = 0.0
         """Time that the slowest checkpoint took, seconds; on rank 0."""
 
+    def written(self, state: dict[str, Tensor]) -> list[Tensor]:
+        """Return what a checkpoint has of a training state, as tensors: shards, and weights for people."""
+        for_people = [tensor for name, tensor in state.items() if name.startswith("weights.")]
+        return [*state.values(), *self.weights.frozen.values(), *for_people]
+
     def start(
         self,
         state: dict[str, Tensor],
@@ -372,9 +381,8 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         self.final = self.folder / f"step_{step}"
         self.partial = self.final.with_name(f"{self.final.name}.tmp")
         self.fqn_to_index_mapping = file_numbers(state, dist.get_world_size(self.group))
-        for_people = [tensor for name, tensor in state.items() if name.startswith("weights.")]
         held_back = [tensor for weights in delayed.values() for _, tensor in weights]
-        self._written = [*state.values(), *self.weights.frozen.values(), *for_people, *held_back]
+        self._written = [*self.written(state), *held_back]
         self._future = dcp.async_save(
             state,
             checkpoint_id=str(self.partial / PART),

@@ -313,3 +313,7 @@ def test_a_run_that_was_stopped_says_what_to_type_or_why_nothing_is_saved(tmp_pa
     assert how_to_go_on(run) == f"continue from step 12: {PYTHON} train_async.py --resume '{run}'"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert f": {PYTHON.with_name('torchrun')} train_async.py --resume" in how_to_go_on(run)
+    program = Path(find_checkpoint.__code__.co_filename).parents[2] / "train_async.py"
+    monkeypatch.chdir(tmp_path)
+    shown = how_to_go_on(run).partition(": ")[2].split()[1]
+    assert Path(shown).samefile(program), "found from another folder, too"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.runs import load
-from scripts.table import table
+from scripts.table import main, table
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {
@@ -88,3 +88,13 @@ def test_the_table_of_the_recorded_runs_is_made_again():
     command = [sys.executable, "scripts/table.py", *runs, "--by", "async_ratio"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == (recorded / "table.md").read_text(), done.stderr
+
+
+def test_a_run_that_died_before_its_first_step_is_passed_over_with_a_note(runs, tmp_path, capsys):
+    dead = tmp_path / "dead"
+    dead.mkdir()
+    (dead / "metrics.jsonl").touch()
+    main([str(dead), *(str(run.path) for run in runs)])
+    shown = capsys.readouterr()
+    assert shown.err == f"{dead} has not finished a step: passed over\n"
+    assert shown.out.splitlines() == table(runs, [])
