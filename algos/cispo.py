@@ -15,7 +15,7 @@ import torch
 
 from algos.inputs import LossInputs, LossOutput, NonNegative, Share
 from algos.objectives import weighted_policy_gradient
-from algos.ratio import importance_ratio, is_past_clip
+from algos.ratio import importance_ratio, is_past
 
 
 def loss(
@@ -29,6 +29,6 @@ def loss(
     ratio = importance_ratio(inputs.log_ratio.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     if unified_mask:
-        is_cut = is_past_clip(ratio, inputs.advantages, clip_low, clip_high)
+        is_cut = is_past(ratio, inputs.advantages, 1 - clip_low, 1 + clip_high)
         weight = torch.where(is_cut, 0.0, weight)
     return weighted_policy_gradient(inputs, weight, ratio)

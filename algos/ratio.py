@@ -55,17 +55,12 @@ def clipped_objective(
         ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     )
     detached = ratio.detach()
-    clipped = is_past_clip(detached, advantages, clip_low, clip_high)
+    clipped = is_past(detached, advantages, 1 - clip_low, 1 + clip_high)
     if dual_clip is not None:
         is_bad = advantages < 0
         objective = torch.where(is_bad, objective.maximum(dual_clip * advantages), objective)
         clipped |= is_bad & (detached > dual_clip)
     return objective, clipped
-
-
-def is_past_clip(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return [N] bool: True where a good token is likelier than the clip allows, or a bad one less likely."""
-    return is_past(ratio, advantages, 1 - clip_low, 1 + clip_high)
 
 
 def is_past(moved: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

@@ -84,7 +84,7 @@ class WorkerProcess:
         self.process.join()
 
     def death_report(self) -> str:
-        """Who died and how, then the first error and the last lines of the log."""
+        """Who died and how, then the last lines of the log, and at the end its first error."""
         code = self.exit_code
         if code is None:
             how = "is still running and did not answer"
@@ -96,12 +96,12 @@ class WorkerProcess:
             )
         log = self._log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         # The engine's own error comes first; then everybody who waited for it says so, at length.
-        causes = [
-            line for line in log[:-LOG_LINES_SHOWN] if re.search(r"\w+(Error|Exception): ", line)
-        ]
-        shown = "\n".join(f"  | {line}" for line in causes[:1] + log[-LOG_LINES_SHOWN:])
+        causes = [line for line in log if re.search(r"\w+(Error|Exception): ", line)]
+        shown = "\n".join(f"  | {line}" for line in log[-LOG_LINES_SHOWN:] + causes[:1])
         who = f"{self.process.name.replace('-', ' ')} (pid {self.process.pid})"
-        return f"{who} {how}; its first error and last log lines, from {self._log_path}:\n{shown}"
+        return (
+            f"{who} {how}; its last log lines and its first error, from {self._log_path}:\n{shown}"
+        )
 
 
 def _receive(connection):

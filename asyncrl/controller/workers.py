@@ -236,7 +236,7 @@ class Workers:
     def replace(self, worker: Worker) -> None:
         """Start a dead worker anew.
 
-        Raises WorkerDied, with its exit code, first error and last log lines, if it never worked or died too often.
+        Raises WorkerDied, with its exit code, last log lines and first error, if it never worked or died too often.
         """
         worker.process.stop()
         report = worker.process.death_report()
