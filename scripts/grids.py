@@ -10,6 +10,7 @@ that *sampled* a batch: a policy is no worse because its reward is seen later.
 
 import json
 import math
+import os
 import shlex
 from pathlib import Path
 
@@ -106,8 +107,10 @@ def key(cell: dict) -> str:
 
 
 def loss(cell: dict) -> str:
-    """Return the loss of a cell with the loss's options, as --algos has it."""
-    return ":".join(filter(None, [cell["algo"], " ".join(cell.get("algo_args", []))]))
+    """Return the loss of a cell with its options, as --algos has it; of user code the name of the file alone."""
+    return ":".join(
+        filter(None, [os.path.basename(cell["algo"]), " ".join(cell.get("algo_args", []))])
+    )
 
 
 def setting(cell: dict) -> dict:

@@ -145,3 +145,8 @@ def test_curves_stand_at_the_samples_of_a_version_and_failed_runs_have_none():
 def test_the_table_of_the_recorded_replays_is_made_again():
     lines = grids.replay_table(grids.read_records(RESULTS / "replay" / "replays.jsonl"))
     assert lines == (RESULTS / "replay" / "table.md").read_text().splitlines()
+
+
+def test_a_loss_of_the_user_is_called_by_the_name_of_its_file():
+    cell = {"algo": "/home/me/losses/soft.py:loss", "algo_args": ["decay=0.9"], "seed": 0}
+    assert grids.loss(cell) == "soft.py:loss:decay=0.9"
