@@ -59,7 +59,7 @@ class Checkpoints:
         if node.cluster.is_first and node.config.save_every is not None:
             size_gb = sum(tensor.nbytes for tensor in self.writer.written(state)) / 1e9
             print(
-                f"checkpoints: about {size_gb:.2g} GB each; --keep-last N deletes older ones",
+                f"checkpoints: {size_gb:.2g} GB each, and the optimizer state; --keep-last N deletes older ones",
                 flush=True,
             )
         self._handlers: dict[int, Any] = {}
