@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.config import MULTI_TURN_TASKS, is_environment, nearest
+from asyncrl.config import AGENT, MULTI_TURN_TASKS, is_environment, nearest
 from asyncrl.user_code import typed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,8 @@ def _tiny_model(task: str) -> Path:
     """The folder of a task's tiny model."""
     if task in MULTI_TURN_TASKS:
         return TINY_MODELS / task
-    if task == "gsm8k" or task.startswith("reasoning_gym:") or is_environment(task):
+    has_none = task == "gsm8k" or task.startswith(("reasoning_gym:", AGENT))
+    if has_none or is_environment(task):
         raise ValueError(
             f"--model tiny: there is no tiny model for --task {typed(task)}; give --model smollm2, or {_ALLOWED[5:]}"
         )

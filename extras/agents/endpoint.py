@@ -5,6 +5,7 @@ The API key is a secret of one trajectory. So a call finds its trajectory, and n
 
 import asyncio
 import contextlib
+import json
 import secrets
 import socket
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from asyncrl.config import Config
 from extras.agents.protocol import (
@@ -26,6 +27,8 @@ from extras.agents.protocol import (
 MAX_BODY_BYTES = 16 << 20
 """Largest body of a request."""
 MAX_WAITING_CONNECTIONS = 4096
+KEEP_ALIVE_S = 3600
+"""Time after which the server closes an idle connection. Clients close theirs long before, so no request is lost."""
 
 
 class Session(Protocol):
@@ -72,7 +75,13 @@ class Endpoint:
     async def serve(self) -> None:
         """Answer calls until cancelled."""
         server = _Server(
-            uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="off")
+            uvicorn.Config(
+                self.app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
         )
         await server.serve(sockets=[self._socket])
 
@@ -105,7 +114,8 @@ class Endpoint:
                 await session.give_up(call)
         response = await call
         if not asked.stream:
-            return JSONResponse(response)
+            # as ASCII text, as a policy may write half of a character
+            return Response(json.dumps(response), media_type="application/json")
         with_usage = bool((asked.stream_options or {}).get("include_usage"))
         return StreamingResponse(stream(response, with_usage), media_type="text/event-stream")
 

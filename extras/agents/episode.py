@@ -1,6 +1,7 @@
 """One trajectory of an agent: its calls are sampled as they come, and its end gives the reward."""
 
 import asyncio
+import bisect
 import itertools
 import json
 import time
@@ -14,7 +15,7 @@ from asyncrl.config import Config
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.reward_pool import RewardPool
-from asyncrl.engine.score import Failed, RewardFunction, Scored, add
+from asyncrl.engine.score import Failed, RewardFunction, Scored, add, one_line
 from asyncrl.records import Completion, FinishReason, Ticket, Trajectory
 from extras.agents.endpoint import Endpoint
 from extras.agents.protocol import (
@@ -73,6 +74,10 @@ class AgentEpisode(Episode):
         self._open: dict[asyncio.Task, str] = {}
         """Calls that are being answered, and the names of their requests."""
         self._clock: asyncio.TimerHandle | None = None
+        self._left_s = config.env_timeout_s
+        """Time that the agent had left when its newest call came, seconds."""
+        self._engine_error: Exception | None = None
+        """What the engine raised; it ends the worker, and the ticket is issued again."""
         self._spans: list[tuple[float, float]] = []
         """When the sampling of each call began and ended, Unix times in seconds."""
         self._is_used_up = False
@@ -94,13 +99,15 @@ class AgentEpisode(Episode):
             problem = json.loads(self.ticket.answer)
             running = self._agents.agent.run(self._agents.endpoint.url, key, problem)
             self._agent = asyncio.create_task(running)
-            self._start_clock()
+            self._start_clock(self.config.env_timeout_s)
             try:
                 await asyncio.wait({self._agent})
             finally:
                 self._stop_clock()
                 self._agent.cancel()
         await self._end_calls()
+        if self._engine_error is not None:
+            raise self._engine_error
         if self.is_aborted:
             return "aborted"
         try:
@@ -109,7 +116,7 @@ class AgentEpisode(Episode):
             if not (self.turns and (self._is_used_up or self._is_out_of_context)):
                 raise
             return "length"
-        if not self.turns:
+        if not self.calls.segments():
             raise Failed("the agent ended without a token of the policy")
         self._reward_parts.update(parts)
         return "length" if self._is_used_up else "stop"
@@ -127,13 +134,14 @@ class AgentEpisode(Episode):
         function = RewardFunction(lambda *_: reward, is_async=False)
         return add([function.score("", "")])
 
-    def _start_clock(self) -> None:
-        """Give the agent its time until the next call."""
+    def _start_clock(self, limit_s: float) -> None:
+        """Give the agent so much time until the next call, seconds."""
         loop = asyncio.get_running_loop()
-        self._clock = loop.call_later(self.config.env_timeout_s, self._agent.cancel)
+        self._clock = loop.call_later(limit_s, self._agent.cancel)
 
     def _stop_clock(self) -> None:
         if self._clock is not None:
+            self._left_s = self._clock.when() - asyncio.get_running_loop().time()
             self._clock.cancel()
             self._clock = None
 
@@ -149,9 +157,10 @@ class AgentEpisode(Episode):
 
     def _finish_call(self, task: asyncio.Task) -> None:
         del self._open[task]
-        task.cancelled() or task.exception()  # its client may have gone, and nobody asks for it
+        # a call that is refused gives no new time, or an agent that repeats it would never end
+        is_refused = task.cancelled() or task.exception() is not None
         if not self._open and not self._agent.done():
-            self._start_clock()
+            self._start_clock(self._left_s if is_refused else self.config.env_timeout_s)
 
     async def give_up(self, call: asyncio.Task) -> None:
         """End a call whose client has gone. What was sampled stays in the trajectory."""
@@ -159,7 +168,12 @@ class AgentEpisode(Episode):
 
     async def _generate_noted(self, request_id: str, *arguments) -> Completion:
         self._open[asyncio.current_task()] = request_id
-        return await self._proxy.generate(request_id, *arguments)
+        try:
+            return await self._proxy.generate(request_id, *arguments)
+        except Exception as error:  # whatever vLLM raises, as in other tasks
+            self._engine_error = error
+            self._agent.cancel()
+            raise
 
     async def _end_calls(self) -> None:
         """End what is still being sampled when the agent is over."""
@@ -177,10 +191,11 @@ class AgentEpisode(Episode):
         self._spans.append((started_at, time.time()))
         self._is_used_up |= is_last and completion.finish_reason == "length"
         completion, hidden = self._kept(completion, request.stops)
+        # noted before anything reads the text, so that no sampled token can be lost
+        self.calls.end(call, completion)
         if completion.tokens:
             self.turns.append((len(call.tokens), completion))
         if completion.finish_reason == "aborted" or not completion.tokens:
-            self.calls.end(call, completion, None)
             raise _ended()
         return self._reply(call, completion, hidden, request)
 
@@ -193,10 +208,12 @@ class AgentEpisode(Episode):
             return self.calls.begin_chat(messages, request.given_tools)
         except TemplateError as error:
             raise RequestError(f"The chat template refuses the messages: {error}") from None
-        except Exception as error:
-            if type(error) is not Exception:  # tokenizers raises nothing more special
-                raise
-            raise RequestError(f"The tokenizer cannot encode the messages: {error}") from None
+        except RequestError:
+            raise
+        except (
+            Exception
+        ) as error:  # templates are foreign code, and tokenizers raises nothing special
+            raise RequestError(f"The messages cannot be encoded: {one_line(error)}") from None
 
     def _room(self, call: Call, request: ChatRequest | TextRequest) -> tuple[int, bool]:
         """Return the most tokens that a call may sample, and whether the trajectory is what limits them.
@@ -204,6 +221,8 @@ class AgentEpisode(Episode):
         Raises RequestError if there is no room.
         """
         size = len(call.tokens)
+        if not size:
+            raise RequestError("The prompt has no token.", param="prompt")
         is_first = not self.turns
         longest = self.config.max_prompt_tokens if is_first else self.config.max_sequence_tokens - 1
         self._is_out_of_context = size > longest
@@ -235,11 +254,8 @@ class AgentEpisode(Episode):
         template = self._agents.template
         size, hidden = len(completion.tokens), 0
         reason = completion.finish_reason
-        ends = [
-            self._first_size(completion.tokens, stop)
-            for stop in stops
-            if stop in template.decode(completion.tokens)
-        ]
+        whole = template.decode(completion.tokens) if stops else ""
+        ends = [self._first_size(completion.tokens, stop) for stop in stops if stop in whole]
         if ends:
             size, reason = min(ends), "stop"
             text = template.decode(completion.tokens[:size])
@@ -257,7 +273,8 @@ class AgentEpisode(Episode):
     def _first_size(self, tokens: list[int], stop: str) -> int:
         """Return the fewest of the first tokens that have a text in them."""
         decode = self._agents.template.decode
-        return next(size for size in range(1, len(tokens) + 1) if stop in decode(tokens[:size]))
+        sizes = range(len(tokens) + 1)
+        return bisect.bisect_left(sizes, True, key=lambda size: stop in decode(tokens[:size]))
 
     def _reply(
         self, call: Call, completion: Completion, hidden: int, request: ChatRequest | TextRequest
@@ -268,17 +285,18 @@ class AgentEpisode(Episode):
         visible = template.decode_visible(said)
         text = template.decode(said)
         if hidden:
-            visible = text = text[:-hidden]
+            whole = template.decode(completion.tokens)
+            visible = text = text[: len(whole) - hidden]
         usage = len(call.tokens), len(completion.tokens)
         model = request.model or self.config.model
         reason = completion.finish_reason
         if isinstance(request, TextRequest):
-            self.calls.end(call, completion, {"role": "assistant", "content": visible})
+            self.calls.answer(call, {"role": "assistant", "content": visible})
             return text_response(model, visible, reason, usage)
         message = self._agents.replies.read(text, visible, request)
         if message.get("tool_calls"):
             reason = "tool_calls"
-        self.calls.end(call, completion, Message.model_validate(message).as_dict())
+        self.calls.answer(call, Message.model_validate(message).as_dict())
         return chat_response(model, message, reason, usage)
 
     # Its end

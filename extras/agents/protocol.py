@@ -73,7 +73,7 @@ def _parsed(arguments: str) -> Any:
     """Return the JSON in the arguments of a tool call; the text itself if it is none."""
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -40,10 +40,9 @@ class Replies:
             return message
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        asked = ChatCompletionRequest(
-            messages=[], tools=tools or None, tool_choice="auto" if tools else "none"
-        )
+        choice = "auto" if tools else "none"
         try:
+            asked = ChatCompletionRequest(messages=[], tools=tools or None, tool_choice=choice)
             return self._parse(said, asked)
         except Exception:  # foreign code may raise anything
             return message

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from asyncrl import user_code
@@ -20,7 +21,8 @@ LEFTOVER_S = 5.0
 """Longest wait for the last output of a program that has ended."""
 BLOCKED_S = 5.0
 """Time after which an event loop that does not answer is left to the agent that blocks it."""
-MAX_CONNECTIONS = 4096
+MAX_THREADS = 4096
+"""Threads that coroutines may use at once by asyncio.to_thread; Python's own limit is below the number of agents."""
 
 
 class Agent(Protocol):
@@ -46,13 +48,12 @@ class Coroutines:
         self._task = task
         self._function = user_code.load(task)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._http_client = None
 
     async def run(self, url: str, key: str, problem: dict) -> Any:
         """Await the coroutine in the agents' thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._http_client = None
+            self._loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, "agent"))
             threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
         loop = self._loop
         future = asyncio.run_coroutine_threadsafe(self._await(url, key, problem), loop)
@@ -68,14 +69,12 @@ class Coroutines:
             self._loop = None
 
     async def _await(self, url: str, key: str, problem: dict) -> Any:
-        import httpx
         import openai
 
-        if self._http_client is None:  # one for all agents: each has certificates to read
-            limits = httpx.Limits(max_connections=MAX_CONNECTIONS)
-            self._http_client = openai.DefaultAsyncHttpxClient(limits=limits, timeout=None)
+        # Its own, as an agent may close it. No proxy of the environment may get the calls, and no certificate is read.
+        http_client = openai.DefaultAsyncHttpxClient(timeout=None, verify=False, trust_env=False)
         client = openai.AsyncOpenAI(
-            base_url=url, api_key=key, http_client=self._http_client, max_retries=0, timeout=None
+            base_url=url, api_key=key, http_client=http_client, max_retries=0, timeout=None
         )
         try:
             return await self._function(client, problem)
@@ -83,6 +82,8 @@ class Coroutines:
             raise
         except BaseException as error:  # foreign code may raise anything
             raise Failed(f"{self._place(error)}: {one_line(error)}") from None
+        finally:
+            await http_client.aclose()
 
     def _place(self, error: BaseException) -> str:
         """Return the task, and the line of its file in which the error was raised."""
@@ -104,18 +105,25 @@ class Programs:
 
     async def run(self, url: str, key: str, problem: dict) -> str:
         """Run the program, and return what it printed. Its process group is gone when this returns or raises."""
-        environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+        direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))
+        own = {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": key,
+            "NO_PROXY": direct,
+            "no_proxy": direct,
+        }
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._words,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env=environment,
+                env=os.environ | own,
                 process_group=0,
             )
         except (OSError, ValueError) as error:
             raise Failed(f"{self._command}: {one_line(error)}") from None
-        reading = asyncio.create_task(_read_limited(process))
+        output = bytearray()
+        reading = asyncio.create_task(_read_limited(process, output))
         ending = asyncio.create_task(process.wait())
         try:
             with contextlib.suppress(ConnectionError):  # it need not read its problem
@@ -128,7 +136,6 @@ class Programs:
             await asyncio.wait({reading, ending}, timeout=LEFTOVER_S)
             reading.cancel()
             ending.cancel()
-        output = b"" if reading.cancelled() or not reading.done() else reading.result()
         if len(output) > MAX_OUTPUT_BYTES:
             raise Failed(f"{self._command} printed more than {MAX_OUTPUT_BYTES} bytes")
         if process.returncode:
@@ -139,15 +146,13 @@ class Programs:
         return output.decode(errors="replace")
 
 
-async def _read_limited(process: asyncio.subprocess.Process) -> bytes:
-    """Return what a program prints. One that prints too much is killed, and a little more than it may is returned."""
-    output = bytearray()
+async def _read_limited(process: asyncio.subprocess.Process, output: bytearray) -> None:
+    """Add what a program prints to `output`. One that prints too much is killed; a little more than it may is added."""
     while chunk := await process.stdout.read(1 << 16):
         if len(output) <= MAX_OUTPUT_BYTES:
             output += chunk
         else:
             _kill_group(process.pid)
-    return bytes(output)
 
 
 async def _wait_for_exit(pid: int) -> None:
@@ -158,6 +163,8 @@ async def _wait_for_exit(pid: int) -> None:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:  # it has ended already
         return
+    except OSError as error:  # too many files are open
+        raise Failed(f"its end cannot be watched: {one_line(error)}") from None
     loop.add_reader(descriptor, exited.set)
     try:
         await exited.wait()

@@ -13,8 +13,6 @@ off the loss mask. So a sampled token is trained once.
 import json
 from dataclasses import dataclass, field
 
-from jinja2 import TemplateError
-
 from asyncrl.records import Completion
 from extras.agents.template import Template
 
@@ -69,7 +67,9 @@ class Calls:
                 extended = [*earlier.messages, reply, *messages[size:]]
                 try:
                     text = self._template.render(extended, tools)
-                except TemplateError:  # it wants the reply's parts, such as tool calls
+                except (
+                    Exception
+                ):  # a template is foreign code; it may want the reply's parts, such as tool calls
                     continue
                 if text.startswith(earlier.text + earlier.said):
                     return self._add(self._continued(earlier, text), extended, key)
@@ -79,9 +79,11 @@ class Calls:
     def begin_text(self, prompt: str | list[int]) -> Call:
         """Return a call for the continuation of a plain text, or of tokens."""
         if isinstance(prompt, list):
+            self._template.check_tokens(prompt)
             return self._add(Call([], self._template.decode(prompt), prompt, ()), [], ())
         for earlier in sorted(self._texts, key=lambda call: -len(call.text + call.said)):
-            if prompt.startswith(earlier.text + earlier.said):
+            # a token that ended the response is part of a plain text only if the agent wrote it
+            if prompt.startswith(earlier.text + earlier.said + earlier.end):
                 return self._add(self._continued(earlier, prompt), [], ())
         return self._add(Call([], prompt, self._template.encode_plain(prompt), ()), [], ())
 
@@ -100,13 +102,14 @@ class Calls:
         self._calls.append(call)
         return call
 
-    def end(self, call: Call, completion: Completion, reply: dict | None) -> None:
-        """Note what was sampled for a call, and the message that the agent gets; None if the agent gets none."""
+    def end(self, call: Call, completion: Completion) -> None:
+        """Note what was sampled for a call."""
         call.completion = completion
         sampled, call.end = self._template.split_end(completion.tokens)
         call.said = self._template.decode(sampled)
-        if reply is None:
-            return
+
+    def answer(self, call: Call, reply: dict) -> None:
+        """Note the message that the agent gets for a call that has ended."""
         if call.key:
             self._answered.setdefault((*call.key, message_key(reply)), []).append(call)
         else:

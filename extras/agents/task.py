@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
@@ -67,6 +68,11 @@ def prepare_task(
                 f"--task {name} is no coroutine; write `async def run(client, problem)`, which returns the reward"
             )
         make_problems = getattr(sys.modules[function.__module__], "problems", None)
+    else:
+        try:
+            shlex.split(name)
+        except ValueError as error:
+            raise ValueError(f"--task {name}: {error}; write it as a shell would read it") from None
     if data_path is None and make_problems is None:
         raise ValueError(
             f"--task {name} has no problems; give --data-path, or write `def problems(seed)` in the agent's file"

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from extras.agents.protocol import RequestError
+
 
 class Template:
     """The chat template of a tokenizer, and the tokens that end a response."""
@@ -28,6 +30,14 @@ class Template:
     def encode_plain(self, text: str) -> list[int]:
         """Return the tokens of a text without a template, with those that the tokenizer puts before each text."""
         return self._tokenizer.encode(text)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise RequestError for token ids that the tokenizer does not have: they would end the engine."""
+        size = len(self._tokenizer)
+        if not all(0 <= token < size for token in tokens):
+            raise RequestError(
+                f"Invalid value for 'prompt': token ids must be in 0 … {size - 1}.", param="prompt"
+            )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""

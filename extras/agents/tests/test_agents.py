@@ -162,7 +162,7 @@ def test_a_plain_client_in_a_thread_and_a_stream_say_what_the_async_one_does():
 
     (trajectory,) = Room(shout).run(Plain())
     assert trajectory.reward == 1.0, trajectory.failure
-    assert trajectory.num_turns == 4 and len(trajectory.segment_lengths) == 2
+    assert trajectory.num_turns == 4 and len(trajectory.segment_lengths) == 3
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -245,6 +245,44 @@ def test_a_response_ends_at_a_text_that_the_agent_gives_and_continues_behind_it(
     assert room.proxy.sampled.discarded == 3 and len(trajectory.segment_lengths) == 1
 
 
+def test_a_stop_text_that_is_the_end_token_leaves_the_reply_whole():
+    async def agent(client):
+        options = {"model": "x", "stop": ["<eos>"]}
+        answer = await client.completions.create(prompt="<user>robots<assistant>", **options)
+        return float(answer.choices[0].text == "stobor")
+
+    assert Room(shout).run(Inline(agent))[0].reward == 1.0
+
+
+def test_a_tool_that_no_parser_can_read_loses_no_token():
+    """The flat form of another of OpenAI's interfaces, which vLLM refuses."""
+
+    async def agent(client):
+        tools = [{"type": "function", "name": "add"}]
+        body = {"model": "x", "messages": [user("2")], "tools": tools}
+        answer = await httpx_post(client, "/chat/completions", json=body)
+        return float(answer.json()["choices"][0]["message"]["content"] == "abc")
+
+    room = Room(lambda prompt: "abc", template=WITH_TOOLS, tool_parser="hermes")
+    (trajectory,) = room.run(Inline(agent))
+    assert trajectory.reward == 1.0 and trajectory.num_generated == 4
+
+
+def test_a_dead_engine_ends_the_worker_and_fails_no_trajectory():
+    def die(prompt):
+        raise EngineDeath("the engine is dead")
+
+    async def agent(client):
+        await client.chat.completions.create(model="x", messages=[user("hi")])
+
+    with pytest.raises(EngineDeath):
+        Room(die).run(Inline(agent))
+
+
+class EngineDeath(Exception):
+    pass
+
+
 LONG = "y" * 500
 TOO_LONG = (
     "This model's maximum context length is 400 tokens. However, your messages resulted in 502 tokens. Please reduce "
@@ -261,6 +299,7 @@ BAD = [
     ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, 400, "Invalid value for", None),
     ({"messages": [user(LONG)]}, 400, TOO_LONG, "context_length_exceeded"),
 ]  # fmt: skip
+NO_TOKENS = [[50256], [-1], [1 << 33]]
 
 
 def test_bad_requests_are_refused_in_openais_form_and_good_ones_still_work():
@@ -272,6 +311,11 @@ def test_bad_requests_are_refused_in_openais_form_and_good_ones_still_work():
             error = answer.json()["error"]
             assert error["message"].startswith(message), error
             assert (error["type"], error["code"]) == ("invalid_request_error", code)
+        for prompt in NO_TOKENS:
+            body = {"model": "x", "prompt": prompt}
+            answer = await httpx_post(client, "/completions", json=body)
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["message"].startswith("Invalid value for 'prompt': token")
         for key in ("Bearer wrong", "Bearer 0-", f"Basic {client.api_key}", client.api_key):
             headers = {"Authorization": key}
             for path in ("/chat/completions", "/completions"):
@@ -362,6 +406,14 @@ def test_the_coroutine_of_a_file_gets_a_client_and_its_problem(tmp_path):
     assert [trajectory.reward for trajectory in trajectories] == [5.0] * 30
 
 
+def test_an_agent_may_close_its_client_and_no_proxy_of_the_environment_is_asked(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    trajectories = run_file(tmp_path, "await client.close()", num=5)
+    assert [trajectory.reward for trajectory in trajectories] == [5.0] * 5
+
+
 @pytest.mark.parametrize(
     ("body", "failure"),
     [
@@ -379,6 +431,16 @@ def test_an_agent_that_raises_or_hangs_has_failed_and_says_why(tmp_path, body, f
     (trajectory,) = run_file(tmp_path, body, env_timeout_s=1.0)
     assert trajectory.finish_reason == "failed" and trajectory.failure.endswith(failure)
     assert trajectory.num_generated == 5
+
+
+def test_an_agent_that_repeats_a_call_that_is_refused_gets_no_new_time(tmp_path):
+    body = """while True:
+        try:
+            await client.chat.completions.create(model="x", messages=[{"role": "user", "content": "y" * 500}])
+        except Exception:
+            await asyncio.sleep(0.05)"""
+    (trajectory,) = run_file(tmp_path, body, env_timeout_s=1.0)
+    assert (trajectory.finish_reason, trajectory.reward) == ("length", 0.0)
 
 
 def test_an_agent_that_raises_because_its_tokens_are_used_up_has_reward_0(tmp_path):

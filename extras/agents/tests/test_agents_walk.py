@@ -42,7 +42,7 @@ class Oracle:
 
     def listen(self, calls):
         """Check each call when it begins, and note the answer when it ends."""
-        begin, end = calls.begin_chat, calls.end
+        begin, answer = calls.begin_chat, calls.answer
 
         def begin_and_check(messages, tools):
             expected, parent = self.prompt(messages)
@@ -53,14 +53,13 @@ class Oracle:
             self.parents[number] = parent
             return call
 
-        def end_and_note(call, completion, reply):
-            end(call, completion, reply)
+        def answer_and_note(call, reply):
+            answer(call, reply)
             messages, number = self.asked[call]
-            if reply is not None:
-                history = [*messages, {"role": "assistant", "content": reply["content"]}]
-                self.answered.append((history, [*call.tokens, *completion.tokens], number))
+            history = [*messages, {"role": "assistant", "content": reply["content"]}]
+            self.answered.append((history, [*call.tokens, *call.completion.tokens], number))
 
-        calls.begin_chat, calls.end = begin_and_check, end_and_note
+        calls.begin_chat, calls.answer = begin_and_check, answer_and_note
 
     def encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False)
