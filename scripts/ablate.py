@@ -263,8 +263,8 @@ def run_missing(
             failures.append(error)
 
     with ThreadPoolExecutor(parallel) as pool:
-        futures = {pool.submit(attempt, cell): cell for cell in missing}
         try:
+            futures = {pool.submit(attempt, cell): cell for cell in missing}
             for future in as_completed(futures):
                 if record := future.result():
                     keep(record | {"options": options(futures[future], extra)}, path)
