@@ -70,7 +70,7 @@ async def run(client, problem):
 """
 
 
-@pytest.mark.parametrize("sharing", ["off", "tree"])
+@pytest.mark.parametrize("sharing", [pytest.param("off", marks=pytest.mark.slow), "tree"])
 def test_a_lag_of_exactly_k_with_branches_failures_and_a_shared_tree(tmp_path, sharing):
     (tmp_path / "branches.py").write_text(BRANCHES)
     job, metrics = run_agent(
@@ -103,6 +103,8 @@ def test_agents_start_again_when_their_engine_is_killed_and_when_the_run_is_resu
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     assert max(line["staleness/max"] for line in metrics) <= 1
     assert_ledger_balances(metrics)
+    # no trajectory counts as failed because its engine died
+    assert metrics[-1]["ledger/groups_dropped_failed"] == 0
 
 
 PROGRAM = '''
