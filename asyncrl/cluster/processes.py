@@ -86,13 +86,15 @@ def end_by(error: BaseException, take_down: Callable[[], None]) -> NoReturn:
 
     NCCL's destruction waits for ranks that may be waiting for this one (pytorch#141510).
     """
-    say_why(str(error) or type(error).__name__)
-    if not isinstance(error, EXPECTED):
-        traceback.print_exception(error)
     try:
+        # the disk may be full, and nobody may read what is printed
+        with contextlib.suppress(OSError):
+            say_why(str(error) or type(error).__name__)
+        if not isinstance(error, EXPECTED):
+            traceback.print_exception(error)
         take_down()
-    finally:
         sys.stdout.flush()
+    finally:
         os._exit(status_of(error))
 
 

@@ -35,14 +35,19 @@ def distribute(
 
 
 def fill_microbatches(bundles: list[Bundle], max_tokens: int, layout: Layout) -> list[list[Bundle]]:
-    """Split bundles into micro-batches of at most `max_tokens`, none of which a bundle exceeds.
+    """Split bundles into micro-batches of at most `max_tokens`.
 
     Where each has a row of its own, padding counts, so those of a micro-batch are about equally long.
+    Raises RuntimeError for a bundle that exceeds them.
     """
     if layout != "row_each":
         bins = first_fit_decreasing(_lengths(bundles), max_tokens)
         return [[bundles[index] for index in members] for members in bins]
     waiting = sorted(bundles, key=lambda item: -item.num_tokens)
+    if waiting and waiting[0].num_tokens > max_tokens:
+        raise RuntimeError(
+            f"{waiting[0].num_tokens} tokens are put into micro-batches of {max_tokens}"
+        )
     microbatches = []
     while waiting:
         num_rows = max_tokens // waiting[0].num_tokens

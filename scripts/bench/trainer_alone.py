@@ -199,7 +199,7 @@ FUNCTIONS = {
     "trainer-short": functools.partial(trainer, budget=2048),
     "tests-trainer": functools.partial(tests, paths=("tests/gpu/test_gpu_trainer.py",)),
     "tests-cpu": functools.partial(
-        tests, paths=("tests/algos", "tests/trainer"), marker="not slow and not e2e"
+        tests, paths=("tests/algos", "tests/trainer"), marker="not slow and not study and not e2e"
     ),
     "tests-engine": functools.partial(
         tests, paths=[f"tests/gpu/test_gpu_{part}.py" for part in ("engine", "job", "nccl")]
