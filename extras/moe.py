@@ -56,20 +56,20 @@ class Routing:
         sequence_ids = sequence_ids[is_read]
         lengths = sequence_ids.bincount(minlength=1)
         chances = logits[:, is_read].softmax(dim=-1)
-        chosen = torch.zeros_like(chances)
-        chosen.scatter_(-1, chances.topk(self._top_k).indices, 1.0)
+        choices = torch.zeros_like(chances)
+        choices.scatter_(-1, chances.topk(self._top_k).indices, 1.0)
 
         def means(values: Tensor) -> Tensor:
             """Means [layers, sequences, E] over the tokens of each sequence."""
             sums = values.new_zeros(len(values), len(lengths), values.shape[-1])
             return sums.index_add(1, sequence_ids, values) / lengths.clamp(min=1)[:, None]
 
-        share = means(chosen) * chosen.shape[-1] / self._top_k
+        share = means(choices) * choices.shape[-1] / self._top_k
         balance = (share * means(chances)).sum(dim=(1, 2)).mean()
         entropy = torch.special.entr(chances).sum(dim=-1).mean(dim=0)
         totals = torch.stack([balance, entropy.sum()]).detach().double()
         counts = torch.stack([(lengths > 0).sum(), lengths.sum()])
-        self._sums.append((chosen.sum(dim=1).double(), totals, counts.double()))
+        self._sums.append((choices.sum(dim=1).double(), totals, counts.double()))
         return self._weight * balance / num_sequences
 
     def metrics(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:

@@ -56,10 +56,10 @@ class Replies:
                 message["reasoning_content"] = thoughts
         if self._tool_parser is not None and asked.tools:
             parser = self._tool_parser(self._tokenizer, asked.tools)
-            found = parser.extract_tool_calls(message["content"] or "", asked)
-            message["content"] = found.content
-            if found.tool_calls:
-                message["tool_calls"] = [call.model_dump() for call in found.tool_calls]
+            reading = parser.extract_tool_calls(message["content"] or "", asked)
+            message["content"] = reading.content
+            if reading.tool_calls:
+                message["tool_calls"] = [call.model_dump() for call in reading.tool_calls]
         return message
 
 

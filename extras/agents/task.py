@@ -32,7 +32,7 @@ class AgentTask(RowTask):
         held_out: Annotated[float, Meta(gt=0, lt=1)] = 0.1,
         shuffle: bool = True,
     ) -> None:
-        """Of rows without a held-out split, a hash holds out the share `held_out`."""
+        """Make the task of rows. If they have no held-out split, a hash holds out the share `held_out`."""
         super().__init__(seed, splits, read_row, source=source, held_out=held_out, shuffle=shuffle)
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:

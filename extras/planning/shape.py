@@ -65,8 +65,9 @@ def read_shape(model_path: str) -> ModelShape:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     layers: dict[str, int] = {}
     for name, size in sizes.items():
-        if found := _LAYER.search(name):
-            layers[found[1]] = layers.get(found[1], 0) + size
+        layer = _LAYER.search(name)
+        if layer is not None:
+            layers[layer[1]] = layers.get(layer[1], 0) + size
     of_experts = [p for name, p in model.named_parameters() if _EXPERTS in name]
     share = config.num_experts_per_tok / len(of_experts[0]) if of_experts else 1.0
     heads = config.num_attention_heads

@@ -141,7 +141,7 @@ def assert_trained_once(trajectory, calls):
 
     `calls` are prompt, tokens, log-probs and versions. Nothing else is trained, and no segment is longer than a call.
     """
-    found = []
+    trained_rows = []
     wholes = [(*prompt, *tokens) for prompt, tokens, *_ in calls if tokens]
     for place in trajectory.segments if trajectory.segment_lengths else ():
         tokens, mask = trajectory.tokens[place], trajectory.loss_mask[place]
@@ -161,8 +161,8 @@ def assert_trained_once(trajectory, calls):
                 and versions[start:end].tolist() == expected_versions
             )
             if is_here:
-                found.append(number)
-    assert sorted(found) == [number for number, call in enumerate(calls) if call[1]]
+                trained_rows.append(number)
+    assert sorted(trained_rows) == [number for number, call in enumerate(calls) if call[1]]
     assert trajectory.num_generated == sum(len(call[1]) for call in calls)
 
 
