@@ -93,7 +93,10 @@ class Rank:
         if self.device.type == "cuda":
             # Segments that grow are not cut to pieces by micro-batches of all lengths. An engine cannot open them.
             grows = f"expandable_segments:{self.placement.transport != 'ipc'}"
-            options = filter(None, (os.environ.get("PYTORCH_ALLOC_CONF"), grows))
+            # torch reads the first that is set
+            names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+            given = next(filter(None, map(os.environ.get, names)), None)
+            options = filter(None, (given, grows))
             torch._C._accelerator_setAllocatorSettings(",".join(options))
             torch.cuda.set_device(self.device)
             for worker in self.placement.workers:

@@ -45,11 +45,13 @@ def test_only_a_baseline_needs_the_controller_and_the_tickets_of_extras():
         ),
     ],
 )
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_segments_grow_unless_an_engine_opens_them_and_never_into_its_part_of_the_gpu(
-    monkeypatch, transport, share, options, calls
+    monkeypatch, transport, share, options, calls, variable
 ):
     made = []
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", options)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(variable, options)
     monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", made.append)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: made.append(str(device)))
     monkeypatch.setattr(
