@@ -51,11 +51,11 @@ class Routing:
         if not self._weight:
             logits = logits.detach()
         sequence_ids = (batch.position_ids.flatten() == 0).cumsum(0) - 1
-        # of padding each token is a sequence by itself; without a target all is padding
-        is_read = (sequence_ids.bincount()[sequence_ids] > 1) & (len(batch.targets) > 0)
-        sequence_ids = sequence_ids[is_read]
+        # only sequences with a trained token count, as an update is divided by their number; padding has none
+        is_counted = torch.isin(sequence_ids, sequence_ids[batch.sources])
+        sequence_ids = sequence_ids[is_counted]
         lengths = sequence_ids.bincount(minlength=1)
-        chances = logits[:, is_read].softmax(dim=-1)
+        chances = logits[:, is_counted].softmax(dim=-1)
         choices = torch.zeros_like(chances)
         choices.scatter_(-1, chances.topk(self._top_k).indices, 1.0)
 

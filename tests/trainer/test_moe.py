@@ -2,7 +2,9 @@
 
 import collections
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from plain_trainer import PlainTrainer, check_step, randomize, record_gradients
@@ -37,6 +39,9 @@ def test_the_balance_loss_is_that_of_the_definition_however_sequences_are_packed
     path = save_tiny_family(family, str(tmp_path))
     sequences = random_sequences(9)
     expected, expected_metrics = by_loops(path, sequences)
+    (untrained,) = random_sequences(1, seed=1)
+    untrained = replace(untrained, loss_mask=np.zeros_like(untrained.loss_mask))
+    sequences.append(untrained)  # it counts nowhere, whatever it is packed with
     for budget in (40, 100_000):
         gradients = []
         for optim in (OptimOptions(), BALANCE):
