@@ -63,11 +63,7 @@ def read_shape(model_path: str) -> ModelShape:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    layers: dict[str, int] = {}
-    for name, size in sizes.items():
-        layer = _LAYER.search(name)
-        if layer is not None:
-            layers[layer[1]] = layers.get(layer[1], 0) + size
+    layers = _layer_sizes(sizes)
     of_experts = [p for name, p in model.named_parameters() if _EXPERTS in name]
     share = config.num_experts_per_tok / len(of_experts[0]) if of_experts else 1.0
     heads = config.num_attention_heads
@@ -89,6 +85,16 @@ def read_shape(model_path: str) -> ModelShape:
         expert_parameters=sum(p.numel() for p in of_experts),
         expert_share=share,
     )
+
+
+def _layer_sizes(sizes: dict[str, int]) -> dict[str, int]:
+    """Return {number of a layer: its parameters}, of the sizes of all parameters by name."""
+    layers: dict[str, int] = {}
+    for name, size in sizes.items():
+        layer = _LAYER.search(name)
+        if layer is not None:
+            layers[layer[1]] = layers.get(layer[1], 0) + size
+    return layers
 
 
 def _mlp_width(config, is_mixture: bool) -> int:
