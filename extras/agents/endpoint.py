@@ -9,11 +9,13 @@ import json
 import secrets
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
+import httpx2
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response
 
 from asyncrl.config import Config
 from extras.agents.protocol import (
@@ -43,6 +45,15 @@ class Session(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What a request is answered with."""
+
+    body: str
+    status: int = 200
+    media_type: str = "application/json"
+
+
 class Endpoint:
     """Serves the trajectories of one worker."""
 
@@ -54,13 +65,8 @@ class Endpoint:
             ("127.0.0.1", 0), backlog=MAX_WAITING_CONNECTIONS, reuse_port=False
         )
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
-        self.app = FastAPI(openapi_url=None)
-        self.app.add_exception_handler(RequestError, _refuse)
-        self.app.add_exception_handler(404, _refuse_path)
-        self.app.add_exception_handler(405, _refuse_path)
-        self.app.get("/v1/models")(self._list_models)
-        self.app.post("/v1/chat/completions")(self._chat)
-        self.app.post("/v1/completions")(self._complete)
+        self._app = FastAPI(openapi_url=None)
+        self._app.add_api_route("/{path:path}", self._respond_to_socket, methods=["GET", "POST"])
 
     @contextlib.contextmanager
     def admit(self, ticket_id: int, session: Session) -> Iterator[str]:
@@ -76,7 +82,7 @@ class Endpoint:
         """Answer calls until cancelled."""
         server = _Server(
             uvicorn.Config(
-                self.app,
+                self._app,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -89,38 +95,47 @@ class Endpoint:
         """Close the port."""
         self._socket.close()
 
-    async def _list_models(self, request: Request) -> dict:
-        self._session_of(request)
-        model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": "asyncrl"}
-        return {"object": "list", "data": [model]}
+    async def respond(self, action: str, authorization: str, body: bytes) -> Reply:
+        """Return the answer to a request. If it is cancelled, what was sampled stays in the trajectory.
 
-    async def _chat(self, request: Request):
-        return await self._answer(request, ChatRequest)
-
-    async def _complete(self, request: Request):
-        return await self._answer(request, TextRequest)
-
-    async def _answer(self, request: Request, kind: type):
-        session = self._session_of(request)
-        asked = parse(kind, await _read_body(request))
-        asked.check_sampling(self._config)
-        call = session.start_call(asked)
-        left = asyncio.create_task(_wait_until_gone(request))
+        `action` is the method and the path, such as `GET /v1/models`.
+        """
         try:
-            await asyncio.wait({call, left}, return_when=asyncio.FIRST_COMPLETED)
+            session = self._session_of(authorization)
+            if len(body) > MAX_BODY_BYTES:
+                raise _too_large()
+            match action:
+                case "GET /v1/models":
+                    return Reply(json.dumps(self._models()))
+                case "POST /v1/chat/completions":
+                    return await self._answer(session, parse(ChatRequest, body))
+                case "POST /v1/completions":
+                    return await self._answer(session, parse(TextRequest, body))
+            raise RequestError(f"Unknown request URL: {action}.", 404)
+        except RequestError as error:
+            return Reply(json.dumps(error.body), error.status)
+
+    async def _answer(self, session: Session, request: ChatRequest | TextRequest) -> Reply:
+        request.check_sampling(self._config)
+        call = session.start_call(request)
+        try:
+            await asyncio.wait({call})
         finally:
-            left.cancel()
             if not call.done():
                 await session.give_up(call)
         response = await call
-        if not asked.stream:
+        if not request.stream:
             # as ASCII text, as a policy may write half of a character
-            return Response(json.dumps(response), media_type="application/json")
-        with_usage = bool((asked.stream_options or {}).get("include_usage"))
-        return StreamingResponse(stream(response, with_usage), media_type="text/event-stream")
+            return Reply(json.dumps(response))
+        with_usage = bool((request.stream_options or {}).get("include_usage"))
+        return Reply("".join(stream(response, with_usage)), media_type="text/event-stream")
 
-    def _session_of(self, request: Request) -> Session:
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
+    def _models(self) -> dict:
+        model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": "asyncrl"}
+        return {"object": "list", "data": [model]}
+
+    def _session_of(self, authorization: str) -> Session:
+        kind, _, key = authorization.partition(" ")
         session = self._sessions.get(key.strip()) if kind.lower() == "bearer" else None
         if session is None:
             raise RequestError(
@@ -129,6 +144,44 @@ class Endpoint:
                 code="invalid_api_key",
             )
         return session
+
+    async def _respond_to_socket(self, request: Request) -> Response:
+        """Answer a request that came by the port, unless its client leaves before."""
+        action = f"{request.method} {request.url.path}"
+        body = await _read_body(request)
+        responding = asyncio.create_task(
+            self.respond(action, request.headers.get("authorization", ""), body)
+        )
+        left = asyncio.create_task(_wait_until_gone(request))
+        await asyncio.wait({responding, left}, return_when=asyncio.FIRST_COMPLETED)
+        left.cancel()
+        if not responding.done():
+            responding.cancel()
+            await asyncio.wait({responding})
+            return Response()
+        reply = responding.result()
+        return Response(reply.body, reply.status, media_type=reply.media_type)
+
+
+class InProcessTransport(httpx2.AsyncBaseTransport):
+    """Carries calls to an endpoint of the same process, without a socket.
+
+    It may be used in another thread than the endpoint, which answers in the event loop of `loop`.
+    """
+
+    def __init__(self, endpoint: Endpoint, loop: asyncio.AbstractEventLoop) -> None:
+        self._endpoint = endpoint
+        self._loop = loop
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Return the endpoint's answer."""
+        action = f"{request.method} {request.url.path}"
+        authorization = request.headers.get("authorization", "")
+        responding = self._endpoint.respond(action, authorization, await request.aread())
+        future = asyncio.run_coroutine_threadsafe(responding, self._loop)
+        reply = await asyncio.wrap_future(future)
+        headers = {"content-type": reply.media_type}
+        return httpx2.Response(reply.status, headers=headers, content=reply.body.encode())
 
 
 class _Server(uvicorn.Server):
@@ -140,28 +193,22 @@ class _Server(uvicorn.Server):
 
 
 async def _read_body(request: Request) -> bytes:
+    """Return the body, or the beginning of one that is too large."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise RequestError(
-                f"The request's body has more than {MAX_BODY_BYTES} bytes.",
-                413,
-                code="request_too_large",
-            )
+            break
     return bytes(body)
+
+
+def _too_large() -> RequestError:
+    return RequestError(
+        f"The request's body has more than {MAX_BODY_BYTES} bytes.", 413, code="request_too_large"
+    )
 
 
 async def _wait_until_gone(request: Request) -> None:
     receive: Callable = request.receive
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _refuse(request: Request, error: RequestError) -> JSONResponse:
-    return JSONResponse(error.body, error.status)
-
-
-async def _refuse_path(request: Request, error: Exception) -> JSONResponse:
-    refused = RequestError(f"Unknown request URL: {request.method} {request.url.path}.", 404)
-    return JSONResponse(refused.body, error.status_code)

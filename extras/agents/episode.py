@@ -97,7 +97,7 @@ class AgentEpisode(Episode):
         """Run the agent to its end, and give it its reward."""
         with self._agents.endpoint.admit(self.ticket.ticket_id, self) as key:
             problem = json.loads(self.ticket.answer)
-            running = self._agents.agent.run(self._agents.endpoint.url, key, problem)
+            running = self._agents.agent.run(self._agents.endpoint, key, problem)
             self._agent = asyncio.create_task(running)
             self._start_clock(self.config.env_timeout_s)
             try:

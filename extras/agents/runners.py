@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from asyncrl import user_code
 from asyncrl.engine.score import Failed, brief, one_line
+from extras.agents.endpoint import Endpoint, InProcessTransport
 
 MAX_OUTPUT_BYTES = 1 << 20
 """Most that a program may print."""
@@ -28,7 +29,7 @@ MAX_THREADS = 4096
 class Agent(Protocol):
     """What is run for each trajectory."""
 
-    async def run(self, url: str, key: str, problem: dict) -> Any:
+    async def run(self, endpoint: Endpoint, key: str, problem: dict) -> Any:
         """Run to the end, and return what the agent gives: a reward, its parts, or a text. Raises Failed.
 
         If it is cancelled, all processes of the agent are gone.
@@ -49,14 +50,16 @@ class Coroutines:
         self._function = user_code.load(task)
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def run(self, url: str, key: str, problem: dict) -> Any:
+    async def run(self, endpoint: Endpoint, key: str, problem: dict) -> Any:
         """Await the coroutine in the agents' thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, "agent"))
             threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
         loop = self._loop
-        future = asyncio.run_coroutine_threadsafe(self._await(url, key, problem), loop)
+        transport = InProcessTransport(endpoint, asyncio.get_running_loop())
+        running = self._await(endpoint.url, transport, key, problem)
+        future = asyncio.run_coroutine_threadsafe(running, loop)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -68,11 +71,13 @@ class Coroutines:
         if not answer.done() and self._loop is loop:
             self._loop = None
 
-    async def _await(self, url: str, key: str, problem: dict) -> Any:
+    async def _await(self, url: str, transport: InProcessTransport, key: str, problem: dict) -> Any:
         import openai
 
-        # Its own, as an agent may close it. No proxy of the environment may get the calls, and no certificate is read.
-        http_client = openai.DefaultAsyncHttpxClient(timeout=None, verify=False, trust_env=False)
+        # Its own, as an agent may close it. Whatever is sent elsewhere goes by the network.
+        http_client = openai.DefaultAsyncHttpxClient(
+            timeout=None, verify=False, trust_env=False, mounts={url.removesuffix("/v1"): transport}
+        )
         client = openai.AsyncOpenAI(
             base_url=url, api_key=key, http_client=http_client, max_retries=0, timeout=None
         )
@@ -103,11 +108,11 @@ class Programs:
         if shutil.which("setpriv"):  # then the program ends with its worker, however that ends
             self._words = ["setpriv", "--pdeathsig", "KILL", *self._words]
 
-    async def run(self, url: str, key: str, problem: dict) -> str:
+    async def run(self, endpoint: Endpoint, key: str, problem: dict) -> str:
         """Run the program, and return what it printed. Its process group is gone when this returns or raises."""
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))
         own = {
-            "OPENAI_BASE_URL": url,
+            "OPENAI_BASE_URL": endpoint.url,
             "OPENAI_API_KEY": key,
             "NO_PROXY": direct,
             "no_proxy": direct,

@@ -101,8 +101,8 @@ class Inline:
     def __init__(self, function):
         self.function = function
 
-    async def run(self, url, key, problem):
-        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+    async def run(self, endpoint, key, problem):
+        async with openai.AsyncOpenAI(base_url=endpoint.url, api_key=key, max_retries=0) as client:
             return await self.function(client)
 
 
@@ -156,8 +156,8 @@ def test_a_plain_client_in_a_thread_and_a_stream_say_what_the_async_one_does():
         return text + "".join(chunk.choices[0].text for chunk in more)
 
     class Plain:
-        async def run(self, url, key, problem):
-            assert await asyncio.to_thread(ask, url, key) == "cbatxen"
+        async def run(self, endpoint, key, problem):
+            assert await asyncio.to_thread(ask, endpoint.url, key) == "cbatxen"
             return 1.0
 
     (trajectory,) = Room(shout).run(Plain())
@@ -457,16 +457,18 @@ def test_an_agent_that_blocks_its_loop_leaves_it_and_the_next_one_works(tmp_path
     monkeypatch.setattr("extras.agents.runners.BLOCKED_S", 0.1)
     source = "import time\n\n\nasync def run(client, problem):\n    time.sleep(problem['s'])\n    return 1.0\n"
     agent = Coroutines(f"agent:{write_user_code(tmp_path, source)}:run")
+    endpoint = Endpoint(Config())
 
     async def run():
-        blocking = asyncio.create_task(agent.run("http://127.0.0.1:1", "key", {"s": 30}))
+        blocking = asyncio.create_task(agent.run(endpoint, "key", {"s": 30}))
         await asyncio.sleep(0.5)
         blocking.cancel()
         while agent._loop is not None:
             await asyncio.sleep(0.01)
-        return await agent.run("http://127.0.0.1:1", "key", {"s": 0})
+        return await agent.run(endpoint, "key", {"s": 0})
 
     assert asyncio.run(asyncio.wait_for(run(), 20)) == 1.0
+    endpoint.close()
 
 
 # Programs

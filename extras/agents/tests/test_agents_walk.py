@@ -98,7 +98,7 @@ class RandomAgent:
         """Messages of each call that was sampled, in the order of their begin."""
         self.episode = None
 
-    async def run(self, url, key, problem):
+    async def run(self, endpoint, key, problem):
         for _ in range(self.rng.randint(1, 7)):
             await asyncio.gather(*(self.call() for _ in range(self.rng.choice((1, 1, 1, 2, 3)))))
         ending = self.rng.random()
