@@ -8,24 +8,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from asyncrl.config import flag, switch
 from scripts.lines import read
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ("-m", "torch.distributed.run")
 SMALL = {
-    "groups-per-step": 8,
-    "group-size": 4,
-    "max-response-tokens": 40,
-    "eval-every": 0,
-    "eval-problems": 32,
-    "timeout-s": 150,
-}
+    "groups_per_step": 8, "group_size": 4, "max_response_tokens": 40, "eval_every": 0, "eval_problems": 32,
+    "timeout_s": 150,
+}  # fmt: skip
 
 
 def copy_without(folder: Path, *names: str) -> Path:
@@ -98,14 +95,14 @@ class Job:
             )
             time.sleep(0.1)
 
+    def has_saved(self) -> bool:
+        """Whether there is a whole checkpoint."""
+        return any(self.run_path.glob("checkpoints/step_*[0-9]/resume/manifest.json"))
+
     def num_steps(self) -> int:
         """Steps finished so far."""
         path = self.run_path / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
-
-    def titles(self) -> dict[str, int]:
-        """Process ids of all that are alive, by what ps calls them."""
-        return {" ".join(process.cmdline()).strip(): process.pid for process in self.descendants()}
 
     def engine(self) -> psutil.Process | None:
         """The engine of the only worker, once it is there; it has its worker's title until it has one of its own."""
@@ -119,75 +116,79 @@ class Job:
         return None
 
 
-def start_job(tmp_path: Path, num_ranks: int = 1, root: Path = ROOT, **options) -> Job:
-    """Start `torchrun train_async.py`, of this folder or a copy, with the small settings, changed by `options`."""
-    agent = ["--standalone", f"--nproc-per-node={num_ranks}"]
-    return _start(tmp_path, agent, tmp_path / "output.txt", options, root)
+def torchrun(num_ranks: int = 1) -> list[str]:
+    """Words that start a program on some ranks of this host."""
+    return [*TORCHRUN, "--standalone", f"--nproc-per-node={num_ranks}"]
 
 
-def start_nodes(tmp_path: Path, num_nodes: int, **options) -> list[Job]:
-    """Start as many torchrun agents, each a node with one rank, that meet on this machine; all write one directory."""
+def words_of(options: dict[str, object]) -> list[str]:
+    """Words of the command line that give options their values."""
+    return [
+        switch(name, value) if isinstance(value, bool) else f"--{flag(name)}={value}"
+        for name, value in options.items()
+    ]
+
+
+def start_job(
+    folder: Path,
+    num_ranks: int = 1,
+    script: Sequence[str] = ("train_async.py",),
+    root: Path = ROOT,
+    **options,
+) -> Job:
+    """Start a run, of this repository or a copy, with the small settings, changed by `options`.
+
+    `script` is what torchrun starts: a program, and what it is given before the options of the run.
+    """
+    return _start(folder, torchrun(num_ranks), script, options, root)
+
+
+def start_nodes(folder: Path, num_nodes: int, **options) -> list[Job]:
+    """Start as many torchrun agents, each a node with one rank, that meet on this host; all write one directory."""
+    meeting = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    agent = [*TORCHRUN, "--nproc-per-node=1", "--local-addr=127.0.0.1", f"--nnodes={num_nodes}"]
+    agent += ["--rdzv-id=test", "--rdzv-backend=c10d", meeting]
+    return [_start(folder, agent, ["train_async.py"], options, ROOT) for _ in range(num_nodes)]
+
+
+def _start(folder: Path, agent: list[str], script: Sequence[str], options: dict, root: Path) -> Job:
+    words = [f"--runs-dir={folder}", "--run-name=run", *words_of(SMALL | options)]
+    return launch([*agent, *script, *words], folder / "run", root=root)
+
+
+def free_port() -> int:
+    """A port at which nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    agent = [
-        "--nproc-per-node=1",
-        "--local-addr=127.0.0.1",
-        f"--nnodes={num_nodes}",
-        "--rdzv-id=test",
-    ]
-    agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    return [
-        _start(tmp_path, agent, tmp_path / f"output_{i}.txt", options) for i in range(num_nodes)
-    ]
+        return free.getsockname()[1]
 
 
-def _start(
-    tmp_path: Path, agent: list[str], output_path: Path, options: dict, root: Path = ROOT
+def resume_job(
+    job: Job, command: Sequence[str] = (*torchrun(), "train_async.py"), **options
 ) -> Job:
-    options = SMALL | {name.replace("_", "-"): value for name, value in options.items()}
-    law = options.pop("latency", None)
-    script = (
-        options.pop("script", "train_async.py").split()
-        if law is None
-        else ["scripts/latency.py", law]
-    )
-    switches = [
-        f"--{'' if value else 'no-'}{name}"
-        for name, value in options.items()
-        if isinstance(value, bool)
-    ]
-    arguments = [
-        f"--{name}={value}" for name, value in options.items() if not isinstance(value, bool)
-    ] + switches
-    run = [f"--runs-dir={tmp_path}", "--run-name=run", *arguments]
-    return launch([*TORCHRUN, *agent, *script, *run], tmp_path / "run", output_path, root=root)
-
-
-def resume_job(job: Job, num_ranks: int = 1, **options) -> Job:
-    """Have a job that has ended go on, with changed options."""
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    agent = ["--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*TORCHRUN, *agent, "train_async.py", f"--resume={job.run_path}", *arguments]
-    return launch(command, job.run_path, job.output_path.with_name("output_resumed.txt"))
+    """Have a job that has ended continue, with changed options."""
+    return launch([*command, f"--resume={job.run_path}", *words_of(options)], job.run_path)
 
 
 def launch(
-    arguments: list[str],
+    arguments: Sequence[str],
     run_path: Path,
-    output_path: Path,
     *,
     root: Path = ROOT,
     environment: dict[str, str] | None = None,
 ) -> Job:
-    """Start a Python program in a session of its own."""
+    """Start a Python program in a session of its own; what it prints goes to a file beside the run."""
+    folder = run_path.parent
+    folder.mkdir(exist_ok=True)
+    output_path = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
+    alone = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
     with open(output_path, "w") as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=root,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
+            env={**os.environ, **alone, **(environment or {})},
             start_new_session=True,
         )
     return Job(process, run_path, output_path)
@@ -197,9 +198,7 @@ def join_host(job: Job, program: str = "rollout.py") -> Job:
     """Have a remote host join a job that listens, by the line that it prints."""
     job.wait_until(lambda: "--join " in job.output())
     address, key_path = re.search(r"--join (\S+) --key (\S+)", job.output()).groups()
-    number = len(list(job.output_path.parent.glob("host_*")))
-    output_path = job.output_path.with_name(f"host_{number}.txt")
-    return launch([program, "--join", address, "--key", key_path], job.run_path, output_path)
+    return launch([program, "--join", address, "--key", key_path], job.run_path)
 
 
 def run_job(tmp_path: Path, num_ranks: int = 1, **options) -> Job:

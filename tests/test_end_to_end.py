@@ -1,13 +1,14 @@
 """Whole jobs: real torchrun, real FSDP2, real vLLM, on the CPU. Each takes 20 to 40 s, most of it starting vLLM.
 
-Here: learning and freshness. Of the files beside this one, _tasks has other tasks and models, _faults what is killed or
-cannot start; test_several_nodes.py has more nodes than one. Variants whose parts have faster tests as well are slow.
+Here: learning and freshness. Of the files beside this one, _tasks has other tasks and models, _faults and test_chaos.py
+what is killed or cannot start, test_several_nodes.py two nodes. Variants are slow if their parts have faster tests.
 """
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -47,8 +48,16 @@ def assert_time_is_accounted_for(job):
         assert 0 < worker["seconds"]["decoding"] < worker["until"] - started["time"]
 
 
+@pytest.fixture
+def temporary(monkeypatch):
+    """Where a job makes temporary files, and nothing else does; tmp_path is too long for sockets."""
+    with tempfile.TemporaryDirectory() as path:
+        monkeypatch.setenv("TMPDIR", path)
+        yield path
+
+
 def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_agree_without_what_is_optional(
-    tmp_path,
+    tmp_path, temporary
 ):
     optional = [path.name for path in (ROOT / "extras").iterdir() if path.name[0] != "_"]
     root = copy_without(tmp_path, *optional)
@@ -91,6 +100,9 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_a
         "the best and the worst, if they differ"
     )
     assert len(job.events("trajectory")) >= 12 * 8 * 8
+    # torch keeps its logs, and its cache of compiled code
+    kept = ("torchelastic_", "torchinductor_")
+    assert [name for name in os.listdir(temporary) if not name.startswith(kept)] == []
 
 
 def assert_checkpoint_serves(path):
@@ -180,27 +192,4 @@ def test_over_sampling_trains_every_response_once_and_none_beyond_the_bound(tmp_
     ]
     members = [(event["group"], event["member"]) for event in trained]
     assert len(members) == len(set(members))
-    assert_ledger_balances(metrics)
-
-
-@pytest.mark.study
-def test_the_gate_bounds_how_much_runs_ahead_and_not_how_old_a_straggler_is(tmp_path):
-    job = run_job(
-        tmp_path,
-        task="frozen_lake",
-        steps=12,
-        max_prompt_tokens=8,
-        max_response_tokens=64,
-        stale_policy="gate",
-        async_ratio=1,
-        latency="lognormal:0,1.8 scale:0.01",
-    )
-    metrics = job.metrics()
-    assert max(line["staleness/max"] for line in metrics) > 1, (
-        "the ledger's bound at this async ratio"
-    )
-    for line in metrics:
-        assert line["ledger/groups_issued"] <= (line["step"] + 1) * 8 + 8, (
-            "AReaL: floor((N - 1) / B) <= version + 1"
-        )
     assert_ledger_balances(metrics)

@@ -8,22 +8,22 @@ from real_job import assert_ledger_balances, run_job
 pytestmark = pytest.mark.e2e
 
 
-def test_an_environment_of_several_turns_is_learnt_within_the_bound_with_spare_members_and_failing_steps(
+@pytest.mark.slow
+def test_an_environment_of_several_turns_is_trained_on_within_the_bound_with_spare_members_and_failing_steps(
     tmp_path,
 ):
     job = run_job(
         tmp_path,
+        script=["scripts/latency.py", "normal:1,1 fail:0.005 scale:0.01"],
         task="frozen_lake",
-        steps=6,
+        steps=4,
         max_prompt_tokens=64,
         max_response_tokens=128,
         stale_policy="drop",
         on_update="resume",
         extra_members=1,
-        latency="normal:1,1 fail:0.005 scale:0.01",
         env_timeout_s=1,
-        lr=1e-3,
-        eval_every=6,
+        eval_every=4,
     )
     metrics = job.metrics()
     assert max(line["staleness/max"] for line in metrics) <= 1
@@ -64,33 +64,4 @@ def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(
     assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6
     sample = json.loads((job.run_path / "samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].startswith("user: ") and sample["prompt"].endswith("assistant: ")
-    assert_ledger_balances(metrics)
-
-
-@pytest.mark.slow
-def test_a_barrier_over_two_workers_holds_back_every_turn_and_extra_groups_are_given_up_for_full_batches(
-    tmp_path,
-):
-    job = run_job(
-        tmp_path,
-        task="guess_number",
-        steps=5,
-        async_ratio=0,
-        max_prompt_tokens=4,
-        max_response_tokens=24,
-        scheduling="lockstep",
-        latency="normal:1,1 scale:0.01",
-        drop_zero_variance=True,
-        extra_groups=4,
-        num_rollout_workers=2,
-        eval_every=5,
-    )
-    metrics = job.metrics()
-    assert [line["staleness/max"] for line in metrics] == [0] * 5
-    assert {event["worker"] for event in job.events("trajectory")} == {0, 1}
-    assert all(line["response/turns_mean"] > 1 for line in metrics)
-    assert all(line["reward/zero_variance_groups"] == 0 for line in metrics)
-    assert metrics[-1]["ledger/groups_dropped_filtered"] > 0
-    assert metrics[-1]["ledger/groups_dropped_aborted"] > 0, "an extra group that was given up"
-    assert metrics[-1]["eval/problems"] == 32
     assert_ledger_balances(metrics)

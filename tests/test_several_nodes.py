@@ -13,8 +13,11 @@ from scripts.lines import read
 pytestmark = pytest.mark.e2e
 
 
-def test_two_nodes_train_one_policy_each_on_samples_of_its_own(tmp_path):
-    jobs = start_nodes(tmp_path, 2, steps=4, async_ratio=1, eval_every=4)
+def test_two_nodes_train_one_policy_of_several_turns_each_on_samples_of_its_own(tmp_path):
+    """Spare members are aborted when a group is whole, and an update interrupts responses."""
+    task = {"task": "frozen_lake", "max_prompt_tokens": 64, "max_response_tokens": 128}
+    options = {"extra_members": 1, "stale_policy": "drop", "on_update": "resume", "eval_every": 4}
+    jobs = start_nodes(tmp_path, 2, steps=4, async_ratio=1, **task, **options)
     assert [job.wait() for job in jobs] == [0, 0], "".join(job.output()[-3000:] for job in jobs)
     metrics = jobs[0].metrics()
     assert [line["samples"] for line in metrics] == [32, 64, 96, 128]
@@ -24,7 +27,13 @@ def test_two_nodes_train_one_policy_each_on_samples_of_its_own(tmp_path):
         b - a for a, b in itertools.pairwise(consumed)
     ]
     assert max(line["staleness/max"] for line in metrics) <= 1
+    assert all(line["response/turns_mean"] > 1 for line in metrics)
+    assert metrics[-1]["ledger/tokens_dropped_aborted"] > 0, "a spare member that was not needed"
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+    assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6, (
+        "what was sampled is trained"
+    )
+    assert metrics[-1]["eval/problems"] == 32
     assert {0, 4} <= {line["eval/policy_version"] for line in metrics if "eval/accuracy" in line}
     assert_ledger_balances(metrics)
     of_nodes = [

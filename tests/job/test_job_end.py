@@ -2,9 +2,9 @@
 
 import psutil
 import pytest
-from real_job import TORCHRUN, launch
+from real_job import launch, torchrun, words_of
 
-OPTIONS = ("--steps=1", "--groups-per-step=2", "--group-size=2", "--eval-every=0")
+OPTIONS = {"steps": 1, "groups_per_step": 2, "group_size": 2, "eval_every": 0}
 
 
 @pytest.fixture
@@ -13,11 +13,9 @@ def start(tmp_path):
     jobs = []
 
     def start_job(rank):
-        agent = ["--standalone", "--nproc-per-node=2", "--shutdown-timeout=600"]
-        words = ["tests/blocking_job.py", str(rank), *OPTIONS]
-        folder = [f"--runs-dir={tmp_path}", "--run-name=run"]
-        command = [*TORCHRUN, *agent, *words, *folder]
-        jobs.append(launch(command, tmp_path / "run", tmp_path / "output.txt"))
+        words = [*torchrun(2), "--shutdown-timeout=600", "tests/blocking_job.py", str(rank)]
+        words += [f"--runs-dir={tmp_path}", "--run-name=run", *words_of(OPTIONS)]
+        jobs.append(launch(words, tmp_path / "run"))
         return jobs[0]
 
     yield start_job

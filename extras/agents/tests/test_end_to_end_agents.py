@@ -1,4 +1,7 @@
-"""Whole jobs whose trajectories are agents: real processes, the real engine, and OpenAI's client."""
+"""Whole jobs whose trajectories are agents: real processes, the real engine, and OpenAI's client.
+
+Slow, as test_agents.py and test_agents_walk.py have the same with an engine that is made up.
+"""
 
 import re
 import sys
@@ -7,7 +10,7 @@ from pathlib import Path
 import pytest
 from real_job import ROOT, assert_ledger_balances, resume_job, run_job, start_job
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 PAGE = (ROOT / "docs" / "agents.md").read_text()
 GUESS = re.search(r"```python\n(.+?)```", PAGE, re.DOTALL)[1]
 SIZES = {
@@ -70,7 +73,7 @@ async def run(client, problem):
 """
 
 
-@pytest.mark.parametrize("sharing", [pytest.param("off", marks=pytest.mark.slow), "tree"])
+@pytest.mark.parametrize("sharing", ["off", "tree"])
 def test_a_lag_of_exactly_k_with_branches_failures_and_a_shared_tree(tmp_path, sharing):
     (tmp_path / "branches.py").write_text(BRANCHES)
     job, metrics = run_agent(
