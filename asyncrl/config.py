@@ -54,7 +54,7 @@ USER_CODE = (
 )
 """Pattern of user code (asyncrl/user_code.py); `environment:` is put before one of several turns,
 and `agent:` is given before a coroutine that calls the policy."""
-AGENT = "agent:"
+AGENT = ("agent:", "verifiers:")
 """What a task begins with that calls the policy; see extras/agents."""
 
 # Ranges
@@ -78,8 +78,11 @@ Assignment = Annotated[
 Task = Annotated[
     str,
     Meta(
-        pattern=rf"\A({'|'.join(TASKS)})\Z|{USER_CODE}|\A{AGENT}.".replace("NAME", r"\w+"),
-        title=f"one of {', '.join(TASKS)}, or your own, FILE.py:NAME, agent:FILE.py:NAME or agent:COMMAND",
+        pattern=rf"\A({'|'.join(TASKS)})\Z|{USER_CODE}|\A({'|'.join(AGENT)}).".replace(
+            "NAME", r"\w+"
+        ),
+        title=f"one of {', '.join(TASKS)}, or your own, FILE.py:NAME, agent:FILE.py:NAME, agent:COMMAND or "
+        "verifiers:NAME",
         examples=list(TASKS),
     ),
 ]
@@ -171,7 +174,8 @@ class Config:
     task: Task = "addition"
     """A task of data/; `jsonl` has the rows of --data-path, and `frozen_lake` and `guess_number` are environments of
     several turns. Your own FILE.py:NAME is a class: a task, or a gymnasium environment. With
-    agent:FILE.py:NAME or agent:COMMAND your own program calls the policy, through an OpenAI endpoint."""
+    agent:FILE.py:NAME or agent:COMMAND your own program calls the policy, through an OpenAI endpoint; verifiers:NAME is
+    an environment of that package."""
     task_args: tuple[Assignment, ...] = ()
     """NAME=VALUE each, as in `held_out=0.2`: arguments of the task's class, in data/ with their defaults."""
     reward: tuple[Reward, ...] = ()

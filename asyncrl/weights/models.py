@@ -41,7 +41,7 @@ def _tiny_model(task: str) -> Path:
     """The folder of a task's tiny model."""
     if task in MULTI_TURN_TASKS:
         return TINY_MODELS / task
-    has_none = task == "gsm8k" or task.startswith(("reasoning_gym:", AGENT))
+    has_none = task == "gsm8k" or task.startswith(("reasoning_gym:", *AGENT))
     if has_none or is_environment(task):
         raise ValueError(
             f"--model tiny: there is no tiny model for --task {typed(task)}; give --model smollm2, or {_ALLOWED[5:]}"

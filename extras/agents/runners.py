@@ -9,10 +9,10 @@ import shutil
 import signal
 import threading
 import traceback
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from asyncrl import user_code
 from asyncrl.engine.score import Failed, brief, one_line
 from extras.agents.endpoint import Endpoint, InProcessTransport
 
@@ -38,16 +38,17 @@ class Agent(Protocol):
 
 
 class Coroutines:
-    """Agents that are coroutines: `async def run(client, problem)` of a file.
+    """Agents that are coroutines, such as `async def run(client, problem)` of a file.
 
     They share an event loop in a thread of its own. The worker's loop samples meanwhile, whatever they compute. One
     that blocks keeps the others waiting. If it blocks for longer than its time limit, it keeps the thread, and the
     others get a new one.
     """
 
-    def __init__(self, task: str) -> None:
+    def __init__(self, task: str, function: Callable[..., Awaitable]) -> None:
+        """Run `function`; failures name `task`."""
         self._task = task
-        self._function = user_code.load(task)
+        self._function = function
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, endpoint: Endpoint, key: str, problem: dict) -> Any:
@@ -83,7 +84,7 @@ class Coroutines:
         )
         try:
             return await self._function(client, problem)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Failed):
             raise
         except BaseException as error:  # foreign code may raise anything
             raise Failed(f"{self._place(error)}: {one_line(error)}") from None
@@ -92,7 +93,7 @@ class Coroutines:
 
     def _place(self, error: BaseException) -> str:
         """Return the task, and the line of its file in which the error was raised."""
-        file, place = str(user_code.file_of(self._task)), self._task
+        file, place = self._function.__code__.co_filename, self._task
         for frame, line in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_filename == file:
                 place = f"{self._task}, line {line}"

@@ -15,6 +15,7 @@ from asyncrl import user_code
 from asyncrl.config import read_arguments
 from data.problem import Problem, Task
 from data.tables import RowTask, load_splits
+from extras.agents import verifiers_task
 
 MAX_PROBLEMS = 100_000
 """Problems that are taken of those that a file gives."""
@@ -60,6 +61,11 @@ def prepare_task(
 
     Raises ValueError for an agent that cannot be run, for problems that are not there, and for a wrong argument.
     """
+    if name.startswith(verifiers_task.PREFIX):
+        environment = verifiers_task.load_environment(name, task_args)
+        return functools.partial(
+            AgentTask, seed, verifiers_task.splits_of(environment), f"rows of {name}"
+        )
     make_problems = None
     if user_code.is_user_code(name):
         function = user_code.load(name)

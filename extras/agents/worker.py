@@ -2,9 +2,11 @@
 
 from asyncrl import user_code
 from asyncrl.cluster.placement import WorkerSpec
+from asyncrl.config import Config
 from asyncrl.engine.environments import turn_ends
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.records import Ticket
+from extras.agents import verifiers_task
 from extras.agents.endpoint import Endpoint
 from extras.agents.episode import AgentEpisode, Agents
 from extras.agents.replies import Replies
@@ -46,7 +48,7 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Agents:
         rewards = RewardPool(
             config.task, config.reward, config.env_timeout_s, REWARD_PROCESSES, title
         )
-    agent = _agent_of(config.task)
+    agent = _agent_of(config)
     return Agents(
         agent,
         Endpoint(config),
@@ -57,9 +59,12 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Agents:
     )
 
 
-def _agent_of(task: str) -> Agent:
+def _agent_of(config: Config) -> Agent:
+    task = config.task
+    if task.startswith(verifiers_task.PREFIX):
+        return Coroutines(task, verifiers_task.make_agent(task, config.task_args))
     if user_code.is_user_code(task):
-        return Coroutines(task)
+        return Coroutines(task, user_code.load(task))
     return Programs(task.removeprefix("agent:"))
 
 

@@ -20,6 +20,7 @@ from fake_engine import (
 )
 from user_files import write_user_code
 
+from asyncrl import user_code
 from asyncrl.config import Config
 from asyncrl.engine.proxy import LLMProxy
 from extras.agents.endpoint import MAX_BODY_BYTES, Endpoint
@@ -380,6 +381,12 @@ def test_the_endpoint_listens_on_the_loopback_address_only():
 
 # Coroutines of files
 
+
+def load_agent(path):
+    task = f"agent:{path}:run"
+    return Coroutines(task, user_code.load(task))
+
+
 FILE = '''
 import asyncio, time
 
@@ -398,7 +405,7 @@ async def run(client, problem):
 def run_file(tmp_path, body, num=1, **options):
     path = write_user_code(tmp_path, FILE.replace("BODY", body))
     room = Room(shout, **options)
-    return room.run(Coroutines(f"agent:{path}:run"), num, answer='{"n": 4}')
+    return room.run(load_agent(path), num, answer='{"n": 4}')
 
 
 def test_the_coroutine_of_a_file_gets_a_client_and_its_problem(tmp_path):
@@ -456,7 +463,7 @@ def test_an_agent_that_raises_because_its_tokens_are_used_up_has_reward_0(tmp_pa
 def test_an_agent_that_blocks_its_loop_leaves_it_and_the_next_one_works(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.agents.runners.BLOCKED_S", 0.1)
     source = "import time\n\n\nasync def run(client, problem):\n    time.sleep(problem['s'])\n    return 1.0\n"
-    agent = Coroutines(f"agent:{write_user_code(tmp_path, source)}:run")
+    agent = load_agent(write_user_code(tmp_path, source))
     endpoint = Endpoint(Config())
 
     async def run():

@@ -1,15 +1,19 @@
 """Agents of other people's frameworks, unchanged, with a calculator. They run where the framework is installed.
 
-pip install --target FOLDER pydantic-ai-slim smolagents
+pip install --target FOLDER pydantic-ai-slim smolagents verifiers==0.3.1
 PYTHONPATH=FOLDER pytest extras/agents/tests/test_frameworks.py
 """
 
 import asyncio
+import json
 import re
 
 import pytest
 from fake_engine import KEEP
 from test_agents import WITH_TOOLS, Inline, Room
+
+from extras.agents import verifiers_task
+from extras.agents.runners import Coroutines
 
 SIZES = {"max_prompt_tokens": 20_000, "max_response_tokens": 2_000}
 
@@ -106,3 +110,37 @@ def test_smolagents_runs_code_that_ends_at_a_stop_text():
     (trajectory,) = Room(code, template=KEEP, **SIZES).run(Inline(run))
     assert trajectory.reward == 1.0, trajectory.failure
     assert trajectory.num_turns == 1
+
+
+ENVIRONMENT = '''
+import verifiers as vf
+from datasets import Dataset
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers."""
+    return a * b
+
+def right(completion, answer) -> float:
+    return float(answer in completion[-1].content)
+
+def load_environment(count: int = 1):
+    question = {"role": "user", "content": "What is 17 times 3?"}
+    rows = Dataset.from_list([{"prompt": [question], "answer": "51"}] * count)
+    rubric = vf.Rubric(funcs=[right])
+    return vf.ToolEnv(dataset=rows, tools=[multiply], rubric=rubric, max_turns=4)
+'''
+
+
+def test_an_environment_of_verifiers_with_a_tool_gives_its_rows_and_rewards(tmp_path, monkeypatch):
+    pytest.importorskip("verifiers")
+    (tmp_path / "times_three.py").write_text(ENVIRONMENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = "verifiers:times-three"
+    environment = verifiers_task.load_environment(task, ["count=3"])
+    rows = verifiers_task.splits_of(environment)["train"]
+    assert len(rows) == 3
+    room = Room(calculate, template=WITH_TOOLS, tool_parser="hermes", **SIZES)
+    agent = Coroutines(task, verifiers_task.make_agent(task, []))
+    (trajectory,) = room.run(agent, answer=json.dumps(rows[0]))
+    assert trajectory.reward == 1.0, trajectory.failure
+    assert trajectory.num_turns == 2 and len(trajectory.segment_lengths) == 1

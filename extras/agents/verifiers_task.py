@@ -1,0 +1,72 @@
+"""Environments of the package verifiers, unchanged: `--task verifiers:NAME`. Their client is given the endpoint."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from asyncrl.config import read_arguments
+from asyncrl.engine.score import Failed, one_line
+
+PREFIX = "verifiers:"
+INSTALL = "pip install verifiers==0.3.1"
+"""0.4 needs another release of openai than vLLM."""
+
+
+def load_environment(task: str, task_args: Iterable[str]) -> Any:
+    """Return the environment of a task, made with the arguments of --task-args.
+
+    Raises ValueError if a package is missing, an argument is wrong, or the environment cannot be made.
+    """
+    name = task.removeprefix(PREFIX)
+    try:
+        import verifiers
+    except ImportError:
+        raise ValueError(f"--task {task} needs the package verifiers: {INSTALL}") from None
+    try:
+        module = importlib.import_module(name.replace("-", "_"))
+        make = module.load_environment
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"--task {task}: {one_line(error)}; install the package of the environment"
+        ) from None
+    parameters = inspect.signature(make).parameters.values()
+    arguments = read_arguments("task-args", task_args, f"--task {task}", parameters)
+    try:
+        environment = verifiers.load_environment(name, **arguments)
+    except Exception as error:  # foreign code may raise anything
+        raise ValueError(f"--task {task}: {one_line(error)}") from None
+    if environment.message_type != "chat":
+        raise ValueError(
+            f"--task {task} asks for {environment.message_type} messages; give one of chat messages"
+        )
+    return environment
+
+
+def splits_of(environment: Any) -> dict[str, list[dict]]:
+    """Return the rows of an environment: those to train on, and those to evaluate on if it has any."""
+    splits = {"train": list(environment.get_dataset())}
+    if environment.build_eval_dataset() is not None:  # else those to train on would come
+        splits["test"] = list(environment.get_eval_dataset())
+    return splits
+
+
+def make_agent(task: str, task_args: Iterable[str]) -> Callable:
+    """Return the coroutine that plays an environment once, and returns its reward. It raises Failed.
+
+    Raises ValueError as `load_environment` does.
+    """
+    environment = load_environment(task, task_args)
+    from verifiers import OpenAIChatCompletionsClient
+
+    async def run(client, problem: dict) -> float:
+        speaker = OpenAIChatCompletionsClient(client)
+        try:
+            outcome = await environment.run_rollout(problem, speaker, "policy", sampling_args={})
+        except Exception as error:  # foreign code may raise anything
+            raise Failed(f"{task}: {one_line(error)}") from None
+        if outcome.get("error"):
+            raise Failed(f"{task}: {outcome['error']}")
+        return outcome["reward"]
+
+    return run
