@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import pandas as pd
-
 from algos import LOSSES
 from asyncrl.config import OPTIONS, Config, allowed_values
 from asyncrl.job.command_line import option_texts
@@ -96,61 +94,7 @@ def losses() -> str:
     return table("`--algo` | formula as in | what it does", rows)
 
 
-# Runs
-
-
-def findings() -> str:
-    """Return what came out, a point for each study."""
-    rows = re.findall(r"^\| `(\w+)` .*\| (.+) \|$", kept("study"), re.MULTILINE)
-    costs = {algo: cost.strip("*").replace(" (", ", 95 % interval ") for algo, cost in rows}
-    shown = ", ".join(f"`{algo}` {costs[algo].rstrip(')')}" for algo in ("tis", "grpo", "dppo"))
-    steps = {}
-    for cell in read(RESULTS / "study" / "time" / "cells.jsonl"):
-        ratio, seconds = cell["cell"]["async_ratio"], cell["series"]["step_s"]
-        steps.setdefault(ratio, []).append(sum(seconds) / len(seconds))
-    fresh = sum(steps[0.0]) / len(steps[0.0])
-    times = [f"{sum(steps[a]) / len(steps[a]) / fresh:.2f} at α = {a:g}" for a in (1.0, 2.0, 4.0)]
-    return (
-        "- SmolLM2-135M with weights 16 steps late, reward lost or gained against fresh weights, "
-        f"n = 3 seeds: {shown}. [More](docs/staleness.md)\n"
-        "- Time of a step against α = 0, on two cores, engine and trainer with one each, means of "
-        f"{len(steps[0.0])} runs: {', '.join(times)}. [More](docs/results.md#three-async-ratios)\n"
-    )
-
-
 # Records
-
-FASTEST = {
-    "natural": ("ours α=4, trees, a request a group", "TRL generate, 2 threads", 2.0),
-    "long": ("ours α=4, trees", "TRL async, 1 thread", None),
-    "short": ("ours α=2, trees, a request a group", "TRL generate, 2 threads", 1.5),
-    "smollm2": ("ours α=2, trees, a request a group", "TRL async, 1 thread", 1.5),
-}
-"""The fastest setting of ours and of TRL by workload of results/peers, and the aim, times TRL's tokens/s, if any."""
-
-
-def speed() -> str:
-    """Return tokens/s of ours and of TRL, with the ratios of runs that took their turns together: median and range."""
-    rows = []
-    for work, (ours, trl, aim) in FASTEST.items():
-        pairs: dict[tuple, dict[str, dict]] = {}
-        for record in records_of("peers"):
-            if record["work"] == work and record["arm"] in (ours, trl):
-                turn = record["commit"], record.get("repeat"), record["seed"]
-                pairs.setdefault(turn, {})[record["arm"]] = record
-        whole = [pair for pair in pairs.values() if len(pair) == 2]
-        both = pd.DataFrame(
-            {arm: [pair[arm]["tokens_per_s"] for pair in whole] for arm in (ours, trl)}
-        )
-        ratios = both[ours] / both[trl]
-        spread = f"{ratios.median():.2f}× [{ratios.min():.2f}–{ratios.max():.2f}]"
-        verdict = "–"
-        if aim is not None:
-            verdict = f"≥ {aim:g}×, {'reached' if ratios.median() >= aim else 'missed'}"
-        medians = [f"{both[arm].median():,.0f}" for arm in (ours, trl)]
-        setting = ours.removeprefix("ours ")
-        rows.append([f"`{work}`: {setting}", *medians, spread, len(whole), verdict])
-    return table("tokens/s | ours | TRL's fastest | ratio | n | aim", rows)
 
 
 def tables(name: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from tiny_families import SIZES, tiny_config, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -20,7 +21,6 @@ from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy, load_policy
-from scripts.tiny_families import SIZES, tiny_config, tiny_model
 
 VOCAB = SIZES["vocab_size"]
 

@@ -1,7 +1,7 @@
 """What becomes of every family of causal language models: how it is packed, and whether vLLM computes its log-probs.
 
 results/families/families.jsonl has a row for each, which docs/devices.md shows. A test tries it again and compares.
-To try another one, give scripts/tiny_families.py what it needs, and run this with the rows to be written:
+To try another one, give tiny_families.py what it needs, and run this with the rows to be written:
 
     UPDATE_FAMILIES=1 .venv/bin/python -m pytest -m "" -n 0 tests/engine/test_family_logprobs.py -k FAMILY
 """
@@ -16,6 +16,7 @@ import pytest
 import torch
 from engine_pair import start_pair
 from safetensors import safe_open
+from tiny_families import tiny_config, tiny_model
 from tiny_policy import VOCAB, random_sequences, save_tiny_family
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -27,7 +28,6 @@ from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.packing import bundle, pack
 from asyncrl.trainer.sampling import Sampling
 from scripts.lines import read
-from scripts.tiny_families import tiny_config, tiny_model
 
 ROWS = Path(__file__).parents[2] / "results" / "families" / "families.jsonl"
 ALWAYS = ("gemma3_text", "gpt2", "lfm2", "qwen3_moe")

@@ -4,6 +4,7 @@ import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
 import pytest
 import torch
 from plain_trainer import PlainTrainer, check_step, randomize
+from tiny_families import tiny_config, tiny_model
 from tiny_policy import load, make_config, random_sequences, save_tiny_family
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -13,7 +14,6 @@ from asyncrl.trainer.families import COMPARED, check_family
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.packing import bundle, pack
 from asyncrl.trainer.sampling import Sampling
-from scripts.tiny_families import tiny_config, tiny_model
 
 HOPPER = (9, 0)
 GATED = ("granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
