@@ -49,8 +49,6 @@ class Case:
 
     name: str
     arms: dict[str, Start]
-    records: Callable[[dict[str, dict]], Iterable[dict]] | None = None
-    """Records of a round, from what was measured of each arm; unless given, each arm has one with all of that."""
     warm_up: int = 1
     """Rounds that are dropped."""
     memory: float = 0.0
@@ -62,8 +60,7 @@ class Bench:
     """A script beside this file; `name` is the script's, its folder's in results/ and its records'.
 
     `cases` gives all cases for a command line, of which --only picks some, or raises ValueError for what cannot be.
-    `report` gives the paragraphs of table.md. A record is of what the fields in `key` say, and of a round. The field
-    `shown` is printed after each measurement.
+    `report` gives the paragraphs of table.md. A record is of what the fields in `key` say, and of a round.
     """
 
     name: str
@@ -71,7 +68,6 @@ class Bench:
     cases: Callable[[argparse.Namespace], Iterable[Case]]
     report: Callable[[list[dict]], Iterable[str]]
     key: tuple[str, ...]
-    shown: str = "seconds"
     repeats: int = 5
     options: dict[str, dict] | None = None
     """Options of this bench alone, as argparse takes them."""
@@ -138,40 +134,25 @@ def measure(bench: Bench, case: Case, repeats: int, path: Path, made: dict) -> N
     """Measure the arms of a case in turn, `repeats` times, and keep a record of each that there is none of yet."""
     wanted = {"case": case.name} | {name: made[name] for name in MAKERS}
     done = {
-        (record["repeat"], record.get("arm"))  # a record without an arm is of all of them
+        (record["repeat"], record["arm"])
         for record in read(path)
         if wanted.items() <= record.items() and "failed" not in record
     }
-    rounds_left = []
+    turns = []
     for repeat in range(repeats):
-        arms = [arm for arm in case.arms if not {(repeat, arm), (repeat, None)} & done]
-        rounds_left.append(arms[::-1] if repeat % 2 else arms)
-    unfinished = {
-        arm: start
-        for arm, start in case.arms.items()
-        if any(arm in arms_left for arms_left in rounds_left)
-    }
-
-    def keep(numbers: dict, repeat: int) -> None:
-        record = {"case": case.name, "repeat": repeat, **numbers, **made}
-        add(record, path, bench.key)
-        number = record.get(bench.shown)
-        shown = f"{number:.4g}" if isinstance(number, float) else number
-        what = ", ".join(str(record[name]) for name in bench.key)
-        print(f"{what} {repeat + 1}/{repeats}: {bench.shown} {shown}", flush=True)
-
+        arms = [*case.arms][:: -1 if repeat % 2 else 1]
+        turns += [(repeat, arm) for arm in arms if (repeat, arm) not in done]
+    arms_left = {arm for _, arm in turns}
+    unfinished = {arm: start for arm, start in case.arms.items() if arm in arms_left}
     with started(case.name, unfinished) as measures:
         for arm in [*unfinished] * case.warm_up:
             measures[arm]()
-        for repeat, arms_left in enumerate(rounds_left):
-            measured = {}
-            for arm in arms_left:
-                measured[arm] = measures[arm]()
-                if case.records is None:
-                    keep({"arm": arm, **measured[arm]}, repeat)
-            if case.records and measured:
-                for record in case.records(measured):
-                    keep(record, repeat)
+        for repeat, arm in turns:
+            numbers = measures[arm]()
+            record = {"case": case.name, "repeat": repeat, "arm": arm, **numbers, **made}
+            add(record, path, bench.key)
+            what = ", ".join(str(record[name]) for name in bench.key)
+            print(f"{what} {repeat + 1}/{repeats}: {record['seconds']:.4g} s", flush=True)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -85,16 +84,6 @@ def test_a_bench_resumes_where_it_stopped_and_what_other_makers_measured_is_repl
     )
     _, records = race.run(1, MADE | {"commit": "another"})
     assert records == [("a", 0, 1.0), ("b", 0, 1.0)]
-
-
-def test_a_case_can_make_its_own_records_of_a_round(tmp_path):
-    def records_of(measured):
-        yield {"seconds": measured["b"]["seconds"] / measured["a"]["seconds"]}
-
-    race = Race(tmp_path, records=records_of)
-    race.bench = replace(race.bench, key=("case",))
-    assert race.run(1)[1] == [(None, 0, 1.0)]
-    assert race.run(1) == ([], [(None, 0, 1.0)]), "all is done"
 
 
 def test_cells_are_medians_and_extremes_of_a_row_and_of_its_ratios_to_the_first():
