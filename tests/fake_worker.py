@@ -1,5 +1,6 @@
-"""A rollout worker without an engine, for tests of the controller: it answers as the ticket's answer tells it to."""
+"""A rollout worker without an engine. What it samples follows from the seeds of its tickets."""
 
+import math
 import multiprocessing
 import os
 import threading
@@ -8,20 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from fake_link import FakeEngine
 from trajectories import make_trajectory
 
 from asyncrl.messages import (
     Abort,
     Asleep,
-    Connect,
     Cut,
     Finished,
     Hold,
     InFlight,
     Probed,
     Ready,
-    Receiving,
     SampledTokens,
     Sleep,
     Stop,
@@ -30,122 +28,152 @@ from asyncrl.messages import (
     Update,
     Updated,
 )
-from asyncrl.records import Completion
+from asyncrl.records import Completion, Ticket, Trajectory
 from asyncrl.runlog.time_ledger import Activity
+
+TOKEN_S, MAX_TOKENS, VOCAB = 0.005, 20, 16
+REWARDS = {"ok": 1.0, "slow": 1.0, "hang": 1.0, "die": 1.0}
+TIMES_S = {"slow": 1.0, "hang": math.inf}
 
 
 def run_fake_worker(spec, connection):
     """Serve a controller.
 
-    Answers: `ok`, `vary` (reward 1 for odd members), `fail`, `hang` (until aborted), `die` (the first time),
-    `die always`, `slow` (a second).
+    Answers of tickets: `ok`, `vary` (reward 1 for odd members), `fail`, `hang` (until aborted), `die` (the first time),
+    `die always`, `slow` (a second). Any other answer is right in half of all cases.
     """
-    if multiprocessing.parent_process() is not None:  # else it runs in a thread of the test
-        os.setsid()
-    if spec.model_path == "broken":
-        with open(spec.log_path, "a") as log:
-            log.write("RuntimeError: this model is broken\nand more\n")
-        os._exit(7)
-    if spec.model_path == "mute":
-        time.sleep(60)
-    Path(spec.log_path).with_name("sockets_path").write_text(spec.sockets_path)
-    version, hanging, lock, activity = -1, {}, threading.Lock(), Activity()
-    engine = None
-
-    def send(message):
-        with lock:
-            connection.send(message)
-
-    def finish(trajectories):
-        activity.add(requests=-len(trajectories), trajectories=-len(trajectories))
-        send(Finished(trajectories, activity.report_if_due()))
-
-    send(Ready(0.0))
-    while True:
-        match connection.recv():
-            case Connect(init_info) if spec.transport == "nccl":
-                engine = FakeEngine()
-                engine.init_weight_transfer_engine(init_info)
-            case Update(version, messages, probe):
-                if engine is not None:
-                    send(Receiving())
-                if spec.model_path == "dies at version 2" and version == 2:
-                    die_once(spec)
-                if engine is not None:
-                    engine.update(messages)
-                    assert (engine.floats("w") == version).all()
-                send(Updated(version, 0.001, SampledTokens(), activity.report()))
-                if probe:
-                    logprobs = tuple(np.full(len(tokens) - 1, -1, np.float32) for tokens in probe)
-                    send(Probed(version, logprobs))
-            case Tickets(tickets):
-                num_members = sum(ticket.num_members for ticket in tickets)
-                activity.add(requests=num_members, trajectories=num_members)
-                for ticket in tickets:
-                    if ticket.answer == "hang":
-                        hanging[ticket.ticket_id] = ticket
-                    elif ticket.answer == "slow":
-                        threading.Timer(1.0, finish, [[answer(ticket, version, spec)]]).start()
-                    else:
-                        members = range(ticket.member, ticket.member + ticket.num_members)
-                        finish([answer(ticket, version, spec, member) for member in members])
-            case Cut() if spec.model_path != "does not say":
-                send(InFlight({i: partial(ticket, version) for i, ticket in hanging.items()}, {}))
-            case Abort(ticket_ids):
-                aborted = [hanging.pop(i) for i in ticket_ids if i in hanging]
-                finish([trajectory(ticket, version, spec, "aborted") for ticket in aborted])
-            case Hold(reason):
-                activity.hold(reason)
-            case Sleep():
-                with open(spec.log_path + ".slept", "a") as log:
-                    log.write(f"{version}\n")
-                send(Asleep())
-            case Stop():
-                send(Stopped(activity.report()))
-                return
+    FakeWorker(spec, connection, token_s=0.0).serve()
 
 
-def partial(ticket, version):
-    """A token more than there was."""
-    versions = [] if ticket.prefix is None else ticket.prefix.policy_versions.tolist()
-    versions = np.array([*versions, version], np.int32)
-    zeros = np.zeros(len(versions), np.float32)
-    return Completion([5] * len(versions), zeros, versions, "aborted")
-
-
-def die_once(spec):
-    path = Path(spec.log_path + ".died")
-    if not path.exists():
-        path.touch()
-        time.sleep(0.1)
-        os._exit(5)
-
-
-def answer(ticket, version, spec, member=None):
-    if ticket.answer == "die always" or (ticket.answer == "die" and ticket.attempt == 0):
-        os._exit(3)
-    return trajectory(
-        ticket, version, spec, "failed" if ticket.answer == "fail" else "stop", member
-    )
-
-
-def trajectory(ticket, version, spec, finish_reason, member=None):
-    member = ticket.member if member is None else member
-    reward = member % 2 if ticket.answer == "vary" else 1
-    now = time.time()
-    start = len(ticket.prompt_tokens)
-    mask = np.arange(start + 2) >= start
+def response_to(ticket: Ticket, member: int, version: int, worker: int) -> Trajectory:
+    """What a member of a ticket's group samples; it continues what there was."""
+    rng, prefix, now = np.random.default_rng((ticket.seed, member)), ticket.prefix, time.time()
+    tokens = [] if prefix is None else prefix.tokens
+    versions = [] if prefix is None else prefix.policy_versions.tolist()
+    new = rng.integers(3, VOCAB, rng.integers(1, MAX_TOKENS + 1 - len(tokens))).tolist()
+    versions = np.array([-1] * len(ticket.prompt_tokens) + versions + [version] * len(new))
+    reward = REWARDS.get(ticket.answer, float(rng.random() < 0.5))
     return replace(
-        make_trajectory(ticket.group_id, member, (), finish_reason),
+        make_trajectory(ticket.group_id, member),
         ticket_id=ticket.ticket_id,
-        tokens=np.array([*ticket.prompt_tokens, 5, 1]),
-        loss_mask=mask,
-        behavior_logprobs=np.zeros(start + 2, np.float32),
-        policy_versions=np.where(mask, version, -1).astype(np.int32),
-        reward=float(reward) if finish_reason == "stop" else float("nan"),
-        failure="ValueError: no good" if finish_reason == "failed" else "",
+        tokens=np.array([*ticket.prompt_tokens, *tokens, *new]),
+        loss_mask=versions >= 0,
+        behavior_logprobs=np.where(versions >= 0, -2.0, 0.0).astype(np.float32),
+        policy_versions=versions.astype(np.int32),
+        reward=float(member % 2) if ticket.answer == "vary" else reward,
         started_at=now - 0.01,
         ended_at=now,
-        worker=spec.placement.worker,
+        worker=worker,
         turns=((now - 0.01, now, now),),
     )
+
+
+class FakeWorker:
+    """Serves a controller; it takes some seconds for each token."""
+
+    def __init__(self, spec, connection, token_s):
+        self.spec, self.connection, self.token_s = spec, connection, token_s
+        self.lock, self.activity = threading.RLock(), Activity()
+        self.version = -1
+        self.running = {}
+        """Ticket id -> the ticket, what it will have sampled, and when it began."""
+        self.model = spec.model_path
+        """How it starts and loads weights: `fine`, `broken`, `mute`, `does not say` or `dies at version 2`."""
+
+    def send(self, message):
+        with self.lock:
+            self.connection.send(message)
+
+    def serve(self):
+        if multiprocessing.parent_process() is not None:  # else it runs in a thread of the test
+            os.setsid()
+        if self.model == "broken":
+            with open(self.spec.log_path, "a") as log:
+                log.write("RuntimeError: this model is broken\nand more\n")
+            os._exit(7)
+        if self.model == "mute":
+            time.sleep(60)
+        self.send(Ready(0.0))
+        while True:
+            match self.connection.recv():
+                case Update(version, _, probe):
+                    self.load(version, probe)
+                case Tickets(tickets):
+                    for ticket in tickets:
+                        self.begin(ticket)
+                case Cut() if self.model != "does not say":
+                    self.send(InFlight(self.partials(), {}))
+                case Abort(ticket_ids):
+                    for ticket_id in ticket_ids:
+                        self.end(ticket_id, "aborted")
+                case Hold(reason):
+                    self.activity.hold(reason)
+                case Sleep():
+                    with open(self.spec.log_path + ".slept", "a") as log:
+                        log.write(f"{self.version}\n")
+                    self.send(Asleep())
+                case Stop():
+                    self.send(Stopped(self.activity.report()))
+                    return
+
+    def load(self, version, probe):
+        death = Path(self.spec.log_path + ".died")
+        if self.model == "dies at version 2" and version == 2 and not death.exists():
+            death.touch()
+            time.sleep(0.1)
+            os._exit(5)
+        self.version = version
+        with self.lock:
+            self.send(Updated(version, 0.001, SampledTokens(), self.activity.report()))
+        if probe:
+            logprobs = tuple(np.full(len(tokens) - 1, -1, np.float32) for tokens in probe)
+            self.send(Probed(version, logprobs))
+
+    def begin(self, ticket):
+        if ticket.answer == "die always" or (ticket.answer == "die" and ticket.attempt == 0):
+            os._exit(3)
+        members = range(ticket.member, ticket.member + ticket.num_members)
+        worker = self.spec.placement.worker
+        responses = [response_to(ticket, member, self.version, worker) for member in members]
+        with self.lock:
+            self.activity.add(requests=len(members), trajectories=len(members))
+            self.running[ticket.ticket_id] = ticket, responses, time.monotonic()
+        num_old = 0 if ticket.prefix is None else len(ticket.prefix.tokens)
+        sampling_s = self.token_s * (responses[0].num_generated - num_old)
+        sampling_s = TIMES_S.get(ticket.answer, sampling_s)
+        if sampling_s == 0:
+            self.end(ticket.ticket_id)
+        elif sampling_s < math.inf:
+            threading.Timer(sampling_s, self.end, [ticket.ticket_id]).start()
+
+    def end(self, ticket_id, reason="stop"):
+        """Send what a ticket has, unless that has been done."""
+        with self.lock:
+            if ticket_id not in self.running:
+                return
+            ticket, responses, _ = self.running.pop(ticket_id)
+            if ticket.answer == "fail":
+                reason = "failed"
+            if reason != "stop":
+                failure = "ValueError: no good" if reason == "failed" else ""
+                changes = {"finish_reason": reason, "reward": math.nan, "failure": failure}
+                responses = [replace(response, **changes) for response in responses]
+            self.activity.add(requests=-len(responses), trajectories=-len(responses))
+            self.send(Finished(responses, self.activity.report_if_due()))
+
+    def partials(self):
+        """How far everything is that has begun, but for what has no token yet."""
+        partials = {}
+        for ticket, (response, *_), began in list(self.running.values()):
+            num_old = 0 if ticket.prefix is None else len(ticket.prefix.tokens)
+            num_new = int((time.monotonic() - began) / TOKEN_S)
+            num_tokens = min(num_old + num_new, response.num_generated - 1)
+            if num_tokens:
+                written = np.flatnonzero(response.loss_mask)[:num_tokens]
+                partials[ticket.ticket_id] = Completion(
+                    response.tokens[written].tolist(),
+                    response.behavior_logprobs[written],
+                    response.policy_versions[written],
+                    "aborted",
+                )
+        return partials

@@ -29,9 +29,8 @@ def copy_without(folder: Path, *names: str) -> Path:
     """A copy of all that a run needs, without some of the optional systems, each a file or a folder of extras."""
     for name in ("algos", "data", "asyncrl", "extras"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (*ROOT.glob("*.py"), ROOT / "tests" / "fake_job.py"):
-        (folder / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
-        shutil.copy(path, folder / path.relative_to(ROOT))
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder / path.name)
     for path in [folder / "extras" / name for name in names]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return folder

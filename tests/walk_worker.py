@@ -24,6 +24,7 @@ from asyncrl.messages import (
     Hold,
     InFlight,
     Ready,
+    Receiving,
     SampledTokens,
     Suspend,
     Tickets,
@@ -58,7 +59,7 @@ class WalkProcess:
     """Stands where WorkerProcess does: the controller's messages wait in `inbox`, its own in `outbox`."""
 
     def __init__(self, config, index, walk):
-        """`walk` has rng, failure_share, the version that each weight buffer holds, and is told what is sent."""
+        """`walk` has rng, failure_share and the transport, and is told what is sent."""
         self.config, self.index, self.walk, self.rng = config, index, walk, walk.rng
         self.inbox, self.outbox = deque(), deque()
         self.reading, self.started_at, self.exit_code = Future(), time.monotonic(), None
@@ -74,6 +75,8 @@ class WalkProcess:
         self.sent_version = -1
         """Version of the newest update sent to it."""
         self.fetching = None
+        self.is_receiving = False
+        """Whether it waits for weights to be sent."""
         self.is_asked = False
         """Whether it was asked how far its responses are, which it says at once."""
         self.lapsed = set()
@@ -136,7 +139,7 @@ class WalkProcess:
         if self.fetching is not None:
             yield "fetch", self.fetch
         is_idle = self.config.on_update != "wait" or not self._are("sampling")
-        if self.loading is not None and is_idle:
+        if self.loading is not None and is_idle and not self.is_receiving:
             yield "load", self.load
         movable = [e for e in itertools.chain(*self.episodes.values()) if self._can_move(e)]
         if movable:
@@ -147,7 +150,7 @@ class WalkProcess:
         self.outbox.append(Ready(0.0))
 
     def die(self):
-        self.exit_code = -9
+        self.exit_code, self.is_asked = -9, False
         self.outbox.append(None)
 
     def read(self):
@@ -158,6 +161,9 @@ class WalkProcess:
             case Update() as update:
                 self.loading = update
                 self._stand()
+                if self.walk.transport.sends and "buffer" in update.update_infos[0]:
+                    self.is_receiving = True
+                    self.outbox.append(Receiving())
             case Fetch(version):
                 assert self.fetching is None and version >= self.version
                 self.fetching = version
@@ -205,8 +211,9 @@ class WalkProcess:
         """Finish loading; the buffer must still hold what it held."""
         update, self.loading = self.loading, None
         (info,) = update.update_infos
-        there = self.walk.buffers[info["buffer"]] if "buffer" in info else info["version"]
-        assert there == update.version, "a buffer was overwritten while read"
+        is_here = "buffer" in info
+        held = self.walk.transport.versions[info["buffer"]] if is_here else info["version"]
+        assert held == update.version, "a buffer was overwritten while read"
         self.version, self.stands = update.version, False
         discarded, self.discarded = self.discarded, 0
         self.outbox.append(Updated(self.version, 0.0, SampledTokens(discarded=discarded), None))
@@ -331,17 +338,6 @@ class WithoutProcesses:
     def __init__(self, walk, config, placement):
         super().__init__(config, placement, "", Path(), main=None)
         self.walk = walk
-
-    def ask(self):
-        """As the real ones; who waits for the answers lets the workers act."""
-        have_answered = super().ask()
-
-        def let_act():
-            while not have_answered():
-                self.walk.act([*self.walk.events_of_workers(), *self.walk.events_of_leaving()])
-            return True
-
-        return let_act
 
     def _start(self, index, num_restarts=0):
         process = WalkProcess(self.config, index, self.walk)

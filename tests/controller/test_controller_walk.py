@@ -61,16 +61,38 @@ def draw_config(rng):
 
 
 class WalkTransport(Buffers):
-    """Buffers of which only the version is kept."""
+    """Buffers of which only the version is kept; one that sends does so only to who waits for it."""
 
-    def __init__(self, oracle, num_buffers):
+    def __init__(self, walk, num_buffers, sends):
         super().__init__(num_buffers)
-        self.oracle = oracle
+        self.walk, self.sends = walk, sends
+        self.versions = [None] * num_buffers
+        """What each buffer holds; nothing from the moment in which it is written until it is announced."""
+        self.connected = set()
+
+    def init_info(self, worker=0):
+        assert worker not in self.connected, "what joined the trainer to a dead worker is kept"
+        self.connected.add(worker)
+        return {}
+
+    def drop(self, worker):
+        self.connected.discard(worker)
+
+    def stage(self, version, parameters):
+        index = self.take_buffer()
+        self.versions[index] = None
+        return Staged(index, [{"buffer": index, "version": version}])
 
     def announce(self, staged):
         super().announce(staged)
         (info,) = staged.messages
-        self.oracle.announce(info["version"], info["trainer_version"], info["evaluate"])
+        self.versions[staged.buffer] = info["version"]
+        self.walk.oracle.announce(info["version"], info["trainer_version"], info["evaluate"])
+
+    def send(self, worker, staged):
+        process = self.walk.controller.workers[worker].process
+        assert self.sends and staged.messages == process.loading.update_infos
+        process.is_receiving = False
 
 
 class Walk:
@@ -89,14 +111,14 @@ class Walk:
         """State and oracle of the newest checkpoint."""
         self.refusals_left = rng.choice([0, 2, 5]) if config.listen else 0
         self.is_to_be_longer = rng.random() < 0.2
-        # hosts that join have theirs
+        # hosts that join have their own
         self.num_buffers = 2 if config.listen else rng.choice([1, 2])
         self._begin(Oracle(config, num_eval_problems), None)
 
     def _begin(self, oracle, state):
         """Start the processes of a run, a new one if there is no state."""
         config, self.oracle, self.state = self.config, oracle, state
-        self.buffers, self.transport = [None, None], WalkTransport(oracle, self.num_buffers)
+        self.transport = WalkTransport(self, self.num_buffers, sends=self.num_buffers == 1)
         self.delivering = {}
         self.num_deaths = Counter()
         """Deaths of each worker since a response came back from it."""
@@ -119,8 +141,14 @@ class Walk:
         self.controller = kinds[1](config, workers, tickets, self._record, restored=state)
         if config.listen:
             self.controller.pulled = PullTransport([])
+        self.controller.lock.wait = self._act_while_waiting
         self.controller.launch()
         self.trainer = "connecting"
+
+    def _act_while_waiting(self, timeout):
+        """What waits for the controller's state to change: workers act and leave meanwhile."""
+        self._act([*self._events_of_workers(), *self._events_of_leaving()])
+        return True
 
     @property
     def version(self):
@@ -138,15 +166,15 @@ class Walk:
                 self.is_to_be_longer = False
                 self._cut()
                 self._crash()
-            events = [*self.events_of_workers()]
+            events = [*self._events_of_workers()]
             if self.trainer == "waiting" and not events and [*self.controller.workers]:
                 assert self.take(), "nothing can happen any more"
                 self._check()
             else:
-                self.act([*events, *self._events_of_trainer()])
+                self._act([*events, *self._events_of_trainer()])
         raise AssertionError(f"no end after {MAX_EVENTS} events")
 
-    def act(self, events):
+    def _act(self, events):
         """Let one of them happen. Those of the same kind and worker are as fast as each other; of the others some are
         far slower in a walk."""
         assert events, "nothing can happen any more"
@@ -174,7 +202,7 @@ class Walk:
             is_batch = self.config.scheduling == "batch"
             assert num_given <= self.config.max_running_requests or is_batch
 
-    def events_of_workers(self):
+    def _events_of_workers(self):
         for worker in list(self.controller.workers):
             process = worker.process
             for kind, event in process.events():
@@ -184,7 +212,7 @@ class Walk:
 
     def _events_of_trainer(self):
         match self.trainer:
-            case "connecting" if not self.controller.workers.starting:
+            case "connecting":
                 yield ("connect", -1), self._connect
             case "waiting":
                 yield ("take", -1), self.take
@@ -195,27 +223,21 @@ class Walk:
                     yield ("refuse", worker), lambda worker=worker: self._refuse(worker)
             case "training":
                 yield ("train", -1), self._end_step
-            case "publishing" if self._may_stage():
+            case "publishing":
                 yield ("stage", -1), self._stage
             case "staging":
                 yield ("publish", -1), self._publish
-        is_between_steps = (
-            self.trainer in ("waiting", "verifying", "finishing")
-            and self.controller.announcements.deferred is None
-        )
-        if is_between_steps and self.cuts_left:
+        if self.trainer in ("waiting", "verifying", "finishing") and self.cuts_left:
             yield ("cut", -1), self._cut
         if self.saved is not None and self.crashes_left:
             yield ("crash", -1), self._crash
-        yield from self.events_of_leaving()
+        if self.trainer != "connecting" and (
+            self.joins_left or (self.config.listen and not [*self.controller.workers])
+        ):
+            yield ("join", -1), self._join
+        yield from self._events_of_leaving()
 
-    def _may_stage(self):
-        """As Controller.stage waits."""
-        if not self.transport.keeps_announced and self.controller.evaluation is not None:
-            return False
-        return self.transport.reserve()
-
-    def events_of_leaving(self):
+    def _events_of_leaving(self):
         for worker in self.controller.workers:
             if (
                 worker.is_up
@@ -227,19 +249,15 @@ class Walk:
                     yield ("die", -worker.index), lambda worker=worker: self._shut_out(worker)
                     if worker.running:
                         yield ("lapse", worker.index), lambda worker=worker: self._end_lease(worker)
-        if self.trainer != "connecting" and (
-            self.joins_left or (self.config.listen and not [*self.controller.workers])
-        ):
-            yield ("join", -1), self._join
 
     def _may_die(self, worker):
         return self.deaths_left and self.num_deaths[worker.index] < MAX_RESTARTS
 
     def _cut(self):
-        """Workers act, and die, while it waits for what they say."""
         self.cuts_left = max(0, self.cuts_left - 1)
         self.oracle.lost, self.oracle.is_last = {}, self.version == self.steps
         state = self.controller.cut(lambda: {"events": self.oracle.num_events})
+        assert not any(worker.process.is_asked for worker in self.controller.workers)
         self.saved = plain.encode(state), copy.deepcopy(self.oracle)
 
     def _crash(self):
@@ -361,26 +379,20 @@ class Walk:
 
     def _stage(self):
         """From here to the publish weights are written over what the buffer held."""
-        self.buffer, self.trainer = self.transport.take_buffer(), "staging"
-        self.buffers[self.buffer] = None
-
-    def _publish(self):
         is_last = self.version == self.steps
         oldest = 0 if self.state is None else self.state.announced
         version = self.version if is_last else max(oldest, self.version - self.config.publish_delay)
-        self.buffers[self.buffer] = version
-        info = {
-            "buffer": self.buffer,
-            "version": version,
-            "trainer_version": self.version,
-            "evaluate": self.evaluate,
-        }
         if self.config.listen:
             self.controller.pulled.stage(version, [])
+        self.staged, self.trainer = self.controller.stage(version, []), "staging"
+
+    def _publish(self):
+        info = self.staged.messages[0]
+        info |= {"trainer_version": self.version, "evaluate": self.evaluate}
         self.controller.publish(
-            Announcement(version, self.version, Staged(self.buffer, [info]), (), self.evaluate)
+            Announcement(info["version"], self.version, self.staged, (), self.evaluate)
         )
-        self.trainer = "finishing" if is_last else "waiting"
+        self.trainer = "finishing" if self.version == self.steps else "waiting"
 
     def _check_end(self):
         self._take_evaluations()

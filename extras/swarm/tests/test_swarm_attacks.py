@@ -136,6 +136,10 @@ def changed(**fields):
     return lambda trajectories: [dataclasses.replace(trajectories[0], **fields), *trajectories[1:]]
 
 
+def reverse_tokens(trajectories):
+    return [dataclasses.replace(t, tokens=t.tokens[::-1].copy()) for t in trajectories]
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -155,7 +159,7 @@ def changed(**fields):
             [changed(finish_reason="aborted", reward=math.nan)],
             "as aborted, which it was not told to abort",
         ),
-        ([changed(tokens=np.arange(4, dtype=np.int64))], "another prompt than the ticket's"),
+        ([reverse_tokens], "another prompt than the ticket's"),
     ],
     ids=["another", "twice", "all twice", "one more", "aborted", "another prompt"],
 )
