@@ -1,15 +1,17 @@
 """Trainer and engine on one GPU, in this test's hands: they agree, through updates and through sleep."""
 
 import contextlib
+import dataclasses
 import gc
 
+import numpy as np
 import pytest
 import torch
 
 from extras.planning.memory import GIB, kv_bytes_per_token
 from extras.planning.shape import read_shape
 from scripts.bench.gpu_parts import Pair
-from scripts.bench.trainer_alone import Setup
+from scripts.bench.trainer_alone import Setup, made_up
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -53,6 +55,23 @@ def test_engine_and_trainer_agree_on_every_version_and_only_because_it_was_sent(
         session.pair.perturb(share=1.0)
         assert fresh < BOUND
         assert session.pair.gap().mean() > 3 * fresh, "the trainer has moved on, the engine has not"
+
+
+CUTS = {"temperature": 0.8, "top_p": 0.8, "top_k": 20, "min_p": 0.05}
+
+
+def test_log_probs_are_the_trainers_where_the_vocabulary_is_cut(session, monkeypatch):
+    session.publish()
+    pair, prompt = session.pair, (3, 4, 5)
+    cut = dataclasses.replace(pair.config, **CUTS)
+    monkeypatch.setattr(pair.proxy, "config", cut)
+    monkeypatch.setattr(pair.policy, "config", cut)
+    completion = pair.run(pair.proxy.generate("cut", prompt, seed=0, max_tokens=64))
+    sequence = made_up(np.array([*prompt, *completion.tokens]), len(prompt), 0)
+    (logprobs,), (uncut,) = (pair.policy.score([[sequence]], raw=raw) for raw in (False, True))
+    # rounding may put a token at the edge of the vocabulary on either side
+    assert np.abs(completion.behavior_logprobs - logprobs.numpy()).mean() < 0.1
+    assert (logprobs - uncut).mean() > 1
 
 
 def test_a_sleeping_engine_gives_its_memory_up_and_wakes_with_new_weights(session):
