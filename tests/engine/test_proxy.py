@@ -5,11 +5,11 @@ import os
 import random
 import signal
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from engine_pair import PROMPT
+from fake_engine import SamplingEngine
 from tiny_policy import VOCAB
 
 from asyncrl.config import Config
@@ -18,6 +18,7 @@ from asyncrl.records import Completion
 from extras.baselines import generate_group
 
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())
+EOS = 2
 MODES = ("keep", "recompute", "resume", "restart", "wait")
 
 
@@ -44,10 +45,8 @@ def test_a_seed_draws_one_response_and_without_one_each_token_is_the_likeliest(p
     )
     greedy = pair.generate("greedy", seed=None).tokens
     assert first == again != other and greedy not in (first, other)
-    for size in range(min(3, len(greedy))):
-        prompt = (*PROMPT, *greedy[:size])
-        logprobs = [pair.trainer_logprobs(prompt, [token], raw=True)[0] for token in range(VOCAB)]
-        assert greedy[size] == np.argmax(logprobs)
+    with pair.options(top_k=1):
+        assert not pair.trainer_logprobs(PROMPT, greedy).any(), "nothing else would be drawn"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -123,124 +122,21 @@ def test_an_engine_that_samples_is_no_error_and_one_that_is_stopped_meanwhile_is
     config, pair.proxy.config = pair.proxy.config, replace(pair.proxy.config, timeout_s=2.0)
     try:
         with pytest.raises(TimeoutError, match=r"^$"):
-            pair.run(watch(3))
+            pair.run(watch(2.5))
         with pytest.raises(TimeoutError, match="an answer of the engine took more than 2 s"):
             pair.run(watch(None))
     finally:
         pair.proxy.config = config
 
 
-class FakeEngine:
-    """The calls of vLLM. A step samples a token of a request: the number of tokens that are before it.
-
-    It insists on the order of an update, and on requests that are neither paused nor stamped with an older version.
-    """
-
-    def __init__(self, rng):
-        self.rng = rng
-        self.engine_core = self
-        self.version = None
-        self.requests = {}
-        self.seeds = {}
-        self.calls = []
-        self.num_sampled = 0
-        self.num_resumed = 0
-
-    @property
-    def state(self):
-        return self.calls[-1] if self.calls else "resume"
-
-    async def generate(self, prompt, params, engine_id):
-        assert self.state == "resume" and prompt["cache_salt"] == self.version
-        self.seeds.setdefault(engine_id.partition("-")[0], []).append(params.seed)
-        # as with vLLM, the engine does not know it at once
-        await asyncio.sleep(0)
-        request = SimpleNamespace(versions=[], ended=asyncio.Event(), reason=None)
-        request.first, request.max_tokens = len(prompt["prompt_token_ids"]), params.max_tokens
-        self.requests[engine_id] = request
-        await request.ended.wait()
-        size = len(request.versions)
-        spans = [
-            SimpleNamespace(version=version, start=place, end=place + 1)
-            for place, version in enumerate(request.versions)
-        ]
-        output = SimpleNamespace(
-            index=0,
-            token_ids=[request.first + place for place in range(size)],
-            finish_reason=request.reason,
-            logprobs=SimpleNamespace(logprobs=[-float(place) for place in range(size)]),
-            weight_versions=spans,
-        )
-        yield SimpleNamespace(finished=True, outputs=[output])
-
-    def step(self):
-        if self.requests and self.state == "resume":
-            engine_id = self.rng.choice(list(self.requests))
-            request = self.requests[engine_id]
-            request.versions.append(self.version)
-            self.num_sampled += 1
-            self.num_resumed += request.first > len(PROMPT)
-            if len(request.versions) == request.max_tokens:
-                self.end(engine_id, "length")
-            elif self.rng.random() < 0.1:
-                self.end(engine_id, "stop")
-
-    def end(self, engine_id, reason):
-        request = self.requests.pop(engine_id)
-        request.reason = reason
-        request.ended.set()
-
-    async def abort(self, engine_ids):
-        for engine_id in engine_ids:
-            if engine_id in self.requests:
-                self.end(engine_id, "abort")
-
-    async def pause_scheduler_async(self, mode, clear_cache):
-        while mode == "wait" and self.requests:
-            self.step()
-            await asyncio.sleep(0)
-        self.call("pause", after="resume")
-
-    async def sleep(self, level, mode):
-        assert not self.requests and level == 2
-        self.call("sleep", after="pause")
-
-    async def wake_up(self):
-        self.call("pause", after="sleep")
-
-    async def start_weight_update(self):
-        self.call("start", after="pause")
-
-    async def update_weights(self, request):
-        assert self.state in ("start", "receive", "load")
-        self.calls.append("load")
-        self.loaded = request.update_info["version"]
-
-    async def finish_weight_update(self):
-        self.call("finish", after="load")
-
-    async def update_weight_version(self, version):
-        assert version == str(self.loaded)
-        self.version = version
-        self.call("stamp", after="finish")
-
-    async def resume_generation(self):
-        assert self.state in ("stamp", "pause")
-        self.calls.append("resume")
-
-    def call(self, name, after):
-        assert self.state == after, f"{name} after {self.state}"
-        self.calls.append(name)
-
-
 class Walk:
-    """A proxy and a fake engine, to which a random order of things happens."""
+    """A proxy and an engine, to which a random order of things happens."""
 
     def __init__(self, mode, seed):
         self.rng = random.Random(seed)
         self.mode = mode
-        self.engine = FakeEngine(self.rng)
-        self.proxy = LLMProxy(Config(on_update=mode, max_response_tokens=9), self.engine, [])
+        self.engine = SamplingEngine(self.rng, range(3, 9), EOS)
+        self.proxy = LLMProxy(Config(on_update=mode, max_response_tokens=9), self.engine, [EOS])
         self.version = -1
         self.tasks = {}
         self.prefixes = {}
@@ -249,17 +145,12 @@ class Walk:
 
     async def run(self):
         await self.update()
-        events = [self.ask, self.step, self.step, self.step, self.update, self.suspend, self.abort]
-        if self.mode not in ("resume", "restart"):
-            events.append(self.ask_by_group)
         for _ in range(80):
-            await self.rng.choice(events)()
-            for _ in range(self.rng.randrange(3)):
+            await self.rng.choice((self.ask, self.ask, self.update, self.suspend, self.abort))()
+            for _ in range(self.rng.randrange(6)):
                 await asyncio.sleep(0)
         await self.update()
-        while not all(task.done() for task in self.tasks.values()):
-            await self.step()
-            await asyncio.sleep(0)
+        await asyncio.gather(*self.tasks.values())
 
     async def ask(self):
         """Ask for a response, or for one that a worker before has begun or ended."""
@@ -267,31 +158,18 @@ class Walk:
         size = self.rng.choice((0, 0, 2))
         version = self.rng.randint(max(0, self.version - 1), self.version)
         reason = self.rng.choice(("aborted", "aborted", "stop"))
-        tokens = [len(PROMPT) + place for place in range(size)]
-        prefix = Completion(
-            tokens, np.zeros(size, np.float32), np.full(size, version, np.int32), reason
-        )
+        versions = np.full(size, version, np.int32)
+        prefix = Completion([3, 4][:size], np.zeros(size, np.float32), versions, reason)
         self.prefixes[name] = prefix if size else None
         self.max_tokens[name] = self.rng.randint(3, 9)
-        self.tasks[name] = asyncio.create_task(
-            self.proxy.generate(
-                name, PROMPT, 1000, self.max_tokens[name], prefix=self.prefixes[name]
-            )
+        response = self.proxy.generate(
+            name, PROMPT, 1000, self.max_tokens[name], prefix=self.prefixes[name]
         )
-
-    async def ask_by_group(self):
-        name = str(len(self.tasks))
-        self.prefixes[name] = None
-        self.max_tokens[name] = 9
-        group = generate_group(self.proxy, name, PROMPT, 1000, 1)
-        self.tasks[name] = asyncio.create_task(group)
-
-    async def step(self):
-        self.engine.step()
+        self.tasks[name] = asyncio.create_task(response)
 
     async def update(self):
         self.version += 1
-        receiving = self.rng.choice((None, lambda: self.engine.call("receive", after="start")))
+        receiving = self.rng.choice((None, lambda: self.engine.enter("receive", "start")))
         infos = [{"version": self.version}] * self.rng.randint(1, 2)
         await self.proxy.update(self.version, infos, receiving)
 
@@ -310,29 +188,47 @@ class Walk:
         """Each caller has one whole response, and every token that was sampled is counted once."""
         sampled, num_kept, num_before = self.proxy.take_sampled(), 0, 0
         for name, task in self.tasks.items():
-            result = task.result()
-            completion = result[0] if isinstance(result, list) else result
-            size, prefix = len_of(completion), self.prefixes[name]
-            versions = completion.policy_versions.tolist()
-            assert completion.tokens == [len(PROMPT) + place for place in range(size)]
-            assert size <= self.max_tokens[name] and versions == sorted(versions)
-            seeds = self.engine.seeds.get(name, [])
+            completion, prefix = task.result(), self.prefixes[name]
+            requests = self.engine.requests_of(name)
             if prefix is not None and prefix.finish_reason == "stop":
-                assert completion is prefix and not seeds
+                assert completion is prefix and not requests
                 continue
-            num_kept += size
-            num_before += 0 if prefix is None else len(prefix.tokens)
-            assert completion.finish_reason != "aborted" or name in self.aborted
-            assert completion.finish_reason != "length" or size == self.max_tokens[name]
-            if self.mode == "restart" or (self.mode == "wait" and prefix is None):
-                assert len(set(versions)) <= 1
-            else:
-                assert len(seeds) == len(set(seeds))
-            assert len(seeds) <= 1 or self.mode in ("resume", "restart")
-        assert sampled.new == self.engine.num_sampled and sampled.resumed == self.engine.num_resumed
+            num_kept += len_of(completion)
+            num_before += len(rows_of(prefix))
+            self.check_response(name, completion, prefix, requests)
+        resumed = [request for request in self.engine.requests if len(request.prompt) > len(PROMPT)]
+        assert sampled.new == self.engine.num_sampled
+        assert sampled.resumed == sum(len(request.rows) for request in resumed)
         assert num_kept == num_before + sampled.new - sampled.discarded
         assert (sampled.discarded > 0) == (self.mode == "restart")
         assert not self.proxy.requests and self.proxy.version == self.version
+
+    def check_response(self, name, completion, prefix, requests):
+        """A response is what was there before and all that was sampled for it, or only that of the last version."""
+        rows, expected = rows_of(completion), rows_of(prefix)
+        for request in requests:
+            if self.mode == "restart":
+                expected = [row for row in expected if row[2] == request.version]
+            assert request.prompt == [*PROMPT, *(token for token, *_ in expected)]
+            expected += request.rows
+        assert rows == expected or (completion.finish_reason == "aborted" and not rows)
+        ends = {"stop": rows[-1:] and rows[-1][0] == EOS, "aborted": name in self.aborted}
+        assert ends.get(completion.finish_reason, len(rows) == self.max_tokens[name])
+        assert len(rows) <= self.max_tokens[name]
+        if self.mode in ("keep", "recompute", "wait"):
+            assert len(requests) <= 1
+        if self.mode != "restart":
+            assert len({request.seed for request in requests}) == len(requests)
+        if self.mode == "wait" and prefix is None:
+            assert len({version for *_, version in rows}) <= 1
+
+
+def rows_of(completion):
+    """Token, log-prob and version of each token of a response."""
+    if completion is None:
+        return []
+    columns = completion.behavior_logprobs.tolist(), completion.policy_versions.tolist()
+    return list(zip(completion.tokens, *columns, strict=True))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -343,18 +239,15 @@ def test_every_caller_gets_one_response_whatever_happens_meanwhile(mode):
         walk.check()
 
 
-class FaultyEngine(FakeEngine):
-    """Cannot load weights."""
+class FaultyEngine(SamplingEngine):
+    """Cannot load weights, and says so or hangs."""
 
     def __init__(self, error):
-        super().__init__(random.Random(0))
+        super().__init__(None, (), EOS)
         self.error = error
-        self.loaded = 3
-
-    def call(self, name, after):
-        self.calls.append(name)
 
     async def update_weights(self, request):
+        await super().update_weights(request)
         if self.error is not None:
             raise self.error
         await asyncio.sleep(60)
@@ -372,4 +265,4 @@ def test_an_update_that_fails_or_hangs_is_an_error_after_which_nothing_is_sample
     config = Config(timeout_s=60.0 if error else 0.1)
     with pytest.raises((RuntimeError, TimeoutError), match=line):
         asyncio.run(LLMProxy(config, engine, []).update(3, [{"version": 3}]))
-    assert "resume" not in engine.calls
+    assert engine.state != "resume"

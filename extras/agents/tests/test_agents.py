@@ -10,7 +10,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from fake_engine import (
+from speaking_engine import (
     KEEP,
     SpeakingEngine,
     assert_trained_once,
@@ -73,7 +73,7 @@ class Room:
         return asyncio.run(asyncio.wait_for(self._run(agent, num, answer), 100))
 
     async def _run(self, agent, num, answer):
-        await self.proxy.update(3, [{}])
+        await self.proxy.update(3, [{"version": 3}])
         serving = asyncio.create_task(self.endpoint.serve())
         self.agents.agent = agent
         self.episodes = [
@@ -198,75 +198,20 @@ def test_a_tool_call_is_read_by_the_parser_and_continues_as_it_was_written(strea
     assert CALL in room.tokenizer.decode(trajectory.tokens)
 
 
-def test_a_call_that_cannot_be_read_is_text():
+def test_a_call_or_a_tool_that_cannot_be_read_leaves_the_reply_as_text():
+    """The flat form of a tool, of another of OpenAI's interfaces, is one that vLLM refuses."""
+
     async def agent(client):
-        answer = await client.chat.completions.create(model="x", messages=[user("2")], tools=TOOLS)
-        message = answer.choices[0].message
-        return float(message.tool_calls is None and message.content == "<tool_call>{3")
+        for tools in (TOOLS, [{"type": "function", "name": "add"}]):
+            body = {"model": "x", "messages": [user("2")], "tools": tools}
+            answer = await httpx_post(client, "/chat/completions", json=body)
+            message = answer.json()["choices"][0]["message"]
+            assert message["content"] == "<tool_call>{3" and "tool_calls" not in message
+        return 1.0
 
     room = Room(lambda prompt: "<tool_call>{3", template=WITH_TOOLS, tool_parser="hermes")
-    assert room.run(Inline(agent))[0].reward == 1.0
-
-
-def test_calls_at_once_are_branches_and_what_exceeds_the_limit_together_is_dropped():
-    async def agent(client):
-        first = await client.chat.completions.create(model="x", messages=[user("start")])
-        begun = [user("start"), first.choices[0].message]
-        calls = [
-            client.chat.completions.create(model="x", messages=[*begun, user("x" * 8)])
-            for _ in range(3)
-        ]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert sum(isinstance(outcome, openai.APIStatusError) for outcome in outcomes) == 1
-        return 0.25
-
-    room = Room(shout, max_response_tokens=20)
-    (trajectory,) = room.run(Inline(agent))
-    assert (trajectory.finish_reason, trajectory.reward) == ("length", 0.25), trajectory.failure
-    assert trajectory.num_generated == 20 and trajectory.num_turns == 3
-    assert len(trajectory.segment_lengths) == 2 and room.proxy.sampled.discarded == 6 + 3 * 9 - 20
-
-
-def test_a_response_ends_at_a_text_that_the_agent_gives_and_continues_behind_it():
-    async def agent(client):
-        options = {"model": "x", "stop": ["ob", "zz"]}
-        first = await client.chat.completions.create(messages=[user("robots")], **options)
-        assert first.choices[0].message.content == "st"
-        second = await client.chat.completions.create(
-            messages=[user("robots"), first.choices[0].message, user("yes")], model="x"
-        )
-        return float(second.choices[0].message.content == "sey")
-
-    room = Room(shout)
     (trajectory,) = room.run(Inline(agent))
     assert trajectory.reward == 1.0, trajectory.failure
-    assert room.tokenizer.decode(trajectory.tokens) == (
-        "<user>robots<assistant>stob<eos><user>yes<assistant>sey<eos>"
-    )
-    assert room.proxy.sampled.discarded == 3 and len(trajectory.segment_lengths) == 1
-
-
-def test_a_stop_text_that_is_the_end_token_leaves_the_reply_whole():
-    async def agent(client):
-        options = {"model": "x", "stop": ["<eos>"]}
-        answer = await client.completions.create(prompt="<user>robots<assistant>", **options)
-        return float(answer.choices[0].text == "stobor")
-
-    assert Room(shout).run(Inline(agent))[0].reward == 1.0
-
-
-def test_a_tool_that_no_parser_can_read_loses_no_token():
-    """The flat form of another of OpenAI's interfaces, which vLLM refuses."""
-
-    async def agent(client):
-        tools = [{"type": "function", "name": "add"}]
-        body = {"model": "x", "messages": [user("2")], "tools": tools}
-        answer = await httpx_post(client, "/chat/completions", json=body)
-        return float(answer.json()["choices"][0]["message"]["content"] == "abc")
-
-    room = Room(lambda prompt: "abc", template=WITH_TOOLS, tool_parser="hermes")
-    (trajectory,) = room.run(Inline(agent))
-    assert trajectory.reward == 1.0 and trajectory.num_generated == 4
 
 
 def test_a_dead_engine_ends_the_worker_and_fails_no_trajectory():
@@ -367,16 +312,10 @@ def test_two_agents_never_mix_and_a_key_ends_with_its_trajectory():
 
 
 def test_the_endpoint_listens_on_the_loopback_address_only():
-    room = Room(shout)
-    room.endpoint._socket.listen()
-    port = int(room.endpoint.url.split(":")[2].removesuffix("/v1"))
-    (listening,) = {
-        connection.laddr.ip
-        for connection in psutil.Process().net_connections()
-        if connection.status == "LISTEN" and connection.laddr.port == port
-    }
-    room.endpoint.close()
-    assert listening == "127.0.0.1"
+    endpoint = Endpoint(Config())
+    host, _ = endpoint._socket.getsockname()
+    endpoint.close()
+    assert host == "127.0.0.1"
 
 
 # Coroutines of files
@@ -408,17 +347,12 @@ def run_file(tmp_path, body, num=1, **options):
     return room.run(load_agent(path), num, answer='{"n": 4}')
 
 
-def test_the_coroutine_of_a_file_gets_a_client_and_its_problem(tmp_path):
-    trajectories = run_file(tmp_path, "pass", num=30)
-    assert [trajectory.reward for trajectory in trajectories] == [5.0] * 30
-
-
-def test_an_agent_may_close_its_client_and_no_proxy_of_the_environment_is_asked(
+def test_the_coroutine_of_a_file_gets_a_client_which_asks_no_proxy_and_its_problem(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    trajectories = run_file(tmp_path, "await client.close()", num=5)
-    assert [trajectory.reward for trajectory in trajectories] == [5.0] * 5
+    trajectories = run_file(tmp_path, "await client.close()", num=30)
+    assert [trajectory.reward for trajectory in trajectories] == [5.0] * 30
 
 
 @pytest.mark.parametrize(
@@ -427,17 +361,16 @@ def test_an_agent_may_close_its_client_and_no_proxy_of_the_environment_is_asked(
         ("raise KeyError('no')", ":run, line 11: KeyError: 'no'"),
         ("raise SystemExit(3)", ":run, line 11: SystemExit: 3"),
         ("return 'much'", "the reward is 'much', not a finite number or a dict of them"),
-        ("return float('nan')", "the reward is nan, not a finite number or a dict of them"),
-        ("return {'a': 'x'}", "the part 'a' is 'x', not a finite number"),
         ("raise asyncio.CancelledError", "no call and no end for 1 s"),
         ("await asyncio.sleep(60)", "no call and no end for 1 s"),
         ("time.sleep(3)", "no call and no end for 1 s"),
     ],
 )
 def test_an_agent_that_raises_or_hangs_has_failed_and_says_why(tmp_path, body, failure):
-    (trajectory,) = run_file(tmp_path, body, env_timeout_s=1.0)
+    hangs = failure.startswith("no call")
+    (trajectory,) = run_file(tmp_path, body, env_timeout_s=1.0 if hangs else 60.0)
     assert trajectory.finish_reason == "failed" and trajectory.failure.endswith(failure)
-    assert trajectory.num_generated == 5
+    assert hangs or trajectory.num_generated == 5
 
 
 def test_an_agent_that_repeats_a_call_that_is_refused_gets_no_new_time(tmp_path):
@@ -446,7 +379,7 @@ def test_an_agent_that_repeats_a_call_that_is_refused_gets_no_new_time(tmp_path)
             await client.chat.completions.create(model="x", messages=[{"role": "user", "content": "y" * 500}])
         except Exception:
             await asyncio.sleep(0.05)"""
-    (trajectory,) = run_file(tmp_path, body, env_timeout_s=1.0)
+    (trajectory,) = run_file(tmp_path, body, env_timeout_s=2.0)
     assert (trajectory.finish_reason, trajectory.reward) == ("length", 0.0)
 
 
@@ -480,55 +413,52 @@ def test_an_agent_that_blocks_its_loop_leaves_it_and_the_next_one_works(tmp_path
 
 # Programs
 
-PROGRAM = '''
-import json, os, subprocess, sys, time
-problem = json.loads(sys.stdin.readline())
+PROGRAM = """
+import json, sys
 from openai import OpenAI
-answer = OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": problem["word"]}])
+word = json.loads(sys.stdin.readline())["word"]
+answer = OpenAI().chat.completions.create(model="x", messages=[{"role": "user", "content": word}])
 print("not this line")
-BODY
-print(float(answer.choices[0].message.content == problem["word"][::-1]))
-'''  # fmt: skip
+print(json.dumps({"a": answer.choices[0].message.content == word[::-1], "b": 2}))
+"""
 
 
-def run_program(tmp_path, body, **options):
+def run_program(tmp_path, source, **options):
     path = tmp_path / "program.py"
-    path.write_text(PROGRAM.replace("BODY", body))
+    path.write_text(source)
     room = Room(shout, read_reward=last_line_as_reward, **options)
     return room.run(Programs(f"{sys.executable} {path}"), answer='{"word": "drawer"}')[0]
 
 
 def test_a_program_reads_its_problem_and_its_last_line_is_the_reward(tmp_path):
-    trajectory = run_program(tmp_path, "")
-    assert trajectory.reward == 1.0 and trajectory.num_generated == 7, trajectory.failure
-    body = "print(json.dumps({'a': 1, 'b': 2})); sys.exit()"
-    assert run_program(tmp_path, body).reward_parts == {"a": 1.0, "b": 2.0}
+    trajectory = run_program(tmp_path, PROGRAM)
+    assert trajectory.num_generated == 7, trajectory.failure
+    assert (trajectory.reward, trajectory.reward_parts) == (3.0, {"a": 1.0, "b": 2.0})
 
 
 @pytest.mark.parametrize(
-    ("body", "failure"),
+    ("source", "failure"),
     [
-        ("sys.exit(7)", " ended with status 7; the log of its worker has what it said"),
+        ("raise SystemExit(7)", " ended with status 7; the log of its worker has what it said"),
         ("print('x' * 2**21)", " printed more than 1048576 bytes"),
-        (
-            "print('fine'); sys.exit()",
-            "the last line of its output is 'fine', expected the reward …",
-        ),
+        ("print('fine')", "the last line of its output is 'fine', expected the reward"),
     ],
 )
-def test_a_program_that_fails_says_why(tmp_path, body, failure):
-    trajectory = run_program(tmp_path, body)
-    assert trajectory.finish_reason == "failed" and failure.rstrip("…") in trajectory.failure
+def test_a_program_that_fails_says_why(tmp_path, source, failure):
+    trajectory = run_program(tmp_path, source)
+    assert trajectory.finish_reason == "failed" and failure in trajectory.failure
 
 
 def test_a_program_that_hangs_is_gone_with_all_that_it_started(tmp_path):
     pids = tmp_path / "pids"
-    body = (
-        "child = subprocess.Popen(['sleep', '100']); "
-        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); time.sleep(100)"
+    source = (
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '100'])\n"
+        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        "time.sleep(100)"
     )
-    trajectory = run_program(tmp_path, body, env_timeout_s=8.0)
-    assert trajectory.failure == "no call and no end for 8 s"
+    trajectory = run_program(tmp_path, source, env_timeout_s=3.0)
+    assert trajectory.failure == "no call and no end for 3 s"
     for pid in map(int, pids.read_text().split()):
         deadline = time.monotonic() + 20
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:

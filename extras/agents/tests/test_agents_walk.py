@@ -1,16 +1,17 @@
-"""A random walk of a thousand agents, whose trajectories an oracle computes from what the engine sampled."""
+"""A random walk of hundreds of agents, whose trajectories an oracle computes from what the engine sampled."""
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections import Counter
 
 import pytest
-from fake_engine import (
+from fake_engine import SamplingEngine
+from speaking_engine import (
     DROP,
     KEEP,
     LETTERS,
-    SamplingEngine,
     assert_trained_once,
     calls_of,
     make_ticket,
@@ -19,14 +20,20 @@ from fake_engine import (
 
 from asyncrl.config import Config
 from asyncrl.engine.proxy import LLMProxy
+from asyncrl.engine.score import Failed
 from extras.agents.endpoint import Endpoint
 from extras.agents.episode import AgentEpisode, Agents
 from extras.agents.protocol import ChatRequest, RequestError
 from extras.agents.replies import Replies
 from extras.agents.template import Template
 
-NUM_AGENTS, NUM_TOGETHER = 1000, 50
+NUM_AGENTS, NUM_TOGETHER = 150, 50
 LIMIT, CONTEXT = 24, 34
+KINDS = {
+    "new", "go on", "shorten", "edit", "again", "left", "hangs", "raises", "stopped at a text", "length", "stop",
+    "failed", "context_length_exceeded", "max_response_tokens", "aborted",
+}  # fmt: skip
+"""What a walk has to have met."""
 
 
 class Oracle:
@@ -107,7 +114,7 @@ class RandomAgent:
             await asyncio.Event().wait()
         if ending < 0.08:
             self.seen["raises"] += 1
-            raise_failed()
+            raise Failed("no good")
         return 0.5
 
     def next_messages(self):
@@ -132,7 +139,7 @@ class RandomAgent:
 
     async def call(self):
         messages = self.next_messages()
-        stop = self.rng.choice((None, None, None, "da"))
+        stop = self.rng.choice((None, None, "da", ["zz", "da"], "<eos>"))
         request = ChatRequest(
             messages=messages, max_tokens=self.rng.choice((None, 1, 4)), stop=stop
         )
@@ -152,13 +159,98 @@ class RandomAgent:
         self.asked.append(messages)
         history = [*messages, {"role": "assistant", "content": reply["content"]}]
         self.histories.append(history)
-        self.seen["stopped at a text"] += bool(stop) and stop in begins.said
+        text = begins.said
+        if stop and "da" in stop:
+            self.seen["stopped at a text"] += "da" in text
+            text = text.partition("da")[0]
+        assert reply["content"] == text
 
 
-def raise_failed():
-    from asyncrl.engine.score import Failed
+class Walk:
+    """Agents of one worker, over an engine that samples random letters through updates."""
 
-    raise Failed("no good")
+    def __init__(self, template, on_update):
+        self.rng, self.seen = random.Random(0), Counter()
+        self.tokenizer, self.drops = make_tokenizer(template), template == DROP
+        eos = self.tokenizer.eos_token_id
+        letters = self.tokenizer.convert_tokens_to_ids([*LETTERS, "ab"])
+        self.engine = SamplingEngine(self.rng, letters, eos)
+        self.config = Config(
+            task="agent:x",
+            max_prompt_tokens=CONTEXT - LIMIT,
+            max_response_tokens=LIMIT,
+            env_timeout_s=1.0,
+            on_update=on_update,
+        )
+        self.proxy = LLMProxy(self.config, self.engine, [eos])
+        self.endpoint = Endpoint(self.config)
+        self.shared = (
+            self.endpoint,
+            Template(self.tokenizer, [eos]),
+            Replies(self.config, self.tokenizer),
+        )
+
+    async def run(self):
+        await self.proxy.update(0, [{"version": 0}])
+        updating = asyncio.create_task(self.update())
+        ticket_ids = iter(range(1, NUM_AGENTS + 1))
+        await asyncio.gather(*(self.run_some(ticket_ids) for _ in range(NUM_TOGETHER)))
+        updating.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await updating
+        self.endpoint.close()
+
+    async def update(self):
+        for version in itertools.count(1):
+            await asyncio.sleep(0.05)
+            await self.proxy.update(version, [{"version": version}])
+
+    async def run_some(self, ticket_ids):
+        for ticket_id in ticket_ids:
+            agent = RandomAgent(self.rng, self.tokenizer, self.drops, self.seen)
+            episode = AgentEpisode(
+                self.config,
+                make_ticket(ticket_id),
+                0,
+                agents=Agents(agent, *self.shared, float, None),
+                proxy=self.proxy,
+            )
+            agent.episode = episode
+            agent.oracle.listen(episode.calls)
+            self.check(await self.run_to_end(episode), episode, agent.oracle)
+
+    async def run_to_end(self, episode):
+        """The trajectory of an episode, which may be given up."""
+        running = asyncio.create_task(episode.run(0))
+        if self.rng.random() < 0.05:
+            for _ in range(self.rng.randrange(30)):
+                await asyncio.sleep(0)
+            self.seen["aborted"] += not running.done()
+            episode.abort()
+        return await running
+
+    def check(self, trajectory, episode, oracle):
+        """The trajectory has what the engine sampled for its calls, up to the limit, and no segment too many."""
+        self.seen[trajectory.finish_reason] += 1
+        kept = [call for call in episode.calls._calls if call.completion is not None]
+        cut = []
+        # one that was given up while the engine was paused has never reached it
+        sampled = calls_of(self.engine, trajectory.ticket_id, len(kept))
+        for call, (prompt, rows) in zip(kept, sampled, strict=True):
+            tokens = call.completion.tokens
+            assert call.tokens == prompt or not rows
+            assert tokens == [token for token, *_ in rows[: len(tokens)]]
+            cut.append((prompt, rows[: len(tokens)]))
+        assert_trained_once(trajectory, cut)
+        assert trajectory.num_generated <= LIMIT
+        assert trajectory.num_turns == sum(bool(rows) for _, rows in cut)
+        numbers = {
+            number
+            for number, call in enumerate(episode.calls._calls)
+            if call.completion is not None and call.completion.tokens
+        }
+        continued = {oracle.parents.get(number) for number in numbers} - {None}
+        assert len(trajectory.segment_lengths) == len(numbers) - len(continued)
 
 
 @pytest.mark.parametrize("on_update", ["keep", "resume"])
@@ -166,85 +258,8 @@ def raise_failed():
 def test_every_token_that_is_sampled_for_an_agent_is_trained_once_behind_what_the_engine_read(
     template, on_update
 ):
-    rng, seen = random.Random(0), Counter()
-    tokenizer = make_tokenizer(template)
-    eos = tokenizer.eos_token_id
-    engine = SamplingEngine(rng, tokenizer.convert_tokens_to_ids([*LETTERS, "ab"]), eos)
-    config = Config(
-        task="agent:x",
-        max_prompt_tokens=CONTEXT - LIMIT,
-        max_response_tokens=LIMIT,
-        env_timeout_s=1.0,
-        on_update=on_update,
-    )
-    proxy = LLMProxy(config, engine, [eos])
-    endpoint = Endpoint(config)
-
-    async def run_one(ticket_id, group):
-        agent = RandomAgent(rng, tokenizer, template == DROP, seen)
-        agents = Agents(
-            agent, endpoint, Template(tokenizer, [eos]), Replies(config, tokenizer), float, None
-        )
-        episode = AgentEpisode(config, make_ticket(ticket_id), 0, agents=agents, proxy=proxy)
-        agent.episode = episode
-        agent.oracle.listen(episode.calls)
-        running = asyncio.create_task(episode.run(0))
-        if rng.random() < 0.05:
-            for _ in range(rng.randrange(30)):
-                await asyncio.sleep(0)
-            seen["aborted"] += not running.done()
-            episode.abort()
-        trajectory = await running
-        check(trajectory, episode, agent)
-
-    def check(trajectory, episode, agent):
-        seen[trajectory.finish_reason] += 1
-        kept = [call for call in episode.calls._calls if call.completion is not None]
-        # one that was given up while the engine was paused has never reached it
-        sampled = calls_of(engine, trajectory.ticket_id, len(kept))
-        cut = []
-        for call, columns in zip(kept, sampled, strict=True):
-            prompt, tokens, *_ = columns
-            size = len(call.completion.tokens)
-            assert call.tokens == prompt or not tokens
-            assert call.completion.tokens == tokens[:size]
-            cut.append((prompt, *(column[:size] for column in columns[1:])))
-        assert_trained_once(trajectory, cut)
-        assert trajectory.num_generated <= LIMIT
-        assert trajectory.num_turns == sum(bool(tokens) for _, tokens, *_ in cut)
-        numbers = {
-            number
-            for number, call in enumerate(episode.calls._calls)
-            if call.completion is not None and call.completion.tokens
-        }
-        continued = {agent.oracle.parents.get(number) for number in numbers} - {None}
-        assert len(trajectory.segment_lengths) == len(numbers) - len(continued)
-
-    async def update():
-        for version in range(1, 10**6):
-            await asyncio.sleep(0.05)
-            await proxy.update(version, [{}])
-
-    async def run_all():
-        await proxy.update(0, [{}])
-        updating = asyncio.create_task(update())
-        waiting = iter(range(1, NUM_AGENTS // 4 + 1))
-
-        async def run_some():
-            for ticket_id in waiting:
-                await run_one(ticket_id, 0)
-
-        await asyncio.gather(*(run_some() for _ in range(NUM_TOGETHER)))
-        updating.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await updating
-
-    asyncio.run(run_all())
-    endpoint.close()
-    sampled = proxy.take_sampled()
-    assert sampled.new == engine.num_sampled
-    for what in (
-        "new", "go on", "shorten", "edit", "again", "left", "hangs", "raises", "stopped at a text", "length", "stop",
-        "failed", "context_length_exceeded", "max_response_tokens", "aborted",
-    ):  # fmt: skip
-        assert seen[what], f"nothing of this kind happened: {what}"
+    walk = Walk(template, on_update)
+    asyncio.run(walk.run())
+    assert walk.proxy.take_sampled().new == walk.engine.num_sampled
+    missing = KINDS - {kind for kind, count in walk.seen.items() if count}
+    assert not missing, "nothing of these kinds happened"

@@ -9,7 +9,6 @@ import json
 import re
 
 import pytest
-from fake_engine import KEEP
 from test_agents import WITH_TOOLS, Inline, Room
 
 from extras.agents import verifiers_task
@@ -26,6 +25,16 @@ def calculate(prompt):
     return f"The result is {results[-1]}."
 
 
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: One number.
+        b: The other number.
+    """
+    return a * b
+
+
 def test_pydantic_ai_calls_a_tool():
     ai = pytest.importorskip("pydantic_ai")
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -33,13 +42,7 @@ def test_pydantic_ai_calls_a_tool():
 
     async def run(client):
         model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
-        agent = ai.Agent(model, system_prompt="Use the calculator.")
-
-        @agent.tool_plain
-        def multiply(a: int, b: int) -> int:
-            """Multiply two numbers."""
-            return a * b
-
+        agent = ai.Agent(model, system_prompt="Use the calculator.", tools=[multiply])
         result = await agent.run("What is 17 times 3?")
         return float("51" in result.output)
 
@@ -49,67 +52,39 @@ def test_pydantic_ai_calls_a_tool():
     assert trajectory.num_turns == 2 and len(trajectory.segment_lengths) == 1
 
 
-def act(prompt):
+def call_tools(prompt):
     """Call the tool, and then the one that gives the answer, in the form that smolagents asks for."""
     if "51" not in prompt.rpartition("17 times 3")[2]:
         return '<tool_call>{"name": "multiply", "arguments": {"a": 17, "b": 3}}</tool_call>'
     return '<tool_call>{"name": "final_answer", "arguments": {"answer": "51"}}</tool_call>'
 
 
-def test_smolagents_calls_a_tool():
-    smolagents = pytest.importorskip("smolagents")
-
-    @smolagents.tool
-    def multiply(a: int, b: int) -> int:
-        """Multiply two numbers.
-
-        Args:
-            a: One number.
-            b: The other number.
-        """
-        return a * b
-
-    async def run(client):
-        model = smolagents.OpenAIModel(
-            "policy", api_base=str(client.base_url), api_key=client.api_key
-        )
-        agent = smolagents.ToolCallingAgent(tools=[multiply], model=model, verbosity_level=0)
-        return float(str(await asyncio.to_thread(agent.run, "What is 17 times 3?")) == "51")
-
-    room = Room(act, template=WITH_TOOLS, tool_parser="hermes", **SIZES)
-    (trajectory,) = room.run(Inline(run))
-    assert trajectory.reward == 1.0, trajectory.failure
-    assert trajectory.num_turns == 2
-
-
-def code(prompt):
-    """Write code, which smolagents runs."""
+def write_code(prompt):
+    """Write code, which smolagents runs. It asks for an end at a stop text."""
     return "Thought: easy.\n<code>\nfinal_answer(multiply(17, 3))\n</code>"
 
 
-def test_smolagents_runs_code_that_ends_at_a_stop_text():
+@pytest.mark.parametrize(
+    ("agent_class", "say", "options", "num_turns"),
+    [
+        ("ToolCallingAgent", call_tools, {"template": WITH_TOOLS, "tool_parser": "hermes"}, 2),
+        ("CodeAgent", write_code, {}, 1),
+    ],
+)
+def test_smolagents_calls_a_tool_or_runs_code(agent_class, say, options, num_turns):
     smolagents = pytest.importorskip("smolagents")
-
-    @smolagents.tool
-    def multiply(a: int, b: int) -> int:
-        """Multiply two numbers.
-
-        Args:
-            a: One number.
-            b: The other number.
-        """
-        return a * b
 
     async def run(client):
         model = smolagents.OpenAIModel(
             "policy", api_base=str(client.base_url), api_key=client.api_key
         )
-        agent = smolagents.CodeAgent(tools=[multiply], model=model, verbosity_level=0)
-        return float(await asyncio.to_thread(agent.run, "What is 17 times 3?") == 51)
+        tools = [smolagents.tool(multiply)]
+        agent = getattr(smolagents, agent_class)(tools=tools, model=model, verbosity_level=0)
+        return float(str(await asyncio.to_thread(agent.run, "What is 17 times 3?")) == "51")
 
-    (trajectory,) = Room(code, template=KEEP, **SIZES).run(Inline(run))
+    (trajectory,) = Room(say, **options, **SIZES).run(Inline(run))
     assert trajectory.reward == 1.0, trajectory.failure
-    assert trajectory.num_turns == 1
+    assert trajectory.num_turns == num_turns
 
 
 ENVIRONMENT = '''
