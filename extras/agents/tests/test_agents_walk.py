@@ -170,7 +170,7 @@ class Walk:
     """Agents of one worker, over an engine that samples random letters through updates."""
 
     def __init__(self, template, on_update):
-        self.rng, self.seen = random.Random(0), Counter()
+        self.rng, self.seen, self.num_trained = random.Random(0), Counter(), 0
         self.tokenizer, self.drops = make_tokenizer(template), template == DROP
         eos = self.tokenizer.eos_token_id
         letters = self.tokenizer.convert_tokens_to_ids([*LETTERS, "ab"])
@@ -243,6 +243,7 @@ class Walk:
             cut.append((prompt, rows[: len(tokens)]))
         assert_trained_once(trajectory, cut)
         assert trajectory.num_generated <= LIMIT
+        self.num_trained += trajectory.num_generated
         assert trajectory.num_turns == sum(bool(rows) for _, rows in cut)
         numbers = {
             number
@@ -260,6 +261,7 @@ def test_every_token_that_is_sampled_for_an_agent_is_trained_once_behind_what_th
 ):
     walk = Walk(template, on_update)
     asyncio.run(walk.run())
-    assert walk.proxy.take_sampled().new == walk.engine.num_sampled
+    sampled = walk.proxy.take_sampled()
+    assert sampled.new == walk.engine.num_sampled == walk.num_trained + sampled.discarded
     missing = KINDS - {kind for kind, count in walk.seen.items() if count}
     assert not missing, "nothing of these kinds happened"
