@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fake_engine import SamplingEngine
 
 from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
@@ -47,6 +48,13 @@ from scripts.latency import run_latency_worker
 TASK = "frozen_lake"
 
 
+def ticket_source(config):
+    """What makes the tickets of a run with these options."""
+    task, tokenizer = load_task(TASK, seed=0), load_tokenizer(resolve_model("tiny", TASK))
+    encode = lambda problem: task.encode_prompt(problem, tokenizer)  # noqa: E731
+    return TicketSource(config, PromptSource(task.train_problem, task.eval_problems(4), encode))
+
+
 class Driver:
     """The controller's end of a worker's pipe, and the trainer's weights."""
 
@@ -69,11 +77,7 @@ class Driver:
             "shm",
             str(self.log_path),
         )
-        task = load_task(TASK, seed=0)
-        encode = lambda problem: task.encode_prompt(problem, self.tokenizer)  # noqa: E731
-        self.tickets = TicketSource(
-            self.config, PromptSource(task.train_problem, task.eval_problems(4), encode)
-        )
+        self.tickets = ticket_source(self.config)
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
@@ -165,14 +169,17 @@ def turns_of(trajectory):
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def test_a_trajectory_is_what_the_environment_answers_to_what_the_policy_wrote(driver):
-    tickets = driver.start_group(0)
-    conversation = Conversation(driver.tokenizer)
-    trajectories = driver.finish({ticket.ticket_id for ticket in tickets})
-    assert max(t.num_turns for t in trajectories) > 1
+def test_a_trajectory_is_what_the_environment_answers_and_all_take_a_turn_before_any_takes_the_next(
+    driver,
+):
+    tickets = {ticket.ticket_id: ticket for i in (0, 1) for ticket in driver.start_group(i)}
+    conversation, barriers = Conversation(driver.tokenizer), []
+    trajectories = driver.finish(set(tickets), barriers.append)  # `finish` asserts the order
+    assert len(barriers) == max(t.num_turns for t in trajectories) > 1
     for trajectory in trajectories:
         environment = ENVIRONMENTS[TASK]()
-        observation, _ = environment.reset(seed=tickets[0].environment_seed)
+        seed = tickets[trajectory.ticket_id].environment_seed
+        observation, _ = environment.reset(seed=seed)
         tokens, total, turns = conversation.first(observation), 0.0, turns_of(trajectory)
         assert len(turns) == trajectory.num_turns
         for start, end in turns:
@@ -186,13 +193,6 @@ def test_a_trajectory_is_what_the_environment_answers_to_what_the_policy_wrote(d
                 tokens += conversation.reply(observation, written[-1] == conversation.end_of_turn)
         assert terminated or truncated
         assert (trajectory.reward, trajectory.finish_reason) == (total, "stop")
-
-
-def test_all_environments_take_a_turn_before_any_takes_the_next(driver):
-    running = {ticket.ticket_id for group_id in (1, 2) for ticket in driver.start_group(group_id)}
-    turns = []
-    trajectories = driver.finish(running, turns.append)  # `finish` asserts the order
-    assert len(turns) == max(t.num_turns for t in trajectories) > 1
 
 
 def test_an_update_between_two_turns_is_stamped_on_the_second(driver):
@@ -225,17 +225,6 @@ def test_a_trajectory_that_is_given_up_ends_before_its_next_turn(driver):
     assert reasons == {"aborted": 1, "stop": 7}
 
 
-def test_tickets_that_are_given_up_as_soon_as_they_are_sent_end_before_their_first_turn(driver):
-    """An update holds up both messages, so they are acted on in one turn of the event loop: no trajectory has begun."""
-    driver.send_update()
-    running = {ticket.ticket_id for ticket in driver.start_group(6)}
-    driver.pipe.send(Abort(sorted(running)))
-    trajectories = driver.finish(running)
-    assert {(trajectory.finish_reason, trajectory.num_turns) for trajectory in trajectories} == {
-        ("aborted", 0)
-    }
-
-
 def test_tokens_that_a_resumed_run_could_not_go_on_from_are_said_by_ticket(driver):
     """As the environments cannot be saved: those of all turns so far, here of one."""
     running, said = {ticket.ticket_id for ticket in driver.start_group(5)}, []
@@ -254,17 +243,6 @@ def test_tokens_that_a_resumed_run_could_not_go_on_from_are_said_by_ticket(drive
         == {ticket_id: end - start for ticket_id, (start, end) in first_turns.items()}
         != {}
     )
-
-
-def test_evaluation_waits_at_no_barrier(driver):
-    tickets = driver.tickets.for_evaluation(driver.version)
-    driver.pipe.send(Tickets(tickets))
-    finished = []
-    while len(finished) < len(tickets):
-        message = driver.receive()
-        assert isinstance(message, Finished)
-        finished += message.trajectories
-    assert {trajectory.group_id for trajectory in finished} == {-1}
 
 
 def test_what_it_has_been_doing_is_reported_in_order_and_without_a_gap(driver):
@@ -307,44 +285,33 @@ def test_an_engine_sees_its_own_gpus_and_no_other(monkeypatch, visible, gpu, num
 
 def test_an_engine_is_told_uuids_in_full(monkeypatch):
     full = [f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "ab"]
-    asked = []
-
-    def list_full(visible):
-        asked.append(visible)
-        return [Gpu("NVIDIA H200", 2, 1, uuid) for uuid in full[::-1]]
-
-    monkeypatch.setattr("asyncrl.engine.vllm_setup.list_gpus", list_full)
+    gpus = {"GPU-b,GPU-a": [Gpu("NVIDIA H200", 2, 1, uuid) for uuid in full[::-1]]}
+    monkeypatch.setattr("asyncrl.engine.vllm_setup.list_gpus", gpus.__getitem__)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b,GPU-a")
     environments = [worker_environment(WorkerPlacement(0, gpu, None, 1, 0.9)) for gpu in range(2)]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == full[::-1]
-    assert asked == ["GPU-b,GPU-a"] * 2
 
 
-class MortalEngine:
+class MortalEngine(SamplingEngine):
     """Answers no call for weights, ends no request, and dies after a while, or when it is killed."""
 
     def __init__(self, lifetime_s, is_killed=lambda: False):
+        super().__init__(None, (), None)
         self.dies_at = time.monotonic() + lifetime_s
         self.is_killed = is_killed
-        self.engine_core = self
         self.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
 
     @property
     def errored(self):
         return self.is_killed() or time.monotonic() > self.dies_at
 
-    async def pause_scheduler_async(self, mode, clear_cache):
+    async def hang(self, *arguments, **options):
         await asyncio.Event().wait()
 
-    async def is_sleeping(self):
-        await asyncio.Event().wait()
+    is_sleeping = pause_scheduler_async = hang
 
-    async def generate(self, prompt, params, request_id):
-        await asyncio.Event().wait()
-        yield
-
-    def shutdown(self, timeout):
-        self.is_shut_down = True
+    async def generate(self, *arguments):
+        yield await self.hang()
 
 
 class FullPipe:
@@ -377,12 +344,7 @@ def serve(engine, messages, said=None):
 
 @pytest.fixture
 def ticket():
-    task, tokenizer = load_task(TASK, seed=0), load_tokenizer(resolve_model("tiny", TASK))
-    encode = lambda problem: task.encode_prompt(problem, tokenizer)  # noqa: E731
-    config = Config(task=TASK, max_prompt_tokens=64)
-    return TicketSource(
-        config, PromptSource(task.train_problem, task.eval_problems(4), encode)
-    ).for_group(0, 0, -1)[0]
+    return ticket_source(Config(task=TASK, max_prompt_tokens=64)).for_group(0, 0, -1)[0]
 
 
 @pytest.mark.parametrize("message", [None, Suspend(), Update(0, [], ())])
