@@ -31,7 +31,7 @@ import tyro
 from asyncrl import user_code
 from asyncrl.config import OPTIONS, flag, nearest, switch
 from asyncrl.job.command_line import check, read_options
-from scripts.grids import RECORDED, key, loss, read_records, record_of, report, setting
+from scripts.grids import key, loss, read_records, record_of, report, setting
 from scripts.runs import load
 from scripts.table import show
 
@@ -90,9 +90,9 @@ def read_arguments(words: Sequence[str]) -> Arguments:
 def options(cell: dict, extra: Sequence[str] = ()) -> list[str]:
     """Return the command line of a cell's run, with the options that all runs are given."""
     words = []
-    if "of" in cell:  # the loss of a replay does not take the options of the recorded run's loss
-        cell = {"algo": cell["algo"], "algo_args": cell.get("algo_args", [])}
     for name, value in cell.items():
+        if name == "of":
+            continue
         if isinstance(value, bool):
             words.append(switch(name, value))
         elif isinstance(value, list):
@@ -104,12 +104,14 @@ def options(cell: dict, extra: Sequence[str] = ()) -> list[str]:
 
 def cell_name(cell: dict) -> str:
     """Return the name of a cell's run."""
-    letters = {"async_ratio": "a", "publish_delay": "k", "kind": "", "of": ""}
+    letters = {"async_ratio": "a", "publish_delay": "k"}
     parts = [loss(cell)]
     for name, value in setting(cell).items():
         parts.append(letters.get(name, f"{name}=") + show(value))
     if "seed" in cell:
         parts.insert(3, f"s{cell['seed']}")
+    if "of" in cell:
+        parts.append(f"replay-{cell['of']}")
     return re.sub(r"[^\w.+=-]", "+", "-".join(parts))
 
 
@@ -167,13 +169,11 @@ def cells_of(arguments: Arguments) -> list[dict]:
     """
     losses, extra = [read_loss(text) for text in arguments.algos], arguments.extra
     if arguments.replay:
-        replayed, cells = [read_cell(texts, extra, is_run=False) for texts in losses], []
-        for run in arguments.replay:
-            name, config = run.resolve().name, load(run).info["config"]
-            recorded = {name: config[name] for name in ("algo", "algo_args") if config.get(name)}
-            cells.append({"kind": RECORDED, "of": name, **recorded})
-            cells += [{"kind": "replay", "of": name, **cell} for cell in replayed]
-        return cells
+        # A loss does not take the options of the recorded run's loss.
+        replays = [{"algo_args": []} | texts for texts in losses]
+        replayed = [read_cell(texts, extra, is_run=False) for texts in replays]
+        runs = [run.resolve().name for run in arguments.replay]
+        return [{"of": run} | cell for run in runs for cell in replayed]
     if arguments.seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
     axes = read_axes(arguments)
@@ -231,7 +231,7 @@ def run_cell(cell: dict, command: Sequence[str], keep_in: Path | None = None) ->
                 raise ValueError(f"cell {name} {reason}")
             record["error"] = lines[0]
         try:
-            return record | record_of(load(runs / name), cell)
+            return record | record_of(load(runs / name))
         except ValueError as error:
             raise ValueError(f"cell {name} has no metrics: {record.get('error', error)}") from None
 
@@ -289,14 +289,11 @@ def run_grid(arguments: Arguments, cells: list[dict], out: Path) -> None:
     keep_in = out / "runs" if arguments.keep_runs else None
 
     def run(cell: dict) -> dict:
-        if cell.get("kind") == RECORDED:
-            return {"cell": cell} | record_of(load(recorded[cell["of"]]), cell)
         command = [*REPLAY, str(recorded[cell["of"]]), "--evaluate"] if recorded else TRAIN
         return run_cell(cell, [*command, *options(cell, arguments.extra)], keep_in)
 
     if not arguments.report:
-        path = out / ("replays.jsonl" if recorded else "cells.jsonl")
-        run_missing(cells, path, run, arguments.extra, arguments.parallel)
+        run_missing(cells, out / "cells.jsonl", run, arguments.extra, arguments.parallel)
     report(out)
 
 

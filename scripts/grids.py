@@ -11,7 +11,6 @@ that *sampled* a batch: a policy is no worse because its reward is seen later.
 import json
 import math
 import os
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -21,26 +20,20 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import DescrStatsW
 
 from algos import LOSSES
-from asyncrl.runlog.manifest import weights_sha256
 from scripts.lines import markdown, read
 from scripts.runs import MISSING, SUMMARY, Run, evaluations, progress, summarise
 from scripts.table import COLUMNS, grouped, show, sort_key
 
 SERIES = {
     "reward": "reward/mean", "staleness_mean": "staleness/mean", "staleness_max": "staleness/max",
-    "step_s": "time/step_s", "samples": "samples",
+    "step_s": "time/step_s", "samples": "samples", "drift_k3": "drift/k3", "entropy": "loss/entropy", "ess": "loss/ess",
 }  # fmt: skip
 """What a cell keeps of every step: its name in the record and in metrics.jsonl."""
-REPLAY_SERIES = {
-    "drift_k3": "drift/k3", "entropy": "loss/entropy", "ess": "loss/ess", "grad_norm": "loss/grad_norm",
+LATE_COLUMNS = {
+    "drift/k3": ("KL(behavior ‖ current), nats per token", "{:.4f}"),
+    "loss/entropy": ("entropy, nats per token", "{:.3f}"), "loss/ess": ("effective sample size", "{:.3f}"),
 }  # fmt: skip
-REPLAY_COLUMNS = {
-    "accuracy": ("held-out accuracy of the last weights", "{:.3f}"),
-    "drift_k3": ("KL(behavior ‖ current), nats per token", "{:.4f}"),
-    "entropy": ("entropy, nats per token", "{:.3f}"), "ess": ("effective sample size", "{:.3f}"),
-}  # fmt: skip
-"""Columns of the table of replays; all but the first are means over the last tenth of the steps."""
-RECORDED = "recorded run"
+"""Columns of means over the last tenth of the steps."""
 MEASURES = {
     "level": "Level: mean training reward from the version of half of the steps to the last that sampled in all runs",
     "area": "Area: mean training reward of all versions up to that one, however many batches each sampled",
@@ -59,7 +52,7 @@ MIN_VERSIONS = 5
 
 
 def read_records(path: Path) -> list[dict]:
-    """Return the records of a cells.jsonl or replays.jsonl, the last one of each cell; none if there is no such file.
+    """Return the records of a cells.jsonl, the last one of each cell; none if there is no such file.
 
     Raises ValueError, naming the line, if one is broken.
     """
@@ -73,29 +66,22 @@ def read_records(path: Path) -> list[dict]:
     return list(records.values())
 
 
-def record_of(run: Run, cell: dict) -> dict:
-    """Return what is kept of a cell's run: provenance, evaluations and curves; of a replay also its last weights."""
+def record_of(run: Run) -> dict:
+    """Return what is kept of a cell's run: provenance, evaluations and curves."""
     record = {name: run.info[name] for name in ("git_commit", "hardware", "packages")}
     record["git_dirty"] = bool(run.info["git_diff"])
     record["evaluations"] = list(evaluations(run.metrics).items())
-    kept = SERIES
-    if "of" in cell:
-        kept = REPLAY_SERIES
-        last_step = run.metrics["step"].iloc[-1]
-        record["command"] = shlex.join(run.info["command"])
-        record["seed"] = run.info["config"]["seed"]
-        record["accuracy"] = record["evaluations"][-1][1] if record["evaluations"] else None
-        record["weights_sha256"] = weights_sha256(run.path / "checkpoints" / f"step_{last_step}")
-    columns = {name: run.metrics[metric].astype(float) for name, metric in kept.items()}
     record["series"] = {
-        name: [float(f"{value:.7g}") for value in column] for name, column in columns.items()
+        name: [float(f"{value:.7g}") for value in run.metrics[metric].astype(float)]
+        for name, metric in SERIES.items()
+        if metric in run.metrics
     }
     return record
 
 
 def metrics_of(record: dict) -> pd.DataFrame:
     """Return the curves of a cell under the names of metrics.jsonl; the line of an evaluation has no meaning."""
-    metrics = pd.DataFrame({name: record["series"][kept] for kept, name in SERIES.items()})
+    metrics = pd.DataFrame(record["series"]).rename(columns=SERIES)
     metrics["step"] = range(1, len(metrics) + 1)
     columns = ["eval/policy_version", "eval/accuracy"]
     return metrics.join(pd.DataFrame(record["evaluations"], columns=columns))
@@ -114,14 +100,13 @@ def loss(cell: dict) -> str:
 
 
 def setting(cell: dict) -> dict:
-    """Return the options of a cell that are neither loss nor seed."""
-    return {
-        name: value for name, value in cell.items() if name not in ("algo", "algo_args", "seed")
-    }
+    """Return the options of a cell that are neither loss nor seed; nor the recorded run, in place of a seed."""
+    others = ("algo", "algo_args", "seed", "of")
+    return {name: value for name, value in cell.items() if name not in others}
 
 
 def runs_of(records: list[dict]) -> pd.DataFrame:
-    """Return a row per run, in order of setting, loss and seed: its options, setting and loss, and the record.
+    """Return a row per run, in order of setting and loss: its options, setting and loss, and the record.
 
     Settings are in the order of their values. Losses are in that of LOSSES, and other losses are last.
     """
@@ -129,7 +114,7 @@ def runs_of(records: list[dict]) -> pd.DataFrame:
     def place(record: dict) -> tuple:
         cell = record["cell"]
         values = [sort_key(value) for value in setting(cell).values()]
-        return values, [*LOSSES, cell["algo"]].index(cell["algo"]), loss(cell), cell["seed"]
+        return values, [*LOSSES, cell["algo"]].index(cell["algo"]), loss(cell)
 
     rows = []
     for record in sorted(records, key=place):
@@ -140,17 +125,19 @@ def runs_of(records: list[dict]) -> pd.DataFrame:
 
 
 def summaries(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return what summarise says of each row of `runs_of`, and its error."""
+    """Return what summarise says of each row of `runs_of`, its late means, and its error."""
     rows = []
     for record in runs["record"]:
         error = " ".join(record.get("error", "").split())
-        rows.append({"error": error, **summarise(metrics_of(record))})
+        metrics = metrics_of(record)
+        late = metrics.tail(max(1, len(metrics) // 10)).reindex(columns=[*LATE_COLUMNS]).mean()
+        rows.append({"error": error, **summarise(metrics), **late})
     return pd.DataFrame(rows)
 
 
 def table(runs: pd.DataFrame) -> list[str]:
     """Return the table of a grid: a row per setting and loss. Runs that failed have rows of their own."""
-    columns = {"samples": SUMMARY["samples"], **COLUMNS}
+    columns = {"samples": SUMMARY["samples"], **COLUMNS, **LATE_COLUMNS}
     shown = grouped(runs.join(summaries(runs)), ["setting", "loss", "error"], columns)
     shown = shown.loc[:, (shown != MISSING).any()]
     if (shown["error"] == "").all():
@@ -294,39 +281,20 @@ def paired_page(rows: pd.DataFrame) -> list[str]:
 # Report
 
 
-def replay_table(records: list[dict]) -> list[str]:
-    """Return recorded runs first, then a row per loss: mean ± standard deviation over the runs."""
-    rows = []
-    for record in records:
-        name = f"`{loss(record['cell'])}`"
-        if record["cell"]["kind"] == RECORDED:
-            name = f"{RECORDED}, {name}"
-        series = pd.DataFrame(record["series"])
-        late = series.tail(max(1, len(series) // 10)).mean()
-        if "error" not in record:
-            rows.append({"trained with": name, "accuracy": record["accuracy"], **late})
-    shown = grouped(pd.DataFrame(rows), ["trained with"], REPLAY_COLUMNS)
-    return markdown(shown, shown.to_numpy())
-
-
 def report(out: Path) -> None:
-    """Write the tables and the figure of a grid or of replays, print the first table and where everything is.
+    """Write the tables and the figure of a grid, print the first table and where everything is.
 
     Raises ValueError if nothing is finished.
     """
-    records, replays = read_records(out / "cells.jsonl"), read_records(out / "replays.jsonl")
-    if not records and not replays:
+    records = read_records(out / "cells.jsonl")
+    if not records:
         what = f"has no finished cell; scripts/ablate.py --out {out} makes it"
         raise ValueError(f"{out / 'cells.jsonl'} {what}")
-    tables = {"table.md": [], "paired.md": paired_page(differences(records))}
-    if records:
-        runs = runs_of(records)
-        tables["table.md"] = table(runs)
-        csv = runs.drop(columns=["setting", "loss", "record"]).join(summaries(runs).round(5))
-        csv.to_csv(out / "cells.csv", index=False)
-        draw(runs, out / "curves.png")
-    else:
-        tables["table.md"] = replay_table(replays)
+    runs = runs_of(records)
+    csv = runs.drop(columns=["setting", "loss", "record"]).join(summaries(runs).round(5))
+    csv.to_csv(out / "cells.csv", index=False)
+    draw(runs, out / "curves.png")
+    tables = {"table.md": table(runs), "paired.md": paired_page(differences(records))}
     for name, lines in tables.items():
         if lines:
             (out / name).write_text("\n".join(lines) + "\n", encoding="utf-8")

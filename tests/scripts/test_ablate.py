@@ -1,8 +1,10 @@
 """Grids of runs that a stub of the training script makes: which cells there are, which are run, what is kept."""
 
-import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,20 +12,19 @@ import pytest
 from algos import LOSSES
 from scripts import ablate
 from scripts.ablate import cell_name, options, read_arguments, run_missing
-from scripts.grids import key, read_records, record_of, replay_table
-from scripts.runs import load
+from scripts.grids import key, read_records
 
 ROOT = Path(__file__).parents[2]
 
 STUB = """
 import json, os, pathlib, sys
-given = dict(option[2:].split("=") for option in sys.argv[1:])
+given = dict(word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
 run = pathlib.Path(given["runs-dir"], given["run-name"])
 run.mkdir()
 header = {"git_commit": "c", "git_diff": "", "hardware": {}, "packages": {}, "config": given}
 (run / "run.json").write_text(json.dumps(header))
 line = {"step": 1, "samples": 8, "reward/mean": 1 / 3, "staleness/mean": 0.0, "staleness/max": 0, "time/step_s": 2.0,
-        "eval/accuracy": 0.5, "eval/policy_version": 1}
+        "eval/accuracy": 0.5, "eval/policy_version": 1, "drift/k3": 0.25}
 (run / "metrics.jsonl").write_text("" if given["algo"] == "gspo" else json.dumps(line) + "\\n")
 if given["algo"] in ("kimi", "gspo"):
     sys.exit("a trace\\nerror: the loss is not finite")
@@ -71,7 +72,8 @@ def test_any_option_can_be_swept_whatever_its_type():
 def ablate_stub(tmp_path, monkeypatch, capsys):
     """Runs a grid of the stub, whole, and returns what it printed."""
     (tmp_path / "stub.py").write_text(STUB)
-    monkeypatch.setattr(ablate, "TRAIN", (sys.executable, tmp_path / "stub.py"))
+    for name in ("TRAIN", "REPLAY"):
+        monkeypatch.setattr(ablate, name, (sys.executable, tmp_path / "stub.py"))
 
     def run(*words):
         words = "--async-ratio", "0", "--seeds", "1", "--out", str(tmp_path / "grid"), *words
@@ -119,31 +121,28 @@ def test_after_a_run_without_a_result_no_other_is_started_and_what_is_finished_i
     assert record["cell"]["algo"] == "grpo"
 
 
-def test_ctrl_c_does_not_make_a_result_of_the_run_that_it_ends(tmp_path):
-    script = f"""
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
-from scripts import ablate
+def test_ctrl_c_does_not_make_a_result_of_the_run_that_it_ends(ablate_stub, tmp_path, monkeypatch):
+    is_interrupted = threading.Event()
 
-def run(cell, command, keep_in):
-    print("running", flush=True)
-    time.sleep(3)
-    return {{"cell": cell, "evaluations": [], "error": "SignalException"}}
+    def interrupt(*_):
+        is_interrupted.set()
+        raise KeyboardInterrupt
 
-ablate.run_cell = run
-ablate.check = lambda config: None
-sys.argv[1:] = ["--out", {str(tmp_path)!r}]
-ablate.main()
-"""
-    job = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    while job.stdout.readline() != "running\n":
-        assert job.poll() is None
-    job.send_signal(2)
-    rest, error = job.communicate(timeout=30)
-    assert error == f"stopped; the same --out continues: --out {tmp_path}\n" and job.returncode == 1
-    assert rest == "" and not (tmp_path / "cells.jsonl").exists()
+    def run_cell(cell, command, keep_in):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert is_interrupted.wait(60)
+        return {"cell": cell, "evaluations": [], "error": "SignalException"}
+
+    monkeypatch.setattr(ablate, "run_cell", run_cell)
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            ablate_stub()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    grid = tmp_path / "grid"
+    assert ended.value.code == f"stopped; the same --out continues: --out {grid}"
+    assert not (grid / "cells.jsonl").exists()
 
 
 def test_the_study_is_the_cells_and_options_of_its_records(tmp_path):
@@ -164,47 +163,24 @@ def test_the_study_is_the_cells_and_options_of_its_records(tmp_path):
 # Replays
 
 
-def write_recorded(path, accuracy):
-    """A recorded run of ten steps: only the last one, a tenth of them, counts for the means."""
-    (path / "checkpoints" / "step_10").mkdir(parents=True)
-    (path / "checkpoints" / "step_10" / "model.safetensors").write_bytes(b"weights")
-    header = {"command": ["torchrun", "train_async.py"], "git_commit": "0" * 40, "git_diff": ""}
-    header |= {"config": {"algo": "grpo", "seed": 0}, "packages": {}, "hardware": {}}
-    (path / "run.json").write_text(json.dumps(header))
-    lines = [
-        {"step": s, "drift/k3": s / 8, "loss/entropy": 0.5, "loss/ess": 1.0, "loss/grad_norm": 0.1}
-        for s in range(1, 11)
+def test_replays_of_recorded_runs_are_rows_with_means_over_the_runs(ablate_stub, tmp_path):
+    words = ("--replay", "runs/a", "runs/b", "--algos", "grpo", "tis:clip_high=0.3")
+    assert "| tis:clip_high=0.3 | 2 |" in ablate_stub(*words)
+    records = read_records(tmp_path / "grid" / "cells.jsonl")
+    assert [cell_name(record["cell"]) for record in records] == [
+        "grpo-replay-a", "tis+clip_high=0.3-replay-a", "grpo-replay-b", "tis+clip_high=0.3-replay-b",
+    ]  # fmt: skip
+    assert [options(record["cell"]) for record in records[:2]] == [
+        ["--algo-args", "--algo=grpo"],
+        ["--algo-args", "clip_high=0.3", "--algo=tis"],
     ]
-    lines[0] |= {"eval/accuracy": 0.0, "eval/policy_version": 0}
-    lines[-1] |= {"eval/accuracy": accuracy, "eval/policy_version": 10}
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return load(path)
-
-
-def test_recorded_runs_and_their_replays_are_rows_with_means_over_the_runs(tmp_path):
-    records = []
-    for name, accuracy in (("a", 0.25), ("b", 0.75)):
-        run = write_recorded(tmp_path / name, accuracy)
-        recorded, replay = cells_of("--replay", str(run.path), "--algos", "tis:clip_high=0.3")
-        assert options(replay) == ["--algo=tis", "--algo-args", "clip_high=0.3"]
-        assert options({**replay, "algo_args": []}) == ["--algo=tis", "--algo-args"]
-        record = {"cell": recorded} | record_of(run, recorded)
-        records += [record, record | {"cell": replay, "accuracy": 1.0}]
-    records.append(records[1] | {"error": "e"})
-    assert replay_table(records)[2:] == [
-        "| recorded run, `grpo` | 2 | 0.500 ± 0.354 | 1.2500 | 0.500 | 1.000 |",
-        "| `tis:clip_high=0.3` | 2 | 1.000 | 1.2500 | 0.500 | 1.000 |",
-    ]
-    assert records[0]["weights_sha256"] == records[2]["weights_sha256"]
-    assert records[0]["command"] == "torchrun train_async.py"
+    assert "| 0.2500 |" in (tmp_path / "grid" / "table.md").read_text(), "drift"
 
 
 @pytest.mark.slow
-def test_a_replay_that_fails_gives_its_reason_and_what_was_made_is_kept(tmp_path):
-    write_recorded(tmp_path / "run", 0.5)
-    command = [sys.executable, ROOT / "scripts/ablate.py", "--replay", "run", "--algos", "tis"]
+def test_a_replay_that_fails_gives_its_reason(tmp_path):
+    run = ROOT / "results/smollm2/one_digit-s0"
+    command = [sys.executable, ROOT / "scripts/ablate.py", "--replay", run, "--algos", "tis"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "cell tis-replay-run has no metrics: error: " in done.stderr
+    assert done.returncode == 1 and "cell tis-replay-one_digit-s0 has no metrics" in done.stderr
     assert "was not recorded" in done.stderr
-    (made,) = tmp_path.glob("runs/ablation-20*/replays.jsonl")
-    assert [record["cell"]["kind"] for record in read_records(made)] == ["recorded run"]

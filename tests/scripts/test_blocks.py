@@ -18,6 +18,8 @@ DIGESTS = {
     "results/parts/table.md": "4c62f103845b0903",
     "results/planner/table.md": "f4a8c2c0997a902b",
     "results/peers/table.md": "dcc84c10b34ca078",
+    "results/replay/replays.jsonl": "18059aa0c69d8369",
+    "results/replay/table.md": "83459852b5b33866",
     "results/study/tables.md": "f1ab9d8fe3589688",
     "results/study/cost.png": "172da36ceda7c9f2",
     "data/tiny/addition/model.safetensors": "e5710d14cdaa5789",
