@@ -78,7 +78,7 @@ class FakeWorker:
         self.running = {}
         """Ticket id -> the ticket, what it will have sampled, and when it began."""
         self.model = spec.model_path
-        """How it starts and loads weights: `fine`, `broken`, `mute`, `does not say` or `dies at version 2`."""
+        """How it starts and loads weights: `fine`, `broken`, `mute`, `late`, `does not say`, `dies at version 2`."""
 
     def send(self, message):
         with self.lock:
@@ -91,8 +91,7 @@ class FakeWorker:
             with open(self.spec.log_path, "a") as log:
                 log.write("RuntimeError: this model is broken\nand more\n")
             os._exit(7)
-        if self.model == "mute":
-            time.sleep(60)
+        time.sleep({"mute": 60.0, "late": 2.5}.get(self.model, 0.0))
         self.send(Ready(0.0))
         while True:
             match self.connection.recv():

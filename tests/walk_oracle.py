@@ -55,6 +55,8 @@ class Oracle:
         """Groups in the order in which they were issued; those that have finished come last, in the order of that."""
         self.seeds = {}
         """Group, member and version of an evaluation -> sampling seed."""
+        self.uses = {}
+        """Sampling seed -> the only response that may have it."""
         self.closed, self.made_by = {}, {}
         self.count, self.tokens = Counter(), Counter()
         self.sums = Counter()
@@ -177,6 +179,11 @@ class Oracle:
         What it goes on from was sampled by another seed, and what is lost twice may be what kills its engine."""
         key = (ticket.group_id, ticket.member, ticket.is_evaluation and ticket.min_version)
         seed = self.seeds.setdefault(key, ticket.seed)
+        num_old = 0 if ticket.prefix is None else len(ticket.prefix.tokens)
+        # a greedy response draws nothing, so it may have the seed of the sampled one
+        group_id = max(ticket.group_id, EVALUATION_GROUP)
+        use = (group_id, *key[1:], max(ticket.attempt, 1), num_old)
+        assert self.uses.setdefault(ticket.seed, use) == use, "two responses have one seed"
         if ticket.prefix is None:
             assert (ticket.seed == seed) == (ticket.attempt < 2)
         else:

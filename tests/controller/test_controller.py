@@ -14,11 +14,9 @@ import asyncrl.controller.workers
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import WorkerDied, Workers
-from asyncrl.runlog.plain import decode, encode
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec
 from data.problem import Problem
@@ -49,7 +47,6 @@ def session(
     eval_answers=(),
     num_workers=1,
     model="fine",
-    restored=None,
     start_s=30.0,
     shared_with_rank=None,
     **options,
@@ -70,7 +67,6 @@ def session(
         Workers(replace(config, timeout_s=start_s), placement, model, tmp_path, run_fake_worker),
         TicketSource(config, prompts),
         lambda event, **fields: events.append({"event": event, **fields}),
-        restored=restored,
     )
     transport = ShmTransport(SPECS)
     try:
@@ -90,8 +86,14 @@ def wait_until(condition, timeout_s=10.0):
         time.sleep(0.01)
 
 
-def test_two_workers_load_each_version_and_are_started_again_when_they_die_meanwhile(tmp_path):
-    with session(tmp_path, num_workers=2, model="dies at version 2", async_ratio=1.0) as s:
+def test_two_workers_load_each_version_and_are_started_again_when_they_die_meanwhile(
+    tmp_path, monkeypatch
+):
+    """On the trainer's GPU each gets the memory that the trainer keeps."""
+    freed = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: freed.append("all"))
+    options = {"model": "dies at version 2", "shared_with_rank": 0}
+    with session(tmp_path, num_workers=2, async_ratio=1.0, **options) as s:
         s.publish(0)
         for step in range(1, 6):
             groups = s.controller.take_batch()
@@ -101,28 +103,11 @@ def test_two_workers_load_each_version_and_are_started_again_when_they_die_meanw
         workers = s.controller.workers
         wait_until(lambda: all(worker.is_up and not worker.loading for worker in workers))
         s.transport.check()
-        assert workers.num_restarts == 2
+        assert workers.num_restarts == len(freed) == 2
     for worker in (0, 1):
         assert s.events_of("trajectory", worker)
         assert [e["attempt"] for e in s.events_of("worker_started", worker)] == [0, 1]
         assert [e["exit_code"] for e in s.events_of("worker_died", worker)] == [5]
-        (spent,) = s.events_of("worker_time", worker)
-        assert spent["seconds"]["restarting"] > 0
-
-
-@pytest.mark.parametrize(("shared_with_rank", "num_freed"), [(None, 0), (0, 1)])
-def test_a_worker_that_is_started_again_on_the_trainers_gpu_is_given_what_the_trainer_keeps(
-    tmp_path, monkeypatch, shared_with_rank, num_freed
-):
-    freed = []
-    monkeypatch.setattr("torch.cuda.empty_cache", lambda: freed.append("all"))
-    options = {"model": "dies at version 2", "shared_with_rank": shared_with_rank}
-    with session(tmp_path, async_ratio=1.0, **options) as s:
-        for version in range(3):
-            s.publish(version)
-        wait_until(lambda: s.controller.workers.num_restarts == 1)
-        wait_until(lambda: not s.controller.workers.starting)
-    assert len(freed) == num_freed
 
 
 def states_of(s, worker):
@@ -196,33 +181,18 @@ def test_a_run_that_cannot_go_on_ends_with_its_reason(tmp_path, end, capfd):
     assert ("Thread" in capfd.readouterr().err) == hangs, "stacks of the trainer"
 
 
-# Evaluations and cuts
-
-
-def cut(s):
-    return decode(ControllerState, encode(s.controller.cut()))
-
-
-def test_weights_wait_for_the_evaluation_that_runs_and_are_evaluated_also_after_a_cut(tmp_path):
+def test_an_evaluation_that_holds_weights_back_is_what_the_trainer_waits_for(tmp_path):
     with session(tmp_path, eval_answers=["slow", "fail"], async_ratio=3.0) as s:
         s.publish(0, evaluate=True)
         s.controller.take_batch()
         s.publish(1, evaluate=True)
         s.controller.take_batch()
-        assert s.controller.clock.take().spent["evaluate"] > 0, "it is what is waited for"
-        s.publish(2)
-        assert s.controller.buffer.oldest_to_start == 0, "publishing waits, nothing else"
-        state = cut(s)
-    assert state.buffer.trainer_version == state.announced == 2
-    assert state.evaluates and not any(ticket.is_evaluation for ticket in state.queue)
-    assert [evaluation.version for evaluation in state.evaluations] == [0]
-    with session(tmp_path, eval_answers=["slow", "ok"], async_ratio=3.0, restored=state) as s:
-        assert s.controller.take_evaluation()["eval/accuracy"] == 0.5
-        s.publish(2, evaluate=state.evaluates)
+        assert s.controller.clock.take().spent["evaluate"] > 0
         s.controller.finish_evaluations()
         assert s.controller.take_evaluation() == {
-            "eval/accuracy": 1.0, "eval/policy_version": 2, "eval/problems": 2, "eval/failed": 0,
+            "eval/accuracy": 0.5, "eval/policy_version": 1, "eval/problems": 1, "eval/failed": 1,
         }  # fmt: skip
+        assert s.controller.take_evaluation() == {}
 
 
 def test_an_engine_sleeps_from_the_batch_until_the_next_weights_and_after_its_evaluation(tmp_path):
@@ -260,24 +230,7 @@ def test_a_worker_that_does_not_say_how_far_it_is_holds_the_cut_up_for_a_while_a
     assert capsys.readouterr().out.count(line) == 1
 
 
-class ComingWorkers:
-    """Workers that take some time to come; none is there."""
-
-    def __init__(self, seconds: float):
-        self.come_at = time.monotonic() + seconds
-
-    def __iter__(self):
-        return iter(())
-
-    @property
-    def are_coming(self):
-        return time.monotonic() < self.come_at
-
-    def check(self): ...
-
-
-def test_a_wait_has_all_its_time_after_a_worker_has_come_however_long_that_took():
+def test_a_wait_has_all_its_time_after_a_worker_has_come_however_long_that_took(tmp_path):
     """The timeout is a little more than the second after which a wait looks again."""
-    controller = Controller(Config(timeout_s=1.5), ComingWorkers(seconds=2.2), None, None)
-    answer_at = time.monotonic() + 2.8
-    assert controller.wait_until(lambda: time.monotonic() > answer_at, "an answer")
+    with session(tmp_path, model="late", timeout_s=1.5) as s:
+        assert s.controller.workers[0].is_up

@@ -1,6 +1,5 @@
 import random
 
-import pytest
 from test_tickets import make_source
 
 from asyncrl.config import Config
@@ -50,21 +49,19 @@ def in_order_to_the_least_loaded(max_running, workers, tickets):
     return given
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_and_then_by_their_order(
-    seed,
-):
-    max_running, workers, tickets = random_fleet(seed)
-    expected = in_order_to_the_least_loaded(max_running, workers, tickets)
-    config = Config(max_running_requests=max_running)
-    dispatcher = Dispatcher(config, workers, SampleBuffer(config), make_source())
-    dispatcher.queue.extend(tickets)
-    given = []
-    for worker, ticket in dispatcher.assign():
-        worker.give(ticket)
-        given.append((worker.index, ticket.ticket_id))
-    assert given == expected
-    assert list(dispatcher.queue) == tickets[len(given) :]
+def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_and_then_by_their_order():
+    for seed in range(200):
+        max_running, workers, tickets = random_fleet(seed)
+        expected = in_order_to_the_least_loaded(max_running, workers, tickets)
+        config = Config(max_running_requests=max_running)
+        dispatcher = Dispatcher(config, workers, SampleBuffer(config), make_source())
+        dispatcher.queue.extend(tickets)
+        given = []
+        for worker, ticket in dispatcher.assign():
+            worker.give(ticket)
+            given.append((worker.index, ticket.ticket_id))
+        assert given == expected, f"seed {seed}"
+        assert list(dispatcher.queue) == tickets[len(given) :]
 
 
 class Outbox(list):

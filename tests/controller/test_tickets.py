@@ -1,12 +1,11 @@
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.tickets import IDS_PER_NODE
-from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Completion, Group
+from asyncrl.records import Group
 from data.problem import Problem
 from extras.baselines import BaselineTickets
 
@@ -52,29 +51,6 @@ def test_a_lost_response_keeps_its_seed_until_it_is_lost_twice_with_workers_of_t
     assert len({t.ticket_id for t in tickets}) == 6
     seeds = [t.seed for t in tickets]
     assert [seeds.index(seed) for seed in seeds] == [0, 0, 0, 3, 4, 4]
-
-
-def test_a_response_that_goes_on_has_a_seed_of_its_own_each_time_and_weights_as_new_as_it_had():
-    source = make_source()
-    tickets = source.for_group(0, 0, 0)[:1]
-    for size in (3, 5, 9):
-        versions = np.arange(size, dtype=np.int32)
-        logprobs = np.zeros(size, np.float32)
-        partial = Completion([0] * size, logprobs, versions, "aborted")
-        tickets.append(source.continued(tickets[-1], partial))
-        assert tickets[-1] == replace(tickets[0], seed=tickets[-1].seed, min_version=size - 1)
-        assert tickets[-1].prefix is partial
-    assert len({ticket.seed for ticket in tickets}) == 4
-
-
-def test_an_evaluation_asks_each_problem_once_or_twice_by_seeds_of_its_version():
-    once = make_source().for_evaluation(3)
-    twice, later = (make_source(eval_greedy=True).for_evaluation(version) for version in (3, 10))
-    assert [t.group_id for t in once] == [EVALUATION_GROUP] * 2
-    assert [t.group_id for t in twice] == [EVALUATION_GROUP] * 2 + [GREEDY_GROUP] * 2
-    assert [t.prompt_tokens for t in twice] == 2 * [t.prompt_tokens for t in once]
-    assert all(t.is_evaluation for t in twice) and len({t.ticket_id for t in twice}) == 4
-    assert not {t.seed for t in twice} & {t.seed for t in later}
 
 
 def test_of_prompts_that_do_not_fit_the_longest_is_named_with_the_length_that_would_do():

@@ -9,11 +9,8 @@ from tiny_policy import save_tiny_family
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
-from asyncrl.controller.controller import Controller
-from asyncrl.controller.tickets import TicketSource
-from asyncrl.job.node import Leader, Rank, _check_model, _make_tickets
+from asyncrl.job.node import Rank, _check_model, _make_tickets
 from asyncrl.weights.models import resolve_model
-from extras.baselines import BaselineController
 
 
 @pytest.mark.parametrize("replicate_prompts", [True, False])
@@ -24,34 +21,24 @@ def test_a_group_is_one_ticket_exactly_without_replication(replicate_prompts):
     assert [ticket.num_members for ticket in tickets] == ([1, 1, 1] if replicate_prompts else [3])
 
 
-def test_only_a_baseline_needs_the_controller_and_the_tickets_of_extras():
-    assert Leader.controller_class(Config()) is Controller
-    assert Leader.controller_class(Config(scheduling="batch")) is BaselineController
-    config = Config()
-    tickets = _make_tickets(config, Cluster(), resolve_model(config.model, config.task))
-    assert type(tickets) is TicketSource
+GROWS, IS_CUT = "expandable_segments:True", "expandable_segments:False"
 
 
 @pytest.mark.parametrize(
-    ("transport", "share", "options", "calls"),
+    ("transport", "share", "given", "calls"),
     [
-        ("nccl", None, "", ["expandable_segments:True", "cuda:1"]),
-        ("shm", 0.4, "", ["expandable_segments:True", "cuda:1", "0.60"]),
-        (
-            "ipc",
-            0.4,
-            "expandable_segments:True",
-            ["expandable_segments:True,expandable_segments:False", "cuda:1", "0.60"],
-        ),
+        ("nccl", None, {}, [GROWS, "cuda:1"]),
+        ("shm", 0.4, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, [f"a:1,{GROWS}", "cuda:1", "0.60"]),
+        ("ipc", 0.4, {"PYTORCH_ALLOC_CONF": GROWS}, [f"{GROWS},{IS_CUT}", "cuda:1", "0.60"]),
     ],
 )
-@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_segments_grow_unless_an_engine_opens_them_and_never_into_its_part_of_the_gpu(
-    monkeypatch, transport, share, options, calls, variable
+    monkeypatch, transport, share, given, calls
 ):
     made = []
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setenv(variable, options)
+    for variable, options in given.items():
+        monkeypatch.setenv(variable, options)
     monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", made.append)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: made.append(str(device)))
     monkeypatch.setattr(

@@ -13,7 +13,7 @@ import pytest
 from option_words import words_that_change
 
 from asyncrl.cluster.cluster import Cluster
-from asyncrl.config import OPTIONS, Config, May, SwarmOptions, options_for
+from asyncrl.config import OPTIONS, Config, May, SwarmOptions
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import find_checkpoint, how_to_go_on
 from asyncrl.runlog import manifest
@@ -61,17 +61,6 @@ def test_an_option_changes_where_it_may_and_is_refused_by_name_with_both_values_
         read_options(arguments)
     assert f"has {option.value_in(unchanged)};" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_what_a_resume_may_change_is_how_long_what_is_kept_and_where_it_is_computed():
-    assert {option.name for option in options_for(May.RESUME)} == {
-        "steps", "lr", "save_every", "keep_last", "stop_after_s", "eval_every", "eval_greedy", "wandb",
-        "num_rollout_workers", "rollout_tp", "max_running_requests", "weight_sync", "colocate",
-        "gpu_memory_utilization", "replicas", "save_memory", "max_tokens_per_microbatch", "compile", "listen",
-        "join_timeout_s", "timeout_s", "env_timeout_s", "data_path", "optim.epochs", "optim.warmup", "optim.schedule",
-        "optim.least", "optim.by_ess", "optim.entropy", "optim.balance", "optim.args", "swarm.lease_s",
-        "swarm.verify_share", "swarm.snapshots",
-    }  # fmt: skip
 
 
 def test_a_run_continues_with_its_own_options_where_it_is_now_however_that_is_named(
@@ -229,6 +218,8 @@ def test_records_continue_in_the_same_files_from_where_they_were_at_the_checkpoi
     changed = dataclasses.replace(config, resume=str(path), steps=9)
     refused = RunDirectory(changed, 1, resumed=resumed)
     refused.record("worker_ready", worker=0)
+    with pytest.raises(ValueError, match="one is written by a run that has not ended"):
+        RunDirectory(changed, 1, resumed=resumed)
     refused.close(ValueError("it is of another model"))
     assert contents(path) == before
     for _ in range(2):

@@ -5,10 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl import extras
-from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
-from asyncrl.job.step_log import StepLog, say_where_time_went
+from asyncrl.job.step_log import StepLog
 from asyncrl.runlog.time_ledger import TrainerClock
 
 RUN = SimpleNamespace(path=Path("runs/one"))
@@ -41,16 +39,3 @@ def test_a_run_whose_groups_all_had_equal_rewards_says_once_that_it_learns_nothi
     if num_steps:
         assert f"in {num_steps} steps no group had unequal rewards" in text
         assert "runs/one/samples.jsonl" in text
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_run_names_the_command_for_advice_where_the_folder_is_there(
-    is_there, monkeypatch, capsys
-):
-    if not is_there:
-        monkeypatch.setitem(extras.MODULES, "advice", "extras.nowhere.advice")
-    controller = SimpleNamespace(journal=SimpleNamespace(worker_time=dict))
-    node = SimpleNamespace(config=Config(), clock=TrainerClock(), run=RUN)
-    node.cluster, node.controller = Cluster(), controller
-    say_where_time_went(node)
-    assert capsys.readouterr().out.count("python scripts/advise.py runs/one") == is_there

@@ -11,9 +11,6 @@ from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.ledger import COUNTS, ledger_metrics
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group
 from asyncrl.runlog.metrics import (
-    Max,
-    Mean,
-    Sum,
     batch_metrics,
     over_nodes,
     time_metrics,
@@ -139,15 +136,6 @@ def test_what_is_dropped_on_one_node_alone_is_measured_against_what_all_consume(
     bias = {"dropped/shut_out_length_ratio": 2.5, "dropped/shut_out_reward_gap": -1.0}
     assert over_nodes([one, other, other]) == expected | bias
     assert over_nodes([one, one, one]) == expected, "nothing to compare"
-
-
-def test_the_type_of_a_metric_and_not_its_name_says_how_nodes_become_one():
-    nodes = (
-        {"a/max": Sum(2), "b": Mean(3.0, 2), "c": Max(1.0)},
-        {"a/max": Sum(5), "b": Mean(6.0, 1), "c": Max(4.0), "d_mean": Max(0.5)},
-        {"c": Max(2.0), "nothing": Mean(0, 0)},
-    )
-    assert over_nodes(nodes) == {"a/max": 7, "b": 3.0, "c": 4.0, "d_mean": 0.5}
 
 
 def test_a_steps_time_is_split_into_shares_that_sum_to_1():

@@ -27,15 +27,6 @@ def kinds(run):
     return [event["event"] for event in lines(run, "events")]
 
 
-def test_a_run_says_how_it_was_made(tmp_path):
-    run = make_run(tmp_path)
-    record = json.loads((run.path / "run.json").read_text())
-    assert record["config"]["lr"] == 0.25 and record["packages"]["torch"]
-    assert record["hardware"]["cpu_cores"] >= 1
-    assert "/" not in record["command"][0], "where python lies is nobody's business"
-    run.close()
-
-
 @pytest.mark.parametrize("node_folder", ["", "one/node_1"])
 def test_a_run_that_ended_before_its_first_step_gives_its_name_back_and_no_other_is_overwritten(
     tmp_path, node_folder
@@ -64,37 +55,30 @@ def test_a_run_that_ended_before_its_first_step_gives_its_name_back_and_no_other
         make_run(tmp_path, node_folder=node_folder)
 
 
-def test_a_run_that_is_resumed_keeps_its_events_until_the_checkpoint_and_writes_on(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (None, "finished", ""),
+        (RuntimeError("no batch\nand more"), "ended early", "RuntimeError: no batch"),
+    ],
+)
+def test_a_run_records_how_it_was_made_and_ended_and_every_line_is_json_on_disk_at_once(
+    tmp_path, error, status, reason
+):
     run = make_run(tmp_path)
-    run.record("trajectory", reward=np.float64(0.5), turns=((1.0, 2.5, 3.0),))
-    resumed = {"step": 1, "records": run.sizes(), "skipped": []}
-    run.record("trajectory", reward=1.0)
-    with pytest.raises(ValueError, match="one is written by a run that has not ended"):
-        make_run(tmp_path, resumed=resumed)
-    run.close()
-    before = (run.path / "events.jsonl").read_bytes()
-    run = make_run(tmp_path, resumed=resumed)
-    run.record("worker_started", worker=0)
-    assert (run.path / "events.jsonl").read_bytes() == before, "no file is changed before the cut"
-    run.cut_back()
-    run.record("trajectory", reward=float("nan"), failure="no")
-    run.close()
-    _, first, *_, last, _ = lines(run, "events")
-    assert kinds(run) == [
-        "run_started", "trajectory", "run_resumed", "worker_started", "trajectory", "run_ended",
-    ]  # fmt: skip
-    assert (first["reward"], first["turns"]) == (0.5, [[1.0, 2.5, 3.0]])
-    assert (last["reward"], last["failure"]) == (None, "no")
-
-
-def test_every_line_is_on_disk_at_once_and_is_json_whatever_the_numbers(tmp_path):
-    run = make_run(tmp_path)
+    header = json.loads((run.path / "run.json").read_text())
+    assert header["config"]["lr"] == 0.25 and header["packages"]["torch"]
+    assert header["hardware"]["cpu_cores"] >= 1
+    assert "/" not in header["command"][0], "where python lies is nobody's business"
     run.log_metrics({"step": 1, "a": float("nan"), "b": np.float32(0.5), "c": float("inf")})
     assert lines(run, "metrics") == [{"step": 1, "a": None, "b": 0.5, "c": None}]
-    run.record("worker_ready", worker=0)
+    run.record("trajectory", reward=np.float64(0.5), turns=((1.0, 2.5, 3.0),))
     event = lines(run, "events")[1]
-    assert event["event"] == "worker_ready" and event["time"] > 0
-    run.close()
+    assert (event["event"], event["reward"]) == ("trajectory", 0.5)
+    assert event["turns"] == [[1.0, 2.5, 3.0]] and event["time"] > 0
+    run.close(error)
+    ended = lines(run, "events")[-1]
+    assert (ended["status"], ended["reason"]) == (status, reason)
 
 
 def test_another_node_writes_its_events_in_a_folder_of_its_own(tmp_path):
@@ -107,21 +91,7 @@ def test_another_node_writes_its_events_in_a_folder_of_its_own(tmp_path):
     assert kinds(node) == ["run_started", "update", "run_ended"]
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "reason"),
-    [
-        (None, "finished", ""),
-        (RuntimeError("no batch\nand more"), "ended early", "RuntimeError: no batch"),
-    ],
-)
-def test_a_run_says_how_it_ended_in_one_line(tmp_path, error, status, reason):
-    run = make_run(tmp_path)
-    run.close(error)
-    ended = lines(run, "events")[-1]
-    assert (ended["status"], ended["reason"]) == (status, reason)
-
-
-def test_a_directory_that_is_deleted_under_a_run_ends_it_at_the_next_line(tmp_path):
+def test_a_directory_that_is_deleted_under_a_run_and_a_full_disk_end_it_at_the_next_line(tmp_path):
     run, node = make_run(tmp_path), make_run(tmp_path, node_folder="two/node_1")
     for path in tmp_path.iterdir():
         shutil.rmtree(path)
@@ -130,10 +100,5 @@ def test_a_directory_that_is_deleted_under_a_run_ends_it_at_the_next_line(tmp_pa
         run.log_metrics({"step": 1})
     with pytest.raises(OSError, match=rf"node_1/events\.jsonl {was_deleted}"):
         node.record("update", worker=0)
-
-
-def test_a_full_disk_is_named(tmp_path):
-    run = make_run(tmp_path)
-    run._files["metrics"] = RecordFile(Path("/dev/full"))
     with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
-        run.log_metrics({"step": 1})
+        RecordFile(Path("/dev/full")).append({"step": 1})

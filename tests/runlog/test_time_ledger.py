@@ -14,7 +14,6 @@ from asyncrl.runlog.time_ledger import (
     Activity,
     TimeLedger,
     TrainerClock,
-    describe,
     unix_ns,
 )
 
@@ -44,13 +43,6 @@ def test_accounts_follow_on_each_other_and_say_every_nanosecond_what_was_done():
     assert total + account.spent == ledger.total == Counter(states)
 
 
-def test_a_state_that_is_entered_twice_is_one_span():
-    ledger = TimeLedger(TRAINER_STATES, "wait", 0)
-    ledger.enter("wait", 3)
-    ledger.enter("wait", 5)
-    assert ledger.take(9).spans_s == [("wait", 0.0, 9e-9)]
-
-
 def test_a_state_that_is_unknown_or_overlaps_the_one_before_is_an_error():
     ledger = TimeLedger(TRAINER_STATES, "wait", 0)
     ledger.enter("gather", 10)
@@ -74,11 +66,6 @@ def test_the_trainers_clock_is_the_real_one_and_begins_a_new_account_with_each_s
     assert before <= first.spans[0][1] and first.spans[-1][2] == second.spans[0][1]
     assert set(first.spent) <= {"starting", "wait"} and set(second.spent) <= {"wait", "save"}
     assert clock.total == first.spent + second.spent
-
-
-def test_a_line_says_the_shares_largest_first():
-    spent = Counter({"wait": 1_000_000_000, "publish": 3_000_000_000})
-    assert describe("trainer", spent) == "trainer  4.0 s: publish 75.0%, wait 25.0%"
 
 
 # What a worker does
