@@ -593,10 +593,6 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
         "--scheduling queue",
     ),
     (
-        lambda c: c.is_agent and c.listen is not None,
-        "--listen {c.listen} lets remote hosts join, and they run no agents; leave it out",
-    ),
-    (
         lambda c: c.scheduling == "batch" and c.extra_members > 0,
         "--extra-members {c.extra_members} gives up the slowest responses, and --scheduling batch waits for all; "
         "change one of the two",

@@ -5,12 +5,12 @@ tokens. Whether log-probs and rewards are true is another question: extras/swarm
 """
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from math import isnan, log
 
 import numpy as np
 
-from asyncrl.config import Config
+from asyncrl.config import Config, is_environment
 from asyncrl.engine.score import MAX_FAILURE, MAX_REWARD, are_parts
 from asyncrl.records import Ticket, Trajectory
 
@@ -43,12 +43,26 @@ def mistake_in(
         return mistake
     generated = np.flatnonzero(trajectory.loss_mask)
     num_known = _num_known(trajectory, generated, ticket)
-    mistakes = chain(  # lazily: each may count on those before
-        _of_places(trajectory, generated, ticket, config),
-        _of_prefix(num_known, len(generated), ticket, config),
+    versions = trajectory.policy_versions[generated[num_known:]].tolist()
+    # lazily: each may count on those before
+    if config.is_agent:
+        parts = (
+            _of_segments(trajectory, config),
+            _of_range(versions, ticket.min_version, newest_version),
+            _of_times_of_calls(trajectory),
+        )
+    else:
+        parts = (
+            _of_places(trajectory, generated, ticket, config),
+            _of_prefix(num_known, len(generated), ticket, config),
+            _of_range(versions, ticket.min_version, newest_version),
+            _of_order(versions),
+            _of_times_of_turns(trajectory),
+        )
+    mistakes = chain(
+        *parts,
         _of_values(trajectory, generated, vocab_size),
-        _of_versions(trajectory, generated, num_known, (ticket.min_version, newest_version)),
-        _of_ending_and_times(trajectory, len(generated), config),
+        _of_ending(trajectory, len(generated), config),
     )
     return next(mistakes, None)
 
@@ -64,6 +78,19 @@ def _of_ticket_and_arrays(t: Trajectory, ticket: Ticket, vocab_size: int) -> Ite
             yield f"{name} of {array.dtype} {array.shape} for {t.tokens.size} tokens"
     if np.count_nonzero(t.tokens.view(np.uint64) >= vocab_size):  # as those below 0 are then, too
         yield f"tokens from {t.tokens.min()} to {t.tokens.max()}, not in 0 … {vocab_size - 1}"
+
+
+def _of_segments(t: Trajectory, config: Config) -> Iterator[str]:
+    """Find what no calls of an agent can have made: each segment is a prompt, and ends with what was sampled."""
+    if sum(t.segment_lengths) != len(t.tokens) or min(t.segment_lengths, default=1) < 1:
+        yield f"segments of {t.segment_lengths} tokens for {len(t.tokens)}"
+        return
+    for segment in t.segments if t.segment_lengths else ():
+        mask = t.loss_mask[segment]
+        if mask[0] or not mask[-1] or len(mask) > config.max_sequence_tokens:
+            yield f"a segment of {len(mask)} tokens that no calls made"
+    if not len(t.segment_lengths) <= t.num_turns <= t.num_generated <= config.max_response_tokens:
+        yield f"{len(t.segment_lengths)} segments, {t.num_turns} turns and {t.num_generated} generated tokens"
 
 
 def _of_places(
@@ -121,23 +148,24 @@ def _of_values(t: Trajectory, generated: np.ndarray, vocab_size: int) -> Iterato
         yield f"log-probs that are {total:.4g} nats in total, {least:.4g} is the least, and at most {max(logprobs):.4g}"
     if np.count_nonzero(t.behavior_logprobs) > len(logprobs) - logprobs.count(0.0):
         yield "a log-prob of a token that is not generated"
-
-
-def _of_versions(
-    t: Trajectory, generated: np.ndarray, num_known: int, bounds: tuple[int, int]
-) -> Iterator[str]:
-    versions, (oldest, newest) = t.policy_versions[generated[num_known:]].tolist(), bounds
     if t.policy_versions.tolist().count(-1) < len(t.tokens) - len(generated):
         yield "a version of a token that is not generated"
-    if versions and not (
-        oldest <= versions[0] and versions[-1] <= newest and versions == sorted(versions)
-    ):
-        yield f"versions {versions[0]} … {versions[-1]}, not ascending from {oldest} at least to {newest} at most"
 
 
-def _of_ending_and_times(t: Trajectory, num_generated: int, config: Config) -> Iterator[str]:
+def _of_range(versions: list[int], oldest: int, newest: int) -> Iterator[str]:
+    if versions and not (oldest <= min(versions) and max(versions) <= newest):
+        yield f"versions {min(versions)} … {max(versions)}, not from {oldest} at least to {newest} at most"
+
+
+def _of_order(versions: list[int]) -> Iterator[str]:
+    if versions != sorted(versions):
+        yield f"versions {versions[0]} … {versions[-1]}, not ascending"
+
+
+def _of_ending(t: Trajectory, num_generated: int, config: Config) -> Iterator[str]:
     reason, has_ended = t.finish_reason, t.finish_reason in ("stop", "length")
-    if has_ended and not (num_generated and t.loss_mask[-1] and len(t.turns) == t.num_turns):
+    has_times = config.is_agent or len(t.turns) == t.num_turns
+    if has_ended and not (num_generated and t.loss_mask[-1] and has_times):
         yield "an end that is not after a turn of the policy"
     if reason == "failed" and not (t.num_turns or config.is_multi_turn):
         yield "a failure before the policy's turn"
@@ -149,12 +177,24 @@ def _of_ending_and_times(t: Trajectory, num_generated: int, config: Config) -> I
         yield f"cut at {num_generated} tokens, not at {config.max_response_tokens}"
     if not (abs(t.reward) <= MAX_REWARD if has_ended else isnan(t.reward)):
         yield f"a reward of {t.reward:.4g}, {reason}"
-    if t.reward_parts and (not has_ended or config.is_multi_turn or not are_parts(t.reward_parts)):
+    has_parts = has_ended and are_parts(t.reward_parts)
+    if t.reward_parts and (not has_parts or is_environment(config.task)):
         yield f"{len(t.reward_parts)} parts of a reward, {reason}"
     if len(t.failure) > MAX_FAILURE or bool(t.failure) != (reason == "failed"):
         yield f"{len(t.failure)} characters of failure, {reason}"
+
+
+def _of_times_of_turns(t: Trajectory) -> Iterator[str]:
     earlier = t.started_at
     for later in (*chain.from_iterable(t.turns), t.ended_at):
         if not 0 <= earlier - CLOCK_SLACK_S <= later < 1e11:  # or NaN
             yield f"a time of {later:.17g} after {earlier:.17g}"
         earlier = later
+
+
+def _of_times_of_calls(t: Trajectory) -> Iterator[str]:
+    """Find calls out of the time of their trajectory; several may be answered at once."""
+    for times in t.turns or ((t.started_at, t.ended_at),):
+        for earlier, later in pairwise((t.started_at, *times, t.ended_at)):
+            if not 0 <= earlier - CLOCK_SLACK_S <= later < 1e11:  # or NaN
+                yield f"a time of {later:.17g} after {earlier:.17g}"

@@ -168,10 +168,16 @@ class Verifier:
 
 
 def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) -> dict[int, float]:
-    """`distance` of each of a leader's trajectories by its index, on leaders; collective, all ranks score a part."""
+    """`distance` of each of a leader's trajectories by its index, on leaders; collective, all ranks score a part.
+
+    That of several segments is the largest of theirs.
+    """
     policy.clock.enter("gather")
-    arrays = [(t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions) for t in trajectories]
-    sequences = [TrainSequence(*of, group_id=i) for i, of in enumerate(arrays)]
+    sequences = []
+    for number, t in enumerate(trajectories):
+        arrays = t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions
+        for segment in t.segments:
+            sequences.append(TrainSequence(*(array[segment] for array in arrays), group_id=number))
     num_ranks, max_tokens = len(cluster.local_ranks), policy.config.max_tokens_per_microbatch
     layout = policy.module.layout
     shares = distribute([sequences], num_ranks, max_tokens, layout=layout)
@@ -180,10 +186,13 @@ def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) 
     parts, found = [[one.sequences[0] for one in microbatch] for microbatch in bundles], {}
     for part, scores in zip(parts, policy.score(parts), strict=True):
         for s, own in zip(part, scores.split([s.num_trained for s in part]), strict=True):
-            found[s.group_id] = distance(own.numpy(), s.behavior_logprobs[s.loss_mask])
-    return {
-        i: far for of_rank in _gather_on_node(cluster, found) or () for i, far in of_rank.items()
-    }
+            far = distance(own.numpy(), s.behavior_logprobs[s.loss_mask])
+            found[s.group_id] = np.maximum(far, found.get(s.group_id, 0.0))  # NaN stays NaN
+    largest: dict[int, float] = {}
+    for of_rank in _gather_on_node(cluster, found) or ():
+        for number, far in of_rank.items():
+            largest[number] = float(np.maximum(far, largest.get(number, 0.0)))
+    return largest
 
 
 def _gather_on_node(cluster: Cluster, value: Any) -> list | None:

@@ -283,7 +283,7 @@ LIES = {
     "stop of one that goes on": [
         (value("tokens", 3, 9), "another beginning than the ticket's"),
         (value("behavior_logprobs", 3, -1.25), "another beginning than the ticket's"),
-        (value("policy_versions", 5, 5), "versions 5 … 7, not ascending from 6 at least to 7"),
+        (value("policy_versions", 5, 5), "versions 5 … 7, not from 6 at least to 7 at most"),
     ],
     "length": [(longer(1, True), "3 tokens of prompt and 9 after it")],
     "length after turns": [(lambda t: {"turns": t.turns[:-1]}, "an end that is not after a turn")],
