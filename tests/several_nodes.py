@@ -5,11 +5,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from tiny_policy import error_of, first_gradient, load, random_sequences
+from trajectories import make_trajectory
 
 from asyncrl.cluster.cluster import Peer, form_cluster, join
 from asyncrl.config import Config
@@ -28,20 +30,14 @@ def random_groups(first_id: int, num: int, group_size: int, max_tokens: int) -> 
     sequences = iter(random_sequences(num * group_size, seed=first_id, max_tokens=max_tokens))
 
     def trajectory(group_id: int, member: int) -> Trajectory:
-        s = next(sequences)
-        of_sampling = (s.tokens, s.loss_mask, s.behavior_logprobs, s.policy_versions)
-        return Trajectory(
-            0,
-            group_id,
-            member,
-            *of_sampling,
-            float(rng.normal(group_id)),
-            "stop",
-            "",
-            1,
-            0.0,
-            0.0,
-            0,
+        sequence = next(sequences)
+        return replace(
+            make_trajectory(group_id, member),
+            tokens=sequence.tokens,
+            loss_mask=sequence.loss_mask,
+            behavior_logprobs=sequence.behavior_logprobs,
+            policy_versions=sequence.policy_versions,
+            reward=float(rng.normal(group_id)),
         )
 
     return [

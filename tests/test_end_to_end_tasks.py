@@ -1,4 +1,4 @@
-"""Whole jobs on environments of several turns, and on a model and a task from outside."""
+"""Whole jobs on a model and a task from outside; test_several_nodes.py has several turns."""
 
 import json
 
@@ -6,35 +6,6 @@ import pytest
 from real_job import assert_ledger_balances, run_job
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.mark.slow
-def test_an_environment_of_several_turns_is_trained_on_within_the_bound_with_spare_members_and_failing_steps(
-    tmp_path,
-):
-    job = run_job(
-        tmp_path,
-        script=["scripts/latency.py", "normal:1,1 fail:0.005 scale:0.01"],
-        task="frozen_lake",
-        steps=4,
-        max_prompt_tokens=64,
-        max_response_tokens=128,
-        stale_policy="drop",
-        on_update="resume",
-        extra_members=1,
-        env_timeout_s=1,
-        eval_every=4,
-    )
-    metrics = job.metrics()
-    assert max(line["staleness/max"] for line in metrics) <= 1
-    assert all(line["response/turns_mean"] > 1 for line in metrics)
-    assert metrics[-1]["ledger/tokens_dropped_aborted"] > 0, "a spare member that was not needed"
-    assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
-    assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6, (
-        "what was sampled is trained"
-    )
-    assert metrics[-1]["eval/problems"] == 32
-    assert_ledger_balances(metrics)
 
 
 @pytest.mark.slow

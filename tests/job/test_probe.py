@@ -67,6 +67,7 @@ def test_the_same_weights_are_no_mismatch_and_those_of_the_version_before_are(pa
     assert mismatch_after(pair, 3, sent(pair)).abs_mean < LARGEST_GAP
 
 
+@pytest.mark.parametrize("pair", ["shm"], indirect=True)
 @pytest.mark.parametrize("kind", CORRUPTIONS)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_tensor_that_arrives_wrong_is_a_mismatch(pair, kind, part):
@@ -77,6 +78,7 @@ def test_a_tensor_that_arrives_wrong_is_a_mismatch(pair, kind, part):
     assert mismatch_after(pair, 5, parameters).is_allowed(torch.float32)
 
 
+@pytest.mark.parametrize("pair", ["shm"], indirect=True)
 def test_a_buffer_that_does_not_arrive_and_log_probs_that_are_no_numbers_are_a_mismatch(pair):
     parameters = dict(sent(pair))
     name = "model.layers.0.layer_scalar"

@@ -1,6 +1,5 @@
 """Whole runs, with sampling that follows from seeds in place of an engine, that end in every way and continue."""
 
-import dataclasses
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from real_job import (
@@ -24,9 +22,7 @@ from real_job import (
     words_of,
 )
 
-from asyncrl.messages import Update
 from asyncrl.runlog.manifest import id_of, newest_checkpoint, weights_sha256
-from extras.swarm.tests.hosts import Far
 from scripts.lines import read
 
 OPTIONS = {
@@ -123,42 +119,7 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     assert (job.run_path / "events.jsonl").read_bytes() == before
 
 
-class Host(Far):
-    """Samples for a job, and scores no probe, as it has no model."""
-
-    def __init__(self, job: Job):
-        job.wait_until(lambda: "--join " in job.output())
-        address, key_path = re.search(r"--join (\S+) --key (\S+)", job.output()).groups()
-        folder = job.output_path.parent
-        super().__init__(SimpleNamespace(address=address, key_path=key_path, folder=folder))
-
-    def _tell(self, engine, message):
-        is_update = isinstance(message, Update)
-        super()._tell(engine, dataclasses.replace(message, probe=()) if is_update else message)
-
-
 SWARM = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 0}
-
-
-@pytest.mark.slow
-def test_a_run_whose_last_host_leaves_in_an_evaluation_is_saved_and_ended_by_a_signal(tmp_path):
-    job = start(tmp_path, steps=12, async_ratio=1, **SWARM)
-    with Host(job) as host:
-        host.holds = lambda t: t.is_evaluation and t.min_version == 4
-        # no more: version 5 waits for the evaluation of version 4
-        job.wait_until(lambda: job.num_steps() == 6)
-        os.kill(job.process.pid, signal.SIGTERM)
-        time.sleep(2)
-        assert job.process.poll() is None, "it ends the step, as somebody is there"
-        host.leave()
-        assert job.wait(10) == 128 + signal.SIGTERM
-    line = "error: stopped by SIGTERM after step 6, which is saved; continue from step 6: "
-    assert line in job.output()
-    job = resume(job)
-    with Host(job):
-        assert job.wait(60) == 0, job.output()[-3000:]
-    assert_every_group_is_consumed_once(job, 12, GROUPS)
-    assert job.evaluations().keys() == {0, 6, 8, 12}
 
 
 def start_ranks(folder: Path, num_nodes: int, **options) -> list[Job]:
