@@ -60,14 +60,14 @@ class SamplingEngine:
         """Sample a token unless the engine is paused. Returns why the request has ended, None if it has not."""
         if engine_id in self.aborted:
             return "abort"
+        if len(request.rows) == max_tokens:
+            return "length"
         if self.state != "resume":
             return None
         self.num_sampled += 1
         token = self.next_token(request.prompt, len(request.rows))
         request.rows.append((token, -float(self.num_sampled), self.version))
-        if token == self.eos:
-            return "stop"
-        return "length" if len(request.rows) == max_tokens else None
+        return "stop" if token == self.eos else None
 
     def next_token(self, prompt, num_sampled):
         return self.eos if self.rng.random() < 0.2 else self.rng.choice(self.tokens)

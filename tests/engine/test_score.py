@@ -40,11 +40,6 @@ def test_functions_get_the_columns_that_they_name_and_their_rewards_and_parts_ar
     assert load_score("addition", texts(*functions))(answer, "4") == scored
 
 
-def test_without_a_function_the_task_scores():
-    score = load_score("addition")
-    assert score("a1 b2", "a 1 b 2") == (1.0, {}) and not score.is_async
-
-
 def test_a_users_task_scores_with_parts_and_its_failures_name_its_file():
     score = load_score(texts("UserTask")[0])
     assert score("4", "4") == (2.0, {"right": 1.0, "digits": 1.0})
