@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from user_files import ENVIRONMENT, TASK, chat_tokenizer, write_jsonl, write_use
 from asyncrl import user_code
 from asyncrl.config import Config
 from asyncrl.tasks import load_task, prepare_environment, score_of, task_of
-from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.problem import Problem
 
 ROOT = Path(__file__).parents[1]
@@ -176,16 +174,20 @@ def test_held_out_rows_may_have_a_file_of_their_own_or_one_by_its_name(tmp_path)
     assert prompts_of(load_task("jsonl", 0, str(tmp_path / "parts"))) == expected
 
 
-@pytest.mark.parametrize("saved_as", ["parquet", "save_to_disk", "json"])
+@pytest.mark.parametrize("saved_as", ["parquet", "json", "save_to_disk", "split"])
 def test_rows_of_parquet_and_of_saved_datasets_are_read_too(tmp_path, saved_as):
     import datasets
 
     rows = [{"prompt": row["prompt"], "answer": row["answer"]} for row in ROWS]
     table, path = datasets.Dataset.from_list(rows), str(tmp_path / f"rows.{saved_as}")
-    save = table.save_to_disk if saved_as == "save_to_disk" else getattr(table, f"to_{saved_as}")
-    save(path)
+    if saved_as == "split":
+        table.train_test_split(10).save_to_disk(path)
+    elif saved_as == "save_to_disk":
+        table.save_to_disk(path)
+    else:
+        getattr(table, f"to_{saved_as}")(path)
     train, held_out = prompts_of(load_task("jsonl", 0, path))
-    assert train | held_out == PROMPTS
+    assert train | held_out == PROMPTS and (len(held_out) == 10 or saved_as != "split")
 
 
 def test_the_whole_row_is_the_answer_and_without_a_reward_its_column_answer_is_compared(tmp_path):
@@ -220,17 +222,3 @@ def test_prompts_go_through_the_chat_template_with_a_system_prompt_and_options(t
     assert numbers == sorted(numbers), "in the order of the file"
     text = tokenizer.decode(task.encode_prompt(problems[0], tokenizer))
     assert text == f"low:{problems[0].prompt}"
-
-
-def test_rows_of_additions_suit_the_tiny_tokenizer(tmp_path):
-    rows = [{"prompt": f"a{n} b34 =", "answer": "?"} for n in range(10, 30)]
-    task = jsonl(tmp_path / "a.jsonl", rows)
-    tokenizer = load_tokenizer(resolve_model("tiny", "addition"))
-    assert len(task.encode_prompt(task.train_problem(0), tokenizer)) == 5
-
-
-def test_loading_needs_no_torch(tmp_path):
-    path = write_user_code(tmp_path, TASK)
-    command = f"import sys; from asyncrl.tasks import load_task; load_task('{path}:Double', 0); "
-    command += "sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True)

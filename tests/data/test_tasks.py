@@ -15,8 +15,6 @@ from asyncrl.config import MULTI_TURN_TASKS
 from asyncrl.tasks import load_task, score_of
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.addition import LABELS, Addition
-from data.conversation import Conversation
-from data.environments import ENVIRONMENTS
 from data.gsm8k import INSTRUCTION
 from data.problem import Problem
 
@@ -130,25 +128,6 @@ def test_response_lengths_have_a_long_tail():
 # Rows of files
 
 
-@pytest.mark.parametrize("kind", ["one.jsonl", "parquet files", "save_to_disk"])
-def test_gsm8k_reads_local_copies(tmp_path, kind):
-    path = tmp_path / kind
-    import datasets
-
-    tables = {name: datasets.Dataset.from_list(rows) for name, rows in ROWS_OF.items()}
-    if kind == "one.jsonl":
-        write_jsonl(path, ROWS)
-    elif kind == "save_to_disk":
-        datasets.DatasetDict(tables).save_to_disk(str(path))
-    else:
-        for name, table in tables.items():
-            table.to_parquet(str(path / f"{name}.parquet"))
-    task = load_task("gsm8k", seed=0, data_path=str(path))
-    held_out = {problem.prompt for problem in task.eval_problems(1000)}
-    train = {task.train_problem(index).prompt for index in range(200)}
-    assert len(held_out) + len(train) == 40 and train.isdisjoint(held_out)
-
-
 def test_gsm8k_meets_every_problem_once_an_epoch_in_a_new_order(tmp_path):
     task = load("gsm8k", 0, tmp_path)
     epochs = [[task.train_problem(30 * epoch + i) for i in range(30)] for epoch in range(3)]
@@ -169,34 +148,6 @@ def test_gsm8k_asks_through_the_chat_template_and_scores_the_boxed_number(tmp_pa
     responses = (right, f"It is 3, no: \\boxed{{{number + 1}}}.", "I do not know", "")
     scores = [score_of("gsm8k")(problem.answer, response) for response in responses]
     assert scores == [1.0, 0.0, 0.0, 0.0]
-
-
-NO_ANSWER = r"a\.jsonl, row 0 of train, has no text as its answer"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"question": "?", "answer": "4"}', "without a final number"),
-        (b'{"question": "?", "solution": "4"}', NO_ANSWER),
-        (b'{"question": "?", "answer": null}', NO_ANSWER),
-        (b'{"question": "?", "answer": ["#### 4"]}', NO_ANSWER),
-        (
-            b"",
-            r"a\.jsonl cannot be had \(no rows\); --data-path takes a local copy of openai/gsm8k",
-        ),
-        (b'{"question": "\xff"}', r"a\.jsonl, line 1: 'utf-8' codec can't decode"),
-    ],
-)
-def test_a_file_whose_rows_are_no_problems_is_named(tmp_path, content, message):
-    (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load_task("gsm8k", 0, str(tmp_path / "a.jsonl"))
-
-
-def test_a_folder_without_rows_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot be had \(.*\); --data-path takes"):
-        load_task("gsm8k", 0, str(tmp_path))
 
 
 def test_without_the_hub_its_local_cache_is_read_and_otherwise_the_error_is_quick(tmp_path):
@@ -237,15 +188,3 @@ def test_reasoning_gym_scores_what_stands_between_its_tags():
         assert score(problem.answer, f"so <answer>{right}</answer>") == 1.0
         assert score(problem.answer, "<answer>x</answer>") < 1.0
         assert score(problem.answer, "no tags") == 0.0
-
-
-@pytest.mark.parametrize("name", MULTI_TURN_TASKS)
-def test_prompt_of_an_environment_is_its_first_observation_in_the_chat_template(name):
-    task, tokenizer = load_task(name, seed=0), load_tokenizer(resolve_model("tiny", name))
-    for problem in map(task.train_problem, range(20)):
-        observation, _ = ENVIRONMENTS[name]().reset(seed=problem.environment_seed)
-        tokens = task.encode_prompt(problem, tokenizer)
-        assert tokens == Conversation(tokenizer).first(observation)
-        assert tokenizer.decode(tokens) == f"{observation}<assistant>"
-    with pytest.raises(ValueError, match="has no chat template"):
-        task.encode_prompt(problem, load_tokenizer(resolve_model("tiny", "addition")))

@@ -80,7 +80,7 @@ def test_the_largest_reward_comes_back_and_a_sum_beyond_it_fails():
 
 def test_one_process_takes_async_rewards_on_while_others_wait():
     """One after the other takes minutes."""
-    responses = [f"later({number}.0, 1)" for number in range(250)]
+    responses = [f"later({number}.0, 2)" for number in range(250)]
     scores = outcomes(texts("evaluated_async"), *responses, timeout_s=60.0, num_processes=1)
     assert scores == [(float(number), {}) for number in range(250)]
 
@@ -149,9 +149,9 @@ def are_gone(pids: list[int]) -> bool:
 
 
 OWNER = f"""
-import asyncio, turtledemo
+import asyncio, sys, turtledemo
 import psutil
-from asyncrl.engine.reward_pool import RewardPool, _Died, _Scorer
+from asyncrl.engine.reward_pool import RewardPool
 
 async def ask():
     pool = RewardPool("addition", [{EVALUATED[0]!r}], 60.0)
