@@ -111,11 +111,11 @@ def test_a_run_ends_though_the_process_that_watches_is_itself_stopped():
 
 
 def test_a_process_that_is_stopped_for_a_moment_goes_on():
-    root, child = start_two(limit_s=3)
-    for _ in range(5):  # longer than the limit, all together
+    root, child = start_two(limit_s=2)
+    for _ in range(4):  # longer than the limit, all together
         os.kill(child, signal.SIGSTOP)
-        time.sleep(0.7)
+        time.sleep(0.6)
         os.kill(child, signal.SIGCONT)
-        time.sleep(0.4)  # a look at it, which comes every 0.3 s
+        time.sleep(0.3)  # a look at it, which comes every 0.2 s
     assert root.poll() is None and psutil.pid_exists(child)
     root.kill()

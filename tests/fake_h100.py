@@ -4,6 +4,7 @@ To be run as a process, as nothing of it can be undone: `fake_h100.py RESULT.jso
 wheel has all the Python of vLLM; its compiled modules for CUDA are empty here, and the driver's answers those of H100s.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -163,42 +164,22 @@ def start_worker(folder: Path) -> None:
     run_worker(WorkerSpec(config, placement, str(folder), "ipc", f"{folder}.log"), Pipe()[1])
 
 
-def start_pair(folder: Path) -> None:
-    """Start the bench's pair."""
-    from scripts.bench.gpu_parts import Pair
-    from scripts.bench.trainer_alone import Setup
-
-    Pair(Setup("cuda", "tiny", folder.parent))
-
-
-def start_after_a_group(folder: Path) -> None:
-    """Start a pair as it must not be, which forms its group first."""
-    torch.distributed.init_process_group()
-    torch.distributed.is_initialized = lambda: True
-    start_pair(folder)
-
-
-def starts(folder: Path) -> dict[str, list[str]]:
-    """What is called before an engine starts."""
+def calls_before_start(folder: Path) -> list[str]:
+    """What a worker calls before its engine starts, and the start."""
     calls = record_calls()
     from scripts.qwen3_shapes import save_random_qwen3
 
     save_random_qwen3(folder / "tiny", "tiny")
-    found = {}
-    for start in (start_worker, start_pair, start_after_a_group):
-        calls.clear()
-        try:
-            start(folder / "tiny")
-        except Started:
-            found[start.__name__] = list(calls)
-    return found
+    with contextlib.suppress(Started):
+        start_worker(folder / "tiny")
+    return calls
 
 
 if __name__ == "__main__":
     result, folder = map(Path, sys.argv[1:])
     environment = dict(os.environ)
     os.environ |= {"CUDA_VISIBLE_DEVICES": UUIDS[0][:6], "VLLM_LOGGING_LEVEL": "ERROR"}
-    found = {"starts": starts(folder)}
+    found = {"calls": calls_before_start(folder)}
     os.environ.clear()
     os.environ.update(environment)
     found["configs"] = configs(folder)

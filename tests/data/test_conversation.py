@@ -39,6 +39,7 @@ TEXT = (
     "the user says: 12 is lower, the assistant goes left\n\nright\n<think>\n\n</think>\n\n up and down. "
     * 3
 )
+NO_REPLY = "no fixed text between two turns"
 TALK = [
     ("P__\n_OG", "right"),
     ("Answer with a number.\n", "I go left,\nthen down: 12"),
@@ -97,34 +98,28 @@ def built(tokenizer, talk, last_observation, ended) -> list[int]:
     return tokens
 
 
+def byte_level(template):
+    return tokenizer_with(template, tuple(SPECIAL[template]))
+
+
+TINY_TALK = [("lower", "12"), ("higher", "left"), ("correct", "12left")]
+
+
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize(
-    ("template", "closing"),
-    [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>")],
-    ids=["chatml", "llama3"],
+    ("make_tokenizer", "talk", "closing"),
+    [
+        (lambda: byte_level(CHATML), TALK, "<|im_end|>"),
+        (lambda: byte_level(LLAMA3), TALK, "<|eot_id|>"),
+        (lambda: load_tokenizer(resolve_model("tiny", "guess_number")), TINY_TALK, "<eos>"),
+    ],
+    ids=["chatml", "llama3", "tiny"],
 )
-def test_turns_put_together_are_the_template_of_the_whole(template, closing, ended):
-    tokenizer = tokenizer_with(template, tuple(SPECIAL[template]))
-    assert built(tokenizer, TALK, "the end", ended) == whole(tokenizer, TALK, "the end")
-    end_of_turn = tokenizer.convert_ids_to_tokens(Conversation(tokenizer).end_of_turn)
-    assert end_of_turn == closing != tokenizer.eos_token
-
-
-@pytest.mark.parametrize("ended", [True, False])
-def test_turns_of_the_tiny_agent_put_together_are_the_template_of_the_whole(ended):
-    tokenizer = load_tokenizer(resolve_model("tiny", "guess_number"))
-    talk = [("lower", "12"), ("higher", "left"), ("correct", "12left")]
+def test_turns_put_together_are_the_template_of_the_whole(make_tokenizer, talk, closing, ended):
+    tokenizer = make_tokenizer()
     assert built(tokenizer, talk, "higher", ended) == whole(tokenizer, talk, "higher")
-    assert Conversation(tokenizer).end_of_turn == tokenizer.eos_token_id
-
-
-def test_the_turn_is_closed_once_whether_or_not_the_policy_did():
-    tokenizer = tokenizer_with(CHATML)
-    conversation = Conversation(tokenizer)
-    opened = "<|im_start|>user\nup<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(conversation.first("up")) == opened
-    assert tokenizer.decode(conversation.reply("up", ended=True)) == f"\n{opened}"
-    assert tokenizer.decode(conversation.reply("up", ended=False)) == f"<|im_end|>\n{opened}"
+    end_of_turn = tokenizer.convert_ids_to_tokens(Conversation(tokenizer).end_of_turn)
+    assert end_of_turn == closing
 
 
 def test_a_template_that_drops_earlier_thoughts_gives_the_same_reply_and_keeps_them_in_the_context():
@@ -145,34 +140,23 @@ def test_a_template_without_generation_prompt_or_system_message_will_do():
     assert tokenizer.decode(reply) == "</s>[INST] up [/INST]"
 
 
-def test_a_tokenizer_without_chat_template_is_one_clear_line():
-    with pytest.raises(
-        ValueError, match=r"has no chat template, .*such as Qwen/Qwen3-0\.6B"
-    ) as caught:
-        Conversation(tokenizer_with(None))
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
-    "template",
+    ("template", "line"),
     [
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",  # no special token
-        CHATML.replace("{{ m.content }}", "{{ loop.index }}{{ m.content }}"),  # turns are numbered
+        (None, r"has no chat template, .*such as Qwen/Qwen3-0\.6B"),
+        ("{{ messages[0].content }}{{ raise_exception('one turn only') if messages | length > 1 }}",
+         r"refuses a conversation of user, assistant and user \(one turn only\)"),
+        # no special token
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", NO_REPLY),
+        # turns are numbered
+        (CHATML.replace("{{ m.content }}", "{{ loop.index }}{{ m.content }}"), NO_REPLY),
         # closed at the very end
-        "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}<|im_end|>",
-        "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}<|im_end|>", NO_REPLY),
+        # no assistant
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}", NO_REPLY),
     ],
-    ids=["plain text", "numbered", "closed once", "no assistant"],
-)
-def test_a_template_without_a_fixed_reply_is_refused(template):
-    with pytest.raises(ValueError, match="no fixed text between two turns"):
+)  # fmt: skip
+def test_a_template_without_a_fixed_reply_is_refused_in_one_line(template, line):
+    with pytest.raises(ValueError, match=line) as caught:
         Conversation(tokenizer_with(template))
-
-
-def test_a_template_that_refuses_several_turns_is_named():
-    template = "{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}"
-    template += "{{ messages[0].content }}"
-    with pytest.raises(
-        ValueError, match=r"refuses a conversation of user, assistant and user \(one turn only\)"
-    ):
-        Conversation(tokenizer_with(template))
+    assert "\n" not in str(caught.value)

@@ -35,7 +35,7 @@ SPLITS = {
     "sums:two_digits": (5000, 256, 256),
     "gsm8k": (200, 10, 1000),
     "reasoning_gym:basic_arithmetic": (300, 50, 50),
-    "frozen_lake": (300, 300, 300),
+    "frozen_lake": (100, 100, 100),
     "guess_number": (10_000, 1000, 1000),
 }
 

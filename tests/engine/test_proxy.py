@@ -27,7 +27,16 @@ def largest_gap(pair, completion, prompt=PROMPT, raw=False):
     return np.abs(completion.behavior_logprobs - trainer).max()
 
 
-@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.8, "top_k": 20, "min_p": 0.05}])
+CUTS = [
+    {},
+    {"top_p": 0.8},
+    {"top_k": 7},
+    {"min_p": 0.1},
+    {"top_p": 0.8, "top_k": 20, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
 def test_behavior_logprobs_are_the_trainers_under_temperature_and_what_cuts_the_vocabulary(
     pair, cuts
 ):

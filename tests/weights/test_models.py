@@ -3,26 +3,13 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 from tiny_policy import save_tiny_model
 
 from asyncrl.config import MULTI_TURN_TASKS
+from asyncrl.trainer.families import read_config
 from asyncrl.weights.models import resolve_model
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_a_model_that_nobody_has_is_known_within_seconds():
-    start = time.monotonic()
-    message = "--model nobody/no-such-model: .*Qwen/Qwen3-8B-Base, tiny or smollm2$"
-    with pytest.raises(ValueError, match=message):
-        resolve_model("nobody/no-such-model", "addition")
-    assert time.monotonic() - start < 15
 
 
 def change(path, **fields):
@@ -74,15 +61,15 @@ def test_a_model_that_cannot_be_used_is_refused_in_one_line_that_says_what_to_do
     assert message in line and folder in line and "\n" not in line
 
 
-def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(tmp_path):
+def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
     folder = save_tiny_model(str(tmp_path))
     change(tmp_path / "config.json", auto_map={"AutoConfig": "own.Config"})
     assert resolve_model(folder, "addition") == folder, "transformers has this kind of model itself"
     its_own_code(tmp_path)
-    code = f"import torch; from asyncrl.trainer.families import read_config; read_config({folder!r}, False)"
-    options = {"cwd": ROOT, "input": "y\n", "capture_output": True, "text": True, "timeout": 60}
-    process = subprocess.run([sys.executable, "-c", code], **options)
-    assert process.returncode != 0 and "[y/N]" not in process.stdout + process.stderr
+    (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it was asked about"))
+    with pytest.raises(ValueError, match="custom code"):
+        read_config(folder, False)
 
 
 def test_tiny_is_the_tiny_model_of_the_task():
