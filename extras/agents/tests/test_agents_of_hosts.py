@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_engine import make_ticket
 from real_job import assert_ledger_balances, join_host, start_job
+from speaking_engine import make_ticket
 from test_agents import Inline, Room, shout, two_turns, user
 from test_end_to_end_agents import BRANCHES, SIZES
 
