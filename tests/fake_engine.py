@@ -66,7 +66,8 @@ class SamplingEngine:
             return None
         self.num_sampled += 1
         token = self.next_token(request.prompt, len(request.rows))
-        request.rows.append((token, -float(self.num_sampled), self.version))
+        # a log-prob of its own, which float32 has exactly
+        request.rows.append((token, -self.num_sampled / 2**20, self.version))
         return "stop" if token == self.eos else None
 
     def next_token(self, prompt, num_sampled):
