@@ -121,7 +121,8 @@ def assert_checkpoint_serves(path):
 def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3_and_replays_to_the_bit(
     tmp_path,
 ):
-    job = run_job(tmp_path, steps=7, async_ratio=0, publish_delay=3, on_update="wait", record=True)
+    options = {"publish_delay": 3, "on_update": "wait", "record": True, "eval_every": 7}
+    job = run_job(tmp_path, steps=7, async_ratio=0, **options)
     metrics = job.metrics()
     assert [line["staleness/max"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
     assert [line["staleness/mean"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
@@ -130,8 +131,8 @@ def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3
 
 
 def assert_replay_is_the_run(job, tmp_path):
-    """scripts/replay.py without an option: all that it logs, but for times, and the last weights are the run's."""
-    command = [sys.executable, "scripts/replay.py", job.run_path, "--run-name=replay"]
+    """scripts/replay.py: all that it logs, but for times, the last weights and their evaluation are the run's."""
+    command = [sys.executable, "scripts/replay.py", job.run_path, "--run-name=replay", "--evaluate"]
     subprocess.run(
         command, cwd=ROOT, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=120
     )
@@ -141,6 +142,7 @@ def assert_replay_is_the_run(job, tmp_path):
         names = [name for name in line if not name.startswith(skipped)]
         assert {name: line[name] for name in names} == {name: of_run[name] for name in names}
         assert "loss/grad_norm" in names and "drift/k3" in names
+    assert "eval/accuracy" in names
     last = "checkpoints/step_7"
     assert weights_sha256(replayed.run_path / last) == weights_sha256(job.run_path / last)
 

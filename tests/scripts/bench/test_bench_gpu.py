@@ -12,7 +12,7 @@ from extras.planning.shape import ModelShape, read_shape
 from scripts.bench import gpu
 from scripts.bench.gpu_parts import FUNCTIONS, job_numbers
 from scripts.bench.trainer_alone import FUNCTIONS as ALONE
-from scripts.bench.trainer_alone import Setup, throughput, trainer, training_flops
+from scripts.bench.trainer_alone import Setup, trainer, training_flops
 from scripts.lines import read
 from scripts.qwen3_shapes import qwen3_config
 
@@ -31,12 +31,6 @@ def test_flops_are_those_of_every_multiply_add():
             forward += layers * (2 * layer + 2 * (position + 1) * heads * head_dim * 2)
     expected = 3 * forward  # forward and backward
     assert training_flops(shape, lengths, num_trained) == pytest.approx(expected, rel=0.005)
-
-
-def test_throughput_is_of_the_median_step_and_mfu_is_its_share_of_the_matmul_rate():
-    numbers = throughput(1000, 6e12, [2.0, 1.0, 9.0], 12e12)
-    assert (numbers["tokens_per_s"], numbers["tflops"], numbers["mfu"]) == (500.0, 3.0, 0.25)
-    assert numbers["spread_s"] == 8.0
 
 
 def test_the_numbers_of_a_job_leave_the_warm_up_out_but_not_its_disagreement():
@@ -85,18 +79,6 @@ def test_the_table_has_a_row_for_every_number_and_every_failure():
         assert text in rows[name]
 
 
-@pytest.mark.parametrize(
-    ("log", "shown"),
-    [
-        ("ValueError: no room\nRuntimeError: engine died\ncleaning up\n", "RuntimeError: engine died"),
-        ("a\nb\n", "b"),
-        ("", "it printed nothing"),
-    ],
-)  # fmt: skip
-def test_the_last_error_is_what_a_failed_part_says(log, shown):
-    assert gpu.last_error(log) == shown
-
-
 def test_every_part_has_a_function_and_rows_and_the_first_ones_fit_into_the_budget():
     parts, tiny_parts, rows = (gpu.TABLES[name] for name in ("parts", "tiny_parts", "rows"))
     kinds = {part.split()[0] for part in (*parts, *tiny_parts)}
@@ -105,22 +87,6 @@ def test_every_part_has_a_function_and_rows_and_the_first_ones_fit_into_the_budg
     # the trainer, its tests, and the engine's agreement; first those without vLLM
     assert sum(list(parts.values())[:3]) < gpu.BUDGET_S
     assert {part.split()[0] for part in list(parts)[:2]} < ALONE.keys()
-
-
-def test_the_plan_takes_an_hour_and_its_first_twenty_minutes_need_no_vllm():
-    parts = gpu.TABLES["parts"]
-    alone = [part.split()[0] in ALONE and part != "tests-engine -" for part in parts]
-    num_alone = sum(alone)
-    assert alone == [True] * num_alone + [False] * (len(parts) - num_alone)
-    assert 600 < sum(list(parts.values())[:num_alone]) <= 1200
-    assert max(parts.values()) <= gpu.BUDGET_S < 480 and sum(parts.values()) <= 3600
-
-
-@pytest.mark.parametrize(("number", "changes"), [(0.66, True), (0.67, False), (1.51, True)])
-def test_the_table_says_what_to_change_where_a_prediction_is_far_off(number, changes):
-    text = gpu.beside_prediction(number, 1.0, "as assumed", "this constant")
-    assert text.startswith(f"{number}, predicted 1, {number:.2f} ×: as assumed")
-    assert text.endswith("; CHANGE this constant") == changes
 
 
 @pytest.mark.parametrize(
