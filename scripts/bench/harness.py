@@ -325,18 +325,18 @@ def main(bench: Bench) -> list[dict]:
     for name, settings in (bench.options or {}).items():
         add_option(name, **settings)
     given = parser.parse_args()
-    if given.repeats < 1:
-        parser.error(f"--repeats must be at least 1, got {given.repeats}")
-    given.out.mkdir(parents=True, exist_ok=True)
     try:
+        if given.repeats < 1:
+            raise ValueError(f"--repeats must be at least 1, got {given.repeats}")
         if not given.report:
             cases = chosen_cases(list(bench.cases(given)), given.only)
             made = provenance(given.size)
             check(cases, given.out, made)
+            given.out.mkdir(parents=True, exist_ok=True)
             for case in cases:
                 measure(bench, case, given.repeats, given.out / f"{bench.name}.jsonl", made)
         records = write(bench, given.out)
     except ValueError as error:
-        parser.error(str(error))
+        sys.exit(f"error: {error}")
     print(f"records: {given.out}")
     return records

@@ -55,7 +55,7 @@ def test_the_table_has_a_row_for_every_number_and_every_failure():
     rates = {"spread": 100.0, "steps": 3, "tokens": 65536}
     shown = gpu.table(
         [
-            record("sync 0.6b", transport="ipc", gb=1.2, stage_s=0.01, load_s=0.05, spread_s=0.004, gb_per_s=20.0,
+            record("sync 0.6b", transport="ipc", gb=1.2, stage_s=0.01, load_s=0.46, spread_s=0.004, gb_per_s=20.0,
                    rounds=5, gap_mean=3e-3, gap_max=0.03, gap_tokens=1020, trainer_peak_gib=5.0, gpu_used_gib=50.0),
             record("rollout 0.6b", tokens_per_s=9000.0, **rates),
             record("bare 0.6b", tokens_per_s=10000.0, **rates),
@@ -68,7 +68,7 @@ def test_the_table_has_a_row_for_every_number_and_every_failure():
     rows = {line.split("  ")[0].strip(): line for line in shown.splitlines()}
     assert len(rows) == 21
     for name, text in {
-        "weight sync 0.6b, ipc": "1.20 GB in 0.010 + 0.050 s (trainer + engine), 20.0 GB/s",
+        "weight sync 0.6b, ipc": "1.20 GB in 0.010 + 0.460 s (trainer + engine), 20.0 GB/s",
         "rollout over bare vLLM": "0.90",
         "job-async over job-sync": "1.50× faster per step",
         "trainer 0.6b": "exited with 1; oh (/tmp/x)",
@@ -77,16 +77,17 @@ def test_the_table_has_a_row_for_every_number_and_every_failure():
         "tests-trainer": "30 passed",
     }.items():
         assert text in rows[name]
+    changes = ["CHANGE" in rows[f"sync 0.6b, {number}"] for number in ("stage_s", "load_s")]
+    assert changes == [True, False]
 
 
-def test_every_part_has_a_function_and_rows_and_the_first_ones_fit_into_the_budget():
+def test_every_part_has_a_function_and_rows_and_fits_into_the_budget():
     parts, tiny_parts, rows = (gpu.TABLES[name] for name in ("parts", "tiny_parts", "rows"))
     kinds = {part.split()[0] for part in (*parts, *tiny_parts)}
     assert kinds == (ALONE | FUNCTIONS).keys()
     assert {kind.split("-")[0] for kind in kinds} == rows.keys()
-    # the trainer, its tests, and the engine's agreement; first those without vLLM
-    assert sum(list(parts.values())[:3]) < gpu.BUDGET_S
-    assert {part.split()[0] for part in list(parts)[:2]} < ALONE.keys()
+    assert {part.split()[0] for part in list(parts)[:5]} < ALONE.keys(), "first those without vLLM"
+    assert max(parts.values()) <= gpu.BUDGET_S < 480 and sum(parts.values()) <= 3600
 
 
 @pytest.mark.parametrize(
@@ -111,29 +112,18 @@ def test_predictions_are_of_parts_and_the_trainers_are_those_of_the_planner(
         )
 
 
-def run_bench(monkeypatch, out, *options):
-    """Records and exit status of the bench on the CPU."""
-    monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--out", str(out), *options])
-    with pytest.raises(SystemExit) as exited:
-        gpu.main()
-    return read(out / "gpu.jsonl"), exited.value.code
-
-
 @pytest.mark.slow
 def test_parts_that_fail_or_have_no_time_left_leave_the_others(tmp_path, monkeypatch):
     """Real processes: one ends with an error, one is ended, one has no time left."""
     parts = {"no-such-part tiny": 300, "trainer no-such-size": 0.2, "trainer tiny": 1000}
     monkeypatch.setitem(gpu.TABLES, "tiny_parts", parts)
-    records, status = run_bench(monkeypatch, tmp_path, "--budget-s", "300")
+    words = ("--device", "cpu", "--out", str(tmp_path), "--budget-s", "300")
+    monkeypatch.setattr("sys.argv", ["gpu.py", *words])
+    with pytest.raises(SystemExit, match="True"):
+        gpu.main()
     reasons = ["exited with 1; KeyError: 'no-such-part'", "took more than 0 s", "not run"]
-    for record, reason in zip(records, reasons, strict=True):
+    for record, reason in zip(read(tmp_path / "gpu.jsonl"), reasons, strict=True):
         assert reason in record["failed"] and "commit" in record
-    assert status == 1
-
-
-def test_what_was_measured_on_the_cpu_stays_out_of_the_results(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    assert run_bench(monkeypatch, tmp_path / "results" / "gpu") == ([], 2)
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ import random
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,70 +22,54 @@ MADE = {
 }  # fmt: skip
 
 
-class Race:
+@pytest.fixture
+def race(tmp_path, monkeypatch):
     """A bench of two arms that write down what is done with them; each measures 1, 2, … seconds."""
-
-    def __init__(self, tmp_path, **case):
-        self.log, self.path, self.dying = [], tmp_path / "race.jsonl", ""
-        arms = {arm: partial(self.start, arm) for arm in "ab"}
-        self.case = Case("race on foot", arms, **case)
-        key = ("case", "arm")
-        self.bench = Bench("race", "A race", lambda given: [self.case], lambda records: [], key)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    race = SimpleNamespace(log=[], dying="", out=tmp_path)
 
     @contextmanager
-    def start(self, arm, logs):
-        self.log.append(f"start {arm}")
+    def start(arm, logs):
+        race.log.append(f"start {arm}")
         (logs / arm).touch()
-        yield partial(self.measure, arm)
-        self.log.append(f"end {arm}")
+        yield partial(measure, arm)
+        race.log.append(f"end {arm}")
 
-    def measure(self, arm):
-        self.log.append(arm)
-        if arm == self.dying:
+    def measure(arm):
+        race.log.append(arm)
+        if arm == race.dying:
             raise RuntimeError("died")
-        return {"seconds": float(self.log.count(arm))}
+        return {"seconds": float(race.log.count(arm))}
 
-    def run(self, repeats, made=MADE):
-        """What is done, and what is then on record."""
-        self.log.clear()
-        harness.measure(self.bench, self.case, repeats, self.path, made)
-        return self.log, [(r.get("arm"), r["repeat"], r["seconds"]) for r in read(self.path)]
+    def run(repeats, made=MADE):
+        race.log.clear()
+        harness.measure(race.bench, race.case, repeats, tmp_path / "race.jsonl", made)
+        records = read(tmp_path / "race.jsonl")
+        return race.log, [(r["arm"], r["repeat"], r["seconds"]) for r in records]
 
-
-@pytest.fixture(autouse=True)
-def temporary(tmp_path, monkeypatch):
-    """Logs that are kept after a failure go with the test."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    race.run, race.case = run, Case("race on foot", {arm: partial(start, arm) for arm in "ab"})
+    race.bench = Bench("race", "A race", lambda _: [race.case], lambda _: [], ("case", "arm"))
+    return race
 
 
-def test_arms_take_turns_every_second_round_backwards_and_the_first_round_is_dropped(tmp_path):
-    log, records = Race(tmp_path).run(2)
-    assert log[:8] == ["start a", "start b", "a", "b", "a", "b", "b", "a"]
-    assert sorted(log[8:]) == ["end a", "end b"]
-    assert records == [("a", 0, 2.0), ("b", 0, 2.0), ("b", 1, 3.0), ("a", 1, 3.0)]
-    assert not list(tmp_path.glob("bench-*")), "logs are kept after a failure only"
-
-
-def test_a_bench_resumes_where_it_stopped_and_what_other_makers_measured_is_replaced(tmp_path):
-    race = Race(tmp_path, warm_up=0)
+def test_arms_take_turns_and_a_bench_resumes_and_what_other_makers_measured_is_replaced(race):
     race.dying = "b"
     with pytest.raises(RuntimeError, match="died"):
         race.run(2)
-    assert "end a" in race.log and len(list(tmp_path.glob("bench-*/*"))) == 2
+    assert {"end a", "end b"} < {*race.log} and not (race.out / "race.jsonl").exists()
+    assert len([*race.out.glob("bench-*/*")]) == 2, "logs are kept after a failure"
     race.dying = ""
     log, records = race.run(2)
-    assert log[2:5] == ["b", "b", "a"] and len(records) == 4
+    assert log[:8] == ["start a", "start b", "a", "b", "a", "b", "b", "a"]
+    assert records == [("a", 0, 2.0), ("b", 0, 2.0), ("b", 1, 3.0), ("a", 1, 3.0)]
+    assert len([*race.out.glob("bench-*")]) == 1, "and after no other end"
     assert race.run(2) == ([], records), "all is done"
-    failed = {"failed": "it fell", **MADE, "case": "race on foot", "arm": "a", "repeat": 2}
-    race.path.write_text(race.path.read_text() + json.dumps(failed | {"seconds": 9.0}) + "\n")
-    log, records = race.run(3)
-    assert (
-        log[2:4] == ["a", "b"]
-        and len(records) == 6
-        and records[-2:] == [("a", 2, 1.0), ("b", 2, 1.0)]
-    )
+    path = race.out / "race.jsonl"
+    failed = [r | {"failed": "it fell"} if r["repeat"] else r for r in read(path)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in failed))
+    assert race.run(2)[0][4:6] == ["b", "a"], "what failed is measured again"
     _, records = race.run(1, MADE | {"commit": "another"})
-    assert records == [("a", 0, 1.0), ("b", 0, 1.0)]
+    assert records == [("a", 0, 2.0), ("b", 0, 2.0)]
 
 
 def test_cells_are_medians_and_extremes_of_a_row_and_of_its_ratios_to_the_first():
@@ -100,41 +86,22 @@ def test_cells_are_medians_and_extremes_of_a_row_and_of_its_ratios_to_the_first(
     assert lines[3] == f"| fast | 6 | {shown} | – |"
 
 
-def run_main(race, monkeypatch, *options):
-    monkeypatch.setattr("sys.argv", ["race.py", *map(str, options)])
-    return harness.main(race.bench)
+def test_a_page_names_what_made_the_records(race, monkeypatch):
+    words = ("--size", "tiny", "--only", "race", "--repeats", "1", "--out", str(race.out))
+    monkeypatch.setattr("sys.argv", ["race.py", *words])
+    record, _ = harness.main(race.bench)
+    text = (race.out / "table.md").read_text()
+    assert f"commit {record['commit']}" in text and "--repeats 1" in text and "tiny" in text
 
 
-def test_the_page_names_what_made_the_records(tmp_path, monkeypatch):
-    options = ("--repeats", 1, "--only", "race", "--size", "tiny", "--out", tmp_path)
-    records = run_main(Race(tmp_path), monkeypatch, *options)
-    text = (tmp_path / "table.md").read_text()
-    assert f"commit {records[0]['commit']}" in text and "--repeats 1" in text and "tiny" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "memory", "reason"),
-    [
-        (["--only", "nothing"], 0, "--only 'nothing' is none of"),
-        (["--repeats", "0"], 0, "at least 1"),
-        (["--report"], 0, "no records"),
-        (["--size", "tiny"], 1e15, "needs 1000000 GB"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, capsys, options, memory, reason):
-    race = Race(tmp_path, memory=memory)
-    with pytest.raises(SystemExit, match="2"):
-        run_main(race, monkeypatch, "--out", tmp_path, *options)
-    assert not race.log and reason in capsys.readouterr().err
-
-
-def test_uncommitted_changes_make_no_records_in_results(tmp_path):
+def test_uncommitted_changes_make_no_records_in_results_and_what_memory_lacks_is_not_started(race):
     dirty, results = {**MADE, "dirty": True}, harness.ROOT / "results" / "race"
-    for out, made in ((tmp_path, dirty), (results, MADE)):
-        harness.check([Race(tmp_path).case], out, made)
+    harness.check([race.case], race.out, dirty)
+    harness.check([race.case], results, MADE)
     with pytest.raises(ValueError, match="uncommitted"):
-        harness.check([Race(tmp_path).case], results, dirty)
-    assert "with changes" in harness.made_by([dirty])[0]
+        harness.check([race.case], results, dirty)
+    with pytest.raises(ValueError, match="needs 1000000 GB"):
+        harness.check([replace(race.case, memory=1e15)], race.out, MADE)
 
 
 # The benches

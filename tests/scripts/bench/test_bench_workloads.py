@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_policy import save_tiny_model
+from scipy import stats
 
 from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
@@ -18,43 +18,30 @@ from scripts.bench.workloads import WORKLOADS
 from scripts.lines import read
 
 
-@pytest.fixture
-def model_path(tmp_path):
-    return save_tiny_model(str(tmp_path / "model"))
-
-
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=lambda workload: workload.name)
-def test_forced_lengths_follow_their_law(workload):
-    from scipy.stats import ks_1samp, lognorm
-
-    lengths = np.array([workload.length(seed) for seed in range(4000)])
-    assert (
-        lengths.min() >= 1 and lengths.max() == workload.max_response_tokens
-    ) or not workload.sigma
-    if not workload.sigma:
-        assert set(lengths) == {workload.median_tokens}
-        return
-    law = lognorm(workload.sigma, scale=workload.median_tokens)
+def test_forced_lengths_follow_their_law():
+    tail = WORKLOADS["tail"]
+    lengths = np.array([tail.length(seed) for seed in range(4000)])
+    assert (lengths.min(), lengths.max()) == (1, tail.max_response_tokens)
+    law = stats.lognorm(tail.sigma, scale=tail.median_tokens)
     jitter = np.random.default_rng(0).uniform(-0.5, 0.5, len(lengths))  # they are rounded
-    is_inside = (lengths > 1) & (lengths < workload.max_response_tokens)
-    below, above = law.cdf([1.5, workload.max_response_tokens - 0.5])
-    fitted = ks_1samp(
+    is_inside = (lengths > 1) & (lengths < tail.max_response_tokens)
+    below, above = law.cdf([1.5, tail.max_response_tokens - 0.5])
+    fitted = stats.ks_1samp(
         (lengths + jitter)[is_inside], lambda x: (law.cdf(x) - below) / (above - below)
     )
     assert fitted.pvalue > 0.01
-    assert workloads.workload_of(workload.max_response_tokens) is workload
+    assert {WORKLOADS["turns"].length(seed) for seed in range(20)} == {4}
 
 
-@pytest.mark.parametrize("group_id", [0, 7])
-def test_one_request_for_a_group_has_the_lengths_of_its_members_tickets(group_id):
+def test_one_request_for_a_group_has_the_lengths_of_its_members_tickets():
     tickets = {}
     for is_replicated in (True, False):
         config = Config(max_response_tokens=192, replicate_prompts=is_replicated)
         prompts = PromptSource(lambda index: Problem("p", "a"), [], lambda problem: [1])
         source = BaselineTickets(config, prompts)
-        for _ in range(group_id + 1):
-            tickets[is_replicated] = source.for_group(*source.next_group(), 0)
-    lengths = workloads.member_lengths(config, group_id)
+        source.next_group()
+        tickets[is_replicated] = source.for_group(*source.next_group(), 0)
+    lengths = workloads.member_lengths(config, 1)
     assert [WORKLOADS["tail"].length(ticket.seed) for ticket in tickets[True]] == lengths
     assert [t.num_members for t in tickets[False]] == [len(lengths)] and len(set(lengths)) > 1
 
@@ -83,14 +70,12 @@ def test_recomputed_tokens_are_those_before_each_change_of_version_with_the_prom
     assert rollout.recomputed_tokens(trajectory) == 4 + 6
 
 
-@pytest.mark.parametrize("size", ["full", "tiny"])
 @pytest.mark.parametrize("comparison", rollout.COMPARISONS, ids=lambda comparison: comparison.name)
-def test_arms_of_a_comparison_are_configs_that_differ_and_have_one_workload(comparison, size):
-    configs = [comparison.config(arm, size) for arm in comparison.arms]
-    assert len(set(configs)) == len(configs)
-    assert len({workloads.workload_of(c.max_response_tokens) for c in configs}) == 1
-    (case,) = (c for c in rollout.cases(SimpleNamespace(size=size)) if c.name == comparison.name)
-    assert case.memory == len(configs) * 2 * rollout.ENGINE_BYTES
+def test_arms_of_a_comparison_are_configs_that_differ_and_have_one_workload(comparison):
+    for size in ("full", "tiny"):
+        configs = {comparison.config(arm, size) for arm in comparison.arms}
+        assert len(configs) == len(comparison.arms)
+        assert len({workloads.workload_of(c.max_response_tokens) for c in configs}) == 1
 
 
 # Trees
