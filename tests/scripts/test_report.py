@@ -172,14 +172,15 @@ def test_a_run_of_one_step_and_nothing_else_has_a_page(run):
 
 
 def test_the_command_writes_the_page_of_a_run_or_of_several_with_a_line_each_in_every_chart(run):
-    command = [sys.executable, ROOT / "scripts/report.py", run]
-    done = subprocess.run([*command, "--trace"], capture_output=True, text=True, timeout=120)
-    ends = f"report: {run / 'report.html'}\ntrace: {run / 'trace.json'}\n"
-    assert done.stdout.endswith(ends), done.stderr
+    command, other = ROOT / "scripts/report.py", ROOT / "results/smollm2/one_digit-s1"
+    written = {"report: {}/report.html\ntrace: {}/trace.json\n": "--trace"}
+    written["comparison: {}/comparison.html\n"] = other
+    for ends, word in written.items():
+        words = [sys.executable, command, run, word]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        assert done.stdout.endswith(ends.replace("{}", str(run))), done.stderr
     assert json.loads((run / "trace.json").read_text()) == trace_of(load(run))
-    other = ROOT / "results/smollm2/one_digit-s1"
-    done = subprocess.run([*command, other], capture_output=True, text=True, timeout=120)
-    assert done.stdout.endswith(f"comparison: {run / 'comparison.html'}\n"), done.stderr
+    assert "<h2>Timeline</h2>" in (run / "report.html").read_text()
     page = report.make_comparison([load(run), load(other)])
     assert (run / "comparison.html").read_text() == report.render(page)
     assert as_text(page, {}) == Path(__file__).with_name("comparison.txt").read_text()
@@ -250,11 +251,12 @@ def browser():
         browser.close()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 400)])
-def test_a_browser_draws_the_page_and_names_what_is_under_the_pointer(run, browser, scheme, width):
+@pytest.mark.parametrize(("scheme", "widths"), [("light", (1280, 400)), ("dark", (400, 1280))])
+def test_a_browser_draws_the_page_and_names_what_is_under_the_pointer(run, browser, scheme, widths):
     page = page_of(run)
     file = run / "page.html"
     file.write_text(report.render(page))
+    width, other_width = widths
     view = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     problems = []
     view.on("console", lambda message: problems.append(message.text))
@@ -263,7 +265,6 @@ def test_a_browser_draws_the_page_and_names_what_is_under_the_pointer(run, brows
     view.wait_for_selector("#key span")
     background = view.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(245, 246, 249)") == (scheme == "light")
-    assert view.evaluate("document.documentElement.scrollWidth") == width, "nothing is cut off"
     num_curves = sum(len(chart["series"]) for chart in page["data"]["charts"])
     assert view.locator("#charts polyline").count() == num_curves
     canvas = view.locator("#timeline")
@@ -272,17 +273,21 @@ def test_a_browser_draws_the_page_and_names_what_is_under_the_pointer(run, brows
         canvas.hover(position={"x": x, "y": 158})
         tips.append(view.locator("#tip").inner_text())
     assert any(tip.startswith("response\nticket: ") for tip in tips), tips
-    pixels = "canvas => canvas.toDataURL()"
-    whole = canvas.evaluate(pixels)
-    view.mouse.wheel(0, -600)
     # The page draws at the next frame, however late a busy machine has it.
-    drawn = "document.querySelector('#timeline').toDataURL()"
-    view.wait_for_function(f"whole => {drawn} !== whole", arg=whole)  # the wheel zooms
+    pixels = "document.querySelector('#timeline').toDataURL()"
+    whole = view.evaluate(pixels)
+    view.mouse.wheel(0, -600)
+    view.wait_for_function(f"whole => {pixels} !== whole", arg=whole)  # the wheel zooms
     view.get_by_role("button", name="whole run").click()
-    view.wait_for_function(f"whole => {drawn} === whole", arg=whole)
+    view.wait_for_function(f"whole => {pixels} === whole", arg=whole)
     view.fill("#least", "0.5")
-    good = [sample for sample in page["samples"] if sample["reward"] >= 0.5]
-    assert view.locator("#count").inner_text() == f"{len(good)} of {len(page['samples'])}"
-    assert view.locator(".sample:visible").count() == len(good)
+    good = sum(sample["reward"] >= 0.5 for sample in page["samples"])
+    assert view.locator("#count").inner_text() == f"{good} of {len(page['samples'])}"
+    assert view.locator(".sample:visible").count() == good
+    # Nothing is cut off at either width.
+    assert view.evaluate("document.documentElement.scrollWidth") == width
+    view.set_viewport_size({"width": other_width, "height": 900})
+    view.wait_for_function(f"whole => {pixels} !== whole", arg=whole)
+    assert view.evaluate("document.documentElement.scrollWidth") == other_width
     assert problems == []
     view.close()

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import tomllib
 from pathlib import Path
 
@@ -56,41 +55,18 @@ def test_events_are_frames_by_kind_whose_ids_stay_whole_numbers(path):
     assert [*run.events] == ["trajectory"] and run.events["worker_died"].empty
     assert responses[["ticket", "node"]].to_numpy().tolist() == [[3, 0], [2, 2], [10, 10], [4, 0]]
     assert responses["min_version"].dtype == "Int64" and responses["min_version"].count() == 1
+    # What is half written, by a run that still trains or was killed, is left out; a file may be packed.
+    cut = ["metrics.jsonl", "node_2/events.jsonl", "samples.jsonl"]
+    for name in cut:
+        with open(path / name, "a") as file:
+            file.write('{"step": 2')
     packed = gzip.compress((path / "events.jsonl").read_bytes())
     (path / "events.jsonl.gz").write_bytes(packed)
     (path / "events.jsonl").unlink()
-    assert load(path).records == run.records
+    again = load(path)
+    assert again.records == run.records and again.samples["prompt"].tolist() == ["p"]
+    assert len(again.metrics) == 1 and again.cut == cut
     assert frame([{"a": None, "b": [1]}, {"b": [2]}]).columns.tolist() == ["a", "b"]
-
-
-def test_a_run_that_still_trains_or_was_killed_is_read_without_its_half_written_lines(path):
-    files = ["metrics.jsonl", "node_2/events.jsonl", "samples.jsonl"]
-    for name in files:
-        with open(path / name, "a") as file:
-            file.write('{"step": 2')
-    run = load(path)
-    assert run.cut == files
-    assert len(run.metrics) == 1 and run.samples["prompt"].tolist() == ["p"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("run.json", None, "run.json does not exist; give the directory of a run"),
-        ("run.json", "{", "run.json is not JSON"),
-        ("metrics.jsonl", "", "is empty: the run has not finished a step; wait for it"),
-        ("events.jsonl", '{"event": "a"}\n{"ev\n{}\n', "events.jsonl, line 2 of 3 is not JSON"),
-    ],
-)
-def test_a_file_that_is_missing_or_broken_is_one_line_that_says_what_to_do(
-    path, name, content, message
-):
-    (path / name).unlink()
-    if content is not None:
-        (path / name).write_text(content)
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        _ = load(path).events
-    assert "\n" not in str(error.value)
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(path):

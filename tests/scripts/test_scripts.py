@@ -24,15 +24,18 @@ CASES = tomllib.loads((FOLDER / "install.toml").read_text())["case"]
 
 @pytest.mark.parametrize("command", ERRORS)
 def test_a_mistake_ends_in_its_line_and_writes_nothing(command, tmp_path, monkeypatch, capsys):
-    broken, grid = tmp_path / "broken", tmp_path / "grid"
-    shutil.copytree(RUNS[0], broken)
-    (broken / "metrics.jsonl").write_text('{}\n{"st\n{}\n')
+    texts = {"broken": '{}\n{"st\n{}\n', "empty": "", "headless": "{}\n"}
+    for name, text in texts.items():
+        shutil.copytree(RUNS[0], tmp_path / name)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    (tmp_path / "headless" / "run.json").write_text("{")
+    grid = tmp_path / "grid"
     grid.mkdir()
     cell = {"algo": "grpo", "async_ratio": 0.0, "publish_delay": 0, "seed": 0}
     record = {"cell": cell, "options": ["--algo=grpo", "--seed=0"]}
     (grid / "cells.jsonl").write_text(json.dumps(record) + "\n")
     folders = {"none": tmp_path / "none", "run": RUNS[0], "other": RUNS[1]}
-    folders |= {"broken": broken, "grid": grid}
+    folders |= {name: tmp_path / name for name in (*texts, "grid")}
     before = sorted(tmp_path.rglob("*"))
     script, *words = shlex.split(command.format(**folders))
     monkeypatch.setattr(sys, "argv", [script, *words])

@@ -40,41 +40,28 @@ def cells_of(lines):
     ("by", "labels", "others"),
     [
         (["algo"], ["grpo 1", "tis 3"], "`async_ratio`, `publish_delay`"),
-        (["async-ratio"], ["2 2", "10 2"], "`algo`, `algo_args`, `publish_delay`"),
         (["algo_args"], ["clip_high=0.3 1", "none 3"], "`async_ratio`, `publish_delay`"),
         (["publish_delay"], ["4 1", "none 3"], "`algo`, `async_ratio`, `algo_args`"),
-        (
-            ["share_prefix", "algo", "async_ratio"],
-            ["off grpo 2 1", "off tis 2 1", "off tis 10 2"],
-            "",
-        ),
+        (["share_prefix", "algo", "async-ratio"], ["off grpo 2 1", "off tis 2 1", "off tis 10 2"], ""),
     ],
-)
+)  # fmt: skip
 def test_a_row_is_of_the_runs_that_share_its_values(runs, by, labels, others):
     lines = table(runs, by)
-    rows = cells_of(lines)[2:]
-    assert [" ".join(row[: len(by) + 1]) for row in rows] == labels
-    assert (
-        lines[-1] == f"Runs of one row also differ in {others}." if others else lines[-1][0] == "|"
-    )
+    rows = [" ".join(row[: len(by) + 1]) for row in cells_of(lines)[2:]]
+    assert rows == labels
+    assert lines[-1].startswith(f"Runs of one row also differ in {others}." if others else "|")
 
 
 def test_without_an_option_each_run_has_a_row_with_the_options_in_which_they_differ(runs):
-    head, _, *rows = cells_of(table(runs, []))
-    options = ["`algo`", "`async_ratio`", "`algo_args`", "`seed`", "`publish_delay`"]
-    assert head[:6] == ["run", *options] and "n" not in head
-    assert [row[:6] for row in rows[1:3]] == [
-        ["b", "tis", "10", "none", "1", "none"],
-        ["c", "grpo", "2", "clip_high=0.3", "0", "none"],
-    ]
-    assert [row[0] for row in rows] == [*CONFIGS]
-
-
-def test_runs_that_were_stopped_early_have_rows_of_their_own(runs):
-    assert "steps made" not in table(runs, [])[0]
     runs[1].info["config"]["steps"] = 5
-    head, _, *rows = cells_of(table(runs, ["algo_args"]))
-    assert head[1:3] == ["steps made", "n"]
+    head, _, *rows = cells_of(table(runs, []))
+    options = ["`algo`", "`async_ratio`", "`algo_args`", "`seed`", "`steps`", "`publish_delay`"]
+    assert {*head[:8]} == {"run", *options, "steps made"} and "n" not in head
+    named = dict(zip(head, rows[2], strict=True))
+    assert named["`algo_args`"] == "clip_high=0.3" and named["`publish_delay`"] == "none"
+    assert named["steps made"] == "3 of 3" and [row[0] for row in rows] == [*CONFIGS]
+    # Runs that were stopped early have rows of their own.
+    _, _, *rows = cells_of(table(runs, ["algo_args"]))
     assert [row[:3] for row in rows] == [
         ["clip_high=0.3", "3 of 3", "1"],
         ["none", "3 of 3", "2"],
