@@ -40,24 +40,13 @@ def table(heading: str, rows: Iterable[Sequence[object]]) -> str:
 
 
 def devices() -> str:
-    """Return one line that says what has run on which device."""
-    counts = {}
-    for path in RESULTS.rglob("*.jsonl"):
-        for record in read(path):
-            hardware = record.get("hardware")
-            if hardware and "gpu" not in record:
-                name = hardware if isinstance(hardware, str) else hardware["cpu"]
-                cpu = name.rpartition(", ")[2]
-                counts[cpu] = counts.get(cpu, 0) + 1
-    cpus = ", ".join(f"{cpu} ({count:,} records in results/)" for cpu, count in counts.items())
+    """Return one line that says what has run on which GPU."""
     gpus = {}
     for record in records_of("gpu"):
         if "numbers" in record:
             gpus.setdefault(record["gpu"], []).append(record["case"])
     of_gpus = "; ".join(f"{gpu}: {', '.join(cases)}" for gpu, cases in gpus.items())
-    return lines(
-        [f"**What has run on which device.** CPU: {cpus}. GPU: {of_gpus or 'nothing so far'}."]
-    )
+    return f"**What has run on which GPU.** {of_gpus or 'Nothing so far'}.\n"
 
 
 def options() -> str:

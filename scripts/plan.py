@@ -11,13 +11,16 @@ GPU, takes the place of the sheet's `mfu` and `hbm_efficiency`; --workload takes
 and `across_kinds` in GB/s, and `update_factor`. extras/planning/README.md explains the arithmetic.
 """
 
-import argparse
 import json
 import math
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import tyro
+
+from asyncrl.config import flag
 from asyncrl.job.command_line import read_options
 from extras.planning import planner
 from extras.planning.plan import RUN_NAME, numbers, picture, why_worse
@@ -27,83 +30,76 @@ from extras.planning.shape import read_shape
 from scripts.runs import load
 
 
-def read_arguments(args: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the script's own options, and those of train_async.py."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("cluster", type=Path, help="cluster.toml: machines and links")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--workload", metavar="runs/NAME", help="take lengths and rates from a run")
-    source.add_argument(
-        "--lengths",
-        metavar="lognormal:MEDIAN,SIGMA",
-        help="of responses, cut at the longest allowed",
-    )
-    parser.add_argument(
-        "--prompt-tokens", type=float, help="mean length of prompts; default: the longest allowed"
-    )
-    parser.add_argument(
-        "--tokens-per-s",
-        type=float,
-        help="the cheapest plan with this rate, instead of the fastest",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.parse_known_args(args)
+@dataclass(frozen=True)
+class Arguments:
+    """The command line, but for options of train_async.py."""
+
+    cluster: tyro.conf.Positional[Path]
+    """cluster.toml: machines and links."""
+    workload: str | None = None
+    """Take lengths and rates from a run."""
+    lengths: str | None = None
+    """lognormal:MEDIAN,SIGMA, of responses, cut at the longest allowed."""
+    prompt_tokens: float | None = None
+    """Mean length of prompts; unset has the longest allowed."""
+    tokens_per_s: float | None = None
+    """The cheapest plan with this rate, instead of the fastest."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 def main(args: list[str] | None = None) -> None:
     """Read the command line and print the plan."""
-    given, options = read_arguments(args)
+    given, options = tyro.cli(Arguments, description=__doc__, args=args, return_unknown_args=True)
     try:
-        config = read_options(options).checked()
-        for name in ("prompt_tokens", "tokens_per_s"):
-            if (value := getattr(given, name)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}")
-        if config.model == "tiny":
-            raise ValueError(
-                "--model is missing: a name on the hub, or a folder with at least a config.json"
-            )
-        cluster, notes = read_cluster(given.cluster)
-        if (given.prompt_tokens or 0) > config.max_prompt_tokens:
-            raise ValueError(
-                f"--prompt-tokens {given.prompt_tokens:g} is above --max-prompt-tokens"
-            )
-        lengths = read_lengths(given.lengths, config, given.prompt_tokens)
-        if given.workload:
-            run = load(given.workload)
-            lengths, (cluster, note) = (
-                lengths_of(run, config, given.prompt_tokens),
-                with_rates(cluster, run),
-            )
-            notes.append(note)
-        job, start = Job(config, read_shape(config.model), lengths), time.perf_counter()
-        best, *others = planner.plan(job, cluster, given.tokens_per_s)
+        start = time.perf_counter()
+        best, others, notes = plan(given, options)
         found = numbers(best, time.perf_counter() - start)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {str(error).splitlines()[0]}")
     if given.json:
-        print(
-            json.dumps(
-                found | {"notes": notes, "next": [why_worse(other, best) for other in others]},
-                indent=1,
-            )
-        )
+        found |= {"notes": notes, "next": [why_worse(other, best) for other in others]}
+        print(json.dumps(found, indent=1))
     else:
         print_plan(best, others, found, notes)
+
+
+def plan(given: Arguments, options: list[str]) -> tuple[Plan, list[Plan], list[str]]:
+    """Return the best plan, the others, and notes on the cluster. Raises ValueError for what cannot be planned."""
+    config = read_options(options).checked()
+    for name in ("prompt_tokens", "tokens_per_s"):
+        if (value := getattr(given, name)) is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{flag(name)} must be above 0, got {value}")
+    if given.workload and given.lengths:
+        raise ValueError("--workload and --lengths both say how long responses are; give one")
+    if config.model == "tiny":
+        raise ValueError(
+            "--model is missing: a name on the hub, or a folder with at least a config.json"
+        )
+    cluster, notes = read_cluster(given.cluster)
+    if (given.prompt_tokens or 0) > config.max_prompt_tokens:
+        raise ValueError(f"--prompt-tokens {given.prompt_tokens:g} is above --max-prompt-tokens")
+    lengths = read_lengths(given.lengths, config, given.prompt_tokens)
+    if given.workload:
+        run = load(given.workload)
+        lengths = lengths_of(run, config, given.prompt_tokens)
+        cluster, note = with_rates(cluster, run)
+        notes.append(note)
+    job = Job(config, read_shape(config.model), lengths)
+    best, *others = planner.plan(job, cluster, given.tokens_per_s)
+    return best, others, notes
 
 
 def print_plan(best: Plan, others: list[Plan], found: dict, notes: list[str]) -> None:
     """Print the best plan, why each of the others is worse, and the commands that start it."""
     print(*(f"note: {note}" for note in notes), *picture(best, found), sep="\n")
-    print(
-        "next     " + "\n         ".join(why_worse(other, best) for other in others)
-        if others
-        else "no other plan"
-    )
+    reasons = "\n         ".join(why_worse(other, best) for other in others)
+    print(f"next     {reasons}" if others else "no other plan")
     for line in found["commands"]:
-        key = f"; swarm.key is HOST0's runs/{RUN_NAME}/swarm.key (extras/swarm/README.md)" * (
-            "--key" in line["command"]
-        )
-        print(f"\n# {line['machines']}{key}\n{line['command']}")
+        print(f"\n# {line['machines']}")
+        if "--key" in line["command"]:
+            print(f"# swarm.key is HOST0's runs/{RUN_NAME}/swarm.key (extras/swarm/README.md)")
+        print(line["command"])
     print(f"\nplanned in {found['planning_s']:.2f} s")
 
 

@@ -144,8 +144,7 @@ def summarise(metrics: pd.DataFrame) -> dict[str, float]:
     """Return a run as a few numbers; NaN where nothing was measured.
 
     Rewards are means over the first and the last tenth of the steps, at least one. Accuracies are those of the oldest
-    and the newest version evaluated, and the best. staleness_mean is over all steps, and staleness_settled over the
-    last half of them, when a publish delay has run in.
+    and the newest version evaluated.
     """
     rewards, staleness = metrics["reward/mean"], metrics["staleness/mean"]
     accuracies = evaluations(metrics)
@@ -163,10 +162,8 @@ def summarise(metrics: pd.DataFrame) -> dict[str, float]:
         "reward_last": rewards.tail(tenth).mean(),
         "accuracy_first": accuracies.head(1).mean(),
         "accuracy_last": accuracies.tail(1).mean(),
-        "accuracy_best": accuracies.max(),
         "staleness_mean": staleness.mean(),
         "staleness_max": int(metrics["staleness/max"].max()),
-        "staleness_settled": staleness.iloc[len(staleness) // 2 :].mean(),
         "tokens_per_s": rollout["tokens/generated"].iloc[-1] / seconds,
         "wait_share": rollout["time/wait_s"].sum(min_count=1) / seconds,
     }

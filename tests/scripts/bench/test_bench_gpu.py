@@ -15,6 +15,7 @@ from scripts.bench.trainer_alone import FUNCTIONS as ALONE
 from scripts.bench.trainer_alone import Setup, trainer, training_flops
 from scripts.lines import read
 from scripts.qwen3_shapes import qwen3_config
+from scripts.runs import frame
 
 
 def test_flops_are_those_of_every_multiply_add():
@@ -39,9 +40,9 @@ def test_the_numbers_of_a_job_leave_the_warm_up_out_but_not_its_disagreement():
         for s in (30.0, 60.0, 2.0, 3.0, 4.0)
     ]  # fmt: skip
     numbers = {"step_s": 3.0, "publish_s": 0.3, "tokens_per_s": 30.0, "spread_s": 2.0, "steps": 3}
-    assert job_numbers(lines) == numbers | {"gap_mean": 0.6}, "on the CPU"
+    assert job_numbers(frame(lines)) == numbers | {"gap_mean": 0.6}, "on the CPU"
     lines[-1]["memory/peak_gib"] = 7.5
-    assert job_numbers(lines)["peak_gib"] == 7.5
+    assert job_numbers(frame(lines))["peak_gib"] == 7.5
 
 
 def record(part, **numbers):
