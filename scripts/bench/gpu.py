@@ -6,7 +6,6 @@ failed or was not begun. `--device cpu --out FOLDER` runs the same code with a t
 it runs, not to measure.
 """
 
-import argparse
 import contextlib
 import functools
 import json
@@ -15,11 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from asyncrl.cluster.gpus import visible_gpus
 from scripts.bench import harness
-from scripts.bench.harness import ROOT, Bench, Case
+from scripts.bench.harness import ROOT, Arguments, Bench, Case
 
 BUDGET_S = 470.0
 """Of one call; the whole takes several, an hour at most."""
@@ -119,7 +120,17 @@ def report(records: list[dict]) -> list[str]:
 # The command line
 
 
-def cases(given: argparse.Namespace, models: Path) -> list[Case]:
+@dataclass(frozen=True, kw_only=True)
+class GpuArguments(Arguments):
+    """The command line."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where everything runs."""
+    budget_s: float = BUDGET_S
+    """Seconds in all."""
+
+
+def cases(given: GpuArguments, models: Path) -> list[Case]:
     """Return a case for each part, with random models in a folder that they share."""
     if given.device == "cuda" and gpu_name() is None:
         raise ValueError(
@@ -148,14 +159,10 @@ def gpu_name() -> str | None:
 
 def main() -> None:
     """Measure and print the table; exits with 1 if a part failed."""
-    options = {
-        "--device": {"choices": ("cuda", "cpu"), "default": "cuda"},
-        "--budget-s": {"type": float, "default": BUDGET_S, "help": "seconds in all"},
-    }
+    defaults = GpuArguments(out=ROOT / "results/gpu", repeats=1)
     with tempfile.TemporaryDirectory(prefix="bench-gpu-models-") as models:
         these = functools.partial(cases, models=Path(models))
-        key = ("case",)
-        bench = Bench("gpu", "What a GPU gives", these, report, key, repeats=1, options=options)
+        bench = Bench("gpu", "What a GPU gives", these, report, ("case",), defaults)
         records = harness.main(bench)
     print(table(records), flush=True)
     sys.exit(any("failed" in record for record in records))

@@ -8,7 +8,6 @@ that is started again resumes where it stopped if its makers are the same. Recor
 replaced. Records in results/ are not made from uncommitted changes; records in another folder say that there were some.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,8 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
+import tyro
 
 from asyncrl.cluster.processes import kill_session
 from asyncrl.runlog.header import cpu_name, git, versions
@@ -55,6 +56,22 @@ class Case:
     """Bytes that all arms together need."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The command line of a bench."""
+
+    out: Path
+    """Folder of the records."""
+    only: list[str] | None = None
+    """Cases, or first words of cases; unset has all."""
+    repeats: int = 5
+    """Measurements of each arm (n)."""
+    size: Literal["full", "tiny"] = "full"
+    """tiny: only to see that it runs."""
+    report: bool = False
+    """Measure nothing, write the page again."""
+
+
 @dataclass(frozen=True)
 class Bench:
     """A script beside this file; `name` is the script's, its folder's in results/ and its records'.
@@ -65,12 +82,10 @@ class Bench:
 
     name: str
     title: str
-    cases: Callable[[argparse.Namespace], Iterable[Case]]
+    cases: Callable[[Arguments], Iterable[Case]]
     report: Callable[[list[dict]], Iterable[str]]
     key: tuple[str, ...]
-    repeats: int = 5
-    options: dict[str, dict] | None = None
-    """Options of this bench alone, as argparse takes them."""
+    defaults: Arguments
 
 
 def tables_beside(script: str | Path) -> dict:
@@ -309,22 +324,7 @@ def write(bench: Bench, out: Path) -> list[dict]:
 
 def main(bench: Bench) -> list[dict]:
     """Read the command line, measure what there is not yet, and write the page. Returns all records."""
-    parser = argparse.ArgumentParser(description=bench.title)
-    add_option = parser.add_argument
-    add_option(
-        "--only", nargs="+", metavar="CASE", help="cases, or first words of cases; all unless given"
-    )
-    add_option("--repeats", type=int, default=bench.repeats, help="measurements of each arm (n)")
-    add_option(
-        "--out", type=Path, default=ROOT / "results" / bench.name, help="folder of the records"
-    )
-    add_option(
-        "--size", choices=("full", "tiny"), default="full", help="tiny: only to see that it runs"
-    )
-    add_option("--report", action="store_true", help="measure nothing, write the page again")
-    for name, settings in (bench.options or {}).items():
-        add_option(name, **settings)
-    given = parser.parse_args()
+    given = tyro.cli(type(bench.defaults), default=bench.defaults, description=bench.title)
     try:
         if given.repeats < 1:
             raise ValueError(f"--repeats must be at least 1, got {given.repeats}")

@@ -10,7 +10,6 @@ for a whole group, its members get the lengths of the tickets that they would ha
 simulated too: a fixed time each, one at a time in each worker (workloads.py).
 """
 
-import argparse
 import math
 import statistics
 import time
@@ -24,7 +23,7 @@ from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
 from asyncrl.runlog.metrics import together
 from scripts.bench import harness
-from scripts.bench.harness import Bench, Case, Column, Measure
+from scripts.bench.harness import ROOT, Arguments, Bench, Case, Column, Measure
 from scripts.bench.rig import Rig, running, wait_until_idle
 from scripts.bench.workloads import run_simulated_worker
 
@@ -163,7 +162,7 @@ def report(records: list[dict]) -> Iterator[str]:
             yield f"Papers: {comparison.paper}. Ours: {comparison.why}."
 
 
-def cases(given: argparse.Namespace) -> Iterator[Case]:
+def cases(given: Arguments) -> Iterator[Case]:
     """Yield all comparisons, in the size that is asked for."""
     for comparison in COMPARISONS:
         arms = {arm: partial(start, comparison, arm, given.size) for arm in comparison.arms}
@@ -176,7 +175,8 @@ BENCH = Bench(
     "Rollout mechanisms against their baselines",
     cases,
     report,
-    key=("comparison", "arm"),
+    ("comparison", "arm"),
+    Arguments(out=ROOT / "results/rollout"),
 )
 
 if __name__ == "__main__":

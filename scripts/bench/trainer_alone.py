@@ -78,11 +78,12 @@ def trainer(setup: Setup, budget: int = 16384) -> dict:
         train_step = functools.partial(policy.train_step, share, policy_version=0)
         steps_s = [timed(train_step, setup.device)[0] for _ in range(TRAIN_STEPS)]
     flops = training_flops(shape, lengths, sum(sequence.num_trained for sequence in sequences))
+    step_s = statistics.median(steps_s[1:])
     return {
-        "attention": policy.module.attention,
-        **throughput(sum(lengths), flops, steps_s[1:], rate),
-        **peak_memory(setup.device),
-    }
+        "attention": policy.module.attention, "step_s": step_s, "spread_s": float(np.ptp(steps_s[1:])),
+        "steps": len(steps_s) - 1, "tokens_per_s": sum(lengths) / step_s, "tflops": flops / step_s / 1e12,
+        "matmul_tflops": rate / 1e12, "mfu": flops / step_s / rate, **peak_memory(setup.device),
+    }  # fmt: skip
 
 
 def matmul_rate(device: str) -> float:
@@ -107,18 +108,6 @@ def training_flops(shape: ModelShape, lengths: list[int], num_trained: int) -> f
     query_width = shape.num_attention_heads * shape.head_dim
     in_attention = shape.num_layers * query_width * sum(length**2 for length in lengths)
     return 6.0 * (in_layers + in_head + in_attention)
-
-
-def throughput(
-    num_tokens: int, flops: float, steps_s: list[float], matmul_flops_per_s: float
-) -> dict[str, float]:
-    """Return tokens/s of the median step, its FLOP/s, and that over the matmul rate (MFU)."""
-    seconds = statistics.median(steps_s)
-    return {
-        "step_s": seconds, "spread_s": float(np.ptp(steps_s)), "steps": len(steps_s),
-        "tokens_per_s": num_tokens / seconds, "tflops": flops / seconds / 1e12,
-        "matmul_tflops": matmul_flops_per_s / 1e12, "mfu": flops / seconds / matmul_flops_per_s,
-    }  # fmt: skip
 
 
 def synthetic(lengths: list[int], vocabulary: int) -> list[TrainSequence]:

@@ -7,7 +7,6 @@ gradient norms differ, for which every second response is called right. Memory i
 steps, and what of it came with the steps.
 """
 
-import argparse
 import functools
 import json
 import multiprocessing
@@ -35,7 +34,7 @@ from asyncrl.trainer.policy import Policy, load_policy
 from asyncrl.weights.models import resolve_model
 from extras.recording import batch_path, read_batch
 from scripts.bench import harness
-from scripts.bench.harness import ROOT, Bench, Case, Column, Measure, rounds
+from scripts.bench.harness import ROOT, Arguments, Bench, Case, Column, Measure, rounds
 from scripts.bench.workloads import NO_LEARNING
 from scripts.replay import Recording
 
@@ -150,7 +149,15 @@ def start(workload: str, recordings: Path, share_prefix: str, logs: Path) -> Ite
         yield lambda: process.submit(measure, run, share_prefix).result()
 
 
-def cases(given: argparse.Namespace) -> Iterator[Case]:
+@dataclass(frozen=True, kw_only=True)
+class TreeArguments(Arguments):
+    """The command line."""
+
+    recordings: Path = ROOT / "runs/trees"
+    """Recorded runs."""
+
+
+def cases(given: TreeArguments) -> Iterator[Case]:
     """Yield every workload, with an arm for each way to share."""
     recordings = given.recordings.resolve()
     for workload in TABLES["workloads"]:
@@ -183,10 +190,8 @@ def tables(records: list[dict]) -> Iterator[str]:
         yield "\n".join(harness.table(workload, rounds(measured, "arm"), columns))
 
 
-OPTIONS = {"--recordings": {"type": Path, "default": ROOT / "runs/trees", "help": "recorded runs"}}
-BENCH = Bench(
-    "trees", "Shared prefixes in the trainer", cases, tables, key=("case", "arm"), options=OPTIONS
-)
+DEFAULTS = TreeArguments(out=ROOT / "results/trees")
+BENCH = Bench("trees", "Shared prefixes in the trainer", cases, tables, ("case", "arm"), DEFAULTS)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from scripts.bench import harness, rollout, trees
-from scripts.bench.harness import Bench, Case, Column
+from scripts.bench.harness import Arguments, Bench, Case, Column
 from scripts.lines import read
 
 MADE = {
@@ -48,7 +48,9 @@ def race(tmp_path, monkeypatch):
         return race.log, [(r["arm"], r["repeat"], r["seconds"]) for r in records]
 
     race.run, race.case = run, Case("race on foot", {arm: partial(start, arm) for arm in "ab"})
-    race.bench = Bench("race", "A race", lambda _: [race.case], lambda _: [], ("case", "arm"))
+    defaults = Arguments(out=tmp_path)
+    key = ("case", "arm")
+    race.bench = Bench("race", "A race", lambda _: [race.case], lambda _: [], key, defaults)
     return race
 
 
@@ -87,7 +89,7 @@ def test_cells_are_medians_and_extremes_of_a_row_and_of_its_ratios_to_the_first(
 
 
 def test_a_page_names_what_made_the_records(race, monkeypatch):
-    words = ("--size", "tiny", "--only", "race", "--repeats", "1", "--out", str(race.out))
+    words = ("--size", "tiny", "--only", "race", "--repeats", "1")
     monkeypatch.setattr("sys.argv", ["race.py", *words])
     record, _ = harness.main(race.bench)
     text = (race.out / "table.md").read_text()
