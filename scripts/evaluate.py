@@ -21,7 +21,8 @@ from asyncrl.runlog.manifest import step_of
 
 OF_EVALUATION = (
     "model", "task", "task_args", "reward", "data_path", "max_prompt_tokens", "max_response_tokens", "temperature",
-    "top_p", "top_k", "min_p", "seed", "timeout_s", "dtype", *(option.name for option in options_for(May.EVALUATION)),
+    "top_p", "top_k", "min_p", "seed", "timeout_s", "dtype", "tool_parser", "reasoning_parser",
+    *(option.name for option in options_for(May.EVALUATION)),
 )  # fmt: skip
 """Options that say what is sampled, and where. An evaluation has the others by default."""
 
