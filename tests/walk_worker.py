@@ -11,6 +11,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from trajectories import make_trajectory
@@ -22,6 +23,7 @@ from asyncrl.messages import (
     Cut,
     Finished,
     Hold,
+    HoldReason,
     InFlight,
     Ready,
     Receiving,
@@ -96,8 +98,9 @@ class WalkProcess:
             self.is_asked = True
             return
         self.inbox.append(message)
-        is_told_again = isinstance(message, Hold) and message == self.newest
-        assert not is_told_again, "a worker is told once why it has no ticket"
+        if isinstance(message, Hold):
+            assert message != self.newest, "a worker is told once why it has no ticket"
+            assert message.reason in (*get_args(HoldReason), "round")
         self.newest = message
         if isinstance(message, Connect):
             assert not self.is_connected

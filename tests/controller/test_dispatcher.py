@@ -1,10 +1,13 @@
 import random
+from dataclasses import replace
 
+import pytest
 from test_tickets import make_source
+from trajectories import make_trajectory
 
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
-from asyncrl.controller.dispatcher import Dispatcher
+from asyncrl.controller.dispatcher import MIN_FAILED_IN_A_ROW, Dispatcher
 from asyncrl.controller.workers import Worker
 from asyncrl.messages import Tickets
 from asyncrl.records import Ticket
@@ -62,6 +65,22 @@ def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_
             given.append((worker.index, ticket.ticket_id))
         assert given == expected, f"seed {seed}"
         assert list(dispatcher.queue) == tickets[len(given) :]
+
+
+def test_more_groups_that_all_fail_than_a_run_may_have_end_it_with_the_newest_failure():
+    config = Config(groups_per_step=1, group_size=1)
+    buffer, source = SampleBuffer(config), make_source()
+    dispatcher = Dispatcher(config, [], buffer, source)
+    reasons = ["failed", "stop", *["failed"] * (MIN_FAILED_IN_A_ROW + 1)]
+    message = (
+        f"the last {MIN_FAILED_IN_A_ROW + 1} groups all failed, the newest with: number 22; fix"
+    )
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        for group_id, reason in enumerate(reasons):
+            buffer.admit(group_id, group_id)
+            trajectory = make_trajectory(group_id, 0, finish_reason=reason)
+            dispatcher.add(replace(trajectory, failure=f"number {group_id}"))
+    assert group_id == len(reasons) - 1 and buffer.balance()["groups_dropped_failed"] == 21
 
 
 class Outbox(list):
