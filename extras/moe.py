@@ -13,58 +13,85 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config import Config
 from asyncrl.trainer.packing import MicroBatch
+
+_GIVE_CHANCES = ("Gemma4TextRouter",)
+"""Routers that return a softmax. The others return what one is made of."""
 
 
 class Routing:
     """What the routers of a model chose in the forward passes of updates, since its metrics were taken."""
 
-    def __init__(
-        self, model: nn.Module, routers: list[nn.Module], index: int, top_k: int, weight: float
-    ):
-        """`index` is that of the logits [tokens, E] in the tuple that a router may return."""
-        self._index, self._top_k, self._weight = index, top_k, weight
-        self._logits: list[Tensor] | None = None
+    def __init__(self, model: PreTrainedModel, routers: list[nn.Module], index: int, weight: float):
+        """`index` is that of the output [tokens, E] in the tuple that a router may return."""
+        self._index, self._weight = index, weight
+        self._gives_chances = type(routers[0]).__name__ in _GIVE_CHANCES
+        self._top_k = torch.tensor([_top_k(router, model.config) for router in routers])
+        self._outputs: list[Tensor] | None = None
         """Of the routers that the forward pass has met; None in the backward pass, which may compute layers again."""
         self._sums: list[tuple[Tensor, Tensor, Tensor]] = []
-        model.register_forward_pre_hook(self._begin)
+        self._routers = routers
+        model.base_model.register_forward_pre_hook(self._begin)
         for router in routers:
-            router.register_forward_hook(self._record)
+            router.register_forward_hook(self._keep)
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.register_forward_pre_hook(self._take)
 
     def _begin(self, model: nn.Module, inputs: tuple) -> None:
-        self._logits = []
+        self._take()
+        self._outputs = []
 
-    def _record(self, router: nn.Module, inputs: tuple, output: tuple | Tensor) -> None:
-        if torch.is_grad_enabled() and self._logits is not None:
-            logits = output if isinstance(output, Tensor) else output[self._index]
-            self._logits.append(logits.flatten(0, -2).float())
+    def _keep(self, router: nn.Module, inputs: tuple, output: tuple | Tensor) -> None:
+        """Leave a router's output at the router until the next layer is computed.
+
+        A compiled layer does so whenever it is computed: all layers then have one graph, also to be computed again.
+        """
+        is_wanted = torch.compiler.is_compiling() or self._outputs is not None
+        if torch.is_grad_enabled() and is_wanted:
+            output = output if isinstance(output, Tensor) else output[self._index]
+            router.kept_output = output.flatten(0, -2).float()
+
+    def _take(self, layer: nn.Module | None = None, inputs: tuple = ()) -> None:
+        """Take what routers have left, which keeps all that their layer has computed; drop it in the backward pass."""
+        for router in self._routers:
+            kept = router.__dict__.pop("kept_output", None)
+            if kept is not None and self._outputs is not None:
+                self._outputs.append(kept)
 
     def loss(self, batch: MicroBatch, num_sequences: float) -> Tensor:
         """Return this micro-batch's part of the loss of an update of `num_sequences`, times its weight.
 
         To be called once after the forward pass of a micro-batch.
         """
-        logits, self._logits = torch.stack(self._logits), None
+        self._take()
+        outputs, self._outputs = torch.stack(self._outputs), None
         if not self._weight:
-            logits = logits.detach()
+            outputs = outputs.detach()
         sequence_ids = (batch.position_ids.flatten() == 0).cumsum(0) - 1
         # only sequences with a trained token count, as an update is divided by their number; padding has none
         is_counted = torch.isin(sequence_ids, sequence_ids[batch.sources])
         sequence_ids = sequence_ids[is_counted]
         lengths = sequence_ids.bincount(minlength=1)
-        chances = logits[:, is_counted].softmax(dim=-1)
+        chances = outputs[:, is_counted]
+        if not self._gives_chances:
+            chances = chances.softmax(dim=-1)
+        top_k = self._top_k.to(chances.device)[:, None, None]
+        likeliest = chances.topk(self._top_k.max()).indices
+        is_chosen = torch.arange(likeliest.shape[-1], device=chances.device) < top_k
         choices = torch.zeros_like(chances)
-        choices.scatter_(-1, chances.topk(self._top_k).indices, 1.0)
+        choices.scatter_(-1, likeliest, is_chosen.float().expand_as(likeliest))
 
         def means(values: Tensor) -> Tensor:
             """Means [layers, sequences, E] over the tokens of each sequence."""
             sums = values.new_zeros(len(values), len(lengths), values.shape[-1])
             return sums.index_add(1, sequence_ids, values) / lengths.clamp(min=1)[:, None]
 
-        share = means(choices) * choices.shape[-1] / self._top_k
+        share = means(choices) * choices.shape[-1] / top_k
         balance = (share * means(chances)).sum(dim=(1, 2)).mean()
         entropy = torch.special.entr(chances).sum(dim=-1).mean(dim=0)
         totals = torch.stack([balance, entropy.sum()]).detach().double()
@@ -91,13 +118,20 @@ class Routing:
         }
 
 
+def check(config: Config, hf_config: PreTrainedConfig) -> None:
+    """Raise ValueError, before a model is loaded, if --optim.balance finds no experts in it."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+    watch(model, config)
+
+
 def watch(model: PreTrainedModel, config: Config) -> Routing | None:
     """Watch the routers of a model; None for one without experts.
 
     Raises ValueError for --optim.balance where there is none.
     """
     weight = config.optim.balance
-    recorder = (model._can_record_outputs or {}).get("router_logits")
+    recorder = (model.base_model._can_record_outputs or {}).get("router_logits")
     routers = []
     if recorder is not None:
         ending = recorder.layer_name or ""
@@ -106,12 +140,20 @@ def watch(model: PreTrainedModel, config: Config) -> Routing | None:
             for name, module in model.named_modules()
             if isinstance(module, recorder.target_class) and name.endswith(ending)
         ]
-    if weight and not routers:
+    if routers:
+        return Routing(model, routers, recorder.index, weight)
+    if weight:
         raise ValueError(
             f"--optim.balance {weight:g} balances experts, and a {model.config.model_type} has none that can be seen; "
             "leave it out"
         )
-    if not routers:
-        return None
-    top_k = model.config.get_text_config().num_experts_per_tok
-    return Routing(model.base_model, routers, recorder.index, top_k, weight)
+    return None
+
+
+def _top_k(router: nn.Module, config: PreTrainedConfig) -> int:
+    """Return how many experts a router chooses for a token."""
+    text = config.get_text_config()
+    for owner, name in ((router, "top_k"), (text, "num_experts_per_tok"), (text, "top_k_experts")):
+        if isinstance(getattr(owner, name, None), int):
+            return getattr(owner, name)
+    raise RuntimeError(f"a {config.model_type} does not say how many experts a token has")

@@ -72,9 +72,8 @@ def tiny_config(family: str, **options) -> PreTrainedConfig:
         raise ValueError(f"a {family} has more than text; its text model is a family of its own")
     sizes = {name: size for name, size in SIZES_IF_KNOWN.items() if hasattr(default, name)}
     sizes |= SIZES | CHANGES.get(family, {}) | options
-    left_out = {name for name, size in CHANGES.get(family, {}).items() if size is None}
     return AutoConfig.for_model(
-        family, **{name: size for name, size in sizes.items() if name not in left_out}
+        family, **{name: size for name, size in sizes.items() if size is not None}
     )
 
 

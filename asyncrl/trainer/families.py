@@ -22,18 +22,16 @@ BFLOAT16_ON_CPU = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 
 
 def read_config(path: str, shares_prefix: bool) -> PreTrainedConfig:
-    """Read a model's config.json. Raises ValueError, in one line, for a model that would be trained wrongly."""
+    """Read a model's config.json. Raises ValueError, in one line, for a model that would be trained wrongly.
+
+    That is one of a family that vLLM and the trainer do not compute alike, as far as is known.
+    """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if shares_prefix:
         check_sharing(config, path)
-    check_family(config, path)
-    return config
-
-
-def check_family(config: PreTrainedConfig, path: str) -> None:
-    """Raise ValueError for a model of a family that vLLM and the trainer do not compute alike, as far as is known."""
     if config.model_type not in COMPARED:
         raise ValueError(
             f"--model {path} is a {config.model_type}: vLLM computes other log-probs than the trainer, or nobody has "
             f"compared them (asyncrl/trainer/families.py); take one of {', '.join(COMPARED)}"
         )
+    return config

@@ -1,6 +1,8 @@
 """Mixtures of experts: the loss that balances them and what is said of their routers, by loops over single tokens."""
 
 import collections
+import functools
+import itertools
 import math
 from dataclasses import replace
 
@@ -19,24 +21,40 @@ from tiny_policy import (
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import OptimOptions
-from asyncrl.trainer import families
+from asyncrl.job.node import _check_model
 from asyncrl.trainer.checkpoint import save_weights
 from asyncrl.trainer.dealing import distribute
-from asyncrl.trainer.families import COMPARED
 from asyncrl.trainer.model import named_adapters
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 TOP_K = 2
 BALANCE = OptimOptions(balance=0.7)
+FAMILY_OPTIONS = {
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": TOP_K,
+        "moe_intermediate_size": 32,
+    },
+    "hunyuan_v1_moe": {"num_experts_per_tok": [2, 1], "moe_intermediate_size": [192, 192]},
+}
+"""As the published models of these families have their experts: other names, and sizes by layer."""
 
 
-@pytest.mark.parametrize("save_memory", [(), ("activations",)])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "save_memory"),
+    [
+        *itertools.product(
+            ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next"), ((), ("activations",))
+        ),
+        *itertools.product(FAMILY_OPTIONS, [()]),
+    ],
+)
 def test_the_balance_loss_is_that_of_the_definition_however_sequences_are_packed(
-    family, save_memory, tmp_path, monkeypatch
+    family, save_memory, tmp_path
 ):
-    monkeypatch.setattr(families, "COMPARED", (*COMPARED, family))
-    path = save_tiny_family(family, str(tmp_path))
+    path = save_tiny_family(family, str(tmp_path), **FAMILY_OPTIONS.get(family, {}))
+    _check_model(make_config(path, optim=BALANCE, dtype="bfloat16"), path, "cpu")
     sequences = random_sequences(9)
     expected, expected_metrics = by_loops(path, sequences)
     (untrained,) = random_sequences(1, seed=1)
@@ -63,20 +81,22 @@ def by_loops(path, sequences):
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     losses, entropies = [], []
     loads = collections.defaultdict(collections.Counter)
+    gives_chances = model.config.model_type == "gemma4_text"
+    top_k = getattr(model.config, "moe_topk", [TOP_K] * model.config.num_hidden_layers)
     for sequence in sequences:
         tokens = torch.from_numpy(sequence.tokens)[None]
         layers = model(tokens, output_router_logits=True).router_logits
         for layer, logits in enumerate(layers):
-            chances = logits.double().softmax(dim=-1)
+            chances = logits.double() if gives_chances else logits.double().softmax(dim=-1)
             num_experts = chances.shape[-1]
             shares = collections.Counter()
             for row in chances:
                 likeliest = sorted(range(num_experts), key=lambda expert: -row[expert].item())
-                shares.update(likeliest[:TOP_K])
+                shares.update(likeliest[: top_k[layer]])
                 entropies.append(-sum(p * math.log(p) for p in row.tolist()))
             loads[layer].update(shares)
             per_expert = [
-                num_experts * shares[e] / (TOP_K * len(chances)) * chances[:, e].mean()
+                num_experts * shares[e] / (top_k[layer] * len(chances)) * chances[:, e].mean()
                 for e in range(num_experts)
             ]
             losses.append(sum(per_expert))
@@ -111,10 +131,32 @@ def test_a_mixture_is_trained_and_saved_as_transformers_has_it(family, lora_rank
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
 
 
+def test_compiled_layers_with_experts_give_the_same_gradient_and_share_their_graphs(
+    tmp_path, monkeypatch
+):
+    """Nine layers, each computed again in the backward pass: torch compiles at most eight graphs of them."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    path = save_tiny_family("qwen3_moe", str(tmp_path), num_hidden_layers=9)
+    trained = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        config = make_config(path, optim=BALANCE, save_memory=("activations",), compile=compiles)
+        policy = load(config)
+        gradients = record_gradients(policy)
+        shares = distribute([random_sequences(9)], 1, 100)[0]
+        metrics = policy.train_step(shares, 11)
+        trained.append((*gradients, metrics))
+    (expected, expected_metrics), (found, metrics) = trained
+    assert_same_gradient(found, expected, relative=1e-4)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+
+
 def test_a_model_without_experts_says_nothing_of_them_and_has_none_to_balance(tmp_path):
     path = save_tiny_model(str(tmp_path))
     policy = load(make_config(path))
     metrics = policy.train_step(distribute([random_sequences(2)], 1, 1000)[0], 11)
     assert not [name for name in metrics if name.startswith("experts/")]
     with pytest.raises(ValueError, match=r"^--optim.balance 0.7 balances experts, and a qwen3 has"):
-        load(make_config(path, optim=BALANCE))
+        _check_model(make_config(path, optim=BALANCE), path, "cpu")
