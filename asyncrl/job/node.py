@@ -91,18 +91,20 @@ class Rank:
     def use_device(self) -> None:
         """Make the context of this rank's GPU. No plan of memory and no engine must find it, so they come first."""
         if self.device.type == "cuda":
-            # Segments that grow are not cut to pieces by micro-batches of all lengths. An engine cannot open them.
-            grows = f"expandable_segments:{self.placement.transport != 'ipc'}"
             # torch reads the first that is set
-            names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-            given = next(filter(None, map(os.environ.get, names)), None)
-            options = filter(None, (given, grows))
-            torch._C._accelerator_setAllocatorSettings(",".join(options))
+            given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get(
+                "PYTORCH_CUDA_ALLOC_CONF"
+            )
+            # Segments that grow are not cut to pieces by micro-batches of all lengths. An engine cannot open them.
+            is_opened = self.placement.transport == "ipc"
+            options = [f"expandable_segments:{not is_opened}", given]
+            if is_opened:
+                options.reverse()  # the last of two counts
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, options)))
             torch.cuda.set_device(self.device)
-            for worker in self.placement.workers:
-                if worker.shared_with_rank is not None and self.config.colocate == "share":
-                    # An engine that is started again finds no room where the trainer has grown into its part.
-                    torch.cuda.set_per_process_memory_fraction(1 - worker.gpu_memory_utilization)
+            planning = extras.find("planning")
+            if planning is not None:
+                planning.leave_room(self)
 
 
 @dataclass(frozen=True)
@@ -332,14 +334,14 @@ def _fit_memory(rank: Rank, model_path: str) -> Rank:
     leaders."""
     if rank.device.type == "cpu":
         return rank
-    config, placement, planning = rank.config, rank.placement, extras.find("planning")
-    if planning is not None:
-        config, placement = planning.fit(config, placement, model_path, rank.cluster)
-    else:
+    planning = extras.find("planning")
+    if planning is None:
         print(
             "memory: not planned, as extras/planning is missing; --save-memory auto saves nothing",
             flush=True,
         )
+        return rank
+    config, placement = planning.fit(rank.config, rank.placement, model_path, rank.cluster)
     return replace(rank, config=config, placement=placement)
 
 

@@ -3,15 +3,20 @@
 A run calls `fit` before it loads anything. A dry run calls the same functions for GPUs that are not here.
 """
 
+import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.gpus import Gpu, visible_gpus
 from asyncrl.cluster.placement import Placement
 from asyncrl.config import Config
 from extras.planning.memory import (
+    CONTEXT_BYTES,
     Sharing,
     check_engine,
     check_host,
@@ -22,6 +27,9 @@ from extras.planning.memory import (
     ways_to_fit,
 )
 from extras.planning.shape import ModelShape, read_shape
+
+if TYPE_CHECKING:
+    from asyncrl.job.node import Rank
 
 
 def fit(
@@ -42,6 +50,19 @@ def fit(
     placement, arithmetic = plan_memory(config, *node)
     print(arithmetic, flush=True)
     return config, placement
+
+
+def leave_room(rank: "Rank") -> None:
+    """Keep the trainer out of its engine's part of a shared GPU, or the engine, started again, would find no room.
+
+    What a user gives the engine may leave the trainer no part; then nothing is kept.
+    """
+    for worker in rank.placement.workers:
+        if worker.shared_with_rank is not None and rank.config.colocate == "share":
+            context = CONTEXT_BYTES / torch.cuda.get_device_properties(rank.device).total_memory
+            fraction = 1 - worker.gpu_memory_utilization - context
+            if fraction > 0:
+                torch.cuda.set_per_process_memory_fraction(fraction)
 
 
 def plan_memory(

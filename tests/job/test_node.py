@@ -28,14 +28,19 @@ GROWS, IS_CUT = "expandable_segments:True", "expandable_segments:False"
     ("transport", "share", "given", "calls"),
     [
         ("nccl", None, {}, [GROWS, "cuda:1"]),
-        ("shm", 0.4, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, [f"a:1,{GROWS}", "cuda:1", "0.60"]),
-        ("ipc", 0.4, {"PYTORCH_ALLOC_CONF": GROWS}, [f"{GROWS},{IS_CUT}", "cuda:1", "0.60"]),
+        ("shm", 0.4, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, [f"{GROWS},a:1", "cuda:1", "0.50"]),
+        ("shm", 1.0, {}, [GROWS, "cuda:1"]),
+        # of two values of an option torch takes the last
+        ("nccl", None, {"PYTORCH_ALLOC_CONF": IS_CUT}, [f"{GROWS},{IS_CUT}", "cuda:1"]),
+        ("ipc", 0.4, {"PYTORCH_ALLOC_CONF": GROWS}, [f"{GROWS},{IS_CUT}", "cuda:1", "0.50"]),
     ],
 )
 def test_segments_grow_unless_an_engine_opens_them_and_never_into_its_part_of_the_gpu(
     monkeypatch, transport, share, given, calls
 ):
-    made = []
+    """A trainer's context, too, is a part of the GPU: here a tenth."""
+    made, gpu = [], SimpleNamespace(total_memory=12 * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     for variable, options in given.items():
         monkeypatch.setenv(variable, options)
