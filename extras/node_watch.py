@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.node_watch import NodeWatch
+from asyncrl.cluster.processes import EXPECTED
 
 CONNECT_TIMEOUT = datetime.timedelta(seconds=180)
 LONGEST_RUN = datetime.timedelta(days=365)
@@ -80,7 +81,7 @@ class LeaderWatch(NodeWatch):
         with self._lock:  # waits for a dump of stacks that goes on
             self._is_ending = True
         if self.reason is None:
-            self._report(str(error) or type(error).__name__)
+            self._report(str(error) if isinstance(error, EXPECTED) else repr(error))
             return error
         self._report(f"after {self.reason}")
         return RuntimeError(self.reason)

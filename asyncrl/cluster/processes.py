@@ -65,6 +65,8 @@ def status_of(error: BaseException) -> int:
     """Return the exit status of a run that an error ends."""
     if isinstance(error, Interrupted):
         return error.args[1]
+    if isinstance(error, SystemExit) and error.code in range(1, 256):
+        return error.code
     return 2 if isinstance(error, ValueError) else 1
 
 
@@ -86,11 +88,12 @@ def end_by(error: BaseException, take_down: Callable[[], None]) -> NoReturn:
 
     NCCL's destruction waits for ranks that may be waiting for this one (pytorch#141510).
     """
+    is_expected = isinstance(error, EXPECTED)
     try:
         # the disk may be full, and nobody may read what is printed
         with contextlib.suppress(OSError):
-            say_why(str(error) or type(error).__name__)
-        if not isinstance(error, EXPECTED):
+            say_why(str(error) if is_expected else repr(error))
+        if not is_expected:
             traceback.print_exception(error)
         take_down()
         sys.stdout.flush()

@@ -214,7 +214,7 @@ def start_rank(config: Config) -> Iterator[Rank]:
         placement, device = _take_device(config, cluster)
         yield Rank(config, cluster, placement, device, clock, on_end, watch, resumed)
         watch.finish()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # user code may exit
         ignore_signals()
         raise watch.explain(error) from error.__cause__
     finally:

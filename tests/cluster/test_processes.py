@@ -43,6 +43,24 @@ def test_a_process_ends_with_its_parent(steps):
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.parametrize(
+    ("error", "reason", "status"),
+    [
+        ("SystemExit(3)", "SystemExit(3)", 3),
+        ("SystemExit('no rows')", "SystemExit('no rows')", 1),
+        ("SystemExit(0)", "SystemExit(0)", 1),
+        ("KeyError('row')", "KeyError('row')", 1),
+        ("ValueError('--steps')", "--steps", 2),
+        ("Interrupted('stopped', 143)", "stopped", 143),
+    ],
+)
+def test_a_rank_of_several_says_why_it_ends_and_has_the_status_of_its_error(error, reason, status):
+    code = f"from asyncrl.cluster.processes import *\nend_by({error}, lambda: None)"
+    rank = start(code, stderr=subprocess.PIPE)
+    _, text = rank.communicate()
+    assert (text.splitlines()[0], rank.returncode) == (f"error: {reason}", status)
+
+
 def test_a_session_is_killed_whole_even_when_its_leader_is_dead():
     code = (
         "import subprocess, sys\n"
