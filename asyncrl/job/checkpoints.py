@@ -45,6 +45,8 @@ class Checkpoints:
         folder, self._is_shared = self._find_folder()
         run = node.run if node.cluster.is_leader else None
         self.writer = CheckpointWriter(policy, node.cluster, run, folder)
+        # a reason to end does not wait for it
+        node.on_end.callback(self.writer.close, GRACE_S)
         if node.resumed is not None:
             restore_training_state(policy, str(node.resumed.part), self.writer.group)
             if node.cluster.is_first:
@@ -97,7 +99,6 @@ class Checkpoints:
         finally:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-            self.writer.close(GRACE_S)
 
     def _ask(self, number: int, frame) -> None:
         """Have the run stop after the running step; a second signal, or a lost node or rank, ends it at once."""

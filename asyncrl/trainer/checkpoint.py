@@ -351,7 +351,8 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         self.weights = WeightWriter(policy)
         self.device = policy.device
         self.stager = make_stager(policy.device)
-        self._future: concurrent.futures.Future | None = None
+        self._future = concurrent.futures.Future()
+        self._future.set_result(None)  # nothing is being written
         self.longest_s = 0.0
         """Time that the slowest checkpoint took, seconds; on rank 0."""
 
@@ -393,8 +394,6 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
 
     def wait(self) -> None:
         """Wait until what was begun last is on disk. Raises OSError if it could not be written, or takes too long."""
-        if self._future is None:
-            return
         limit_s = 2 * self.config.timeout_s
         concurrent.futures.wait([self._future], limit_s)
         if not self._future.done():
@@ -403,9 +402,8 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
                 "disk; if a checkpoint only takes that long, raise --timeout-s, of which this is twice; "
                 f"{dump_stacks()}"
             )
-        future, self._future = self._future, None
         try:
-            future.result()
+            self._future.result()
         except (CheckpointException, RuntimeError) as error:
             if self.cluster.is_first:
                 shutil.rmtree(self.partial, ignore_errors=True)
@@ -414,8 +412,6 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
     def close(self, timeout_s: float) -> None:
         """Let the checkpoint that is being written come to its end, if it does in time; else it may not keep the
         process for longer than `timeout_s` of the config."""
-        if self._future is None:
-            return
         concurrent.futures.wait([self._future], timeout_s)
         if not self._future.done():
             # Python waits at its exit for the threads of an executor, and this one may hang.

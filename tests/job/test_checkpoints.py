@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,7 +89,7 @@ def make_node(tmp_path, model, *, cluster=None, resumed=None, **options):
         run=run,
         controller=controller,
         resumed=resumed,
-        on_end=None,
+        on_end=ExitStack(),
         device=torch.device("cpu"),
         clock=TrainerClock(),
         probe=Probe(config, probe),
@@ -431,8 +431,13 @@ def test_a_run_that_is_stopped_while_nobody_samples_saves_what_was_not_saved(sta
 def test_whatever_ends_the_run_a_checkpoint_that_is_being_written_comes_to_its_end(
     start, at_once, steps, has_signal_before, has_signal_meanwhile, error
 ):
-    """Also at a second signal, or an error; a first signal in the last step lets the run finish."""
+    """Also at a second signal, or an error; a first signal in the last step lets the run finish.
+
+    The reason of an error is there before that.
+    """
     checkpoints = start(save_every=1, steps=steps)
+    written_first, on_end = [], checkpoints.node.on_end
+    on_end.callback(lambda: written_first.append((folder_of(checkpoints) / "step_1").exists()))
 
     def interrupt():
         while not is_waited_for():
@@ -442,13 +447,15 @@ def test_whatever_ends_the_run_a_checkpoint_that_is_being_written_comes_to_its_e
             time.sleep(0.1)  # the signal may come while this writes, or later on a busy machine
 
     delay_writing(checkpoints, interrupt)
-    with pytest.raises(error) if error else nullcontext(), checkpoints:
+    with pytest.raises(error) if error else nullcontext(), on_end, checkpoints:
         if has_signal_before:
             signal.raise_signal(signal.SIGTERM)
         checkpoints.save_if_due(1, PUBLISHER)
         if error is RuntimeError:
             raise RuntimeError("not finite")
     assert newest(checkpoints).step == 1
+    # at a second signal it may be written by then
+    assert error is Interrupted or written_first == [error is None]
 
 
 def test_a_run_stops_before_a_step_that_may_be_too_long_for_its_time(start):
