@@ -96,11 +96,14 @@ def plan_memory(
 def first_that_fits(
     ways: list[Config], placement: Placement, shape: ModelShape, gpus: list[Gpu], sharing: Sharing
 ) -> int:
-    """Index of the first of these options that fit, estimates included, or of the last."""
-    for index, way in enumerate(ways):
-        with suppress(ValueError):
-            plan_memory(way, placement, shape, gpus, replace(sharing, is_strict=True))
-            return index
+    """Index of the first of these options that fit, estimates included; or of the first that fit the GPUs, if the host
+    has room for none; or of the last."""
+    strict = replace(sharing, is_strict=True)
+    for limits in (strict, replace(strict, host_bytes=math.inf)):
+        for index, way in enumerate(ways):
+            with suppress(ValueError):
+                plan_memory(way, placement, shape, gpus, limits)
+                return index
     return len(ways) - 1
 
 

@@ -236,13 +236,20 @@ def host_items(
     """What tensors of a run take of a machine's host memory, on the first machine; `ranks_here` of its ranks train."""
     trained, weights = trained_parameters(config, shape), 2 * shape.num_parameters
     held, buffers = config.publish_delay, 2 * (transport == "shm")
+    offloads, has_frozen = "optimizer" in config.save_memory, config.lora_rank or config.kl_coef
     pulled = PULLED_COPIES * (config.listen is not None)
     here = trained * ranks_here / num_shards
     items = [
         Item("copy of the training state", 12 * here, "12 B × trained parameters of this machine"),
         Item("a checkpoint that is written", 2 * weights, "4 B × parameters"),
+        Item("offloaded weights", 16 * here * offloads, "16 B, the same"),
         Item(
-            "offloaded weights", 16 * here * ("optimizer" in config.save_memory), "16 B, the same"
+            "offloaded frozen weights",
+            weights * ranks_here / num_shards * (offloads and has_frozen > 0),
+            "2 B × parameters of this machine",
+        ),
+        Item(
+            "frozen weights for checkpoints", weights * (config.lora_rank > 0), "2 B × parameters"
         ),
         Item("weights for engines", buffers * weights, "two buffers of 2 B × parameters"),
         Item(
@@ -261,8 +268,7 @@ def check_host(
     """Check that a machine has the host memory; return the arithmetic. Raises ValueError, with it, if not."""
     items = host_items(config, shape, sharing.num_shards, ranks_here, transport)
     line = f"host memory of a machine: {_listed(items)}"
-    # Every other way to fit the GPUs needs more of the host, so the first that fits them is the one to refuse.
-    if total(items) > sharing.host_bytes and not sharing.is_strict:
+    if total(items) > sharing.host_bytes:
         raise ValueError(
             f"the host has {sharing.host_bytes / GIB:.1f} GiB free, and the kernel would kill the run: take more "
             f"machines, a smaller model or --lora-rank, or less of what stays there. {line}"

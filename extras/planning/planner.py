@@ -15,7 +15,7 @@ Seconds of a step; g of generation, u of the weight update, t of training, α th
     g       tokens sampled for a step / Σ y·h: y engines with a rate h = b·R / (R·d + b·p) each, b requests at a time
     p       prefill of a prompt: 2·W·P/(tp·C) + (tp − 1)·(a + P·H·2/(tp·β))·4·l
     d       a token of each: c + max(2·W/(tp·m), 2·W·b/(tp·D)) + b·K·context/m + (tp − 1)·(a + b·H·2/(tp·β))·4·l
-    u       2·W/β of the slowest link, × update_factor between machines
+    u       max(2·W/β of the slowest link, × update_factor between machines, tensors × LOAD_S)
 
 W weights, H hidden size, l layers, P and R mean tokens of prompt and response, L tokens of a step's longest response, K
 bytes of KV cache per token and GPU, β bytes/s of a link one way, a its latency, c the host's part. p and d are HexGen's
@@ -55,7 +55,7 @@ SHORT_TOKENS, SHORT_MFU = 8192, 0.875
 DECODE_MFU = 0.6
 """Share of the data sheet's FLOP/s that matrix products reach while an engine decodes."""
 LOAD_S = 1.5e-3
-"""Seconds in which vLLM loads one of the eleven tensors of a layer; the trainer sends to all engines meanwhile."""
+"""Seconds in which vLLM loads one weight of a model's files; the next ones are on their way meanwhile."""
 TPS = (1, 2, 4, 8)
 """GPUs of an engine to choose from."""
 SAVINGS = ((), ("activations",), ("optimizer",), ("activations", "optimizer"))
@@ -295,6 +295,11 @@ def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> I
 
 
 # Sampling
+
+
+def load_s(job: Job) -> float:
+    """Seconds in which an engine loads new weights, at least."""
+    return job.shape.num_tensors * LOAD_S
 
 
 @dataclass(frozen=True)
@@ -678,7 +683,7 @@ def splits(job: Job, cluster: Cluster) -> Iterator[Split]:
                         (s, e) for s in [*here, *joined] for e in engines[s.pool] if e.tp <= s.gpus
                     )
                     publish_s = cluster.update_factor * update / link
-                    update_s = max(stages * update / pool.gb_per_s, publish_s)
+                    update_s = max(stages * update / pool.gb_per_s, publish_s, load_s(job))
                     if options:
                         yield Split(job, training, seconds, update_s, options)
 
@@ -694,7 +699,7 @@ def _can_share(config: Config, machines: int) -> bool:
 
 def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Split]:
     """Trainer and engine on one GPU, all others idle."""
-    update_s = 4 * job.shape.num_parameters / pool.hbm_bytes_per_s
+    update_s = max(4 * job.shape.num_parameters / pool.hbm_bytes_per_s, load_s(job))
     for colocate in {job.config.colocate, "sleep" if job.config.async_ratio == 0 else "share"}:
         for savings, tokens in itertools.product(SAVINGS, memory.budgets(job.config)):
             t = Training(pool, 1, 1, 1, savings, tokens, True)
@@ -753,14 +758,12 @@ def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
         placement.transport != "shm",
     )
     # By ipc the engine copies what it reads, by shm both ends do.
-    update_s = {
-        "nccl": max(
-            len(placement.workers) * weights / (pool.gb_per_s * 1e9),
-            11 * job.shape.num_layers * LOAD_S,
-        ),
+    copy_s = {
+        "nccl": len(placement.workers) * weights / (pool.gb_per_s * 1e9),
         "ipc": 2 * weights / pool.hbm_bytes_per_s,
         "shm": 2 * weights / HOST_BYTES_PER_S,
     }[placement.transport]
+    update_s = max(copy_s, load_s(job))
     room = None
     colocate = None
     if worker.shared_with_rank is not None:

@@ -1,6 +1,8 @@
 """The shape of a causal LM, from its config.json: nothing is loaded."""
 
+import itertools
 import re
+import statistics
 from dataclasses import dataclass
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
@@ -32,6 +34,8 @@ class ModelShape:
     """Of all experts of mixtures."""
     expert_share: float = 1.0
     """Share of the experts of a layer that one token is computed with, k of E."""
+    num_tensors: int = 0
+    """Weights of its files, which an engine loads one by one: each expert has its own."""
 
     @property
     def idle_parameters(self) -> float:
@@ -52,6 +56,7 @@ def read_shape(model_path: str) -> ModelShape:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from asyncrl.trainer.attention import head_sizes
+    from asyncrl.trainer.model import as_in_files, named_persistent_buffers
 
     try:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
@@ -65,7 +70,8 @@ def read_shape(model_path: str) -> ModelShape:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     layers = _layer_sizes(sizes)
     of_experts = [p for name, p in model.named_parameters() if _EXPERTS in name]
-    share = config.num_experts_per_tok / len(of_experts[0]) if of_experts else 1.0
+    share = _experts_per_token(config) / len(of_experts[0]) if of_experts else 1.0
+    named = itertools.chain(model.named_parameters(), named_persistent_buffers(model))
     heads = config.num_attention_heads
     (*_, head_dim) = head_sizes(config)
     return ModelShape(
@@ -84,6 +90,7 @@ def read_shape(model_path: str) -> ModelShape:
         or not (model._supports_attention_backend and model._supports_sdpa),
         expert_parameters=sum(p.numel() for p in of_experts),
         expert_share=share,
+        num_tensors=sum(1 for _ in as_in_files(model, named)),
     )
 
 
@@ -102,7 +109,19 @@ def _mlp_width(config, is_mixture: bool) -> int:
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if not is_mixture:
         return width
-    width = getattr(config, "moe_intermediate_size", None) or width
-    shared = getattr(config, "n_shared_experts", None) or 0
-    beside = getattr(config, "shared_expert_intermediate_size", None) or shared * width
-    return config.num_experts_per_tok * width + beside
+    of_expert = _mean(getattr(config, "moe_intermediate_size", None) or width)
+    shared = getattr(config, "n_shared_experts", None) or getattr(config, "num_shared_expert", 0)
+    beside = getattr(config, "shared_expert_intermediate_size", None) or _mean(shared) * of_expert
+    if getattr(config, "enable_moe_block", False):  # beside a dense MLP
+        beside = width
+    return round(_experts_per_token(config) * of_expert + beside)
+
+
+def _experts_per_token(config) -> float:
+    """Return how many experts a layer chooses for a token, on average."""
+    return _mean(getattr(config, "num_experts_per_tok", None) or config.top_k_experts)
+
+
+def _mean(size: int | list[int] | None) -> float:
+    """Return a size, or the mean of one that a family lists by layer."""
+    return statistics.fmean(size) if isinstance(size, list) else float(size or 0)

@@ -46,7 +46,9 @@ def test_nothing_is_planned_for_engines_where_no_worker_is():
 def test_memory_is_saved_as_far_as_it_must_be_by_smaller_passes_first(case):
     config = Config.from_dict(LONG | case.get("options", {}))
     ways, placed = ways_to_fit(config), place(config, 8, 64, case["ranks"])
-    gpus, sharing = [gpu(case["gib"])] * 8, Sharing(case["ranks"], case["ranks"])
+    host_bytes = case.get("host_gib", 1000) * GIB
+    sharing = Sharing(case["ranks"], case["ranks"], host_bytes=host_bytes)
+    gpus = [gpu(case["gib"])] * 8
     fitted = ways[first_that_fits(ways, placed, shape_of(case["size"]), gpus, sharing)]
     assert fitted == Config.from_dict(config.as_dict() | case["fitted"])
 

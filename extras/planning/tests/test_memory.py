@@ -184,26 +184,30 @@ def test_a_share_that_is_asked_for_is_taken_with_a_warning_where_it_leaves_too_l
 
 
 @pytest.mark.parametrize(
-    ("options", "transport", "bytes_per_parameter"),
+    ("options", "transport", "per_trained", "per_parameter", "per_shard"),
     [
-        ({}, "nccl", 12 + 4),
-        ({}, "shm", 12 + 4 + 2 * 2),
-        (LEAST | {"publish_delay": 2}, "ipc", 12 + 4 + 16 + 3 * 2),
-        ({"listen": "0.0.0.0:29600"}, "pull", 12 + 4 + 5 * 2),
+        ({}, "nccl", 12, 4, 0),
+        ({}, "shm", 12, 4 + 2 * 2, 0),
+        (LEAST | {"publish_delay": 2}, "ipc", 12 + 16, 4 + 3 * 2, 0),
+        ({"listen": "0.0.0.0:29600"}, "pull", 12, 4 + 5 * 2, 0),
+        ({"kl_coef": 0.1}, "nccl", 12, 4, 0),
+        (LEAST | {"kl_coef": 0.1}, "nccl", 12 + 16, 4, 2),
+        ({"lora_rank": 8}, "nccl", 12, 4 + 2, 0),
+        (LEAST | {"lora_rank": 8, "kl_coef": 0.1}, "nccl", 12 + 16, 4 + 2, 2),
     ],
 )
 def test_a_host_is_refused_from_just_below_the_sum_of_what_stays_in_its_memory(
-    options, transport, bytes_per_parameter
+    options, transport, per_trained, per_parameter, per_shard
 ):
-    """All ranks of the model are on one machine; of two machines each has half of the training state."""
+    """All ranks of the model are on one machine; of two machines each has half of what is sharded."""
     config, shape = Config(**options), shape_of("8b")
-    needed = bytes_per_parameter * shape.num_parameters
+    sharded = per_trained * trained_parameters(config, shape) + per_shard * shape.num_parameters
+    needed = per_parameter * shape.num_parameters + sharded
     sharing = Sharing(4, 4, host_bytes=needed)
     check_host(config, shape, sharing, 4, transport)
     with pytest.raises(ValueError, match=r"the host has [\d.]+ GiB free"):
         check_host(config, shape, replace(sharing, host_bytes=needed - 1), 4, transport)
-    halves = 6 + 8 * ("optimizer" in config.save_memory)
-    less = needed - halves * shape.num_parameters
+    less = needed - sharded / 2
     check_host(config, shape, replace(sharing, num_shards=8, host_bytes=less), 4, transport)
 
 

@@ -8,8 +8,11 @@ from collections import Counter
 
 import pytest
 
+from asyncrl.cluster.placement import place
 from asyncrl.config import Config
 from extras.planning import memory, planner
+from extras.planning.fit import plan_memory
+from extras.planning.memory import Sharing
 from extras.planning.planner import (
     Cluster,
     Job,
@@ -37,9 +40,8 @@ CONFIG = Config(
 def shape(layers=28, hidden=1024, wide=3072, heads=16, vocab=151936) -> ModelShape:
     """The 0.6b of Qwen3, if nothing else is said."""
     layer, root = hidden * 128 * (2 * heads + 16) + 3 * hidden * wide, vocab * hidden
-    return ModelShape(
-        layers * layer + root, layer, root, root, layers, hidden, wide, heads, 8, 128, vocab
-    )
+    sizes = (layers, hidden, wide, heads, 8, 128, vocab)
+    return ModelShape(layers * layer + root, layer, root, root, *sizes, num_tensors=11 * layers)
 
 
 SMALL, LARGE = shape(), shape(36, 2560, 9728, 32)
@@ -103,7 +105,7 @@ def outcomes(j, c):
             others = [(q, count) for q, count in others if count]
             for num in range(len(others) + 1):
                 for joined in itertools.combinations(others, num):
-                    update_s = weights / p.gb_per_s if stages else 0.0
+                    update_s = max(1.5e-3 * j.shape.num_tensors, stages * weights / p.gb_per_s)
                     for q, _ in joined:
                         link = c.same_kind if q.gpu == p.gpu else c.across_kinds
                         update_s = max(update_s, 5 * weights / link)
@@ -384,3 +386,16 @@ def test_a_pool_has_the_rates_that_were_measured_of_it(tp):
     assert largest_engine(j, found, tp).rate == pytest.approx(tp * 567.0)
     training = planner.Training(found, 1, 8, 8, j.config.save_memory, 32768, False)
     assert j.tokens / planner.compute_s(j, training) / 8 == pytest.approx(1234.0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "weight_sync"), [(1, 1, "ipc"), (1, 1, "shm"), (4, 2, "nccl")]
+)
+def test_however_weights_reach_an_engine_it_loads_each_of_them(gpus, ranks, weight_sync):
+    """Here that takes longer than to carry them: 28 layers of 11 weights, 1.5 ms each."""
+    config, p = dataclasses.replace(CONFIG, weight_sync=weight_sync), pool(gpus=gpus)
+    placed = place(config, gpus, 16, ranks)
+    placement, _ = plan_memory(config, placed, SMALL, [p.device] * gpus, Sharing(ranks, ranks))
+    assert placement.transport == weight_sync
+    plan = planner.of_placement(job(weight_sync=weight_sync), cluster(p), placement)
+    assert plan.split.update_s == pytest.approx(28 * 11 * 1.5e-3)

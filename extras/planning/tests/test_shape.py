@@ -1,5 +1,6 @@
 import pytest
-from tiny_policy import save_tiny_model
+from safetensors import safe_open
+from tiny_policy import save_tiny_family, save_tiny_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from extras.planning.shape import read_shape
@@ -18,6 +19,40 @@ def test_the_config_says_what_the_loaded_model_has(tmp_path, tied):
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
     assert (shape.num_layers, shape.hidden_size, *heads) == (2, 64, 4, 2, 32)
     assert (shape.intermediate_size, shape.vocab_size, shape.needs_mask) == (192, 150, False)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "width"),
+    [
+        ("qwen3", {}, 192),
+        ("qwen3_moe", {}, 2 * 32),
+        (
+            "gemma4_text",
+            {
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 32,
+            },
+            2 * 32 + 192,
+        ),
+        (
+            "hunyuan_v1_moe",
+            {
+                "num_experts_per_tok": [2, 1],
+                "moe_intermediate_size": [192] * 2,
+                "num_shared_expert": [1] * 2,
+            },
+            1.5 * 192 + 192,
+        ),
+    ],
+)
+def test_families_name_their_experts_by_names_of_their_own(tmp_path, family, options, width):
+    path = save_tiny_family(family, str(tmp_path), **options)
+    with safe_open(tmp_path / "model.safetensors", "pt") as weights:
+        num_weights = len(weights.keys())
+    shape = read_shape(path)
+    assert (shape.num_tensors, shape.intermediate_size) == (num_weights, width)
 
 
 def test_of_a_mixture_the_experts_that_a_token_does_not_choose_are_idle(tmp_path):
