@@ -17,12 +17,17 @@ VARIANTS = [
 """The name of a loss, and its options."""
 
 
-def random_inputs(num_tokens: int = 60, spread: float = 0.5, tokens_per_sequence: int = 10):
-    """Return float64 LossInputs; `spread` is the std of the log-ratios, nats. Some advantages and rewards are 0."""
+def random_inputs(
+    num_tokens: int = 60,
+    spread: float = 0.5,
+    tokens_per_sequence: int = 10,
+    dtype: torch.dtype = torch.float64,
+):
+    """Return LossInputs; `spread` is the std of the log-ratios, nats. Some advantages and rewards are 0."""
     generator = torch.Generator().manual_seed(0)
 
     def normal() -> Tensor:
-        return torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+        return torch.randn(num_tokens, generator=generator, dtype=dtype)
 
     behavior = -normal().abs() - 1.0
     sequence_ids = torch.arange(num_tokens) // tokens_per_sequence
@@ -52,13 +57,3 @@ def select(inputs: LossInputs, chosen: Tensor) -> LossInputs:
     columns = {name: getattr(inputs, name)[chosen] for name in inputs.__dataclass_fields__}
     columns["sequence_ids"] = columns["sequence_ids"].unique(return_inverse=True)[1]
     return LossInputs(**columns)
-
-
-def to_float32(inputs: LossInputs) -> LossInputs:
-    """Return a copy in float32, whose log-probs take a gradient."""
-    columns = {name: getattr(inputs, name).detach() for name in inputs.__dataclass_fields__}
-    floats = {
-        name: column.float() for name, column in columns.items() if column.is_floating_point()
-    }
-    floats["logprobs"].requires_grad_()
-    return LossInputs(**columns | floats)

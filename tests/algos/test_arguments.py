@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from loss_inputs import VARIANTS, evaluate, gradient, random_inputs, to_float32
+from loss_inputs import VARIANTS, evaluate, gradient, random_inputs
 from user_files import LOSS, write_user_code
 
 from algos import LOSSES
@@ -52,7 +52,7 @@ def test_an_argument_without_annotation_has_the_type_of_its_default(monkeypatch)
 def test_an_extreme_value_is_refused_or_trains_fresh_tokens(algo):
     keywords = keywords_of(LOSSES[algo])
     names = [keyword.name for keyword in keywords if not isinstance(keyword.default, str | bool)]
-    inputs = to_float32(random_inputs(spread=0.0, tokens_per_sequence=1))
+    inputs = random_inputs(spread=0.0, tokens_per_sequence=1, dtype=torch.float32)
     num_trained = 0
     for name, value, options in itertools.product(names, EXTREMES, options_of(algo)):
         try:

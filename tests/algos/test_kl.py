@@ -13,13 +13,8 @@ FORMULAS = {  # of log π, log π_ref and log π_behavior of one token
 }
 
 
-def divergence(p, q):
-    """KL(p ‖ q) from log-probs."""
-    return (p.exp() * (p - q)).sum()
 
 
-def value_and_gradient(value, logits):
-    return value.item(), torch.autograd.grad(value, logits, retain_graph=True)[0]
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
@@ -36,26 +31,6 @@ def test_values_and_gradients_equal_the_formula(name):
         assert slope == pytest.approx(difference / 2e-6, rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("is_fresh", [True, False])
-def test_expected_values_and_gradients_are_those_that_the_docstring_names(is_fresh):
-    generator = torch.Generator().manual_seed(0)
-    logits, ref, behavior = torch.randn(3, 7, generator=generator, dtype=torch.float64)
-    logits.requires_grad_()
-    policy, ref, behavior = logits.log_softmax(0), ref.log_softmax(0), behavior.log_softmax(0)
-    sampler = policy.detach() if is_fresh else behavior
-    right, reverse = value_and_gradient(divergence(policy, ref), logits)
-    _, forward = value_and_gradient(divergence(ref, policy), logits)
-    fresh = {"k1": torch.zeros_like(reverse), "k2": reverse, "k3": forward, "unbiased": reverse}
-    for name, estimator in KL_ESTIMATORS.items():
-        # over all actions, with the gradient that sampling would have on average
-        expectation = (sampler.exp() * estimator(policy, ref, sampler)).sum()
-        value, slopes = value_and_gradient(expectation, logits)
-        if is_fresh or name == "unbiased":
-            torch.testing.assert_close(slopes, fresh[name], rtol=1e-10, atol=1e-12)
-            assert (value == pytest.approx(right)) == (name != "k2")
-        else:
-            assert abs(value / right - 1) > 0.05
-            assert (slopes - reverse).norm() > 0.1 * reverse.norm()
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
