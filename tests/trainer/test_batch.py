@@ -1,7 +1,5 @@
 """Advantages of a whole step, its updates, and shares of ranks that are about equal."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from trajectories import make_group as make_trajectories
@@ -75,18 +73,6 @@ def test_minibatches_get_whole_groups_once_in_an_order_that_seed_and_step_decide
     assert sorted(i for update in dealt(step=1) for i in update) == sorted([*range(8), *range(8)])
     assert dealt(step=1) == dealt(step=1)
     assert len({str(dealt(step, seed)) for step in (1, 2, 3) for seed in (0, 1)}) == 6
-
-
-def test_minibatches_are_cut_between_groups_however_many_segments_their_trajectories_have():
-    groups = []
-    for group_id in range(4):
-        first, second = make_trajectories(group_id, (0.0, 1.0)).trajectories
-        lengths = (1,) * group_id + (3 - group_id,) if group_id < 3 else ()
-        groups.append(Group(group_id, (replace(first, segment_lengths=lengths), second)))
-    updates = updates_of(groups, minibatches=2)
-    sizes = [{group_id: ids.count(group_id) for group_id in ids} for ids in ids_of(updates)]
-    assert all(len(size) == 2 for size in sizes)
-    assert {**sizes[0], **sizes[1]} == {0: 2, 1: 3, 2: 4, 3: 2}
 
 
 def test_what_a_reward_loses_by_length_is_in_the_advantage_alone():
