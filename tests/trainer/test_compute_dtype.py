@@ -7,7 +7,6 @@ import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
 import pytest
 import torch
 from plain_trainer import PlainTrainer, randomize, record_gradients
-from ranks import run_group
 from tiny_policy import (
     VOCAB,
     grouped_sequences,
@@ -16,7 +15,6 @@ from tiny_policy import (
     random_sequences,
     save_tiny_model,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 import asyncrl.trainer.model
@@ -43,21 +41,19 @@ def assert_close(gradient, expected):
 
 
 OPTIONS = {
-    "plain": {},
     "shared prefixes, recomputed": {"share_prefix": "tree", "save_memory": ("activations",)},
-    "adapters": {"lora_rank": 4},
     "adapters and KL, both saved": {
         "lora_rank": 4,
         "kl_coef": 0.1,
         "save_memory": ("activations", "optimizer"),
     },
-    "KL": {"kl_coef": 0.1},
     "values": {"advantage": "gae"},
     "two updates, interpolated": {
         "algo": "decoupled_ppo",
         "minibatches": 2,
         "proximal": "loglinear",
         "lr": 1e-3,
+        "kl_coef": 0.1,
     },
     "cold, by sequence": {"temperature": 0.7, "algo": "gspo", "loss_aggregation": "sequence_mean"},
 }
@@ -69,12 +65,13 @@ OPTIONS = {
 def test_bfloat16_computes_about_what_float32_does_and_not_the_same(
     model, name, attention, monkeypatch
 ):
-    """As a GPU computes; tolerance 5 % of the gradient, and 0.05 nats of the mean log-prob."""
+    """As a GPU computes, by chunks of the head; tolerance 5 % of the gradient, and 0.05 nats of the mean log-prob."""
     config = make_config(model, dtype="bfloat16", **OPTIONS[name])
     if config.share_prefix == "off":
         monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: attention)
     policy = load(config)
     randomize(policy)
+    policy.module.chunk_rows = 7
     plain, gradients = PlainTrainer(policy), record_gradients(policy)
     sequences = grouped_sequences(6, 4)
     scores, exact = policy.score([sequences])[0], plain.read(sequences)[0]
@@ -122,56 +119,6 @@ def test_what_is_frozen_is_kept_in_the_dtype_of_computing_and_adapters_in_float3
     for name, parameter in adapted.module.named_parameters():
         is_adapter = name.endswith(("lora_A", "lora_B"))
         assert parameter.dtype == (torch.float32 if is_adapter else torch.bfloat16)
-
-
-class Gathered(TorchDispatchMode):
-    """Counts what is gathered from each rank, bytes."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "all_gather" in str(function):
-            self.num_bytes += args[0].nbytes
-        return function(*args, **(kwargs or {}))
-
-
-def gather_on_two_ranks(rank, configs):
-    """Train by each config; gather the weights as they are sent and as they are."""
-    found = {}
-    for name, config in configs.items():
-        policy = load(config)
-        randomize(policy)
-        gradients = record_gradients(policy)
-        policy.train_step(distribute([random_sequences(8)], 2, 10_000)[rank], policy_version=11)
-        with Gathered() as gathered:
-            sent = {name: tensor.clone() for name, tensor in policy.sent_parameters()}
-        full = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
-        found[name] = sent, full, gathered.num_bytes, gradients[0]
-    return found
-
-
-def test_weights_are_cast_to_what_is_sent_before_they_are_gathered_and_merged_in_float32(model):
-    options = {
-        "plain": {},
-        "offloaded": {"save_memory": ("optimizer",)},
-        "adapters": {"lora_rank": 4},
-    }
-    configs = {
-        name: make_config(model, dtype="bfloat16", **chosen) for name, chosen in options.items()
-    }
-    found, _ = run_group(gather_on_two_ranks, 2, configs)
-    for name, (sent, full, num_bytes, gradient) in found.items():
-        assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
-        assert {tensor.dtype for tensor in full.values()} == {torch.float32}
-        assert all(torch.equal(sent[key], tensor.bfloat16()) for key, tensor in full.items())
-        per_rank = sum(tensor.nbytes for tensor in sent.values()) / 2
-        assert num_bytes > per_rank if name == "adapters" else num_bytes == per_rank
-        policy = load(configs[name])
-        randomize(policy)
-        _, (expected,) = PlainTrainer(policy).train_step([random_sequences(8)], 11)
-        assert_close(gradient, expected)
-    merged = found["adapters"][1][UP_PROJECTION]
-    assert not torch.equal(merged, merged.bfloat16().float()), "merged in float32"
 
 
 @pytest.mark.parametrize(

@@ -72,16 +72,11 @@ def test_the_embedding_is_gathered_by_itself_unless_it_is_the_head_which_stays_w
     model,
 ):
     policy = load(make_config(model))
-    inner, groups = policy.module.model, {}
-    for name, part in policy.module.named_modules():
-        if isinstance(part, FSDPModule):
-            parameters = part._get_fsdp_state()._fsdp_param_group.fsdp_params
-            owners = {type(parameter._module_info.module).__name__ for parameter in parameters}
-            groups[name] = {owner.removeprefix("FSDP") for owner in owners}
-    is_tied = inner.config.tie_word_embeddings
-    assert groups.pop("") == {"Qwen3RMSNorm", "Embedding" if is_tied else "Linear"}
-    assert groups.pop("model.model.embed_tokens", None) == (None if is_tied else {"Embedding"})
-    assert list(groups) == ["model.model.layers.0", "model.model.layers.1"]
+    inner = policy.module.model
+    parts = {name for name, part in policy.module.named_modules() if isinstance(part, FSDPModule)}
+    layers = {"model.model.layers.0", "model.model.layers.1"}
+    apart = set() if inner.config.tie_word_embeddings else {"model.model.embed_tokens"}
+    assert parts == {"", *layers, *apart}
     logprobs, *_ = policy.module(*inputs_of(random_sequences(3)))
     is_sharded = []
     inner.lm_head.register_forward_pre_hook(
@@ -106,20 +101,8 @@ def graphs(request, monkeypatch):
     return torch._dynamo.utils.counters
 
 
-def trace(config):
-    """Metrics of two steps, and the weights after them."""
-    policy = load(config)
-    metrics = []
-    for step in range(2):
-        share = distribute([random_sequences(12, seed=step)], 1, 1000)[0]
-        metrics.append(policy.train_step(share, policy_version=12 + step))
-    return metrics, {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
-
-
 INDUCTOR = pytest.param(
     "inductor",
-    4,
-    "varlen",
     marks=[
         pytest.mark.study,
         pytest.mark.skipif(
@@ -130,48 +113,28 @@ INDUCTOR = pytest.param(
 )
 
 
-@pytest.mark.parametrize(
-    ("graphs", "lora_rank", "attention"),
-    [pytest.param("eager", 0, "sdpa", marks=pytest.mark.slow), ("eager", 4, "varlen"), INDUCTOR],
-    indirect=["graphs"],
-)
-def test_compiled_layers_give_the_same_loss_trace_and_share_their_graphs(
-    three_layers, graphs, lora_rank, attention, monkeypatch
+@pytest.mark.parametrize("graphs", ["eager", INDUCTOR], indirect=True)
+def test_compiled_layers_make_the_same_steps_of_micro_batches_of_all_sizes_by_few_graphs(
+    three_layers, graphs, monkeypatch
 ):
-    """Tolerance, in float32: 1e-4 of every metric. The layers are recomputed too, as both options meet in a layer."""
-    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: attention)
-    options = {"save_memory": ("activations",), "lora_rank": lora_rank, "optimizer": "adamw"}
-    expected, weights = trace(make_config(three_layers, **options))
-    found, found_weights = trace(make_config(three_layers, compile=True, **options))
-    for metrics, expected_metrics in zip(found, expected, strict=True):
-        assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(found_weights[name], tensor, rtol=1e-3, atol=1e-4)
-    # for three layers, of which each ran
-    assert 1 <= graphs["stats"]["unique_graphs"] <= 2 and not graphs["graph_break"]
+    """One sequence, many, none; with gradient and without, with adapters and without, with recomputed layers.
 
-
-@pytest.mark.parametrize(
-    ("options", "most"),
-    [
-        pytest.param({}, 2, marks=pytest.mark.study),
-        pytest.param({"save_memory": ("activations",)}, 4, marks=pytest.mark.study),
-        pytest.param({"lora_rank": 2, "kl_coef": 0.1}, 4, marks=pytest.mark.study),
-        ({"lora_rank": 2, "kl_coef": 0.1, "save_memory": ("activations",)}, 6),
-    ],
-)
-def test_on_a_gpu_micro_batches_of_all_sizes_are_of_few_kinds(
-    three_layers, graphs, options, most, monkeypatch
-):
-    """One sequence, many, none; with gradient and without: below the eight past which torch compiles no more."""
+    Torch compiles at most eight graphs of a layer. Tolerance, in float32: 1e-4 of every metric.
+    """
     monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: "varlen")
-    policy = load(make_config(three_layers, minibatches=2, compile=True, **options))
-    for num, budget in ((8, 10_000), (1, 100), (2, 100), (16, 40)):
+    options = {"lora_rank": 2, "kl_coef": 0.1, "save_memory": ("activations",), "minibatches": 2}
+    configs = [make_config(three_layers, compile=compiled, **options) for compiled in (False, True)]
+    policies = list(map(load, configs))
+    for policy in policies:
+        randomize(policy)
+    for num, budget in ((1, 100), (16, 40)):
         updates = [random_sequences(num, seed) for seed in (num, num + 1)]
-        policy.train_step(distribute(updates, 1, budget)[0], policy_version=12)
-    policy.train_step([[[], bundle(random_sequences(3))]], policy_version=12)
-    policy.score([random_sequences(5)])
-    assert graphs["stats"]["unique_graphs"] <= most and not graphs["graph_break"]
+        share = [[*update, []] for update in distribute(updates, 1, budget)[0]]
+        expected, found = (policy.train_step(share, policy_version=12) for policy in policies)
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    expected, found = (policy.score([random_sequences(5)])[0] for policy in policies)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert 1 <= graphs["stats"]["unique_graphs"] <= 6 and not graphs["graph_break"]
 
 
 @pytest.mark.parametrize(

@@ -337,6 +337,43 @@ def test_two_ranks_make_the_step_of_the_definition(two_ranks, tied, name):
             assert num_microbatches > 2 and num_sums == num_parts
 
 
+class Gathered(TorchDispatchMode):
+    """Counts what is gathered from each rank, bytes."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "all_gather" in str(function):
+            self.num_bytes += args[0].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def gather_on_two_ranks(rank, configs):
+    """Gather the weights of each config as they are sent and as they are, and count the former's bytes."""
+    found = []
+    for config in configs:
+        policy = load(config)
+        randomize(policy)
+        with Gathered() as gathered:
+            sent = {name: tensor.clone() for name, tensor in policy.sent_parameters()}
+        full = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+        found.append((sent, full, gathered.num_bytes))
+    return found
+
+
+def test_weights_are_cast_to_what_is_sent_before_they_are_gathered_and_merged_in_float32(tied):
+    configs = [make_config(tied, dtype="bfloat16", lora_rank=rank) for rank in (0, 4)]
+    found, _ = run_group(gather_on_two_ranks, 2, configs)
+    for config, (sent, full, num_bytes) in zip(configs, found, strict=True):
+        assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in full.values()} == {torch.float32}
+        assert all(torch.equal(sent[key], tensor.bfloat16()) for key, tensor in full.items())
+        per_rank = sum(tensor.nbytes for tensor in sent.values()) / 2
+        assert num_bytes > per_rank if config.lora_rank else num_bytes == per_rank
+    merged = found[1][1]["model.layers.0.mlp.up_proj.weight"]
+    assert not torch.equal(merged, merged.bfloat16().float()), "merged in float32"
+
+
 # What a step does besides
 
 
