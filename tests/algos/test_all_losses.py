@@ -129,8 +129,6 @@ def test_micro_batches_have_the_losses_of_the_whole_update(name, options):
     torch.testing.assert_close(torch.cat(parts), losses, rtol=1e-14, atol=0)
 
 
-
-
 @every_variant
 def test_extreme_log_ratios_give_finite_losses_gradients_and_stats(name, options):
     # All log-probs that are at most 90 nats apart, with every sign of advantage and reward; some of them sure (0).
@@ -146,5 +144,3 @@ def test_extreme_log_ratios_give_finite_losses_gradients_and_stats(name, options
         for values in (losses, gradient(losses, inputs), *stats.values()):
             assert torch.isfinite(values).all() and values.dtype == dtype
         assert stats["ratio"].log().abs().max() <= 20.001, "past e²⁰ a ratio has no gradient"
-
-

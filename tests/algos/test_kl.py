@@ -13,10 +13,6 @@ FORMULAS = {  # of log π, log π_ref and log π_behavior of one token
 }
 
 
-
-
-
-
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
 def test_values_and_gradients_equal_the_formula(name):
     generator = torch.Generator().manual_seed(1)
@@ -29,8 +25,6 @@ def test_values_and_gradients_equal_the_formula(name):
         assert value == pytest.approx(FORMULAS[name](at, *others), rel=1e-12, abs=1e-14)
         difference = FORMULAS[name](at + 1e-6, *others) - FORMULAS[name](at - 1e-6, *others)
         assert slope == pytest.approx(difference / 2e-6, rel=1e-6, abs=1e-6)
-
-
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)

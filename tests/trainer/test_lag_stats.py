@@ -34,6 +34,13 @@ def test_a_value_that_is_not_finite_stays_in_its_lag_and_its_statistic(bad):
     assert finite.items() <= metrics.items()
 
 
+def test_stats_of_a_users_loss_may_have_a_gradient_and_any_type():
+    stats = TokenStats()
+    ratio = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    stats.add({"ratio": ratio * 2}, torch.tensor([0, 3]))
+    assert stats.reduce()["ratio"] == 2.0
+
+
 def test_effective_sample_size_of_huge_and_of_no_weights_is_a_number_or_absent():
     huge = math.exp(50)  # its square overflows float32
     assert reduced([0, 0], ratio=[huge, 0.0])["ess"] == pytest.approx(0.5)
@@ -51,10 +58,3 @@ def test_ratios_of_sequences_beyond_a_floats_range_have_an_effective_sample_size
     metrics = stats.reduce()
     assert metrics["sequence_ess"] == pytest.approx(1 / 5)
     assert metrics["ratio_max"] == pytest.approx(math.exp(20))
-
-
-def test_stats_of_a_users_loss_may_have_a_gradient_and_any_type():
-    stats = TokenStats()
-    ratio = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
-    stats.add({"ratio": ratio * 2}, torch.tensor([0, 3]))
-    assert stats.reduce()["ratio"] == 2.0

@@ -44,9 +44,10 @@ FAMILY_OPTIONS = {
 @pytest.mark.parametrize(
     ("family", "save_memory"),
     [
-        *itertools.product(
-            ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next"), ((), ("activations",))
-        ),
+        ("qwen3_moe", ()),
+        ("mixtral", ("activations",)),
+        ("gpt_oss", ()),
+        ("qwen3_next", ("activations",)),
         *itertools.product(FAMILY_OPTIONS, [()]),
     ],
 )
@@ -113,8 +114,7 @@ def by_loops(path, sequences):
     }
 
 
-@pytest.mark.parametrize("lora_rank", [0, 3])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(("family", "lora_rank"), [("qwen3_moe", 0), ("mixtral", 3)])
 def test_a_mixture_is_trained_and_saved_as_transformers_has_it(family, lora_rank, tmp_path):
     """Adapters are on the attention, and none on experts or routers."""
     path = save_tiny_family(family, str(tmp_path / "model"))

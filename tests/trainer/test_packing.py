@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from plain_trainer import distinct_prefixes
 from tiny_policy import grouped_sequences, make_sequence, random_sequences, random_tree
 
-from asyncrl.config import Config
 from asyncrl.trainer.attention import dense_mask
 from asyncrl.trainer.packing import (
+    ATTENTION_BLOCK,
     Layout,
-    UpdateTotals,
     bundle,
     first_fit_decreasing,
     pack,
-    token_weights,
 )
 
 LAYOUTS = get_args(Layout)
@@ -72,6 +70,10 @@ def test_every_token_of_a_row_sees_the_tokens_before_it_in_its_sequence_and_no_o
         prefixes[row, column] = tuple(ids[row][seen].tolist())
         assert ids[row, column] or len(seen) == 1, "padding sees itself alone"
     assert layout != "row_each" or len(ids) == len(bundles)
+    if layout == "one_row":
+        num_read = sum(b.num_tokens for b in bundles)
+        block = 1 if sharing == "off" else ATTENTION_BLOCK
+        assert ids.shape == (1, math.ceil(num_read / block) * block)
     read = [prefix for prefix in prefixes.values() if prefix != (0,)]
     assert set(read) == distinct_prefixes(sequences)
     assert len(read) == sum(b.num_tokens for b in bundles)
@@ -146,20 +148,6 @@ def test_bundles_hold_each_sequence_once_and_share_what_neighbours_may_share(
         assert len(set(firsts)) == len(firsts), "what may be read together is"
 
 
-@settings(deadline=None)
-@given(
-    st.integers(1, 60), st.integers(1, 60), st.integers(2, 12), st.sampled_from(("prompt", "tree"))
-)
-def test_a_shared_prompt_is_read_once_which_saves_the_papers_bound(
-    prompt, response, group_size, sharing
-):
-    bundles = bundle(make_group(prompt, [response] * group_size), sharing)
-    num_read = prompt + group_size * response
-    assert pack(bundles, "short_rows", share_prefix=sharing).input_ids.shape == (1, num_read)
-    in_blocks = pack(bundles, "one_row", share_prefix=sharing)
-    assert in_blocks.input_ids.shape == (1, math.ceil(num_read / 128) * 128)
-
-
 def make_group(prompt, responses, group_id=0):
     """A sequence for each response, of the lengths given, to one prompt of `prompt` tokens."""
     rng = np.random.default_rng(0)
@@ -188,21 +176,6 @@ def test_a_trained_first_token_is_refused():
     sequence = make_sequence(np.random.default_rng(0), np.zeros(2, np.int64), np.ones(2, bool))
     with pytest.raises(RuntimeError, match=r"the first of 2 tokens .*nothing predicts it"):
         pack(bundle([sequence]), "one_row")
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "weights"),
-    [
-        ("token_mean", [1 / 10, 1 / 10]),
-        ("sequence_mean", [1 / 20, 1 / 5]),
-        ("constant", [1 / 40, 1 / 40]),
-    ],
-)
-def test_token_weights_are_those_of_each_aggregation(aggregation, weights):
-    """Tokens of sequences with 4 and 1 trained tokens, in an update of 10 tokens in 5 sequences."""
-    config = Config(loss_aggregation=aggregation, max_response_tokens=8)
-    totals = UpdateTotals(tokens=10, sequences=5)
-    assert token_weights(torch.tensor([4, 1]), totals, config).tolist() == pytest.approx(weights)
 
 
 # How well a tree is cut
