@@ -55,22 +55,15 @@ def backward(
     window_size=None,
 ):  # fmt: skip
     groups = query.shape[1] // key.shape[1]
+    scale = scale or query.shape[-1] ** -0.5
     p = _probabilities(query, key, cu_seq_q, scale, window_size)
-    grad_p = torch.einsum(
-        "qhd,khd->hqk", grad_out.float(), value.float().repeat_interleave(groups, dim=1)
+    keys, values = (x.float().repeat_interleave(groups, dim=1) for x in (key, value))
+    grad_p = torch.einsum("qhd,khd->hqk", grad_out.float(), values)
+    grad_scores = scale * p * (grad_p - (p * grad_p).sum(dim=-1, keepdim=True))
+    grad_query = torch.einsum("hqk,khd->qhd", grad_scores, keys)
+    grad_keys = torch.einsum("hqk,qhd->khd", grad_scores, query.float())
+    grad_values = torch.einsum("hqk,qhd->khd", p, grad_out.float())
+    grad_key, grad_value = (
+        x.unflatten(1, (-1, groups)).sum(dim=2) for x in (grad_keys, grad_values)
     )
-    grad_scores = (
-        p * (grad_p - (p * grad_p).sum(dim=-1, keepdim=True)) * (scale or query.shape[-1] ** -0.5)
-    )
-    grad_query = torch.einsum(
-        "hqk,khd->qhd", grad_scores, key.float().repeat_interleave(groups, dim=1)
-    )
-    grad_key = (
-        torch.einsum("hqk,qhd->khd", grad_scores, query.float())
-        .unflatten(1, (-1, groups))
-        .sum(dim=2)
-    )
-    grad_value = (
-        torch.einsum("hqk,qhd->khd", p, grad_out.float()).unflatten(1, (-1, groups)).sum(dim=2)
-    )
-    return tuple(g.to(query.dtype).contiguous() for g in (grad_query, grad_key, grad_value))
+    return tuple(x.to(query.dtype).contiguous() for x in (grad_query, grad_key, grad_value))

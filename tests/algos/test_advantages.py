@@ -1,4 +1,3 @@
-import math
 import random
 import typing
 from statistics import mean, stdev
@@ -7,7 +6,7 @@ import pytest
 import torch
 
 from algos import ADVANTAGES, KL_ESTIMATORS
-from algos.advantages import EPS, overlong_penalty
+from algos.advantages import EPS
 from asyncrl.config import GROUP_ADVANTAGES, KlEstimator
 
 
@@ -69,20 +68,6 @@ def test_reinforce_gives_an_equal_group_an_advantage_but_an_equal_batch_exactly_
 def test_a_step_of_one_sequence_or_none_has_an_advantage(name):
     assert estimate(name, [0.7], [3]) == [0.7 if name == "gae" else 0.0]
     assert estimate(name, [], []) == []
-
-
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_a_reward_that_is_not_finite_is_refused(name):
-    with pytest.raises(RuntimeError, match=r"^rewards must be finite, got \[nan\]$"):
-        estimate(name, [0.0, math.nan], [0, 0])
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "penalty"), [(32, 0.0), (33, 0.0625), (47, 0.9375), (48, 1.0)]
-)
-def test_the_overlong_penalty_begins_where_its_last_tokens_begin(num_tokens, penalty):
-    assert overlong_penalty(num_tokens, max_tokens=48, overlong=16) == penalty
-    assert overlong_penalty(num_tokens, max_tokens=48, overlong=0) == 0.0
 
 
 def test_the_dicts_hold_exactly_the_names_that_config_offers():

@@ -90,6 +90,7 @@ def test_an_estimator_gets_the_lag_of_the_oldest_token_of_each_response(monkeypa
     assert [sequence.advantage for sequence in update] == [2.0, 0.0]
 
 
-def test_a_reward_that_is_not_a_number_stops_the_step():
-    with pytest.raises(RuntimeError, match="rewards must be finite"):
-        updates_of([make_trajectories(0, (1.0, float("nan")))])
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_a_reward_that_is_not_a_number_stops_the_step(advantage):
+    with pytest.raises(RuntimeError, match=r"^rewards must be finite, got \[nan\]$"):
+        updates_of([make_trajectories(0, (1.0, float("nan")))], advantage=advantage)

@@ -1,7 +1,6 @@
 """The trainer's part of a checkpoint: to the bit for as many ranks, and close for others; and weights for people."""
 
 import os
-import pathlib
 import resource
 import shutil
 import signal
@@ -22,12 +21,10 @@ from user_files import write_user_code
 
 from asyncrl.config import OptimOptions
 from asyncrl.trainer.checkpoint import (
-    WeightWriter,
     check_finite,
     differing_names,
     file_numbers,
     make_stager,
-    read_trained,
     reason_of,
     restore_training_state,
     save_weights,
@@ -158,118 +155,80 @@ def write_shards(state: dict[str, torch.Tensor], folder: str, group: dist.Proces
         raise OSError(reason_of(error)) from None
 
 
-def train_and_save(rank, folder, configs) -> dict:
-    """For each config train on, having saved in the middle from copies made there. Return how it ended."""
+def train_to_the_end(rank, folder, configs, resumes) -> dict:
+    """Train by each config, and save in the middle; or continue from there with new policies. Return how they ended."""
     group = dist.new_group(backend="gloo")
-    torch.manual_seed(rank)
+    torch.manual_seed(77 if resumes else rank)
     ends = {}
     for name, config in configs.items():
-        policy = load(config)
-        train(policy, range(2))
-        staged = make_stager(policy.device).stage(training_state(policy))
-        # before it is written: copies do not change
-        measured = train(policy, range(2, STEPS))
-        part = os.path.join(folder, name, "resume")
-        write_shards(staged, part, group)
-        writer = WeightWriter(policy)
-        ends[name] = SimpleNamespace(measured=measured, weights=weights_of(policy))
-        if rank == 0:
-            for_people = pathlib.Path(folder, name, "for_people")
-            for_people.mkdir()
-            writer.write(read_trained(part), for_people)
-    return ends
-
-
-def load_and_train(rank, configs) -> dict:
-    """Continue with new policies from each folder. Return how they began and ended."""
-    group = dist.new_group(backend="gloo")
-    ends = {}
-    for folder, config in configs.items():
-        policy = load(config)
-        torch.manual_seed(77)
-        restore_training_state(policy, os.path.join(folder, "resume"), group)
-        begun, measured = weights_of(policy), train(policy, range(2, STEPS))
-        ends[folder] = SimpleNamespace(
+        policy, part = load(config), os.path.join(folder, name)
+        if resumes:
+            restore_training_state(policy, part, group)
+        else:
+            train(policy, range(2))
+            staged = make_stager(policy.device).stage(training_state(policy))
+        middle, measured = weights_of(policy), train(policy, range(2, STEPS))
+        if not resumes:
+            # after training, as copies do not change
+            write_shards(staged, part, group)
+        ends[name] = SimpleNamespace(
+            middle=middle,
             measured=measured,
             weights=weights_of(policy),
-            begun=begun,
             num_updates=policy.num_updates,
         )
     return ends
 
 
-def run(body, num_ranks, *args):
+def run(num_ranks, *args):
     """What rank 0 of so many returns; one rank is this process."""
-    return body(0, *args) if num_ranks == 1 else run_group(body, num_ranks, *args)[0]
-
-
-def fits(name, config, num_ranks):
-    """Whether so many ranks can train a variant."""
-    return num_ranks % config.replicas == 0 and (num_ranks == 1 or name not in ON_ONE_RANK)
+    if num_ranks == 1:
+        return train_to_the_end(0, *args)
+    return run_group(train_to_the_end, num_ranks, *args)[0]
 
 
 @pytest.mark.parametrize(
-    ("rank_counts", "names_by_ranks"),
+    ("saved_by", "rank_counts", "names"),
     [
-        (
-            (1, 2),
-            {1: ["offloaded sgd with a value head", "adam", "own", *ON_ONE_RANK], 2: ["lora"]},
-        ),
-        pytest.param((1, 2, 4), {1: ["lora"], 2: list(VARIANTS)}, marks=pytest.mark.slow),
+        (1, (1,), ["offloaded sgd with a value head", "adam", "own", *ON_ONE_RANK]),
+        (2, (1, 2), ["lora", "own"]),
+        pytest.param(1, (2, 4), ["lora"], marks=pytest.mark.slow),
+        pytest.param(2, (1, 2, 4), list(VARIANTS), marks=pytest.mark.slow),
     ],
 )
 def test_training_continues_to_the_bit_on_as_many_ranks_and_closely_on_others(
-    tmp_path, configs, rank_counts, names_by_ranks
+    tmp_path, configs, saved_by, rank_counts, names
 ):
     """Nothing in the shards is pickled."""
-    ends = {}
-    for num_ranks, names in names_by_ranks.items():
-        chosen = {name: configs[name] for name in names}
-        folder = tmp_path / f"by_{num_ranks}"
-        ends[num_ranks] = run(train_and_save, num_ranks, str(folder), chosen)
-        paths = list(folder.glob("*/resume/*"))
-        assert paths
-        for path in paths:
-            assert path.suffix == ".safetensors" and load_file(path)
+    chosen = {name: configs[name] for name in names}
+    unbroken = run(saved_by, str(tmp_path), chosen, False)
+    for path in tmp_path.glob("*/*"):
+        assert path.suffix == ".safetensors" and load_file(path)
     for num_ranks in rank_counts:
-        saved = {
-            str(tmp_path / f"by_{saved_by}" / name): (saved_by, name)
-            for saved_by, names in names_by_ranks.items()
-            for name in names
-            if fits(name, configs[name], num_ranks)
+        fitting = {
+            name: config for name, config in chosen.items() if num_ranks % config.replicas == 0
         }
-        chosen = {folder: configs[name] for folder, (_, name) in saved.items()}
-        for folder, resumed in run(load_and_train, num_ranks, chosen).items():
-            saved_by, name = saved[folder]
-            unbroken, is_equal = ends[saved_by][name], num_ranks == saved_by
-            check_resumed(pathlib.Path(folder), configs[name], unbroken, resumed, is_equal)
+        for name, resumed in run(num_ranks, str(tmp_path), fitting, True).items():
+            check_resumed(unbroken[name], resumed, num_ranks == saved_by)
 
 
-def check_resumed(folder, config, unbroken, resumed, is_equal) -> None:
+def check_resumed(unbroken, resumed, is_equal) -> None:
     """What was trained after the checkpoint is what the unbroken training made."""
-    num_updates = STEPS * config.minibatches
-    assert resumed.num_updates == num_updates, (
-        "warm-up begins anew where what was restored is ignored"
+    # warm-up begins anew where what was restored is ignored
+    assert resumed.num_updates == unbroken.num_updates
+    for name, weight in unbroken.middle.items():
+        torch.testing.assert_close(resumed.middle[name], weight, rtol=1e-6, atol=1e-6)
+    assert any(
+        not torch.equal(unbroken.weights[name], weight) for name, weight in unbroken.middle.items()
     )
-    for_people = load_file(folder / "for_people" / "model.safetensors")
-    has_head = (folder / "for_people" / "value_head" / "value_head.safetensors").exists()
-    assert has_head == (config.advantage == "gae")
-    assert resumed.begun.keys() == for_people.keys() == unbroken.weights.keys()
-    moved = [
-        not torch.equal(unbroken.weights[name], tensor) for name, tensor in resumed.begun.items()
-    ]
-    assert any(moved), "training moved nothing"
-    for name, tensor in resumed.begun.items():
-        torch.testing.assert_close(for_people[name], tensor, rtol=1e-6, atol=1e-6)
     if is_equal:
         assert resumed.measured == unbroken.measured
-        for name, tensor in unbroken.weights.items():
-            assert torch.equal(resumed.weights[name], tensor)
     for metrics, expected in zip(resumed.measured, unbroken.measured, strict=True):
         assert metrics["lr"] == expected["lr"]
         assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
-    for name, tensor in unbroken.weights.items():
-        torch.testing.assert_close(resumed.weights[name], tensor, rtol=1e-3, atol=1e-3)
+    tolerance = 0 if is_equal else 1e-3
+    for name, weight in unbroken.weights.items():
+        torch.testing.assert_close(resumed.weights[name], weight, rtol=tolerance, atol=tolerance)
 
 
 # What is refused, and what fails
