@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from algos.advantages import EPS
-from extras.gae import ValueHead, estimate_step, gae
+from extras.gae import ValueHead, estimate_step
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,8 @@ def estimate(sequences, split=1, lam=1.0, value_lam=1.0, gamma=1.0, whiten=True)
 
 
 @pytest.mark.parametrize(
-    ("gamma", "lam"), [(1, 1), (1, 0.95), (0.9, 0.8), (0.99, 0), (1, 0), (0, 1)]
+    ("gamma", "lam", "value_lam"), [(0.99, 0.9, 0.7), (1, 1, 0), (0.9, 0, 1), (0, 1, 0.95)]
 )
-@pytest.mark.parametrize("seed", range(3))
-def test_advantages_are_the_discounted_sums_of_all_later_errors(gamma, lam, seed):
-    sequences = random_sequences(seed)
-    found = gae(*columns(sequences), gamma, lam)
-    expected = oracle(sequences, gamma, lam)
-    assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
-
-
 @pytest.mark.parametrize("split", [0, 2, 5])
 @pytest.mark.parametrize(
     "sequences",
@@ -82,14 +74,14 @@ def test_advantages_are_the_discounted_sums_of_all_later_errors(gamma, lam, seed
     ids=["random", "small", "two tokens"],
 )
 def test_a_step_is_whitened_over_all_of_its_tokens_and_returns_have_a_lambda_of_their_own(
-    sequences, split
+    sequences, split, gamma, lam, value_lam
 ):
-    options = {"split": split, "lam": 0.9, "value_lam": 0.7, "gamma": 0.99}
+    options = {"split": split, "lam": lam, "value_lam": value_lam, "gamma": gamma}
     advantages, returns, metrics = estimate(sequences, **options)
-    raw = oracle(sequences, 0.99, 0.9)
+    raw = oracle(sequences, gamma, lam)
     whitened = [(advantage - mean(raw)) / (stdev(raw) + EPS) for advantage in raw]
     assert advantages.tolist() == pytest.approx(whitened, rel=1e-5, abs=1e-6)
-    errors = oracle(sequences, 0.99, 0.7)
+    errors = oracle(sequences, gamma, value_lam)
     values = [value for _, values in sequences for value in values]
     expected = [value + error for value, error in zip(values, errors, strict=True)]
     assert returns.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -7,17 +7,14 @@ import pytest
 from asyncrl.config import MULTI_TURN_TASKS
 from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber
 
-CLEAR_LAKE = ["right"] * 3 + ["down"] * 3
+MOVES = {
+    "left": (0, -1), "I go RIGHT, not down.": (0, 1), "Down or right": (1, 0), "up": (-1, 0),
+    "leftwards": (0, 0), "go!": (0, 0), "": (0, 0), "uphill": (0, 0),
+}  # fmt: skip
+"""Responses, and how far each moves the player, down and to the right."""
+RESPONSES = [*MOVES, *4 * ["I go RIGHT, not down.", "Down or right"]]
+"""Those that lead to the goal are said more often."""
 every_environment = pytest.mark.parametrize("name", MULTI_TURN_TASKS)
-
-
-def lake_where(matches):
-    """A seed of a lake whose rows of cells match."""
-    for seed in range(1000):
-        rows = FrozenLake().reset(seed=seed)[0].splitlines()[1:]
-        if matches(rows):
-            return seed
-    raise AssertionError("no such lake")
 
 
 def play(environment, seed: int, responses: list[str]) -> list[tuple]:
@@ -61,32 +58,33 @@ def test_an_episode_without_an_action_is_truncated_and_then_over(name):
         environment.step("left")
 
 
-def test_the_lake_shows_the_player_move_and_pays_at_the_goal():
-    seed = lake_where(lambda rows: rows[0] == "P___" and {row[3] for row in rows[:3]} == {"_"})
-    steps = play(FrozenLake(), seed, CLEAR_LAKE)
-    first = steps[0][0].splitlines()
-    assert first[0] == FrozenLake.INSTRUCTION and first[4].endswith("G")
-    assert [step[0].index("P") for step in steps[1:-1]] == [1, 2, 3, 3 + 5, 3 + 10]
-    assert [step[1:] for step in steps[1:-1]] == [(0.0, False, False, {})] * 5
-    assert steps[-1] == (FrozenLake.ARRIVED, 1.0, True, False, {})
-
-
-def test_a_hole_ends_the_episode_without_reward():
-    seed = lake_where(lambda rows: rows[1][0] == "O")
-    assert play(FrozenLake(), seed, ["down"])[-1] == (FrozenLake.FELL, 0.0, True, False, {})
-
-
-def test_the_first_word_of_direction_counts_and_anything_else_moves_nothing():
-    seed = lake_where(lambda rows: rows[0][1] == rows[1][0] == "_")
-    start = FrozenLake().reset(seed=seed)[0].split("\n", 1)[1]
-    observed = {
-        response: play(FrozenLake(), seed, [response])[-1][0]
-        for response in ("", "leftwards", "go!", "uphill", "I go RIGHT, not down.", "Down or right")
-    }
-    *nothing, right, down = observed.values()
-    assert nothing == [f"{FrozenLake.NO_ACTION}\n{start}"] * 4
-    assert right[:2] == "_P" and down[5] == "P"
-    assert play(FrozenLake(), seed, ["up"])[-1][0] == start, "a wall"
+def test_the_lake_is_what_its_picture_says():
+    """The player moves as the first word of direction says, up to the edge; anything else moves nothing."""
+    rng, met = random.Random(0), set()
+    for seed in range(200):
+        lake, place = FrozenLake(), (0, 0)
+        instruction, *rows = lake.reset(seed=seed)[0].splitlines()
+        cells = {(y, x): cell for y, row in enumerate(rows) for x, cell in enumerate(row)}
+        assert (instruction, cells[place], cells[3, 3]) == (FrozenLake.INSTRUCTION, "P", "G")
+        cells[place] = "_"
+        for turn in range(FrozenLake.max_turns):
+            response = rng.choice(RESPONSES)
+            said, reward, *ends, _ = lake.step(response)
+            down, right = MOVES[response]
+            beyond = place[0] + down, place[1] + right
+            place = beyond if beyond in cells else place
+            shown = [["P" if (y, x) == place else cells[y, x] for x in range(4)] for y in range(4)]
+            expected = "\n".join(map("".join, shown))
+            if (down, right) == (0, 0):
+                expected = f"{FrozenLake.NO_ACTION}\n{expected}"
+            expected = {"G": FrozenLake.ARRIVED, "O": FrozenLake.FELL}.get(cells[place], expected)
+            has_ended = cells[place] in "GO"
+            assert (said, reward) == (expected, float(cells[place] == "G"))
+            assert ends == [has_ended, turn == FrozenLake.max_turns - 1 and not has_ended]
+            met.add(cells[place])
+            if has_ended:
+                break
+    assert met == {"_", "O", "G"}
 
 
 def test_halving_always_finds_the_number_and_blind_guessing_seldom():

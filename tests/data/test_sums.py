@@ -22,19 +22,12 @@ def test_the_answer_of_a_question_is_what_its_words_ask_for(level):
         assert Sums.score(problem.answer, f"It is {asked}, not {asked + 1}.") == 0.0
 
 
-def test_of_a_hundred_one_digit_sums_all_that_are_not_held_out_are_trained():
-    task = Sums("one_digit", 0)
-    assert len({task.train_problem(index).prompt for index in range(2000)}) == 78
-
-
-@pytest.mark.parametrize("response", ["12", "3 + 9 = 12.", "**12**\n", "12.0"])
-def test_the_last_number_of_a_response_is_what_counts(response):
-    assert Sums.score("12", response) == 1
-
-
-@pytest.mark.parametrize("response", ["", "twelve", "1 2", "-12"])
-def test_what_is_not_the_number_is_wrong(response):
-    assert Sums.score("12", response) == 0
+@pytest.mark.parametrize(
+    ("responses", "score"),
+    [(("12", "3 + 9 = 12.", "**12**\n", "12.0"), 1), (("", "twelve", "1 2", "-12"), 0)],
+)
+def test_the_last_number_of_a_response_is_what_counts(responses, score):
+    assert [Sums.score("12", response) for response in responses] == [score] * 4
 
 
 def test_a_question_is_asked_under_a_system_prompt_through_the_chat_template(tmp_path):

@@ -35,22 +35,6 @@ def test_folders_are_small_and_models_fit_vllm_and_the_default_job(tiny):
         assert model.config.max_position_embeddings >= Config().max_sequence_tokens
 
 
-def test_tokenizers_map_what_is_said_onto_tokens_and_back(tiny):
-    name, _, tokenizer = tiny
-    problems = load_task(name, 0).eval_problems(NUM_PROBLEMS)
-    if name in ENVIRONMENTS:
-        environment = ENVIRONMENTS[name]()
-        assert all(len(tokenizer.encode(action)) == 1 for action in environment.ACTIONS)
-        texts = [*environment.ACTIONS]
-        for problem in problems:
-            texts.append(environment.reset(seed=problem.environment_seed)[0])
-            texts.append(environment.step(environment.ACTIONS[0])[0])
-    else:
-        texts = [text for problem in problems for text in (problem.prompt, problem.answer)]
-    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
-    assert "<" not in tokenizer.decode(range(len(tokenizer)), skip_special_tokens=True)
-
-
 def num_won(tiny, **sampling):
     """Held-out games that the model wins."""
     name, _, tokenizer = tiny

