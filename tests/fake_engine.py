@@ -23,6 +23,8 @@ class SamplingEngine:
     It insists on the order of an update, and takes a request only while it is neither paused nor of another version.
     """
 
+    errored = False
+
     def __init__(self, rng, tokens, eos):
         self.rng, self.tokens, self.eos = rng, tokens, eos
         self.engine_core = self
@@ -88,6 +90,9 @@ class SamplingEngine:
         while mode == "wait" and self.running:
             await asyncio.sleep(0)
         self.enter("pause", "resume")
+
+    async def is_sleeping(self):
+        return self.state == "sleep"
 
     async def sleep(self, level, mode):
         assert not self.running and level == 2

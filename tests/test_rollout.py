@@ -1,29 +1,29 @@
-"""A rollout worker as its own process with a real engine, driven as the controller does, on an environment of turns."""
+"""A rollout worker on an environment of turns, driven as the controller does; its engine samples random words."""
 
 import asyncio
 import collections
 import dataclasses
-import multiprocessing
+import functools
 import queue
+import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from fake_engine import SamplingEngine
 
 from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
-from asyncrl.cluster.processes import kill_session
 from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.tickets import TicketSource
+from asyncrl.engine.environments import start_environments
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.vllm_setup import worker_environment
 from asyncrl.messages import (
     Abort,
-    Connect,
     Cut,
     Finished,
     InFlight,
@@ -37,13 +37,12 @@ from asyncrl.messages import (
 )
 from asyncrl.tasks import load_task
 from asyncrl.weights.models import load_tokenizer, resolve_model
-from asyncrl.weights.shm import ShmTransport
-from asyncrl.weights.transport import ParameterSpec
 from data.conversation import Conversation
 from data.environments import ENVIRONMENTS
 from extras.baselines import Proceed, Waiting
+from extras.latency_law import LatencyLaw
 from rollout import start_worker
-from scripts.latency import run_latency_worker
+from scripts.latency import start_delayed
 
 TASK = "frozen_lake"
 
@@ -55,67 +54,60 @@ def ticket_source(config):
     return TicketSource(config, PromptSource(task.train_problem, task.eval_problems(4), encode))
 
 
-class Driver:
-    """The controller's end of a worker's pipe, and the trainer's weights."""
+class QueuePipe:
+    """One end of a pipe. Its messages may all be there from the start."""
 
-    def __init__(self, tmp_path):
-        self.model_path = resolve_model("tiny", TASK)
+    def __init__(self, inbox=None, outbox=None):
+        self.inbox, self.outbox = inbox or queue.SimpleQueue(), outbox or queue.SimpleQueue()
+        self.send, self.recv = self.outbox.put, self.inbox.get
+
+
+async def serve(engine, pipe, config, start_environments=start_environments):
+    """Be a worker with that engine, to its end."""
+    placement = WorkerPlacement(0, None, None, 1, 0.0)
+    spec = WorkerSpec(config, placement, resolve_model("tiny", TASK), "shm", "")
+
+    async def start_proxy(spec, stop_token_ids):
+        return LLMProxy(spec.config, engine, stop_token_ids)
+
+    await (await start_worker(spec, pipe, start_proxy, start_environments)).serve()
+
+
+class Driver:
+    """The controller's end of the pipe of a worker, which runs in a thread, until an update has been loaded."""
+
+    def __init__(self):
         self.config = Config(
             task=TASK,
             group_size=8,
             scheduling="lockstep",
             on_update="resume",
             max_prompt_tokens=64,
-            max_response_tokens=128,
-        )
-        self.tokenizer = load_tokenizer(self.model_path)
-        self.log_path = tmp_path / "worker.log"
-        spec = WorkerSpec(
-            self.config,
-            WorkerPlacement(0, None, None, 1, 0.0),
-            self.model_path,
-            "shm",
-            str(self.log_path),
+            max_response_tokens=400,
         )
         self.tickets = ticket_source(self.config)
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=run_latency_worker("constant:0.02"), args=(spec, theirs)
-        )
-        self.process.start()
-        theirs.close()
-        self.reports = []
-        assert isinstance(self.receive(timeout_s=150), Ready)
-        self.weights = self._load_weights()
-        specs = [
-            ParameterSpec(name, torch.float32, tuple(tensor.shape)) for name, tensor in self.weights
-        ]
-        self.transport = ShmTransport(specs)
-        self.pipe.send(Connect(self.transport.init_info()))
-        self.version = -1
+        self.tokenizer = load_tokenizer(resolve_model("tiny", TASK))
+        words = self.tokenizer.convert_tokens_to_ids(list(ENVIRONMENTS[TASK].ACTIONS))
+        engine = SamplingEngine(random.Random(0), words, self.tokenizer.eos_token_id)
+        self.pipe = QueuePipe()
+        theirs = QueuePipe(self.pipe.outbox, self.pipe.inbox)
+        delayed = functools.partial(start_delayed, law=LatencyLaw.parse("constant:0.02"))
+        self.thread = ThreadPoolExecutor(1)
+        serving = serve(engine, theirs, self.config, delayed)
+        self.end = self.thread.submit(asyncio.run, serving)
+        self.reports, self.version = [], -1
+        assert isinstance(self.receive(), Ready)
         self.update()
 
-    def _load_weights(self):
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(self.model_path)
-        return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-
-    def receive(self, timeout_s=60):
-        assert self.pipe.poll(timeout_s), (
-            f"no message for {timeout_s} s: {self.log_path.read_text()[-2000:]}"
-        )
-        message = self.pipe.recv()
+    def receive(self):
+        message = self.pipe.inbox.get(timeout=60)
         if getattr(message, "activity", None) is not None:
             self.reports.append(message.activity)
         return message
 
     def send_update(self):
         self.version += 1
-        self.pipe.send(
-            Update(self.version, self.transport.stage(self.version, self.weights).messages, ())
-        )
+        self.pipe.send(Update(self.version, [{"version": self.version}], ()))
 
     def update(self):
         self.send_update()
@@ -149,18 +141,14 @@ class Driver:
                 self.pipe.send(Proceed())
         return finished
 
-    def stop(self):
-        if self.process.is_alive():
-            self.pipe.send(Stop())
-            self.process.join(20)
-        kill_session(self.process.pid)
-
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    driver = Driver(tmp_path_factory.mktemp("worker"))
+def driver():
+    driver = Driver()
     yield driver
-    driver.stop()
+    if not driver.end.done():
+        driver.pipe.send(Stop())
+    driver.thread.shutdown()
 
 
 def turns_of(trajectory):
@@ -262,8 +250,8 @@ def test_a_ticket_for_weights_that_are_still_to_come_ends_the_worker(driver):
     """Last, as the worker is gone then: messages are acted on in order, so this cannot happen by chance."""
     (ticket, *_) = driver.tickets.for_group(9, 9, driver.version)
     driver.pipe.send(Tickets([dataclasses.replace(ticket, min_version=driver.version + 1)]))
-    driver.process.join(30)
-    assert driver.process.exitcode == 1 and "needs version" in driver.log_path.read_text()
+    with pytest.raises(RuntimeError, match=f"needs version {driver.version + 1}"):
+        driver.end.result(timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -314,32 +302,13 @@ class MortalEngine(SamplingEngine):
         yield await self.hang()
 
 
-class FullPipe:
-    """A pipe whose messages are all there from the start; `sent` is what the worker says."""
-
-    def __init__(self, messages, sent=None):
-        self.sent, self._inbox = [] if sent is None else sent, queue.SimpleQueue()
-        for message in messages:
-            self._inbox.put(message)
-        self.send, self.recv = self.sent.append, self._inbox.get
-
-
-def serve(engine, messages, said=None):
-    """Have a worker with that engine serve to the end, which comes soon. Returns what it says, also in `said`."""
+def serve_at_once(engine, messages, pipe=None):
+    """Have a worker with that engine and all messages serve to the end, which comes soon. Returns its pipe."""
+    pipe = pipe or QueuePipe()
+    for message in messages:
+        pipe.inbox.put(message)
     config = Config(task=TASK, max_prompt_tokens=64, timeout_s=90)
-    spec = WorkerSpec(
-        config, WorkerPlacement(0, None, None, 1, 0.0), resolve_model("tiny", TASK), "shm", ""
-    )
-    pipe = FullPipe(messages, said)
-
-    async def start_proxy(spec, stop_token_ids):
-        return LLMProxy(spec.config, engine, stop_token_ids)
-
-    async def start_and_serve():
-        await (await start_worker(spec, pipe, start_proxy)).serve()
-
-    asyncio.run(asyncio.wait_for(start_and_serve(), 20))
-    return pipe.sent
+    asyncio.run(asyncio.wait_for(serve(engine, pipe, config), 20))
 
 
 @pytest.fixture
@@ -351,37 +320,42 @@ def ticket():
 def test_a_worker_whose_engine_dies_ends_at_once_whatever_it_waits_for(message, ticket):
     engine = MortalEngine(0.3)
     with pytest.raises(RuntimeError, match="the engine is dead"):
-        serve(engine, [Tickets([ticket]), *([message] if message else [])])
+        serve_at_once(engine, [Tickets([ticket]), *([message] if message else [])])
     assert engine.is_shut_down
 
 
 def test_how_far_responses_are_is_said_while_an_update_still_waits_for_them(ticket):
-    said = []
-    engine = MortalEngine(15, is_killed=lambda: InFlight in map(type, said))
+    pipe = QueuePipe()
+    engine = MortalEngine(15, is_killed=lambda: pipe.outbox.qsize() == 2)
     with pytest.raises(RuntimeError, match="the engine is dead"):
-        serve(engine, [Tickets([ticket]), Update(0, [], ()), Cut()], said)
-    assert [type(message) for message in said] == [Ready, InFlight]
+        serve_at_once(engine, [Tickets([ticket]), Update(0, [], ()), Cut()], pipe)
+    ready, in_flight = said_in(pipe)
+    assert (type(ready), type(in_flight)) == (Ready, InFlight)
     # nothing is known of a ticket that has not begun yet
-    assert said[1].lost in ({ticket.ticket_id: 0}, {})
+    assert in_flight.lost in ({ticket.ticket_id: 0}, {})
 
 
 def test_a_worker_that_is_told_to_stop_waits_for_no_ticket(ticket):
-    engine = MortalEngine(60)
-    said = serve(engine, [Tickets([ticket]), Stop()])
-    assert [type(message) for message in said] == [Ready, Stopped] and engine.is_shut_down
+    engine, pipe = MortalEngine(60), QueuePipe()
+    serve_at_once(engine, [Tickets([ticket]), Stop()], pipe)
+    assert list(map(type, said_in(pipe))) == [Ready, Stopped] and engine.is_shut_down
+
+
+def said_in(pipe):
+    return [pipe.outbox.get() for _ in range(pipe.outbox.qsize())]
 
 
 def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before_the_worker_is_ready():
-    spec = WorkerSpec(
-        Config(), WorkerPlacement(0, None, None, 1, 0.0), resolve_model("tiny", TASK), "shm", ""
-    )
-    steps, pipe = [], FullPipe([])
+    placement, model = WorkerPlacement(0, None, None, 1, 0.0), resolve_model("tiny", TASK)
+    steps, pipe = [], QueuePipe()
 
     async def start_proxy(spec, stop_token_ids):
         steps.append("engine")
 
     def start_environments(spec, tokenizer):
-        steps.append(f"environments, then {len(pipe.sent)} messages")
+        steps.append(f"environments, then {pipe.outbox.qsize()} messages")
 
+    spec = WorkerSpec(Config(), placement, model, "shm", "")
     asyncio.run(start_worker(spec, pipe, start_proxy, start_environments))
-    assert steps == ["engine", "environments, then 0 messages"] and isinstance(pipe.sent[0], Ready)
+    assert steps == ["engine", "environments, then 0 messages"]
+    assert list(map(type, said_in(pipe))) == [Ready]
