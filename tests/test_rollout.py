@@ -3,7 +3,7 @@
 import asyncio
 import collections
 import dataclasses
-import functools
+import pickle
 import queue
 import random
 import time
@@ -19,7 +19,6 @@ from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.tickets import TicketSource
-from asyncrl.engine.environments import start_environments
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.vllm_setup import worker_environment
 from asyncrl.messages import (
@@ -40,9 +39,8 @@ from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.conversation import Conversation
 from data.environments import ENVIRONMENTS
 from extras.baselines import Proceed, Waiting
-from extras.latency_law import LatencyLaw
 from rollout import start_worker
-from scripts.latency import start_delayed
+from scripts.latency import run_latency_worker
 
 TASK = "frozen_lake"
 
@@ -62,7 +60,7 @@ class QueuePipe:
         self.send, self.recv = self.outbox.put, self.inbox.get
 
 
-async def serve(engine, pipe, config, start_environments=start_environments):
+async def serve(engine, pipe, config, start=start_worker):
     """Be a worker with that engine, to its end."""
     placement = WorkerPlacement(0, None, None, 1, 0.0)
     spec = WorkerSpec(config, placement, resolve_model("tiny", TASK), "shm", "")
@@ -70,7 +68,7 @@ async def serve(engine, pipe, config, start_environments=start_environments):
     async def start_proxy(spec, stop_token_ids):
         return LLMProxy(spec.config, engine, stop_token_ids)
 
-    await (await start_worker(spec, pipe, start_proxy, start_environments)).serve()
+    await (await start(spec, pipe, start_proxy)).serve()
 
 
 class Driver:
@@ -91,9 +89,9 @@ class Driver:
         engine = SamplingEngine(random.Random(0), words, self.tokenizer.eos_token_id)
         self.pipe = QueuePipe()
         theirs = QueuePipe(self.pipe.outbox, self.pipe.inbox)
-        delayed = functools.partial(start_delayed, law=LatencyLaw.parse("constant:0.02"))
+        program = pickle.loads(pickle.dumps(run_latency_worker("constant:0.02")))
         self.thread = ThreadPoolExecutor(1)
-        serving = serve(engine, theirs, self.config, delayed)
+        serving = serve(engine, theirs, self.config, program.keywords["start"])
         self.end = self.thread.submit(asyncio.run, serving)
         self.reports, self.version = [], -1
         assert isinstance(self.receive(), Ready)
