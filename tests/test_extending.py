@@ -7,16 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
 from user_files import write_jsonl
 
-from algos import LossInputs
-from algos.inputs import couples_tokens
-from asyncrl import user_code
 from asyncrl.engine.score import load_score
 from asyncrl.job.command_line import parse_config
 from asyncrl.tasks import load_task, prepare_environment, score_of
@@ -54,19 +49,6 @@ def test_every_command_of_the_page_takes_its_files(folder):
     assert len(FILES) == 7 and len(DIFFS) == 3 and len(COMMANDS) == 6
     for command in COMMANDS:
         parse_config(shlex.split(command))
-
-
-def test_the_loss_that_couples_an_update_does_not_see_its_micro_batches(folder):
-    loss = user_code.load(f"{folder}/my_update_loss.py:loss", "--algo")
-    assert couples_tokens(loss)
-    logprobs, zeros = torch.tensor([-1.0, -2.0, -0.5]), torch.zeros(3)
-    whole = LossInputs(logprobs, zeros - 1, zeros, zeros + 1, zeros, zeros.long())
-    parts = [
-        LossInputs(*(getattr(whole, f.name)[i : i + 1] for f in fields(whole))) for i in range(3)
-    ]
-    weights = torch.cat([loss(part, whole)[1]["weight"] for part in parts])
-    assert torch.equal(weights, loss(whole, whole)[1]["weight"])
-    assert float(weights.mean()) == pytest.approx(1.0)
 
 
 def test_rewards_task_and_environment_answer_as_they_say(folder):

@@ -106,7 +106,7 @@ def test_a_rank_knows_whether_torchrun_ends_it_because_another_rank_is_gone(tmp_
         "def say(what): os.write(1, f'{what} {has_lost_a_rank()}\\n'.encode())\n"
         "def end(number, frame): say('lost'); time.sleep(1); sys.exit(1)  # the other looks, too\n"
         "signal.signal(signal.SIGTERM, end)\n"
-        "say('before'); time.sleep(2)\n"
+        "say('before'); time.sleep(1)\n"
         "if sys.argv[1] == 'killed' and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(60)"
     )
