@@ -150,7 +150,7 @@ def test_compiled_layers_with_experts_give_the_same_gradient_and_share_their_gra
     (expected, expected_metrics), (found, metrics) = trained
     assert_same_gradient(found, expected, relative=1e-4)
     assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
 def test_a_model_without_experts_says_nothing_of_them_and_has_none_to_balance(tmp_path):
