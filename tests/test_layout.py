@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,23 @@ def test_no_function_is_longer_than_a_screen(path):
 
 def test_the_readme_is_one_sitting():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_test_of_every_file_is_where_the_page_for_newcomers_says(path):
+    """By its name, or in the table of AGENTS.md."""
+    folder, file = path.relative_to(ROOT).parent, f"test_{path.name}"
+    by_name = ROOT / "tests" / str(folder).removeprefix("asyncrl").lstrip("/") / file
+    if folder.parts[:1] == ("extras",):
+        by_name = path.with_name(file) if len(folder.parts) == 1 else path.parent / "tests" / file
+    if path.name == "__init__.py" or by_name.exists():
+        return
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:3] == "| `"]
+    tests = [
+        test
+        for folders, files, tests in rows
+        for test in re.findall("`(.*?)`", tests)
+        if f"`{folder}`" in folders and {path.stem, "all"} & {*re.findall(r"\w+", files)}
+    ]
+    assert tests and all((ROOT / test).exists() for test in tests), tests
