@@ -142,24 +142,21 @@ def start_job(
     return _start(folder, torchrun(num_ranks), script, options, root)
 
 
-def start_nodes(folder: Path, num_nodes: int, **options) -> list[Job]:
+def start_nodes(
+    folder: Path, num_nodes: int, script: Sequence[str] = ("train_async.py",), **options
+) -> list[Job]:
     """Start as many torchrun agents, each a node with one rank, that meet on this host; all write one directory."""
-    meeting = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
     agent = [*TORCHRUN, "--nproc-per-node=1", "--local-addr=127.0.0.1", f"--nnodes={num_nodes}"]
     agent += ["--rdzv-id=test", "--rdzv-backend=c10d", meeting]
-    return [_start(folder, agent, ["train_async.py"], options, ROOT) for _ in range(num_nodes)]
+    return [_start(folder, agent, script, options, ROOT) for _ in range(num_nodes)]
 
 
 def _start(folder: Path, agent: list[str], script: Sequence[str], options: dict, root: Path) -> Job:
     words = [f"--runs-dir={folder}", "--run-name=run", *words_of(SMALL | options)]
     return launch([*agent, *script, *words], folder / "run", root=root)
-
-
-def free_port() -> int:
-    """A port at which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def resume_job(
@@ -169,13 +166,7 @@ def resume_job(
     return launch([*command, f"--resume={job.run_path}", *words_of(options)], job.run_path)
 
 
-def launch(
-    arguments: Sequence[str],
-    run_path: Path,
-    *,
-    root: Path = ROOT,
-    environment: dict[str, str] | None = None,
-) -> Job:
+def launch(arguments: Sequence[str], run_path: Path, *, root: Path = ROOT) -> Job:
     """Start a Python program in a session of its own; what it prints goes to a file beside the run."""
     folder = run_path.parent
     folder.mkdir(exist_ok=True)
@@ -187,7 +178,7 @@ def launch(
             cwd=root,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **alone, **(environment or {})},
+            env=os.environ | alone,
             start_new_session=True,
         )
     return Job(process, run_path, output_path)
