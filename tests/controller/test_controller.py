@@ -188,9 +188,10 @@ def test_an_evaluation_that_holds_weights_back_is_what_the_trainer_waits_for(tmp
         s.publish(1, evaluate=True)
         s.controller.take_batch()
         assert s.controller.clock.take().spent["evaluate"] > 0
+        s.publish(2)  # in the place of version 1, which was to be evaluated
         s.controller.finish_evaluations()
         assert s.controller.take_evaluation() == {
-            "eval/accuracy": 0.5, "eval/policy_version": 1, "eval/problems": 1, "eval/failed": 1,
+            "eval/accuracy": 0.5, "eval/policy_version": 2, "eval/problems": 1, "eval/failed": 1,
         }  # fmt: skip
         assert s.controller.take_evaluation() == {}
 
