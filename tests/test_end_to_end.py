@@ -30,10 +30,7 @@ def assert_time_is_accounted_for(job):
         for line in lines:
             shares = [share for name, share in line.items() if name.startswith(f"{who}_time/")]
             assert sum(shares) == pytest.approx(1, abs=1e-6) and min(shares) >= 0
-    assert (
-        len(reported) > len(metrics) / 2
-        and sum(line["worker_time/decoding"] for line in reported) > 0
-    )
+    assert len(reported) > len(metrics) / 2
     assert min(line["trainer_time/forward_backward"] for line in metrics) > 0
     generated = sum(line["rollout/tokens_per_s"] * line["time/step_s"] for line in metrics)
     assert generated == pytest.approx(metrics[-1]["tokens/generated"])

@@ -71,6 +71,7 @@ def greedy_accuracy():
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_cold_samples_of_the_real_engine_pass_where_greedy_answers_of_transformers_do():
     command = [sys.executable, ROOT / "scripts" / "evaluate.py", "tiny", "--eval-samples", "3"]
     command += ["--eval-problems", str(NUM_PROBLEMS), "--temperature", "0.01"]
