@@ -5,12 +5,12 @@ and the options of sampling. The engine is a run's, and gets its weights as a ru
 of train_async.py.
 """
 
-import argparse
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import tyro
 
 from asyncrl.cluster.processes import run_job
 from asyncrl.config import OPTIONS, Config, May, flag, options_for
@@ -83,12 +83,19 @@ def describe(evaluation: Evaluation, num_samples: int) -> list[str]:
     return lines
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """The command line, but for options of train_async.py."""
+
+    model: tyro.conf.Positional[str]
+    """A folder, a name, or runs/NAME."""
+    eval_samples: int = 1
+    """Samples of each problem."""
+
+
 def main() -> None:
     """Read the command line and evaluate."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("model", metavar="MODEL", help="a folder, a name, or runs/NAME")
-    parser.add_argument("--eval-samples", type=int, default=1, metavar="K", help="of each problem")
-    given, words = parser.parse_known_args()
+    given, words = tyro.cli(Arguments, description=__doc__, return_unknown_args=True)
 
     def job() -> None:
         if given.eval_samples < 1:

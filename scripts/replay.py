@@ -17,12 +17,13 @@ rollout worker comes up beside the training and samples the held-out problems wi
 that is in the last line of metrics.jsonl.
 """
 
-import argparse
 import os
 import time
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import tyro
 
 from asyncrl.cluster.processes import run_job
 from asyncrl.config import OPTIONS, Config, May, Option, options_for
@@ -215,28 +216,23 @@ def metrics_of(
     }
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """The command line, but for options of training, as of train_async.py."""
+
+    run: tyro.conf.Positional[Path]
+    """Directory of a run made with --record."""
+    evaluate: bool = False
+    """Sample the held-out problems with the last weights."""
+
+
 def main() -> None:
     """Read the command line and replay."""
-    parser = argparse.ArgumentParser(
-        usage="replay.py RUN [--evaluate] [options of training, as of train_async.py]",
-        description=__doc__.splitlines()[0],
-        epilog="options of training: "
-        + ", ".join(option.flag for option in options_for(May.REPLAY)),
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "run", metavar="RUN", type=Path, help="directory of a run made with --record"
-    )
-    parser.add_argument(
-        "--evaluate", action="store_true", help="sample the held-out problems with the last weights"
-    )
-    arguments, options = parser.parse_known_args()
+    given, options = tyro.cli(Arguments, description=__doc__, return_unknown_args=True)
 
     def job() -> None:
-        recording = Recording.open(arguments.run)
-        replay(
-            recording, choose_options(recording, options, arguments.evaluate), arguments.evaluate
-        )
+        recording = Recording.open(given.run)
+        replay(recording, choose_options(recording, options, given.evaluate), given.evaluate)
 
     run_job(job)
 

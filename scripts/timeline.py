@@ -69,17 +69,15 @@ def trace_of(run: Run) -> dict:
 
 
 def _names(lane: int, name: str, last_row: int) -> list[dict]:
-    """Return events that name a lane and its rows, and keep them in order."""
+    """Return events that name a lane and its rows; both are shown in the order of their numbers."""
     rows = ROWS.get(name, WORKER_ROWS)
     rows = [*rows, *(f"slot {slot}" for slot in range(last_row + 1 - len(rows)))]
-    facts = [("process", 0, name, lane)]
-    facts += [("thread", row, row_name, row) for row, row_name in enumerate(rows)]
-    events = []
-    for kind, row, label, place in facts:
-        event = {"ph": "M", "pid": lane, "tid": row}
-        events.append(event | {"name": f"{kind}_name", "args": {"name": label}})
-        events.append(event | {"name": f"{kind}_sort_index", "args": {"sort_index": place}})
-    return events
+    labels = [("process_name", 0, name)]
+    labels += [("thread_name", row, row_name) for row, row_name in enumerate(rows)]
+    return [
+        {"ph": "M", "pid": lane, "tid": row, "name": kind, "args": {"name": label}}
+        for kind, row, label in labels
+    ]
 
 
 def _lanes(records: list[dict], end: float) -> dict[str, list[Bar]]:

@@ -10,12 +10,11 @@ from asyncrl.config import Config
 from extras.planning import memory
 from extras.planning.shape import ModelShape, read_shape
 from scripts.bench import gpu
-from scripts.bench.gpu_parts import FUNCTIONS, job_numbers
+from scripts.bench.gpu_parts import FUNCTIONS
 from scripts.bench.trainer_alone import FUNCTIONS as ALONE
 from scripts.bench.trainer_alone import Setup, trainer, training_flops
 from scripts.lines import read
 from scripts.qwen3_shapes import qwen3_config
-from scripts.runs import frame
 
 
 def test_flops_are_those_of_every_multiply_add():
@@ -32,17 +31,6 @@ def test_flops_are_those_of_every_multiply_add():
             forward += layers * (2 * layer + 2 * (position + 1) * heads * head_dim * 2)
     expected = 3 * forward  # forward and backward
     assert training_flops(shape, lengths, num_trained) == pytest.approx(expected, rel=0.005)
-
-
-def test_the_numbers_of_a_job_leave_the_warm_up_out_but_not_its_disagreement():
-    lines = [
-        {"time/step_s": s, "time/publish_s": s / 10, "rollout/tokens_per_s": 10 * s, "mismatch/abs_mean": s / 100}
-        for s in (30.0, 60.0, 2.0, 3.0, 4.0)
-    ]  # fmt: skip
-    numbers = {"step_s": 3.0, "publish_s": 0.3, "tokens_per_s": 30.0, "spread_s": 2.0, "steps": 3}
-    assert job_numbers(frame(lines)) == numbers | {"gap_mean": 0.6}, "on the CPU"
-    lines[-1]["memory/peak_gib"] = 7.5
-    assert job_numbers(frame(lines))["peak_gib"] == 7.5
 
 
 def record(part, **numbers):
