@@ -34,7 +34,7 @@ def fetch(folder: Path) -> None:
     num_parameters = convert_gguf(gguf, folder)
     shutil.rmtree(scratch)
     print(
-        f"smollm2: {num_parameters:,} parameters in bfloat16, de-quantised from 4 bits, so not quite the published ones",
+        f"smollm2: {num_parameters:,} parameters in bfloat16, de-quantised from 4 bits: not quite the published ones",
         flush=True,
     )
 
