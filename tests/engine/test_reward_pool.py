@@ -118,7 +118,7 @@ def test_processes_killed_or_stopped_while_idle_are_replaced_at_the_cost_of_a_ti
 
 def test_a_cancelled_caller_cancels_no_other_and_a_closed_pool_leaves_no_process():
     async def ask() -> list[int]:
-        pool = RewardPool("addition", EVALUATED, 60.0, 2)
+        pool = RewardPool("addition", EVALUATED, 60.0, 1)
         callers = [asyncio.create_task(pool.score("", text)) for text in ("1.0", "2.0", "3.0")]
         await asyncio.sleep(0)
         callers[1].cancel()
@@ -127,11 +127,12 @@ def test_a_cancelled_caller_cancels_no_other_and_a_closed_pool_leaves_no_process
         assert isinstance(second, asyncio.CancelledError)
         hanging = asyncio.create_task(pool.score("", "time.sleep(3600)"))
         await asyncio.sleep(0.3)
+        hanging.cancel()  # with its process, as it would keep the next one waiting
+        assert await asyncio.wait_for(pool.score("", "4.0"), 30) == (4.0, {})
         processes = reward_processes()
         pool.close()
         with pytest.raises(RuntimeError, match="closed"):
             await pool.score("", "1.0")
-        hanging.cancel()
         return [process.pid for process in processes]
 
     pids = asyncio.run(ask())
