@@ -159,8 +159,10 @@ async def ask():
     for name in ("turtledemo", "torch", "asyncrl.engine.score"):
         assert "turtledemo" in sys.modules
         assert await pool.score("", f"float({{name!r}} in sys.modules)") == (name[0] == "a", {{}})
+    hanging = asyncio.create_task(pool.score("", "time.sleep(3600)"))
+    await asyncio.sleep(0.3)
     print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
-    await pool.score("", "time.sleep(3600)")
+    await hanging
 
 asyncio.run(ask())
 """
