@@ -10,12 +10,13 @@ import pytest
 import torch
 from test_errors import is_line
 from tiny_policy import load, random_sequences, save_tiny_model
+from trajectories import make_trajectory
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config, OptimOptions
 from asyncrl.job.checkpoints import Checkpoints
 from asyncrl.job.node import Leader
-from asyncrl.records import Group, Trajectory
+from asyncrl.records import Group
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.metrics import training_metrics
 from asyncrl.runlog.run_directory import RunDirectory
@@ -62,19 +63,14 @@ def make_groups(step):
     """Random trajectories none of whose tokens is younger than the version that is trained at this step."""
     groups = []
     for group_id in (10 * step, 10 * step + 1):
-        members = [make_trajectory(step, group_id, member) for member in range(3)]
+        members = []
+        for member, sequence in enumerate(random_sequences(3, seed=group_id)):
+            names = ("tokens", "loss_mask", "behavior_logprobs", "reward")
+            fields = {name: getattr(sequence, name) for name in names}
+            fields["policy_versions"] = sequence.policy_versions.clip(max=step - 1)
+            members.append(replace(make_trajectory(group_id, member), **fields))
         groups.append(Group(group_id, tuple(members)))
     return groups
-
-
-def make_trajectory(step, group_id, member):
-    (sequence,) = random_sequences(1, seed=100 * group_id + member)
-    versions = sequence.policy_versions.clip(max=step - 1)
-    return Trajectory(
-        ticket_id=0, group_id=group_id, member=member, tokens=sequence.tokens, loss_mask=sequence.loss_mask,
-        behavior_logprobs=sequence.behavior_logprobs, policy_versions=versions, reward=sequence.reward,
-        finish_reason="stop", failure="", num_turns=1, started_at=0.0, ended_at=1.0, worker=0,
-    )  # fmt: skip
 
 
 def make_node(config, clock):

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from scipy import stats
+from trajectories import make_trajectory
 
 from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
-from asyncrl.records import Trajectory
 from asyncrl.tasks import load_task
 from data.problem import Problem
 from extras.baselines import BaselineTickets
@@ -62,12 +62,7 @@ def test_vllm_gives_each_response_of_one_request_its_length(monkeypatch):
 
 
 def test_recomputed_tokens_are_those_before_each_change_of_version_with_the_prompt():
-    versions = np.array([-1, -1, 0, 0, 1, 1, 3])
-    arrays = np.zeros(7), versions >= 0, np.zeros(7), versions
-    trajectory = Trajectory(
-        0, 0, 0, *arrays, 0.0, "length", "", 1, started_at=0, ended_at=0, worker=0
-    )
-    assert rollout.recomputed_tokens(trajectory) == 4 + 6
+    assert rollout.recomputed_tokens(make_trajectory(0, 0, versions=(0, 0, 1, 1, 3))) == 3 + 5
 
 
 @pytest.mark.parametrize("comparison", rollout.COMPARISONS, ids=lambda comparison: comparison.name)
