@@ -89,6 +89,10 @@ CASES = {
 ON_DEVICE = ("grpo", "values", "sampling and entropy", "epochs", "clipped")
 
 
+def minibatches_of(sequences, config):
+    return [sequences[i :: config.minibatches] for i in range(config.minibatches)]
+
+
 def made_on(device, method):
     """A method in which tensors that are made without `device=` are on this one."""
 
@@ -111,7 +115,7 @@ def test_an_update_makes_no_tensor_elsewhere_than_its_micro_batches_are(untied, 
     for owner, method in ((Policy, "_totals"), (Policy, "_step"), (TokenStats, "sequence_ess")):
         monkeypatch.setattr(owner, method, made_on("cpu", getattr(owner, method)))
     sequences = random_sequences(12, seed=3)
-    updates = [sequences[i :: config.minibatches] for i in range(config.minibatches)]
+    updates = minibatches_of(sequences, config)
     metrics = policy.train_step(distribute(updates, 1, 60)[0], VERSION)
     assert all(map(math.isfinite, metrics.values()))
 
@@ -152,7 +156,7 @@ def test_no_micro_batch_has_the_host_wait_for_its_device(untied, monkeypatch, na
         monkeypatch.setattr(Policy, method, counted(getattr(Policy, method)))
     config = make_config(untied, **CASES[name])
     sequences = random_sequences(12, seed=3)
-    updates = [sequences[i :: config.minibatches] for i in range(config.minibatches)]
+    updates = minibatches_of(sequences, config)
     counts = {}
     for budget in (40, 400):
         share, waits.count = distribute(updates, 1, budget)[0], 0
@@ -169,7 +173,7 @@ def test_no_micro_batch_has_the_host_wait_for_its_device(untied, monkeypatch, na
 def test_a_step_is_that_of_the_definition_however_it_is_packed(untied, name):
     config = make_config(untied, **CASES[name])
     sequences = random_tree(12, seed=len(config.algo))
-    updates = [sequences[i :: config.minibatches] for i in range(config.minibatches)]
+    updates = minibatches_of(sequences, config)
     expected = None
     for sharing, budget in FORMS:
         policy = load(replace(config, share_prefix=sharing))
@@ -210,29 +214,27 @@ def test_the_step_of_branched_trajectories_is_that_of_their_segments_read_one_by
 ):
     rewards = np.random.default_rng(0).random((4, 3))
     advantages = rewards - rewards.mean(axis=1, keepdims=True)
-    groups, expected_updates = [], [[], []]
+    groups, segments_of_groups = [], []
     for group_id in range(4):
-        parts = [branches_of(group_id, member) for member in range(3)]
-        trajectories = [
-            join_segments(segments, member, rewards[group_id, member])
-            for member, segments in enumerate(parts)
-        ]
+        trajectories, expected_segments = [], []
+        for member in range(3):
+            segments = branches_of(group_id, member)
+            reward, advantage = rewards[group_id, member], advantages[group_id, member]
+            trajectories.append(join_segments(segments, member, reward))
+            expected_segments += [
+                replace(segment, advantage=advantage, reward=reward) for segment in segments
+            ]
         groups.append(Group(group_id, tuple(trajectories)))
+        segments_of_groups.append(expected_segments)
     config = make_config(
         untied, minibatches=2, groups_per_step=4, group_size=3, advantage="dr_grpo", **options
     )
     updates = make_updates(groups, config, Cluster(), step=VERSION + 1)
-    for expected_update, update in zip(expected_updates, updates, strict=True):
-        for group_id in dict.fromkeys(sequence.group_id for sequence in update):
-            for member in range(3):
-                of_trajectory = {
-                    "advantage": advantages[group_id, member],
-                    "reward": rewards[group_id, member],
-                }
-                expected_update += [
-                    replace(segment, **of_trajectory) for segment in branches_of(group_id, member)
-                ]
-    assert sum(map(len, expected_updates)) > sum(map(len, updates[:1])) > 0
+    expected_updates = []
+    for update in updates:
+        group_ids = dict.fromkeys(sequence.group_id for sequence in update)
+        assert len(group_ids) == 2, "whole groups, however many segments they have"
+        expected_updates.append([s for number in group_ids for s in segments_of_groups[number]])
     expected = None
     for sharing, budget in FORMS:
         policy = load(replace(config, share_prefix=sharing))
@@ -284,7 +286,7 @@ def updates_on_two_ranks(name, config):
     sequences = (
         grouped_sequences(5, 3) if name != "a rank without sequences" else random_sequences(3)
     )
-    return [sequences[i :: config.minibatches] for i in range(config.minibatches)]
+    return minibatches_of(sequences, config)
 
 
 class Summed(TorchDispatchMode):
