@@ -39,6 +39,10 @@ def test_a_sequence_has_a_row_of_its_own_exactly_if_it_would_change_another_in_a
     alone = torch.cat([scores(module, [sequence]) for sequence in sequences])
     changes = not torch.allclose(scores(module, sequences), alone, atol=1e-4)
     assert changes == mixes_sequences(config) == (family in A_ROW_EACH)
+    if changes:
+        why = f"full attention in every layer, m has {A_ROW_EACH[family]}; leave the option out$"
+        with pytest.raises(ValueError, match=f"^--share-prefix needs {why}"):
+            check_sharing(config, "m")
     in_layout = scores(module, sequences, module.layout)
     torch.testing.assert_close(in_layout, alone, rtol=1e-5, atol=1e-5)
     if unfit_for_varlen(config, HOPPER) is None and not changes:
@@ -85,13 +89,6 @@ def test_a_step_in_rows_of_their_own_is_that_of_the_definition(family, tmp_path,
     # The one number of a head that gated delta rules have is a sum over all tokens, which rounds the most.
     check_step(policy, updates, 60, 11, expected, relative=2e-5)
     assert policy.module.layout == "row_each"
-
-
-@pytest.mark.parametrize("family", A_ROW_EACH)
-def test_no_prefix_is_shared_where_sequences_need_rows_of_their_own(family):
-    why = f"^--share-prefix needs full attention in every layer, m has {A_ROW_EACH[family]}; leave the option out$"
-    with pytest.raises(ValueError, match=why):
-        check_sharing(tiny_config(family), "m")
 
 
 def test_a_family_that_was_not_compared_is_refused_in_one_line(monkeypatch):

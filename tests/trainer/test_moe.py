@@ -1,7 +1,6 @@
 """Mixtures of experts: the loss that balances them and what is said of their routers, by loops over single tokens."""
 
 import collections
-import functools
 import itertools
 import math
 from dataclasses import replace
@@ -129,28 +128,6 @@ def test_a_mixture_is_trained_and_saved_as_transformers_has_it(family, lora_rank
     again = load(make_config(str(tmp_path / "saved")))
     scores = [each.score(updates, raw=True)[0] for each in (policy, again)]
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
-
-
-def test_compiled_layers_with_experts_give_the_same_gradient_and_share_their_graphs(
-    tmp_path, monkeypatch
-):
-    """Nine layers, each computed again in the backward pass: torch compiles at most eight graphs of them."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    path = save_tiny_family("qwen3_moe", str(tmp_path), num_hidden_layers=9)
-    trained = []
-    for compiles in (False, True):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        config = make_config(path, optim=BALANCE, save_memory=("activations",), compile=compiles)
-        policy = load(config)
-        gradients = record_gradients(policy)
-        shares = distribute([random_sequences(9)], 1, 100)[0]
-        metrics = policy.train_step(shares, 11)
-        trained.append((*gradients, metrics))
-    (expected, expected_metrics), (found, metrics) = trained
-    assert_same_gradient(found, expected, relative=1e-4)
-    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
 def test_a_model_without_experts_says_nothing_of_them_and_has_none_to_balance(tmp_path):

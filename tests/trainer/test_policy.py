@@ -194,7 +194,8 @@ def branches_of(group_id, member):
     tokens = np.concatenate([prompt, root[:3], branch])
     second = make_sequence(rng, tokens, np.arange(14) >= 10, group_id)
     mask = np.isin(np.arange(8), (3, 4, 7))
-    return [first, second, make_sequence(rng, other, mask, group_id)][: 1 + (group_id * member) % 3]
+    num_segments = 1 + (group_id + member) % 3 if group_id else 1
+    return [first, second, make_sequence(rng, other, mask, group_id)][:num_segments]
 
 
 def join_segments(segments, member, reward):
