@@ -29,7 +29,7 @@ from pathlib import Path
 import tyro
 
 from asyncrl import user_code
-from asyncrl.config import OPTIONS, flag, nearest, switch
+from asyncrl.config import OPTIONS, Config, flag, nearest, switch
 from asyncrl.job.command_line import check, read_options
 from scripts.grids import key, loss, read_records, record_of, report, setting
 from scripts.runs import load
@@ -115,13 +115,14 @@ def cell_name(cell: dict) -> str:
     return re.sub(r"[^\w.+=-]", "+", "-".join(parts))
 
 
-def read_cell(texts: dict[str, str | list[str]], extra: Sequence[str], is_run: bool = True) -> dict:
-    """Return a cell, which has the values that texts mean to a run.
+def read_cell(
+    texts: dict[str, str | list[str]], extra: Sequence[str], common: Config, is_run: bool = True
+) -> dict:
+    """Return a cell, which has the values that texts mean to a run with the options `extra`, read as `common`.
 
-    Raises ValueError if a run with the options `extra` would not accept it, or if `extra` has other values. A cell that
-    is no run has the other options of a recorded run, and they are not known here.
+    Raises ValueError if such a run would not accept it, or if `extra` has other values. A cell that is no run has the
+    other options of a recorded run, and they are not known here.
     """
-    common = read_options([*extra])
     config = user_code.located(common.changed(texts))
     values = {name: OPTIONS[name].value_in(config) for name in texts}
     cell = {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
@@ -168,10 +169,11 @@ def cells_of(arguments: Arguments) -> list[dict]:
     Seeds are outermost: a grid stopped early has whole seeds, and a busy hour falls on all alike.
     """
     losses, extra = [read_loss(text) for text in arguments.algos], arguments.extra
+    common = read_options([*extra])
     if arguments.replay:
         # A loss does not take the options of the recorded run's loss.
         replays = [{"algo_args": []} | texts for texts in losses]
-        replayed = [read_cell(texts, extra, is_run=False) for texts in replays]
+        replayed = [read_cell(texts, extra, common, is_run=False) for texts in replays]
         runs = [run.resolve().name for run in arguments.replay]
         return [{"of": run} | cell for run in runs for cell in replayed]
     if arguments.seeds < 1:
@@ -182,7 +184,7 @@ def cells_of(arguments: Arguments) -> list[dict]:
         twice = "algo_args" in texts and "algo_args" in axes
         texts = texts | dict(zip(axes, values, strict=True)) | {"seed": "0"}
         ordered = {name: texts[name] for name in [*AXES, *texts] if name in texts}
-        cell = read_cell(ordered, extra)
+        cell = read_cell(ordered, extra, common)
         if twice or key(cell) in cells:
             what = "or an option of it, is there twice; name each value and option once"
             raise ValueError(f"{cell_name(cell)}, {what}")
