@@ -1,17 +1,15 @@
 import dataclasses
-import inspect
 import json
 import re
 import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from option_words import words_that_change
 
-from asyncrl.config import OPTIONS, Config, allowed_values, read_arguments
+from asyncrl.config import OPTIONS, Config, allowed_values
 from asyncrl.job.command_line import parse_config, read_options
 
 ROOT = Path(__file__).parent.parent
@@ -123,19 +121,3 @@ def test_lengths_that_are_not_given_suit_what_is_no_toy():
     assert lengths("--model", "some/model", "--task", "reasoning_gym:chain_sum") == (512, 1024)
     assert lengths("--model", "smollm2", "--task", "sums:one_digit") == (512, 24)
     assert lengths("--model", "some/model", "--max-response-tokens", "48") == (512, 48)
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "value"),
-    [
-        ("3", int, 3),
-        ("a=b", str, "a=b"),
-        ("2", Literal[1, 2], 2),
-        ("0.5", float | None, 0.5),
-        ("false", bool, False),
-    ],
-)
-def test_text_is_read_as_the_type_of_the_annotation(text, kind, value):
-    parameter = inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, annotation=kind)
-    converted = read_arguments("task-args", (f"x={text}",), "a task", (parameter,))["x"]
-    assert converted == value and type(converted) is type(value)
