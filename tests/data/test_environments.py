@@ -9,7 +9,7 @@ from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber
 
 MOVES = {
     "left": (0, -1), "I go RIGHT, not down.": (0, 1), "Down or right": (1, 0), "up": (-1, 0),
-    "leftwards": (0, 0), "go!": (0, 0), "": (0, 0), "uphill": (0, 0),
+    "leftwards": (0, 0), "startup": (0, 0), "": (0, 0), "uphill": (0, 0),
 }  # fmt: skip
 """Responses, and how far each moves the player, down and to the right."""
 RESPONSES = [*MOVES, *4 * ["I go RIGHT, not down.", "Down or right"]]
