@@ -26,7 +26,7 @@ from extras.planning.advice import (
     measure_hosts,
     training_share_by_proposition_2,
 )
-from extras.planning.advisor import Measured, expected_step, predicted_step
+from extras.planning.advisor import Measured, expected_step
 from scripts.runs import frame
 
 ADVICE, RUNS = (
@@ -38,38 +38,6 @@ USUAL = Measured(1.0, 4, 2, "GPU", False, 64, 12.0, 4.0, 1.0, 3.0, 4.5)
 """6 GPUs of which 2 train; a step needs 12 GPU-seconds of decoding and 4 of training, its longest response 3 s."""
 HOSTS = RemoteHosts((2.0, 4.0, 1.0, 2.0), 36, 5.0, 1.0, 1)
 """9 responses/s; a step trains 5 s on 36 responses, and weights take 1 s to a host."""
-
-
-# The paper: K workers take mu_gen for each of N samples, one by one; E epochs of mu_train a sample; a share beta trains
-
-
-def paper_bound(n, k, mu_gen, l_gen, epochs, mu_train, alpha, beta):
-    generation = n * mu_gen / ((1 - beta) * k) + l_gen / (alpha + 1)
-    return max(generation, epochs * n * mu_train / (beta * k))
-
-
-def paper_share(n, k, mu_gen, l_gen, epochs, mu_train, alpha):
-    training = epochs * n * mu_train
-    return training / (n * mu_gen + k * l_gen / (alpha + 1) + training)
-
-
-@pytest.mark.parametrize("alpha", [1, 2, 4])
-@pytest.mark.parametrize("case", [(256, 64, 1.6, 20, 1, 0.5), (32, 8, 2, 2, 2, 3)])
-def test_with_one_sample_at_a_time_both_formulas_are_the_papers(case, alpha):
-    n, k, mu_gen, l_gen, epochs, mu_train = case
-    m = dataclasses.replace(
-        USUAL,
-        decoding_s=n * mu_gen,
-        training_s=epochs * n * mu_train,
-        response_max_s=l_gen,
-        rollout_devices=k - 1,
-        training_devices=1,
-    )
-    best = paper_share(*case, alpha)
-    assert training_share_by_proposition_2(m, alpha) == pytest.approx(best)
-    for beta in (0.1, 0.5, best):
-        bound = predicted_step(m, alpha, (1 - beta) * k, beta * k)[1]
-        assert bound == pytest.approx(paper_bound(*case, alpha, beta))
 
 
 def test_the_papers_example_of_lognormal_lengths():

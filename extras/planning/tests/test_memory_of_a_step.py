@@ -126,7 +126,7 @@ def peak_of_step(model_config, config: Config, monkeypatch) -> tuple[int, int]:
         ("8b", (2, 4), {}, 0.05),
         ("0.6b", (3,), RECOMPUTED, 0.05),
         pytest.param("8b", (3,), RECOMPUTED, 0.05, marks=pytest.mark.slow),
-        ("0.6b", (2,), {"top_p": 0.9}, 0.05),
+        pytest.param("0.6b", (2,), {"top_p": 0.9}, 0.05, marks=pytest.mark.slow),
         ("0.6b", (2,), {"top_k": 20, "min_p": 0.1}, 0.08),
         pytest.param("8b", (36,), {}, 0.05, marks=pytest.mark.study),
         pytest.param("8b", (36,), RECOMPUTED, 0.05, marks=pytest.mark.study),

@@ -21,7 +21,6 @@ from asyncrl.runlog.metrics import time_metrics
 from asyncrl.runlog.run_directory import RunDirectory
 from extras.planning import memory, planner
 from extras.planning.fit import plan_memory
-from extras.planning.plan import options_of
 from extras.planning.plan_inputs import lengths_of, read_cluster, read_lengths, with_rates
 from extras.planning.planner import Job, Pool, Training, compute_s, make_engine
 from scripts.plan import main
@@ -302,33 +301,12 @@ def test_a_run_on_what_the_cluster_has_not_gives_its_lengths_alone(run, write, c
     assert line in refusal(*given)
 
 
-def test_rates_of_a_bench_take_the_place_of_efficiencies(write, capsys):
-    text = '[[machines]]\ngpu = "H20"\ngpus = 8\ntrained_tokens_per_s = 5000\nsampled_tokens_per_s = {}\n'
-    slow, fast = (
-        planned(capsys, write(text.format(rate)), *GIVEN)["tokens_per_s"] for rate in (200, 800)
-    )
-    assert fast > 1.5 * slow
-
-
 def test_lognormal_lengths_are_cut_at_the_longest_allowed():
     lengths = read_lengths("lognormal:100,1", Config(max_response_tokens=5000), None)
     assert lengths.response == pytest.approx(100 * 2.718281828**0.5, rel=0.01)
     assert lengths.prompt == 40
     shorter = read_lengths("lognormal:100,1", Config(max_response_tokens=120), None)
     assert shorter.longest == pytest.approx(120)
-
-
-def test_the_options_of_a_config_make_it_again():
-    config = Config(
-        model="m",
-        save_memory=("activations", "optimizer"),
-        async_ratio=2.0,
-        replicate_prompts=False,
-        share_prefix="prompt",
-        algo_args=("clip_high=1.28",),
-        algo="tis",
-    )
-    assert parse_config(options_of(config)) == config
 
 
 def test_every_data_sheet_is_whole_and_has_a_source():

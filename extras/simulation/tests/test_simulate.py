@@ -16,9 +16,9 @@ from extras.latency_law import LatencyLaw
 from extras.simulation import report, scenarios, swarm
 from extras.simulation.clock import Clock
 from extras.simulation.cluster import Case, Cluster, Simulation, simulate
-from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm, roofline
+from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm
 from extras.simulation.scenarios import Claim, Scenario
-from extras.simulation.swarm import Uplink, fair_share
+from extras.simulation.swarm import Uplink
 from extras.simulation.workload import (
     LengthLaw,
     Turns,
@@ -172,14 +172,6 @@ def test_the_propositions_hold_where_their_assumptions_do(seed):
     assert any(not bound.unmet for bound in bounds)
 
 
-def test_the_train_share_of_proposition_2_makes_its_branch_equal_to_the_bound():
-    rollout, longest_s, train_s, ratio = 30.0, 50.0, 20.0, 2.0
-    share = scenarios.best_train_share(rollout, longest_s, train_s, ratio)
-    assert train_s / share == pytest.approx(rollout + longest_s / (ratio + 1) + train_s)
-    assert rollout / (1 - share) + longest_s / (ratio + 1) <= train_s / share
-    assert 1 <= scenarios.train_gpus(simulate(case()), 16, 2.0) <= 15
-
-
 # The real logic is driven
 
 ARMS = {
@@ -216,14 +208,6 @@ def test_every_group_and_token_is_accounted_for_and_none_is_trained_on_beyond_th
         assert {value for step in outcome.steps[1:] for value in step.staleness} == {2}
 
 
-def test_a_controller_that_takes_longer_than_the_results_come_sets_the_pace():
-    instant = {"train_s_per_token": 0.0, "sync_s": 0.0}
-    workload = Workload(LAW, prompt_tokens=0)
-    numbers = simulate(case(workload=workload, message_s=100.0, **instant)).numbers
-    assert numbers["step_s"] == pytest.approx(12 * 100.0, rel=0.2)
-    assert numbers["controller_share"] > 0.8
-
-
 def test_what_is_not_simulated_is_refused():
     line = "on_update restart is not simulated; use keep, recompute or resume"
     with pytest.raises(ValueError, match=line):
@@ -251,13 +235,6 @@ def test_machines_that_pull_share_the_uplink_and_leave_what_their_own_links_cann
     # Alone to 2 s, 5 and 5 to 4 s, alone again.
     assert pulled(1e4, [(0, 4e4, 1e6), (2, 1e4, 1e6)]) == pytest.approx([5.0, 4.0], rel=1e-3)
     assert pulled(math.inf, [(0, 2e4, 2e3), (0, 4e4, 1e4)]) == pytest.approx([10.0, 4.0], rel=1e-3)
-
-
-def test_a_fair_share_uses_the_whole_link_or_fills_all_others():
-    for seed in range(20):
-        links = np.random.default_rng(seed).lognormal(size=30)
-        share = fair_share(links, capacity := links.sum() * (0.1 + seed / 10))
-        assert np.minimum(links, share).sum() == pytest.approx(min(capacity, links.sum()))
 
 
 def swarm_case(options=None, steps=9, **changes):
@@ -299,18 +276,6 @@ def test_a_machine_that_ends_without_a_word_is_missed_after_its_silence(monkeypa
 
 
 # Curves and laws
-
-
-def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit():
-    curve = roofline("Qwen3-8B", "H800", 10_000)
-    kv_bytes = 2 * 36 * 8 * 128 * 2 * 10_000
-    for n in (1, 16, 128):
-        compute_s, memory_s = (
-            2 * 8.2e9 * n / (0.4 * 989e12),
-            (16.4e9 + n * kv_bytes) / 0.7 / 3.35e12,
-        )
-        assert 1 / curve.rate(n) == pytest.approx(0.003 + max(compute_s, memory_s))
-    assert curve.max_running_requests == math.floor((0.9 * 80e9 - 16.4e9) / kv_bytes) == 37
 
 
 def test_a_curve_is_read_as_it_was_written_and_goes_on_behind_its_last_point(tmp_path):
