@@ -127,21 +127,26 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_about_a_response_is_found_and_the_honest_ones_beside_it_pass(model, lie):
+def test_lies_and_what_is_too_late_are_found_and_the_honest_ones_beside_them_pass(model):
     config = make_config(model)
-    pairs = sample(config, 6)
-    liar = next(i for i, (_, t) in enumerate(pairs) if t.num_generated > 6)
-    ticket, t = pairs[liar]
-    pairs[liar] = ticket, replace(t, worker=9, **LIES[lie](t))
+    pairs = [pair for pair in sample(config, 12) if pair[1].num_generated > 6]
+    lies = dict(zip(itertools.count(), LIES.values()))
+    for i, lie in lies.items():
+        ticket, t = pairs[i]
+        pairs[i] = ticket, replace(t, worker=i, **lie(t))
+    (_, older), (_, mixed) = pairs[-2:]
+    older.policy_versions[older.loss_mask] = VERSION - 1
+    mixed.policy_versions[-1] = VERSION + 1
+    mixed.behavior_logprobs[-1] = -20.0
     verifier = make_verifier(config)
-    ((worker, what),) = verifier.verify(pairs, load(config), VERSION)
-    assert (
-        worker == 9
-        and f"trainer's at version {VERSION}" in what
-        and f"ticket {ticket.ticket_id} are" in what
-    )
-    assert "0.001 are allowed" in what and verifier.metrics()["swarm/verify_failed"].value == 1
+    found = verifier.verify(pairs, load(config), VERSION)
+    assert sorted(worker for worker, _ in found) == list(lies)
+    for worker, what in found:
+        assert f"ticket {pairs[worker][0].ticket_id} are" in what
+        assert f"trainer's at version {VERSION}" in what and "0.001 are allowed" in what
+    counts = verifier.counts
+    assert (counts["verified"], counts["too_late"]) == (len(pairs) - 2, 2)
+    assert verifier.metrics()["swarm/verify_failed"].value == len(lies) < len(pairs) - 2
 
 
 def test_responses_of_older_weights_that_claim_to_be_new_are_found(model):
@@ -149,20 +154,8 @@ def test_responses_of_older_weights_that_claim_to_be_new_are_found(model):
     policy = load(config)
     for _ in range(10):
         policy.train_step(distribute([random_sequences(4)], 1, 10_000)[0], policy_version=12)
-    assert [
-        worker for worker, _ in make_verifier(config).verify(sample(config, 8), policy, VERSION)
-    ] == [5] * 8
-
-
-def test_what_has_a_token_of_another_version_is_counted_as_too_late_and_not_scored(model):
-    config = make_config(model)
-    (_, first), (_, second), *_ = pairs = sample(config, 4)
-    first.policy_versions[first.loss_mask] = VERSION - 1
-    second.policy_versions[-1] = VERSION + 1
-    second.behavior_logprobs[-1] = -20.0
-    verifier = make_verifier(config)
-    assert verifier.verify(pairs, load(config), VERSION) == []
-    assert (verifier.counts["verified"], verifier.counts["too_late"]) == (2, 2)
+    found = make_verifier(config).verify(sample(config, 8), policy, VERSION)
+    assert [worker for worker, _ in found] == [5] * 8
 
 
 REWARDS = """
@@ -172,6 +165,8 @@ def large(response, answer):
 async def judge(response, answer):
     return 0.0
 """
+OPTIONS = {None: {}, "environment": {"task": "guess_number"}}
+"""Of rewards that are no function."""
 
 
 @pytest.mark.parametrize(
@@ -179,13 +174,15 @@ async def judge(response, answer):
     [
         (None, 1.0, 1.0, "the reward of ticket 0 is 0, not 1"),
         ("large", 1e11 + 2 + 1e-4, 1e11 + 1e6, "the reward of ticket 0 is 1e+11"),
+        ("judge", 1.0, 1.0, None),
+        ("environment", 1.0, 1.0, None),
     ],
 )
-def test_a_false_reward_is_found_later_and_rounding_and_one_that_cannot_be_scored_here_are_not(
+def test_a_false_reward_is_found_later_and_rounding_and_what_cannot_be_scored_here_are_not(
     model, tmp_path, name, honest, false, line
 ):
-    rewards = () if name is None else (f"{write_user_code(tmp_path, REWARDS)}:{name}",)
-    config = make_config(model, reward=rewards)
+    rewards = {"reward": (f"{write_user_code(tmp_path, REWARDS)}:{name}",)}
+    config = make_config(model, **OPTIONS.get(name, rewards))
     (first, lie), (second, truth), (third, unscored) = sample(config, 3)
     pairs = [
         (replace(first, answer="t1 t2"), replace(lie, reward=false, worker=9)),
@@ -193,20 +190,12 @@ def test_a_false_reward_is_found_later_and_rounding_and_one_that_cannot_be_score
         (replace(third, answer=""), replace(unscored, reward=honest)),
     ]
     at_once, later, verifier = verify(config, pairs)
-    ((worker, text),) = later
-    assert not at_once and worker == 9 and text.startswith(line)
+    assert not at_once and verifier.counts["verified"] == 3
     # an empty answer is a mistake of the plain reward
-    assert verifier.counts["rewards_unverified"] == (name is None)
-
-
-@pytest.mark.parametrize("name", ["judge", None])
-def test_rewards_of_async_functions_and_environments_are_counted_as_not_checked_and_log_probs_are(
-    model, tmp_path, name
-):
-    reward = {"reward": (f"{write_user_code(tmp_path, REWARDS)}:{name}",)}
-    config = make_config(model, **({"task": "guess_number"} if name is None else reward))
-    lies, _, verifier = verify(config, sample(config, 3))
-    assert (lies, verifier.counts["rewards_unverified"], verifier.counts["verified"]) == ([], 3, 3)
+    num_unverified = 3 if line is None else int(name is None)
+    assert verifier.counts["rewards_unverified"] == num_unverified
+    assert [worker for worker, _ in later] == ([] if line is None else [9])
+    assert all(text.startswith(line) for _, text in later)
 
 
 def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_host_has(model):
@@ -228,20 +217,17 @@ def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_ho
 
 
 def test_neither_one_token_lifts_the_mean_of_a_short_response_nor_do_many_hide_a_false_one():
+    """More is allowed in bfloat16, and where rounding may change the nucleus."""
     assert distance(np.array([-1.0]), np.array([-1.5])) == pytest.approx(0.5 / 11)
     long = np.full(10_000, -1.0)
     false = long.copy()
     false[17] = -9.0
     assert distance(long, false) == pytest.approx(8 / 50)
     assert distance(long, long + 0.01) == pytest.approx(0.01, rel=2e-3)
-
-
-def test_more_is_allowed_in_bfloat16_and_where_rounding_may_change_the_nucleus():
-    assert allowed_distance(Config(), torch.float32) < allowed_distance(Config(), torch.bfloat16)
+    in_bfloat16 = allowed_distance(Config(), torch.bfloat16)
+    assert allowed_distance(Config(), torch.float32) < in_bfloat16
     for cut in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
-        assert allowed_distance(Config(**cut), torch.float32) == allowed_distance(
-            Config(), torch.bfloat16
-        )
+        assert allowed_distance(Config(**cut), torch.float32) == in_bfloat16
 
 
 def seven_with_a_lie(config):
@@ -253,10 +239,8 @@ def seven_with_a_lie(config):
 def verify_on_two_nodes(rank: int, folder: str, config: Config) -> None:
     """Body of a spawned rank, of two nodes of two: node 0 has one response and node 1 seven, then nobody any."""
     torch.set_num_threads(1)
-    peers, store = (
-        [Peer(node, "ab"[node]) for node in NODE_OF_RANK],
-        dist.FileStore(f"{folder}/store", 4),
-    )
+    peers = [Peer(node, "ab"[node]) for node in NODE_OF_RANK]
+    store = dist.FileStore(f"{folder}/store", 4)
     cluster = form_cluster(peers, rank, store, "gloo", TIMEOUT)
     policy = load(config)
     verifier = make_verifier(config, cluster=cluster)
