@@ -31,10 +31,6 @@ def changed(base, share, seed):
     return words.view(np.uint8)
 
 
-def test_there_is_no_delta_where_it_would_be_larger_than_the_snapshot():
-    assert encode_delta(3, payload(0), changed(payload(0), 1.0, 1)) is None
-
-
 def test_a_snapshot_of_several_blocks_has_the_gaps_of_each_counted_from_its_start():
     base = np.zeros(2 * (BLOCK_WORDS + 5), np.uint8)
     new = base.copy()
@@ -46,7 +42,7 @@ def test_a_snapshot_of_several_blocks_has_the_gaps_of_each_counted_from_its_star
 def test_a_delta_that_is_cut_garbled_or_for_another_base_or_size_is_refused_or_found_by_the_digest():
     base, rng = payload(0, 5_000), np.random.default_rng(2)
     new = changed(base, 0.05, 1)
-    delta, num_refused = encode_delta(3, base, new), 0
+    delta = encode_delta(3, base, new)
     for num_bytes in (0, 10, len(delta) - 3):
         with pytest.raises(ValueError, match="a broken delta"):
             apply_delta(delta[:num_bytes], 3, base.copy())
@@ -60,10 +56,8 @@ def test_a_delta_that_is_cut_garbled_or_for_another_base_or_size_is_refused_or_f
         try:
             apply_delta(garbled, 3, copy)
         except ValueError:
-            num_refused += 1
-        else:
-            assert digest_of(copy) != digest_of(new)
-    assert num_refused > 10
+            continue
+        assert digest_of(copy) != digest_of(new)
 
 
 @pytest.mark.parametrize("num_changed", [0, 5, 1 << 31])
@@ -84,13 +78,6 @@ def parameters(value):
     return [("a", torch.ones(300, 7)), ("b", torch.full((5,), float(value)))]
 
 
-def staged(num_versions):
-    transport = PullTransport(SPECS)
-    for version in range(num_versions):
-        transport.stage(version, parameters(version))
-    return transport
-
-
 def left(transport):
     """Versions of which a snapshot is left."""
     versions = []
@@ -105,14 +92,8 @@ def left(transport):
     return versions
 
 
-def test_whoever_has_a_kept_version_gets_a_delta_which_is_made_once_and_all_others_the_whole():
-    transport = staged(3)
-    is_delta, stream = transport.open(2, 1)
-    assert is_delta and len(stream) < WHOLE / 10 and transport.open(2, 1)[1] is stream
-    assert [transport.open(2, base)[0] for base in (None, 2, 7)] == [False] * 3
-
-
 def test_old_snapshots_go_unless_a_worker_reads_them_or_they_are_announced():
+    """Whoever has one that is left gets a delta, made once, and all others get the whole."""
     transport = PullTransport(SPECS)
     first = transport.stage(0, parameters(0))
     transport.acquire(first)
@@ -120,10 +101,14 @@ def test_old_snapshots_go_unless_a_worker_reads_them_or_they_are_announced():
     for version in range(2, 7):
         transport.stage(version, parameters(version))
     assert left(transport) == [0, 1, 4, 5, 6]
+    is_delta, stream = transport.open(6, 5)
+    assert is_delta and len(stream) < WHOLE / 10 and transport.open(6, 5)[1] is stream
+    assert [transport.open(6, base)[0] for base in (None, 6, 3)] == [False] * 3
     transport.release(first)
     transport.announce(transport.stage(7, parameters(7)))
     transport.stage(8, parameters(8))
     assert left(transport) == [6, 7, 8]
+    assert transport.open(6, 5)[1] is stream, "it goes on when its base is forgotten"
 
 
 def test_many_slow_hosts_cannot_make_the_trainer_keep_all_versions():
@@ -135,7 +120,9 @@ def test_many_slow_hosts_cannot_make_the_trainer_keep_all_versions():
 
 
 def test_the_trainer_stages_on_while_a_delta_of_what_it_forgets_is_encoded(monkeypatch):
-    transport = staged(2)
+    transport = PullTransport(SPECS)
+    for version in range(2):
+        transport.stage(version, parameters(version))
 
     def encode_meanwhile(*arguments):
         for version in range(2, 8):
@@ -146,14 +133,6 @@ def test_the_trainer_stages_on_while_a_delta_of_what_it_forgets_is_encoded(monke
     is_delta, stream = transport.open(1, 0)
     assert is_delta and len(stream) > 0
     assert 1 not in left(transport) and not transport._ways
-
-
-def test_a_delta_that_has_begun_goes_on_when_its_base_is_forgotten():
-    transport = staged(2)
-    begun = transport.open(1, 0)
-    for version in (2, 3):
-        transport.stage(version, parameters(version))
-    assert 0 not in left(transport) and transport.open(1, 0) == begun
 
 
 # The far end
@@ -207,12 +186,6 @@ class Network:
     def want(self):
         self.puller.want(self.info)
 
-    def resume(self):
-        self.puller.resume()
-
-    def give_up(self):
-        self.puller.give_up()
-
     def restart(self):
         """The run is another, with the same newest weights, and others before them."""
         self.transport = PullTransport(self.specs)
@@ -249,8 +222,8 @@ class Network:
             assert not is_whole or self.puller.wanted is None
 
     def walk(self, num_events):
-        events = [self.stage, self.want, self.resume, self.give_up, self.restart, self.deliver]
-        events += [self.deliver_again, self.garble]
+        events = [self.stage, self.want, self.puller.resume, self.puller.give_up, self.restart]
+        events += [self.deliver, self.deliver_again, self.garble]
         chances = np.array([0.05, 0.1, 0.05, 0.01, 0.02, 0.7, 0.05, 0.02])
         for event in self.rng.choice(events, num_events, p=chances):
             event()
@@ -269,7 +242,7 @@ def test_whatever_comes_over_the_network_a_host_has_the_very_weights_of_a_versio
         if network.puller.wanted is None:
             break
         network.deliver()
-        network.resume()
+        network.puller.resume()
     assert network.puller.here.digest == network.info["digest"]
     assert is_same(network.puller, network.values)
 
@@ -291,7 +264,7 @@ def test_a_pull_that_is_cut_after_any_piece_goes_on_where_it_was(begun):
     num_pieces = -(-len(stream) // 60)
     for number in range(num_pieces):
         begun.asked.clear()  # what was asked for last was lost
-        begun.want() if number % 2 else begun.resume()
+        begun.want() if number % 2 else begun.puller.resume()
         (pull,) = begun.asked
         assert (pull.version, pull.base, pull.offset) == (1, 0, 60 * number)
         is_whole = begun.puller.take(answer(begun.transport, pull, 60))
@@ -316,10 +289,3 @@ def test_a_piece_that_no_snapshot_has_is_refused(begun, is_delta, excess, offset
     with pytest.raises(ValueError, match=line):
         begun.puller.take(Piece(1, is_delta, num_bytes, offset, data))
     assert begun.puller.take(answer(begun.transport, begun.asked[-1], whole))
-
-
-def test_a_whole_copy_that_is_not_what_was_announced_is_refused_and_the_old_one_stays(begun):
-    whole = begun.transport.num_bytes
-    with pytest.raises(ValueError, match="version 1 arrived broken"):
-        begun.puller.take(Piece(1, False, whole, 0, bytes(whole)))
-    assert begun.puller.here.version == 0 and begun.puller.parameters()[0][1].any()

@@ -56,7 +56,7 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def anchors_every_3(monkeypatch):
     monkeypatch.setattr(extras.swarm.snapshots, "ANCHOR_EVERY", 3)
 
@@ -66,7 +66,6 @@ def names(folder):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
-@pytest.mark.usefixtures("anchors_every_3")
 def test_a_host_reads_the_very_bytes_from_any_version_that_it_has(folder, share):
     trainer = Trainer(folder)
     had = [None]
@@ -81,7 +80,6 @@ def test_a_host_reads_the_very_bytes_from_any_version_that_it_has(folder, share)
         assert digest_of(base.payload) == base.digest
 
 
-@pytest.mark.usefixtures("anchors_every_3")
 def test_files_older_than_the_last_two_anchors_are_removed_and_all_but_those_of_others_at_the_end(
     folder,
 ):
@@ -91,7 +89,9 @@ def test_files_older_than_the_last_two_anchors_are_removed_and_all_but_those_of_
     trainer = Trainer(folder)
     assert names(folder) == ["notes.txt"]
     for _ in range(11):
-        trainer.write()
+        info = trainer.write()
+    trainer.version -= 1
+    assert trainer.stage(share=0.0) == info, "a version that is staged twice is written once"
     wait_until(lambda: len(names(folder)) == 7)
     matches = [NAME.fullmatch(name) for name in names(folder)[:-1]]
     assert [(match[1] and int(match[1][:8]), int(match[2][:8])) for match in matches] == [
@@ -99,15 +99,6 @@ def test_files_older_than_the_last_two_anchors_are_removed_and_all_but_those_of_
     ]  # fmt: skip
     trainer.transport.close()
     assert names(folder) == ["notes.txt"]
-
-
-def test_a_version_that_is_staged_twice_is_written_once(folder):
-    trainer = Trainer(folder)
-    info = trainer.write()
-    trainer.version -= 1
-    assert trainer.stage(share=0.0) == info
-    trainer.write()
-    assert [name.count("_") for name in names(folder)] == [0, 1]
 
 
 def node(version):
@@ -130,7 +121,7 @@ def cheapest_bytes(sizes, wanted, here):
     return min(costs, default=None)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(30))
 def test_the_way_of_fewest_bytes_is_taken(seed):
     draw = random.Random(seed)
     sizes = {f"{node(v)}.snapshot": draw.randint(50, 99) for v in range(7) if draw.random() < 0.4}
@@ -142,11 +133,8 @@ def test_the_way_of_fewest_bytes_is_taken(seed):
     assert (files is None) == (num_bytes is None)
     if files is not None:
         assert sum(map(sizes.get, files)) == num_bytes
-
-
-def test_no_ring_of_names_holds_the_search():
     ring = {delta(5, 6): 10, delta(6, 5): 10}
-    assert cheapest_way(ring, node(6), node(4)) is None
+    assert cheapest_way(ring, node(6), node(4)) is None, "no ring of names holds the search"
 
 
 def test_a_host_waits_for_a_file_that_is_still_to_be_written(folder, monkeypatch):
@@ -176,15 +164,6 @@ class Host:
         return self.puller.collect()
 
 
-def test_a_host_has_the_weights_by_files_and_asks_the_run_for_nothing(folder):
-    trainer = Trainer(folder)
-    host = Host(trainer)
-    for _ in range(5):
-        assert host.want(trainer.write()) and host.puller.here.version == trainer.version
-        assert torch.equal(dict(host.puller.parameters())["a"], trainer.values.bfloat16())
-    assert host.asked == [] and host.puller.wanted is None and not host.puller.collect()
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[:-5])
 
@@ -202,7 +181,8 @@ def test_where_a_file_is_missing_or_broken_the_host_says_so_and_pulls_by_the_soc
     trainer = Trainer(folder)
     host, info = Host(trainer), trainer.write()
     if is_delta:
-        assert host.want(info)
+        assert host.want(info) and not host.asked and host.puller.wanted is None
+        assert torch.equal(dict(host.puller.parameters())["a"], trainer.values.bfloat16())
         info = trainer.write()
     spoil(folder / names(folder)[-1])
     assert not host.want(info)
