@@ -8,8 +8,11 @@ from collections import Counter
 
 import pytest
 
+from asyncrl.cluster.placement import place
 from asyncrl.config import Config
 from extras.planning import memory, planner
+from extras.planning.fit import plan_memory
+from extras.planning.memory import Sharing
 from extras.planning.planner import (
     Cluster,
     Job,
@@ -348,3 +351,16 @@ def test_a_pool_has_the_rates_that_were_measured_of_it(tp, sampled):
     assert largest_engine(j, found, tp).rate == pytest.approx(tp * sampled)
     training = planner.Training(found, 1, 8, 8, j.config.save_memory, 32768, False)
     assert j.tokens / planner.compute_s(j, training) / 8 == pytest.approx(1234.0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "weight_sync"), [(1, 1, "ipc"), (1, 1, "shm"), (4, 2, "nccl")]
+)
+def test_however_weights_reach_an_engine_it_loads_each_of_them(gpus, ranks, weight_sync):
+    """Here that takes longer than to carry them: 28 layers of 11 weights, 1.5 ms each."""
+    config, p = dataclasses.replace(CONFIG, weight_sync=weight_sync), pool(gpus=gpus)
+    placed = place(config, gpus, 16, ranks)
+    placement, _ = plan_memory(config, placed, SMALL, [p.device] * gpus, Sharing(ranks, ranks))
+    assert placement.transport == weight_sync
+    plan = planner.of_placement(job(weight_sync=weight_sync), cluster(p), placement)
+    assert plan.split.update_s == pytest.approx(28 * 11 * 1.5e-3)
