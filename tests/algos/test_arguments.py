@@ -1,9 +1,11 @@
 """What --algo-args takes: the options of losses.toml, and values far from them."""
 
+import inspect
 import itertools
 import math
 import re
 
+import oracles
 import pytest
 import torch
 from loss_inputs import VARIANTS, evaluate, gradient, random_inputs
@@ -33,9 +35,12 @@ def chosen(algo, *items, **options):
 
 @pytest.mark.parametrize("algo", LOSSES)
 def test_options_and_defaults_of_every_loss_are_read_and_none_is_left_untried(algo):
+    """The formula in oracles.py has the same defaults."""
     defaults = {keyword.name: keyword.default for keyword in keywords_of(LOSSES[algo])}
     assert set().union(*options_of(algo)) == set(defaults)
     given = {name: default for name, default in defaults.items() if default is not None}
+    formula = inspect.signature(getattr(oracles, algo)).parameters
+    assert {name: formula[name].default for name in given} == given
     for options in [given, *options_of(algo)]:
         assert chosen(algo, *as_items(options)).keywords == options
 
