@@ -183,7 +183,7 @@ class Far(JoinedHost):
         self.held = []
         self.changes = lambda message: message
         """What each message becomes before it is sent; None: it is not sent."""
-        self.is_silent, self.is_there = False, True
+        self.is_there = True
         self._to_do = queue.SimpleQueue()
         self._say_plainly, self._link.send = self._link.send, self._say
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -216,12 +216,6 @@ class Far(JoinedHost):
         """Send all trajectories that are held."""
         self.holds = lambda trajectory: False
         self.do(self._finish)
-
-    def fall_silent(self):
-        """Neither read nor send from now on, until `is_silent` is False."""
-        self.is_silent, begun = True, threading.Event()
-        self.do(begun.set)
-        assert begun.wait(30)
 
     def leave(self):
         """Leave the run in order, unless it has ended already."""
@@ -265,15 +259,9 @@ class Far(JoinedHost):
             self._link.send(message, engine)
 
     def _pass_on(self):
-        self._do_all()
-        while self.is_silent:
-            time.sleep(0.005)
-        self._do_all()  # what is asked for in the silence comes before what the run said
-        super()._pass_on()
-
-    def _do_all(self):
         while not self._to_do.empty():
             self._to_do.get()()
+        super()._pass_on()
 
     def _say(self, message, engine=HOST):
         if isinstance(message, Join):

@@ -1,6 +1,5 @@
 """Responses sampled by a plain model, and lies about them, before the Verifier of a real small policy."""
 
-import contextlib
 import itertools
 import os
 import time
@@ -20,9 +19,7 @@ from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
 from asyncrl.config import Config, SwarmOptions
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Ticket, Trajectory
 from asyncrl.runlog.metrics import over_nodes
-from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.dealing import distribute
-from extras.swarm.node import SwarmFollower
 from extras.swarm.verify import Verifier, allowed_distance, distance
 
 PROMPT = (4, 5, 6)
@@ -243,7 +240,9 @@ def verify_on_two_nodes(rank: int, folder: str, config: Config) -> None:
     store = dist.FileStore(f"{folder}/store", 4)
     cluster = form_cluster(peers, rank, store, "gloo", TIMEOUT)
     policy = load(config)
-    verifier = make_verifier(config, cluster=cluster)
+    config = replace(config, swarm=SwarmOptions(verify_share=1.0))
+    tokenizer = AutoTokenizer.from_pretrained(config.model) if cluster.is_leader else None
+    verifier = Verifier(config, cluster, tokenizer)
     pairs = seven_with_a_lie(config)[: (1, 7)[cluster.node]] if cluster.is_leader else []
     found = [verifier.verify(pairs, policy, VERSION), verifier.verify([], policy, VERSION)]
     verifier.close()
@@ -262,20 +261,3 @@ def test_nodes_with_unequal_numbers_of_responses_share_them_over_their_ranks_and
     *_, alone = verify(config, seven_with_a_lie(config))
     assert results[2][1] == pytest.approx(alone.largest, rel=1e-4)
     assert 0 < results[0][1] < 1e-5 and results[1][1] == results[3][1] == 0
-
-
-def test_a_rank_that_leads_no_node_can_check_without_a_tokenizer(model):
-    config = make_config(model)
-    with contextlib.ExitStack() as on_end:
-        follower = SwarmFollower(
-            config,
-            Cluster(),
-            placement=None,
-            device=torch.device("cpu"),
-            clock=TrainerClock(),
-            on_end=on_end,
-            watch=None,
-            resumed=None,
-            model_path=model,
-        )
-        assert follower._verifier.verify([], load(config), VERSION) == []
