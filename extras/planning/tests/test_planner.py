@@ -318,6 +318,24 @@ def test_long_passes_reach_more_of_a_gpu():
 # What brute force does not see
 
 
+def test_gpus_that_would_only_wait_stay_idle():
+    trains, samples = pool("trains", 1, 1, tflops=20.0), pool("samples", 1, 8, tflops=2.0)
+    best = plan(job(async_ratio=4.0), cluster(trains, samples, across_kinds=50.0))[0]
+    assert best.split.training_s == pytest.approx(best.step_s, rel=1e-3)
+    assert 2 <= sum(gpus for _, gpus in best.sampling_gpus) <= 6, "of 8"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_least_rate_makes_a_step_as_long_as_the_limit(seed):
+    for split in itertools.islice(planner.splits(*random_case(seed)), 50):
+        for limit_s, tail in itertools.product((1.0, 10.0, 100.0), (0.0, 2.0)):
+            rate = split.least_rate(limit_s, tail)
+            if rate == math.inf:
+                assert split.step_s(1e15, tail) > limit_s * (1 - 1e-9)
+            else:
+                assert split.step_s(rate, tail) == pytest.approx(limit_s)
+
+
 def test_one_gpu_trains_and_samples_in_turns_and_the_engine_sleeps_where_both_do_not_fit():
     (best,) = plan(job(), cluster(pool(count=1, gpus=1)))
     split = best.split
