@@ -109,6 +109,17 @@ def test_old_snapshots_go_unless_a_worker_reads_them_or_they_are_announced():
     transport.stage(8, parameters(8))
     assert left(transport) == [6, 7, 8]
     assert transport.open(6, 5)[1] is stream, "it goes on when its base is forgotten"
+    transport.stage(9, parameters(9))
+    assert not transport._ways, "and goes with its version"
+
+
+def test_a_host_gets_the_whole_where_a_delta_would_be_larger():
+    transport = PullTransport([ParameterSpec("a", torch.bfloat16, (50_000,))])
+    for version in range(2):
+        bits = torch.randint(-(1 << 15), 1 << 15, (50_000,), dtype=torch.int16)
+        transport.stage(version, [("a", bits.view(torch.bfloat16))])
+    is_delta, stream = transport.open(1, 0)
+    assert not is_delta and len(stream) == transport.num_bytes
 
 
 def test_many_slow_hosts_cannot_make_the_trainer_keep_all_versions():
