@@ -16,7 +16,7 @@ from extras.latency_law import LatencyLaw
 from extras.simulation import report, scenarios, swarm
 from extras.simulation.clock import Clock
 from extras.simulation.cluster import Case, Cluster, Simulation, simulate
-from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm
+from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm, roofline
 from extras.simulation.scenarios import Claim, Scenario
 from extras.simulation.swarm import Uplink
 from extras.simulation.workload import (
@@ -208,6 +208,14 @@ def test_every_group_and_token_is_accounted_for_and_none_is_trained_on_beyond_th
         assert {value for step in outcome.steps[1:] for value in step.staleness} == {2}
 
 
+def test_a_controller_that_takes_longer_than_the_results_come_sets_the_pace():
+    instant = {"train_s_per_token": 0.0, "sync_s": 0.0}
+    workload = Workload(LAW, prompt_tokens=0)
+    numbers = simulate(case(workload=workload, message_s=100.0, **instant)).numbers
+    assert numbers["step_s"] == pytest.approx(12 * 100.0, rel=0.2)
+    assert numbers["controller_share"] > 0.8
+
+
 def test_what_is_not_simulated_is_refused():
     line = "on_update restart is not simulated; use keep, recompute or resume"
     with pytest.raises(ValueError, match=line):
@@ -276,6 +284,18 @@ def test_a_machine_that_ends_without_a_word_is_missed_after_its_silence(monkeypa
 
 
 # Curves and laws
+
+
+@pytest.mark.parametrize(("context", "num_requests", "most"), [(10_000, 128, 37), (100, 256, 128)])
+def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit(context, num_requests, most):
+    """Weights and cache are the limit of the long context, floating-point operations that of the short one."""
+    curve = roofline("Qwen3-8B", "H800", context)
+    kv_bytes = 2 * 36 * 8 * 128 * 2 * context
+    for n in (1, 16, num_requests):
+        compute_s = 2 * 8.2e9 * n / (0.4 * 989e12)
+        memory_s = (16.4e9 + n * kv_bytes) / 0.7 / 3.35e12
+        assert 1 / curve.rate(n) == pytest.approx(0.003 + max(compute_s, memory_s))
+    assert curve.max_running_requests == most
 
 
 def test_a_curve_is_read_as_it_was_written_and_goes_on_behind_its_last_point(tmp_path):
