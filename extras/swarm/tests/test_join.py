@@ -165,6 +165,7 @@ def test_a_host_outlives_its_network_with_its_engines_and_weights_and_says_nothi
         patch.setattr(run, "value_of", lambda version: 7.0)
         run.host.holds = lambda trajectory: True
         wait_until(lambda: run.step_if_ready() or run.host.held)
+        run.host.holds = lambda trajectory: False
         old = {message.trajectories[0].ticket_id for message, _ in run.host.held}
         fault(run)
         wait_until(lambda: joins(run) == num_joins + is_new)
