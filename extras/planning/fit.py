@@ -94,17 +94,21 @@ def plan_memory(
 
 
 def first_that_fits(
-    ways: list[Config], placement: Placement, shape: ModelShape, gpus: list[Gpu], sharing: Sharing
+    candidates: list[Config],
+    placement: Placement,
+    shape: ModelShape,
+    gpus: list[Gpu],
+    sharing: Sharing,
 ) -> int:
     """Index of the first of these options that fit, estimates included; or of the first that fit the GPUs, if the host
     has room for none; or of the last."""
     strict = replace(sharing, is_strict=True)
     for limits in (strict, replace(strict, host_bytes=math.inf)):
-        for index, way in enumerate(ways):
+        for index, config in enumerate(candidates):
             with suppress(ValueError):
-                plan_memory(way, placement, shape, gpus, limits)
+                plan_memory(config, placement, shape, gpus, limits)
                 return index
-    return len(ways) - 1
+    return len(candidates) - 1
 
 
 def _fullest(gpus: list[Gpu], indices: Iterable[int]) -> Gpu:
