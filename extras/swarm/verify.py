@@ -183,13 +183,15 @@ def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) 
     shares = distribute([sequences], num_ranks, max_tokens, layout=layout)
     (bundles,) = cluster.scatter_on_node(shares)
     policy.clock.enter("forward_backward")
-    parts, found = [[one.sequences[0] for one in microbatch] for microbatch in bundles], {}
+    parts = [[bundle.sequences[0] for bundle in microbatch] for microbatch in bundles]
+    largest_here: dict[int, float] = {}
     for part, scores in zip(parts, policy.score(parts), strict=True):
         for s, own in zip(part, scores.split([s.num_trained for s in part]), strict=True):
             far = distance(own.numpy(), s.behavior_logprobs[s.loss_mask])
-            found[s.group_id] = np.maximum(far, found.get(s.group_id, 0.0))  # NaN stays NaN
+            # NaN stays NaN
+            largest_here[s.group_id] = np.maximum(far, largest_here.get(s.group_id, 0.0))
     largest: dict[int, float] = {}
-    for of_rank in _gather_on_node(cluster, found) or ():
+    for of_rank in _gather_on_node(cluster, largest_here) or ():
         for number, far in of_rank.items():
             largest[number] = float(np.maximum(far, largest.get(number, 0.0)))
     return largest
