@@ -357,10 +357,10 @@ def plan_shared(
 
 def _kv_cache(config: Config, shape: ModelShape, room: float, least: int) -> Item:
     """For all running requests at full length, or for as many as there is room for; at least for so many."""
-    one = config.max_sequence_tokens * kv_bytes_per_token(shape, 1)
-    sequences = max(least, min(config.max_running_requests, int(room // one)))
+    sequence_bytes = config.max_sequence_tokens * kv_bytes_per_token(shape, 1)
+    sequences = max(least, min(config.max_running_requests, int(room // sequence_bytes)))
     how = f"{sequences} of {config.max_running_requests} sequences × {config.max_sequence_tokens} tokens"
-    return Item("KV cache", sequences * one, f"{how} × {kv_bytes_per_token(shape, 1)} B")
+    return Item("KV cache", sequences * sequence_bytes, f"{how} × {kv_bytes_per_token(shape, 1)} B")
 
 
 def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing) -> str:

@@ -32,7 +32,7 @@ TRAIN_STEPS = 4
 
 @dataclass(frozen=True)
 class Setup:
-    """Where and what to measure."""
+    """The device to measure on, and what is measured there."""
 
     device: str
     size: str
