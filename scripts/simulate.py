@@ -58,10 +58,9 @@ def main(
     gc.set_threshold(100_000)
     if seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {seeds}")
-    out.mkdir(parents=True, exist_ok=True)
     made_by = provenance()
-    chosen = [] if report else scenarios(only)
-    for seed, scenario in itertools.product(range(seeds), chosen):
+    chosen_scenarios = [] if report else scenarios(only)
+    for seed, scenario in itertools.product(range(seeds), chosen_scenarios):
         record = run(scenario, seed)
         tables.replace(record | made_by, out / "simulation.jsonl")
         values = " → ".join(f"{arm[scenario.measure]:.4g}" for arm in record["arms"].values())

@@ -90,9 +90,9 @@ def read_pool(text: str | None) -> Pool:
     if text is None:
         kinds = [
             gpu
-            for here in visible_gpus()
+            for visible in visible_gpus()
             for gpu, sheet in sheets.items()
-            if sheet["called"] == here.name
+            if sheet["called"] == visible.name
         ]
         if not kinds:
             raise ValueError(

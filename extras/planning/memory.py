@@ -238,11 +238,15 @@ def host_items(
     held, buffers = config.publish_delay, 2 * (transport == "shm")
     offloads, has_frozen = "optimizer" in config.save_memory, config.lora_rank or config.kl_coef
     pulled = PULLED_COPIES * (config.listen is not None)
-    here = trained * ranks_here / num_shards
+    local_parameters = trained * ranks_here / num_shards
     items = [
-        Item("copy of the training state", 12 * here, "12 B × trained parameters of this machine"),
+        Item(
+            "copy of the training state",
+            12 * local_parameters,
+            "12 B × trained parameters of this machine",
+        ),
         Item("a checkpoint that is written", 2 * weights, "4 B × parameters"),
-        Item("offloaded weights", 16 * here * offloads, "16 B, the same"),
+        Item("offloaded weights", 16 * local_parameters * offloads, "16 B, the same"),
         Item(
             "offloaded frozen weights",
             weights * ranks_here / num_shards * (offloads and has_frozen > 0),

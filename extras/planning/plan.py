@@ -28,12 +28,12 @@ def kinds(parts: list[tuple[Pool, int]]) -> dict[str, int]:
 def planned_config(plan: Plan) -> Config:
     """The options with which the trainer runs. Raises ValueError for what does not go together."""
     split = plan.split
-    here = [(engine.tp, count) for site, engine, count in plan.engines if site.trains]
-    joins = len(here) < len(plan.engines)
-    workers = sum(count for _, count in here) // split.training.machines
+    engines_beside = [(engine.tp, count) for site, engine, count in plan.engines if site.trains]
+    joins = len(engines_beside) < len(plan.engines)
+    workers = sum(count for _, count in engines_beside) // split.training.machines
     return dataclasses.replace(
         split.training.config(split.job),
-        rollout_tp=here[0][0] if here else plan.engines[0][1].tp,
+        rollout_tp=engines_beside[0][0] if engines_beside else plan.engines[0][1].tp,
         listen=LISTEN if joins else None,
         num_rollout_workers=None if split.colocate else workers,
         colocate=split.colocate or "share",
@@ -103,7 +103,7 @@ def numbers(plan: Plan, planning_s: float) -> dict:
     }  # fmt: skip
 
 
-def picture(plan: Plan, found: dict) -> Iterator[str]:
+def picture(plan: Plan, summary: dict) -> Iterator[str]:
     """The plan for people."""
     split, step_s = plan.split, plan.step_s
     t = split.training
@@ -122,10 +122,10 @@ def picture(plan: Plan, found: dict) -> Iterator[str]:
         bar = "░" * round(WIDTH * update_s / step_s) + "█" * round(WIDTH * seconds / step_s)
         waits = f"waits {max(0.0, 1 - (update_s + seconds) / step_s):.0%}"
         yield f"  {name:7}|{bar:{WIDTH}}| {seconds:.1f} s, {waits}"
-    yield f"  ░ weights by {found['transport']}: {split.update_s:.1f} s"
-    yield f"step     {step_s:.1f} s about, {plan.most_step_s:.1f} at most; {found['tokens_per_s']:.0f} tokens/s"
-    yield f"stale    {split.job.config.async_ratio:g} steps if all places are taken, {found['max_staleness']} at most"
-    costs = [found[f"cost_per_{what}"] for what in ("hour", "step", "million_tokens")]
+    yield f"  ░ weights by {summary['transport']}: {split.update_s:.1f} s"
+    yield f"step     {step_s:.1f} s about, {plan.most_step_s:.1f} at most; {summary['tokens_per_s']:.0f} tokens/s"
+    yield f"stale    {split.job.config.async_ratio:g} steps if all places are taken, {summary['max_staleness']} at most"
+    costs = [summary[f"cost_per_{what}"] for what in ("hour", "step", "million_tokens")]
     yield "cost     {:.2f} an hour, {:.3g} a step, {:.3g} per million trained tokens".format(*costs)
 
 

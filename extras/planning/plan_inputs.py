@@ -80,7 +80,7 @@ def _checked(kind: type, where: str, values: dict):
 
 def lengths_of(run, config: Config, prompt_tokens: float | None) -> Lengths:
     """Lengths of a run's responses, and of its prompts unless they are given."""
-    responses, made = run.events["trajectory"], run.info["config"]
+    responses, options = run.events["trajectory"], run.info["config"]
     if "tokens" not in responses or not (tokens := responses["tokens"]).gt(0).any():
         raise ValueError(
             f"{run.path}/events.jsonl has no response; give a run that has trained, or --lengths"
@@ -88,9 +88,9 @@ def lengths_of(run, config: Config, prompt_tokens: float | None) -> Lengths:
     if (
         prompt_tokens is None
         and "tokens/forward" in run.metrics
-        and made.get("share_prefix") in (None, False, "off")
+        and options.get("share_prefix") in (None, False, "off")
     ):
-        prompts = made["groups_per_step"] * made["group_size"]
+        prompts = options["groups_per_step"] * options["group_size"]
         prompt_tokens = (
             run.metrics["tokens/forward"] - run.metrics["tokens/trained"]
         ).mean() / prompts
@@ -126,14 +126,16 @@ def with_rates(cluster: Cluster, run) -> tuple[Cluster, str]:
         / run.info["world_size"],
         "sampled_tokens_per_s": generated / decoding_s[steps.index].sum() / config.rollout_tp,
     }
-    of = {p: planner.calibrated(job, dataclasses.replace(p, **rates), requests) for p in measured}
-    said = "; ".join(
+    calibrated = {
+        p: planner.calibrated(job, dataclasses.replace(p, **rates), requests) for p in measured
+    }
+    rates_text = "; ".join(
         f"{p.name} has mfu {p.mfu:.3g} and hbm_efficiency {p.hbm_efficiency:.3g}"
-        for p in of.values()
+        for p in calibrated.values()
     )
     return dataclasses.replace(
-        cluster, pools=tuple(of.get(p, p) for p in cluster.pools)
-    ), f"by {run.path} {said}"
+        cluster, pools=tuple(calibrated.get(p, p) for p in cluster.pools)
+    ), f"by {run.path} {rates_text}"
 
 
 def read_lengths(law: str | None, config: Config, prompt_tokens: float | None) -> Lengths:

@@ -638,12 +638,12 @@ def _plan_with_requests(
     return plan if limit_s is None or plan.step_s <= limit_s * (1 + 1e-6) else None
 
 
-def sampled_by(split: Split, chosen: Iterable[tuple[Site, Engine, int]]) -> Plan:
+def sampled_by(split: Split, counts: Iterable[tuple[Site, Engine, int]]) -> Plan:
     """Return the plan with so many of these engines, to which requests go in equal numbers, as far as they fit."""
     room = {(site, engine.tp): engine.requests for site, engine in split.options}
     engines = []
-    requests_left, engines_left = split.job.requests, sum(count for _, _, count in chosen)
-    for site, engine, count in sorted(chosen, key=lambda choice: room[choice[0], choice[1].tp]):
+    requests_left, engines_left = split.job.requests, sum(count for _, _, count in counts)
+    for site, engine, count in sorted(counts, key=lambda choice: room[choice[0], choice[1].tp]):
         requests = min(room[site, engine.tp], requests_left / engines_left)
         requests_left, engines_left = requests_left - count * requests, engines_left - count
         engines.append((site, make_engine(split.job, engine.pool, engine.tp, requests), count))
@@ -670,7 +670,7 @@ def splits(job: Job, cluster: Cluster) -> Iterator[Split]:
             reach = [([], math.inf), (near, cluster.same_kind), (far, cluster.across_kinds)]
             reach.append((sites, min(cluster.same_kind, cluster.across_kinds)))
             for stages in (False, True)[: 1 + (gpus < pool.gpus)]:
-                here = [Site(pool, machines, pool.gpus - gpus, True)] * stages
+                beside = [Site(pool, machines, pool.gpus - gpus, True)] * stages
                 timed = [
                     (training_s(job, cluster, training), training)
                     for training in trainings(job, pool, machines, gpus, stages)
@@ -680,7 +680,10 @@ def splits(job: Job, cluster: Cluster) -> Iterator[Split]:
                 seconds, training = min(timed, key=lambda pair: pair[0])
                 for joined, link in reach:
                     options = tuple(
-                        (s, e) for s in [*here, *joined] for e in engines[s.pool] if e.tp <= s.gpus
+                        (s, e)
+                        for s in [*beside, *joined]
+                        for e in engines[s.pool]
+                        if e.tp <= s.gpus
                     )
                     publish_s = cluster.update_factor * update / link
                     update_s = max(stages * update / pool.gb_per_s, publish_s, load_s(job))

@@ -34,6 +34,7 @@ def replace(new: dict, path: Path) -> None:
     kept = {
         tuple(one[key] for key in ("scenario", "tail", "seed")): one for one in [*read(path), new]
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in kept.values()),
         encoding="utf-8",

@@ -59,14 +59,24 @@ def test_the_papers_example_of_lognormal_lengths():
 # Every split and α
 
 
-def predictions(m, alpha, rollout, training):
-    """A step's seconds at least and at most, as the top of advisor.py has them."""
-    g, t, longest = m.decoding_s / rollout, m.training_s / training, m.response_max_s
-    least = max(g, t, (g + t) / (1 + alpha))
+def least_seconds(generation_s, train_s, tail_s, alpha):
+    """A step's seconds at least; there are 1 + α places for a batch."""
+    return max(generation_s, train_s, (generation_s + train_s + tail_s) / (1 + alpha))
+
+
+def most_seconds(generation_s, train_s, longest_s, alpha):
+    """A step's seconds at most: proposition 2 of the paper, and ours for 0 < α < 1."""
     if alpha == 0:
-        return least, g + longest + t
-    most = max(g + longest / (1 + alpha), t)
-    return least, most if alpha >= 1 else max(most, (g + longest + t) / (1 + alpha))
+        return generation_s + longest_s + train_s
+    most_s = max(generation_s + longest_s / (1 + alpha), train_s)
+    return most_s if alpha >= 1 else max(most_s, (generation_s + longest_s + train_s) / (1 + alpha))
+
+
+def predictions(m, alpha, rollout, training):
+    """A step's seconds at least and at most."""
+    needed = m.decoding_s / rollout, m.training_s / training
+    least_s = least_seconds(*needed, 0.0, alpha)
+    return least_s, most_seconds(*needed, m.response_max_s, alpha)
 
 
 def expected(m, alpha, rollout, training):
@@ -153,8 +163,16 @@ def usual_spans(step):
 
 
 def test_measurements_are_means_without_the_first_quarter_and_without_evaluations():
+    """A device is a core, or a GPU whether it is shared or not."""
+    run = make_run(20, usual_spans)
     workers = tuple(WorkerPlacement(i, None, None, 3, 0.0) for i in range(2))
-    m = measure(make_run(20, usual_spans), CONFIG, Placement((None, None), 2, workers, "shm"))
+    m = measure(run, CONFIG, Placement((None, None), 2, workers, "shm"))
+    alone = tuple(WorkerPlacement(i, 2 + i, None, 1, 0.9) for i in range(3))
+    shared = (WorkerPlacement(0, 0, 0, 1, 0.4),)
+    for ranks, engines, transport in (((0, 1), alone, "shm"), ((0,), shared, "ipc")):
+        g = measure(run, CONFIG, Placement(ranks, 4, engines, transport))
+        assert (g.rollout_devices, g.training_devices) == (len(engines), len(ranks))
+        assert (g.unit, g.is_shared) == ("GPU", engines is shared)
     assert dataclasses.asdict(m) == {
         "async_ratio": 1.0,
         "rollout_devices": 6,
@@ -168,15 +186,6 @@ def test_measurements_are_means_without_the_first_quarter_and_without_evaluation
         "response_max_s": pytest.approx(0.55, abs=0.01),
         "step_s": pytest.approx((5 * 2 + 10 * 1) / 15),
     }
-
-
-def test_a_gpu_is_a_device_whether_shared_or_not():
-    run = make_run(8, usual_spans)
-    own = tuple(WorkerPlacement(i, 2 + i, None, 1, 0.9) for i in range(3))
-    m = measure(run, CONFIG, Placement((0, 1), 4, own, "shm"))
-    assert (m.rollout_devices, m.training_devices, m.unit, m.is_shared) == (3, 2, "GPU", False)
-    shared = measure(run, CONFIG, Placement((0,), 4, (WorkerPlacement(0, 0, 0, 1, 0.4),), "ipc"))
-    assert (shared.rollout_devices, shared.training_devices, shared.is_shared) == (1, 1, True)
 
 
 @pytest.mark.parametrize("case", RUNS["cases"], ids=str)

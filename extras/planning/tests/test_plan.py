@@ -149,14 +149,14 @@ def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(seed, si
     except SystemExit as refused:
         assert "fits on no GPUs" in refused.code or "does not go with" in refused.code
         return
-    trainer, *others = (line["command"] for line in plan["commands"])
+    trainer, *join_commands = (line["command"] for line in plan["commands"])
     config, pools = trainer_config(trainer), read_cluster(path)[0].pools
     check_plan(plan, config)
     nodes, ranks = number_after("--nnodes", trainer, 1), sum(plan["train"].values())
     assert nodes * number_after("--nproc-per-node", trainer, None) == ranks
     check_shares(config, nodes, ranks)
-    assert config == config.checked() and bool(others) == (config.listen is not None)
-    assert all("rollout.py --join HOST0:" in other for other in others)
+    assert config == config.checked() and bool(join_commands) == (config.listen is not None)
+    assert all("rollout.py --join HOST0:" in line for line in join_commands)
     for line in plan["commands"]:
         (pool,) = (pool for pool in pools if line["machines"].endswith(f"× {pool.name}"))
         check_that_it_fits(line["command"], pool, config, shape_of(size), nodes, ranks)

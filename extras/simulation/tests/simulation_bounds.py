@@ -21,7 +21,7 @@ propositions assume, `unmet` says what, and nothing is claimed.
 import statistics
 from dataclasses import dataclass
 
-from extras.simulation.cluster import Case, Outcome
+from extras.simulation.cluster import Outcome
 
 BALANCE = 2.0
 """How many times longer rollout's branch must be than training's, not to count as balanced."""
@@ -34,29 +34,12 @@ class Bound:
     proposition: str
     measured_s: float
     bound_s: float
-    unmet: str
+    unmet: str = ""
     """The assumption that this case does not meet; empty if it meets all."""
 
 
-def unmet_by_rollout(case: Case) -> str:
-    """What list scheduling assumes of rollout and this case does not have; empty if nothing."""
-    config, workload = case.config, case.workload
-    reasons = {
-        "machines differ, come and go": case.cluster.swarm is not None,
-        "responses are placed in advance": config.scheduling == "batch",
-        "the responses of a group take several slots of one worker at once": not config.replicate_prompts,
-        "a filtered group's successor is not there at the start": config.drop_zero_variance,
-        "an episode holds no slot while its environment answers": workload.turns is not None,
-        "responses are suspended at the end of a step": config.over_sampling > 1,
-        "responses are given up": bool(config.extra_groups or config.extra_members),
-        "rewards of one worker wait for each other": workload.reward_s > 0,
-        "results wait for the controller": case.cluster.message_s > 0,
-    }
-    return next((reason for reason, is_so in reasons.items() if is_so), "")
-
-
-def unmet_by_pipeline(outcome: Outcome, generation_s: float, train_s: float) -> str:
-    """What the asynchronous bound assumes besides; empty if nothing."""
+def unmet_assumption(outcome: Outcome, generation_s: float, train_s: float) -> str:
+    """What the asynchronous bound assumes and this run does not have; empty if nothing."""
     config, slots = outcome.case.config, outcome.case.cluster.num_slots
     rollout_s = outcome.numbers["rollout_s"]
     ahead = (config.max_outstanding_groups - config.groups_per_step) * config.group_size
@@ -73,19 +56,18 @@ def check(outcome: Outcome) -> list[Bound]:
     """Every proposition that speaks of such a run."""
     case, steps, numbers = outcome.case, outcome.steps, outcome.numbers
     sync_s, slots, config = case.cluster.sync_s, case.cluster.num_slots, case.config
-    unmet, step_s, train_s = unmet_by_rollout(case), numbers["step_s"], numbers["train_s"]
+    step_s, train_s = numbers["step_s"], numbers["train_s"]
     longest_s = max(max(step.slot_s) for step in steps)
     mean_s = statistics.fmean(s for step in steps for s in step.slot_s)
     rollout_s = config.groups_per_step * config.group_size / slots * mean_s
     if config.async_ratio == 0 and config.publish_delay == 0:
         rollouts = [
-            Bound("1", step.wait_s, sum(step.slot_s) / slots + max(step.slot_s), unmet)
-            for step in steps
+            Bound("1", step.wait_s, sum(step.slot_s) / slots + max(step.slot_s)) for step in steps
         ]
-        return [*rollouts, Bound("2 sync", step_s, rollout_s + train_s + longest_s + sync_s, unmet)]
+        return [*rollouts, Bound("2 sync", step_s, rollout_s + train_s + longest_s + sync_s)]
     generation_s = rollout_s + longest_s / (config.async_ratio + 1)
-    unmet_here = unmet or unmet_by_pipeline(outcome, generation_s, train_s)
+    unmet = unmet_assumption(outcome, generation_s, train_s)
     return [
-        Bound("2 async", step_s, max(generation_s, train_s) + sync_s, unmet_here),
-        Bound("2 async, no overlap", step_s, generation_s + train_s + sync_s, unmet),
+        Bound("2 async", step_s, max(generation_s, train_s) + sync_s, unmet),
+        Bound("2 async, no overlap", step_s, generation_s + train_s + sync_s),
     ]
