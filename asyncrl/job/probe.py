@@ -171,24 +171,21 @@ class EngineCheck:
         self._model_type: str = policy.module.model.config.model_type
         self._has_warned = False
         self._first_version: int | None = None
-        """The version that this start of the run announced first."""
-
-    def note_announced(self, version: int) -> None:
-        """Note that a version is announced."""
-        if self._first_version is None:
-            self._first_version = version
+        """The version that this start of the run compared first."""
 
     def check(self, step: int) -> None:
         """Compare what engines have scored since the last call with the trainer's scores of the same version.
 
         A worker of this node that has other weights is warned of, once. A joined host is shut out.
-        Raises RuntimeError if the first weights that this start of the run announced are wrong.
+        Raises RuntimeError if the first weights that this start of the run compares are wrong.
         """
         node = self._node
         for mismatch in node.probe.compare(node.controller.take_probes()):
             node.run.record(
                 "mismatch", worker=mismatch.worker, version=mismatch.version, **mismatch.metrics()
             )
+            if self._first_version is None:
+                self._first_version = mismatch.version
             if mismatch.is_allowed(self._dtype):
                 continue
             problem = mismatch.describe(self._dtype, self._model_type, node.placement.transport)

@@ -83,7 +83,6 @@ class LeadingPublisher(Publisher):
             evaluates = self.node.restored.evaluates
         evaluates = controller.withdraw() or evaluates
         staged = controller.stage(version, weights)
-        self._engine_check.note_announced(version)
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
         controller.publish(

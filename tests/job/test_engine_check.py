@@ -56,14 +56,11 @@ def check():
         engine_check.check(step)
         return node
 
-    run.announce = engine_check.note_announced
     return run
 
 
 @pytest.mark.parametrize("first", [0, 4])
 def test_first_weights_that_are_wrong_end_the_run_in_one_line(check, first):
-    check.announce(first)
-    check.announce(first + 1)
     check(first + 1, **{f"w0_{first}": 1e-5})
     with pytest.raises(
         RuntimeError, match=rf"^worker 1 .+ at version {first} .+ shm.+qwen3"
@@ -75,7 +72,6 @@ def test_first_weights_that_are_wrong_end_the_run_in_one_line(check, first):
 def test_later_weights_that_are_wrong_are_warned_of_once_and_a_joined_host_is_shut_out(
     check, capsys
 ):
-    check.announce(0)
     node = check(1, w0_0=0.0, w7_0=0.5)
     assert len(node.shut_out) == 1 and not node.texts()
     for step in (2, 3):
