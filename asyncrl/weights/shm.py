@@ -20,9 +20,7 @@ from asyncrl.weights.transport import (
 ALIGNMENT = 64  # bytes, of each parameter
 HEADER_BYTES = 4096  # one page, which begins with the version, int64
 CHECKSUM_EVERY_VERSION_BELOW = 64 << 20
-"""Size in bytes from which a model is checked only every CHECKSUM_INTERVAL versions."""
-CHECKSUM_INTERVAL = 10
-"""Versions. On GPUs, whose updates a checksum would make longer by far, each buffer is checked once."""
+"""Size in bytes from which each buffer is checked once. Checksums would make updates of large models longer by far."""
 NO_CHECKSUM = 0
 
 
@@ -69,7 +67,7 @@ class SharedBuffer:
         self.header, self.payload = memory[:HEADER_BYTES].view(torch.int64), memory[HEADER_BYTES:]
         self.parameters = parameter_views(self.payload, specs)
         """(Hugging Face name, tensor that aliases the buffer) of every parameter."""
-        self.on_gpu, self._is_checked = on_gpu, False
+        self._is_checked = False
         if on_gpu:
             lock_pages(memory)
 
@@ -79,9 +77,8 @@ class SharedBuffer:
 
     def seal(self, version: int) -> int:
         """Say that the payload is complete. Returns its checksum, or NO_CHECKSUM where none is due."""
-        is_next = not self._is_checked if self.on_gpu else version % CHECKSUM_INTERVAL == 0
-        due = is_next or len(self.payload) < CHECKSUM_EVERY_VERSION_BELOW
-        self._is_checked |= due
+        due = not self._is_checked or len(self.payload) < CHECKSUM_EVERY_VERSION_BELOW
+        self._is_checked = True
         self.header[0] = version
         return self.checksum() if due else NO_CHECKSUM
 
