@@ -283,11 +283,12 @@ class Config:
     share_prefix: Annotated[Literal["off", "prompt", "tree"], REPLAY] = "off"
     """What the trainer reads once: a group's prompt, or all that sequences of an update begin with; same gradient."""
     save_memory: Annotated[
-        tuple[Literal["auto", "activations", "optimizer"], ...], RESUME, HOST, REPLAY
+        tuple[Literal["auto", "head", "activations", "optimizer"], ...], RESUME, HOST, REPLAY
     ] = ("auto",)
-    """`activations` keeps only each layer's input for the backward pass, 1/3 more computation; `optimizer` keeps
-    float32 weights, gradients and optimizer state in host memory, 16 bytes per parameter with AdamW; never the
-    gradient. `auto` takes on GPUs what the memory plan needs, smaller micro-batches first."""
+    """`head` gathers embedding and head for each micro-batch anew, and reduces their gradients in each; `activations`
+    keeps only each layer's input for the backward pass, 1/3 more computation; `optimizer` keeps float32 weights,
+    gradients and optimizer state in host memory, 16 bytes per parameter with AdamW; never the gradient. `auto` takes on
+    GPUs what the memory plan needs, `head` and smaller micro-batches first."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What trainer and engine compute in on the CPU, where auto is float32; bfloat16 is fast where it has avx512_bf16
     or amx. GPUs compute in bfloat16. Trained weights, optimizer and log-probs from the logits on are float32 anyway."""

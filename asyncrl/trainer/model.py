@@ -84,7 +84,12 @@ def load_model(
     if is_trained and compiles(config, device):
         compile_layers(layers)
     offload = "optimizer" in config.save_memory
-    shard([*layers, *embedding_apart(model), module], mesh, compute_dtype(config, device), offload)
+    shard(
+        [*layers, *embedding_apart(config, model), module],
+        mesh,
+        compute_dtype(config, device),
+        offload,
+    )
     module.to_empty(device="cpu" if offload else device)
     _move_buffers(model, device)
     adapters = {}
@@ -251,14 +256,16 @@ def compile_layers(layers: list[nn.Module]) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
-def embedding_apart(model: PreTrainedModel) -> list[nn.Module]:
-    """The embedding, which FSDP then gathers and frees by itself; none where it is also the head.
+def embedding_apart(config: Config, model: PreTrainedModel) -> list[nn.Module]:
+    """The embedding, which FSDP then gathers and frees by itself; none without `--save-memory head`, or where it is
+    also the head.
 
     The head stays with what is outside of layers. Its recomputation in the backward pass finds whole weights because
     that group, the root's, is kept gathered, and its gradient is reduced at the very end, when activations are gone.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    return [] if embedding.weight is head.weight else [embedding]
+    is_apart = "head" in config.save_memory and embedding.weight is not head.weight
+    return [embedding] if is_apart else []
 
 
 def shard(

@@ -144,6 +144,8 @@ class Policy(WholeWeights):
             for bundles in padded
         ]
         scores = [self._forward(self.module, batch, raw).logprobs.cpu() for batch in batches]
+        # FSDP keeps the root's weights gathered, for a backward pass that does not come
+        self.module.reshard()
         return scores[: len(microbatches)]
 
     def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
@@ -161,7 +163,7 @@ class Policy(WholeWeights):
         """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out."""
         config = self.config
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
-        scored = module(
+        return module(
             batch.input_ids,
             batch.position_ids,
             batch.sources,
@@ -169,10 +171,6 @@ class Policy(WholeWeights):
             Sampling() if raw else sampling,
             batch.visible_until,
         )
-        if not torch.is_grad_enabled():
-            # FSDP keeps the root's weights gathered, for a backward pass that does not come
-            module.reshard()
-        return scored
 
     def _update(
         self, batches: list[MicroBatch], policy_version: int, progress: float, stats: TokenStats
@@ -191,7 +189,12 @@ class Policy(WholeWeights):
         num_added_before = stats.num_added
         for index, batch in enumerate(batches):
             # Replicas sum their shards' gradients once. To put off the sum within one would keep whole gradients.
-            self.module.set_requires_all_reduce(index == len(batches) - 1)
+            is_last = index == len(batches) - 1
+            self.module.set_requires_all_reduce(is_last)
+            if "head" not in self.config.save_memory:
+                # No layer's computation hides what the root exchanges: embedding and head do so once.
+                self.module.set_requires_gradient_sync(is_last, recurse=False)
+                self.module.set_reshard_after_backward(is_last, recurse=False)
             per_token_loss = self._per_token_loss(batch, progress, update, stats)
             weights = token_weights(batch.lengths, totals, self.config)
             summed = (per_token_loss * weights).sum()
@@ -282,15 +285,14 @@ class Policy(WholeWeights):
         num_weights = self.config.replicas * sum(parameter.numel() for parameter in parameters)
         self.optimizer.zero_grad()
         self.num_updates += 1
-        if self.device.type == "cuda":
-            # costs no overlap: the next thing the host does is to read a sum
-            torch.cuda.synchronize(self.device)
+        # To read the sum waits for the device, too.
+        changed_weights = float(self._sum_over_ranks(num_changed)) / num_weights
         self.clock.enter("forward_backward")
         return {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
-            "changed_weights": float(self._sum_over_ranks(num_changed)) / num_weights,
+            "changed_weights": changed_weights,
         }
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -330,4 +332,5 @@ def load_policy(
     reference = module if config.kl_coef > 0 else None
     if reference is not None and not config.lora_rank:
         reference = load_model(config, model_path, mesh, device, is_trained=False)
+        reference.set_reshard_after_forward(True)
     return Policy(config, model_path, module, reference, loss, device, clock or TrainerClock())

@@ -137,8 +137,14 @@ def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: in
     backward = _pass_items(config, shape, num_ranks)
     if "optimizer" in config.save_memory:
         return backward
-    trained_bytes = 4 * trained_parameters(config, shape) / num_shards
-    return [Item("gradients", trained_bytes, "4 B per trained weight, over the ranks"), *backward]
+    sharded = trained_parameters(config, shape) - whole_gradients(config, shape)
+    how = f"{sharded / 1e6:.0f} M weights / {num_shards} ranks × 4 B"
+    return [Item("gradients", 4 * sharded / num_shards, how), *backward]
+
+
+def whole_gradients(config: Config, shape: ModelShape) -> int:
+    """Parameters whose gradients a rank keeps whole until an update's last micro-batch: of embedding and head."""
+    return 0 if "head" in config.save_memory or config.lora_rank else shape.root_parameters
 
 
 def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
@@ -166,8 +172,14 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
         f"{tokens} tokens, and 10 B × its parameters",
     )
     how = f"{tokens} tokens × {shape.num_layers} layers × {of_layer} B, estimated"
+    root = Item("head and its gradient", 2 * head, "2 × 2 B × the largest parameter")
+    if "head" not in config.save_memory:
+        # beside its gradient in this micro-batch the sum of those before
+        kept_bytes = 2 * shape.root_parameters + 4 * whole_gradients(config, shape) + head
+        how_root = f"{shape.root_parameters / 1e6:.0f} M parameters, 2 B, and 4 B of gradients"
+        root = Item("embedding and head", kept_bytes, how_root)
     items = [
-        Item("head and its gradient", 2 * head, "2 × 2 B × the largest parameter"),
+        root,
         Item("activations", tokens * shape.num_layers * of_layer, how),
         max(in_head, in_layer, key=lambda item: item.num_bytes),
     ]
@@ -182,8 +194,8 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
 def ways_to_fit(config: Config) -> list[Config]:
     """The options, where --save-memory is auto with all that saves memory, the least costly first.
 
-    Those are smaller micro-batches; weights staged in host memory, where --weight-sync is auto, too; recomputation; and
-    the optimizer in host memory.
+    Those are embedding and head that each micro-batch gathers; smaller micro-batches; weights staged in host memory,
+    where --weight-sync is auto, too; recomputation; and the optimizer in host memory.
     """
     if "auto" not in config.save_memory:
         return [config]
@@ -192,8 +204,10 @@ def ways_to_fit(config: Config) -> list[Config]:
         (config.weight_sync, "shm" if config.weight_sync == "auto" else config.weight_sync)
     )
     return [
-        replace(config, save_memory=save, weight_sync=sync, max_tokens_per_microbatch=tokens)
-        for save, sync, tokens in itertools.product(savings, syncs, budgets(config))
+        replace(config, save_memory=head + save, weight_sync=sync, max_tokens_per_microbatch=tokens)
+        for save, sync, tokens, head in itertools.product(
+            savings, syncs, budgets(config), ((), ("head",))
+        )
     ]
 
 
@@ -454,7 +468,8 @@ def _refusal(config: Config, gpu: Gpu, lines: list[str], short: float) -> str:
 
 
 def _ways_out(config: Config) -> str:
-    ways = ["--save-memory optimizer activations"] if len(set(config.save_memory)) < 2 else []
+    is_saving = {"head", "activations", "optimizer"} <= set(config.save_memory)
+    ways = [] if is_saving else ["--save-memory head activations optimizer"]
     ways += [
         "a lower --max-tokens-per-microbatch",
         "a lower --max-running-requests",

@@ -8,7 +8,8 @@ One GPU may do both in turns. Any GPU may stay idle.
 Seconds of a step; g of generation, u of the weight update, t of training, α the async_ratio:
 
     step    about least_step_s(g + u, t, α, tail), at most most_step_s(g + u, t, L·d, α); tail is (L − R)·d with b = 1
-    t       max(F/(ranks·C), micro-batches·exchanges within a replica) + exchange among replicas + AdamW + publication
+    t       max(F/(ranks·C), micro-batches·exchanges of layers) + exchanges of embedding and head, which no layer's
+            computation hides, once an update or in each micro-batch + exchange among replicas + AdamW + publication
     F       2 FLOPs per weight, token and pass, a backward pass being two, and attention's half squares
     C, m    FLOP/s and bytes/s that a GPU reaches: those of its data sheet × mfu, less in short passes; × hbm_efficiency
     D       FLOP/s that a GPU reaches while it decodes
@@ -58,7 +59,11 @@ LOAD_S = 1.5e-3
 """Seconds in which vLLM loads one weight of a model's files; the next ones are on their way meanwhile."""
 TPS = (1, 2, 4, 8)
 """GPUs of an engine to choose from."""
-SAVINGS = ((), ("activations",), ("optimizer",), ("activations", "optimizer"))
+SAVINGS = tuple(
+    itertools.chain(
+        *(itertools.combinations(("head", "activations", "optimizer"), n) for n in range(4))
+    )
+)
 SHEETS, QUANTILES = Path(__file__).with_name("gpu_sheets.toml"), 2000
 FINE, GAP = 32, 1e-4
 """Which part of the number of engines lies between two numbers that are tried beside the best; how far from the best a
@@ -263,21 +268,25 @@ def training_s(job: Job, cluster: Cluster, t: Training) -> float:
     replica_link = (
         pool.gb_per_s if t.machines == 1 else min(across, cluster.same_kind / min(t.gpus, t.shards))
     )
-    shard_s = (
-        (weights * (job.extra_passes + 2) + 4 * trained) * (1 - 1 / t.shards) / (shard_link * 1e9)
-    )
+    byte_s = (1 - 1 / t.shards) / (shard_link * 1e9)
+    root, passes = 2 * job.shape.root_parameters, job.extra_passes
+    root_gradients = 0 if config.lora_rank else 2 * root
+    layers_s = byte_s * ((weights - root) * (passes + 2) + 4 * trained - root_gradients)
     replica_s = 2 * 4 * trained / t.shards * (1 - t.shards / t.ranks) / (replica_link * 1e9)
     count = config.minibatches * math.ceil(
         job.read_tokens / (t.ranks * config.minibatches * t.microbatch)
     )
+    exchanges, root_passes = count, passes
+    if "head" not in t.save_memory:  # the reference alone, a second model, gathers more
+        exchanges, root_passes = config.minibatches, config.kl_coef > 0 and not config.lora_rank
+    root_s = byte_s * (exchanges * (root + root_gradients) + count * root_passes * root)
     adamw_s = config.minibatches * ADAMW_BYTES * trained / t.shards / pool.hbm_bytes_per_s
     # for each pass shards come from the host, float32, and gradients go there
     if "optimizer" in t.save_memory:
         moved = 12 * count * job.shape.num_parameters + config.minibatches * ADAMW_BYTES * trained
         adamw_s = moved / t.shards / HOST_BYTES_PER_S
-    publish_s = weights * (1 - 1 / t.shards) / (shard_link * 1e9)
-    replicas_s = config.minibatches * replica_s
-    return max(compute_s(job, t), count * shard_s) + replicas_s + adamw_s + publish_s
+    replicas_s, publish_s = config.minibatches * replica_s, weights * byte_s
+    return max(compute_s(job, t), count * layers_s) + root_s + replicas_s + adamw_s + publish_s
 
 
 def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> Iterator[Training]:

@@ -32,6 +32,7 @@ AS_IT_IS = {"compile": False}
 OPTIONS = {
     "plain": AS_IT_IS,
     "large_chunks": AS_IT_IS,
+    "head": AS_IT_IS | {"save_memory": ("head",)},
     "activations": AS_IT_IS | {"save_memory": ("activations",)},
     "optimizer": AS_IT_IS | {"save_memory": ("optimizer",)},
     "default": {},

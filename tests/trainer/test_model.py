@@ -60,15 +60,16 @@ def test_offload_keeps_weights_gradients_and_adamw_state_in_host_memory_and_floa
             assert tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
-def test_the_embedding_is_gathered_by_itself_unless_it_is_the_head_which_stays_whole_for_the_backward_pass(
-    model,
+@pytest.mark.parametrize("save_memory", [(), ("head",)])
+def test_the_embedding_is_gathered_by_itself_to_save_memory_and_the_head_stays_whole_for_the_backward_pass(
+    model, save_memory
 ):
-    policy = load(make_config(model))
+    policy = load(make_config(model, save_memory=save_memory))
     inner = policy.module.model
     parts = {name for name, part in policy.module.named_modules() if isinstance(part, FSDPModule)}
     layers = {"model.model.layers.0", "model.model.layers.1"}
-    apart = set() if inner.config.tie_word_embeddings else {"model.model.embed_tokens"}
-    assert parts == {"", *layers, *apart}
+    is_apart = save_memory and not inner.config.tie_word_embeddings
+    assert parts == {"", *layers, *["model.model.embed_tokens"] * bool(is_apart)}
     logprobs, *_ = policy.module(*inputs_of(random_sequences(3)))
     is_sharded = []
     inner.lm_head.register_forward_pre_hook(

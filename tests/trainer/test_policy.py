@@ -1,6 +1,7 @@
 """A step of the policy is the step of the definition in tests/plain_trainer.py, however it is packed and sharded."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from plain_trainer import PlainTrainer, assert_is_step, check_step, randomize, record_gradients
 from ranks import run_group
 from tiny_policy import (
+    VOCAB,
+    assert_same_gradient,
     grouped_sequences,
     load,
     make_config,
@@ -29,7 +32,7 @@ from asyncrl.trainer.attention import varlen_bounds
 from asyncrl.trainer.batch import make_updates
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.lag_stats import TokenStats
-from asyncrl.trainer.packing import bundle
+from asyncrl.trainer.packing import bundle, with_equal_counts
 from asyncrl.trainer.policy import Policy
 from extras import gae
 
@@ -273,7 +276,7 @@ ON_TWO_RANKS = {
     },
     "prompts, all saved": {
         "share_prefix": "prompt",
-        "save_memory": ("activations", "optimizer"),
+        "save_memory": ("head", "activations", "optimizer"),
         "loss_aggregation": "sequence_mean",
     },
     "trees": {"share_prefix": "tree", "loss_aggregation": "constant"},
@@ -338,6 +341,65 @@ def test_two_ranks_make_the_step_of_the_definition(two_ranks, tied, name):
         assert (saved_share > 0.1) == (config.share_prefix != "off")
         if config.replicas > 1:
             assert num_microbatches > 2 and num_sums == num_parts
+
+
+class Exchanged(TorchDispatchMode):
+    """Counts what is gathered and what is reduced, by its kind and number of elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "_allgather_base" in str(function):
+            self.counts["gathered", args[0].numel()] += 1
+        if "_reduce_scatter_base" in str(function):
+            self.counts["reduced", args[1].numel()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def exchange_on_two_ranks(rank, configs):
+    """Make a step by each config. Return its gradients, what was exchanged, and the number of micro-batches."""
+    found = []
+    for config in configs:
+        policy = load(config)
+        gradients = record_gradients(policy)
+        updates = minibatches_of(grouped_sequences(6, 4), config)
+        share = distribute(updates, 2, 40)[rank]
+        num_microbatches = sum(map(len, with_equal_counts(share)))
+        with Exchanged() as exchanged:
+            policy.train_step(share, VERSION)
+        found.append((gradients, exchanged.counts, num_microbatches))
+    return found
+
+
+def test_embedding_and_head_are_gathered_and_reduced_once_an_update_or_to_save_memory_in_each_micro_batch(
+    untied,
+):
+    """The first update begins with what the pass for proximal log-probs has gathered.
+
+    Gradients are the same, within 1e-6 of the largest at equal weights, and layers exchange the same.
+    """
+    saves = [(), ("head",)]
+    configs = [make_config(untied, minibatches=2, save_memory=save) for save in saves]
+    for found in run_group(exchange_on_two_ranks, 2, configs):
+        (gradients, kept, num_microbatches), (expected, apart, _) = found
+        assert num_microbatches > 4
+        for error, gradient, wanted in zip((1e-6, 1e-5), gradients, expected, strict=True):
+            assert_same_gradient(gradient, wanted, error)
+        embedding, head = VOCAB * 64, VOCAB * 64 + 64  # and the last norm
+        root = Counter({("gathered", embedding + head): 2, ("reduced", embedding + head): 2})
+        parts = Counter(
+            {
+                ("gathered", embedding): 3 * num_microbatches,
+                ("reduced", embedding): num_microbatches,
+                ("gathered", head): num_microbatches,
+                ("reduced", head): num_microbatches,
+            }
+        )
+        assert root <= kept and parts <= apart
+        layers = kept - root
+        assert len(layers) == 2 and layers == apart - parts
 
 
 class Gathered(TorchDispatchMode):

@@ -36,7 +36,7 @@ from scripts.qwen3_shapes import qwen3_config
 
 LONG = {"max_prompt_tokens": 512, "max_response_tokens": 2048}
 LESS = {"save_memory": ("activations",)}
-LEAST = {"save_memory": ("activations", "optimizer")}
+LEAST = {"save_memory": ("head", "activations", "optimizer")}
 ASLEEP = {"colocate": "sleep", "async_ratio": 0.0}
 CONTEXT_AND_GRAPHS = 2.2 * GIB
 
@@ -119,7 +119,10 @@ def test_an_engine_that_shares_a_gpu_gets_its_cache_or_what_is_left_and_no_more(
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_the_weights_are_counted_as_the_formulas_of_their_bytes(shards):
-    """float32 weight and two moments; a float32 gradient; a bfloat16 staging buffer that ranks do not divide."""
+    """float32 weight and two moments; a float32 gradient; a bfloat16 staging buffer that ranks do not divide.
+
+    Unless memory is saved, ranks do not divide the gradient of embedding and head.
+    """
     shape = shape_of("1.7b")
     parameters = shape.num_parameters
 
@@ -132,8 +135,11 @@ def test_the_weights_are_counted_as_the_formulas_of_their_bytes(shards):
         "reference model": 2 * parameters / shards,
         "staging buffer": 2 * parameters,
     }
-    gradients = bytes_of(step_items(Config(), shape, 4, shards))["gradients"]
-    assert gradients == 4 * parameters / shards
+    root = shape.root_parameters
+    for save, whole in (("head",), 0), ((), root):
+        items = bytes_of(step_items(Config(save_memory=save), shape, 4, shards))
+        assert items["gradients"] == 4 * (parameters - whole) / shards
+    assert items["embedding and head"] == 6 * root + 2 * shape.largest_parameter
     offloaded = Config(**LEAST, kl_coef=0.1)
     assert bytes_of(resident_items(offloaded, shape, shards, False)) == beside
     assert "gradients" not in bytes_of(step_items(offloaded, shape, 4, shards))

@@ -219,8 +219,8 @@ def test_plans_are_the_best_of_all_on_small_random_clusters(seeds):
 
 
 def seconds_of_training(j, c, t):
-    """t: passes, or exchanges within a replica if they take longer; one among replicas an update; AdamW; and the
-    gathering to publish."""
+    """t: passes, or exchanges of layers if they take longer; those of embedding and head, once an update or in each
+    micro-batch; one among replicas an update; AdamW; and the gathering to publish."""
     config, model, link_s = j.config, j.shape, 1 / (t.pool.gb_per_s * 1e9)
     prompts = 32 if config.share_prefix == "off" else 8
     squares = 32 * (300**2 + 500**2 + 1000**2) / 3
@@ -238,8 +238,10 @@ def seconds_of_training(j, c, t):
     # a ring passes on all but one's own part; each byte of a shard, of the gradients of all replicas
     across_s = max(link_s, 1 / (c.same_kind * 1e9))
     shard_s = link_s if t.shards <= t.gpus else across_s
-    gather_s = 2 * model.num_parameters * (1 - 1 / t.shards) * shard_s
-    reduce_s, replicas_s = 4 * trained * (1 - 1 / t.shards) * shard_s, 0.0
+    others_s = (1 - 1 / t.shards) * shard_s
+    root, reduced = model.root_parameters, 0 if config.lora_rank else model.root_parameters
+    gather_s = 2 * (model.num_parameters - root) * others_s
+    reduce_s, replicas_s = 4 * (trained - reduced) * others_s, 0.0
     if t.ranks > t.shards:
         shared_s = min(t.gpus, t.shards) / (c.same_kind * 1e9)
         replica_s = link_s if t.machines == 1 else max(across_s, shared_s)
@@ -248,6 +250,12 @@ def seconds_of_training(j, c, t):
     budget = t.ranks * t.microbatch
     count = config.minibatches * math.ceil(read / config.minibatches / budget)
     moved_s = count * ((2 + scored) * gather_s + reduce_s)
+    root_s = (2 * root + 4 * reduced) * others_s
+    if "head" in t.save_memory:
+        root_s = count * (root_s + scored * 2 * root * others_s)
+    else:
+        root_s *= config.minibatches
+        root_s += count * (config.kl_coef > 0 and config.lora_rank == 0) * 2 * root * others_s
     adamw_s = (
         config.minibatches
         * 28
@@ -258,7 +266,8 @@ def seconds_of_training(j, c, t):
     if "optimizer" in t.save_memory:
         host = 12 * count * model.num_parameters + config.minibatches * 28 * trained
         adamw_s = host / t.shards / 16e9
-    return max(compute_s, moved_s) + replicas_s + adamw_s + gather_s
+    publish_s = 2 * model.num_parameters * others_s
+    return max(compute_s, moved_s) + root_s + replicas_s + adamw_s + publish_s
 
 
 CONTEXT = 100 + (200**2 + 400**2 + 900**2) / (200 + 400 + 900) / 2
