@@ -1,5 +1,7 @@
 """Advantages of a whole step, its updates, and shares of ranks that are about equal."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from trajectories import make_group as make_trajectories
@@ -9,7 +11,9 @@ from algos import ADVANTAGES
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import AdvantageOptions, Config
 from asyncrl.records import Group
-from asyncrl.trainer.batch import make_updates
+from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.trainer.batch import deal, make_updates
+from asyncrl.trainer.dealing import distribute
 
 OTHER_NODE = [(50.0, 100, 0), (10.0, 100, 0), (7.0, 101, 0), (3.0, 101, 0)]
 """Rewards, group ids and lags of another node."""
@@ -87,6 +91,32 @@ def test_an_estimator_gets_the_lag_of_the_oldest_token_of_each_response(monkeypa
     monkeypatch.setitem(ADVANTAGES, "lag", lambda lags: lags.double())
     (update,) = updates_of([Group(0, tuple(members))], step=10, advantage="lag")
     assert [sequence.advantage for sequence in update] == [2.0, 0.0]
+
+
+class UnsentShares(Cluster):
+    """The leader of a node of two ranks, which keeps all shares."""
+
+    def scatter_on_node(self, shares):
+        return shares
+
+
+def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_deal():
+    config = Config(
+        groups_per_step=8, group_size=2, minibatches=2, max_prompt_tokens=2, max_response_tokens=10,
+        max_tokens_per_microbatch=12, share_prefix="prompt",
+    )  # fmt: skip
+    groups = [
+        Group(i, tuple(make_trajectory(i, member, (0,) * (i + 1)) for member in range(2)))
+        for i in range(8)
+    ]
+    module = SimpleNamespace(cost=max, layout="row_each")
+    policy = SimpleNamespace(config=config, clock=TrainerClock(), module=module)
+    cluster = UnsentShares(ranks_of_nodes=((0, 1),))
+    shares = deal(groups, 3, policy, cluster)
+    updates = make_updates(groups, config, cluster, 3)
+    assert repr(shares) == repr(distribute(updates, 2, 12, "prompt", max, "row_each"))
+    assert policy.clock.take().spans[-1][0] == "gather"
+    assert deal(None, 3, policy, cluster) is None
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
