@@ -1,58 +1,19 @@
-import dataclasses
 import re
 
-import numpy as np
 import pytest
-from trajectories import make_trajectory
+from trajectories import make_group
 
-from asyncrl.records import Group
 from asyncrl.runlog.manifest import weights_sha256
+from asyncrl.runlog.plain import encode
 from extras.recording import batch_path, read_batch, write_batch
 
-
-def random_batch(num_groups=3, group_size=4):
-    """Groups whose ids are neither sorted nor adjacent, of trajectories with every field its own."""
-    rng = np.random.default_rng(0)
-    return [
-        Group(i, tuple(random_trajectory(rng, i, member) for member in range(group_size)))
-        for i in rng.permutation(100)[:num_groups].tolist()
-    ]
-
-
-def random_trajectory(rng, group_id, member):
-    versions = rng.integers(0, 1000, size=rng.integers(1, 9)).tolist()
-    logprobs = rng.normal(size=len(versions) + 1).astype(np.float32)
-    logprobs[:1] = rng.choice([np.nan, -0.0, 1e-45, -np.inf, 0.1])
-    return dataclasses.replace(
-        make_trajectory(group_id, member, versions, rng.choice(["stop", "length"]).item()),
-        tokens=rng.integers(0, 1 << 40, len(versions) + 1),
-        behavior_logprobs=logprobs,
-        reward=rng.normal(),
-        num_turns=int(rng.integers(1, 9)),
-        started_at=1.7e9 + rng.random(),
-        worker=int(rng.integers(8)),
-    )
-
-
-def fields_of(groups):
-    """Every field of every trajectory with its type, group by group."""
-    return [
-        (group.group_id, [list(map(exact, vars(t).items())) for t in group.trajectories])
-        for group in groups
-    ]
-
-
-def exact(field):
-    name, value = field
-    if isinstance(value, np.ndarray):
-        return name, value.dtype, value.shape, value.tobytes()
-    return name, type(value), value
+GROUPS = [make_group(7, (0.1, float("nan"))), make_group(2, (1.0, -0.0))]
 
 
 def test_what_is_read_is_what_was_written_bit_by_bit_and_in_order(tmp_path):
-    groups, path = random_batch(), batch_path(tmp_path, 12)
-    write_batch(path, 12, groups)
-    assert fields_of(read_batch(path, 12)) == fields_of(groups)
+    path = batch_path(tmp_path, 12)
+    write_batch(path, 12, GROUPS)
+    assert encode(read_batch(path, 12)) == encode(GROUPS)
     assert [file.name for file in path.parent.iterdir()] == ["step_000012.msgpack"]
 
 
@@ -60,7 +21,7 @@ def test_a_batch_that_cannot_be_written_whole_is_not_there(tmp_path):
     path = batch_path(tmp_path, 1)
     path.with_suffix(".tmp").mkdir(parents=True)  # no file can be opened there
     with pytest.raises(OSError):
-        write_batch(path, 1, random_batch())
+        write_batch(path, 1, GROUPS)
     assert not path.exists()
 
 
@@ -80,7 +41,7 @@ def test_a_file_that_is_no_batch_or_another_steps_or_another_versions_is_refused
     tmp_path, spoil, message
 ):
     path = tmp_path / "batch"
-    write_batch(path, 3, random_batch())
+    write_batch(path, 3, GROUPS)
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(ValueError, match=rf"^[^\n]*{message}[^\n]*$"):
         read_batch(path, 4)

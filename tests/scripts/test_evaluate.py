@@ -7,16 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from asyncrl.controller.evaluation import Evaluation
-from asyncrl.tasks import encode, load_task
-from asyncrl.weights.models import load_tokenizer
 from scripts.evaluate import choose_options, describe
 
 ROOT = Path(__file__).parents[2]
-NUM_PROBLEMS = 24
 
 
 def test_passes_are_counted_by_problem_and_a_failed_response_is_wrong():
@@ -53,29 +48,13 @@ def test_the_newest_checkpoint_of_a_run_is_sampled_as_the_run_samples(tmp_path):
     assert (config.temperature, config.eval_problems, config.algo) == (0.7, 9, "grpo")
 
 
-def greedy_accuracy():
-    """Share of held-out problems that the tiny model answers by its likeliest tokens, by transformers alone."""
-    config = choose_options("tiny", [])
-    folder = str(ROOT / "data" / "tiny" / "addition")
-    task, tokenizer = load_task("addition", 0), load_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    num_right = 0
-    for problem in task.eval_problems(NUM_PROBLEMS):
-        prompt = torch.tensor([encode(config, task, tokenizer, problem)])
-        tokens = model.generate(prompt, do_sample=False, max_new_tokens=config.max_response_tokens)[
-            0, prompt.shape[1] :
-        ]
-        response = tokenizer.decode(tokens, skip_special_tokens=True)
-        num_right += task.score(problem.answer, response) >= 1
-    return num_right / NUM_PROBLEMS
-
-
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_cold_samples_of_the_real_engine_pass_where_greedy_answers_of_transformers_do():
+def test_cold_samples_of_the_real_engine_pass_all_or_none_as_often_as_the_tiny_model_can():
+    """tests/data/test_tiny.py has how often its likeliest tokens are right."""
     command = [sys.executable, ROOT / "scripts" / "evaluate.py", "tiny", "--eval-samples", "3"]
-    command += ["--eval-problems", str(NUM_PROBLEMS), "--temperature", "0.01"]
+    command += ["--eval-problems", "24", "--temperature", "0.01"]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
-    found = dict(re.findall(r"^(mean reward|pass@\d) +(\d\.\d+)", output.stdout, re.MULTILINE))
-    assert set(found) == {"mean reward", "pass@1", "pass@3"}
-    assert {float(value) for value in found.values()} == {round(greedy_accuracy(), 3)}
+    rates = dict(re.findall(r"^(mean reward|pass@\d) +(\d\.\d+)", output.stdout, re.MULTILINE))
+    assert set(rates) == {"mean reward", "pass@1", "pass@3"}
+    assert len({*rates.values()}) == 1 and float(rates["pass@1"]) >= 0.85

@@ -75,8 +75,6 @@ LIES = {
     },
     "versions 4 … 4": late,
     "a time of": lambda t: {"turns": ((t.started_at, t.ended_at + 60, t.ended_at + 60),)},
-    "2 parts of a reward": lambda t: {"reward_parts": {"a": float("nan"), "b": 1.0}},
-    "a reward of": lambda t: {"reward": float("inf")},
 }
 
 

@@ -100,36 +100,31 @@ def outcomes(j, c):
             if not times_s:
                 continue
             train_s = min(times_s)
-            sites = [(q, q.count - machines * (q is p)) for q in c.pools]
-            sites = [(q, count) for q, count in sites if count]
-            for num in range(len(sites) + 1):
-                for joined in itertools.combinations(sites, num):
-                    update_s = max(1.5e-3 * j.shape.num_tensors, stages * weights / p.gb_per_s)
-                    for q, _ in joined:
-                        link = c.same_kind if q.gpu == p.gpu else c.across_kinds
-                        update_s = max(update_s, 5 * weights / link)
-                    near_counts = [
-                        ((p, tp), machines * n)
-                        for tp in tps
-                        for n in range(1, (p.gpus - gpus) // tp * stages + 1)
-                    ]
-                    far_counts = [
-                        [((q, tp), n) for tp in tps for n in range(1, count * (q.gpus // tp) + 1)]
-                        for q, count in joined
-                    ]
-                    for sampling in itertools.product(
-                        [None, *near_counts], *([None, *numbers] for numbers in far_counts)
-                    ):
-                        engines = Counter()
-                        for kind, count in filter(None, sampling):
-                            engines[kind] += count
-                        rate = 0 < engines.total() <= j.requests and rate_of(j, engines)
-                        if not rate:
-                            continue
-                        busy_s = j.tokens / rate + update_s
-                        step_s = seconds_of_step(j, busy_s, train_s, engines, j.config.async_ratio)
-                        used = sum(q.price_per_hour * tp * n for (q, tp), n in engines.items())
-                        yield step_s, used + machines * gpus * p.price_per_hour
+            near_counts = [
+                ((p, tp), machines * n)
+                for tp in tps
+                for n in range(1, (p.gpus - gpus) // tp * stages + 1)
+            ]
+            far_counts = []
+            for q in c.pools:
+                count = q.count - machines * (q is p)
+                numbers = {tp: count * (q.gpus // tp) for tp in tps}
+                far_counts.append([((q, tp), n) for tp in tps for n in range(1, numbers[tp] + 1)])
+            all_counts = ([None, *counts] for counts in (near_counts, *far_counts))
+            for near, *far in itertools.product(*all_counts):
+                update_s = max(1.5e-3 * j.shape.num_tensors, stages * weights / p.gb_per_s)
+                engines = Counter(dict(filter(None, [near])))
+                for (q, tp), count in filter(None, far):
+                    link = c.same_kind if q.gpu == p.gpu else c.across_kinds
+                    update_s = max(update_s, 5 * weights / link)
+                    engines[q, tp] += count
+                rate = 0 < engines.total() <= j.requests and rate_of(j, engines)
+                if not rate:
+                    continue
+                busy_s = j.tokens / rate + update_s
+                step_s = seconds_of_step(j, busy_s, train_s, engines, j.config.async_ratio)
+                used = sum(q.price_per_hour * tp * n for (q, tp), n in engines.items())
+                yield step_s, used + machines * gpus * p.price_per_hour
 
 
 def shared_outcomes(j, c):

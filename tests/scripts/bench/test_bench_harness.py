@@ -1,7 +1,6 @@
 """The harness: turns, records, tables. Every bench once, tiny, and its stored page from its stored records."""
 
 import json
-import random
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -9,11 +8,10 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from scripts.bench import harness, rollout, trees
-from scripts.bench.harness import Arguments, Bench, Case, Column
+from scripts.bench.harness import Arguments, Bench, Case
 from scripts.lines import read
 
 MADE = {
@@ -72,20 +70,6 @@ def test_arms_take_turns_and_a_bench_resumes_and_what_other_makers_measured_is_r
     assert race.run(2)[0][4:6] == ["b", "a"], "what failed is measured again"
     _, records = race.run(1, MADE | {"commit": "another"})
     assert records == [("a", 0, 2.0), ("b", 0, 2.0)]
-
-
-def test_cells_are_medians_and_extremes_of_a_row_and_of_its_ratios_to_the_first():
-    rng = random.Random(0)
-    rows = {row: [{"s": rng.uniform(1, 9)} for _ in range(5)] for row in ("slow", "fast")}
-    rows["fast"].append({"s": None})
-    column = Column("s", "ms", ".0f", 1000, better=-1, against="times faster")
-    lines = harness.table("arm", rows, [column, Column("other", "nothing")])
-    assert lines[0] == "| arm | n | ms | times faster | nothing |"
-    first, last = (np.array([r["s"] for r in records[:5]]) for records in rows.values())
-    low, median, high = np.percentile(last, [0, 50, 100]) * 1000
-    gains, gain = first / last, np.median(first) / np.median(last)
-    shown = f"{median:.0f} [{low:.0f}–{high:.0f}], n = 5 | {gain:.2f} [{gains.min():.2f}–{gains.max():.2f}]"
-    assert lines[3] == f"| fast | 6 | {shown} | – |"
 
 
 def test_a_page_names_what_made_the_records(race, monkeypatch):

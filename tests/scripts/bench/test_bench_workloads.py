@@ -3,35 +3,17 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from scipy import stats
 from trajectories import make_trajectory
 
 from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
-from asyncrl.tasks import load_task
 from data.problem import Problem
 from extras.baselines import BaselineTickets
 from scripts.bench import rollout, trees, workloads
 from scripts.bench.harness import ROOT, rounds
 from scripts.bench.workloads import WORKLOADS
 from scripts.lines import read
-
-
-def test_forced_lengths_follow_their_law():
-    tail = WORKLOADS["tail"]
-    lengths = np.array([tail.length(seed) for seed in range(4000)])
-    assert (lengths.min(), lengths.max()) == (1, tail.max_response_tokens)
-    law = stats.lognorm(tail.sigma, scale=tail.median_tokens)
-    jitter = np.random.default_rng(0).uniform(-0.5, 0.5, len(lengths))  # they are rounded
-    is_inside = (lengths > 1) & (lengths < tail.max_response_tokens)
-    below, above = law.cdf([1.5, tail.max_response_tokens - 0.5])
-    fitted = stats.ks_1samp(
-        (lengths + jitter)[is_inside], lambda x: (law.cdf(x) - below) / (above - below)
-    )
-    assert fitted.pvalue > 0.01
-    assert {WORKLOADS["turns"].length(seed) for seed in range(20)} == {4}
 
 
 def test_one_request_for_a_group_has_the_lengths_of_its_members_tickets():
@@ -94,14 +76,3 @@ def test_a_round_whose_gradients_differ_or_vanish_has_no_page(norms, case, is_ac
     expected = nullcontext() if is_accepted else pytest.raises(RuntimeError, match="must agree")
     with expected:
         list(trees.tables(records))
-
-
-def test_rows_have_five_answered_problems_before_the_question_others_or_the_same(tmp_path):
-    same, other = (
-        read(trees.write_rows(tmp_path / f"{name}-sums.jsonl")) for name in ("same", "other")
-    )
-    problems = [load_task("sums:one_digit", 0).train_problem(i) for i in range(6)]
-    shown = " ".join(f"{p.prompt} {p.answer}" for p in problems[:5])
-    assert same[0] == {"prompt": f"{shown} {problems[5].prompt}", "answer": problems[5].answer}
-    assert all(row["prompt"].startswith(shown) for row in same)
-    assert len({row["prompt"].rpartition(" What")[0] for row in other}) > 200
