@@ -1,0 +1,57 @@
+"""An environment of the package verifiers with a tool. It runs where the package is installed.
+
+pip install --target FOLDER verifiers==0.3.1
+PYTHONPATH=FOLDER pytest extras/agents/tests/test_verifiers_task.py
+"""
+
+import json
+import re
+
+import pytest
+from test_agents import WITH_TOOLS, Room
+
+from extras.agents import verifiers_task
+from extras.agents.runners import Coroutines
+
+
+def calculate(prompt):
+    """Call the tool, and repeat what it gives."""
+    results = re.findall(r"<tool>(?:Observation:\s*)?([\d.]+)", prompt)
+    if not results:
+        return '<tool_call>{"name": "multiply", "arguments": {"a": 17, "b": 3}}</tool_call>'
+    return f"The result is {results[-1]}."
+
+
+ENVIRONMENT = '''
+import verifiers as vf
+from datasets import Dataset
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers."""
+    return a * b
+
+def right(completion, answer) -> float:
+    return float(answer in completion[-1].content)
+
+def load_environment(count: int = 1):
+    question = {"role": "user", "content": "What is 17 times 3?"}
+    rows = Dataset.from_list([{"prompt": [question], "answer": "51"}] * count)
+    rubric = vf.Rubric(funcs=[right])
+    return vf.ToolEnv(dataset=rows, tools=[multiply], rubric=rubric, max_turns=4)
+'''
+
+
+def test_an_environment_of_verifiers_with_a_tool_gives_its_rows_and_rewards(tmp_path, monkeypatch):
+    pytest.importorskip("verifiers")
+    (tmp_path / "times_three.py").write_text(ENVIRONMENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = "verifiers:times-three"
+    environment = verifiers_task.load_environment(task, ["count=3"])
+    rows = verifiers_task.splits_of(environment)["train"]
+    assert len(rows) == 3
+    sizes = {"max_prompt_tokens": 20_000, "max_response_tokens": 2_000}
+    room = Room(calculate, template=WITH_TOOLS, tool_parser="hermes", **sizes)
+    agent = Coroutines(task, verifiers_task.make_agent(task, []))
+    (trajectory,) = room.run(agent, answer=json.dumps(rows[0]))
+    assert trajectory.reward == 1.0, trajectory.failure
+    assert trajectory.num_turns == 2 and len(trajectory.segment_lengths) == 1
