@@ -1,8 +1,8 @@
 """Every option of a run, declared once: its type, default, unit, range, and who may change it.
 
 Every field says its unit; symbols in parentheses are those of ROLL Flash (arXiv 2510.11345). The command line and its
-help, resumes, joined hosts, nodes and replays read the annotations (OPTIONS). The generators below OPTIONS say what
-values exclude each other.
+help, resumes, joined hosts, nodes and replays read the annotations (OPTIONS). RULES say what values exclude each
+other, and so do those of the optional systems in use.
 """
 
 import dataclasses
@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
+
+from asyncrl import extras
 
 
 class May(enum.Enum):
@@ -351,10 +353,25 @@ class Config:
     def checked(self) -> "Config":
         """Return the config, or raise ValueError: one line with what was given, what is allowed and what to change."""
         Config.from_dict(self.as_dict(), strict=True)
-        for is_broken, mistake in RULES:
-            if is_broken(self):
-                raise ValueError(mistake.format(c=self))
+        modules = [extras.load(option) for option, is_used in self._extras.items() if is_used]
+        for rules in (RULES, *(getattr(module, "RULES", ()) for module in modules)):
+            for is_broken, mistake in rules:
+                if is_broken(self):
+                    raise ValueError(mistake.format(c=self))
         return self
+
+    @property
+    def _extras(self) -> dict[str, Any]:
+        """Whether each option that only an optional system knows is used, by its name in asyncrl/extras.py."""
+        return {
+            "--scheduling": self.is_baseline,
+            "--listen": self.listen,
+            "--lora-rank": self.lora_rank,
+            "--advantage gae": self.advantage == "gae",
+            "--optim.balance": self.optim.balance,
+            "--record": self.record,
+            "--wandb": self.wandb != "disabled",
+        }
 
     def changed(self, values: dict[str, Any]) -> "Config":
         """Return the config with other values of options, by their names in OPTIONS."""
@@ -524,7 +541,9 @@ def options_for(may: May) -> list[Option]:
     return [option for option in OPTIONS.values() if may in option.may]
 
 
-RULES: list[tuple[Callable[[Config], bool], str]] = [
+Rule = tuple[Callable[[Config], bool], str]
+"""Whether options break a rule, and what is said then; `c` is the config."""
+RULES: list[Rule] = [
     (
         lambda c: c.groups_per_step % c.minibatches > 0,
         "--groups-per-step {c.groups_per_step} is not a multiple of --minibatches {c.minibatches}; change one of the "
@@ -563,11 +582,6 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
         "change one of the two",
     ),
     (
-        lambda c: c.optim.balance > 0 and c.share_prefix != "off",
-        "--optim.balance {c.optim.balance:g} balances experts within a sequence, and --share-prefix {c.share_prefix} "
-        "reads several as one; change one of the two",
-    ),
-    (
         lambda c: c.group_size == 1 and c.drop_zero_variance,
         "--drop-zero-variance does not go with --group-size 1: every group would be dropped; change one of the "
         "two",
@@ -589,16 +603,6 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
         "--reward does not go with --task {c.task}: an environment gives its own rewards; change one of the two",
     ),
     (
-        lambda c: c.is_agent and c.scheduling != "queue",
-        "--scheduling {c.scheduling} makes environments wait for each other, and an agent waits for none; use "
-        "--scheduling queue",
-    ),
-    (
-        lambda c: c.scheduling == "batch" and c.extra_members > 0,
-        "--extra-members {c.extra_members} gives up the slowest responses, and --scheduling batch waits for all; "
-        "change one of the two",
-    ),
-    (
         lambda c: c.stale_policy == "gate" and c.extra_groups > 0,
         "--extra-groups {c.extra_groups} gives up the slowest groups, and --stale-policy gate gives up none; "
         "change one of the two",
@@ -607,27 +611,6 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
         lambda c: c.async_ratio == 0 and c.swarm.refresh_lag > 0,
         "--swarm.refresh-lag {c.swarm.refresh_lag} lets a host be behind, and --async-ratio 0 trains on-policy; "
         "change one of the two",
-    ),
-    # One request of several responses can be neither resumed nor left early.
-    (
-        lambda c: not c.replicate_prompts and c.on_update in ("resume", "restart"),
-        "--no-replicate-prompts makes one request of all responses of a group, and --on-update {c.on_update} "
-        "takes them up one by one; change one of the two",
-    ),
-    (
-        lambda c: not c.replicate_prompts and c.is_multi_turn,
-        "--no-replicate-prompts makes one request of all responses of a group, and --task {c.task} has several "
-        "turns; change one of the two",
-    ),
-    (
-        lambda c: not c.replicate_prompts and c.extra_members > 0,
-        "--no-replicate-prompts makes one request of all responses of a group, and --extra-members "
-        "{c.extra_members} gives up some; change one of the two",
-    ),
-    (
-        lambda c: not c.replicate_prompts and c.group_size > c.max_running_requests,
-        "--no-replicate-prompts makes one request of all responses of a group: --max-running-requests "
-        "{c.max_running_requests} must be at least --group-size {c.group_size}; change one of the two",
     ),
     (
         lambda c: c.colocate == "sleep" and c.async_ratio > 0,
@@ -655,11 +638,6 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
         "suspends none; change one of the two",
     ),
     (
-        lambda c: c.over_sampling > 1 and c.scheduling == "batch",
-        "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --scheduling batch "
-        "leaves none running; change one of the two",
-    ),
-    (
         lambda c: c.over_sampling > 1 and c.stale_policy == "gate",
         "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --stale-policy "
         "gate does not bound how often; change one of the two",
@@ -671,23 +649,8 @@ RULES: list[tuple[Callable[[Config], bool], str]] = [
         f"--over-sampling {{c.over_sampling:g}} would suspend the last responses {{c.max_suspensions}} times, and "
         f"at most {MAX_RESUMES} are allowed; lower it, or use --stale-policy drop",
     ),
-    (
-        lambda c: c.listen is not None and c.colocate == "sleep",
-        "--listen {c.listen} lets remote hosts join, and --colocate sleep is for one GPU that trainer and engine "
-        "share; change one of the two",
-    ),
-    (
-        lambda c: c.listen is not None and c.scheduling != "queue",
-        "--listen {c.listen} lets remote hosts join, and --scheduling {c.scheduling} is a baseline for one host; "
-        "change one of the two",
-    ),
-    (
-        lambda c: c.num_rollout_workers == 0 and c.weight_sync != "auto",
-        "--weight-sync {c.weight_sync} does not go with --num-rollout-workers 0: remote hosts pull the weights; "
-        "change one of the two",
-    ),
 ]
-"""Whether options break a rule, and what is said then; `c` is the config."""
+"""Those of the core. An optional system has `RULES` of its own, which hold where its option is used."""
 
 
 def read_arguments(

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from asyncrl.config import Rule
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.dispatcher import Dispatcher
 from asyncrl.controller.tickets import TicketSource
@@ -23,6 +24,50 @@ from asyncrl.engine.proxy import LLMProxy
 from asyncrl.messages import HoldReason
 from asyncrl.records import Completion, Ticket
 from rollout import RolloutWorker
+
+RULES: list[Rule] = [
+    (
+        lambda c: c.is_agent and c.scheduling != "queue",
+        "--scheduling {c.scheduling} makes environments wait for each other, and an agent waits for none; use "
+        "--scheduling queue",
+    ),
+    (
+        lambda c: c.scheduling == "batch" and c.extra_members > 0,
+        "--extra-members {c.extra_members} gives up the slowest responses, and --scheduling batch waits for all; "
+        "change one of the two",
+    ),
+    # One request of several responses can be neither resumed nor left early.
+    (
+        lambda c: not c.replicate_prompts and c.on_update in ("resume", "restart"),
+        "--no-replicate-prompts makes one request of all responses of a group, and --on-update {c.on_update} "
+        "takes them up one by one; change one of the two",
+    ),
+    (
+        lambda c: not c.replicate_prompts and c.is_multi_turn,
+        "--no-replicate-prompts makes one request of all responses of a group, and --task {c.task} has several "
+        "turns; change one of the two",
+    ),
+    (
+        lambda c: not c.replicate_prompts and c.extra_members > 0,
+        "--no-replicate-prompts makes one request of all responses of a group, and --extra-members "
+        "{c.extra_members} gives up some; change one of the two",
+    ),
+    (
+        lambda c: not c.replicate_prompts and c.group_size > c.max_running_requests,
+        "--no-replicate-prompts makes one request of all responses of a group: --max-running-requests "
+        "{c.max_running_requests} must be at least --group-size {c.group_size}; change one of the two",
+    ),
+    (
+        lambda c: c.over_sampling > 1 and c.scheduling == "batch",
+        "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --scheduling batch "
+        "leaves none running; change one of the two",
+    ),
+    (
+        lambda c: c.listen is not None and c.scheduling != "queue",
+        "--listen {c.listen} lets remote hosts join, and --scheduling {c.scheduling} is a baseline for one host; "
+        "change one of the two",
+    ),
+]
 
 # Messages
 

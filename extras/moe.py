@@ -16,11 +16,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from asyncrl.config import Config
+from asyncrl.config import Config, Rule
 from asyncrl.trainer.packing import MicroBatch
 
 _GIVE_CHANCES = ("Gemma4TextRouter",)
 """Routers that return a softmax. The others return what one is made of."""
+RULES: list[Rule] = [
+    (
+        lambda c: c.optim.balance > 0 and c.share_prefix != "off",
+        "--optim.balance {c.optim.balance:g} balances experts within a sequence, and --share-prefix {c.share_prefix} "
+        "reads several as one; change one of the two",
+    ),
+]
 
 
 class Routing:

@@ -225,18 +225,6 @@ def check(config: Config) -> None:
     if config.reward or not config.is_multi_turn:
         load_score(config.task, config.reward)
     user_code.files(user_code.texts_of(config))
-    needs = {
-        "--scheduling": config.is_baseline,
-        "--listen": config.listen,
-        "--lora-rank": config.lora_rank,
-        "--advantage gae": config.advantage == "gae",
-        "--optim.balance": config.optim.balance,
-        "--record": config.record,
-        "--wandb": config.wandb != "disabled",
-    }
-    for option, is_used in needs.items():
-        if is_used:
-            extras.load(option)
 
 
 def option_texts(kind: type) -> list[tuple[str, str, str]]:

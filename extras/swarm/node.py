@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-from asyncrl.config import Config
+from asyncrl.config import Config, Rule
 from asyncrl.controller.workers import Workers
 from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
@@ -15,6 +15,19 @@ from extras.swarm.controller import SwarmController
 from extras.swarm.remote import SwarmWorkers
 from extras.swarm.swarm import listen
 from extras.swarm.verify import Verifier
+
+RULES: list[Rule] = [
+    (
+        lambda c: c.listen is not None and c.colocate == "sleep",
+        "--listen {c.listen} lets remote hosts join, and --colocate sleep is for one GPU that trainer and engine "
+        "share; change one of the two",
+    ),
+    (
+        lambda c: c.num_rollout_workers == 0 and c.weight_sync != "auto",
+        "--weight-sync {c.weight_sync} does not go with --num-rollout-workers 0: remote hosts pull the weights; "
+        "change one of the two",
+    ),
+]
 
 
 class SwarmNode:
