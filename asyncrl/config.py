@@ -284,6 +284,8 @@ class Config:
     """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
     share_prefix: Annotated[Literal["off", "prompt", "tree"], REPLAY] = "off"
     """What the trainer reads once: a group's prompt, or all that sequences of an update begin with; same gradient."""
+    router_replay: Annotated[bool, REPLAY] = False
+    """Route each token of a mixture of experts to those that the engine chose for it (R3, extras/router_replay)."""
     save_memory: Annotated[
         tuple[Literal["auto", "head", "activations", "optimizer"], ...], RESUME, HOST, REPLAY
     ] = ("auto",)
@@ -369,6 +371,7 @@ class Config:
             "--lora-rank": self.lora_rank,
             "--advantage gae": self.advantage == "gae",
             "--optim.balance": self.optim.balance,
+            "--router-replay": self.router_replay,
             "--record": self.record,
             "--wandb": self.wandb != "disabled",
         }

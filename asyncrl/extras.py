@@ -17,6 +17,7 @@ MODULES = {
     "--lora-rank": "extras.lora",
     "--advantage gae": "extras.gae",
     "--optim.balance": "extras.moe",
+    "--router-replay": "extras.router_replay.option",
     "--record": "extras.recording",
     "--wandb": "extras.wandb_mirror",
     "--task agent": "extras.agents.worker",

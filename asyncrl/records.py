@@ -26,6 +26,9 @@ class Completion:
     """[R] int32, steps; as in Trajectory."""
     finish_reason: FinishReason
     """Why it has ended; `aborted` if more of it can be sampled."""
+    experts: np.ndarray | None = None
+    """[P + R − 1, layers, k] uint8 or uint16, the experts of the prompt's P tokens and of all its own but the last.
+    They are those of the engine's keys and values when it sampled the last token; None without --router-replay."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class Trajectory:
     segment_lengths: tuple[int, ...] = ()
     """Tokens of each segment of an agent's trajectory; the fields above have them joined. Empty for other tasks: all
     tokens are one segment. A generated token is on the loss mask of one segment only."""
+    experts: np.ndarray | None = None
+    """[T − 1, layers, k] uint8 or uint16, those of the last completion; None without --router-replay."""
 
     @property
     def is_evaluation(self) -> bool:

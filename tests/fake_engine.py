@@ -55,6 +55,7 @@ class SamplingEngine:
             finish_reason=reason,
             logprobs=SimpleNamespace(logprobs=logprobs),
             weight_versions=spans,
+            routed_experts=None,
         )
         yield SimpleNamespace(finished=True, outputs=[output])
 

@@ -41,6 +41,7 @@ class Request:
             np.concatenate([np.zeros(0, np.float32), *logprobs]),
             np.concatenate([np.zeros(0, np.int32), *versions]),
             finish_reason,
+            self.segments[-1].experts if self.segments else None,
         )
 
 
@@ -54,4 +55,5 @@ def read_completion(output) -> Completion:
         raise RuntimeError(f"the engine ended a request with {output.finish_reason!r}")
     tokens = list(output.token_ids)
     logprobs = np.array(output.logprobs.logprobs if tokens else [], dtype=np.float32)
-    return Completion(tokens, logprobs, token_versions(output), reasons[output.finish_reason])
+    reason = reasons[output.finish_reason]
+    return Completion(tokens, logprobs, token_versions(output), reason, output.routed_experts)

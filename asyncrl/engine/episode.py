@@ -159,4 +159,5 @@ class Episode:
             ended_at=time.time(),
             worker=worker,
             turns=tuple(self._times),
+            experts=self.turns[-1][1].experts if self.turns else None,
         )

@@ -398,6 +398,8 @@ def _check_model(config: Config, model_path: str, device: str) -> None:
     model = read_config(model_path, config.share_prefix != "off")
     if config.optim.balance:
         extras.load("--optim.balance").check(config, model)
+    if config.router_replay:
+        extras.load("--router-replay").check(model)
     in_float32 = device == "cpu" and config.dtype != "bfloat16"
     if in_float32 and model.model_type in BFLOAT16_ON_CPU:
         raise ValueError(

@@ -10,7 +10,7 @@ import math
 import msgspec
 import numpy as np
 
-DTYPES = ("<i8", "|b1", "<f4", "<i4")
+DTYPES = ("<i8", "|b1", "<f4", "<i4", "|u1", "<u2")
 """Of the arrays in records; arrays of any other are refused."""
 
 

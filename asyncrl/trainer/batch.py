@@ -71,6 +71,7 @@ def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
             advantage,
             trajectory.reward,
             trajectory.group_id,
+            trajectory.experts,
         )
         for segment in trajectory.segments
     ]

@@ -45,6 +45,8 @@ class TrainSequence:
     """Reward that the task gave."""
     group_id: int | None = None
     """Group whose sequences may share their prompt; None shares none."""
+    experts: np.ndarray | None = None
+    """As in Trajectory."""
 
     @classmethod
     def to_score(cls, tokens: np.ndarray, loss_mask: np.ndarray) -> "TrainSequence":

@@ -333,4 +333,5 @@ def load_policy(
     if reference is not None and not config.lora_rank:
         reference = load_model(config, model_path, mesh, device, is_trained=False)
         reference.set_reshard_after_forward(True)
-    return Policy(config, model_path, module, reference, loss, device, clock or TrainerClock())
+    kind = extras.load("--router-replay").policy_class() if config.router_replay else Policy
+    return kind(config, model_path, module, reference, loss, device, clock or TrainerClock())

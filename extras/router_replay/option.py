@@ -1,0 +1,65 @@
+"""What `--router-replay` changes where the core asks: the check of a model, the engine, and the policy.
+
+Importing this costs nothing; the engine's part imports vllm, and the trainer's transformers.
+"""
+
+from typing import TYPE_CHECKING
+
+from asyncrl.config import Rule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from asyncrl.trainer.policy import Policy
+
+FAMILIES = ("flex_olmo", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Models whose routers take the likeliest experts of a softmax, and that are packed or read one a row.
+
+Others choose by a sigmoid, a bias or groups, or mix experts with recurrent layers, for which vLLM keeps no prefix on a
+CPU."""
+
+
+RULES: list[Rule] = [
+    (
+        lambda c: c.share_prefix != "off",
+        "--router-replay has the experts of each response, and --share-prefix {c.share_prefix} reads a prefix of "
+        "several once; change one of the two",
+    ),
+    (
+        lambda c: c.on_update == "recompute",
+        "--router-replay needs the experts of all keys, and with --on-update recompute vLLM returns those of new "
+        "tokens alone; use --on-update keep, resume, restart or wait",
+    ),
+    (
+        lambda c: c.listen is not None,
+        "--router-replay needs engines of the run itself, and --listen {c.listen} lets hosts sample whose experts "
+        "nobody checks; change one of the two",
+    ),
+    (
+        lambda c: c.is_agent,
+        "--router-replay has the experts of one sequence, and --task {c.task} makes several; change one of the two",
+    ),
+]
+
+
+def check(hf_config: "PreTrainedConfig") -> None:
+    """Raise ValueError, in one line, for a model whose routers are not known."""
+    if hf_config.model_type not in FAMILIES:
+        raise ValueError(
+            f"--router-replay knows the routers of {', '.join(FAMILIES)}, and a {hf_config.model_type} has others or "
+            "none; leave it out, or take another --model"
+        )
+
+
+def engine_options(on_cpu: bool) -> dict:
+    """Return vLLM's engine arguments; called in the process that starts the engine."""
+    from extras.router_replay import engine
+
+    return engine.engine_options(on_cpu)
+
+
+def policy_class() -> type["Policy"]:
+    """Return the class of a policy that replays."""
+    from extras.router_replay.policy import ReplayingPolicy
+
+    return ReplayingPolicy

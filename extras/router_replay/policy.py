@@ -1,0 +1,163 @@
+"""The trainer's side of router replay: gates that weigh, with live weights, the experts which the engine chose.
+
+Rollout routing replay (R3), Ma et al., «Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
+Routers», arXiv 2510.11370. For logits z of a router, the recorded experts I and a router that
+normalises over the chosen ones, expert i has the weight
+
+    exp(z_i) / Σ_{j ∈ I} exp(z_j)        and without normalising        exp(z_i) / Σ_j exp(z_j)
+
+so the gradient flows through the softmax into the router, and into no choice. A frozen reference replays too: its KL
+then compares weights and not choices.
+
+Not replayed is what the engine has no experts for: the last token of a sequence, which predicts nothing, padding, and
+what is scored without being trained on, as the probe.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from asyncrl.trainer.logprobs import Scored, TokenLogprobs
+from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence, Updates
+from asyncrl.trainer.policy import Policy
+
+NOT_RECORDED = -1
+"""In place of an expert: the router chooses itself."""
+
+
+@dataclass(frozen=True)
+class RoutedMicroBatch(MicroBatch):
+    """A micro-batch with the experts of its tokens."""
+
+    experts: Tensor | None = None
+    """[R·L, layers, k] int16; NOT_RECORDED for tokens without a record."""
+
+
+class Replay:
+    """The routers of a model, which take recorded experts where there are any."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Hook the routers of a causal LM of a family that option.py lists."""
+        router_class = model.base_model._can_record_outputs["router_logits"].target_class
+        self._routers = {
+            int(re.search(r"layers\.(\d+)\.", name)[1]): module
+            for name, module in model.named_modules()
+            if isinstance(module, router_class)
+        }
+        device = next(model.parameters()).device
+        for router in self._routers.values():
+            router.recorded = None
+            router.counts = torch.zeros(2, dtype=torch.int64, device=device)
+            router.register_forward_hook(choose)
+
+    def take(self, experts: Tensor | None) -> None:
+        """Let the next passes take these experts, [R·L, layers, k] int16, or with None their routers' own."""
+        for layer, router in self._routers.items():
+            router.recorded = None if experts is None else experts[:, layer]
+
+    def take_counts(self) -> Tensor:
+        """Return how many recorded experts a router would not have chosen, and how many were replayed: [2] int64.
+
+        Counted are the passes with gradient since the last call.
+        """
+        counts = sum(router.counts for router in self._routers.values()).clone()
+        for router in self._routers.values():
+            router.counts.zero_()
+        return counts
+
+
+def choose(router: nn.Module, inputs: tuple, output: tuple) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return logits [tokens, E], weights [tokens, k] and experts [tokens, k] with the recorded experts, if any.
+
+    `output` is what a router of transformers returns: the same with its own choice.
+    """
+    if router.recorded is None:
+        return None
+    logits, own_weights, own_experts = output
+    is_recorded = router.recorded != NOT_RECORDED
+    experts = torch.where(is_recorded, router.recorded.to(own_experts.dtype), own_experts)
+    if getattr(router, "norm_topk_prob", True):
+        weights = logits.gather(1, experts).softmax(dim=-1, dtype=torch.float32)
+    else:
+        weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, experts)
+    if torch.is_grad_enabled():
+        is_new = (experts[:, :, None] != own_experts[:, None, :]).all(dim=-1)
+        router.counts += torch.stack([is_new.sum(), is_recorded.sum()])
+    return logits, weights.to(own_weights.dtype), experts
+
+
+class ReplayingPolicy(Policy):
+    """A policy whose passes over a step's sequences replay their experts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        modules = {self.module, self.reference or self.module}
+        self._replays = {module: Replay(module.model) for module in modules}
+
+    def train_step(self, updates: Updates, policy_version: int) -> dict[str, float]:
+        """Make the updates of a step, as Policy does; collective.
+
+        Also returns `experts/rerouted`, the share of the recorded experts that the trainer's own routers would not have
+        chosen, and `experts/recorded_mib`, the size of the step's record, MiB.
+        """
+        metrics = super().train_step(updates, policy_version)
+        sequences = [
+            bundle.sequences[0] for update in updates for batch in update for bundle in batch
+        ]
+        size = sum(sequence.experts.nbytes for sequence in sequences if sequence.num_trained)
+        counts = self._replays[self.module].take_counts()
+        sums = self._sum_over_ranks(torch.cat([counts, counts.new_tensor([size])]))
+        num_new, num_replayed, size = sums.tolist()
+        return metrics | {
+            "experts/rerouted": num_new / num_replayed,
+            "experts/recorded_mib": size / 2**20,
+        }
+
+    def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
+        batch = super()._pack(bundles, policy_version)
+        config = self.module.model.config
+        experts = place_experts(
+            [bundle.sequences[0] for bundle in bundles],
+            batch,
+            config.num_hidden_layers,
+            config.num_experts_per_tok,
+        )
+        return RoutedMicroBatch(**vars(batch), experts=experts.to(self.device))
+
+    def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> Scored:
+        is_routed = isinstance(batch, RoutedMicroBatch)
+        self._replays[module].take(batch.experts if is_routed else None)
+        return super()._forward(module, batch, raw)
+
+
+def place_experts(
+    sequences: list[TrainSequence], batch: MicroBatch, num_layers: int, top_k: int
+) -> Tensor:
+    """Return the experts of a micro-batch, [R·L, layers, k] int16, each sequence where `pack` has put its tokens.
+
+    Sequences without a trained token change nothing, and are left out.
+    Raises ValueError for a sequence without a record, and RuntimeError for a record that does not fit it.
+    """
+    experts = np.full((batch.input_ids.numel(), num_layers, top_k), NOT_RECORDED, np.int16)
+    sources = batch.sources.tolist()
+    num_before = 0
+    for sequence in sequences:
+        if not sequence.num_trained:
+            continue
+        if sequence.experts is None:
+            raise ValueError(
+                "--router-replay got a response without experts: its batch was sampled without the option; leave it out"
+            )
+        shape = (len(sequence.tokens) - 1, num_layers, top_k)
+        if sequence.experts.shape != shape:
+            raise RuntimeError(
+                f"the engine returned experts {sequence.experts.shape} for {len(sequence.tokens)} tokens, not {shape}"
+            )
+        # what predicts the first trained token stands just before it
+        start = sources[num_before] + 1 - int(sequence.loss_mask.argmax())
+        experts[start : start + len(sequence.experts)] = sequence.experts
+        num_before += sequence.num_trained
+    return torch.from_numpy(experts)

@@ -1,0 +1,115 @@
+"""The experts that a real engine returns are those of its log-probs: a trainer that replays them has the same ones."""
+
+import numpy as np
+import pytest
+import torch
+from engine_pair import PROMPT, start_pair
+from tiny_policy import VOCAB, make_config, save_tiny_family
+
+from asyncrl.records import Completion
+from asyncrl.runlog.plain import decode, encode
+from asyncrl.trainer.packing import TrainSequence, bundle
+
+LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 300).tolist())
+"""Two whole blocks of the prefix cache and a part of the third."""
+
+
+FAMILIES = (
+    "qwen3_moe",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "gpt_oss")),
+)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory):
+    path = save_tiny_family(request.param, str(tmp_path_factory.mktemp(request.param)))
+    config = make_config(path, router_replay=True, max_prompt_tokens=310)
+    with start_pair(config) as pair:
+        yield pair
+
+
+def routed_sequence(prompt, response, experts):
+    """A sequence of which the response is scored."""
+    tokens = np.array([*prompt, *response])
+    unused = np.zeros(len(tokens), np.int32)
+    mask = np.arange(len(tokens)) >= len(prompt)
+    return TrainSequence(tokens, mask, unused, unused, experts=experts)
+
+
+def replayed(pair, prompt, response, experts):
+    """[R] nats, the trainer's log-probs of a response with these experts, behind another sequence in its row."""
+    short = routed_sequence([3], [4, 5, 6], np.full((3, 2, 2), [0, 1], np.uint8))
+    sequences = [routed_sequence(prompt, response, experts), short]
+    batch = pair.policy._pack(bundle(sequences), 0)
+    with torch.no_grad():
+        logprobs = pair.policy._forward(pair.policy.module, batch).logprobs
+    pair.policy.module.reshard()
+    return logprobs[: len(response)].numpy()
+
+
+def own_choice(pair, tokens):
+    """[T, layers, k], sorted: the experts that the trainer's routers choose by themselves."""
+    chosen = []
+    routers = [m for name, m in pair.policy.module.named_modules() if hasattr(m, "recorded")]
+    hooks = [
+        r.register_forward_hook(lambda m, i, output: chosen.append(output[2])) for r in routers
+    ]
+    pair.trainer_logprobs(tokens[:1], tokens[1:])
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, dim=1).sort(dim=-1).values.numpy()
+
+
+def test_the_trainer_has_the_engines_log_probs_with_the_engines_experts_and_no_others(pair):
+    """Also where the prompt comes from the prefix cache, which keeps the experts of its blocks."""
+    for prompt in (PROMPT, LONG_PROMPT, LONG_PROMPT):
+        completion = pair.generate("one", prompt)
+        experts, response = completion.experts, completion.tokens
+        assert experts.dtype == np.uint8
+        assert experts.shape == (len(prompt) + len(response) - 1, 2, 2)
+        found = replayed(pair, prompt, response, experts)
+        assert np.abs(found - completion.behavior_logprobs).mean() < 1e-5
+        others = (experts + 1) % 4
+        assert np.abs(replayed(pair, prompt, response, others) - found).mean() > 0.1
+
+
+def test_a_response_that_is_saved_and_continued_has_the_experts_of_all_its_tokens(pair):
+    """As a checkpoint keeps what is in flight."""
+    whole = pair.generate("whole")
+    size = len(whole.tokens) // 2
+    columns = (whole.tokens[:size], whole.behavior_logprobs[:size], whole.policy_versions[:size])
+    cut = Completion(*columns, "aborted", whole.experts[: len(PROMPT) + size - 1])
+    saved = decode(Completion, encode(cut))
+    assert saved.experts.dtype == np.uint8 and (saved.experts == cut.experts).all()
+    again = pair.run(pair.proxy.generate("again", PROMPT, 1, prefix=saved))
+    assert again.tokens[:size] == cut.tokens
+    assert len(again.experts) == len(PROMPT) + len(again.tokens) - 1
+    is_other = np.sort(again.experts[: len(cut.experts)]) != np.sort(cut.experts)
+    assert not is_other.any()
+
+
+@pytest.mark.parametrize("on_update", ["keep", "resume"])
+def test_of_an_interrupted_response_the_experts_are_those_of_the_keys_it_ended_with(
+    pair, on_update
+):
+    """With `keep` those that each token was computed with, else all by the weights of the last version."""
+    with pair.options(on_update=on_update):
+        completions, weights = pair.generate_through_updates()
+    num_interrupted = 0
+    for completion in completions:
+        versions = completion.policy_versions
+        if versions[0] == versions[-1]:
+            continue
+        num_interrupted += 1
+        tokens = [*PROMPT, *completion.tokens]
+        assert len(completion.experts) == len(tokens) - 1
+        version, end = versions[-1], len(tokens) - 1
+        if on_update == "keep":
+            version, end = versions[0], len(PROMPT) + (versions == versions[0]).sum() - 1
+        now = pair.weights()
+        pair.restore(weights[version])
+        expected = own_choice(pair, tokens)[:end]
+        pair.restore(now)
+        is_other = (np.sort(completion.experts[:end]) != expected).any(axis=-1)
+        assert is_other.mean() < 0.01, is_other.mean()  # rounding decides between equal logits
+    assert num_interrupted > 4

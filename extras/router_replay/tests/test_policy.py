@@ -1,0 +1,138 @@
+"""The trainer's gates with recorded experts, against a plain model whose routers weigh them by definition."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from plain_trainer import PlainTrainer, check_step, randomize
+from tiny_policy import load, make_config, random_sequences, save_tiny_family
+
+from asyncrl.config import OptimOptions
+from asyncrl.trainer.dealing import distribute
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+NUM_EXPERTS, TOP_K, NUM_LAYERS = 4, 2, 2
+ROUTERS = ("mlp.gate", "mlp.router")
+
+
+def with_experts(sequences, seed=0):
+    """The sequences with random experts for each of their tokens but the last."""
+    rng = np.random.default_rng(seed)
+    routed = []
+    for sequence in sequences:
+        scores = rng.random((len(sequence.tokens) - 1, NUM_LAYERS, NUM_EXPERTS))
+        experts = scores.argsort(axis=-1)[..., :TOP_K].astype(np.uint8)
+        routed.append(replace(sequence, experts=experts))
+    return routed
+
+
+class PlainReplay(PlainTrainer):
+    """The oracle of the trainer, which reads each sequence alone, with each router as equations have it."""
+
+    def __init__(self, policy):
+        super().__init__(policy)
+        self.num_new, self.num_recorded = 0, 0
+        for model in (self.model, self.reference):
+            for name, module in model.named_modules():
+                if name.endswith(ROUTERS):
+                    layer = int(re.search(r"layers\.(\d+)", name)[1])
+                    self.replace_choice(module, layer, is_counted=model is self.model)
+
+    def replace_choice(self, router, layer, is_counted):
+        own_choice = router.forward
+        normalises = getattr(router, "norm_topk_prob", True)
+
+        def choose(hidden):
+            logits, weights, experts = own_choice(hidden)
+            rows, chosen = [], experts.tolist()
+            for token, recorded in enumerate(self.experts[:, layer].tolist()):
+                chances = logits[token].double().exp()
+                total = chances[recorded].sum() if normalises else chances.sum()
+                rows.append(chances[recorded] / total)
+                if is_counted and torch.is_grad_enabled():
+                    self.num_new += len({*recorded} - {*chosen[token]})
+                    self.num_recorded += TOP_K
+                chosen[token] = recorded
+            rows = torch.cat([torch.stack(rows).to(weights.dtype), weights[-1:]])
+            return logits, rows, torch.tensor(chosen)
+
+        router.forward = choose
+
+    def read(self, sequences, model=None, raw=False):
+        parts = []
+        for sequence in sequences:
+            self.experts = sequence.experts
+            parts.append(super().read([sequence], model, raw))
+        return [torch.cat(columns) for columns in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "family_options", "options"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": False}, {"kl_coef": 0.3}),
+        ("qwen3_moe", {"norm_topk_prob": True}, {"save_memory": ("activations",), "lora_rank": 3}),
+        ("mixtral", {}, {"save_memory": ("activations",), "minibatches": 2}),
+        ("gpt_oss", {}, {"optim": OptimOptions(epochs=2)}),
+        ("olmoe", {}, {"algo": "gspo"}),
+    ],
+)
+def test_a_step_is_that_of_a_plain_model_whose_routers_weigh_the_recorded_experts(
+    family, family_options, options, tmp_path
+):
+    path = save_tiny_family(family, str(tmp_path), **family_options)
+    policy = load(make_config(path, router_replay=True, **options))
+    randomize(policy)
+    updates = [
+        with_experts(random_sequences(9, seed), seed) for seed in range(policy.config.minibatches)
+    ]
+    (untrained,) = random_sequences(1, seed=7)
+    updates[0].append(replace(untrained, loss_mask=np.zeros_like(untrained.loss_mask)))
+    oracle = PlainReplay(policy)
+    expected = oracle.train_step(updates, 11)
+    metrics = []
+    step = policy.train_step
+    policy.train_step = lambda *arguments: metrics.append(step(*arguments)) or metrics[0]
+    check_step(policy, updates, 40, 11, expected)
+    assert metrics[0]["experts/rerouted"] == pytest.approx(oracle.num_new / oracle.num_recorded)
+    size = sum(s.experts.nbytes for update in updates for s in update if s.experts is not None)
+    assert metrics[0]["experts/recorded_mib"] == pytest.approx(size / 2**20)
+
+
+def test_what_is_scored_without_a_record_and_a_policy_without_the_option_choose_themselves(
+    tmp_path,
+):
+    path = save_tiny_family("qwen3_moe", str(tmp_path))
+    routed = with_experts(random_sequences(5))
+    policies = [load(make_config(path, router_replay=is_on)) for is_on in (False, True)]
+    scores = []
+    for policy in policies:
+        policy.train_step(distribute([routed], 1, 1000, layout=policy.module.layout)[0], 11)
+        with torch.no_grad():
+            for parameter in policy.module.parameters():
+                parameter.fill_(0.3)
+        scores.append(policy.score([random_sequences(3)])[0])
+    torch.testing.assert_close(*scores, rtol=0, atol=0)
+    plain = PlainTrainer(policies[0])
+    metrics = load(policies[0].config).train_step(
+        distribute([routed], 1, 1000, layout=policies[0].module.layout)[0], 11
+    )
+    assert metrics["loss"] == pytest.approx(plain.train_step([routed], 11)[0]["loss"], rel=1e-5)
+    assert "experts/rerouted" not in metrics
+
+
+def test_a_record_that_is_missing_or_does_not_fit_ends_in_a_line(tmp_path):
+    policy = load(make_config(save_tiny_family("qwen3_moe", str(tmp_path)), router_replay=True))
+    (sequence,) = random_sequences(1)
+
+    def step(experts):
+        shares = distribute([[replace(sequence, experts=experts)]], 1, 1000)[0]
+        return policy.train_step(shares, 11)
+
+    with pytest.raises(ValueError, match=r"^--router-replay got a response without experts: its "):
+        step(None)
+    with pytest.raises(
+        RuntimeError, match=rf"^the engine returned experts \({len(sequence.tokens)}, 2, 2\) for "
+    ):
+        step(np.zeros((len(sequence.tokens), 2, 2), np.uint8))
