@@ -151,7 +151,7 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
     """A forward and backward pass of one micro-batch, at the worse of its two peaks: in the head, or in a layer."""
     tokens, per_layer, hidden = (
         microbatch_tokens(config, num_ranks),
-        saved_bytes_per_token(shape),
+        saved_bytes_per_token(shape, config.compile is not False),
         shape.hidden_size,
     )
     is_recomputed = "activations" in config.save_memory
@@ -223,22 +223,22 @@ def microbatch_tokens(config: Config, num_ranks: int) -> int:
     return min(config.max_tokens_per_microbatch, sequences * config.max_sequence_tokens)
 
 
-def saved_bytes_per_token(shape: ModelShape) -> int:
+def saved_bytes_per_token(shape: ModelShape, is_compiled: bool) -> int:
     """Bytes that one layer keeps of one token for the backward pass: bfloat16, and float32 inside the norms.
 
     Those are two norms of the hidden state, norms of queries and keys, queries, keys, values and the attention's
-    output with its sums, and four tensors of the feed-forward layer; under a mask keys and values once per query head.
+    output with its sums, and four tensors of the feed-forward layer. Under a mask keys and values are kept once per
+    query head. A compiled layer computes the norms' float32 and one tensor of the feed-forward layer again.
     """
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
     beside = 16 * shape.hidden_size + 8 * shape.intermediate_size
     if shape.needs_mask:
         return beside + 16 * queries + 6 * keys
-    return (
-        beside
-        + 10 * (queries + keys)
-        + 4 * (2 * shape.num_attention_heads + shape.num_key_value_heads + 2)
-    )
+    sums = 4 * (2 * shape.num_attention_heads + shape.num_key_value_heads + 2)
+    if is_compiled:
+        return 8 * shape.hidden_size + 6 * shape.intermediate_size + 6 * (queries + keys) + sums
+    return beside + 10 * (queries + keys) + sums
 
 
 # The host

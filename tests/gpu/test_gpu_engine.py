@@ -16,8 +16,8 @@ from scripts.bench.trainer_alone import Setup, made_up
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 BOUND = 3e-2
-"""Mean |engine − trainer| of log-probs in bfloat16, nats per token. On an H200 it was 0.006 for random weights, and 0.013
-for such that had been moved several times by up to half of themselves."""
+"""Mean |engine − trainer| of log-probs in bfloat16, nats per token. On an H200 it was 0.006 for random weights,
+and 0.013 for such that had been moved several times by up to half of themselves."""
 
 
 class Session:

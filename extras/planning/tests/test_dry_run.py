@@ -43,7 +43,7 @@ def test_every_command_of_our_pages_fits_machines_of_eight_h100(command, monkeyp
     config = read_options(shlex.split(options.replace(NAMED, folder_of("8b"))))
     lines = "\n".join(dry_run(config.checked(), f"{given.get('nnodes', 1)}x8xH100"))
     assert "warning" not in lines
-    assert "so: --save-memory head --max-tokens-per-microbatch 2560" in lines
+    assert "so: --save-memory head --max-tokens-per-microbatch 4096" in lines
     assert re.search(
         r"^step: about [\d.]+ s; training [\d.]+, sampling [\d.]+, weights", lines, re.M
     )

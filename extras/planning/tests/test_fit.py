@@ -61,7 +61,7 @@ def test_a_run_fits_itself_into_the_gpus_that_it_sees_and_prints_the_arithmetic(
     monkeypatch.setattr("extras.planning.fit.free_host_bytes", lambda: 200 * GIB)
     placed = place(config, 8, 64, 4)
     fitted, placement = fit(config, placed, folder_of("8b"), cluster)
-    assert (fitted.save_memory, fitted.max_tokens_per_microbatch) == (("head",), 2560)
+    assert (fitted.save_memory, fitted.max_tokens_per_microbatch) == (("head",), 4096)
     assert placement == placed
     text = capsys.readouterr().out
     assert "trainer rank 0, in a step" in text and "host memory of a machine: 122.05 GiB" in text

@@ -6,6 +6,7 @@ values, on the CPU; its kernels of attention are not used, but the sizes of varl
 
 import weakref
 
+import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,13 +22,13 @@ from transformers import AutoModelForCausalLM
 import asyncrl.trainer.logprobs
 from asyncrl.config import Config
 from asyncrl.trainer.logprobs import TokenLogprobs
-from asyncrl.trainer.model import embedding_apart, recompute_layers, shard
+from asyncrl.trainer.model import compile_layers, embedding_apart, recompute_layers, shard
 from asyncrl.trainer.sampling import Sampling
-from extras.planning.memory import step_items, total
+from extras.planning.memory import saved_bytes_per_token, step_items, total
 from extras.planning.shape import read_shape
 from scripts.qwen3_shapes import qwen3_config
 
-NUM_RANKS, NUM_TOKENS = 4, 16384
+NUM_RANKS, NUM_TOKENS, FEW_TOKENS = 4, 16384, 256
 LENGTHS = {"max_prompt_tokens": 512, "max_response_tokens": 1536}
 HEAD = {"save_memory": ("head",)}
 RECOMPUTED = {"save_memory": ("head", "activations")}
@@ -85,9 +86,9 @@ def fake_ranks():
     dist.destroy_process_group()
 
 
-def attention_inputs_of(length: int) -> dict:
+def bounds_of(num_tokens: int, length: int) -> dict:
     """Bounds of sequences of one length, as attention takes them."""
-    bounds = torch.arange(0, NUM_TOKENS + 1, length, dtype=torch.int32)
+    bounds = torch.arange(0, num_tokens + 1, length, dtype=torch.int32)
     names = ("cu_seq_lens_q", "cu_seq_lens_k")
     return dict.fromkeys(names, bounds) | {"max_length_q": length, "max_length_k": length}
 
@@ -96,7 +97,7 @@ def peak_of_step(model_config, config: Config, monkeypatch) -> tuple[int, int]:
     """Most bytes of a step with two micro-batches beyond what a rank holds between steps, and that."""
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     with FakeTensorMode(), LiveBytes() as live:
-        bounds = attention_inputs_of(NUM_TOKENS // 8)
+        bounds = bounds_of(NUM_TOKENS, NUM_TOKENS // 8)
         monkeypatch.setattr(asyncrl.trainer.logprobs, "attention_inputs", lambda *_: bounds)
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, attn_implementation="varlen", trust_remote_code=False
@@ -143,7 +144,7 @@ def test_the_peak_of_a_step_and_what_its_layers_keep_are_those_of_the_plan(
     size, numbers, options, error, tmp_path, fake_ranks, monkeypatch
 ):
     """The model has each of these numbers of layers."""
-    config = Config(max_tokens_per_microbatch=NUM_TOKENS, **LENGTHS, **options)
+    config = Config(max_tokens_per_microbatch=NUM_TOKENS, compile=False, **LENGTHS, **options)
     counted, planned = [], []
     for num_layers in numbers:
         layers = {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
@@ -157,3 +158,37 @@ def test_the_peak_of_a_step_and_what_its_layers_keep_are_those_of_the_plan(
     assert planned == pytest.approx(counted, rel=error)
     kept = counted[-1] - counted[0]
     assert planned[-1] - planned[0] == pytest.approx(kept, rel=0.005)
+
+
+@pytest.mark.parametrize("size", ["0.6b", pytest.param("1.7b", marks=pytest.mark.slow)])
+def test_compiled_layers_keep_of_a_token_what_the_plan_says(size, tmp_path):
+    """The real layers in bfloat16, with a CPU kernel of varlen_attn: what autograd keeps of two more layers."""
+    qwen3_config(size).save_pretrained(tmp_path)
+    kept = [kept_bytes(size, num_layers) for num_layers in (1, 3)]
+    planned = saved_bytes_per_token(read_shape(str(tmp_path)), is_compiled=True)
+    assert (kept[1] - kept[0]) / 2 / FEW_TOKENS == pytest.approx(planned, rel=1e-3)
+
+
+def kept_bytes(size: str, num_layers: int) -> int:
+    """Return the bytes of activations that compiled layers keep of FEW_TOKENS for their backward pass."""
+    layers = {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
+    model = AutoModelForCausalLM.from_config(
+        qwen3_config(size, vocab_size=1000, **layers),
+        dtype=torch.bfloat16,
+        attn_implementation="varlen",
+    ).eval()
+    compile_layers(list(model.model.layers))
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in parameters:
+            kept[address] = tensor  # which also holds the address
+        return tensor
+
+    flat = torch.zeros(1, FEW_TOKENS, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model.model(flat, position_ids=flat, use_cache=False, **bounds_of(FEW_TOKENS, 64))
+    assert output.last_hidden_state.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
