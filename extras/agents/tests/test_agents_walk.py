@@ -109,10 +109,10 @@ class RandomAgent:
         for _ in range(self.rng.randint(1, 7)):
             await asyncio.gather(*(self.call() for _ in range(self.rng.choice((1, 1, 1, 2, 3)))))
         ending = self.rng.random()
-        if ending < 0.03:
+        if ending < 0.08:
             self.seen["hangs"] += 1
             await asyncio.Event().wait()
-        if ending < 0.08:
+        if ending < 0.13:
             self.seen["raises"] += 1
             raise Failed("no good")
         return 0.5
