@@ -46,17 +46,17 @@ class PlainReplay(PlainTrainer):
 
         def choose(hidden):
             logits, weights, experts = own_choice(hidden)
-            rows, chosen = [], experts.tolist()
+            rows, choices = [], experts.tolist()
             for token, recorded in enumerate(self.experts[:, layer].tolist()):
                 chances = logits[token].double().exp()
                 total = chances[recorded].sum() if normalises else chances.sum()
                 rows.append(chances[recorded] / total)
                 if is_counted and torch.is_grad_enabled():
-                    self.num_new += len({*recorded} - {*chosen[token]})
+                    self.num_new += len({*recorded} - {*choices[token]})
                     self.num_recorded += TOP_K
-                chosen[token] = recorded
+                choices[token] = recorded
             rows = torch.cat([torch.stack(rows).to(weights.dtype), weights[-1:]])
-            return logits, rows, torch.tensor(chosen)
+            return logits, rows, torch.tensor(choices)
 
         router.forward = choose
 
