@@ -55,8 +55,8 @@ def _checked(kind: type, where: str, values: dict):
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in [
         name
-        for name, of in fields.items()
-        if of.default is dataclasses.MISSING and name not in values
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and name not in values
     ]:
         raise ValueError(f"{where}: {name} is missing")
     for name, value in values.items():

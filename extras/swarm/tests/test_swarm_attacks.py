@@ -92,8 +92,8 @@ def answers(*changes):
 
     def make(host):
         (*_, (finished, engine)) = host.held
-        made = [Finished(change(finished.trajectories), None) for change in changes]
-        return [[b"%d" % engine, *ENCODE(answer)] for answer in made]
+        outcomes = [Finished(change(finished.trajectories), None) for change in changes]
+        return [[b"%d" % engine, *ENCODE(answer)] for answer in outcomes]
 
     return make
 

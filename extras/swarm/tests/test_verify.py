@@ -136,9 +136,9 @@ def test_lies_and_what_is_too_late_are_found_and_the_honest_ones_beside_them_pas
     mixed.policy_versions[-1] = VERSION + 1
     mixed.behavior_logprobs[-1] = -20.0
     verifier = make_verifier(config)
-    found = verifier.verify(pairs, load(config), VERSION)
-    assert sorted(worker for worker, _ in found) == list(lies)
-    for worker, what in found:
+    mistakes = verifier.verify(pairs, load(config), VERSION)
+    assert sorted(worker for worker, _ in mistakes) == list(lies)
+    for worker, what in mistakes:
         assert f"ticket {pairs[worker][0].ticket_id} are" in what
         assert f"trainer's at version {VERSION}" in what and "0.001 are allowed" in what
     counts = verifier.counts
