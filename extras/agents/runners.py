@@ -8,9 +8,11 @@ import shlex
 import shutil
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.engine.score import Failed, brief, one_line
@@ -110,7 +112,7 @@ class Programs:
             self._words = ["setpriv", "--pdeathsig", "KILL", *self._words]
 
     async def run(self, endpoint: Endpoint, key: str, problem: dict) -> str:
-        """Run the program, and return what it printed. Its process group is gone when this returns or raises."""
+        """Run the program, and return what it printed. All that it started is gone when this returns or raises."""
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))
         own = {
             "OPENAI_BASE_URL": endpoint.url,
@@ -138,7 +140,7 @@ class Programs:
             await _wait_for_exit(process.pid)
         finally:
             _kill_group(process.pid)
-            # what has left the group may still hold its stdout open
+            await asyncio.to_thread(_kill_all_with, f"OPENAI_API_KEY={key}")
             await asyncio.wait({reading, ending}, timeout=LEFTOVER_S)
             reading.cancel()
             ending.cancel()
@@ -182,6 +184,25 @@ async def _wait_for_exit(pid: int) -> None:
 def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def _kill_all_with(variable: str) -> None:
+    """Kill the processes that have a variable, `NAME=VALUE`, in their environment: any may leave its group."""
+    deadline = time.monotonic() + LEFTOVER_S
+    while (pids := _pids_with(variable.encode())) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _pids_with(variable: bytes) -> list[int]:
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if variable in path.read_bytes().split(b"\0"):
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def last_line_as_reward(output: str) -> Any:
