@@ -47,6 +47,20 @@ class _ToolCall(BaseModel):
     function: _Function
 
 
+class _ToolFunction(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    name: str
+    description: str | None = None
+    parameters: dict | None = None
+    strict: bool | None = None
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"]
+    function: _ToolFunction
+
+
 class Message(BaseModel):
     """A message of a conversation. What a template cannot show, such as a refusal, is passed over."""
 
@@ -118,7 +132,7 @@ class ChatRequest(_Sampling):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list[dict] | None = None
+    tools: list[_Tool] | None = None
     tool_choice: str | dict | None = None
     parallel_tool_calls: bool | None = None
     logprobs: Literal[False] | None = None
@@ -129,7 +143,9 @@ class ChatRequest(_Sampling):
     @property
     def given_tools(self) -> list[dict]:
         """Tools that the policy may call."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
 
 
 class TextRequest(_Sampling):

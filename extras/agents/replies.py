@@ -1,33 +1,51 @@
 """The message that an agent gets for sampled text: with vLLM's own parsers of tool calls and thoughts."""
 
 from asyncrl.config import Config
+from asyncrl.engine.score import one_line
 from extras.agents.protocol import ChatRequest
+
+MISFITS = (KeyError, RuntimeError, ValueError)
+"""What vLLM's parsers raise if the tokenizer lacks their tokens, or if they read something else than text."""
+UNREADABLE = (KeyError, RecursionError, TypeError, ValueError)
+"""What vLLM's parsers `internlm` and `dots` raise for text of a wrong form. All others give it back as text."""
+TRIAL_TOOL = {"type": "function", "function": {"name": "trial"}}
 
 
 class Replies:
     """Reads messages from sampled text."""
 
     def __init__(self, config: Config, tokenizer) -> None:
-        """Raises ValueError for a parser that vLLM does not know."""
+        """Raises ValueError for a parser that vLLM does not know, and for one that does not fit the model."""
         self._tokenizer = tokenizer
         self._tool_parser = self._reasoning_parser = None
+        self.num_unread = 0
+        """Replies that a parser could not read, so that the agent got their text."""
         if config.tool_parser:
             from vllm.tool_parsers import ToolParserManager
 
             known = ToolParserManager.list_registered()
-            self._tool_parser = _find(
-                "--tool-parser", config.tool_parser, known, ToolParserManager.get_tool_parser
-            )
+            load = ToolParserManager.get_tool_parser
+            self._tool_parser = _find("--tool-parser", config.tool_parser, known, load)
+            self._check_fit("--tool-parser", config.tool_parser, config.model)
         if config.reasoning_parser:
             from vllm.reasoning import ReasoningParserManager
 
             known = ReasoningParserManager.list_registered()
+            load = ReasoningParserManager.get_reasoning_parser
             self._reasoning_parser = _find(
-                "--reasoning-parser",
-                config.reasoning_parser,
-                known,
-                ReasoningParserManager.get_reasoning_parser,
+                "--reasoning-parser", config.reasoning_parser, known, load
             )
+            self._check_fit("--reasoning-parser", config.reasoning_parser, config.model)
+
+    def _check_fit(self, option: str, name: str, model: str) -> None:
+        """Read an empty text, so that a parser that can read none is refused before anything is sampled."""
+        try:
+            self._parse("", _asked([TRIAL_TOOL]))
+        except MISFITS as error:
+            raise ValueError(
+                f"{option} {name} cannot read what --model {model} writes: {one_line(error)}; give the parser that the "
+                f"model's page names for vLLM, or leave {option} out"
+            ) from None
 
     def read(self, said: str, visible: str, request: ChatRequest) -> dict:
         """Return the assistant's message. `said` has special tokens, which parsers look for, and `visible` has none.
@@ -38,13 +56,13 @@ class Replies:
         tools = request.given_tools
         if self._reasoning_parser is None and (self._tool_parser is None or not tools):
             return message
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        choice = "auto" if tools else "none"
+        asked = _asked(tools)
         try:
-            asked = ChatCompletionRequest(messages=[], tools=tools or None, tool_choice=choice)
             return self._parse(said, asked)
-        except Exception:  # foreign code may raise anything
+        except UNREADABLE as error:
+            self.num_unread += 1
+            if self.num_unread.bit_count() == 1:  # the first, the second, the fourth …
+                print(f"{self.num_unread} replies are left as text: {one_line(error)}", flush=True)
             return message
 
     def _parse(self, said: str, asked) -> dict:
@@ -61,6 +79,14 @@ class Replies:
             if reading.tool_calls:
                 message["tool_calls"] = [call.model_dump() for call in reading.tool_calls]
         return message
+
+
+def _asked(tools: list[dict]):
+    """Return a request with these tools, as vLLM's parsers want it."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    choice = "auto" if tools else "none"
+    return ChatCompletionRequest(messages=[], tools=tools or None, tool_choice=choice)
 
 
 def _find(option: str, name: str, known: list[str], load):

@@ -23,6 +23,7 @@ from user_files import write_user_code
 from asyncrl import user_code
 from asyncrl.config import Config
 from asyncrl.engine.proxy import LLMProxy
+from asyncrl.engine.reward_pool import RewardPool
 from extras.agents.endpoint import MAX_BODY_BYTES, Endpoint
 from extras.agents.episode import AgentEpisode, Agents
 from extras.agents.replies import Replies
@@ -51,7 +52,9 @@ WITH_TOOLS = (
 class Room:
     """What agents run in: an endpoint that serves, and a proxy."""
 
-    def __init__(self, say, *, template=KEEP, read_reward=lambda reward: reward, **options):
+    def __init__(
+        self, say, *, template=KEEP, read_reward=lambda reward: reward, rewards=None, **options
+    ):
         self.tokenizer = make_tokenizer(template)
         sizes = {"max_prompt_tokens": 400, "max_response_tokens": 300, "env_timeout_s": 60.0}
         self.config = Config(task="agent:x", **{**sizes, **options})
@@ -65,7 +68,7 @@ class Room:
             Template(self.tokenizer, [eos]),
             Replies(self.config, self.tokenizer),
             read_reward,
-            None,
+            rewards,
         )
 
     def run(self, agent, num=1, answer="{}"):
@@ -167,9 +170,11 @@ def test_a_plain_client_in_a_thread_and_a_stream_say_what_the_async_one_does():
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_tool_call_is_read_by_the_parser_and_continues_as_it_was_written(streams):
+def test_thoughts_and_a_tool_call_are_read_by_the_parsers_and_continue_as_they_were_written(
+    streams,
+):
     def say(prompt):
-        return "it is 5" if "<tool>" in prompt else f"so {CALL}"
+        return "</think>it is 5" if "<tool>" in prompt else f"<think>add?</think>so {CALL}"
 
     async def agent(client):
         messages = [user("2 and 3")]
@@ -179,11 +184,19 @@ def test_a_tool_call_is_read_by_the_parser_and_continues_as_it_was_written(strea
             deltas = [chunk.choices[0].delta async for chunk in answer]
             (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
             content = "".join(delta.content or "" for delta in deltas)
-            reply = {"role": "assistant", "content": content, "tool_calls": [call.model_dump()]}
+            thoughts = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
+            reply = {
+                "role": "assistant",
+                "content": content,
+                "reasoning_content": thoughts,
+                "tool_calls": [call.model_dump()],
+            }
         else:
             reply = answer.choices[0].message
             (call,) = reply.tool_calls
+            content, thoughts = reply.content, reply.reasoning_content
             assert answer.choices[0].finish_reason == "tool_calls"
+        assert (content.strip(), thoughts) == ("so", "add?")
         assert json.loads(call.function.arguments) == {"x": 2} and call.function.name == "add"
         messages += [reply, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
         last = await client.chat.completions.create(
@@ -191,27 +204,31 @@ def test_a_tool_call_is_read_by_the_parser_and_continues_as_it_was_written(strea
         )
         return float(last.choices[0].message.content == "it is 5")
 
-    room = Room(say, template=WITH_TOOLS, tool_parser="hermes")
+    parsers = {"tool_parser": "hermes", "reasoning_parser": "qwen3"}
+    room = Room(say, template=WITH_TOOLS, **parsers)
     (trajectory,) = room.run(Inline(agent))
     assert trajectory.reward == 1.0, trajectory.failure
     assert len(trajectory.segment_lengths) == 1
     assert CALL in room.tokenizer.decode(trajectory.tokens)
 
 
-def test_a_call_or_a_tool_that_cannot_be_read_leaves_the_reply_as_text():
-    """The flat form of a tool, of another of OpenAI's interfaces, is one that vLLM refuses."""
+@pytest.mark.parametrize(
+    ("parser", "text"), [("hermes", "<tool_call>{3"), ("internlm", "<|action_start|><|plugin|>{3")]
+)
+def test_a_tool_call_that_cannot_be_read_leaves_the_reply_as_text(parser, text, capsys):
+    """Most of vLLM's parsers give it back themselves, and that of internlm raises."""
 
     async def agent(client):
-        for tools in (TOOLS, [{"type": "function", "name": "add"}]):
-            body = {"model": "x", "messages": [user("2")], "tools": tools}
-            answer = await httpx_post(client, "/chat/completions", json=body)
-            message = answer.json()["choices"][0]["message"]
-            assert message["content"] == "<tool_call>{3" and "tool_calls" not in message
-        return 1.0
+        answer = await client.chat.completions.create(model="x", messages=[user("2")], tools=TOOLS)
+        message = answer.choices[0].message
+        return float(message.content == text and not message.tool_calls)
 
-    room = Room(lambda prompt: "<tool_call>{3", template=WITH_TOOLS, tool_parser="hermes")
+    room = Room(lambda prompt: text, template=WITH_TOOLS, tool_parser=parser)
     (trajectory,) = room.run(Inline(agent))
     assert trajectory.reward == 1.0, trajectory.failure
+    raises = parser == "internlm"
+    assert room.agents.replies.num_unread == raises
+    assert ("1 replies are left as text" in capsys.readouterr().out) == raises
 
 
 def test_a_dead_engine_ends_the_worker_and_fails_no_trajectory():
@@ -241,6 +258,7 @@ BAD = [
     ({"max_tokens": 0}, 400, "Invalid value for 'max_tokens'", None),
     ({"logit_bias": {"1": 2}}, 400, "Unrecognized request argument supplied: logit_bias", None),
     ({"messages": []}, 400, "Invalid value for 'messages'", None),
+    ({"tools": [{"type": "function", "name": "add"}]}, 400, "Invalid value for 'tools.0.function'", None),
     ({"messages": [{"role": "pope", "content": "x"}]}, 400, "Invalid value for 'messages.0.role'", None),
     ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, 400, "Invalid value for", None),
     ({"messages": [user(LONG)]}, 400, TOO_LONG, "context_length_exceeded"),
@@ -436,6 +454,22 @@ def test_a_program_reads_its_problem_and_its_last_line_is_the_reward(tmp_path):
     assert (trajectory.reward, trajectory.reward_parts) == (3.0, {"a": 1.0, "b": 2.0})
 
 
+REWARD = """
+def right(response, word):
+    return {"right": 2.0 * (response.splitlines()[-1] == word[::-1]), "lines": len(response.splitlines())}
+"""
+
+
+def test_what_a_program_prints_is_scored_by_the_reward_of_the_run(tmp_path):
+    source = PROGRAM.replace("print(json.dumps(", "print(answer.choices[0].message.content) #")
+    reward = write_user_code(tmp_path, REWARD)
+    rewards = RewardPool("agent:x", [f"{reward}:right"], 60, 1)
+    trajectory = run_program(tmp_path, source, rewards=rewards)
+    rewards.close()
+    assert trajectory.reward == 4.0, trajectory.failure
+    assert trajectory.reward_parts == {"right": 2.0, "lines": 2.0}
+
+
 @pytest.mark.parametrize(
     ("source", "failure"),
     [
@@ -454,7 +488,8 @@ def test_a_program_that_hangs_is_gone_with_all_that_it_started(tmp_path):
     source = (
         "import os, subprocess, time\n"
         "child = subprocess.Popen(['sleep', '100'])\n"
-        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        "apart = subprocess.Popen(['sleep', '100'], start_new_session=True)\n"
+        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}} {{apart.pid}}')\n"
         "time.sleep(100)"
     )
     trajectory = run_program(tmp_path, source, env_timeout_s=3.0)
