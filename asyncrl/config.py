@@ -123,7 +123,8 @@ class OptimOptions:
     balance: NonNegative = 0.0
     """Weight of the loss that balances the experts of a mixture within each sequence (extras/moe.py)."""
     args: tuple[Assignment, ...] = ()
-    """NAME=VALUE each, as in `weight_decay=0.01` or `beta1=0.9`: what the optimizer itself takes."""
+    """NAME=VALUE each, as in `weight_decay=0.01` or `beta1=0.9`: arguments of the optimizer. `adamw` takes `eps`,
+    `weight_decay`, `amsgrad`, `beta1` and `beta2`; of another one, a wrong name lists them."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,9 @@ class Config:
     agent:FILE.py:NAME or agent:COMMAND your own program calls the policy, through an OpenAI endpoint; verifiers:NAME is
     an environment of that package."""
     task_args: tuple[Assignment, ...] = ()
-    """NAME=VALUE each, as in `held_out=0.2`: arguments of the task's class, in data/ with their defaults."""
+    """NAME=VALUE each: arguments of the task's class. `jsonl` takes `prompt`, `system`, `test`, `held_out`, `shuffle`
+    and `template` (data/jsonl.py). Your own task or environment takes the parameters of its class. An agent takes
+    `held_out`. Other tasks of data/ take none."""
     reward: tuple[Reward, ...] = ()
     """Your own FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT, instead of the task's score; the sum of several."""
     data_path: Annotated[str | None, RESUME, NODE] = None
@@ -191,9 +194,11 @@ class Config:
     is cut and scored as it is.
     With another model than `tiny` the default is 1024, for `sums` 24."""
     algo: Annotated[str, REPLAY] = "grpo"
-    """Policy loss: a file of algos/, with its formula and paper on top, or your own: FILE.py:FUNCTION."""
+    """Policy loss: `reinforce`, `grpo`, `decoupled_ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `gspo`, `kimi`,
+    `icepop`, `aipo`, `m2po`, `dppo`, `sapo`, `opsm`, `mis`, `tis_ppo`, `gmpo`, `vespo`, `sequence_is`, or your own:
+    FILE.py:FUNCTION. Each has a file in algos/, with its formula and paper on top."""
     algo_args: Annotated[tuple[Assignment, ...], REPLAY] = ()
-    """NAME=VALUE each, as in `clip_high=0.28`: keyword arguments of the loss, in its file with their defaults."""
+    """NAME=VALUE each, as in `clip_high=0.28`: keyword arguments of the loss. `--algo NAME --help` lists them."""
     steps: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 80
     """Steps to train; each consumes one batch of groups and makes the next policy version."""
     groups_per_step: Outstanding = 32
@@ -259,8 +264,8 @@ class Config:
 
     # Optimisation
     advantage: Annotated[str, REPLAY] = "grpo"
-    """Advantage estimator, algos/advantages.py, or your own: FILE.py:NAME. `gae` is per token, by a value head that is
-    trained along."""
+    """Advantage estimator of algos/advantages.py: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_baseline`, `gae`,
+    or your own: FILE.py:NAME. `gae` is per token, by a value head that is trained along."""
     minibatches: Annotated[AtLeastOne, REPLAY] = 1
     """Optimizer updates per step, and per epoch of several; must divide groups_per_step."""
     proximal: Annotated[Literal["recompute", "loglinear"], REPLAY] = "recompute"
@@ -489,7 +494,8 @@ class Option:
     @property
     def shown_default(self) -> str:
         """The default as people are told of it."""
-        return (" ".join(self.default) or "none") if self.is_list else str(self.default)
+        shown = " ".join(self.default) if self.is_list else self.default
+        return "unset" if shown is None else str(shown) or "none"
 
     @property
     def is_switch(self) -> bool:

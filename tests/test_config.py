@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from option_words import words_that_change
 
+from algos import ADVANTAGES, LOSSES
 from asyncrl.config import OPTIONS, Config, allowed_values
 from asyncrl.job.command_line import parse_config, read_options
+from asyncrl.trainer.optimizer import OPTIMIZERS
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,6 +82,7 @@ def test_help_shows_every_option_with_its_default_under_one_of_a_few_titles(caps
     with pytest.raises(SystemExit):
         parse_config(["--help"])
     shown = capsys.readouterr().out
+    assert not [name for name in {**LOSSES, **ADVANTAGES, **OPTIMIZERS} if f"`{name}`" not in shown]
     options = [option.flag for option in OPTIONS.values()]
     places = [re.search(rf"^  {option}[ ,\n]", shown, re.M).start() for option in options]
     assert places == sorted(places) and len(re.findall(r"\(default:\s", shown)) == len(options) + 3

@@ -142,7 +142,7 @@ def _help_for(algo: str | None) -> str:
             lines += ["", f"{title}:"]
             continue
         option = ALL[name]
-        notes = "; ".join(filter(None, (option.shown_default, allowed_values(option.kind))))
+        notes = f"{option.shown_default}; {allowed_values(option.kind)}"
         meaning = f"{' '.join(text.split())} (default: {notes})"
         indent = " " * 6
         lines += [
