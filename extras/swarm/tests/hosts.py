@@ -50,14 +50,16 @@ class Run:
         self.controller, self.swarm, self.folder = controller, swarm, folder
         self.events, self.num_floats = events, num_floats
         self.address, self.key_path = f"127.0.0.1:{swarm.hub.port}", folder / "swarm.key"
-        self.version, self.trained, self.value_of = -1, [], float
+        self.version, self.trained, self.value_of, self.probe = -1, [], float, ()
 
-    def publish(self, evaluate=False, probe=()):
+    def publish(self, evaluate=False):
         self.version += 1
         evaluate |= self.controller.withdraw()
         weights = torch.full((self.num_floats,), self.value_of(self.version))
         staged = self.controller.stage(self.version, [("w", weights)])
-        self.controller.publish(Announcement(self.version, self.version, staged, probe, evaluate))
+        self.controller.publish(
+            Announcement(self.version, self.version, staged, self.probe, evaluate)
+        )
 
     def step(self):
         """Take a batch and publish the next version. The ledger balances, and nothing is trained on twice."""
@@ -162,6 +164,16 @@ class ThreadProcess:
     def stop(self, timeout_s=0): ...
 
 
+def nothing(message):
+    """Whether to hold a message: none."""
+    return False
+
+
+def is_answer(message):
+    """Whether a message of an engine has what it sampled."""
+    return isinstance(message, Finished)
+
+
 class Killed(Exception):
     """Ends a host without a word."""
 
@@ -178,8 +190,8 @@ class Far(JoinedHost):
         folder.mkdir()
         super().__init__(run.address, str(run.key_path), main, folder, rollout_tp)
         self.heard, self.sent, self.had = [], [], []
-        self.holds = lambda trajectory: False
-        """Which trajectories are not sent."""
+        self.holds = nothing
+        """Which messages engines say only when the test has them `finish`."""
         self.held = []
         self.changes = lambda message: message
         """What each message becomes before it is sent; None: it is not sent."""
@@ -213,9 +225,14 @@ class Far(JoinedHost):
         self.do(lambda: self._send_frames(frames))
 
     def finish(self):
-        """Send all trajectories that are held."""
-        self.holds = lambda trajectory: False
+        """Have engines say what is held."""
         self.do(self._finish)
+
+    @property
+    def held_tickets(self):
+        """Ids of tickets of which the answers are held."""
+        answers = [message for _, message in self.held if is_answer(message)]
+        return {t.ticket_id for answer in answers for t in answer.trajectories}
 
     def leave(self):
         """Leave the run in order, unless it has ended already."""
@@ -254,9 +271,19 @@ class Far(JoinedHost):
         raise Killed
 
     def _finish(self):
-        held, self.held = self.held, []
-        for message, engine in held:
-            self._link.send(message, engine)
+        self.holds = nothing
+        for engine, message in self.held:
+            super()._hear(engine, message)
+        self.held.clear()
+
+    def _hear(self, engine, message):
+        self.do(lambda: self._hold_or_hear(engine, message))
+
+    def _hold_or_hear(self, engine, message):
+        if self.holds(message):
+            self.held.append((engine, message))
+        else:
+            super()._hear(engine, message)
 
     def _pass_on(self):
         while not self._to_do.empty():
@@ -266,9 +293,6 @@ class Far(JoinedHost):
     def _say(self, message, engine=HOST):
         if isinstance(message, Join):
             message = dataclasses.replace(message, host=self.name)
-        if isinstance(message, Finished) and any(map(self.holds, message.trajectories)):
-            self.held.append((message, engine))
-            return
         message = self.changes(message)
         if message is not None:
             self._say_plainly(message, engine)

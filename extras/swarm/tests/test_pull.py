@@ -1,5 +1,6 @@
 """Snapshots that a host pulls: exact, whole or as a delta, and nothing else is taken for them."""
 
+import contextlib
 import struct
 from dataclasses import replace
 
@@ -7,28 +8,19 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from hosts import wait_until
+from staging import Trainer
 
-import extras.swarm.pull
 from asyncrl.weights.transport import ParameterSpec
-from extras.swarm.delta import BLOCK_WORDS, apply_delta, digest_of, encode_delta
+from extras.swarm.delta import BLOCK_WORDS, apply_delta, encode_delta
 from extras.swarm.pull import KEPT, MAX_READ, PullTransport
 from extras.swarm.puller import Puller
 from extras.swarm.wire import Piece
-
-SPECS = [ParameterSpec("a", torch.bfloat16, (300, 7)), ParameterSpec("b", torch.float32, (5,))]
-WHOLE = PullTransport(SPECS).num_bytes
 
 
 def payload(seed, num_words=50_000):
     rng = np.random.default_rng(seed)
     return rng.integers(0, 1 << 16, num_words, dtype=np.uint16).view(np.uint8)
-
-
-def changed(base, share, seed):
-    words, rng = base.view(np.uint16).copy(), np.random.default_rng(seed)
-    where = rng.random(len(words)) < share
-    words[where] ^= rng.integers(1, 1 << 16, where.sum(), dtype=np.uint16)
-    return words.view(np.uint8)
 
 
 def test_a_snapshot_of_several_blocks_has_the_gaps_of_each_counted_from_its_start():
@@ -39,9 +31,10 @@ def test_a_snapshot_of_several_blocks_has_the_gaps_of_each_counted_from_its_star
     assert (base == new).all()
 
 
-def test_a_delta_that_is_cut_garbled_or_for_another_base_or_size_is_refused_or_found_by_the_digest():
+def test_a_delta_that_is_cut_garbled_or_for_another_base_or_size_is_refused_and_nothing_worse():
     base, rng = payload(0, 5_000), np.random.default_rng(2)
-    new = changed(base, 0.05, 1)
+    new = base.copy()
+    new[rng.integers(0, 10_000, 250)] ^= 7
     delta = encode_delta(3, base, new)
     for num_bytes in (0, 10, len(delta) - 3):
         with pytest.raises(ValueError, match="a broken delta"):
@@ -51,13 +44,10 @@ def test_a_delta_that_is_cut_garbled_or_for_another_base_or_size_is_refused_or_f
         with pytest.raises(ValueError, match=line):
             apply_delta(delta, version, payload(0, size))
     for _ in range(300):
-        garbled, copy = bytearray(delta), base.copy()
+        garbled = bytearray(delta)
         garbled[rng.integers(len(garbled))] ^= rng.integers(1, 256)
-        try:
-            apply_delta(garbled, 3, copy)
-        except ValueError:
-            continue
-        assert digest_of(copy) != digest_of(new)
+        with contextlib.suppress(ValueError):
+            apply_delta(garbled, 3, base.copy())
 
 
 @pytest.mark.parametrize("num_changed", [0, 5, 1 << 31])
@@ -73,143 +63,104 @@ def test_a_delta_that_would_unpack_to_more_than_a_block_is_refused_before_memory
 # The trainer's end
 
 
-def parameters(value):
-    """Return weights of which one value in five hundred differs from version to version."""
-    return [("a", torch.ones(300, 7)), ("b", torch.full((5,), float(value)))]
-
-
-def left(transport):
+def left(trainer):
     """Versions of which a snapshot is left."""
     versions = []
-    for version in range(30):
+    for version in range(trainer.version + 1):
         try:
-            is_delta, stream = transport.open(version, None)
+            is_delta, stream = trainer.transport.open(version, None)
         except ValueError as error:
             assert str(error) == f"no snapshot of version {version} is left"
         else:
-            assert not is_delta and len(stream) == WHOLE
+            assert not is_delta and len(stream) == trainer.transport.num_bytes
             versions.append(version)
     return versions
 
 
 def test_old_snapshots_go_unless_a_worker_reads_them_or_they_are_announced():
     """Whoever has one that is left gets a delta, made once, and all others get the whole."""
-    transport = PullTransport(SPECS)
-    first = transport.stage(0, parameters(0))
-    transport.acquire(first)
-    transport.announce(transport.stage(1, parameters(1)))
-    for version in range(2, 7):
-        transport.stage(version, parameters(version))
-    assert left(transport) == [0, 1, 4, 5, 6]
+    trainer = Trainer()
+    transport = trainer.transport
+    for version in range(7):
+        trainer.stage()
+        if version == 0:
+            transport.acquire(transport.staged(0))
+        if version == 1:
+            transport.announce(transport.staged(1))
+    assert left(trainer) == [0, 1, 4, 5, 6]
     is_delta, stream = transport.open(6, 5)
-    assert is_delta and len(stream) < WHOLE / 10 and transport.open(6, 5)[1] is stream
+    assert is_delta and len(stream) < transport.num_bytes / 10
+    assert transport.open(6, 5)[1] is stream
     assert [transport.open(6, base)[0] for base in (None, 6, 3)] == [False] * 3
-    transport.release(first)
-    transport.announce(transport.stage(7, parameters(7)))
-    transport.stage(8, parameters(8))
-    assert left(transport) == [6, 7, 8]
+    transport.release(transport.staged(0))
+    trainer.stage()
+    transport.announce(transport.staged(7))
+    trainer.stage()
+    assert left(trainer) == [6, 7, 8]
     assert transport.open(6, 5)[1] is stream, "it goes on when its base is forgotten"
-    transport.stage(9, parameters(9))
+    trainer.stage()
     assert not transport._ways, "and goes with its version"
+
+
+def test_many_slow_hosts_cannot_make_the_trainer_keep_all_versions():
+    """The oldest are nearest to their end."""
+    trainer = Trainer()
+    for version in range(20):
+        trainer.stage()
+        trainer.transport.acquire(trainer.transport.staged(version))
+    assert left(trainer) == [*range(MAX_READ), *range(20 - KEPT, 20)]
 
 
 def test_a_host_gets_the_whole_where_a_delta_would_be_larger():
     transport = PullTransport([ParameterSpec("a", torch.bfloat16, (50_000,))])
     for version in range(2):
-        bits = torch.randint(-(1 << 15), 1 << 15, (50_000,), dtype=torch.int16)
-        transport.stage(version, [("a", bits.view(torch.bfloat16))])
+        bits = torch.from_numpy(payload(version)).view(torch.bfloat16)
+        transport.stage(version, [("a", bits)])
     is_delta, stream = transport.open(1, 0)
     assert not is_delta and len(stream) == transport.num_bytes
-
-
-def test_many_slow_hosts_cannot_make_the_trainer_keep_all_versions():
-    """The oldest are nearest to their end."""
-    transport = PullTransport(SPECS)
-    for version in range(20):
-        transport.acquire(transport.stage(version, parameters(version)))
-    assert left(transport) == [*range(MAX_READ), *range(20 - KEPT, 20)]
-
-
-def test_the_trainer_stages_on_while_a_delta_of_what_it_forgets_is_encoded(monkeypatch):
-    transport = PullTransport(SPECS)
-    for version in range(2):
-        transport.stage(version, parameters(version))
-
-    def encode_meanwhile(*arguments):
-        for version in range(2, 8):
-            transport.stage(version, parameters(version))
-        return encode_delta(*arguments)
-
-    monkeypatch.setattr(extras.swarm.pull, "encode_delta", encode_meanwhile)
-    is_delta, stream = transport.open(1, 0)
-    assert is_delta and len(stream) > 0
-    assert 1 not in left(transport) and not transport._ways
 
 
 # The far end
 
 
-def answer(transport, pull, piece_bytes):
-    """The piece that is asked for."""
-    is_delta, stream = transport.open(pull.version, pull.base)
-    data = bytes(memoryview(stream)[pull.offset : pull.offset + piece_bytes])
-    return Piece(pull.version, is_delta, len(stream), pull.offset, data)
+class Network(Trainer):
+    """A trainer that is also started again, a host that pulls from it, and all that may lie between them."""
 
-
-def is_same(puller, values):
-    return all(
-        name == sent_name and torch.equal(tensor, sent.to(tensor.dtype))
-        for (name, tensor), (sent_name, sent) in zip(puller.parameters(), values, strict=True)
-    )
-
-
-class Network:
-    """A run that stages versions, or is started again; a host that pulls them; and all that may lie between them."""
-
-    def __init__(self, seed, is_clean):
-        self.rng, self.generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-        self.is_clean, self.piece_bytes = is_clean, int(self.rng.integers(20, 3000))
+    def __init__(self, seed, folder, is_clean):
+        self.rng, self.folder, self.is_clean = np.random.default_rng(seed), folder, is_clean
+        self.piece_bytes = int(self.rng.integers(20, 3000))
+        self.asked, self.pieces, self.weights = [], [], {}
         dtypes = [torch.bfloat16, torch.float32, torch.float16]
         shapes = [
             tuple(map(int, self.rng.integers(1, 20, self.rng.integers(1, 4)))) for _ in range(5)
         ]
-        self.specs = [ParameterSpec(f"p{i}", dtypes[i % 3], s) for i, s in enumerate(shapes)]
-        self.values = [(s.name, self.random(s.shape)) for s in self.specs]
-        self.transport, self.version, self.weights = PullTransport(self.specs), -1, {}
-        self.asked, self.pieces = [], []
-        self.puller = Puller(self.transport.init_info(), self.asked.append)
+        specs = [ParameterSpec(f"p{i}", dtypes[i % 3], shape) for i, shape in enumerate(shapes)]
+        super().__init__(folder, specs, seed)
+        self.puller = Puller(self.transport.init_info(), self.asked.append, lambda: None)
         self.stage()
 
-    def random(self, shape):
-        return torch.randn(shape, generator=self.generator)
-
     def stage(self, share=None):
-        """Publish a version in which some values are others."""
-        self.version += 1
-        share = self.rng.choice([0.0, 0.01, 0.3, 1.0]) if share is None else share
-        self.values = [
-            (name, torch.where(self.random(v.shape).abs() < 3 * share, v + 0.1, v))
-            for name, v in self.values
-        ]
-        (self.info,) = self.transport.stage(self.version, self.values).messages
+        super().stage(self.rng.choice([0.0, 0.01, 0.3, 1.0]) if share is None else share)
         self.weights[self.info["digest"]] = self.values
+        return self.info
 
     def want(self):
         self.puller.want(self.info)
 
     def restart(self):
         """The run is another, with the same newest weights, and others before them."""
-        self.transport = PullTransport(self.specs)
-        older_values = [(name, self.random(v.shape)) for name, v in self.values]
+        self.transport.close()
+        self.begin()
+        older_values = [(name, self.random(value.shape)) for name, value in self.values]
         self.transport.stage(self.version - 1, older_values)
-        self.transport.stage(self.version, self.values)
+        (self.info,) = self.transport.stage(self.version, self.values).messages
 
     def deliver(self):
         """The piece that was asked for last, unless it is lost or its version is gone."""
         if self.asked and self.rng.random() < 0.9:
             pull = self.asked[-1]
             if pull.version in self.transport._kept:
-                self.pieces.append(answer(self.transport, pull, self.piece_bytes))
+                self.pieces.append(self.answer(pull, self.piece_bytes))
                 self.take(self.pieces[-1])
 
     def deliver_again(self):
@@ -224,6 +175,17 @@ class Network:
             change = [{"data": data}, {"is_delta": is_delta}, {"offset": int(offset)}]
             self.take(replace(piece, **self.rng.choice(change)))
 
+    def spoil_file(self):
+        """A file that was written whole is removed, cut or garbled."""
+        paths = [] if self.folder is None or self.is_clean else list(self.folder.glob("*.snapshot"))
+        if paths:
+            path = self.rng.choice(paths)
+            content = path.read_bytes()
+            contents = [content[:-5], content[:-20] + bytes(20)]
+            path.write_bytes(contents[self.rng.integers(2)])
+            if self.rng.random() < 0.3:
+                path.unlink()
+
     def take(self, piece):
         try:
             is_whole = self.puller.take(piece)
@@ -234,51 +196,72 @@ class Network:
 
     def walk(self, num_events):
         events = [self.stage, self.want, self.puller.resume, self.puller.give_up, self.restart]
-        events += [self.deliver, self.deliver_again, self.garble]
-        chances = np.array([0.05, 0.1, 0.05, 0.01, 0.02, 0.7, 0.05, 0.02])
+        events += [self.deliver, self.deliver_again, self.garble, self.spoil_file]
+        events += [self.puller.collect]
+        chances = np.array([0.05, 0.1, 0.05, 0.01, 0.02, 0.6, 0.05, 0.02, 0.05, 0.05])
         for event in self.rng.choice(events, num_events, p=chances):
             event()
-            if self.puller.here is not None:
-                assert is_same(self.puller, self.weights[self.puller.here.digest])
+            self.check()
+
+    def check(self):
+        """What the host has is a version of the weights to the bit."""
+        if self.puller.here is not None:
+            values = self.weights[self.puller.here.digest]
+            for (name, tensor), (sent_name, sent) in zip(
+                self.puller.parameters(), values, strict=True
+            ):
+                assert name == sent_name and torch.equal(tensor, sent.to(tensor.dtype))
+
+    def comes(self):
+        """Let some pieces come. Returns whether the host has the newest version."""
+        for _ in range(100):
+            self.deliver()
+            self.puller.resume()
+        self.puller.collect()
+        return self.puller.wanted is None
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_whatever_comes_over_the_network_a_host_has_the_very_weights_of_a_version(seed):
-    """Pieces are lost, come twice, late or broken; versions are skipped, given up and forgotten."""
-    network = Network(seed, is_clean=seed % 2 == 0)
+def test_whatever_comes_over_the_network_a_host_has_the_very_weights_of_a_version(
+    tmp_path, monkeypatch, seed
+):
+    """Pieces are lost, come twice, late or broken; so do files; versions are skipped, given up and forgotten."""
+    monkeypatch.setattr("extras.swarm.snapshots.ANCHOR_EVERY", 3)
+    monkeypatch.setattr("extras.swarm.snapshots.WAIT_S", 0.05)
+    monkeypatch.setattr("extras.swarm.snapshots.POLL_S", 0.01)
+    folder = tmp_path if seed % 4 < 2 else None
+    network = Network(seed, folder, is_clean=seed % 2 == 0)
     network.walk(400)
-    network.is_clean = False  # what was garbled may be found out only now
+    is_clean, network.is_clean = (
+        network.is_clean,
+        False,
+    )  # what was garbled may be found out only now
     network.want()
-    for _ in range(2000):
-        if network.puller.wanted is None:
-            break
-        network.deliver()
-        network.puller.resume()
+    wait_until(network.comes)
+    network.check()
     assert network.puller.here.digest == network.info["digest"]
-    assert is_same(network.puller, network.values)
+    if is_clean and folder is not None:
+        network.asked.clear()
+        network.write()
+        network.want()
+        wait_until(network.puller.collect)
+        network.check()
+        assert not network.asked, "it came by files alone"
+    network.transport.close()
 
 
-@pytest.fixture
-def begun():
-    """A host that has version 0, and wants version 1, of which one value in a hundred is another."""
-    network = Network(0, is_clean=True)
+def test_a_pull_that_is_cut_after_any_piece_goes_on_where_it_was():
+    network = Network(0, None, is_clean=True)
     network.want()
-    assert network.puller.take(answer(network.transport, network.asked[-1], 1 << 20))
+    assert network.puller.take(network.answer(network.asked[-1], 1 << 20))
     network.stage(share=0.01)
-    network.want()
-    return network
-
-
-def test_a_pull_that_is_cut_after_any_piece_goes_on_where_it_was(begun):
-    is_delta, stream = begun.transport.open(1, 0)
-    assert is_delta
-    num_pieces = -(-len(stream) // 60)
+    num_pieces = -(-len(network.transport.open(1, 0)[1]) // 60)
     for number in range(num_pieces):
-        begun.asked.clear()  # what was asked for last was lost
-        begun.want() if number % 2 else begun.puller.resume()
-        (pull,) = begun.asked
+        network.asked.clear()  # what was asked for last was lost
+        network.puller.resume() if number % 2 else network.want()
+        (pull,) = network.asked
         assert (pull.version, pull.base, pull.offset) == (1, 0, 60 * number)
-        is_whole = begun.puller.take(answer(begun.transport, pull, 60))
+        is_whole = network.puller.take(network.answer(pull, 60))
         assert is_whole == (number == num_pieces - 1)
 
 
@@ -293,10 +276,10 @@ def test_a_pull_that_is_cut_after_any_piece_goes_on_where_it_was(begun):
         (False, 0, 1, bytes(10**6)),
     ],
 )
-def test_a_piece_that_no_snapshot_has_is_refused(begun, is_delta, excess, offset, data):
-    whole = begun.transport.num_bytes
-    num_bytes = whole + excess
-    line = f"a piece of {len(data)} bytes at {offset} of a .* of {num_bytes}; .* {whole}"
+def test_a_piece_that_no_snapshot_has_is_refused(is_delta, excess, offset, data):
+    whole = Trainer().transport
+    puller = Puller(whole.init_info(), lambda pull: None)
+    num_bytes = whole.num_bytes + excess
+    line = f"a piece of {len(data)} bytes at {offset} of a .* of {num_bytes}; .* {whole.num_bytes}"
     with pytest.raises(ValueError, match=line):
-        begun.puller.take(Piece(1, is_delta, num_bytes, offset, data))
-    assert begun.puller.take(answer(begun.transport, begun.asked[-1], whole))
+        puller.take(Piece(1, is_delta, num_bytes, offset, data))

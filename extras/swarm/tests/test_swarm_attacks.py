@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from hosts import PROBE, Client, Far, running, wait_until
+from hosts import PROBE, Client, Far, is_answer, running, wait_until
+from trajectories import make_trajectory
 
 from asyncrl.messages import Finished, Probed, Ready, SampledTokens, Update, Updated
 from extras.swarm.hub import MAX_MESSAGE_BYTES
@@ -28,6 +29,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     options = {"async_ratio": 2.0, "max_running_requests": 4, "replicate_prompts": False}
     with running(folder, **options) as run, Far(run, "honest") as run.honest:
+        for _ in range(4):
+            run.step()
         yield run
 
 
@@ -48,7 +51,7 @@ def printed_of(capsys, name):
 def liar(run, holds=True, **options):
     """A host that has joined and its engine is up; it has a ticket, which it has not answered, if it `holds`."""
     host = Far(run, f"liar{len(run.events)}", **options)
-    host.holds = lambda trajectory: True
+    host.holds = is_answer
     with host:
         wait_until(lambda: run.workers_of(host.name))
         if holds:
@@ -79,6 +82,17 @@ def reverse_tokens(trajectories):
     return [dataclasses.replace(t, tokens=t.tokens[::-1].copy()) for t in trajectories]
 
 
+def of_version(version):
+    """All generated tokens are of another version."""
+
+    def lie(trajectories):
+        versions = [np.where(t.loss_mask, version, -1).astype(np.int32) for t in trajectories]
+        pairs = zip(trajectories, versions, strict=True)
+        return [dataclasses.replace(t, policy_versions=versions) for t, versions in pairs]
+
+    return lie
+
+
 def frames(kind, fields, engine=b"0"):
     return [[engine, kind, fields]]
 
@@ -91,7 +105,7 @@ def answers(*changes):
     """Answer the ticket that the host has as often as there are changes."""
 
     def make(host):
-        (*_, (finished, engine)) = host.held
+        (*_, (engine, finished)) = host.held
         outcomes = [Finished(change(finished.trajectories), None) for change in changes]
         return [[b"%d" % engine, *ENCODE(answer)] for answer in outcomes]
 
@@ -130,6 +144,8 @@ def answers(*changes):
             "as aborted, which it was not",
         ),
         (answers(reverse_tokens), "another prompt than the ticket's"),
+        (answers(of_version(0)), "versions 0 … 0, not from"),
+        (answers(of_version(999)), "versions 999 … 999, not from"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
@@ -177,7 +193,7 @@ def test_a_message_that_is_too_large_ends_the_connection_and_a_name_is_shown_in_
 def test_a_ticket_of_another_host_cannot_be_answered(run, capsys):
     with liar(run) as host, liar(run, holds=False) as thief:
         wait_until(lambda: thief.saw(Update))
-        thief.say(host.held[-1][0], 0)
+        thief.say(host.held[-1][1], 0)
         is_shut_out(run, thief, "which it has not", capsys)
         host.finish()
         goes_on(run)
@@ -223,7 +239,10 @@ def test_messages_out_of_order_shut_a_host_out_or_bring_nothing(run, capsys):
         host.send(UPDATED, 0)
         host.send(Ready(0.0), 0)
         host.send(Pull(0, None, 0))
-        wait_until(lambda: len(host.saw(JoinAgain)) == 3)
+        num_late = run.metric("late")
+        host.send(Finished([make_trajectory(0, 0)], None), 0)
+        wait_until(lambda: len(host.saw(JoinAgain)) == 4)
+        assert run.metric("late") == num_late + 1
         host.join("early")
         host.send(Fetched(0), 0)
         wait_until(lambda: host.saw(Refused))
@@ -256,7 +275,7 @@ def test_hosts_whose_trajectories_all_fail_are_shut_out_and_do_not_end_the_run(r
         fields = {"finish_reason": "failed", "reward": math.nan, "failure": "x\n" * 400}
         return Finished([dataclasses.replace(t, **fields) for t in message.trajectories], None)
 
-    run.honest.holds = lambda trajectory: True  # so that nothing succeeds meanwhile
+    run.honest.holds = is_answer  # so that nothing succeeds meanwhile
     for _ in range(3):  # together they fail more often than a run may in a row
         with liar(run, holds=False) as host:
             host.changes = fails
