@@ -32,11 +32,12 @@ def markdown(heading: list[str], rows: list[list]) -> list[str]:
 def replace(new: dict, path: Path) -> None:
     """Append a record, in the place of an earlier one of the same scenario and seed."""
     kept = {
-        tuple(one[key] for key in ("scenario", "tail", "seed")): one for one in [*read(path), new]
+        tuple(record[key] for key in ("scenario", "tail", "seed")): record
+        for record in [*read(path), new]
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in kept.values()),
+        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept.values()),
         encoding="utf-8",
     )
 
@@ -46,22 +47,24 @@ def replace(new: dict, path: Path) -> None:
 
 def known(records: list[dict]) -> dict[tuple[str, float], Scenario]:
     """The scenarios of which there are records, by name and tail. Raises ValueError if one is not as in the file."""
-    there = {(scenario.name, scenario.tail): scenario for scenario in scenarios.scenarios()}
+    in_file = {(scenario.name, scenario.tail): scenario for scenario in scenarios.scenarios()}
     recorded = {(record["scenario"], record["tail"]): set(record["arms"]) for record in records}
     if stale := [
-        key for key, arms in recorded.items() if key not in there or arms != set(there[key].arms)
+        key
+        for key, arms in recorded.items()
+        if key not in in_file or arms != set(in_file[key].arms)
     ]:
         raise ValueError(
             f"records of {stale[0][0]!r} do not have the arms of scenarios.toml; take them out, or run it"
         )
-    return {key: scenario for key, scenario in there.items() if key in recorded}
+    return {key: scenario for key, scenario in in_file.items() if key in recorded}
 
 
 def claims(records: list[dict]) -> pd.DataFrame:
     """A line for each number of a comparison at each tail: mean, min and max of the seeds, and the paper's."""
-    there, values = known(records), []
+    compared, values = known(records), []
     for record in records:
-        scenario = there[record["scenario"], record["tail"]]
+        scenario = compared[record["scenario"], record["tail"]]
         for place, claim in enumerate(scenario.claims):
             measured = (
                 record["arms"][claim.arm][scenario.measure] if claim.against else float("nan")
@@ -69,18 +72,20 @@ def claims(records: list[dict]) -> pd.DataFrame:
             values.append((scenario.name, scenario.tail, place, claim.of(record["arms"]), measured))
     columns = ["scenario", "tail", "place", "value", "measured"]
     groups = pd.DataFrame(values, columns=columns).groupby(columns[:3], sort=False)
-    found = (
+    numbers = (
         groups.value.agg(["mean", "min", "max", "count"])
         .assign(measured=groups.measured.mean())
         .reset_index()
     )
-    of = [there[row.scenario, row.tail].claims[row.place] for row in found.itertuples()]
-    for field in ("name", "against", "paper", "short"):
-        found[field] = [getattr(claim, field) for claim in of]
-    found["verdict"] = [
-        verdict(row.paper, row.mean, row.min, row.max) for row in found.itertuples()
+    claims_of_rows = [
+        compared[row.scenario, row.tail].claims[row.place] for row in numbers.itertuples()
     ]
-    return found
+    for field in ("name", "against", "paper", "short"):
+        numbers[field] = [getattr(claim, field) for claim in claims_of_rows]
+    numbers["verdict"] = [
+        verdict(row.paper, row.mean, row.min, row.max) for row in numbers.itertuples()
+    ]
+    return numbers
 
 
 def verdict(paper: tuple[float, float] | None, mean: float, lowest: float, highest: float) -> str:
@@ -104,24 +109,24 @@ def _range(ends: tuple[float, float] | None) -> str:
     return "–".join(dict.fromkeys(map(_number, ends))) if isinstance(ends, tuple) else "–"
 
 
-def num_seeds(found: pd.DataFrame) -> str:
+def num_seeds(numbers: pd.DataFrame) -> str:
     """How many seeds each number has."""
-    return f"n = {_range((found['count'].min(), found['count'].max()))} seeds"
+    return f"n = {_range((numbers['count'].min(), numbers['count'].max()))} seeds"
 
 
 def short(records: list[dict]) -> list[str]:
     """Lines of a table of at most 10 rows, one of each mechanism, and of how many numbers are hit and missed."""
-    found = claims(records)
-    found = found[found["tail"] == workload.LONGEST_TO_MEDIAN]
-    shown = found[found.short != ""]
+    numbers = claims(records)
+    numbers = numbers[numbers["tail"] == workload.LONGEST_TO_MEDIAN]
+    shown = numbers[numbers.short != ""]
     rows = [
         [r.short, _range(r.paper), _number(r.mean), _range((r.min, r.max)), r.verdict]
         for r in shown.itertuples()
     ]
-    is_own = found.scenario.str.startswith("own bench")
+    is_own = numbers.scenario.str.startswith("own bench")
     papers, own = (
-        found[of].verdict.value_counts().reindex(["hit", "MISS"], fill_value=0)
-        for of in (~is_own, is_own)
+        numbers[is_chosen].verdict.value_counts().reindex(["hit", "MISS"], fill_value=0)
+        for is_chosen in (~is_own, is_own)
     )
     return [
         *markdown(
@@ -135,17 +140,17 @@ def short(records: list[dict]) -> list[str]:
 
 def table(records: list[dict]) -> list[str]:
     """Lines of the whole table: a row for each number."""
-    found, there, texts = claims(records), known(records), list(_texts(records))
-    others = sorted(
-        {tail for tail in found["tail"] if tail != workload.LONGEST_TO_MEDIAN}, reverse=True
+    numbers, compared, texts = claims(records), known(records), list(_texts(records))
+    other_tails = sorted(
+        {tail for tail in numbers["tail"] if tail != workload.LONGEST_TO_MEDIAN}, reverse=True
     )
-    means = found.set_index(["scenario", "name", "tail"])["mean"].to_dict()
+    means = numbers.set_index(["scenario", "name", "tail"])["mean"].to_dict()
     rows = []
-    for r in found[found["tail"] == workload.LONGEST_TO_MEDIAN].itertuples():
-        scenario = there[r.scenario, r.tail]
+    for r in numbers[numbers["tail"] == workload.LONGEST_TO_MEDIAN].itertuples():
+        scenario = compared[r.scenario, r.tail]
         note = texts.index((scenario.source, scenario.why)) + 1
         paper = [_range(r.paper), _number(r.mean), _range((r.min, r.max)), r.verdict, str(note)]
-        tails = [_number(means.get((r.scenario, r.name, tail))) for tail in others]
+        tails = [_number(means.get((r.scenario, r.name, tail))) for tail in other_tails]
         what = [f"{r.scenario}, {UNITS[scenario.measure]}", r.name, r.against or "–"]
         rows.append([*what, *paper, *tails, _number(r.measured)])
     heads = [
@@ -158,7 +163,7 @@ def table(records: list[dict]) -> list[str]:
         "",
         "note",
     ]
-    tails = [f"mean at longest/median {tail:g}" for tail in others]
+    tails = [f"mean at longest/median {tail:g}" for tail in other_tails]
     return markdown([*heads, *tails, "the measure itself, mean"], rows)
 
 
@@ -185,21 +190,21 @@ def swarms(records: list[dict]) -> list[str]:
         [
             name,
             *(
-                f"{_number(of.mean())} ({_range((of.min(), of.max()))})"
-                for _, of in found[list(OF_SWARMS)].items()
+                f"{_number(column.mean())} ({_range((column.min(), column.max()))})"
+                for _, column in runs_of_swarm[list(OF_SWARMS)].items()
             ),
         ]
-        for name, found in runs.groupby("swarm", sort=False)
+        for name, runs_of_swarm in runs.groupby("swarm", sort=False)
     ]
     return markdown(["swarm", *OF_SWARMS], rows)
 
 
 def notes(records: list[dict]) -> list[str]:
     """Lines of a list: what the papers say of each comparison, how sure that is, and where ours differs."""
-    found = enumerate(_texts(records).items(), start=1)
+    texts = enumerate(_texts(records).items(), start=1)
     return [
-        f"{i}. **{'; '.join(of)}.** {source}. Where ours differs: {why}."
-        for i, ((source, why), of) in found
+        f"{i}. **{'; '.join(names)}.** {source}. Where ours differs: {why}."
+        for i, ((source, why), names) in texts
     ]
 
 
@@ -234,6 +239,9 @@ def write(out: Path) -> None:
         minutes=sum(r["cpu_s"] for r in records) / 60,
         rule=RULE,
         **{part.__name__: part(records) for part in (short, table, notes, swarms)},
-        **{of.__name__.rpartition(".")[2]: of for of in (cluster, engine, scenarios, workload)},
+        **{
+            module.__name__.rpartition(".")[2]: module
+            for module in (cluster, engine, scenarios, workload)
+        },
     )
     (out / "table.md").write_text(text + "\n", encoding="utf-8")
