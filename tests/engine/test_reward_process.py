@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import time
 
@@ -165,6 +166,30 @@ def test_limits_hold_for_root_and_for_others_with_namespaces_or_without(
     assert limits == (1.0, {}) and ": MemoryError" in str(memory)
     assert re.search(reason, str(harmed))
     assert title not in titles() and (not path.exists() or not path.read_bytes())
+
+
+def fork_scorer(connection: socket.socket, in_namespaces: bool) -> None:
+    score = load_score("addition", EVALUATED)
+    if os.fork() == 0:
+        _run_scorer(connection.detach(), score, in_namespaces)
+    signal.pause()
+
+
+@pytest.mark.parametrize("in_namespaces", [False, pytest.param(True, marks=needs_namespaces)])
+def test_a_scorer_dies_with_the_template_that_forked_it(in_namespaces):
+    """Also when whoever asks still has its socket open."""
+    ours, theirs = socket.socketpair()
+    template = multiprocessing.get_context("spawn").Process(
+        target=fork_scorer, args=(theirs, in_namespaces)
+    )
+    with theirs:
+        template.start()
+    with ours:
+        ours.settimeout(60)
+        ours.sendall(b'[0, 60.0, "", "0.5"]\n')
+        assert json.loads(ours.recv(1000)) == [0, 0.5, {}]
+        template.kill()
+        assert ours.recv(1) == b"", "nobody has the other end open"
 
 
 TEXTS = {
