@@ -298,9 +298,13 @@ class Config:
     keeps only each layer's input for the backward pass, 1/3 more computation; `optimizer` keeps float32 weights,
     gradients and optimizer state in host memory, 16 bytes per parameter with AdamW; never the gradient. `auto` takes on
     GPUs what the memory plan needs, `head` and smaller micro-batches first."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What trainer and engine compute in on the CPU, where auto is float32; bfloat16 is fast where it has avx512_bf16
-    or amx. GPUs compute in bfloat16. Trained weights, optimizer and log-probs from the logits on are float32 anyway."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What trainer and engine compute in: auto is float32 on the CPU and bfloat16 on GPUs, which take no float32.
+    bfloat16 is fast on a CPU with avx512_bf16 or amx. float16 rounds 8 times less, and its loss is scaled
+    (extras/loss_scale.py). Trained weights, optimizer and log-probs from the logits on are float32 anyway."""
+    batch_invariant: Annotated[bool, EVALUATION, NOT_COPIED] = False
+    """Whether engines compute a token as if its request were alone, by vLLM's slower kernels for GPUs
+    (VLLM_BATCH_INVARIANT)."""
     compile: Annotated[bool | None, RESUME, HOST, REPLAY] = None
     """Compile each layer of the trainer with torch.compile: a minute at the start, rounding differs. Unset does so on
     GPUs."""
@@ -360,12 +364,20 @@ class Config:
     def checked(self) -> "Config":
         """Return the config, or raise ValueError: one line with what was given, what is allowed and what to change."""
         Config.from_dict(self.as_dict(), strict=True)
-        modules = [extras.load(option) for option, is_used in self._extras.items() if is_used]
-        for rules in (RULES, *(getattr(module, "RULES", ()) for module in modules)):
+        for rules in (RULES, *self.of_extras("RULES")):
             for is_broken, mistake in rules:
                 if is_broken(self):
                     raise ValueError(mistake.format(c=self))
         return self
+
+    def of_extras(self, name: str) -> list:
+        """Return what the optional systems in use have of a name.
+
+        It is `RULES`, as below; `check(config, hf_config)`, which raises ValueError for a model that does not fit; or
+        `policy_class(base)`, which returns the class of policies that extends another one.
+        """
+        modules = [extras.load(option) for option, is_used in self._extras.items() if is_used]
+        return [getattr(module, name) for module in modules if hasattr(module, name)]
 
     @property
     def _extras(self) -> dict[str, Any]:
@@ -377,6 +389,7 @@ class Config:
             "--advantage gae": self.advantage == "gae",
             "--optim.balance": self.optim.balance,
             "--router-replay": self.router_replay,
+            "--dtype float16": self.dtype == "float16",
             "--record": self.record,
             "--wandb": self.wandb != "disabled",
         }
@@ -444,7 +457,9 @@ class Config:
 
     def dtype_on(self, device: str) -> str:
         """Name of the dtype that models compute in on a device of this type, `cpu` or `cuda`."""
-        return "float32" if device == "cpu" and self.dtype != "bfloat16" else "bfloat16"
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if device == "cpu" else "bfloat16"
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -18,6 +18,7 @@ MODULES = {
     "--advantage gae": "extras.gae",
     "--optim.balance": "extras.moe",
     "--router-replay": "extras.router_replay.option",
+    "--dtype float16": "extras.loss_scale",
     "--record": "extras.recording",
     "--wandb": "extras.wandb_mirror",
     "--task agent": "extras.agents.worker",

@@ -131,7 +131,7 @@ def _place_on_gpus(
     """Return the rollout workers of a node with GPUs: after the trainer's GPUs, or one worker on the trainer's only."""
     if config.dtype == "float32":
         raise ValueError(
-            f"--dtype float32 is for the CPU, and {num_gpus} GPUs are visible; use auto or bfloat16"
+            f"--dtype float32 is for the CPU, and {num_gpus} GPUs are visible; use auto, bfloat16 or float16"
         )
     tp, num_workers = config.rollout_tp, config.num_rollout_workers
     if num_workers is None:
@@ -154,6 +154,10 @@ def _place_on_gpus(
 
 def _count_on_cpu(config: Config, num_cores: int) -> int:
     """Return the number of rollout workers of a node without GPUs."""
+    if config.batch_invariant:
+        raise ValueError(
+            "--batch-invariant takes vLLM's kernels for GPUs, and none is visible; leave it out"
+        )
     num_workers = 1 if config.num_rollout_workers is None else config.num_rollout_workers
     if config.rollout_tp > 1 and num_workers:
         raise ValueError(

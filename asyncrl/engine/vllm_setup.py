@@ -42,6 +42,8 @@ def set_up_process(spec: WorkerSpec) -> None:
     environment = without_torchrun(dict(os.environ)) | worker_environment(
         spec.placement, spec.sockets_path
     )
+    if spec.config.batch_invariant:
+        environment["VLLM_BATCH_INVARIANT"] = "1"
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = spec.sockets_path  # None: as the environment says

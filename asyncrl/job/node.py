@@ -396,10 +396,8 @@ def _check_model(config: Config, model_path: str, device: str) -> None:
     from asyncrl.trainer.families import BFLOAT16_ON_CPU, read_config
 
     model = read_config(model_path, config.share_prefix != "off")
-    if config.optim.balance:
-        extras.load("--optim.balance").check(config, model)
-    if config.router_replay:
-        extras.load("--router-replay").check(model)
+    for check in config.of_extras("check"):
+        check(config, model)
     in_float32 = device == "cpu" and config.dtype != "bfloat16"
     if in_float32 and model.model_type in BFLOAT16_ON_CPU:
         raise ValueError(

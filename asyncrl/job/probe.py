@@ -27,7 +27,7 @@ MAX_TOKENS = 256
 """Longest sequence. It is also one below the engine's context length, as an engine must have room to sample a token."""
 NUM_VERSIONS = 64
 """Versions, besides those of publish_delay, whose log-probs are kept: a slow worker loads a version late."""
-ALLOWED_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.3}
+ALLOWED_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Largest mean difference of an engine that has the trainer's weights, nats per token, by the dtype of computing.
 
 In float32 on a CPU the tiny model has 2e-6 on random tokens. In bfloat16 on a CPU it has 0.03, and SmolLM2-135M has
@@ -61,17 +61,12 @@ class Mismatch:
         """Return the metrics `mismatch/*`."""
         return {f"mismatch/{name}": getattr(self, name) for name in ("k3", "abs_mean", "abs_max")}
 
-    def is_allowed(self, dtype: torch.dtype) -> bool:
-        """Return whether equal weights can differ by this much where computing is in `dtype`. NaN is not allowed."""
-        return self.abs_mean <= ALLOWED_MISMATCH[dtype]
-
-    def describe(self, dtype: torch.dtype, model_type: str, transport: str) -> str:
-        """Return what is wrong, and the likely causes, in one line."""
-        allowed = f"{ALLOWED_MISMATCH[dtype]:g} is allowed in {str(dtype).removeprefix('torch.')}"
+    def describe(self, allowed: float, transport: str) -> str:
+        """Return what is wrong, and the likely causes, in one line; `allowed` is of ALLOWED_MISMATCH."""
         return (
             f"worker {self.worker} does not have the trainer's weights: at version {self.version} their log-probs of "
-            f"the same tokens differ by {self.abs_mean:.3g} nats on average, {allowed}. Likely causes: weights that "
-            f"did not arrive by --weight-sync {transport}, or a {model_type} model that vLLM computes in another way "
+            f"the same tokens differ by {self.abs_mean:.3g} nats on average, {allowed:g} is allowed. Likely causes: "
+            f"weights that did not arrive by --weight-sync {transport}, or a model that vLLM computes in another way "
             "than transformers; try another --weight-sync, or another --model"
         )
 
@@ -164,11 +159,10 @@ class Probe:
 class EngineCheck:
     """Does what is to be done about engines whose weights are not the trainer's."""
 
-    def __init__(self, node: "Leader", policy: "Policy") -> None:
+    def __init__(self, node: "Leader") -> None:
         """Check the engines of a node, joined hosts included."""
         self._node = node
-        self._dtype = compute_dtype(node.config, node.device)
-        self._model_type: str = policy.module.model.config.model_type
+        self._allowed = ALLOWED_MISMATCH[compute_dtype(node.config, node.device)]
         self._has_warned = False
         self._first_version: int | None = None
         """The version that this start of the run compared first."""
@@ -186,9 +180,9 @@ class EngineCheck:
             )
             if self._first_version is None:
                 self._first_version = mismatch.version
-            if mismatch.is_allowed(self._dtype):
+            if mismatch.abs_mean <= self._allowed:  # NaN is not
                 continue
-            problem = mismatch.describe(self._dtype, self._model_type, node.placement.transport)
+            problem = mismatch.describe(self._allowed, node.placement.transport)
             if node.controller.shuts_out(mismatch.worker, problem):
                 continue
             if mismatch.version == self._first_version:

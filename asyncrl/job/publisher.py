@@ -69,7 +69,7 @@ class LeadingPublisher(Publisher):
                     flush=True,
                 )
         node.connect_workers(specs)
-        self._engine_check = EngineCheck(node, policy)
+        self._engine_check = EngineCheck(node)
         self._snapshots = collections.deque(self._resumed_snapshots(specs))
 
     def send(self, step: int, weights: Weights) -> None:

@@ -1,7 +1,7 @@
 """How the trainer's model comes to be: built empty and sharded on every rank (FSDP2), then filled from rank 0.
 
 Trained weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction), the
-CPU in float32, or by --dtype as a GPU does; what is frozen beside adapters is kept in that dtype.
+CPU in float32, or both as --dtype says; what is frozen beside adapters is kept in that dtype.
 asyncrl/trainer/attention.py says with which attention.
 """
 
@@ -72,10 +72,11 @@ def load_model(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     module = TokenLogprobs(model.eval(), trains_entropy=config.optim.entropy > 0)
+    offload = "optimizer" in config.save_memory
     if is_trained and config.advantage == "gae":
         hidden_size = model.get_output_embeddings().in_features
         module.value_head = extras.load("--advantage gae").ValueHead(hidden_size)
-        shard([module.value_head], mesh, None, "optimizer" in config.save_memory)
+        shard([module.value_head], mesh, None, offload)
     layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
     if config.lora_rank:
         extras.load("--lora-rank").add_adapters(model, layers, config.lora_rank)
@@ -83,7 +84,6 @@ def load_model(
         recompute_layers(model, layers)
     if is_trained and compiles(config, device):
         compile_layers(layers)
-    offload = "optimizer" in config.save_memory
     shard(
         [*layers, *embedding_apart(config, model), module],
         mesh,

@@ -59,10 +59,11 @@ _NO_OPTIONS = ("lr", "fused", "foreach", "capturable", "differentiable", "maximi
 def learning_rate(
     config: Config, update: int, steps_made: float, sequence_ess: float = 1.0
 ) -> float:
-    """Learning rate of update number `update` ≥ 0, whose sequences have that effective sample size, 0–1.
+    """Learning rate of update number `update` ≥ 0.
 
-    `steps_made` are the run's steps before it, with the share of the current one. A schedule follows them, so it ends
-    with the run even if that is resumed with other epochs.
+    `sequence_ess` is the effective sample size of its sequences, 0–1, with --optim.by-ess, and 1 without. `steps_made`
+    are the run's steps before it, with the share of the current one. A schedule follows them, so it ends with the run
+    even if that is resumed with other epochs.
     """
     optim = config.optim
     lr = config.lr * min(1.0, (update + 1) / max(1, optim.warmup))
@@ -73,7 +74,7 @@ def learning_rate(
         done = min(1.0, max(0.0, updates_after_warmup + 1) / max(1, length))
         falls = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
         lr *= optim.least + (1 - optim.least) * falls
-    return lr * math.sqrt(sequence_ess) if optim.by_ess else lr
+    return lr * math.sqrt(sequence_ess)
 
 
 def _parameters(config: Config) -> dict[str, inspect.Parameter]:

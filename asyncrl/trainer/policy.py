@@ -333,5 +333,7 @@ def load_policy(
     if reference is not None and not config.lora_rank:
         reference = load_model(config, model_path, mesh, device, is_trained=False)
         reference.set_reshard_after_forward(True)
-    kind = extras.load("--router-replay").policy_class() if config.router_replay else Policy
+    kind = Policy
+    for extend in config.of_extras("policy_class"):
+        kind = extend(kind)
     return kind(config, model_path, module, reference, loss, device, clock or TrainerClock())

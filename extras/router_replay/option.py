@@ -5,7 +5,7 @@ Importing this costs nothing; the engine's part imports vllm, and the trainer's 
 
 from typing import TYPE_CHECKING
 
-from asyncrl.config import Rule
+from asyncrl.config import Config, Rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -42,7 +42,7 @@ RULES: list[Rule] = [
 ]
 
 
-def check(hf_config: "PreTrainedConfig") -> None:
+def check(config: Config, hf_config: "PreTrainedConfig") -> None:
     """Raise ValueError, in one line, for a model whose routers are not known."""
     if hf_config.model_type not in FAMILIES:
         raise ValueError(
@@ -58,8 +58,11 @@ def engine_options(on_cpu: bool) -> dict:
     return engine.engine_options(on_cpu)
 
 
-def policy_class() -> type["Policy"]:
-    """Return the class of a policy that replays."""
-    from extras.router_replay.policy import ReplayingPolicy
+def policy_class(base: type["Policy"]) -> type["Policy"]:
+    """Return `base`, a class of policies, which replays."""
+    from extras.router_replay.policy import Replaying
+
+    class ReplayingPolicy(Replaying, base):
+        """A policy whose passes over a step's sequences replay their experts."""
 
     return ReplayingPolicy

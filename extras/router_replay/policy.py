@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from asyncrl.trainer.logprobs import Scored, TokenLogprobs
 from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence, Updates
-from asyncrl.trainer.policy import Policy
 
 NOT_RECORDED = -1
 """In place of an expert: the router chooses itself."""
@@ -89,8 +88,8 @@ def choose(router: nn.Module, inputs: tuple, output: tuple) -> tuple[Tensor, Ten
     return logits, weights.to(own_weights.dtype), experts
 
 
-class ReplayingPolicy(Policy):
-    """A policy whose passes over a step's sequences replay their experts."""
+class Replaying:
+    """What a policy does besides where it replays experts; a class of policies is to come behind this one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

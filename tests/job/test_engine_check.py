@@ -45,8 +45,7 @@ class Leader:
 def check():
     """Scores that engines report, by version and worker, are `gap` nats from the trainer's."""
     node = Leader()
-    model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
-    engine_check = EngineCheck(node, SimpleNamespace(module=SimpleNamespace(model=model)))
+    engine_check = EngineCheck(node)
 
     def run(step, **gaps):
         for name, gap in gaps.items():
@@ -62,9 +61,7 @@ def check():
 @pytest.mark.parametrize("first", [0, 4])
 def test_first_weights_that_are_wrong_end_the_run_in_one_line(check, first):
     check(first + 1, **{f"w0_{first}": 1e-5})
-    with pytest.raises(
-        RuntimeError, match=rf"^worker 1 .+ at version {first} .+ shm.+qwen3"
-    ) as ended:
+    with pytest.raises(RuntimeError, match=rf"^worker 1 .+ at version {first} .+ shm") as ended:
         check(first + 1, **{f"w1_{first}": 0.01})
     assert "\n" not in str(ended.value)
 

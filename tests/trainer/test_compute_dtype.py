@@ -122,14 +122,23 @@ def test_what_is_frozen_is_kept_in_the_dtype_of_computing_and_adapters_in_float3
 
 
 @pytest.mark.parametrize(
-    ("dtype", "on_cpu"), [("auto", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")]
+    ("dtype", "on_cpu", "on_gpu"),
+    [
+        ("auto", "float32", "bfloat16"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float16", "float16", "float16"),
+        ("float32", "float32", None),
+    ],
 )
-def test_auto_is_float32_on_the_cpu_and_bfloat16_on_a_gpu_which_takes_nothing_else(dtype, on_cpu):
+def test_auto_is_float32_on_the_cpu_and_bfloat16_on_a_gpu_which_takes_no_float32(
+    dtype, on_cpu, on_gpu
+):
     config = Config(dtype=dtype)
     assert config.dtype_on("cpu") == on_cpu
     place(config, 0, 2, 1)
-    if dtype != "float32":
-        assert config.dtype_on("cuda") == "bfloat16"
+    if on_gpu is not None:
+        assert config.dtype_on("cuda") == on_gpu
+        place(config, 2, 8, 1)
         return
     with pytest.raises(ValueError, match="--dtype float32 is for the CPU, and 2 GPUs are visible"):
         place(config, 2, 8, 1)

@@ -24,7 +24,6 @@ SHARES = np.arange(1, 9) / 8
     ("options", "expected"),
     [
         ({}, np.ones(8)),
-        ({"ess": 0.25}, np.ones(8)),
         ({"by_ess": True, "ess": 0.25}, np.full(8, 0.5)),
         ({"schedule": "linear"}, 1 - SHARES),
         ({"schedule": "linear", "least": 0.2}, 1 - 0.8 * SHARES),

@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from plain_trainer import PlainTrainer, check_step, randomize
+from plain_trainer import PlainTrainer, assert_is_step, check_step, randomize, record_gradients
+from ranks import run_group
 from tiny_policy import load, make_config, random_sequences, save_tiny_family
 
+from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import OptimOptions
 from asyncrl.trainer.dealing import distribute
 
@@ -98,6 +100,33 @@ def test_a_step_is_that_of_a_plain_model_whose_routers_weigh_the_recorded_expert
     assert metrics[0]["experts/rerouted"] == pytest.approx(oracle.num_new / oracle.num_recorded)
     size = sum(s.experts.nbytes for update in updates for s in update if s.experts is not None)
     assert metrics[0]["experts/recorded_mib"] == pytest.approx(size / 2**20)
+
+
+def replay_on_two_ranks(rank, config, updates):
+    """Make a step of what the first rank deals to both. Return its metrics and the gradient of each update."""
+    policy = load(config)
+    randomize(policy)
+    gradients = record_gradients(policy)
+    shares = None
+    if rank == 0:
+        shares = distribute(updates, 2, 40, layout=policy.module.layout)
+    cluster = Cluster(local_rank=rank, ranks_of_nodes=((0, 1),))
+    return policy.train_step(cluster.scatter_on_node(shares), 11), gradients
+
+
+def test_experts_go_to_the_rank_that_their_sequence_goes_to(tmp_path):
+    config = make_config(save_tiny_family("qwen3_moe", str(tmp_path)), router_replay=True)
+    updates = [with_experts(random_sequences(9))]
+    policy = load(config)
+    randomize(policy)
+    oracle = PlainReplay(policy)
+    expected = oracle.train_step(updates, 11)
+    size = sum(sequence.experts.nbytes for sequence in updates[0])
+    for metrics, gradients in run_group(replay_on_two_ranks, 2, config, updates):
+        assert_is_step(metrics, gradients, updates, expected)
+        rerouted = oracle.num_new / oracle.num_recorded
+        assert metrics["experts/rerouted"] == pytest.approx(rerouted)
+        assert metrics["experts/recorded_mib"] == pytest.approx(size / 2**20)
 
 
 def test_what_is_scored_without_a_record_and_a_policy_without_the_option_choose_themselves(

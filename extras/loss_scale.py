@@ -1,0 +1,114 @@
+"""A scaled loss for `--dtype float16`, whose gradients would round to zero, and whose updates may overflow.
+
+float16 has 11 significant bits where bfloat16 has 8, so trainer and engine round an eighth as much. But it has no
+numbers below 6e-8 and none above 65,504. As in «Mixed Precision Training», Micikevicius et al., arXiv 1710.03740,
+section 3.2, slopes are multiplied by a scale where they enter what computes in float16, and float32 gradients are
+divided by it. Where one is infinite, on any rank, the update is skipped and the scale is halved. After
+UPDATES_TO_DOUBLE updates without that it is doubled.
+
+A skipped update changes no weight, optimizer state or warm-up. Its step makes a version as any other, and if the step
+has no other update the weights of that version are those of the one before.
+
+Differs from torch.amp.GradScaler: the loss itself is not scaled, so what listens to its slopes needs to know of no
+scale; and the norm of the gradient, over all ranks, says whether it is finite.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from asyncrl.config import Rule
+
+# The policy imports transformers for seconds, and options are checked before any process starts.
+if TYPE_CHECKING:
+    from asyncrl.trainer.logprobs import Scored
+    from asyncrl.trainer.packing import Updates
+    from asyncrl.trainer.policy import Policy
+
+FIRST_SCALE = 2.0**16
+LEAST_SCALE = 1.0
+UPDATES_TO_DOUBLE = 200
+"""torch.amp.GradScaler waits for 2,000 updates; a run of reinforcement learning often has no more than hundreds."""
+RULES: list[Rule] = [
+    (
+        lambda c: c.optim.balance > 0,
+        "--dtype float16 scales the loss of tokens, and --optim.balance {c.optim.balance:g} is a loss beside it; use "
+        "--dtype bfloat16, or leave --optim.balance out",
+    ),
+]
+
+
+class ScaledLoss:
+    """What a policy does besides where it computes in float16; a class of policies is to come behind this one.
+
+    Scale and count are values of the optimizer's first group, as checkpoints keep these.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._num_skipped = 0
+        self._scaling = self.optimizer.param_groups[0]
+        self._scaling |= {"loss_scale": FIRST_SCALE, "updates_since_change": 0}
+        self.module.register_forward_hook(self._scale_slopes)
+
+    def _scale_slopes(self, module: nn.Module, inputs: tuple, scored: "Scored") -> "Scored":
+        return scored._make(map(self._with_scaled_slopes, scored))
+
+    def _with_scaled_slopes(self, values: Tensor) -> Tensor:
+        """Return the values. On its way back a slope is scaled behind who listens to what is returned."""
+        if values.requires_grad:
+            values.register_hook(lambda slopes: slopes * self._scaling["loss_scale"])
+        return values.view_as(values)
+
+    def train_step(self, updates: "Updates", policy_version: int) -> dict[str, float]:
+        """Make the updates of a step, as Policy does; collective.
+
+        Also returns `scale`, that of the next update, and `skipped_updates`, those of this step.
+        """
+        self._num_skipped = 0
+        metrics = super().train_step(updates, policy_version)
+        return metrics | {
+            "scale": self._scaling["loss_scale"],
+            "skipped_updates": self._num_skipped,
+        }
+
+    def _step(self, loss: float, lr: float) -> dict[str, float]:
+        """Step the optimizer, or skip the update; its norm and the share of weights that it changes are then 0.
+
+        Raises NotFinite for what a smaller scale does not help against.
+        """
+        from asyncrl.trainer.policy import NotFinite
+
+        scale = self._scaling["loss_scale"]
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale)
+        try:
+            metrics = super()._step(loss, lr)
+        except NotFinite:
+            if not math.isfinite(loss) or scale <= LEAST_SCALE:
+                raise
+            self.optimizer.zero_grad()
+            self.clock.enter("forward_backward")
+            self._num_skipped += 1
+            self._change_scale(0.5)
+            return {"loss": loss, "grad_norm": 0.0, "lr": lr, "changed_weights": 0.0}
+        self._scaling["updates_since_change"] += 1
+        if self._scaling["updates_since_change"] == UPDATES_TO_DOUBLE:
+            self._change_scale(2)
+        return metrics
+
+    def _change_scale(self, factor: float) -> None:
+        self._scaling["loss_scale"] *= factor
+        self._scaling["updates_since_change"] = 0
+
+
+def policy_class(base: type["Policy"]) -> type["Policy"]:
+    """Return `base`, a class of policies, with a scaled loss."""
+
+    class ScaledPolicy(ScaledLoss, base):
+        """A policy that computes in float16."""
+
+    return ScaledPolicy
