@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,7 +32,7 @@ def load_environment(task: str, task_args: Iterable[str]) -> Any:
             f"--task {task}: {one_line(error)}; install the package of the environment"
         ) from None
     parameters = inspect.signature(make).parameters.values()
-    arguments = read_arguments("task-args", task_args, f"--task {task}", parameters)
+    arguments = _read_arguments(task, task_args, parameters)
     try:
         environment = verifiers.load_environment(name, **arguments)
     except Exception as error:  # foreign code may raise anything
@@ -43,11 +44,31 @@ def load_environment(task: str, task_args: Iterable[str]) -> Any:
     return environment
 
 
+def _read_arguments(
+    task: str, task_args: Iterable[str], parameters: Iterable[inspect.Parameter]
+) -> dict[str, Any]:
+    """Return the arguments that NAME=VALUE items give. A value in [] or {} is JSON, as environments take lists, too."""
+    arguments, plain = {}, []
+    for item in task_args:
+        name, _, text = item.partition("=")
+        if not text.startswith(("[", "{")):
+            plain.append(item)
+            continue
+        try:
+            arguments[name] = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"--task-args {item}: {name} is no JSON: {error}") from None
+    return read_arguments("task-args", plain, f"--task {task}", parameters) | arguments
+
+
 def splits_of(environment: Any) -> dict[str, list[dict]]:
-    """Return the rows of an environment: those to train on, and those to evaluate on if it has any."""
-    splits = {"train": list(environment.get_dataset())}
-    if environment.build_eval_dataset() is not None:  # else those to train on would come
-        splits["test"] = list(environment.get_eval_dataset())
+    """Return the rows of an environment: those to train on, and those to evaluate on. One of the two may be missing."""
+    rows, held_out = environment.build_dataset(), environment.build_eval_dataset()
+    if rows is None:  # a benchmark; some of its rows are then held out
+        return {"train": list(held_out)}
+    splits = {"train": list(rows)}
+    if held_out is not None:
+        splits["test"] = list(held_out)
     return splits
 
 

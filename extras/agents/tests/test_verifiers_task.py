@@ -33,11 +33,12 @@ def multiply(a: int, b: int) -> int:
 def right(completion, answer) -> float:
     return float(answer in completion[-1].content)
 
-def load_environment(count: int = 1):
+def load_environment(counts: list[int] = [1], is_benchmark: bool = False):
     question = {"role": "user", "content": "What is 17 times 3?"}
-    rows = Dataset.from_list([{"prompt": [question], "answer": "51"}] * count)
+    rows = Dataset.from_list([{"prompt": [question], "answer": "51"}] * sum(counts))
     rubric = vf.Rubric(funcs=[right])
-    return vf.ToolEnv(dataset=rows, tools=[multiply], rubric=rubric, max_turns=4)
+    rows = {"eval_dataset" if is_benchmark else "dataset": rows}
+    return vf.ToolEnv(**rows, tools=[multiply], rubric=rubric, max_turns=4)
 '''
 
 
@@ -46,9 +47,13 @@ def test_an_environment_of_verifiers_with_a_tool_gives_its_rows_and_rewards(tmp_
     (tmp_path / "times_three.py").write_text(ENVIRONMENT)
     monkeypatch.syspath_prepend(tmp_path)
     task = "verifiers:times-three"
-    environment = verifiers_task.load_environment(task, ["count=3"])
-    rows = verifiers_task.splits_of(environment)["train"]
-    assert len(rows) == 3
+    for arguments in (["counts=[1, 2]"], ["counts=[3]", "is_benchmark=true"]):
+        environment = verifiers_task.load_environment(task, arguments)
+        splits = verifiers_task.splits_of(environment)
+        assert {name: len(rows) for name, rows in splits.items()} == {"train": 3}
+    with pytest.raises(ValueError, match=r"--task-args counts=\[1: counts is no JSON: "):
+        verifiers_task.load_environment(task, ["counts=[1"])
+    rows = splits["train"]
     sizes = {"max_prompt_tokens": 20_000, "max_response_tokens": 2_000}
     room = Room(calculate, template=WITH_TOOLS, tool_parser="hermes", **sizes)
     agent = Coroutines(task, verifiers_task.make_agent(task, []))
