@@ -241,7 +241,8 @@ class SampleBuffer:
 
     def _left_too_late(self, batch: list[int]) -> Iterator[int]:
         """Groups, as few as possible and running ones first, without which the others outside `batch` can all be
-        consumed in time: B a step, earliest deadline first."""
+        consumed in time: B a step, earliest deadline first. If that order misses a deadline, every order does: the
+        groups that are due until then are more than the steps until then can take."""
         if self.config.stale_policy != "wait":
             return
         kept: list[int] = []
