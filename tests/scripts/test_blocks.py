@@ -20,7 +20,7 @@ DIGESTS = {
     "results/peers/table.md": "dcc84c10b34ca078",
     "results/replay/replays.jsonl": "18059aa0c69d8369",
     "results/replay/table.md": "83459852b5b33866",
-    "results/study/tables.md": "f1ab9d8fe3589688",
+    "results/study/tables.md": "20150b643c3cf208",
     "results/study/cost.png": "172da36ceda7c9f2",
     "data/tiny/addition/model.safetensors": "e5710d14cdaa5789",
     "data/tiny/frozen_lake/model.safetensors": "b305683ef663e48d",
