@@ -1,5 +1,11 @@
 """Fixtures and hooks of all tests here; extras/conftest.py takes the same."""
 
-from shared_fixtures import one_rank, pytest_collection_modifyitems, pytest_ignore_collect
+from shared_fixtures import (
+    model,
+    one_rank,
+    pytest_collection_modifyitems,
+    pytest_ignore_collect,
+    untied,
+)
 
-__all__ = ["one_rank", "pytest_collection_modifyitems", "pytest_ignore_collect"]
+__all__ = ["model", "one_rank", "pytest_collection_modifyitems", "pytest_ignore_collect", "untied"]

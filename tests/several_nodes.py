@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from tiny_policy import error_of, first_gradient, load, random_sequences
+from plain_trainer import record_gradients
+from tiny_policy import error_of, load, random_sequences
 from trajectories import make_trajectory
 
 from asyncrl.cluster.cluster import Peer, form_cluster, join
@@ -24,8 +25,10 @@ TIMEOUT = datetime.timedelta(seconds=60)
 NODE_OF_RANK = [0, 0, 1, 1]
 
 
-def random_groups(first_id: int, num: int, group_size: int, max_tokens: int) -> list[Group]:
-    """Groups of random trajectories with random rewards."""
+def random_groups(
+    first_id: int, num: int, group_size: int, max_tokens: int, newest: int = 11
+) -> list[Group]:
+    """Groups of random trajectories with random rewards, of tokens up to the newest version."""
     rng = np.random.default_rng(first_id)
     sequences = iter(random_sequences(num * group_size, seed=first_id, max_tokens=max_tokens))
 
@@ -36,7 +39,7 @@ def random_groups(first_id: int, num: int, group_size: int, max_tokens: int) -> 
             tokens=sequence.tokens,
             loss_mask=sequence.loss_mask,
             behavior_logprobs=sequence.behavior_logprobs,
-            policy_versions=sequence.policy_versions,
+            policy_versions=sequence.policy_versions.clip(max=newest),
             reward=float(rng.normal(group_id)),
         )
 
@@ -60,17 +63,15 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     found = []
     for config in configs:
         policy = load(config)
+        gradients = record_gradients(policy)
         share = batch.deal(
             groups_of_node(cluster.node) if cluster.is_leader else None, 1, policy, cluster
         )
         metrics = policy.train_step(share, policy_version=12)
-        gradient, weights = (
-            first_gradient(policy),
-            {name: p.clone() for name, p in policy.named_full_parameters()},
-        )
+        weights = {name: p.clone() for name, p in policy.named_full_parameters()}
         shards = [p.to_local().numel() for p in policy.module.parameters()]
         num_sequences = [[len(sequences) for sequences in update] for update in share]
-        found.append((metrics, gradient, weights, sum(shards), num_sequences))
+        found.append((metrics, gradients, weights, sum(shards), num_sequences))
     torch.save(found, os.path.join(folder, f"rank_{rank}.pt"))
     dist.destroy_process_group()
 

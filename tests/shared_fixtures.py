@@ -65,3 +65,19 @@ def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """The folder of a tiny random Qwen3 whose head is its embedding; no test changes it."""
+    from tiny_policy import save_tiny_model
+
+    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory):
+    """The same with a head of its own."""
+    from tiny_policy import save_tiny_model
+
+    return save_tiny_model(str(tmp_path_factory.mktemp("untied")), tied=False)

@@ -1,9 +1,13 @@
-"""Tiny random models of any family of causal language models of transformers."""
+"""Tiny random models of any family of causal language models of transformers, and their log-probs."""
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.trainer.attention import choose_attention
+from asyncrl.trainer.logprobs import TokenLogprobs
+from asyncrl.trainer.packing import Layout, TrainSequence, bundle, pack
+from asyncrl.trainer.sampling import Sampling
 
 SIZES = {
     "vocab_size": 150, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -92,3 +96,21 @@ def tiny_model(config: PreTrainedConfig, attention: str | None = None) -> PreTra
             if name in model.state_dict() and buffer.is_floating_point():
                 buffer.add_(0.2 * torch.randn_like(buffer))
     return model
+
+
+@torch.no_grad()
+def packed_scores(module: TokenLogprobs, sequences: list[TrainSequence], layout: Layout) -> Tensor:
+    """Return log-probs of the trained tokens, [N] nats, the sequences packed in this order."""
+    batch = pack([one for sequence in sequences for one in bundle([sequence])], layout)
+    return module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())[0]
+
+
+@torch.no_grad()
+def plain_scores(model: PreTrainedModel, sequences: list[TrainSequence]) -> Tensor:
+    """Return the same by the logits of transformers, which reads each sequence alone."""
+    scores = []
+    for sequence in sequences:
+        tokens = torch.from_numpy(sequence.tokens)
+        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(dim=-1)
+        scores.append(logprobs.gather(1, tokens[1:, None])[sequence.loss_mask[1:], 0])
+    return torch.cat(scores)

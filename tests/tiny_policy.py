@@ -202,16 +202,6 @@ def load(config: Config, clock: TrainerClock | None = None) -> Policy:
     return load_policy(config, config.model, torch.device("cpu"), clock)
 
 
-def first_gradient(policy: Policy) -> dict[str, torch.Tensor]:
-    """Full gradient of the first update by parameter name, read from AdamW's first moment: (1 − β1)·gradient."""
-    beta1 = policy.optimizer.defaults["betas"][0]
-    return {
-        name: policy.optimizer.state[parameter]["exp_avg"].full_tensor() / (1 - beta1)
-        for name, parameter in policy.module.model.named_parameters()
-        if parameter.requires_grad
-    }
-
-
 def assert_same_gradient(actual, expected, relative=1e-5):
     """Each parameter's error is small beside the largest entry of its gradient."""
     assert actual.keys() == expected.keys()

@@ -12,12 +12,10 @@ def options():
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory, options):
+def pair(model, options):
     # Imported here, as pytest reads this file even where it collects no test beside it.
     from engine_pair import start_pair
-    from tiny_policy import save_tiny_model
 
-    model = save_tiny_model(str(tmp_path_factory.mktemp("model")))
     lengths = {"max_prompt_tokens": 200, "max_response_tokens": 100}
     config = Config(model=model, lr=1e-3, temperature=0.7, top_p=0.9, **lengths, **options)
     with start_pair(config) as pair:

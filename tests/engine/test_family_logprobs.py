@@ -16,7 +16,7 @@ import pytest
 import torch
 from engine_pair import start_pair
 from safetensors import safe_open
-from tiny_families import tiny_config, tiny_model
+from tiny_families import packed_scores, plain_scores, tiny_config, tiny_model
 from tiny_policy import VOCAB, random_sequences, save_tiny_family
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -25,8 +25,6 @@ from asyncrl.trainer import families
 from asyncrl.trainer.checkpoint import differing_names, save_weights
 from asyncrl.trainer.families import COMPARED
 from asyncrl.trainer.logprobs import TokenLogprobs
-from asyncrl.trainer.packing import bundle, pack
-from asyncrl.trainer.sampling import Sampling
 from scripts.lines import read
 
 ROWS = Path(__file__).parents[2] / "results" / "families" / "families.jsonl"
@@ -93,26 +91,17 @@ def trainer_of(family: str) -> str:
     try:
         module = TokenLogprobs(tiny_model(tiny_config(family)))
         sequences = random_sequences(4, seed=1)
-        alone = torch.cat([scores(module, [sequence], "one_row") for sequence in sequences])
-        (sequence,) = random_sequences(1, seed=1)
-        tokens = torch.from_numpy(sequence.tokens)
-        logprobs = module.model(tokens[None]).logits[0, :-1].log_softmax(dim=-1)
-        expected = logprobs.gather(1, tokens[1:, None])[sequence.loss_mask[1:], 0]
-        if not torch.allclose(alone[: len(expected)], expected, atol=1e-4):
+        parts = [packed_scores(module, [sequence], "one_row") for sequence in sequences]
+        alone = torch.cat(parts)
+        if not torch.allclose(alone, plain_scores(module.model, sequences), atol=1e-4):
             return "logits that its head alone does not give"
         for layout, words in LAYOUTS.items():
             module.layout = layout
-            if torch.allclose(scores(module, sequences, layout), alone, atol=1e-4):
+            if torch.allclose(packed_scores(module, sequences, layout), alone, atol=1e-4):
                 return words
     except Exception as error:  # of any type: that a library fails is what is to be told
         return first_line(error)
     return "neither packed nor in rows of its own"
-
-
-def scores(module, sequences, layout) -> torch.Tensor:
-    """Log-probs of the trained tokens, the sequences packed in this order."""
-    batch = pack([one for sequence in sequences for one in bundle([sequence])], layout)
-    return module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())[0]
 
 
 def engine_of(family: str, folder: Path, capfd) -> str:

@@ -8,15 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from several_nodes import random_groups
 from test_errors import is_line
-from tiny_policy import load, random_sequences, save_tiny_model
-from trajectories import make_trajectory
+from tiny_policy import load
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config, OptimOptions
 from asyncrl.job.checkpoints import Checkpoints
 from asyncrl.job.node import Leader
-from asyncrl.records import Group
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.metrics import training_metrics
 from asyncrl.runlog.run_directory import RunDirectory
@@ -33,11 +32,6 @@ NUM_STEPS = 3
 REFUSALS = tomllib.loads(Path(__file__).with_name("errors.toml").read_text())["replay"]
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
@@ -61,16 +55,7 @@ def recording(config):
 
 def make_groups(step):
     """Random trajectories none of whose tokens is younger than the version that is trained at this step."""
-    groups = []
-    for group_id in (10 * step, 10 * step + 1):
-        members = []
-        for member, sequence in enumerate(random_sequences(3, seed=group_id)):
-            names = ("tokens", "loss_mask", "behavior_logprobs", "reward")
-            fields = {name: getattr(sequence, name) for name in names}
-            fields["policy_versions"] = sequence.policy_versions.clip(max=step - 1)
-            members.append(replace(make_trajectory(group_id, member), **fields))
-        groups.append(Group(group_id, tuple(members)))
-    return groups
+    return random_groups(10 * step, num=2, group_size=3, max_tokens=24, newest=step - 1)
 
 
 def make_node(config, clock):
@@ -156,13 +141,12 @@ def test_what_made_the_batches_cannot_be_changed(recording, option):
 
 
 def test_a_directory_that_cannot_be_replayed_and_other_weights_are_one_line(
-    config, recording, tmp_path
+    config, recording, untied
 ):
     recording.check_weights("tiny", config.model)
-    other = save_tiny_model(str(tmp_path / "other"), tied=False)
     message = r"^--model tiny has weights .{12}…, and .*; give --model the folder with"
     with pytest.raises(ValueError, match=message):
-        recording.check_weights("tiny", other)
+        recording.check_weights("tiny", untied)
     file = recording.path / "run.json"
     header = json.loads(file.read_text())
     batch_path(recording.path, 2).unlink()

@@ -14,7 +14,6 @@ from tiny_policy import (
     make_config,
     random_sequences,
     random_tree,
-    save_tiny_model,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -44,11 +43,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 HOPPER = (9, 0)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(str(tmp_path_factory.mktemp("model")), tied=False)
-
-
 # By masks: shared prefixes
 
 
@@ -57,9 +51,9 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
 @torch.no_grad()
 def test_a_tree_has_the_scores_of_single_sequences_and_each_of_its_tokens_meets_the_head_once(
-    model, attention
+    untied, attention
 ):
-    inner = AutoModelForCausalLM.from_pretrained(model, attn_implementation=attention).eval()
+    inner = AutoModelForCausalLM.from_pretrained(untied, attn_implementation=attention).eval()
     module, rows = TokenLogprobs(inner), []
     inner.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     bundles = bundle(random_tree(20, seed=5, system=0), "tree")
@@ -69,7 +63,7 @@ def test_a_tree_has_the_scores_of_single_sequences_and_each_of_its_tokens_meets_
     with torch.compiler.set_stance("force_eager"):
         logprobs, entropies, _ = module(*inputs, visible_until=batch.visible_until)
     in_order = [s for b in bundles for s in b.sequences]
-    expected = PlainTrainer(load(make_config(model))).read(in_order)
+    expected = PlainTrainer(load(make_config(untied))).read(in_order)
     torch.testing.assert_close(logprobs, expected[0].float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropies, expected[1].float(), rtol=1e-5, atol=1e-5)
     trained = {tuple(s.tokens[: t + 1]) for s in in_order for t in s.loss_mask.nonzero()[0]}
@@ -106,9 +100,9 @@ def test_a_model_whose_window_counts_columns_of_the_row_shares_no_prefix():
     "options", [{"save_memory": ("activations",)}, {"lora_rank": 4, "kl_coef": 0.1}]
 )
 @pytest.mark.parametrize("budget", [30, 100_000])
-def test_a_step_is_that_of_the_definition(model, budget, options, monkeypatch):
+def test_a_step_is_that_of_the_definition(untied, budget, options, monkeypatch):
     monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: "varlen")
-    policy = load(make_config(model, **options))
+    policy = load(make_config(untied, **options))
     randomize(policy)
     updates = [random_sequences(9)]
     expected = PlainTrainer(policy).train_step(updates, 11)

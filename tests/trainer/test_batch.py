@@ -1,5 +1,7 @@
 """Advantages of a whole step, its updates, and shares of ranks that are about equal."""
 
+import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,24 +58,35 @@ def test_every_trajectory_gets_its_own_advantage_by_the_rewards_of_all_nodes(
         assert sequence.advantage == pytest.approx(expected, rel=1e-5)
 
 
-def test_one_minibatch_keeps_the_order_of_the_groups_and_all_that_was_sampled():
-    groups = [make_trajectories(group_id, (0.0, 1.0)) for group_id in (3, 1, 2)]
-    (update,) = updates_of(groups)
+def branched(group):
+    """The group with one, two or three segments in its first trajectory."""
+    first, *others = group.trajectories
+    lengths = ((), (1, 2), (1, 1, 1))[group.group_id % 3]
+    first = replace(first, tokens=np.arange(3), segment_lengths=lengths)
+    return replace(group, trajectories=(first, *others))
+
+
+def test_one_minibatch_keeps_the_order_of_the_groups_and_all_that_was_sampled_in_each_segment():
+    groups = [branched(make_trajectories(group_id, (0.0, 1.0))) for group_id in (3, 1, 2)]
+    (update,) = updates_of(groups, advantage="dr_grpo")
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    for sequence, trajectory in zip(update, trajectories, strict=True):
-        for name in ("group_id", "tokens", "loss_mask", "behavior_logprobs", "policy_versions"):
-            assert np.array_equal(getattr(sequence, name), getattr(trajectory, name))
+    segments = [(trajectory, place) for trajectory in trajectories for place in trajectory.segments]
+    for sequence, (trajectory, place) in zip(update, segments, strict=True):
+        assert (sequence.group_id, sequence.reward) == (trajectory.group_id, trajectory.reward)
+        assert sequence.advantage == trajectory.reward - 0.5
+        for name in ("tokens", "loss_mask", "behavior_logprobs", "policy_versions"):
+            assert np.array_equal(getattr(sequence, name), getattr(trajectory, name)[place])
 
 
 def test_minibatches_get_whole_groups_once_in_an_order_that_seed_and_step_decide():
-    groups = [make_trajectories(group_id, (0.0, 1.0)) for group_id in range(8)]
+    groups = [branched(make_trajectories(group_id, (0.0, 1.0))) for group_id in range(8)]
 
     def dealt(step, seed=0):
         return ids_of(updates_of(groups, step=step, minibatches=2, seed=seed))
 
-    for update in dealt(step=1):
-        assert len(update) == 8 and update[::2] == update[1::2]
-    assert sorted(i for update in dealt(step=1) for i in update) == sorted([*range(8), *range(8)])
+    groups_of_updates = [list(dict.fromkeys(update)) for update in dealt(step=1)]
+    assert list(map(len, groups_of_updates)) == [4, 4]
+    assert sorted(itertools.chain(*groups_of_updates)) == list(range(8))
     assert dealt(step=1) == dealt(step=1)
     assert len({str(dealt(step, seed)) for step in (1, 2, 3) for seed in (0, 1)}) == 6
 

@@ -13,7 +13,6 @@ from tiny_policy import (
     load,
     make_config,
     random_sequences,
-    save_tiny_model,
 )
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -26,11 +25,6 @@ from asyncrl.trainer.packing import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 UP_PROJECTION = "model.layers.0.mlp.up_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
 
 
 def assert_close(gradient, expected):

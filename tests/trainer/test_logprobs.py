@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_policy import random_sequences, save_tiny_model
+from tiny_policy import random_sequences
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -21,11 +21,6 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return save_tiny_model(str(tmp_path_factory.mktemp("model")), tied=False)
-
-
 def score(model, sequences, chunk_rows=ALL_ROWS):
     """Log-probs and entropy of the trained tokens of sequences."""
     batch = pack(bundle(sequences), "short_rows")
@@ -34,9 +29,9 @@ def score(model, sequences, chunk_rows=ALL_ROWS):
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, ALL_ROWS])
-def test_bfloat16_weights_give_a_float32_log_softmax_of_their_logits(path, chunk_rows):
+def test_bfloat16_weights_give_a_float32_log_softmax_of_their_logits(untied, chunk_rows):
     """A product of other rows rounds its sums otherwise: the logits differ by their last bit."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.bfloat16).eval()
     (sequence,) = random_sequences(1)
     found = score(model, [sequence], chunk_rows)
     places = np.flatnonzero(sequence.loss_mask)
@@ -49,8 +44,8 @@ def test_bfloat16_weights_give_a_float32_log_softmax_of_their_logits(path, chunk
         torch.testing.assert_close(row, expected_row.float(), rtol=relative, atol=relative)
 
 
-def test_the_backward_pass_does_not_compute_the_entropy_again(path):
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
+def test_the_backward_pass_does_not_compute_the_entropy_again(untied):
+    model = AutoModelForCausalLM.from_pretrained(untied).eval()
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         score(model, random_sequences(3))[0].sum().backward()
     counts = {event.key: event.count for event in recorded.key_averages()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from plain_trainer import randomize
 from safetensors.torch import load_file
-from tiny_policy import load, make_config, random_sequences, save_tiny_model
+from tiny_policy import load, make_config, random_sequences
 from transformers import AutoModelForCausalLM
 
 from asyncrl.trainer.checkpoint import save_weights
@@ -20,11 +20,6 @@ LINEAR_LAYERS = {
 }
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(str(tmp_path_factory.mktemp("tied")), tied=True)
 
 
 def adapters_of(policy):

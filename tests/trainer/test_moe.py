@@ -15,7 +15,6 @@ from tiny_policy import (
     make_config,
     random_sequences,
     save_tiny_family,
-    save_tiny_model,
 )
 from transformers import AutoModelForCausalLM
 
@@ -130,10 +129,9 @@ def test_a_mixture_is_trained_and_saved_as_transformers_has_it(family, lora_rank
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_without_experts_says_nothing_of_them_and_has_none_to_balance(tmp_path):
-    path = save_tiny_model(str(tmp_path))
-    policy = load(make_config(path))
+def test_a_model_without_experts_says_nothing_of_them_and_has_none_to_balance(model):
+    policy = load(make_config(model))
     metrics = policy.train_step(distribute([random_sequences(2)], 1, 1000)[0], 11)
     assert not [name for name in metrics if name.startswith("experts/")]
     with pytest.raises(ValueError, match=r"^--optim.balance 0.7 balances experts, and a qwen3 has"):
-        _check_model(make_config(path, optim=BALANCE), path, "cpu")
+        _check_model(make_config(model, optim=BALANCE), model, "cpu")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_policy import load, make_config, random_sequences, save_tiny_model
+from tiny_policy import load, make_config, random_sequences
 from user_files import write_user_code
 
 from asyncrl.config import Config, OptimOptions
@@ -80,8 +80,8 @@ def halved(groups, *, lr, share: float = 0.5):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_groups_of_a_users_optimizer_keep_their_share_of_the_learning_rate(tmp_path):
-    model, path = save_tiny_model(tmp_path / "model"), write_user_code(tmp_path, HALVED)
+def test_groups_of_a_users_optimizer_keep_their_share_of_the_learning_rate(tmp_path, model):
+    path = write_user_code(tmp_path, HALVED)
     warmup = OptimOptions(warmup=2)
     shared = OptimOptions(warmup=2, args=("share=0.25",))
     configs = [

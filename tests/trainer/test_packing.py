@@ -1,6 +1,5 @@
 """Rows in which every token sees what precedes it in its sequence, and bundles that read as few tokens as they may."""
 
-import itertools
 import math
 from dataclasses import replace
 from typing import get_args
@@ -81,6 +80,13 @@ def test_every_token_of_a_row_sees_the_tokens_before_it_in_its_sequence_and_no_o
         assert len(read) == sum(len(s.tokens) for s in sequences)
     if sharing == "tree" and budget == math.inf:
         assert len(read) == len(set(read)), "each is read once"
+    if sharing == "prompt" and budget == math.inf:
+        heads = [b.sequences[0] for b in bundles]
+        firsts = [(s.group_id, s.tokens[0]) for s in heads if s.group_id is not None]
+        assert len(set(firsts)) == len(firsts), "what may be read together is"
+    assert sum(b.num_distinct for b in bundles) == len(set(read))
+    longest = max(len(s.tokens) for s in sequences)
+    assert max(b.num_tokens for b in bundles) <= max(budget, longest)
     trained = [s for s in sequences_in(bundles) if s.num_trained]
     sources = iter(batch.sources.tolist())
     for sequence in trained:
@@ -112,40 +118,6 @@ def assert_columns(batch, trained):
     assert batch.num_sequences == len(trained)
     assert batch.advantages.dtype == batch.rewards.dtype == torch.float32
     assert batch.behavior_logprobs.dtype == torch.float32
-
-
-def shared_prefix(first, second, sharing):
-    """Tokens that two sequences may share: of prompts alone those of one group, before a trained token."""
-    pairs = zip(first.tokens, second.tokens, strict=False)
-    length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    if sharing == "tree":
-        return length
-    if first.group_id is None or first.group_id != second.group_id:
-        return 0
-    trained = [np.flatnonzero(s.loss_mask)[:1].tolist() for s in (first, second)]
-    return min([length, *itertools.chain(*trained)])
-
-
-@settings(max_examples=150, deadline=None)
-@given(SEQUENCES, SHARING, BUDGETS)
-def test_bundles_hold_each_sequence_once_and_share_what_neighbours_may_share(
-    sequences, sharing, budget
-):
-    bundles = bundle(sequences, sharing, budget)
-    assert sorted(map(id, sequences_in(bundles))) == sorted(map(id, sequences))
-    longest = max(len(s.tokens) for s in sequences)
-    for b in bundles:
-        most = [shared_prefix(*pair, sharing) for pair in itertools.pairwise(b.sequences)]
-        if sharing == "tree":
-            assert list(b.shared) == most
-        # Here members of a group have prompts of different lengths, so a cut may leave two that could share more.
-        assert all(shared <= allowed for shared, allowed in zip(b.shared, most, strict=True))
-        assert 0 not in b.shared and b.num_tokens <= max(budget, longest)
-    assert sum(b.num_distinct for b in bundles) == len(distinct_prefixes(sequences))
-    if sharing == "prompt" and budget == math.inf:
-        heads = [b.sequences[0] for b in bundles]
-        firsts = [(s.group_id, s.tokens[0]) for s in heads if s.group_id is not None]
-        assert len(set(firsts)) == len(firsts), "what may be read together is"
 
 
 def make_group(prompt, responses, group_id=0):

@@ -11,25 +11,19 @@ from plain_trainer import PlainTrainer, assert_is_step, check_step, randomize, r
 from ranks import run_group
 from tiny_policy import (
     VOCAB,
-    assert_same_gradient,
     grouped_sequences,
     load,
     make_config,
-    make_sequence,
     random_sequences,
     random_tree,
-    save_tiny_model,
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
-from trajectories import make_trajectory
+from torch.utils._pytree import tree_iter
 from user_files import write_user_code
 
-from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import AdvantageOptions, OptimOptions
-from asyncrl.records import Group
 from asyncrl.trainer.attention import varlen_bounds
-from asyncrl.trainer.batch import make_updates
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.lag_stats import TokenStats
 from asyncrl.trainer.packing import bundle, with_equal_counts
@@ -48,16 +42,6 @@ VALUES = {
     ),
 }
 THREE_UPDATES = {"algo": "decoupled_ppo", "algo_args": (), "minibatches": 3}
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    return save_tiny_model(str(tmp_path_factory.mktemp("untied")), tied=False)
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    return save_tiny_model(str(tmp_path_factory.mktemp("tied")))
 
 
 CASES = {
@@ -187,68 +171,8 @@ def test_a_step_is_that_of_the_definition_however_it_is_packed(untied, name):
     assert saved_share > 0.2
 
 
-def branches_of(group_id, member):
-    """Segments of a trajectory: one, one that continues it behind its first turn, and one with a history of its own."""
-    rng = np.random.default_rng((group_id, member))
-    prompt = np.full(5, 7)
-    root, branch, other = (rng.integers(0, 3, num) for num in (9, 6, 8))
-    first = make_sequence(rng, np.concatenate([prompt, root]), np.arange(14) >= 5, group_id)
-    # the first turn has 3 tokens, which the first segment alone is trained on
-    tokens = np.concatenate([prompt, root[:3], branch])
-    second = make_sequence(rng, tokens, np.arange(14) >= 10, group_id)
-    mask = np.isin(np.arange(8), (3, 4, 7))
-    num_segments = 1 + (group_id + member) % 3 if group_id else 1
-    return [first, second, make_sequence(rng, other, mask, group_id)][:num_segments]
-
-
-def join_segments(segments, member, reward):
-    """The trajectory of an agent whose calls were these."""
-    columns = {
-        name: np.concatenate([getattr(segment, name) for segment in segments])
-        for name in ("tokens", "loss_mask", "behavior_logprobs", "policy_versions")
-    }
-    whole = make_trajectory(segments[0].group_id, member)
-    lengths = tuple(len(segment.tokens) for segment in segments)
-    return replace(whole, **columns, reward=reward, segment_lengths=lengths)
-
-
-@pytest.mark.parametrize("options", [{}, {"algo": "gspo"}, {"loss_aggregation": "sequence_mean"}])
-def test_the_step_of_branched_trajectories_is_that_of_their_segments_read_one_by_one(
-    untied, options
-):
-    rewards = np.random.default_rng(0).random((4, 3))
-    advantages = rewards - rewards.mean(axis=1, keepdims=True)
-    groups, segments_of_groups = [], []
-    for group_id in range(4):
-        trajectories, expected_segments = [], []
-        for member in range(3):
-            segments = branches_of(group_id, member)
-            reward, advantage = rewards[group_id, member], advantages[group_id, member]
-            trajectories.append(join_segments(segments, member, reward))
-            expected_segments += [
-                replace(segment, advantage=advantage, reward=reward) for segment in segments
-            ]
-        groups.append(Group(group_id, tuple(trajectories)))
-        segments_of_groups.append(expected_segments)
-    config = make_config(
-        untied, minibatches=2, groups_per_step=4, group_size=3, advantage="dr_grpo", **options
-    )
-    updates = make_updates(groups, config, Cluster(), step=VERSION + 1)
-    expected_updates = []
-    for update in updates:
-        group_ids = dict.fromkeys(sequence.group_id for sequence in update)
-        assert len(group_ids) == 2, "whole groups, however many segments they have"
-        expected_updates.append([s for number in group_ids for s in segments_of_groups[number]])
-    expected = None
-    for sharing, budget in FORMS:
-        policy = load(replace(config, share_prefix=sharing))
-        expected = expected or PlainTrainer(policy).train_step(expected_updates, VERSION)
-        saved_share = check_step(policy, updates, budget, VERSION, expected)
-    assert saved_share > 0.1
-
-
 @pytest.mark.parametrize("sharing", ["off", "tree"])
-@pytest.mark.parametrize("tying", ["tied", "untied"])
+@pytest.mark.parametrize("tying", ["model", "untied"])
 def test_scores_are_those_of_single_sequences(tying, sharing, request):
     path = request.getfixturevalue(tying)
     policy = load(make_config(path, share_prefix=sharing, **CASES["sampling and entropy"]))
@@ -282,6 +206,8 @@ ON_TWO_RANKS = {
     "trees": {"share_prefix": "tree", "loss_aggregation": "constant"},
     "replicas": {"replicas": 2, "optim": OptimOptions(by_ess=True)},
     "a rank without sequences": {"minibatches": 3, "kl_coef": 0.1},
+    "untied": {"minibatches": 2},
+    "untied, head apart": {"minibatches": 2, "save_memory": ("head",)},
 }
 """Options of a step of 15 sequences in 5 groups, or of one sequence in each update."""
 
@@ -293,13 +219,19 @@ def updates_on_two_ranks(name, config):
     return minibatches_of(sequences, config)
 
 
-class Summed(TorchDispatchMode):
-    """Counts the gradients that are summed over replicas: all-reduces of more than a few sums of metrics."""
+class Exchanged(TorchDispatchMode):
+    """Counts what ranks exchange, by the name of the operation and the bytes of its first tensor."""
 
-    count = 0
+    names = ("_allgather_base", "all_gather_into", "allreduce", "_reduce_scatter_base")
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += "allreduce" in str(function) and args[0][0].numel() > 1000
+        for name in self.names:
+            if name in str(function):
+                self.counts[name, next(tree_iter(args)).nbytes] += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -312,127 +244,98 @@ def train_on_two_ranks(rank, configs):
         policy.module.chunk_rows = 7
         gradients = record_gradients(policy)
         share = distribute(updates_on_two_ranks(name, config), 2, 40, config.share_prefix)[rank]
-        with Summed() as summed:
+        with Exchanged() as exchanged:
             metrics = policy.train_step(share, VERSION)
-        num_microbatches = sum(map(len, share))
-        found[name] = (metrics, gradients, num_microbatches, summed.count)
+        num_microbatches = sum(map(len, with_equal_counts(share)))
+        found[name] = (metrics, gradients, num_microbatches, exchanged.counts)
     return found
 
 
+def gather_on_two_ranks(configs):
+    """Gather the weights of each config as they are sent and as they are, and count what the former exchange."""
+    found = []
+    for config in configs:
+        policy = load(config)
+        randomize(policy)
+        with Exchanged() as exchanged:
+            sent = {name: tensor.clone() for name, tensor in policy.sent_parameters()}
+        full = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+        found.append((sent, full, exchanged.counts))
+    return found
+
+
+def train_and_gather(rank, trained, gathered):
+    return train_on_two_ranks(rank, trained), gather_on_two_ranks(gathered)
+
+
 @pytest.fixture(scope="module")
-def two_ranks(tied):
-    """What each of two ranks found for each of ON_TWO_RANKS."""
-    configs = {name: make_config(tied, **options) for name, options in ON_TWO_RANKS.items()}
-    return run_group(train_on_two_ranks, 2, configs)
+def configs_on_two_ranks(model, untied):
+    """Those of ON_TWO_RANKS, and two whose weights are sent in bfloat16."""
+    trained = {
+        name: make_config(untied if name.startswith("untied") else model, **options)
+        for name, options in ON_TWO_RANKS.items()
+    }
+    return trained, [make_config(model, dtype="bfloat16", lora_rank=rank) for rank in (0, 4)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(configs_on_two_ranks):
+    """What each of two ranks found: of steps, by name, and of weights."""
+    return run_group(train_and_gather, 2, *configs_on_two_ranks)
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_two_ranks_make_the_step_of_the_definition(two_ranks, tied, name):
+def test_two_ranks_make_the_step_of_the_definition(two_ranks, configs_on_two_ranks, name):
     """Replicas sum their gradients once for all micro-batches, each part of the model by itself."""
-    config = make_config(tied, **ON_TWO_RANKS[name])
+    config = configs_on_two_ranks[0][name]
     policy = load(replace(config, replicas=1))
     randomize(policy)
     num_parts = sum(isinstance(part, FSDPModule) for part in policy.module.modules())
     updates = updates_on_two_ranks(name, config)
     expected = PlainTrainer(policy).train_step(updates, VERSION)
-    for found in two_ranks:
-        metrics, gradients, num_microbatches, num_sums = found[name]
+    for steps, _ in two_ranks:
+        metrics, gradients, num_microbatches, counts = steps[name]
         saved_share = assert_is_step(metrics, gradients, updates, expected)
         assert (saved_share > 0.1) == (config.share_prefix != "off")
         if config.replicas > 1:
+            # small ones are sums of metrics
+            large = Counter({key: count for key, count in counts.items() if key[1] > 4000})
+            num_sums = sum(count for (kind, _), count in large.items() if kind == "allreduce")
             assert num_microbatches > 2 and num_sums == num_parts
 
 
-class Exchanged(TorchDispatchMode):
-    """Counts what is gathered and what is reduced, by its kind and number of elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "_allgather_base" in str(function):
-            self.counts["gathered", args[0].numel()] += 1
-        if "_reduce_scatter_base" in str(function):
-            self.counts["reduced", args[1].numel()] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def exchange_on_two_ranks(rank, configs):
-    """Make a step by each config. Return its gradients, what was exchanged, and the number of micro-batches."""
-    found = []
-    for config in configs:
-        policy = load(config)
-        gradients = record_gradients(policy)
-        updates = minibatches_of(grouped_sequences(6, 4), config)
-        share = distribute(updates, 2, 40)[rank]
-        num_microbatches = sum(map(len, with_equal_counts(share)))
-        with Exchanged() as exchanged:
-            policy.train_step(share, VERSION)
-        found.append((gradients, exchanged.counts, num_microbatches))
-    return found
-
-
 def test_embedding_and_head_are_gathered_and_reduced_once_an_update_or_to_save_memory_in_each_micro_batch(
-    untied,
+    two_ranks,
 ):
-    """The first update begins with what the pass for proximal log-probs has gathered.
-
-    Gradients are the same, within 1e-6 of the largest at equal weights, and layers exchange the same.
-    """
-    saves = [(), ("head",)]
-    configs = [make_config(untied, minibatches=2, save_memory=save) for save in saves]
-    for found in run_group(exchange_on_two_ranks, 2, configs):
-        (gradients, kept, num_microbatches), (expected, apart, _) = found
-        assert num_microbatches > 4
-        for error, gradient, wanted in zip((1e-6, 1e-5), gradients, expected, strict=True):
-            assert_same_gradient(gradient, wanted, error)
-        embedding, head = VOCAB * 64, VOCAB * 64 + 64  # and the last norm
-        root = Counter({("gathered", embedding + head): 2, ("reduced", embedding + head): 2})
+    """The first update begins with what the pass for proximal log-probs has gathered; layers exchange the same."""
+    embedding, head = 4 * VOCAB * 64, 4 * (VOCAB * 64 + 64)  # with the last norm
+    gather, reduce = "_allgather_base", "_reduce_scatter_base"
+    for steps, _ in two_ranks:
+        *_, num_microbatches, kept = steps["untied"]
+        *_, apart = steps["untied, head apart"]
+        assert num_microbatches > 2, "the updates"
+        root = Counter({(gather, embedding + head): 2, (reduce, (embedding + head) // 2): 2})
         parts = Counter(
             {
-                ("gathered", embedding): 3 * num_microbatches,
-                ("reduced", embedding): num_microbatches,
-                ("gathered", head): num_microbatches,
-                ("reduced", head): num_microbatches,
+                (gather, embedding): 3 * num_microbatches,
+                (reduce, embedding // 2): num_microbatches,
+                (gather, head): num_microbatches,
+                (reduce, head // 2): num_microbatches,
             }
         )
         assert root <= kept and parts <= apart
-        layers = kept - root
-        assert len(layers) == 2 and layers == apart - parts
+        assert kept - root == apart - parts
 
 
-class Gathered(TorchDispatchMode):
-    """Counts what is gathered from each rank, bytes."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "all_gather" in str(function):
-            self.num_bytes += args[0].nbytes
-        return function(*args, **(kwargs or {}))
-
-
-def gather_on_two_ranks(rank, configs):
-    """Gather the weights of each config as they are sent and as they are, and count the former's bytes."""
-    found = []
-    for config in configs:
-        policy = load(config)
-        randomize(policy)
-        with Gathered() as gathered:
-            sent = {name: tensor.clone() for name, tensor in policy.sent_parameters()}
-        full = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
-        found.append((sent, full, gathered.num_bytes))
-    return found
-
-
-def test_weights_are_cast_to_what_is_sent_before_they_are_gathered_and_merged_in_float32(tied):
-    configs = [make_config(tied, dtype="bfloat16", lora_rank=rank) for rank in (0, 4)]
-    found, _ = run_group(gather_on_two_ranks, 2, configs)
-    for config, (sent, full, num_bytes) in zip(configs, found, strict=True):
+def test_weights_are_cast_to_what_is_sent_before_they_are_gathered_and_merged_in_float32(
+    two_ranks, configs_on_two_ranks
+):
+    found = two_ranks[0][1]
+    for config, (sent, full, counts) in zip(configs_on_two_ranks[1], found, strict=True):
         assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
         assert {tensor.dtype for tensor in full.values()} == {torch.float32}
         assert all(torch.equal(sent[key], tensor.bfloat16()) for key, tensor in full.items())
+        num_bytes = sum(size * count for (_, size), count in counts.items())
         per_rank = sum(tensor.nbytes for tensor in sent.values()) / 2
         assert num_bytes > per_rank if config.lora_rank else num_bytes == per_rank
     merged = found[1][1]["model.layers.0.mlp.up_proj.weight"]
@@ -442,8 +345,8 @@ def test_weights_are_cast_to_what_is_sent_before_they_are_gathered_and_merged_in
 # What a step does besides
 
 
-def test_the_trainers_clock_is_told_when_each_optimizer_step_begins_and_ends(tied):
-    policy, entered = load(make_config(tied, minibatches=2)), []
+def test_the_trainers_clock_is_told_when_each_optimizer_step_begins_and_ends(model):
+    policy, entered = load(make_config(model, minibatches=2)), []
     policy.clock.enter = lambda state: entered.append((state, policy.num_updates))
     policy.train_step(distribute([random_sequences(2)] * 2, 1, 1000)[0], VERSION)
     assert entered == [
@@ -464,18 +367,18 @@ def test_the_trainers_clock_is_told_when_each_optimizer_step_begins_and_ends(tie
         ({"algo": "decoupled_ppo", "optim": OptimOptions(epochs=2), "proximal": "loglinear"}, 2),
     ],
 )
-def test_a_step_reads_no_sequence_more_often_than_its_loss_needs(tied, options, num_passes):
-    policy, passes = load(make_config(tied, algo_args=(), **options)), []
+def test_a_step_reads_no_sequence_more_often_than_its_loss_needs(model, options, num_passes):
+    policy, passes = load(make_config(model, algo_args=(), **options)), []
     policy.module.model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
     policy.train_step([[bundle(random_sequences(3))]], VERSION)
     assert len(passes) == num_passes
 
 
 @pytest.mark.parametrize("field", ["advantage", "behavior_logprobs"])
-def test_a_loss_that_is_not_finite_ends_the_run_and_touches_no_weight(tied, field):
+def test_a_loss_that_is_not_finite_ends_the_run_and_touches_no_weight(model, field):
     first, *rest = random_sequences(4)
     value = np.nan if field == "advantage" else np.full(len(first.tokens), np.nan, np.float32)
-    policy = load(make_config(tied))
+    policy = load(make_config(model))
     before = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
     message = r"loss nan and gradient norm nan at update 0 must be finite"
     with pytest.raises(RuntimeError, match=message):
@@ -484,9 +387,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_touches_no_weight(tied, fiel
         assert torch.equal(tensor, before[name])
 
 
-def test_a_token_from_the_future_and_an_update_without_tokens_are_refused(tied):
+def test_a_token_from_the_future_and_an_update_without_tokens_are_refused(model):
     sequences = random_sequences(3)
-    policy = load(make_config(tied))
+    policy = load(make_config(model))
     newest = max(int(s.policy_versions.max()) for s in sequences)
     message = f"sampled by version {newest}, but the trainer is at version {newest - 1}"
     with pytest.raises(RuntimeError, match=message):
@@ -502,8 +405,8 @@ def loss(inputs):
 """
 
 
-def test_a_users_loss_sees_the_lag_of_each_token(tied, tmp_path):
-    policy = load(make_config(tied, algo=f"{write_user_code(tmp_path, LOSS_BY_LAG)}:loss"))
+def test_a_users_loss_sees_the_lag_of_each_token(model, tmp_path):
+    policy = load(make_config(model, algo=f"{write_user_code(tmp_path, LOSS_BY_LAG)}:loss"))
     updates = [random_sequences(5)]
     expected = PlainTrainer(policy).train_step(updates, VERSION)
     check_step(policy, updates, 40, VERSION, expected)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from several_nodes import NODE_OF_RANK, TIMEOUT
-from tiny_policy import VOCAB, brute_force_nucleus, load, random_sequences, save_tiny_model
+from tiny_policy import VOCAB, brute_force_nucleus, load, random_sequences
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from user_files import write_user_code
 
@@ -26,11 +26,6 @@ PROMPT = (4, 5, 6)
 VERSION = 3
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(str(tmp_path_factory.mktemp("model")))
 
 
 def make_config(model, **options):
