@@ -48,6 +48,10 @@ class Job:
         """The lines of metrics.jsonl."""
         return read(self.run_path / "metrics.jsonl")
 
+    def values(self, name: str) -> list[float]:
+        """A metric, of the steps that have it."""
+        return [line[name] for line in self.metrics() if name in line]
+
     def evaluations(self) -> dict[int, float]:
         """The accuracy at each version that was evaluated."""
         lines = [line for line in self.metrics() if "eval/accuracy" in line]
@@ -166,12 +170,12 @@ def resume_job(
     return launch([*command, f"--resume={job.run_path}", *words_of(options)], job.run_path)
 
 
-def launch(arguments: Sequence[str], run_path: Path, *, root: Path = ROOT) -> Job:
+def launch(arguments: Sequence[str], run_path: Path, *, root: Path = ROOT, gpus: str = "") -> Job:
     """Start a Python program in a session of its own; what it prints goes to a file beside the run."""
     folder = run_path.parent
     folder.mkdir(exist_ok=True)
     output_path = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
-    alone = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
+    alone = {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": str(root)}
     with open(output_path, "w") as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -239,7 +243,7 @@ def assert_every_group_is_consumed_once(job: Job, num_steps: int, groups_per_ste
     """All steps are in the records, in order; no group is in two of them, none was skipped, and the ledger agrees."""
     steps, metrics = job.events("step"), job.metrics()
     expected = list(range(1, num_steps + 1))
-    assert [event["step"] for event in steps] == [line["step"] for line in metrics] == expected
+    assert [event["step"] for event in steps] == job.values("step") == expected
     groups = [group for event in steps for group in event["groups"]]
     assert len(groups) == len(set(groups)) == groups_per_step * num_steps
     assert len(groups) == metrics[-1]["ledger/groups_consumed"]

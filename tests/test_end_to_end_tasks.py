@@ -1,9 +1,9 @@
 """Whole jobs on a model and a task from outside; test_several_nodes.py has several turns."""
 
-import json
-
 import pytest
 from real_job import assert_ledger_balances, run_job
+
+from scripts.lines import read
 
 pytestmark = pytest.mark.e2e
 
@@ -31,8 +31,8 @@ def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(
     for name in ("adapter/adapter_model.safetensors", "value_head/value_head.safetensors"):
         assert (job.run_path / "checkpoints" / "step_3" / name).exists()
     metrics = job.metrics()
-    assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+    assert max(job.values("mismatch/abs_max")) < 1e-4
     assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6
-    sample = json.loads((job.run_path / "samples.jsonl").read_text().splitlines()[0])
+    sample, *_ = read(job.run_path / "samples.jsonl")
     assert sample["prompt"].startswith("user: ") and sample["prompt"].endswith("assistant: ")
     assert_ledger_balances(metrics)

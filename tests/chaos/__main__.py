@@ -1,10 +1,11 @@
 """Break runs on purpose: `python -m tests.chaos --rounds 20 --seed 0`."""
 
-import argparse
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -12,28 +13,25 @@ from chaos import campaign
 from scripts.bench.harness import add, provenance
 
 
-def main() -> None:
-    """Make the rounds, and write what came of them."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="signals to send")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn, and of the runs")
-    parser.add_argument(
-        "--keep", type=Path, help="a new folder for the runs; else they are deleted"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="JSON lines, to which the numbers go; those of the same command are replaced",
-    )
-    given, began = parser.parse_args(), time.monotonic()
+def main(
+    rounds: int = 20, seed: int = 0, keep: Path | None = None, out: Path | None = None
+) -> None:
+    """Break runs on purpose.
+
+    Args:
+        rounds: signals to send
+        seed: of what is drawn, and of the runs
+        keep: a new folder for the runs; else they are deleted
+        out: JSON lines, to which the numbers go; those of the same command are replaced
+    """
+    began = time.monotonic()
     made = provenance() | {"command": " ".join(["python -m tests.chaos", *sys.argv[1:]])}
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as temporary:
-        folder = given.keep or Path(temporary)
-        result = campaign.run_rounds(folder, given.rounds, given.seed)
-    if given.out:
-        add(made | {"repeat": 0} | result, given.out, key=("command",))
+        result = campaign.run_rounds(keep or Path(temporary), rounds, seed)
+    if out:
+        add(made | {"repeat": 0} | result, out, key=("command",))
     print(f"passed in {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -227,7 +227,7 @@ def check_account(run: Run) -> dict:
     path, metrics, steps = run.job.run_path, run.job.metrics(), run.job.events("step")
     config = Config.from_dict(json.loads((path / "run.json").read_text())["config"])
     expected = list(range(1, config.steps + 1))
-    assert [line["step"] for line in metrics] == [event["step"] for event in steps] == expected
+    assert run.job.values("step") == [event["step"] for event in steps] == expected
     assert_ledger_balances(metrics)
     last = metrics[-1]
     consumed = [group for event in steps for group in event["groups"]]
@@ -236,7 +236,7 @@ def check_account(run: Run) -> dict:
     assert max(consumed) < last["ledger/groups_issued"], "a group was never issued"
     twice = problems_too_often(path, config, num_problems=last["ledger/groups_issued"])
     assert not twice, f"trained on more often than it is among the problems: {twice}"
-    assert max(line["staleness/max"] for line in metrics) <= config.max_staleness
+    assert max(run.job.values("staleness/max")) <= config.max_staleness
     accuracy = last.get("eval/accuracy")
     assert not config.eval_every or accuracy >= ACCURACY, accuracy
     return {

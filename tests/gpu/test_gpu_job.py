@@ -9,11 +9,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 def test_a_job_that_shares_one_gpu_ends_well_and_keeps_its_bound(name, request):
     """The run itself asserts at every step that its ledger balances."""
     job = request.getfixturevalue(name)
-    assert job.exit_code == 0, job.output[-4000:]
-    assert "weights by ipc" in job.output
+    assert "weights by ipc" in job.output()
     assert job.values("step") == [1, 2, 3, 4]
-    assert job.metrics[-1]["eval/policy_version"] == 4
-    assert job.metrics[-1]["ledger/groups_consumed"] == 4 * 8
+    assert job.values("eval/policy_version")[-1] == 4
+    assert job.values("ledger/groups_consumed")[-1] == 4 * 8
     staleness = job.values("staleness/max")
     assert staleness[0] == 0 and max(staleness) == 1
 

@@ -11,18 +11,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
     ("num_gpus", "num_ranks", "options"),
     [
         (2, 1, {}),
-        (2, 1, {"weight-sync": "shm"}),
-        (3, 2, {"save-memory": "optimizer"}),
-        (4, 2, {"rollout-tp": 2}),
+        (2, 1, {"weight_sync": "shm"}),
+        (3, 2, {"save_memory": "optimizer"}),
+        (4, 2, {"rollout_tp": 2}),
         (4, 2, {}),
     ],
 )
 def test_a_job_on_several_gpus_ends_well_and_engines_agree(tmp_path, num_gpus, num_ranks, options):
     if torch.cuda.device_count() < num_gpus:
         pytest.skip(f"needs {num_gpus} NVIDIA GPUs: torch sees {torch.cuda.device_count()}")
-    name = f"{num_ranks} + {num_gpus - num_ranks} GPUs"
-    job = run_random_job(name, tmp_path, num_gpus, num_ranks, **options)
-    assert job.exit_code == 0, job.output[-4000:]
-    assert f"weights by {options.get('weight-sync', 'nccl')}" in job.output
+    job = run_random_job(tmp_path, num_gpus, num_ranks, **options)
+    assert f"weights by {options.get('weight_sync', 'nccl')}" in job.output()
     assert max(job.values("mismatch/abs_mean")) < 1e-2
     assert max(job.values("staleness/max")) <= 1

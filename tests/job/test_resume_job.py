@@ -109,7 +109,7 @@ def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_ever
     job = resume(job, stop_after_s=0)
     assert job.wait(60) == 0, job.output()[-3000:]
     assert_every_group_is_consumed_once(job, 40, GROUPS)
-    assert max(line["staleness/max"] for line in job.metrics()) <= 1
+    assert max(job.values("staleness/max")) <= 1
     header = json.loads((job.run_path / "run.json").read_text())
     assert (header["config"]["steps"], header["config"]["stop_after_s"]) == (40, 0)
     assert len(header["resumed"]) == len(job.events("run_resumed")) == 3
@@ -140,8 +140,8 @@ def test_two_nodes_are_stopped_together_and_one_continues_with_what_both_had(tmp
     job = resume(job, steps=24)
     assert job.wait(60) == 0, job.output()[-3000:]
     metrics, (resumed,) = job.metrics(), job.events("run_resumed")
-    assert [line["step"] for line in metrics] == list(range(1, 25))
-    assert max(line["staleness/max"] for line in metrics) <= 1
+    assert job.values("step") == list(range(1, 25))
+    assert max(job.values("staleness/max")) <= 1
     after = [event for event in steps_in(job.run_path) if event["step"] > resumed["step"]]
     groups = [group for event in before + after for group in event["groups"]]
     assert len(groups) == len(set(groups)) == GROUPS * 24 == metrics[-1]["ledger/groups_consumed"]
