@@ -2,12 +2,11 @@ import dataclasses
 import json
 import re
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from option_words import words_that_change
+from programs import run_python
 
 from algos import ADVANTAGES, LOSSES
 from asyncrl.config import OPTIONS, Config, allowed_values
@@ -108,9 +107,7 @@ def test_help_answers_within_two_seconds_of_cpu_time_and_without_heavy_imports()
         "print('HEAVY', [m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
     cpu_s = children_cpu_s()
-    done = subprocess.run(
-        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run_python("-c", probe)
     assert children_cpu_s() - cpu_s < 2  # half a second, where nobody else makes the cores slow
     assert "HEAVY []" in done.stdout and "--async-ratio" in done.stdout
 

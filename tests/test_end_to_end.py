@@ -6,17 +6,17 @@ what is killed or cannot start, test_several_nodes.py two nodes. Variants are sl
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 
 import numpy as np
 import pytest
+from programs import run_python
 from real_job import ROOT, Job, assert_ledger_balances, copy_without, run_job
 
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.weights.models import resolve_model
 from extras.planning.advice import advice_of
+from scripts.lines import read
 
 pytestmark = pytest.mark.e2e
 
@@ -31,11 +31,11 @@ def assert_time_is_accounted_for(job):
             shares = [share for name, share in line.items() if name.startswith(f"{who}_time/")]
             assert sum(shares) == pytest.approx(1, abs=1e-6) and min(shares) >= 0
     assert len(reported) > len(metrics) / 2
-    assert min(line["trainer_time/forward_backward"] for line in metrics) > 0
+    assert min(job.values("trainer_time/forward_backward")) > 0
     generated = sum(line["rollout/tokens_per_s"] * line["time/step_s"] for line in metrics)
     assert generated == pytest.approx(metrics[-1]["tokens/generated"])
     (trainer,) = job.events("trainer_time")
-    in_steps = sum(line["time/step_s"] for line in metrics)
+    in_steps = sum(job.values("time/step_s"))
     assert in_steps < sum(trainer["seconds"].values()) < in_steps + 120
     for worker in job.events("worker_time"):
         (started,) = [e for e in job.events("worker_started") if e["worker"] == worker["worker"]]
@@ -63,19 +63,15 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_a
     options |= {"max_running_requests": 6, "steps": 12, "eval_every": 6, "save_every": 6}
     job = run_job(tmp_path, root=root, **options)
     metrics = job.metrics()
-    assert [line["step"] for line in metrics] == list(range(1, 13))
-    assert np.mean([line["reward/mean"] for line in metrics[-4:]]) > np.mean(
-        [line["reward/mean"] for line in metrics[:4]]
-    )
-    assert max(line["staleness/max"] for line in metrics) <= 2
-    assert np.mean([line["staleness/mean"] for line in metrics]) > 0
-    assert any(line["response/mixed_versions"] > 0 for line in metrics), (
-        "no response lived through an update"
-    )
-    assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
-    assert max(line["drift/k3"] for line in metrics) > 1e-6
-    evaluated = {line["eval/policy_version"] for line in metrics if "eval/accuracy" in line}
-    assert {0, 12} <= evaluated
+    assert job.values("step") == list(range(1, 13))
+    rewards = job.values("reward/mean")
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4])
+    assert max(job.values("staleness/max")) <= 2
+    assert np.mean(job.values("staleness/mean")) > 0
+    assert max(job.values("response/mixed_versions")) > 0, "no response lived through an update"
+    assert max(job.values("mismatch/abs_max")) < 1e-4
+    assert max(job.values("drift/k3")) > 1e-6
+    assert {0, 12} <= {*job.values("eval/policy_version")}
     assert_ledger_balances(metrics)
     assert_time_is_accounted_for(job)
     assert "worker 0  " in job.output() and "advice" not in job.output(), (
@@ -87,9 +83,7 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_a
     assert_checkpoint_serves(job.run_path / "checkpoints" / "step_12")
     run = json.loads((job.run_path / "run.json").read_text())
     assert run["config"]["async_ratio"] == 2 and run["packages"]["torch"]
-    samples = [
-        json.loads(line) for line in (job.run_path / "samples.jsonl").read_text().splitlines()
-    ]
+    samples = read(job.run_path / "samples.jsonl")
     assert {line["step"] for line in samples} == set(range(1, 13)) and samples[0][
         "prompt"
     ].endswith("=")
@@ -120,19 +114,15 @@ def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3
 ):
     options = {"publish_delay": 3, "on_update": "wait", "record": True, "eval_every": 7}
     job = run_job(tmp_path, steps=7, async_ratio=0, **options)
-    metrics = job.metrics()
-    assert [line["staleness/max"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
-    assert [line["staleness/mean"] for line in metrics] == [0, 1, 2, 3, 3, 3, 3]
-    assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
+    assert job.values("staleness/max") == [0, 1, 2, 3, 3, 3, 3]
+    assert job.values("staleness/mean") == [0, 1, 2, 3, 3, 3, 3]
+    assert max(job.values("mismatch/abs_max")) < 1e-4
     assert_replay_is_the_run(job, tmp_path)
 
 
 def assert_replay_is_the_run(job, tmp_path):
     """scripts/replay.py: all that it logs, but for times, the last weights and their evaluation are the run's."""
-    command = [sys.executable, "scripts/replay.py", job.run_path, "--run-name=replay", "--evaluate"]
-    subprocess.run(
-        command, cwd=ROOT, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=120
-    )
+    run_python("scripts/replay.py", job.run_path, "--run-name=replay", "--evaluate")
     replayed = Job(None, tmp_path / "replay", None)
     for line, of_run in zip(replayed.metrics(), job.metrics(), strict=True):
         skipped = ("time/", "trainer_time/", "tokens/generated")
@@ -159,8 +149,8 @@ def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path
         share_prefix="tree",
     )
     metrics = job.metrics()
-    assert [line["staleness/max"] for line in metrics] == [0] * 4
-    saved = [line["tokens/saved_share"] for line in metrics]
+    assert job.values("staleness/max") == [0] * 4
+    saved = job.values("tokens/saved_share")
     assert np.mean(saved) > 0.2 and min(saved) > 0.1, (
         "how a step's groups are cut into two updates is drawn"
     )
@@ -182,10 +172,10 @@ def test_over_sampling_trains_every_response_once_and_none_beyond_the_bound(tmp_
         drop_zero_variance=True,
     )
     metrics = job.metrics()
-    assert 1 <= max(line["staleness/max"] for line in metrics) <= 4
-    assert any(line["response/inherited_share"] > 0 for line in metrics)
+    assert 1 <= max(job.values("staleness/max")) <= 4
+    assert max(job.values("response/inherited_share")) > 0
     assert metrics[-1]["ledger/groups_dropped_filtered"] > 0
-    assert all(line["reward/zero_variance_groups"] == 0 for line in metrics)
+    assert {*job.values("reward/zero_variance_groups")} == {0}
     trained = [
         event for event in job.events("trajectory") if event["finish_reason"] in ("stop", "length")
     ]

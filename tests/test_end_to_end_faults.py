@@ -3,12 +3,10 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
+from programs import run_python
 from real_job import (
-    ROOT,
     assert_every_group_is_consumed_once,
     assert_nothing_is_left,
     resume_job,
@@ -93,5 +91,5 @@ def test_later_weights_that_do_not_arrive_are_warned_of_once_and_in_the_report(t
     (event,) = job.events("warning")
     assert event["text"] in line
     assert "worker 0 does not have the trainer's weights: at version 2" in line
-    subprocess.run([sys.executable, "scripts/report.py", job.run_path], cwd=ROOT, check=True)
+    run_python("scripts/report.py", job.run_path)
     assert "worker 0 does not have the trainer" in (job.run_path / "report.html").read_text()

@@ -1,10 +1,10 @@
 """How a job ends, for whoever reads its last lines: under a real torchrun, without a model."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
+from real_job import torchrun
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,8 +19,7 @@ def test_the_reason_is_among_the_last_lines_of_torchrun_too(tmp_path, error, pri
         f"def job(): raise {error}('--steps must be at least 1')\n"
         "run_job(job)"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_python(*torchrun(), script)
     assert done.returncode == 1 and "error: --steps must be at least 1" in done.stderr.splitlines()
     assert "error: --steps must be at least 1" in done.stderr.splitlines()[-2]
     assert printed in done.stderr

@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import run_python
 from user_files import chat_tokenizer, write_jsonl
 
 from asyncrl.config import MULTI_TURN_TASKS
@@ -86,10 +85,8 @@ def test_problems_are_the_same_in_another_process_and_importing_tasks_imports_no
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     here = f"{Addition(7).train_problem(5)} {Addition(7).eval_problems(3)}"
-    other = subprocess.run(
-        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert other.stdout.strip() == here
+    other = run_python("-c", command)
+    assert (other.returncode, other.stdout.strip()) == (0, here)
 
 
 # Addition
@@ -159,9 +156,8 @@ def test_without_the_hub_its_local_cache_is_read_and_otherwise_the_error_is_quic
     )
     folder = str(tmp_path)
     hub = {"HOME": folder, "HF_HOME": folder, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    options = {"cwd": ROOT, "env": {"PATH": "", **hub}, "capture_output": True, "text": True}
     started = time.monotonic()
-    process = subprocess.run([sys.executable, "-c", command], **options)
+    process = run_python("-c", command, **hub)
     last_line = process.stderr.strip().splitlines()[-1]
     assert last_line.startswith("ValueError: dataset openai/gsm8k cannot be had")
     assert "--data-path takes a local copy" in last_line
@@ -173,7 +169,7 @@ def test_without_the_hub_its_local_cache_is_read_and_otherwise_the_error_is_quic
     (repository / "refs" / "main").write_text("0" * 40)
     for name, rows in ROWS_OF.items():
         datasets.Dataset.from_list(rows).to_parquet(str(part / f"{name}-00000-of-00001.parquet"))
-    process = subprocess.run([sys.executable, "-c", command], **options)
+    process = run_python("-c", command, **hub)
     assert process.stdout.strip() == "10", process.stderr
 
 

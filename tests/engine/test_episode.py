@@ -1,8 +1,6 @@
 """Trajectories of one and of several turns with scripted policies and environments: no engine."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -13,17 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import run_python
 
 from asyncrl.config import Config
 from asyncrl.engine.environments import EnvironmentPool, MultiTurn, SingleTurn, Step
 from asyncrl.engine.episode import Episode
-from asyncrl.engine.score import Failed
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Completion, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import GuessNumber
 from extras.baselines import BaselineEpisode
-from extras.latency_law import LatencyLaw
-from scripts.latency import Delayed
 
 TOKENIZER = load_tokenizer(resolve_model("tiny", "guess_number"))
 EOS = TOKENIZER.eos_token_id
@@ -221,9 +217,7 @@ asyncio.run(call_in_thread(threading.Event().wait, timeout_s=0.05))
 
 
 def test_a_call_that_hangs_keeps_no_process_from_its_end():
-    ended = subprocess.run(
-        [sys.executable, "-c", HANGING], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    ended = run_python("-c", HANGING)
     assert ended.returncode == 1 and "timed out after 0.05 s" in ended.stderr
 
 
@@ -322,25 +316,3 @@ def test_a_baseline_waits_for_all_others_before_each_turn_or_before_each_step(
     episode._generate = act
     asyncio.run(episode.run(0))
     assert " ".join(events) == expected
-
-
-@pytest.mark.parametrize(
-    ("law", "reason"),
-    [
-        ("constant:10 scale:0.02", None),
-        ("fail:1", "crash|timed out"),
-        ("constant:9", "timed out after 0.5 s"),
-    ],
-)
-def test_simulated_latency_is_scaled_and_waited_for_and_fails_as_a_real_one_does(law, reason):
-    async def step(tokens):
-        return "stepped"
-
-    delayed = Delayed(SimpleNamespace(step=step), LatencyLaw.parse(law), timeout_s=0.5, seed=0)
-    began = time.monotonic()
-    if reason is None:
-        assert asyncio.run(delayed.step([1])) == "stepped"
-        assert 0.2 <= time.monotonic() - began < 8
-        return
-    with pytest.raises(Failed, match=reason):
-        asyncio.run(delayed.step([1]))

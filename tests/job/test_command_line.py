@@ -2,12 +2,12 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from programs import run_python
 from user_files import ENVIRONMENT, LOSS, TASK, write_user_code
 
 from asyncrl import user_code
@@ -18,16 +18,20 @@ from extras.fingerprint import check_same, fingerprint
 
 ROOT = Path(__file__).parents[2]
 REWARD = "def score(response, answer): return 1.0\n"
+ADVANTAGE = "def centered(rewards): return rewards - rewards.mean()\n"
 
 
 def test_user_code_is_resolved_from_where_the_run_is_started(tmp_path, monkeypatch):
-    task, loss, reward, environment = (
-        write_user_code(tmp_path, source) for source in (TASK, LOSS, REWARD, ENVIRONMENT)
+    sources = (TASK, LOSS, REWARD, ENVIRONMENT, ADVANTAGE)
+    task, loss, reward, environment, advantage = (
+        write_user_code(tmp_path, source) for source in sources
     )
     monkeypatch.chdir(tmp_path)
     words = ["--task", f"{task.name}:Double", "--task-args", "factor=3"]
     words += ["--algo", f"./{loss.name}:loss", "--algo-args", "clip=0.3"]
+    words += ["--advantage", f"{advantage.name}:centered"]
     config = parse_config([*words, "--reward", f"{reward.name}:score*0.5"])
+    assert config.advantage == f"{advantage}:centered"
     assert (config.task, config.algo) == (f"{task}:Double", f"{loss}:loss")
     assert config.reward == (f"{reward}:score*0.5",) and not config.is_multi_turn
     assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
@@ -80,6 +84,7 @@ def user_run(tmp_path):
     task = write_user_code(folder, TASK)
     words = ["--task", f"{task}:Double", "--algo", f"{loss}:loss"]
     config = read_options([*words, "--runs-dir", str(tmp_path / "runs")])
+    user_code.load(config.algo)
     directory = RunDirectory(config)
     directory.close()
     return directory.path, config, [loss, sibling, task]
@@ -109,7 +114,10 @@ def test_a_resumed_run_loads_its_copies_whatever_happened_to_the_files(user_run,
     copies = user_code.located(config, run / "code")
     assert user_code.texts_of(resumed) == user_code.texts_of(copies)
     loss = user_code.load(resumed.algo)
-    assert loss.__code__.co_filename == str(run / "code" / files[0].name)
+    modules = (sys.modules[loss.__module__], loss.__globals__[files[1].stem])
+    assert [module.__file__ for module in modules] == [
+        str(run / "code" / path.name) for path in files[:2]
+    ]
     with pytest.raises(ValueError, match=r"code/another.py:loss cannot change when a run is"):
         read_options(["--resume", str(run), "--algo", "another.py:loss"])
 
@@ -128,8 +136,7 @@ def test_prompts_that_do_not_fit_end_a_run_before_anything_is_written_or_started
     rows = [json.dumps({"prompt": prompt, "answer": "x"}) + "\n" for prompt in prompts]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     words = ["--task", "jsonl", "--data-path", "rows.jsonl", "--max-prompt-tokens", "4"]
-    command = [sys.executable, str(ROOT / "train_async.py"), *words]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    ended = run_python(ROOT / "train_async.py", *words, cwd=tmp_path)
     line = "has 9 tokens, --max-prompt-tokens is 4; raise it to at least 9"
     assert ended.returncode == 2 and line in ended.stderr.splitlines()[-1], ended.stderr[-2000:]
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from algos import LOSSES
 from scripts import ablate
-from scripts.ablate import cell_name, options, read_arguments, run_missing
+from scripts.ablate import cell_name, options, read_arguments
 from scripts.grids import key, read_records
 
 ROOT = Path(__file__).parents[2]
@@ -133,19 +132,11 @@ def test_ctrl_c_does_not_make_a_result_of_the_run_that_it_ends(ablate_stub, tmp_
     assert not (grid / "cells.jsonl").exists()
 
 
-def test_the_study_is_the_cells_and_options_of_its_records(tmp_path):
-    algos = set()
+def test_the_study_is_the_cells_and_options_of_its_records():
     for name, (cells, extra) in ablate.study([]).items():
-        seeds = [cell["seed"] for cell in cells]
-        assert seeds == sorted(seeds), name
-        path = ROOT / "results" / "study" / name / "cells.jsonl"
-        recorded = {key(record["cell"]): record["options"] for record in read_records(path)}
+        records = read_records(ROOT / "results" / "study" / name / "cells.jsonl")
+        recorded = {key(record["cell"]): record["options"] for record in records}
         assert recorded == {key(cell): options(cell, extra) for cell in cells}, name
-        assert len(cells) == len(recorded), name
-        run_missing(cells, path, None, extra)  # it would call None
-        if name in ("lag", "others"):
-            algos |= {cell["algo"] for cell in cells}
-    assert algos == set(LOSSES)
 
 
 # Replays

@@ -1,14 +1,11 @@
 """What scripts in the history made is of the records that are there, and those scripts can be run again."""
 
 import hashlib
-import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
-
-from scripts import blocks
 
 ROOT = Path(__file__).parents[2]
 KEPT = [p for p in sorted(ROOT.glob("results/*/*.md")) if p.read_text().startswith("<!-- Made by")]
@@ -59,26 +56,3 @@ def test_the_scripts_in_the_history_are_at_the_commits_that_the_page_names():
         assert not (ROOT / script).exists(), f"{script} is here, so it needs no row"
         subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], check=True)
         subprocess.run([*git, "cat-file", "-e", f"{commit}:{script}"], check=True)
-
-
-def test_what_the_study_says_in_short_of_levels_is_what_its_table_has_in_bold():
-    page = (ROOT / "docs/staleness.md").read_text()
-    short, _, rest = page.partition("## In short")[2].partition("![")
-    rows = [line.strip("| ").split(" | ") for line in rest.splitlines() if line[:3] == "| `"]
-    bold = [{row[0] for row in rows if row[column].startswith("**")} for column in range(1, 6)]
-    _, at_4, at_16, _, smollm2, *_ = short.strip().split("\n")
-    names = [set(re.findall(r"`\w+`", text)) for text in (at_4, at_16.partition(";")[0], smollm2)]
-    assert [set(), names[0], names[1], set(), names[2]] == bold
-
-
-def test_what_has_run_is_said_of_each_gpu_and_nothing_of_parts_that_failed(tmp_path, monkeypatch):
-    (tmp_path / "gpu").mkdir()
-    records = [
-        {"gpu": "H100, 80 GiB", "case": "trainer 0.6b", "numbers": {}},
-        {"gpu": "H100, 80 GiB", "case": "sync 0.6b", "failed": "exited with 1"},
-    ]
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / "gpu" / "gpu.jsonl").write_text(text)
-    monkeypatch.setattr(blocks, "RESULTS", tmp_path)
-    line = "**What has run on which GPU.** H100, 80 GiB: trainer 0.6b.\n"
-    assert blocks.devices() == line

@@ -1,12 +1,11 @@
 """Evaluation of a model without training: what is counted, by hand, and one with the real engine."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from programs import run_python
 
 from asyncrl.controller.evaluation import Evaluation
 from scripts.evaluate import choose_options, describe
@@ -52,9 +51,8 @@ def test_the_newest_checkpoint_of_a_run_is_sampled_as_the_run_samples(tmp_path):
 @pytest.mark.slow
 def test_cold_samples_of_the_real_engine_pass_all_or_none_as_often_as_the_tiny_model_can():
     """tests/data/test_tiny.py has how often its likeliest tokens are right."""
-    command = [sys.executable, ROOT / "scripts" / "evaluate.py", "tiny", "--eval-samples", "3"]
-    command += ["--eval-problems", "24", "--temperature", "0.01"]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    words = ("--eval-samples", "3", "--eval-problems", "24", "--temperature", "0.01")
+    output = run_python("scripts/evaluate.py", "tiny", *words)
     rates = dict(re.findall(r"^(mean reward|pass@\d) +(\d\.\d+)", output.stdout, re.MULTILINE))
     assert set(rates) == {"mean reward", "pass@1", "pass@3"}
     assert len({*rates.values()}) == 1 and float(rates["pass@1"]) >= 0.85

@@ -37,7 +37,6 @@ def make_record(algo="grpo", delay=0, seed=0, *, ratio=0.0, steps=40, error=None
         ({}, "grpo", True),
         ({}, "tis", False),
         ({"minibatches": 4}, "grpo", False),
-        ({"algo_args": ["clip_high=3.0"]}, "grpo", False),
         ({"algo": "my_loss.py:loss"}, "grpo", False),
         ({"error": "it broke"}, "grpo", False),
     ],

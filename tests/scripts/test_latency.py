@@ -14,10 +14,8 @@ NUM_DRAWS = 5000
 @pytest.mark.parametrize(
     ("text", "law", "failure_rate"),
     [
-        ("constant:2.5", None, 0.0),
-        (" normal:10,5  fail:0.2 ", stats.norm(10, 5), 0.2),
+        (" normal:2,5  fail:0.2 ", stats.norm(2, 5), 0.2),
         ("fail:0.2 lognormal:1,0.5 scale:3", stats.lognorm(0.5, scale=3 * np.e), 0.2),
-        ("fail:0.5", None, 0.5),
     ],
 )
 def test_delays_follow_their_law_and_fail_at_their_rate(text, law, failure_rate):
@@ -25,12 +23,9 @@ def test_delays_follow_their_law_and_fail_at_their_rate(text, law, failure_rate)
     delays = [parsed.draw(rng) for _ in range(NUM_DRAWS)]
     assert parsed.draw(random.Random(0)) == delays[0]
     seconds = np.array([delay.seconds for delay in delays])
-    if law is None:
-        assert set(seconds) == {2.5 if "constant" in text else 0.0}
-    else:
-        # A negative draw counts as 0 s.
-        drawn = law.rvs(NUM_DRAWS, random_state=0).clip(min=0)
-        assert stats.ks_2samp(seconds, drawn).pvalue > 0.01
+    # A negative draw counts as 0 s.
+    drawn = law.rvs(NUM_DRAWS, random_state=0).clip(min=0)
+    assert stats.ks_2samp(seconds, drawn).pvalue > 0.01
     for kind in ("hang", "crash"):
         count = sum(delay.failure == kind for delay in delays)
         assert stats.binomtest(count, NUM_DRAWS, failure_rate / 2).pvalue > 0.01

@@ -10,13 +10,12 @@ import itertools
 import json
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 from asyncrl import extras
 from asyncrl.config import Config
@@ -172,12 +171,11 @@ def test_a_run_of_one_step_and_nothing_else_has_a_page(run):
 
 
 def test_the_command_writes_the_page_of_a_run_or_of_several_with_a_line_each_in_every_chart(run):
-    command, other = ROOT / "scripts/report.py", ROOT / "results/smollm2/one_digit-s1"
+    other = ROOT / "results/smollm2/one_digit-s1"
     written = {"report: {}/report.html\ntrace: {}/trace.json\n": "--trace"}
     written["comparison: {}/comparison.html\n"] = other
     for ends, word in written.items():
-        words = [sys.executable, command, run, word]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        done = run_python("scripts/report.py", run, word)
         assert done.stdout.endswith(ends.replace("{}", str(run))), done.stderr
     assert json.loads((run / "trace.json").read_text()) == trace_of(load(run))
     assert "<h2>Timeline</h2>" in (run / "report.html").read_text()
@@ -218,21 +216,6 @@ def test_the_trace_has_a_bar_for_every_response_step_update_and_evaluation(run):
         changes += [(bar["ts"] + bar["dur"], -1) for bar in of_lane]
         at_once = itertools.accumulate(change for _, change in sorted(changes))
         assert len({bar["tid"] for bar in of_lane}) == max(at_once, default=0)
-
-
-def test_two_evaluations_of_one_version_are_two_bars_and_one_that_did_not_end_is_one(run):
-    write_lines(run / "events.jsonl", EVENTS[:1] + events_of("evaluations"))
-    bars = lanes_of(run)["evaluation"]
-    assert [[round(bar["start"], 1), round(bar["end"], 1), bar["args"]] for bar in bars] == [
-        [1, 3.1, {"version": 0, "responses": 2, "accuracy": 0.25}],
-        [5, 7.1, {"version": 0, "responses": 1, "accuracy": None}],
-        [9, 11, {"version": 0, "responses": 1, "accuracy": None}],
-    ]
-    # A worker that was not started again restarts until the run's end.
-    write_lines(run / "node_1" / "events.jsonl", events_of("dying_worker")[:4])
-    restarting = lanes_of(run)["worker 1.0"][-2]
-    assert restarting["cat"] == "restarting"
-    assert restarting["end"] == max(bar["end"] for lane in lanes_of(run).values() for bar in lane)
 
 
 # In a browser

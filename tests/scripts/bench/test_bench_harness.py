@@ -1,14 +1,13 @@
 """The harness: turns, records, tables. Every bench once, tiny, and its stored page from its stored records."""
 
 import json
-import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from programs import run_python
 
 from scripts.bench import harness, rollout, trees
 from scripts.bench.harness import Arguments, Bench, Case
@@ -72,14 +71,6 @@ def test_arms_take_turns_and_a_bench_resumes_and_what_other_makers_measured_is_r
     assert records == [("a", 0, 2.0), ("b", 0, 2.0)]
 
 
-def test_a_page_names_what_made_the_records(race, monkeypatch):
-    words = ("--size", "tiny", "--only", "race", "--repeats", "1")
-    monkeypatch.setattr("sys.argv", ["race.py", *words])
-    record, _ = harness.main(race.bench)
-    text = (race.out / "table.md").read_text()
-    assert f"commit {record['commit']}" in text and "--repeats 1" in text and "tiny" in text
-
-
 def test_uncommitted_changes_make_no_records_in_results_and_what_memory_lacks_is_not_started(race):
     dirty, results = {**MADE, "dirty": True}, harness.ROOT / "results" / "race"
     harness.check([race.case], race.out, dirty)
@@ -102,25 +93,11 @@ def test_the_stored_records_give_the_stored_page(bench, tmp_path):
 
 
 def run_tiny(script, out, *options):
-    command = [sys.executable, f"scripts/bench/{script}.py", "--size", "tiny", "--out", out]
-    done = subprocess.run(
-        [*command, *options], cwd=harness.ROOT, capture_output=True, text=True, timeout=400
-    )
+    words = ("--size", "tiny", "--out", out, *options)
+    done = run_python(f"scripts/bench/{script}.py", *words)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "the numbers mean nothing" in (out / "table.md").read_text()
     return read(out / f"{script}.jsonl")
-
-
-@pytest.mark.study
-def test_one_request_and_replicated_prompts_sample_the_same_tokens_on_real_engines(tmp_path):
-    records = run_tiny("rollout", tmp_path, "--only", "replication 8x8", "--repeats", "2")
-    for measured in harness.rounds(records, "repeat").values():
-        assert {r["arm"] for r in measured} == {"one request", "replicated"}
-        assert len({r["tokens"] for r in measured}) == 1
-    for r in records:
-        assert r["groups"] == r["ledger"]["groups_consumed"] == 2
-        assert r["ledger"]["tokens_consumed"] == r["tokens"] and r["inherited_share"] == 0
-        assert r["seconds"] > 0 and r["update_s"] > 0
 
 
 @pytest.mark.slow

@@ -1,19 +1,15 @@
 """Lengths of the workloads, and what rollout and trees do with recorded or synthetic tokens."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
-import pytest
 from trajectories import make_trajectory
 
 from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
 from data.problem import Problem
 from extras.baselines import BaselineTickets
-from scripts.bench import rollout, trees, workloads
-from scripts.bench.harness import ROOT, rounds
+from scripts.bench import rollout, workloads
 from scripts.bench.workloads import WORKLOADS
-from scripts.lines import read
 
 
 def test_one_request_for_a_group_has_the_lengths_of_its_members_tickets():
@@ -48,31 +44,4 @@ def test_recomputed_tokens_are_those_before_each_change_of_version_with_the_prom
     assert rollout.recomputed_tokens(make_trajectory(0, 0, versions=(0, 0, 1, 1, 3))) == 3 + 5
 
 
-@pytest.mark.parametrize("comparison", rollout.COMPARISONS, ids=lambda comparison: comparison.name)
-def test_arms_of_a_comparison_are_configs_that_differ_and_have_one_workload(comparison):
-    for size in ("full", "tiny"):
-        configs = {comparison.config(arm, size) for arm in comparison.arms}
-        assert len(configs) == len(comparison.arms)
-        assert len({workloads.workload_of(c.max_response_tokens) for c in configs}) == 1
-
-
 # Trees
-
-
-@pytest.mark.parametrize(
-    ("norms", "case", "is_accepted"),
-    [
-        ([2.0, 2.001, 2.002], "prompts tiny", True),
-        ([2.0, 2.001, 2.01], "prompts SmolLM2", True),  # in bfloat16
-        ([2.0, 2.001, 2.01], "prompts tiny", False),
-        ([0.0, 0.0, 0.0], "prompts SmolLM2", False),
-    ],
-)
-def test_a_round_whose_gradients_differ_or_vanish_has_no_page(norms, case, is_accepted):
-    stored = rounds(read(ROOT / "results/trees/trees.jsonl"), "arm", case=case, repeat=0)
-    records = [
-        record | {"grad_norm": norm} for (record,), norm in zip(stored.values(), norms, strict=True)
-    ]
-    expected = nullcontext() if is_accepted else pytest.raises(RuntimeError, match="must agree")
-    with expected:
-        list(trees.tables(records))
