@@ -1,5 +1,5 @@
-"""Ways for weights with both ends on the CPU: shared host memory has the part of CUDA IPC, gloo that of NCCL, threads
-that of CUDA's streams, and a loop that of the socket to a joined host. All else is what runs on GPUs.
+"""Ways for weights with both ends on the CPU: shared host memory has the part of CUDA IPC, gloo that of NCCL, and
+threads that of CUDA's streams. All else is what runs on GPUs.
 
 Patch first: the engine is forked, and has the shims too.
 """
@@ -21,9 +21,6 @@ import asyncrl.weights.ipc
 from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.shm import ShmTransport
-from extras.swarm.pull import PIECE_BYTES, PullTransport
-from extras.swarm.puller import Puller
-from extras.swarm.wire import Piece
 
 TIMEOUT_S = 30.0
 
@@ -128,25 +125,6 @@ def patch_nccl(patch, chunk_bytes):
     Communicator.sent.clear()
 
 
-class Pulled:
-    """What a joined host does: it pulls each version, whole or as a delta, and its engine reads it by shm."""
-
-    def __init__(self, specs):
-        self._far, self._asked = PullTransport(specs), []
-        self._puller = Puller(self._far.init_info(), self._asked.append)
-        self._near = ShmTransport(self._puller.specs)
-        self.init_info, self.send = self._near.init_info, self._near.send
-
-    def stage(self, version, parameters):
-        self._puller.want(self._far.stage(version, parameters).messages[0])
-        while self._asked:
-            pull = self._asked.pop()
-            is_delta, stream = self._far.open(pull.version, pull.base)
-            data = bytes(memoryview(stream)[pull.offset : pull.offset + PIECE_BYTES])
-            self._puller.take(Piece(pull.version, is_delta, len(stream), pull.offset, data))
-        return self._near.stage(version, self._puller.parameters())
-
-
 CHUNK_BYTES = 1 << 16
 TRANSPORTS = {
     "shm": ("shm", ShmTransport, None),
@@ -156,6 +134,5 @@ TRANSPORTS = {
         lambda specs: NcclTransport(specs, torch.device("cpu"), 1, TIMEOUT_S),
         patch_nccl,
     ),
-    "pull": ("shm", Pulled, None),
 }
 """By name: what the engine reads by, the trainer's end, and what is to be patched before it is made."""

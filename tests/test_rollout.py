@@ -93,24 +93,17 @@ class Driver:
         self.thread = ThreadPoolExecutor(1)
         serving = serve(engine, theirs, self.config, program.keywords["start"])
         self.end = self.thread.submit(asyncio.run, serving)
-        self.reports, self.version = [], -1
+        self.reports, self.version = [], 3
         assert isinstance(self.receive(), Ready)
-        self.update()
+        self.pipe.send(Update(self.version, [{"version": self.version}], ()))
+        message = self.receive()
+        assert isinstance(message, Updated) and message.version == self.version
 
     def receive(self):
         message = self.pipe.inbox.get(timeout=60)
         if getattr(message, "activity", None) is not None:
             self.reports.append(message.activity)
         return message
-
-    def send_update(self):
-        self.version += 1
-        self.pipe.send(Update(self.version, [{"version": self.version}], ()))
-
-    def update(self):
-        self.send_update()
-        message = self.receive()
-        assert isinstance(message, Updated) and message.version == self.version
 
     def start_group(self, group_id):
         tickets = self.tickets.for_group(group_id, group_id, self.version)
@@ -129,8 +122,6 @@ class Driver:
                         "nobody takes a turn twice before all have taken it"
                     )
                     waiting |= set(ticket_ids)
-                case Updated():
-                    pass
             left = running - {t.ticket_id for t in finished}
             if left and left <= waiting:
                 at_barrier(turn)
@@ -181,18 +172,6 @@ def test_a_trajectory_is_what_the_environment_answers_and_all_take_a_turn_before
         assert (trajectory.reward, trajectory.finish_reason) == (total, "stop")
 
 
-def test_an_update_between_two_turns_is_stamped_on_the_second(driver):
-    running = {ticket.ticket_id for ticket in driver.start_group(3)}
-    first_version = driver.version
-    trajectories = driver.finish(running, lambda turn: driver.send_update())
-    for trajectory in trajectories:
-        versions = [
-            set(trajectory.policy_versions[start:end].tolist())
-            for start, end in turns_of(trajectory)
-        ]
-        assert versions == [{first_version + 1 + turn} for turn in range(trajectory.num_turns)]
-
-
 def test_a_trajectory_that_is_given_up_ends_before_its_next_turn(driver):
     """What `drop` does with a trajectory of several turns that would exceed the bound."""
     tickets = driver.start_group(4)
@@ -209,26 +188,6 @@ def test_a_trajectory_that_is_given_up_ends_before_its_next_turn(driver):
         pytest.fail("the victim had only one turn; choose another group")
     assert by_ticket[victim].finish_reason == "aborted" and by_ticket[victim].num_turns == 1
     assert reasons == {"aborted": 1, "stop": 7}
-
-
-def test_tokens_that_a_resumed_run_could_not_go_on_from_are_said_by_ticket(driver):
-    """As the environments cannot be saved: those of all turns so far, here of one."""
-    running, said = {ticket.ticket_id for ticket in driver.start_group(5)}, []
-
-    def ask(turn):
-        if turn == 1:
-            driver.pipe.send(Cut())
-            said.append(driver.receive())
-
-    trajectories = driver.finish(running, ask)
-    (in_flight,) = said
-    assert isinstance(in_flight, InFlight) and not in_flight.partials
-    first_turns = {t.ticket_id: turns_of(t)[0] for t in trajectories if t.num_turns > 1}
-    assert (
-        in_flight.lost
-        == {ticket_id: end - start for ticket_id, (start, end) in first_turns.items()}
-        != {}
-    )
 
 
 def test_what_it_has_been_doing_is_reported_in_order_and_without_a_gap(driver):

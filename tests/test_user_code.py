@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,24 +23,6 @@ def test_an_object_is_loaded_once_and_its_module_is_called_as_its_file(tmp_path)
     assert user_code.load("addition", "--task", {"addition": 3}) == 3
 
 
-def test_paths_of_user_code_are_made_absolute_or_of_a_folder_and_other_texts_stay(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    config = Config(
-        algo="mine.py:loss", task="environment:a/mine.py:Env", reward=("../mine.py:score*0.5",)
-    )
-    here, copied = user_code.located(config), user_code.located(config, Path("code"))
-    for located, folders in (
-        (here, (tmp_path, tmp_path / "a", tmp_path.parent)),
-        (copied, (tmp_path / "code",) * 3),
-    ):
-        loss, environment, reward = (f"{folder}/mine.py" for folder in folders)
-        assert (located.algo, located.task) == (f"{loss}:loss", f"environment:{environment}:Env")
-        assert located.reward == (f"{reward}:score*0.5",)
-        assert located.optimizer == config.optimizer and user_code.located(located) == located
-
-
 def test_the_files_are_those_that_are_named_and_what_they_import_from_their_folder(tmp_path):
     """A file with a sibling, a package, and a neighbour that it does not import."""
     sources = {
@@ -56,19 +37,6 @@ def test_the_files_are_those_that_are_named_and_what_they_import_from_their_fold
     files = user_code.files([f"{tmp_path}/main_of_mine.py:loss*2"])
     assert list(files) == list(sources)[:3]
     assert list(user_code.files([f"{ROOT}/rollout.py:main"])) == ["rollout.py"], "not our modules"
-
-
-def test_copies_are_imported_in_place_of_the_files(tmp_path):
-    sibling = write_user_code(tmp_path / "mine", "x = 1\n")
-    source = f"import {sibling.stem}\ndef loss():\n    return {sibling.stem}.x\n"
-    config = Config(algo=f"{write_user_code(tmp_path / 'mine', source)}:loss")
-    first = user_code.load(config.algo)
-    copies = user_code.copied(config, tmp_path / "code")
-    sibling.write_text("x = 2\n")
-    loss = user_code.load(copies.algo)
-    assert loss is not first and loss() == 1 and user_code.load(copies.algo) is loss
-    assert Path(loss.__code__.co_filename).parent == tmp_path / "code"
-    assert sys.modules[sibling.stem].__file__ == str(tmp_path / "code" / sibling.name)
 
 
 # Tasks

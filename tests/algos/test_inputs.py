@@ -1,7 +1,7 @@
 import torch
 from loss_inputs import random_inputs, select
 
-from algos.inputs import joined, needs_equal_advantages
+from algos.inputs import joined
 
 
 def test_micro_batches_without_gradient_are_joined_to_the_update_that_they_are_of():
@@ -12,11 +12,3 @@ def test_micro_batches_without_gradient_are_joined_to_the_update_that_they_are_o
     for name in inputs.__dataclass_fields__:
         column = getattr(update, name)
         assert torch.equal(column, getattr(inputs, name)) and not column.requires_grad
-
-
-def test_a_loss_that_needs_equal_advantages_is_marked_and_stays_itself():
-    def loss(inputs):
-        return inputs.logprobs, {}
-
-    assert needs_equal_advantages(loss) is loss
-    assert loss.needs_equal_advantages is True

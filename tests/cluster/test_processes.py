@@ -86,19 +86,6 @@ def test_nobody_waits_for_a_process_that_has_ended_and_is_not_missed_yet():
     assert leader.wait() == -signal.SIGKILL
 
 
-def test_what_is_alive_is_not_looked_at_for_garbage_and_what_comes_later_is():
-    code = (
-        "import gc, weakref; from asyncrl.cluster.processes import freeze_garbage\n"
-        "class Ring:\n"
-        "    def __init__(self): self.itself = self\n"
-        "old, before = Ring(), len(gc.get_objects()); freeze_garbage()\n"
-        "assert gc.get_freeze_count() > before / 2\n"
-        "new = Ring(); gone, kept = weakref.ref(new), weakref.ref(old); del new, old; gc.collect()\n"
-        "print(gone() is None, kept() is None)"
-    )
-    assert start(code).communicate(timeout=60)[0] == "True False\n"
-
-
 def test_a_rank_knows_whether_torchrun_ends_it_because_another_rank_is_gone(tmp_path):
     (tmp_path / "ranks.py").write_text(
         f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
@@ -122,6 +109,19 @@ def test_a_rank_knows_whether_torchrun_ends_it_because_another_rank_is_gone(tmp_
     jobs["stopped"].terminate()
     said = {how: job.communicate(timeout=60)[0] for how, job in jobs.items()}
     assert said == {"killed": "lost True\n", "stopped": "lost False\n" * 2}
+
+
+def test_what_is_alive_is_not_looked_at_for_garbage_and_what_comes_later_is():
+    code = (
+        "import gc, weakref; from asyncrl.cluster.processes import freeze_garbage\n"
+        "class Ring:\n"
+        "    def __init__(self): self.itself = self\n"
+        "old, before = Ring(), len(gc.get_objects()); freeze_garbage()\n"
+        "assert gc.get_freeze_count() > before / 2\n"
+        "new = Ring(); gone, kept = weakref.ref(new), weakref.ref(old); del new, old; gc.collect()\n"
+        "print(gone() is None, kept() is None)"
+    )
+    assert start(code).communicate(timeout=60)[0] == "True False\n"
 
 
 def test_memory_that_is_freed_and_taken_again_costs_no_page_faults():

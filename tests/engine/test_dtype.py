@@ -1,4 +1,7 @@
-"""An engine that computes in bfloat16 on the CPU, beside a trainer that does."""
+"""An engine that computes in bfloat16 on the CPU, beside a trainer that does.
+
+Faster, test_gpu_config.py shows that vLLM gets the dtype.
+"""
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ def options():
     return {"dtype": "bfloat16"}
 
 
+@pytest.mark.slow
 def test_engine_and_trainer_agree_in_bfloat16_as_far_as_an_honest_machine_is_allowed_to_differ(
     pair,
 ):

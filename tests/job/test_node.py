@@ -29,7 +29,6 @@ GROWS, IS_CUT = "expandable_segments:True", "expandable_segments:False"
     [
         ("nccl", None, {}, [GROWS, "cuda:1"]),
         ("shm", 0.4, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, [f"{GROWS},a:1", "cuda:1", "0.50"]),
-        ("shm", 1.0, {}, [GROWS, "cuda:1"]),
         # of two values of an option torch takes the last
         ("nccl", None, {"PYTORCH_ALLOC_CONF": IS_CUT}, [f"{GROWS},{IS_CUT}", "cuda:1"]),
         ("ipc", 0.4, {"PYTORCH_ALLOC_CONF": GROWS}, [f"{GROWS},{IS_CUT}", "cuda:1", "0.50"]),

@@ -18,12 +18,7 @@ LARGEST_GAP = 1e-5
 PARTS = ("self_attn.q_proj", "mlp.down_proj", "input_layernorm", "self_attn.k_norm")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=pytest.mark.slow if name == "pull" else ()) for name in TRANSPORTS
-    ],
-)
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def pair(request, tmp_path_factory):
     """A trainer and an engine, joined by each transport in turn; each layer of the model has a persistent buffer."""
     read_by, make, patch_transport = TRANSPORTS[request.param]

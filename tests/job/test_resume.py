@@ -28,6 +28,7 @@ from asyncrl.runlog.manifest import (
     write_manifest,
 )
 from asyncrl.runlog.run_directory import RunDirectory
+from scripts.lines import read
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 PYTHON = Path(sys.executable).with_name("python")
@@ -193,10 +194,6 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def lines_of(run, name):
-    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture
 def ended(tmp_path):
     """Options and folder of a run that has ended, and what the first event would say of its checkpoint at step 1."""
@@ -229,9 +226,9 @@ def test_records_continue_in_the_same_files_from_where_they_were_at_the_checkpoi
         assert run.last_metrics() == {"step": 1}
         run.log_metrics({"step": 2, "again": True})
         run.close()
-    assert lines_of(path, "metrics") == [{"step": 1}, {"step": 2, "again": True}]
-    assert lines_of(path, "samples") == [{"step": 1}]
-    kinds = [event["event"] for event in lines_of(path, "events")]
+    assert read(path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "again": True}]
+    assert read(path / "samples.jsonl") == [{"step": 1}]
+    kinds = [event["event"] for event in read(path / "events.jsonl")]
     assert kinds == ["run_started", "step", "run_resumed", "early", "run_ended"]
     header = json.loads((path / "run.json").read_text())
     options = header["config"]
@@ -258,7 +255,7 @@ def test_records_that_somebody_has_changed_are_refused_or_named(ended, capsys, n
     counted = f"{size - 3} of the {size} bytes that the checkpoint counts"
     text = f"warning: {file} has {counted}; the lines that lack are lost\n"
     assert capsys.readouterr().out == text
-    assert lines_of(path, name)[: len(whole)] == whole, "and no part of a line"
+    assert read(path / f"{name}.jsonl")[: len(whole)] == whole, "and no part of a line"
 
 
 def test_a_node_that_is_new_gets_a_folder_and_that_of_another_runs_node_is_refused(tmp_path):
@@ -268,7 +265,7 @@ def test_a_node_that_is_new_gets_a_folder_and_that_of_another_runs_node_is_refus
     run = RunDirectory(config, node_folder="one/node_1", run_id=first, resumed=resumed)
     run.cut_back()
     run.close()
-    kinds = [event["event"] for event in lines_of(run.path, "events")]
+    kinds = [event["event"] for event in read(run.path / "events.jsonl")]
     assert kinds == ["run_resumed", "run_ended"]
     line = f"node_1 is of run {first}, and the checkpoint of run {second}"
     with pytest.raises(ValueError, match=line):

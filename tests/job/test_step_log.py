@@ -15,12 +15,9 @@ RUN = SimpleNamespace(path=Path("runs/one"))
 @pytest.mark.parametrize(
     ("shares", "advantage", "std", "num_steps"),
     [
-        ([1.0] * 10, "grpo", 0.0, 3),
+        ([1.0] * 10, "grpo", 0.5, 3),
         ([1.0] * 2, "grpo", 0.0, 2),
         ([0.9, 1.0, 1.0, 1.0], "grpo", 0.0, None),
-        ([1.0, 1.0, 0.97, 1.0], "grpo", 0.0, None),
-        ([0.2] * 3 + [1.0] * 7, "grpo", 0.0, None),
-        ([1.0] * 10, "grpo", 0.5, 3),
         ([1.0] * 10, "gae", 0.5, None),
         ([1.0] * 10, "gae", 0.0, 3),
     ],

@@ -37,19 +37,6 @@ def test_dataclasses_in_one_another_come_back_with_their_arrays_and_keys_that_ar
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"),
-    [
-        (dict[str, int], {"a": 1}),
-        (list[tuple[int, bytes]], [(1, b"b")]),
-        (int, 2**63 - 1),
-        (list[float], [np.nextafter(1, 2).item(), np.pi, 5e-324, -0.0, np.inf]),
-    ],
-)
-def test_plain_types_are_read_as_well(kind, value):
-    assert repr(decode(kind, encode(value))) == repr(value)
-
-
-@pytest.mark.parametrize(
     "value", [np.zeros(2, np.complex64), np.array([None]), object(), {1: lambda: 0}]
 )
 def test_what_could_not_be_read_again_is_not_written(value):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from asyncrl.weights.buffers import Buffers
-from asyncrl.weights.ipc import chunks_of
 from asyncrl.weights.shm import (
     NO_CHECKSUM,
     SharedBuffer,
@@ -157,19 +156,3 @@ def test_parameters_are_aligned_and_do_not_overlap():
         assert views["b"].data_ptr() - views["a"].data_ptr() == distance
         views["a"].fill_(1.0)
         assert not views["b"].any()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ([3, 3, 3], [[0, 1, 2]]),
-        ([9, 1, 1], [[0], [1, 2]]),
-        ([1, 9], [[0, 1]]),
-        ([6], [[0]]),
-        ([3, 3, 1, 6], [[0, 1, 2], [3]]),
-    ],
-)
-def test_chunks_are_neighbours_that_end_with_what_goes_beyond_the_limit_and_cover_all(
-    sizes, expected
-):
-    assert [list(chunk) for chunk in chunks_of(sizes, 6)] == expected
