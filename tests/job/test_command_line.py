@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from programs import run_python
 from user_files import ENVIRONMENT, LOSS, TASK, write_user_code
 
 from asyncrl import user_code
@@ -129,14 +128,3 @@ def test_nodes_with_other_user_code_are_refused_by_name(user_run):
     line = rf"{loss} \w+ instead of \w+; .*start all nodes from one commit"
     with pytest.raises(ValueError, match=line):
         check_same({"node 0": first, "node 1": fingerprint(config)})
-
-
-def test_prompts_that_do_not_fit_end_a_run_before_anything_is_written_or_started(tmp_path):
-    prompts = ("a12 =", "b13 =", "a14 =", "a11 b22 c33 d44 =")
-    rows = [json.dumps({"prompt": prompt, "answer": "x"}) + "\n" for prompt in prompts]
-    (tmp_path / "rows.jsonl").write_text("".join(rows))
-    words = ["--task", "jsonl", "--data-path", "rows.jsonl", "--max-prompt-tokens", "4"]
-    ended = run_python(ROOT / "train_async.py", *words, cwd=tmp_path)
-    line = "has 9 tokens, --max-prompt-tokens is 4; raise it to at least 9"
-    assert ended.returncode == 2 and line in ended.stderr.splitlines()[-1], ended.stderr[-2000:]
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

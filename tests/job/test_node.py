@@ -1,15 +1,17 @@
 """Which parts a node is made of."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_policy import save_tiny_family
+from user_files import write_jsonl
 
 from asyncrl.cluster.cluster import Cluster
-from asyncrl.cluster.placement import Placement, WorkerPlacement
+from asyncrl.cluster.placement import Placement, WorkerPlacement, place
 from asyncrl.config import Config
-from asyncrl.job.node import Rank, _check_model, _make_tickets
+from asyncrl.job.node import Rank, _check_model, _make_tickets, start_leader
 from asyncrl.weights.models import resolve_model
 
 
@@ -61,3 +63,16 @@ def test_a_model_that_vllm_computes_on_a_cpu_in_bfloat16_only_is_refused_in_floa
         _check_model(Config(model=path, **options), path, device)
     with pytest.raises(ValueError, match=r"is a qwen3_next, of which .*; add --dtype bfloat16$"):
         _check_model(Config(model=path), path, "cpu")
+
+
+def test_prompts_that_do_not_fit_end_a_run_before_anything_is_written_or_started(tmp_path):
+    prompts = ("a12 =", "b13 =", "a14 =", "a11 b22 c33 d44 =")
+    rows = [{"prompt": prompt, "answer": "x"} for prompt in prompts]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    options = {"data_path": str(path), "max_prompt_tokens": 4, "runs_dir": str(tmp_path / "runs")}
+    config = Config(task="jsonl", **options)
+    line = "has 9 tokens, --max-prompt-tokens is 4; raise it to at least 9"
+    with ExitStack() as on_end, pytest.raises(ValueError, match=line):
+        surroundings = place(config, 0, 2, 1), torch.device("cpu"), None, on_end, None, None
+        start_leader(Rank(config, Cluster(), *surroundings), worker_main=None)
+    assert not (tmp_path / "runs").exists()
