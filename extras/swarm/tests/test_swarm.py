@@ -23,7 +23,8 @@ def with_clock_ahead(message):
             return replace(message, unix_time=message.unix_time + 3600)
         case Finished((trajectory,)):
             changes = {name: getattr(trajectory, name) + 3600 for name in TIMES}
-            return Finished([replace(trajectory, turns=(), **changes)], None)
+            turns = tuple(tuple(at + 3600 for at in turn) for turn in trajectory.turns)
+            return Finished([replace(trajectory, turns=turns, **changes)], None)
     return message
 
 
