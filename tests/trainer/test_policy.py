@@ -18,8 +18,9 @@ from tiny_policy import (
     random_tree,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 from user_files import write_user_code
 
 from asyncrl.config import AdvantageOptions, OptimOptions
@@ -40,6 +41,11 @@ VALUES = {
     "advantage_options": AdvantageOptions(
         gamma=0.99, lam=0.9, value_lam=0.8, value_coef=0.3, value_lr=4
     ),
+}
+MEMORY = {
+    "max_memory_allocated": 2 << 30,
+    "max_memory_reserved": 3 << 30,
+    "mem_get_info": (4 << 30, 9 << 30),
 }
 THREE_UPDATES = {"algo": "decoupled_ppo", "algo_args": (), "minibatches": 3}
 
@@ -356,6 +362,27 @@ def test_the_trainers_clock_is_told_when_each_optimizer_step_begins_and_ends(mod
         ("optimizer", 1),
         ("forward_backward", 2),
     ]
+
+
+class OnCpu(TorchFunctionMode):
+    """Has all that is put on a GPU on the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        cpu = torch.device("cpu")
+        on_cpu = lambda word: cpu if isinstance(word, torch.device) else word  # noqa: E731
+        return function(*tree_map(on_cpu, args), **tree_map(on_cpu, kwargs or {}))
+
+
+def test_the_memory_of_a_gpu_is_logged_in_gib(model, monkeypatch):
+    """The most that tensors took, the most that was reserved, and what is free of all that there is."""
+    for name, answer in MEMORY.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    policy = load(make_config(model))
+    policy.device = torch.device("cuda")
+    with OnCpu():
+        metrics = policy.train_step([[bundle(random_sequences(2))]], VERSION)
+    found = {name: value for name, value in metrics.items() if name.startswith("memory/")}
+    assert found == {"memory/peak_gib": 2, "memory/reserved_gib": 3, "memory/free_gib": 4}
 
 
 @pytest.mark.parametrize(
