@@ -71,8 +71,8 @@ class RowTask(Task):
         self._train, self._test = hold_out(problems, held_out)
         if not self._train or not self._test:
             raise ValueError(
-                f"{source} gives {len(self._train)} training and {len(self._test)} held-out problems; both must have "
-                "some"
+                f"{source} gives {len(self._train)} training and {len(self._test)} held-out problems; give both: "
+                "more rows, or held-out ones as a part called test"
             )
 
     def train_problem(self, index: int) -> Problem:
