@@ -41,9 +41,8 @@ def _moments(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 
 def _least_left_out(moments: Tensor, goes_on: Tensor, threshold: float) -> Tensor:
     """The smallest m that is left out of the update; infinite if none is."""
-    may_be = moments[goes_on].double().sort(descending=True).values
-    # sums of what is left when the first 0, 1, 2 … are left out
-    left = may_be.flip(0).cumsum(0).flip(0)
-    is_too_much = left > threshold * torch.arange(len(may_be), 0, -1, device=moments.device)
-    count = int(is_too_much.sum())  # their means fall, as the largest goes first
-    return moments.new_tensor(torch.inf) if count == 0 else may_be[count - 1].to(moments.dtype)
+    # Those that do not go on are 0 in it. To take them out, or to read how many there are, has the host wait for a GPU.
+    ascending = (moments * goes_on).sort().values
+    # of the mean of the smallest 1, 2, 3 …, which rises
+    is_small = ascending.double().cumsum(0) <= threshold * (ascending > 0).cumsum(0)
+    return torch.cat([ascending, moments.new_full((1,), torch.inf)]).take(is_small.sum())

@@ -28,7 +28,7 @@ def sequence_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:
 
     sequence_ids as in LossInputs. The exponential of a mean log-ratio is the geometric mean of the ratios.
     """
-    return sequence_sum(values, sequence_ids) / sequence_ids.bincount()[sequence_ids]
+    return sequence_sum(values, sequence_ids) / sequence_sum(torch.ones_like(values), sequence_ids)
 
 
 def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
@@ -36,7 +36,8 @@ def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
 
     sequence_ids as in LossInputs. The exponential of a sum of log-ratios is the ratio of the whole sequence.
     """
-    totals = values.new_zeros(int(sequence_ids.max()) + 1).index_add(0, sequence_ids, values)
+    # There are as many totals as tokens: to ask how many sequences there are has the host wait for a GPU.
+    totals = torch.zeros_like(values).index_add(0, sequence_ids, values)
     return totals[sequence_ids]
 
 

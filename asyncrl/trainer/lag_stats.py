@@ -90,7 +90,8 @@ class TokenStats:
         self._add(columns, lags)
 
     def _add(self, columns: dict[str, Tensor], lags: Tensor) -> None:
-        buckets = torch.bucketize(lags, torch.tensor(LAST_LAGS, device=lags.device))
+        # Bounds in a tensor would be copied to a GPU, for which the host waits.
+        buckets = sum((lags > last).long() for last in LAST_LAGS)
         values = torch.stack([column.detach().double() for column in columns.values()])
         by_bucket = [
             torch.where(buckets == index, values, 0.0).sum(1) for index in range(len(LAG_BUCKETS))

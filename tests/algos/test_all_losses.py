@@ -7,6 +7,7 @@ from dataclasses import replace
 import oracles
 import pytest
 import torch
+from host_waits import HostWaits
 from loss_inputs import CASES, VARIANTS, evaluate, gradient, random_inputs, select
 
 from algos import LOSSES, LossInputs
@@ -115,6 +116,15 @@ def test_no_loss_makes_a_tensor_elsewhere_than_its_inputs_are(name, options):
         losses, stats = evaluate(LOSSES[name], inputs, **options)
         slopes = gradient(losses, inputs)
     assert {column.device.type for column in (losses, slopes, *stats.values())} == {"cpu"}
+
+
+@every_variant
+def test_no_loss_has_the_host_wait_for_a_gpu(name, options):
+    inputs = random_inputs()
+    with HostWaits() as waits:
+        losses, _ = evaluate(LOSSES[name], inputs, **options)
+        gradient(losses, inputs)
+    assert not waits.names
 
 
 @every_variant
