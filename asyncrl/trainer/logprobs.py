@@ -89,7 +89,7 @@ class TokenLogprobs(nn.Module):
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen
         )
         rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
-        head = functools.partial(self._score_rows, sampling=sampling)
+        head = functools.partial(self.score_rows, sampling=sampling)
         parts = [
             checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
             for chunk, wanted in zip(
@@ -105,7 +105,7 @@ class TokenLogprobs(nn.Module):
         scored = Scored(logprobs, entropy, values)
         return scored if places is None else Scored(*(column[places] for column in scored))
 
-    def _score_rows(
+    def score_rows(
         self, hidden: Tensor, targets: Tensor, sampling: Sampling
     ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()

@@ -84,6 +84,8 @@ def load_model(
         recompute_layers(model, layers)
     if is_trained and compiles(config, device):
         compile_layers(layers)
+        # Logits in float32 are written once in a pass then, and not for each operation on them.
+        module.score_rows = torch.compile(module.score_rows, dynamic=True)
     shard(
         [*layers, *embedding_apart(config, model), module],
         mesh,

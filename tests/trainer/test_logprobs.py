@@ -1,5 +1,7 @@
 """The head in chunks: its values, its gradient, and its memory."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -50,6 +52,30 @@ def test_the_backward_pass_does_not_compute_the_entropy_again(untied):
         score(model, random_sequences(3))[0].sum().backward()
     counts = {event.key: event.count for event in recorded.key_averages()}
     assert counts["aten::special_entr"] == 1 and counts["aten::_log_softmax"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("dtype", "sampling"),
+    [(torch.bfloat16, Sampling()), (torch.float32, Sampling(0.7, top_p=0.9, top_k=12))],
+)
+def test_a_compiled_head_has_the_scores_and_gradients_of_the_head_as_it_is(path, dtype, sampling):
+    """As a GPU has it, for chunks of one row and of several. Tolerance, in float32: 1e-6 nats."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    plain, compiled = TokenLogprobs(model), TokenLogprobs(model)
+    compiled.score_rows = torch.compile(plain.score_rows, dynamic=True, fullgraph=True)
+    for num_rows in (1, 7, 40):
+        rows = torch.randn(num_rows, model.config.hidden_size, dtype=dtype)
+        targets = torch.randint(0, model.config.vocab_size, (num_rows,))
+        results = []
+        for module in (plain, compiled):
+            hidden = rows.clone().requires_grad_()
+            logprobs, entropy = module.score_rows(hidden, targets, sampling)
+            logprobs.sum().backward()
+            results.append((logprobs, entropy, hidden.grad))
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def peak_bytes(function) -> int:

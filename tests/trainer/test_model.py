@@ -88,7 +88,7 @@ def test_compiled_layers_make_the_same_steps_of_micro_batches_of_all_sizes_by_fe
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
     expected, found = (policy.score([random_sequences(5)])[0] for policy in policies)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert 1 <= graphs["stats"]["unique_graphs"] <= 6
+    assert 1 <= graphs["stats"]["unique_graphs"] <= 10, "six of layers, and four of the head"
 
 
 @pytest.mark.parametrize(
