@@ -4,12 +4,15 @@ The model, FSDP's sharding over four ranks of a fake group and AdamW are the rea
 values, on the CPU; its kernels of attention are not used, but the sizes of varlen_attn's.
 """
 
+import random
 import weakref
+from collections.abc import Sequence
 
 import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
 import pytest
 import torch
 import torch.distributed as dist
+from caching_allocator import CachingAllocator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -40,7 +43,11 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.now = self.peak = 0
-        self._sizes = WeakIdKeyDictionary()
+        self.sizes = []
+        """Bytes of each storage that there was."""
+        self.events = []
+        """(number of a storage, its bytes from then on), in the order of time."""
+        self._numbers = WeakIdKeyDictionary()
 
     def __enter__(self):
         plain = self._plain_resize = torch.UntypedStorage.resize_
@@ -66,23 +73,25 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage not in self._sizes:
-            self._sizes[storage] = [0]
-            weakref.finalize(storage, self._forget, self._sizes[storage])
-        size = self._sizes[storage]
-        self.now += storage.nbytes() - size[0]
-        size[0] = storage.nbytes()
-        self.peak = max(self.peak, self.now)
+        if storage not in self._numbers:
+            self._numbers[storage] = len(self.sizes)
+            weakref.finalize(storage, self._set, len(self.sizes), 0)
+            self.sizes.append(0)
+        self._set(self._numbers[storage], storage.nbytes())
 
-    def _forget(self, size: list[int]) -> None:
-        self.now -= size[0]
+    def _set(self, number: int, num_bytes: int) -> None:
+        if num_bytes != self.sizes[number]:
+            self.events.append((number, num_bytes))
+        self.now += num_bytes - self.sizes[number]
+        self.sizes[number] = num_bytes
+        self.peak = max(self.peak, self.now)
 
 
 @pytest.fixture(scope="module")
 def fake_ranks():
-    """A process group in which nobody else is."""
+    """A mesh of ranks, of which nobody else is there."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
-    yield
+    yield init_device_mesh("cpu", (NUM_RANKS,))
     dist.destroy_process_group()
 
 
@@ -93,36 +102,54 @@ def bounds_of(num_tokens: int, length: int) -> dict:
     return dict.fromkeys(names, bounds) | {"max_length_q": length, "max_length_k": length}
 
 
-def peak_of_step(model_config, config: Config, monkeypatch) -> tuple[int, int]:
+def sharded(model_config, config: Config, mesh) -> tuple[TokenLogprobs, torch.optim.Optimizer]:
+    """The model as a rank has it, and its optimizer."""
+    model = AutoModelForCausalLM.from_config(
+        model_config, dtype=torch.float32, attn_implementation="varlen", trust_remote_code=False
+    ).eval()
+    layers = list(model.model.layers)
+    if "activations" in config.save_memory:
+        recompute_layers(model, layers)
+    module = TokenLogprobs(model)
+    parts = [*layers, *embedding_apart(config, model), module]
+    shard(parts, mesh, torch.bfloat16, False)
+    return module, torch.optim.AdamW(module.parameters(), fused=True)
+
+
+def make_update(module, optimizer, config: Config, microbatches: Sequence[int]) -> None:
+    """Make an update on micro-batches of so many tokens, as Policy does it."""
+    sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
+    for index, num_tokens in enumerate(microbatches):
+        flat = torch.zeros(num_tokens, dtype=torch.int64)
+        if "head" not in config.save_memory:
+            is_last = index == len(microbatches) - 1
+            module.set_requires_gradient_sync(is_last, recurse=False)
+            module.set_reshard_after_backward(is_last, recurse=False)
+        scored = module(flat[None], flat[None], flat, flat, sampling)
+        scored[0].sum().backward()
+        del scored
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def bounds_of_eight(monkeypatch):
+    """Eight sequences of one length in each micro-batch."""
+
+    def attention_inputs(_, position_ids, visible_until):
+        num_tokens = position_ids.shape[1]
+        return bounds_of(num_tokens, num_tokens // 8)
+
+    monkeypatch.setattr(asyncrl.trainer.logprobs, "attention_inputs", attention_inputs)
+
+
+def peak_of_step(model_config, config: Config, mesh) -> tuple[int, int]:
     """Most bytes of a step with two micro-batches beyond what a rank holds between steps, and that."""
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
     with FakeTensorMode(), LiveBytes() as live:
-        bounds = bounds_of(NUM_TOKENS, NUM_TOKENS // 8)
-        monkeypatch.setattr(asyncrl.trainer.logprobs, "attention_inputs", lambda *_: bounds)
-        model = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, attn_implementation="varlen", trust_remote_code=False
-        ).eval()
-        layers = list(model.model.layers)
-        if "activations" in config.save_memory:
-            recompute_layers(model, layers)
-        module = TokenLogprobs(model)
-        parts = [*layers, *embedding_apart(config, model), module]
-        shard(parts, mesh, torch.bfloat16, False)
-        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-        flat = torch.zeros(NUM_TOKENS, dtype=torch.int64)
-        sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
+        module, optimizer = sharded(model_config, config, mesh)
         for num_microbatches in (1, 2):
             live.peak = live.now
-            for index in range(num_microbatches):
-                if "head" not in config.save_memory:  # as Policy does it
-                    is_last = index == num_microbatches - 1
-                    module.set_requires_gradient_sync(is_last, recurse=False)
-                    module.set_reshard_after_backward(is_last, recurse=False)
-                scored = module(flat[None], flat[None], flat, flat, sampling)
-                scored[0].sum().backward()
-                del scored
-            optimizer.step()
-            optimizer.zero_grad()
+            make_update(module, optimizer, config, [NUM_TOKENS] * num_microbatches)
     return live.peak - live.now, live.now
 
 
@@ -141,7 +168,7 @@ def peak_of_step(model_config, config: Config, monkeypatch) -> tuple[int, int]:
     ],
 )
 def test_the_peak_of_a_step_and_what_its_layers_keep_are_those_of_the_plan(
-    size, numbers, options, error, tmp_path, fake_ranks, monkeypatch
+    size, numbers, options, error, tmp_path, fake_ranks, bounds_of_eight
 ):
     """The model has each of these numbers of layers."""
     config = Config(max_tokens_per_microbatch=NUM_TOKENS, compile=False, **LENGTHS, **options)
@@ -151,13 +178,66 @@ def test_the_peak_of_a_step_and_what_its_layers_keep_are_those_of_the_plan(
         model_config = qwen3_config(size, **layers)
         model_config.save_pretrained(tmp_path)
         shape = read_shape(str(tmp_path))
-        peak, resident = peak_of_step(model_config, config, monkeypatch)
+        peak, resident = peak_of_step(model_config, config, fake_ranks)
         assert resident == pytest.approx(12 * shape.num_parameters / NUM_RANKS, rel=0.01)
         counted.append(peak)
         planned.append(total(step_items(config, shape, NUM_RANKS, NUM_RANKS)))
     assert planned == pytest.approx(counted, rel=error)
     kept = counted[-1] - counted[0]
     assert planned[-1] - planned[0] == pytest.approx(kept, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "most"), [(3, 1.25), pytest.param(28, 1.1, marks=pytest.mark.study)]
+)
+def test_the_allocator_takes_little_more_than_tensors_need(
+    num_layers, most, fake_ranks, bounds_of_eight
+):
+    """Of 28 layers 1.03 times as much, for equal micro-batches and for others.
+
+    An H200 took 1.05 times as much for equal ones, with compiled layers and on one rank (results/gpu).
+    """
+    layers = {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
+    model_config = qwen3_config("0.6b", **layers)
+    config = Config(max_tokens_per_microbatch=NUM_TOKENS, compile=False, **LENGTHS)
+    rng, allocator, ratios = random.Random(0), CachingAllocator(), []
+    unequal = [8 * rng.randint(NUM_TOKENS // 32, NUM_TOKENS // 8) for _ in range(4)]
+    with FakeTensorMode(), LiveBytes() as live:
+        module, optimizer = sharded(model_config, config, fake_ranks)
+        live.events[:] = enumerate(live.sizes)  # what there is between steps, and not what made it
+        for microbatches in ([NUM_TOKENS] * 2, unequal):
+            make_update(module, optimizer, config, microbatches)
+            for event in live.events:
+                allocator.set_size(*event)
+            live.events.clear()
+            ratios.append(allocator.reserved / allocator.peak)
+    assert allocator.used == live.now
+    assert 1.0 <= min(ratios) <= max(ratios) < most
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reserved"),
+    [
+        ([1], 2 * MIB),
+        ([MIB, MIB - 511], 2 * MIB),
+        ([MIB, MIB, 1], 4 * MIB),
+        ([MIB + 1, 18 * MIB], 20 * MIB),
+        ([10 * MIB - 512, 10 * MIB], 20 * MIB),
+        ([10 * MIB + 1], 12 * MIB),
+        ([39 * MIB + 1], 40 * MIB),
+    ],
+)
+def test_the_model_of_the_allocator_rounds_splits_and_joins(sizes, reserved):
+    allocator = CachingAllocator()
+    for _ in "ab":  # the second time what was given back is joined, and is enough
+        for name, num_bytes in enumerate(sizes):
+            allocator.set_size(name, num_bytes)
+        for name in random.Random(0).sample(range(len(sizes)), len(sizes)):
+            allocator.set_size(name, 0)
+    assert (allocator.reserved, allocator.used, allocator.peak) == (reserved, 0, sum(sizes))
 
 
 @pytest.mark.parametrize("size", ["0.6b", pytest.param("1.7b", marks=pytest.mark.slow)])
