@@ -124,6 +124,10 @@ class Outcome:
 class _Transport(Transport):
     """Stands where a weight transport does; the workers know how long loading takes."""
 
+    def is_kept(self, version: int) -> bool:
+        """Every version, as soon as it is announced."""
+        return True
+
     def staged(self, version: int) -> Staged:
         """A version, as hosts of a swarm fetch it."""
         return Staged(version, [])

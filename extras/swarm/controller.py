@@ -39,7 +39,8 @@ class SwarmController(Controller):
     def connect(self, transport: Transport) -> None:
         """Let hosts in, and give the engines of this node the weight transport, when all are up."""
         if self.swarm is not None:
-            self.pulled = self.swarm.make_transport(transport.specs)
+            self.pulled = self.workers.pulled = self.swarm.make_transport(transport.specs)
+            self.pulled.on_kept = self.send_due
             self.swarm.start(self)
         super().connect(transport)
 
@@ -145,9 +146,16 @@ class SwarmController(Controller):
         return super().stage(version, self.pulled.copy(version, parameters))
 
     def announce(self, announcement: Announcement) -> None:
-        """Have all workers load these weights; see Controller."""
-        self.pulled.announce(self.pulled.staged(announcement.version))
+        """Have all workers load these weights, hosts as soon as the snapshot is kept; see Controller."""
+        self.pulled.announce(Staged(announcement.version, []))
         super().announce(announcement)
+
+    def send_due(self) -> None:
+        """Have hosts fetch the announced weights that are due, as another snapshot is kept."""
+        with self.lock:
+            for worker in self.workers:
+                if worker.is_up and worker.loading is None:
+                    self.announcements.send_due(worker)
 
     # What was measured
 

@@ -2,16 +2,19 @@
 
 This is the trainer's end; puller.py is the host's, delta.py says what passes between them. Host memory here is at
 most that of num_kept + MAX_READ + 2 payloads (one is announced, one is being made), and of the deltas between them.
+The trainer waits for the copy of its weights alone: a thread computes the digest, and then hosts are told of a version.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from asyncrl.weights.buffers import copy_parameters
-from asyncrl.weights.shm import parameter_views, payload_bytes
+from asyncrl.weights.shm import lock_pages, parameter_views, payload_bytes
 from asyncrl.weights.transport import ParameterSpec, Staged, Transport, layout
 from extras.swarm.delta import Snapshot, digest_of, encode_delta
 from extras.swarm.snapshots import SnapshotWriter
@@ -34,40 +37,69 @@ class PullTransport(Transport):
         super().__init__(specs)
         self.num_bytes, self.writer = payload_bytes(specs), writer
         self.num_kept = num_kept
+        self.on_kept: Callable[[], None] = lambda: None
+        """Called by a thread when hosts can be told of another version."""
         self._kept: dict[int, Snapshot] = {}
         # (base, version): what open says
         self._ways: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}
-        self._lock = threading.Lock()  # the trainer stages while the swarm reads
+        self._lock = threading.Lock()  # a thread keeps snapshots while the swarm reads
+        self._free: list[torch.Tensor] = []  # payloads that nobody refers to any more
+        self._thread, self._keeping = ThreadPoolExecutor(1), Future()
+        self._keeping.set_result(None)
 
     def init_info(self, worker: int = 0) -> dict:
         """How parameters lie in a snapshot."""
         return layout(self.specs)
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
-        """Copy `parameters`, in the order of the specs, into a snapshot; old ones that nobody reads go."""
+        """Copy `parameters`, in the order of the specs, into a snapshot, and wait until it is kept."""
         super().stage(version, self.copy(version, parameters))
+        self._keeping.result()
         return self.staged(version)
 
     def copy(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield `parameters` on, each after it was copied; with the last one the snapshot is there."""
-        # what lies between parameters is in the digest
-        payload = torch.zeros(self.num_bytes, dtype=torch.uint8)
-        for named, view in zip(parameters, parameter_views(payload, self.specs), strict=True):
+        """Yield `parameters` on, each after it was copied; a thread then keeps the snapshot.
+
+        Waits until the one before is kept, so that no more of them are made at a time, and raises what that did.
+        """
+        self._keeping.result()
+        payload = self._take_payload()
+        views = parameter_views(torch.from_numpy(payload), self.specs)
+        for named, view in zip(parameters, views, strict=True):
             copy_parameters([named], [view])
             yield named
-        self._keep(Snapshot(version, digest_of(payload.numpy()), payload.numpy()))
+        self._keeping = self._thread.submit(self._keep, version, payload)
 
-    def _keep(self, snapshot: Snapshot) -> None:
+    def _take_payload(self) -> np.ndarray:
+        """Take memory for a snapshot, which is used again as soon as nobody refers to the array."""
+        memory = self._free.pop() if self._free else self._new_payload()
+        payload = memory.numpy()
+        weakref.finalize(payload, self._free.append, memory)
+        return payload
+
+    def _new_payload(self) -> torch.Tensor:
+        # what lies between parameters is in the digest
+        memory = torch.zeros(self.num_bytes, dtype=torch.uint8)
+        if torch.cuda.is_initialized():
+            lock_pages(memory)
+        return memory
+
+    def _keep(self, version: int, payload: np.ndarray) -> None:
+        """Name a snapshot by its digest, and keep it; old ones that nobody reads go."""
+        snapshot = Snapshot(version, digest_of(payload), payload)
         with self._lock:
-            known = self._kept.get(snapshot.version)
-            if known is not None and known.digest == snapshot.digest:
-                return  # a late version may come twice
-            self._kept[snapshot.version] = snapshot
-            self._forget()
-        if self.writer is not None:
+            known = self._kept.get(version)
+            is_new = (
+                known is None or known.digest != snapshot.digest
+            )  # a late version may come twice
+            if is_new:
+                self._kept[version] = snapshot
+                self._forget()
+        if is_new and self.writer is not None:
             self.writer.write(snapshot)
+        self.on_kept()
 
     def _forget(self) -> None:
         old = [
@@ -79,6 +111,10 @@ class PullTransport(Transport):
         for version in set(old) - set(read):
             del self._kept[version]
         self._ways = {of: way for of, way in self._ways.items() if of[1] in self._kept}
+
+    def is_kept(self, version: int) -> bool:
+        """Return whether hosts can be told of a version."""
+        return version in self._kept
 
     def staged(self, version: int) -> Staged:
         """A snapshot that is there, as it is announced."""
@@ -117,8 +153,14 @@ class PullTransport(Transport):
                 self._ways[base, version] = way
         return way
 
+    def check(self) -> None:
+        """Raise what went wrong with the last snapshot after it was copied."""
+        if self._keeping.done():
+            self._keeping.result()
+
     def close(self) -> None:
         """Give the snapshots up."""
+        self._thread.shutdown()
         with self._lock:
             self._kept.clear()
         if self.writer is not None:

@@ -42,7 +42,7 @@ class RemoteWorker(Worker):
 
     def can_load(self, announcement: Announcement) -> bool:
         """Whether the worker may begin to fetch these weights: each version has memory of its own."""
-        return True
+        return self.transport.is_kept(announcement.version)
 
     def load(self, announcement: Announcement) -> None:
         """Have the weights come to the worker's host while it samples on; then it is to `load_fetched`."""
@@ -87,6 +87,8 @@ class SwarmWorkers(Workers):
     """Remote workers that there were."""
     alone_since: float | None = None
     """When the last worker left, or the run began without any, monotonic seconds."""
+    pulled: Transport = Transport()
+    """What brings weights to hosts."""
 
     @property
     def are_coming(self) -> bool:
@@ -109,8 +111,9 @@ class SwarmWorkers(Workers):
         self.alone_since = time.monotonic()
 
     def check(self) -> None:
-        """Raise also WorkerDied if no worker has been there for `join_timeout_s`."""
+        """Raise also what went wrong with a snapshot, and WorkerDied if no worker was there for `join_timeout_s`."""
         super().check()
+        self.pulled.check()
         self.alone_since = self.alone_since or time.monotonic()
         if not any(self) and time.monotonic() > self.alone_since + self.config.join_timeout_s:
             raise WorkerDied(

@@ -428,12 +428,13 @@ class Swarm:
 
     def _answer(self, host: Host, pull: Pull, opened: Future) -> None:
         host.is_pulling = False
-        # there are newer ones, and too many hosts that read older ones
-        if opened.exception() is not None:
+        try:
+            is_delta, stream = opened.result()
+        except ValueError:
+            # there are newer ones, and too many hosts that read older ones
             for worker in host.engines.values():
                 self.controller.fetch_anew(worker, pull.version)
             return
-        is_delta, stream = opened.result()
         data = bytes(memoryview(stream)[pull.offset : pull.offset + PIECE_BYTES])
         self._send_if_there(host, Piece(pull.version, is_delta, len(stream), pull.offset, data))
 

@@ -120,6 +120,20 @@ def test_a_host_gets_the_whole_where_a_delta_would_be_larger():
     assert not is_delta and len(stream) == transport.num_bytes
 
 
+def test_memory_is_used_again_only_when_nobody_refers_to_a_snapshot_any_more():
+    trainer, addresses, read = Trainer(), set(), []
+    for version in range(40):
+        trainer.stage()
+        _, stream = trainer.transport.open(version, None)
+        addresses.add(stream.ctypes.data)
+        if version in (3, 17):  # it is still read, as bytes or as words
+            part = memoryview(stream) if version == 3 else stream.view("<u2")
+            read.append((part, bytes(part)))
+    assert len(addresses) <= KEPT + 1 + len(read)
+    for part, before in read:
+        assert bytes(part) == before
+
+
 # The far end
 
 

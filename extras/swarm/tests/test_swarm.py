@@ -1,16 +1,20 @@
 """Hosts that join a run, sample for it and leave: real sockets and a real controller, made-up answers."""
 
 import itertools
+import threading
 import time
 from dataclasses import replace
 
 import pytest
+import torch
 from hosts import MODEL_CONFIG, PROBE, Client, Far, is_answer, running, wait_until
 
 from asyncrl.config import SwarmOptions
 from asyncrl.controller.workers import WorkerDied
-from asyncrl.messages import Finished, Tickets, Update
+from asyncrl.messages import Finished, Ready, Tickets, Update
 from asyncrl.runlog.metrics import Sum
+from extras.swarm.delta import digest_of
+from extras.swarm.puller import Puller
 from extras.swarm.wire import Fetch, Join, Piece, Pull, Welcome
 
 TIMES = "started_at", "ended_at"
@@ -175,3 +179,61 @@ def test_a_host_with_wrong_weights_is_shut_out_and_the_run_is_told_when_it_was_t
             assert run.controller.shuts_out(worker, problem) == has_another
             assert worker in run.swarm.disbelieved
         assert all(problem in str(host.end()) for host in (a, b))
+
+
+def test_a_host_that_reads_slowly_gets_the_announced_version_while_the_trainer_publishes_on(
+    tmp_path,
+):
+    """It takes one piece between two steps, so newer versions are published meanwhile."""
+    with (
+        running(tmp_path, num_floats=3 << 20, publishes=False) as run,
+        Far(run, "fast"),
+        Client(run) as slow,
+    ):
+        run.value_of = lambda version: version + 0.25
+        run.publish()
+        slow.join("slow")
+        slow.send(Ready(0.0), 0)
+        wait_until(lambda: slow.saw(Fetch))
+        (fetch,) = slow.saw(Fetch)
+        puller = Puller(run.controller.pulled.init_info(), slow.send)
+        puller.want(fetch.infos[0])
+        while puller.here is None:
+            wait_until(lambda: len(slow.saw(Piece)) > run.version)
+            puller.take(slow.saw(Piece)[run.version])
+            run.step()
+        assert run.version == len(slow.saw(Piece)) == 3
+    ((_, weights),) = puller.parameters()
+    assert puller.here.version == 0 and torch.equal(weights, torch.full((3 << 20,), 0.25))
+
+
+def test_the_trainer_goes_on_before_a_digest_is_there_and_hosts_fetch_only_then(
+    tmp_path, monkeypatch
+):
+    is_open = threading.Event()
+    with running(tmp_path) as run, Far(run) as far:
+        wait_until(lambda: far.saw(Update))
+        monkeypatch.setattr(
+            "extras.swarm.pull.digest_of",
+            lambda payload: digest_of(payload) if is_open.wait(60) else None,
+        )
+        run.step()
+        assert run.version == 1 and run.controller.announcements.newest.version == 1
+        assert [fetch.version for fetch in far.saw(Fetch)] == [0]
+        is_open.set()
+        wait_until(lambda: [update.version for update in far.saw(Update)] == [0, 1])
+
+
+@pytest.mark.parametrize("function", ["digest_of", "encode_delta"])
+def test_a_run_ends_with_the_first_error_of_what_it_does_beside_the_trainer_for_hosts(
+    tmp_path, monkeypatch, function
+):
+    def fail(*_):
+        raise MemoryError(f"no room for {function}")
+
+    with running(tmp_path, num_floats=1000) as run, Far(run) as far:
+        wait_until(lambda: far.saw(Update))
+        monkeypatch.setattr(f"extras.swarm.pull.{function}", fail)
+        with pytest.raises(MemoryError, match=f"^no room for {function}$"):
+            for _ in range(4):
+                run.step()
