@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from programs import run_python
 
-from scripts.bench import harness, rollout, trees
+from scripts.bench import harness, rollout
 from scripts.bench.harness import Arguments, Bench, Case
 from scripts.lines import read
 
@@ -84,11 +84,10 @@ def test_uncommitted_changes_make_no_records_in_results_and_what_memory_lacks_is
 # The benches
 
 
-@pytest.mark.parametrize("bench", [rollout.BENCH, trees.BENCH])
-def test_the_stored_records_give_the_stored_page(bench, tmp_path):
-    stored = harness.ROOT / "results" / bench.name
-    (tmp_path / f"{bench.name}.jsonl").symlink_to(stored / f"{bench.name}.jsonl")
-    harness.write(bench, tmp_path)
+def test_the_stored_records_give_the_stored_page(tmp_path):
+    stored = harness.ROOT / "results/rollout"
+    (tmp_path / "rollout.jsonl").symlink_to(stored / "rollout.jsonl")
+    harness.write(rollout.BENCH, tmp_path)
     assert (tmp_path / "table.md").read_text() == (stored / "table.md").read_text()
 
 
@@ -100,11 +99,13 @@ def run_tiny(script, out, *options):
     return read(out / f"{script}.jsonl")
 
 
-@pytest.mark.slow
-def test_each_way_to_share_prefixes_makes_the_same_gradient_from_recorded_batches(tmp_path):
-    options = ("--only", "prompts tiny", "--repeats", "1", "--recordings", tmp_path / "recorded")
-    records = run_tiny("trees", tmp_path, *options)
-    assert [r["arm"] for r in records] == ["off", "prompt", "tree"]
-    off, prompt, tree = (r["tokens/saved_share"] for r in records)
-    assert off == 0 < prompt < tree <= records[0]["tokens/shareable"]
-    assert all(r["seconds"] > 0 and r["peak"] > r["added"] >= 0 for r in records)
+@pytest.mark.study
+def test_one_request_and_replicated_prompts_sample_the_same_tokens_on_real_engines(tmp_path):
+    records = run_tiny("rollout", tmp_path, "--only", "replication 8x8", "--repeats", "2")
+    for measured in harness.rounds(records, "repeat").values():
+        assert {r["arm"] for r in measured} == {"one request", "replicated"}
+        assert len({r["tokens"] for r in measured}) == 1
+    for r in records:
+        assert r["groups"] == r["ledger"]["groups_consumed"] == 2
+        assert r["ledger"]["tokens_consumed"] == r["tokens"] and r["inherited_share"] == 0
+        assert r["seconds"] > 0 and r["update_s"] > 0

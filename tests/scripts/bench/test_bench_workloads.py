@@ -1,4 +1,4 @@
-"""Lengths of the workloads, and what rollout and trees do with recorded or synthetic tokens."""
+"""Lengths of the workloads, and what rollout does with recorded or synthetic tokens."""
 
 from types import SimpleNamespace
 
@@ -42,6 +42,3 @@ def test_vllm_gives_each_response_of_one_request_its_length(monkeypatch):
 
 def test_recomputed_tokens_are_those_before_each_change_of_version_with_the_prompt():
     assert rollout.recomputed_tokens(make_trajectory(0, 0, versions=(0, 0, 1, 1, 3))) == 3 + 5
-
-
-# Trees
