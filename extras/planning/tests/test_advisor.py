@@ -24,7 +24,6 @@ from extras.planning.advice import (
     hosts_that_suffice,
     measure,
     measure_hosts,
-    training_share_by_proposition_2,
 )
 from extras.planning.advisor import Measured, expected_step
 from scripts.runs import frame
@@ -38,22 +37,6 @@ USUAL = Measured(1.0, 4, 2, "GPU", False, 64, 12.0, 4.0, 1.0, 3.0, 4.5)
 """6 GPUs of which 2 train; a step needs 12 GPU-seconds of decoding and 4 of training, its longest response 3 s."""
 HOSTS = RemoteHosts((2.0, 4.0, 1.0, 2.0), 36, 5.0, 1.0, 1)
 """9 responses/s; a step trains 5 s on 36 responses, and weights take 1 s to a host."""
-
-
-def test_the_papers_example_of_lognormal_lengths():
-    """K = 64, N = 256, mu_train = 0.5, lengths of lognormal(0, 1) cut at 20: its shares of 0.108, 0.131 and 0.159."""
-    mean = math.exp(0.5) * 0.5 * math.erfc(-(math.log(20) - 1) / math.sqrt(2))
-    mean += 20 * 0.5 * math.erfc(math.log(20) / math.sqrt(2))
-    m = dataclasses.replace(
-        USUAL,
-        decoding_s=256 * mean,
-        training_s=128.0,
-        response_max_s=20.0,
-        rollout_devices=63,
-        training_devices=1,
-    )
-    shares = [training_share_by_proposition_2(m, alpha) for alpha in (1, 2, 4)]
-    assert shares == pytest.approx([0.108, 0.131, 0.159], abs=1e-3)
 
 
 # Every split and α

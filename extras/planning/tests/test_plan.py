@@ -46,6 +46,7 @@ price_per_hour = 2
 [[machines]]
 gpu = "H20"
 gpus = 8
+count = 2
 price_per_hour = 1
 mfu = 0.1
 [links]
@@ -92,7 +93,10 @@ def number_after(option, command, default):
 
 
 def check_that_it_fits(command, pool, config, shape, machines, ranks):
-    """What a node of the run, or a machine that joins it, checks before it starts; no step of it may be doubtful."""
+    """What a node of the run, or a machine that joins it, checks before it starts; no step of it may be doubtful.
+
+    Returns how many GPUs it has.
+    """
     visible = re.match(r"CUDA_VISIBLE_DEVICES=(\S+)", command)
     num_gpus = len(visible[1].split(",")) if visible else pool.gpus
     if "--join" in command:
@@ -101,7 +105,8 @@ def check_that_it_fits(command, pool, config, shape, machines, ranks):
         config = dataclasses.replace(config, **own)
         workers = place(config, num_gpus, 64, 0).workers
         assert sum(worker.num_gpus for worker in workers) == num_gpus
-        return memory.check_engine(config, shape, pool.device)
+        memory.check_engine(config, shape, pool.device)
+        return num_gpus
     placement = place(config, num_gpus, 64, ranks // machines)
     sharing = memory.Sharing(ranks, ranks // config.replicas)
     gpus = [pool.device] * num_gpus
@@ -109,6 +114,26 @@ def check_that_it_fits(command, pool, config, shape, machines, ranks):
     assert "warning" not in arithmetic
     num_workers = 1 if config.num_rollout_workers is None else config.num_rollout_workers
     assert len(placement.workers) == num_workers
+    is_shared = placement.transport == "ipc"
+    return ranks // machines + num_workers * config.rollout_tp * (not is_shared)
+
+
+def check_commands(plan, pools, shape):
+    """Whoever runs them accepts them, and they use the GPUs that are planned and no others."""
+    trainer, *join_commands = (line["command"] for line in plan["commands"])
+    config = trainer_config(trainer)
+    nodes, ranks = number_after("--nnodes", trainer, 1), sum(plan["train"].values())
+    assert nodes * number_after("--nproc-per-node", trainer, None) == ranks
+    check_shares(config, nodes, ranks)
+    assert config == config.checked() and bool(join_commands) == (config.listen is not None)
+    assert all("rollout.py --join HOST0:" in command for command in join_commands)
+    used = Counter()
+    for line in plan["commands"]:
+        (pool,) = (pool for pool in pools if line["machines"].endswith(f"× {pool.name}"))
+        num_gpus = check_that_it_fits(line["command"], pool, config, shape, nodes, ranks)
+        used[pool.gpu] += int(line["machines"].split()[0]) * num_gpus
+    assert used == Counter(plan["train"]) + Counter(plan["rollout"])
+    return config
 
 
 def check_plan(plan, config):
@@ -128,11 +153,11 @@ def check_plan(plan, config):
     assert plan["max_staleness"] == config.max_staleness
 
 
-@pytest.mark.parametrize("size", ["0.6b", "4b", "8b"])
 @pytest.mark.parametrize(
-    "seed", [0, 1, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 8))]
+    "seed", [*range(6), *(pytest.param(i, marks=pytest.mark.slow) for i in range(6, 24))]
 )
-def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(seed, size, write, capsys):
+def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(seed, write, capsys):
+    """The fastest plan, and a slower one for which some GPUs stay idle."""
     rng = random.Random(seed)
     names = ["H200", "H20", "A100 40GB", "L40S", "RTX 4090", "H800"]
     kinds = rng.sample(names, rng.choice([1, 2, 3]))
@@ -141,7 +166,11 @@ def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(seed, si
         f"gpus = {rng.choice([1, 2, 4, 8])}\nprice_per_hour = 2\n"
         for gpu in kinds
     )
-    path, alpha = write(text + LINKS), rng.choice([0, 0.5, 1, 4])
+    path, alpha, size = (
+        write(text + LINKS),
+        rng.choice([0, 0.5, 1, 4]),
+        ["0.6b", "4b", "8b"][seed % 3],
+    )
     sleeps = ("--colocate", "sleep") if alpha == 0 else ()
     given = (path, "--model", folder_of(size), *JOB, "--async-ratio", alpha, *sleeps)
     try:
@@ -149,37 +178,29 @@ def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(seed, si
     except SystemExit as refused:
         assert "fits on no GPUs" in refused.code or "does not go with" in refused.code
         return
-    trainer, *join_commands = (line["command"] for line in plan["commands"])
-    config, pools = trainer_config(trainer), read_cluster(path)[0].pools
-    check_plan(plan, config)
-    nodes, ranks = number_after("--nnodes", trainer, 1), sum(plan["train"].values())
-    assert nodes * number_after("--nproc-per-node", trainer, None) == ranks
-    check_shares(config, nodes, ranks)
-    assert config == config.checked() and bool(join_commands) == (config.listen is not None)
-    assert all("rollout.py --join HOST0:" in line for line in join_commands)
-    for line in plan["commands"]:
-        (pool,) = (pool for pool in pools if line["machines"].endswith(f"× {pool.name}"))
-        check_that_it_fits(line["command"], pool, config, shape_of(size), nodes, ranks)
+    wanted = 0.7 * plan["tokens_per_s"]
+    slower = planned(capsys, *given, "--tokens-per-s", wanted)
+    assert slower["tokens_per_s"] >= wanted * (1 - 1e-6)
+    assert slower["cost_per_hour"] <= plan["cost_per_hour"]
+    for each in (plan, slower):
+        check_plan(each, check_commands(each, read_cluster(path)[0].pools, shape_of(size)))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_make_plans_whose_commands_a_run_accepts(example, capsys):
     plan = planned(capsys, example, *GIVEN)
-    config = trainer_config(plan["commands"][0]["command"])
+    config = check_commands(plan, read_cluster(example)[0].pools, shape_of("1.7b"))
     check_plan(plan, config)
     assert config.model == folder_of("1.7b") and config.groups_per_step == 16
     assert 0 < plan["planning_s"] < 20, "a tenth of a second where nothing else runs"
 
 
 def test_gpus_that_stay_idle_are_hidden_from_a_machine_that_joins(write, capsys):
-    given = (write(JOINING), *GIVEN)
-    wanted = 0.85 * planned(capsys, *given)["tokens_per_s"]
-    plan = planned(capsys, *given, "--tokens-per-s", wanted)
-    assert plan["tokens_per_s"] >= wanted * (1 - 1e-6)
-    assert plan["train"] == {"H800": 1} and 0 < plan["rollout"]["H20"] < 8
-    (join,) = plan["commands"][1:]
-    shown = join["command"].removeprefix("CUDA_VISIBLE_DEVICES=").split()[0]
-    assert shown == ",".join(map(str, range(plan["rollout"]["H20"])))
+    path = write(JOINING)
+    wanted = 0.85 * planned(capsys, path, *GIVEN)["tokens_per_s"]
+    plan = planned(capsys, path, *GIVEN, "--tokens-per-s", wanted)
+    check_commands(plan, read_cluster(path)[0].pools, shape_of("1.7b"))
+    assert plan["rollout"]["H20"] % 8 > 0
 
 
 def test_people_get_a_picture_the_next_best_plans_and_the_commands(write, capsys):
@@ -210,7 +231,6 @@ def test_data_sheets_may_be_overridden_and_two_lists_of_a_kind_are_told_apart(wr
         (MACHINES, (), "--model is missing"),
         (MACHINES, (*GIVEN, "--tokens-per-s", -1), "--tokens-per-s must be above 0, got -1.0"),
         (MACHINES, (*GIVEN, "--prompt-tokens", 513), "is above --max-prompt-tokens"),
-        (MACHINES, (*GIVEN, "--async-rato", 1), "did you mean --async-ratio"),
         (MACHINES, (*GIVEN, "--workload", "nowhere"), "does not exist"),
         (JOINING, (*GIVEN, "--scheduling", "batch"), "--listen"),
         (

@@ -170,7 +170,7 @@ def random_case(seed):
 NAMED_CASES = {
     "three machines cannot share eight groups": (
         job(),
-        cluster(pool("trains", 3, 1, tflops=20.0), pool("samples", 1, 1), across_kinds=50.0),
+        cluster(pool("trains", 3, 1, tflops=5.0), pool("samples", 1, 1), across_kinds=50.0),
     ),
     "a slow link inside a machine": (job(), cluster(pool(gb_per_s=0.5))),
     "most GPUs would only wait": (
@@ -373,6 +373,7 @@ def test_one_gpu_trains_and_samples_in_turns_and_the_engine_sleeps_where_both_do
     assert (split.colocate, best.cost_per_hour, best.sampling_gpus) == ("share", 2.0, [])
     turns_s = best.generation_s + best.tail_s + split.update_s + split.training_s
     assert best.step_s == pytest.approx(turns_s)
+    assert split.update_s == pytest.approx(28 * 11 * 1.5e-3)
     synchronous = plan(job(async_ratio=0.0), cluster(pool(count=1, gpus=1, memory_gib=20.0)))[0]
     assert synchronous.split.colocate == "sleep"
 
