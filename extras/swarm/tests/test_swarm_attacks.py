@@ -73,15 +73,6 @@ def changed(**fields):
     return lambda trajectories: [dataclasses.replace(trajectories[0], **fields), *trajectories[1:]]
 
 
-def one_more(trajectories):
-    member = trajectories[0].member + 1
-    return [*trajectories, dataclasses.replace(trajectories[0], member=member)]
-
-
-def reverse_tokens(trajectories):
-    return [dataclasses.replace(t, tokens=t.tokens[::-1].copy()) for t in trajectories]
-
-
 def of_version(version):
     """All generated tokens are of another version."""
 
@@ -115,35 +106,27 @@ def answers(*changes):
 @pytest.mark.parametrize(
     ("attack", "why"),
     [
-        (frames(b"Nonsense", b"\x80"), "a message of kind b'Nonsense'"),
         ([[b"-1"] * 300], "a message of 300 frames"),
-        (frames(b"Fetched", pack({"version": "x" * (10 << 20)})), "a broken Fetched"),
         (
             frames(b"Finished", pack({"trajectories": [], "activity": "\x1b[2J\n" * 10})),
             "a broken Finished",
         ),
         (message(Ready(0.0), b"-1"), "of an engine -1 that is not up"),
         (message(Ready(0.0), b"9" * 5000), "sent"),
-        (message(Ready(0.0), b"\xb2"), "invalid literal"),
         (message(Ready(0.0)), "Ready of an engine that is up"),
         (message(Ready(0.0), b"99999"), "of an engine 99999 that is not up"),
         (message(Ready(math.nan), b"1"), "nan s as the time to start"),
-        (message(Fetched(3)), "Fetched of version 3, which it was not asked for"),
         (message(UPDATED), "Updated of version 0, which it was not asked for"),
-        (message(Probed(0, ())), "Probed of version 0, which it was not asked for"),
         (message(Pull(0, None, -5), b"-1"), "a Pull from byte -5"),
         (message(Pull(0, None, 0), b"-1", times=500), "while it pulls"),
         (message(Join(1, "", "cpu", "liar", 0.0), b"-1"), "a Join after its Join"),
-        (answers(changed(ticket_id=10**9)), "which it has not"),
         (answers(list, list), "which it has not"),
         (answers(lambda trajectories: trajectories[1:]), "not all of them"),
-        (answers(lambda trajectories: trajectories * 2), "not all of them"),
-        (answers(one_more), "not all of them"),
+        (answers(lambda trajectories: trajectories[:1] * len(trajectories)), "not all of them"),
         (
             answers(changed(finish_reason="aborted", reward=math.nan)),
             "as aborted, which it was not",
         ),
-        (answers(reverse_tokens), "another prompt than the ticket's"),
         (answers(of_version(0)), "versions 0 … 0, not from"),
         (answers(of_version(999)), "versions 999 … 999, not from"),
     ],
@@ -202,7 +185,6 @@ def test_a_ticket_of_another_host_cannot_be_answered(run, capsys):
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (Probed(0, ()), "in other shapes"),
         (Probed(0, (np.zeros((1, 2), "f"),)), "in other shapes"),
         (Probed(0, (np.full(2, math.nan, "f"),)), "not finite"),
         (Probed(0, (np.zeros(2, np.int64),)), "not finite float32"),

@@ -184,6 +184,7 @@ LIES_OF_ALL = [
     lambda t: {"turns": t.turns * 3},
     times(0.0, -60.0, 0.0),
     times(0.0, float("nan"), 0.0),
+    times(60.0, 0.0, 60.0),
     {"started_at": float("nan")},
     {"ended_at": float("inf")},
     {"ended_at": 0.0},
@@ -218,10 +219,17 @@ LIES = {
         ({"finish_reason": "failed", "failure": "no"}, "another prompt"),
     ],
     "stop after turns": [
-        ({"num_turns": 1}, "1 turns"),
+        (lambda t: {"num_turns": 1, "turns": t.turns[:1]}, "1 turns, 1 of them with times, not 5"),
         (longer(2, False), "an end that is not after a turn"),
         ({"reward_parts": {"right": 1.0}}, "1 parts of a reward, stop"),
     ],
+    "aborted without a token": [
+        (
+            {"finish_reason": "failed", "failure": "no", "num_turns": 0, "turns": ()},
+            "a failure before the policy's turn",
+        ),
+    ],
+    "aborted turns": [({"turns": ()}, "2 turns, 0 of them with times")],
     "aborted before a turn": [
         (longer(101, False), "101 tokens of prompt and 0 after it"),
         (RIGHT, "an end that is not after a turn"),
@@ -257,8 +265,8 @@ def test_an_honest_trajectory_passes_and_each_lie_about_it_is_found(kind):
     for honest in ({}, {"ended_at": trajectory.ended_at - 0.5}):  # a clock was set back
         assert mistake(honest)[1] is None
     lies = LIES_OF_ALL + (LIES_OF_ENDED if reason in ("stop", "length") else LIES_OF_OTHERS)
-    found = [mistake(lie) for lie in lies]
-    assert all(words for is_lie, words in found if is_lie), found
-    assert sum(is_lie for is_lie, _ in found) > 10
+    outcomes = [mistake(lie) for lie in lies]
+    assert all(words for is_lie, words in outcomes if is_lie), outcomes
+    assert sum(is_lie for is_lie, _ in outcomes) > 10
     for lie, words in LIES.get(kind, []):
         assert words in mistake(lie)[1]

@@ -86,8 +86,8 @@ def verify(config, pairs):
 @pytest.mark.parametrize("cuts", [{}, {"top_p": 0.8}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01}])
 def test_honest_responses_pass_by_far_and_their_rewards_are_right(model, cuts):
     config = make_config(model, **cuts, max_tokens_per_microbatch=40)
-    *found, verifier = verify(config, sample(config, 20))
-    assert found == [[], []]
+    at_once, later, verifier = verify(config, sample(config, 20))
+    assert (at_once, later) == ([], [])
     metrics = over_nodes([verifier.metrics()])
     assert 0 < metrics.pop("swarm/verify_diff_max") < 1e-5 < allowed_distance(config, torch.float32)
     counts = {
@@ -103,11 +103,9 @@ def test_honest_responses_pass_by_far_and_their_rewards_are_right(model, cuts):
 def exchange(t):
     """Two different generated tokens in each other's place."""
     places = np.flatnonzero(t.loss_mask)
-    one, other = next(
-        pair for pair in itertools.combinations(places, 2) if t.tokens[pair[0]] != t.tokens[pair[1]]
-    )
+    pair = next([i, j] for i, j in itertools.combinations(places, 2) if t.tokens[i] != t.tokens[j])
     tokens = t.tokens.copy()
-    tokens[[one, other]] = tokens[[other, one]]
+    tokens[pair] = tokens[pair[::-1]]
     return {"tokens": tokens}
 
 
@@ -146,8 +144,8 @@ def test_responses_of_older_weights_that_claim_to_be_new_are_found(model):
     policy = load(config)
     for _ in range(10):
         policy.train_step(distribute([random_sequences(4)], 1, 10_000)[0], policy_version=12)
-    found = make_verifier(config).verify(sample(config, 8), policy, VERSION)
-    assert [worker for worker, _ in found] == [5] * 8
+    mistakes = make_verifier(config).verify(sample(config, 8), policy, VERSION)
+    assert [worker for worker, _ in mistakes] == [5] * 8
 
 
 REWARDS = """
@@ -188,6 +186,13 @@ def test_a_false_reward_is_found_later_and_rounding_and_what_cannot_be_scored_he
     assert verifier.counts["rewards_unverified"] == num_unverified
     assert [worker for worker, _ in later] == ([] if line is None else [9])
     assert all(text.startswith(line) for _, text in later)
+
+
+def test_rewards_are_not_scored_again_while_too_many_wait_for_that(model, monkeypatch):
+    monkeypatch.setattr("extras.swarm.verify.MAX_SCORING", -1)
+    config = make_config(model)
+    *_, verifier = verify(config, sample(config, 2))
+    assert verifier.counts["rewards_unverified"] == 2
 
 
 def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_host_has(model):
@@ -239,9 +244,9 @@ def verify_on_two_nodes(rank: int, folder: str, config: Config) -> None:
     tokenizer = AutoTokenizer.from_pretrained(config.model) if cluster.is_leader else None
     verifier = Verifier(config, cluster, tokenizer)
     pairs = seven_with_a_lie(config)[: (1, 7)[cluster.node]] if cluster.is_leader else []
-    found = [verifier.verify(pairs, policy, VERSION), verifier.verify([], policy, VERSION)]
+    mistakes = [verifier.verify(pairs, policy, VERSION), verifier.verify([], policy, VERSION)]
     verifier.close()
-    torch.save((found, verifier.largest), os.path.join(folder, f"rank_{rank}.pt"))
+    torch.save((mistakes, verifier.largest), os.path.join(folder, f"rank_{rank}.pt"))
     dist.destroy_process_group()
 
 
@@ -251,7 +256,7 @@ def test_nodes_with_unequal_numbers_of_responses_share_them_over_their_ranks_and
     config = make_config(model, max_tokens_per_microbatch=30)
     assert run_ranks(verify_on_two_nodes, 4, str(tmp_path), config) == [0, 0, 0, 0]
     results = [torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(4)]
-    workers = [[[worker for worker, _ in found] for found in calls] for calls, _ in results]
+    workers = [[[worker for worker, _ in mistakes] for mistakes in calls] for calls, _ in results]
     assert workers == [[[], []], [[], []], [[9], []], [[], []]]
     *_, alone = verify(config, seven_with_a_lie(config))
     assert results[2][1] == pytest.approx(alone.largest, rel=1e-4)
