@@ -170,7 +170,9 @@ def random_case(seed):
 NAMED_CASES = {
     "three machines cannot share eight groups": (
         job(),
-        cluster(pool("trains", 3, 1, tflops=5.0), pool("samples", 1, 1), across_kinds=50.0),
+        cluster(
+            pool("trains", 3, 1, tflops=5.0), pool("samples", 1, 4, tflops=2.0), across_kinds=50.0
+        ),
     ),
     "a slow link inside a machine": (job(), cluster(pool(gb_per_s=0.5))),
     "most GPUs would only wait": (
