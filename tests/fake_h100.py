@@ -101,13 +101,11 @@ def configs(folder: Path) -> dict[str, dict]:
         found[kind] = {
             "max_num_batched_tokens": made.scheduler_config.max_num_batched_tokens,
             "max_num_seqs": made.scheduler_config.max_num_seqs,
-            "chunked_prefill": made.scheduler_config.enable_chunked_prefill,
             "async_scheduling": made.scheduler_config.async_scheduling,
             "v2": made.use_v2_model_runner,
             "kv_cache_memory_bytes": made.cache_config.kv_cache_memory_bytes,
             "gpu_memory_utilization": made.cache_config.gpu_memory_utilization,
             "cudagraph_mode": made.compilation_config.cudagraph_mode.name,
-            "largest_graph": made.compilation_config.max_cudagraph_capture_size,
             "executor": made.parallel_config.distributed_executor_backend,
             "tensor_parallel_size": made.parallel_config.tensor_parallel_size,
             "sleep": made.model_config.enable_sleep_mode,

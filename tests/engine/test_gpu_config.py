@@ -37,13 +37,11 @@ def test_vllm_takes_our_options_for_an_h100_as_they_are_meant(found, kind):
     assert found["configs"][kind] == {
         "max_num_batched_tokens": 8192,
         "max_num_seqs": 256,
-        "chunked_prefill": True,
         "async_scheduling": True,
         "v2": True,
         "kv_cache_memory_bytes": KV_BYTES if kind == "share" else None,
         "gpu_memory_utilization": {"share": 0.4, "sleep": 0.8}.get(kind, 0.9),
         "cudagraph_mode": "FULL_AND_PIECEWISE",
-        "largest_graph": 512,
         "executor": "mp" if is_split else "uni",
         "tensor_parallel_size": 2 if is_split else 1,
         "sleep": kind == "sleep",
