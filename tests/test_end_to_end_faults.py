@@ -70,7 +70,8 @@ def test_a_worker_whose_engine_cannot_sample_ends_the_run_within_a_minute_with_i
     job.wait_until(lambda: job.events("worker_started"))
     assert job.wait(timeout_s=60) != 0
     assert "error: rollout worker 0 was up, and died before any response came back" in job.output()
-    assert "  | " in job.output() and "head_dim=20" in job.output()
+    (*_, last) = re.findall(r"^  \| (.+)$", job.output(), re.M)
+    assert "Error: " in last and "head_dim=20" in last, "the first error comes last"
 
 
 @pytest.mark.slow
