@@ -14,6 +14,7 @@ from asyncrl.config import OPTIONS, Config, allowed_values
 from asyncrl.job.command_line import option_texts
 from asyncrl.trainer.loss import keywords_of
 from extras.simulation import report as simulation_report
+from scripts.bench import gpu as gpu_bench
 from scripts.bench import rollout as rollout_bench
 from scripts.bench.harness import rounds
 from scripts.lines import markdown, read
@@ -47,6 +48,18 @@ def devices() -> str:
             gpus.setdefault(record["gpu"], []).append(record["case"].removesuffix(" -"))
     of_gpus = "; ".join(f"{gpu}: {', '.join(cases)}" for gpu, cases in gpus.items())
     return f"**What has run on which GPU.** {of_gpus or 'Nothing so far'}.\n"
+
+
+def predictions() -> str:
+    """Return what the bench predicts of a GPU, what one did, and what the prediction assumes."""
+    measured = {record["case"]: record.get("numbers", {}) for record in records_of("gpu")}
+    rows = []
+    for case, predicted in gpu_bench.TABLES["predictions"].items():
+        for name, (number, assumed, _) in predicted.items():
+            found = measured.get(case, {}).get(name)
+            cells = ["–", "–"] if found is None else [f"{found:.3g}", f"{found / number:.2f}"]
+            rows.append([case, name, f"{number:.3g}", *cells, assumed])
+    return table("part | number | predicted | measured | ratio | the prediction assumes", rows)
 
 
 def options() -> str:

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -16,11 +17,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import record_function
 
 from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.packing import TrainSequence
-from asyncrl.trainer.policy import load_policy
+from asyncrl.trainer.policy import Policy, load_policy
 from extras.planning.shape import ModelShape, read_shape
 from scripts.bench.harness import ROOT, tables_beside
 from scripts.qwen3_shapes import save_random_qwen3
@@ -28,6 +32,27 @@ from scripts.qwen3_shapes import save_random_qwen3
 JOBS = tables_beside(Path(__file__).with_name("gpu.py"))["jobs"]
 TRAIN_STEPS = 4
 """Of which the first warms up."""
+LENGTHS, TINY_LENGTHS = [512] * 64, [32, 48, 64, 16]
+"""Tokens of the sequences of a step."""
+PARTS = {
+    "FSDP::": "collectives",
+    "c10d::": "collectives",
+    "layer": "layers",
+    "optimizer": "optimizer",
+    "aten::embedding": "embedding",
+    "autograd::engine::evaluate_function: EmbeddingBackward0": "embedding",
+}
+"""How the names of a profile's ranges begin -> the part of a step that they are of; all else is of head and loss."""
+PROFILE_ROWS = 50
+"""Kernels, and operations that launch them, which a profile lists: the costliest."""
+WAITS = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+)
+"""What has the host wait for the device."""
 
 
 @dataclass(frozen=True)
@@ -62,28 +87,98 @@ class Setup:
         return Config(**(sizes | fixed | options), optim=OptimOptions(warmup=0)).checked()
 
 
-def trainer(setup: Setup, budget: int = 16384) -> dict:
-    """Make training steps on synthetic sequences, without an engine: tokens/s, and the share of the matmul rate.
+@contextmanager
+def training(
+    setup: Setup, lengths: list[int], budget: int = 16384, prompt_share: float = 0.25
+) -> Iterator[tuple[Policy, Callable, list[TrainSequence]]]:
+    """Yield a policy, what makes a training step without an engine, and the synthetic sequences of that.
 
-    `budget` is the most tokens of a micro-batch.
+    They have these lengths, unless the model is tiny. `budget` is the most tokens of a micro-batch.
     """
-    lengths = [32, 48, 64, 16] if setup.size == "tiny" else [512] * 64
     options = {"algo": "tis", "max_prompt_tokens": 256, "max_tokens_per_microbatch": budget}
     config, shape = setup.config(**options), read_shape(setup.model_path)
-    rate = matmul_rate(setup.device)
-    sequences = synthetic(lengths, shape.vocab_size)
+    lengths = TINY_LENGTHS if setup.size == "tiny" else lengths
+    sequences = synthetic(lengths, shape.vocab_size, prompt_share)
     with one_rank(setup.device):
         policy = load_policy(config, setup.model_path, torch.device(setup.device))
-        share = distribute([sequences], 1, config.max_tokens_per_microbatch)[0]
+        share = distribute([sequences], 1, budget)[0]
         train_step = functools.partial(policy.train_step, share, policy_version=0)
+        yield policy, train_step, sequences
+
+
+def trainer(setup: Setup, budget: int = 16384) -> dict:
+    """Make training steps: tokens/s, and the share of the matmul rate."""
+    rate = matmul_rate(setup.device)
+    with training(setup, LENGTHS, budget) as (policy, train_step, sequences):
         steps_s = [timed(train_step, setup.device)[0] for _ in range(TRAIN_STEPS)]
-    flops = training_flops(shape, lengths, sum(sequence.num_trained for sequence in sequences))
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    num_trained = sum(sequence.num_trained for sequence in sequences)
+    flops = training_flops(read_shape(setup.model_path), lengths, num_trained)
     step_s = statistics.median(steps_s[1:])
     return {
         "attention": policy.module.attention, "step_s": step_s, "spread_s": float(np.ptp(steps_s[1:])),
         "steps": len(steps_s) - 1, "tokens_per_s": sum(lengths) / step_s, "tflops": flops / step_s / 1e12,
         "matmul_tflops": rate / 1e12, "mfu": flops / step_s / rate, **peak_memory(setup.device),
     }  # fmt: skip
+
+
+# Where the time of a step goes
+
+
+def profile(
+    setup: Setup, lengths: list[int] = LENGTHS, budget: int = 16384, prompt_share: float = 0.25
+) -> dict:
+    """Profile a training step: seconds of its parts, its costliest kernels, and how often the host waits.
+
+    On the CPU operations are in place of kernels. The profiler itself makes a step longer.
+    """
+    with training(setup, lengths, budget, prompt_share) as (policy, train_step, _):
+        mark_parts(policy)
+        for _ in range(TRAIN_STEPS - 1):
+            train_step()
+        with torch.profiler.profile() as profiler:
+            step_s, _ = timed(train_step, setup.device)
+    clock = "self_device_time_total" if setup.device == "cuda" else "self_cpu_time_total"
+    parts = Counter()
+    for event in profiler.events():
+        if event.device_type == DeviceType.CPU and not event.is_user_annotation:
+            parts[part_of(event)] += getattr(event, clock) / 1e6
+    averages = profiler.key_averages()
+    return {
+        "step_s": step_s, "busy_s": parts.total(),
+        "parts": {part: round(seconds, 4) for part, seconds in parts.most_common()},
+        "waits": {average.key: average.count for average in averages if average.key in WAITS},
+        "kernels": averages.table(clock, row_limit=PROFILE_ROWS, max_name_column_width=80),
+    }  # fmt: skip
+
+
+def mark_parts(policy: Policy) -> None:
+    """Put ranges that a profile shows around the optimizer, and around each layer's passes, forward and backward."""
+    ranges = []
+
+    def enter(*_: object) -> None:
+        ranges.append(record_function("layer"))
+        ranges[-1].__enter__()
+
+    def leave(*_: object) -> None:
+        ranges.pop().__exit__(None, None, None)
+
+    for layer in policy.module.model.base_model.layers:
+        layer.register_forward_pre_hook(enter)
+        layer.register_forward_hook(leave)
+        layer.register_full_backward_pre_hook(enter)
+        layer.register_full_backward_hook(leave)
+    policy._step = record_function("optimizer")(policy._step)
+
+
+def part_of(event: FunctionEvent | None) -> str:
+    """Return the part of a step that an operation is of: that of the innermost range around it."""
+    while event is not None:
+        for beginning, part in PARTS.items():
+            if event.name.startswith(beginning):
+                return part
+        event = event.cpu_parent
+    return "head and loss"
 
 
 def matmul_rate(device: str) -> float:
@@ -110,11 +205,13 @@ def training_flops(shape: ModelShape, lengths: list[int], num_trained: int) -> f
     return 6.0 * (in_layers + in_head + in_attention)
 
 
-def synthetic(lengths: list[int], vocabulary: int) -> list[TrainSequence]:
-    """Return random sequences whose prompt is a quarter of them, with log-probs about as those of a random model."""
+def synthetic(
+    lengths: list[int], vocabulary: int, prompt_share: float = 0.25
+) -> list[TrainSequence]:
+    """Return random sequences that begin with a prompt, with log-probs about as those of a random model."""
     rng, logprob = np.random.default_rng(0), -math.log(vocabulary)
     return [
-        made_up(rng.integers(0, vocabulary, length), length // 4, index, logprob)
+        made_up(rng.integers(0, vocabulary, length), int(length * prompt_share), index, logprob)
         for index, length in enumerate(lengths)
     ]
 
@@ -184,6 +281,8 @@ def tests(_: Setup, paths: Sequence[str], marker: str = "gpu") -> dict:
 
 FUNCTIONS = {
     "trainer": trainer,
+    "profile": profile,
+    "profile-job": functools.partial(profile, lengths=[272] * 128, prompt_share=1 / 17),
     "trainer-long": functools.partial(trainer, budget=8192),
     "trainer-short": functools.partial(trainer, budget=2048),
     "tests-trainer": functools.partial(tests, paths=("tests/gpu/test_gpu_trainer.py",)),

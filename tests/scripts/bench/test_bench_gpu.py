@@ -5,11 +5,12 @@ import json
 import pytest
 from programs import run_python
 
+from extras.planning.planner import LOAD_S
 from extras.planning.shape import ModelShape
 from scripts.bench import gpu
 from scripts.bench.gpu_parts import FUNCTIONS
 from scripts.bench.trainer_alone import FUNCTIONS as ALONE
-from scripts.bench.trainer_alone import Setup, trainer, training_flops
+from scripts.bench.trainer_alone import Setup, profile, trainer, training_flops
 from scripts.lines import read
 
 
@@ -68,6 +69,24 @@ def test_the_trainer_part_really_runs_on_the_cpu(tmp_path):
     assert 0 < numbers["mfu"] < 1 and numbers["tokens_per_s"] > 0
     record = {"case": "trainer tiny", "kind": "trainer", "model": "tiny", "numbers": numbers}
     assert "MFU of the trainer tiny" in gpu.table([record])
+
+
+def test_the_profile_of_a_step_has_every_part_and_adds_up(tmp_path):
+    numbers = profile(Setup("cpu", "tiny", tmp_path))
+    parts = {"layers", "head and loss", "optimizer", "embedding", "collectives"}
+    assert numbers["parts"].keys() == parts and min(numbers["parts"].values()) > 0
+    assert sum(numbers["parts"].values()) == pytest.approx(numbers["busy_s"], abs=1e-3)
+    assert 0 < numbers["busy_s"] <= numbers["step_s"]
+    assert numbers["waits"]["aten::_local_scalar_dense"] >= 3  # loss, norm and changed weights
+    record = {"case": "profile tiny", "kind": "profile", "model": "tiny", "numbers": numbers}
+    shown = gpu.table([record])
+    assert "'head and loss': " in shown and "aten::_log_softmax" in shown and "aten::mm" in shown
+
+
+def test_an_engine_is_predicted_to_load_weights_as_the_planner_says():
+    """Qwen3-0.6B has 28 layers of 11 weights, and two beside them."""
+    predicted, *_ = gpu.TABLES["predictions"]["sync 0.6b"]["load_s"]
+    assert predicted == pytest.approx((28 * 11 + 2) * LOAD_S, rel=0.02)
 
 
 def test_the_stored_records_give_the_rows_of_the_stored_table():
