@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from scipy import stats
 from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.weightstats import DescrStatsW
 
 from algos import LOSSES
 from scripts.lines import markdown, read
@@ -163,6 +163,7 @@ def reward_by_version(record: dict) -> pd.Series:
 def measures_of(records: list[dict]) -> pd.DataFrame:
     """Return `runs_of` with the MEASURES of each run, by the versions that sampled in all of them up to `end`.
 
+    `rewards` has the mean reward by version.
     NaN says that fewer than MIN_VERSIONS are left from version `start` on, or that the last weights were not evaluated.
     """
     runs = runs_of(records)
@@ -172,6 +173,7 @@ def measures_of(records: list[dict]) -> pd.DataFrame:
     evaluations = [dict(record["evaluations"]) for record in runs["record"]]
     runs["start"], runs["end"] = min(steps) // 2, rewards.index[-1]
     late = rewards.loc[min(steps) // 2 :]
+    runs["rewards"] = [rewards[run] for run in runs.index]
     runs["level"] = runs["oscillation"] = math.nan
     runs["area"] = rewards.mean()
     runs["final"] = [
@@ -197,7 +199,7 @@ def fresh_cell(record: dict, cells: pd.Index) -> str:
 
 
 def differences(records: list[dict]) -> pd.DataFrame:
-    """Return a row per run on stale data: MEASURES less those of its `fresh_cell`.
+    """Return a row per run on stale data: MEASURES less those of its `fresh_cell`, and the noise of two of them.
 
     All are compared up to one version, the last that sampled in every run: later ones are of runs with less lag alone.
     Empty if the grid has no such pairs.
@@ -211,7 +213,21 @@ def differences(records: list[dict]) -> pd.DataFrame:
     fresh = runs.reindex(partners).set_axis(runs.index)
     change = runs[[*MEASURES]] - fresh[[*MEASURES]]
     rows = runs[["loss", "setting", "start", "end"]].join(change)
+    by_version = runs["rewards"] - fresh["rewards"]
+    rows["area_noise"] = [error_of_mean(rewards) for rewards in by_version]
+    rows["level_noise"] = [
+        error_of_mean(rewards.loc[start:])
+        for rewards, start in zip(by_version, rows["start"], strict=True)
+    ]
     return rows[fresh["loss"].notna() & (runs.index != partners)]
+
+
+def error_of_mean(values: pd.Series) -> float:
+    """Return the standard error of the mean that the noise from one version to the next makes; NaN for none or one.
+
+    The variance is half of the mean squared step between neighbours (von Neumann), so a slow trend adds little to it.
+    """
+    return math.sqrt((values.diff() ** 2).mean() / 2 / max(len(values), 1))
 
 
 def compare(rows: pd.DataFrame, measure: str = "level") -> pd.DataFrame:
@@ -219,25 +235,37 @@ def compare(rows: pd.DataFrame, measure: str = "level") -> pd.DataFrame:
 
     The mean stays if p, two-sided by Student's t, passes Holm's correction over all rows at 0.05. Then it is bold.
     """
-    groups = rows.dropna(subset=measure).groupby(["setting", "loss"], sort=False)[measure]
-    compared = groups.agg(["count", "mean"]).reset_index()
-    compared[["mean", "low", "high", "p"]] = [interval(values) for _, values in groups]
+    known = rows.dropna(subset=measure)
+    noise = known.get(f"{measure}_noise", pd.Series(0.0, known.index))
+    groups = known.assign(noise=noise).groupby(["setting", "loss"], sort=False)
+    compared = groups[measure].agg(["count", "mean"]).reset_index()
+    compared[["mean", "low", "high", "p"]] = [
+        interval(group[measure], group["noise"]) for _, group in groups
+    ]
     compared["stays"] = multipletests(compared["p"], alpha=0.05, method="holm")[0]
     texts = compared.apply(shown, axis="columns")
     compared["text"] = texts.where(~compared["stays"], "**" + texts + "**")
     return compared
 
 
-def interval(values: pd.Series) -> tuple[float, float, float, float]:
+def interval(values: pd.Series, noise: pd.Series) -> tuple[float, float, float, float]:
     """Return the mean, both ends of its 95 % t-interval, and two-sided p; too few seeds have no ends (NaN) and p = 1.
 
-    Seeds that are all alike, as coarse accuracies can be, prove nothing: p = 1.
+    Seeds may agree better than the noise within their runs allows. So the spread is the larger of the seeds' standard
+    deviation and that noise, a standard error per seed. Seeds that are all alike, as coarse accuracies can be, prove
+    nothing: p = 1.
     """
-    statistic = DescrStatsW(values)
-    if len(values) < MIN_SEEDS:
-        return statistic.mean, math.nan, math.nan, 1.0
-    p = statistic.ttest_mean()[1] if statistic.std_mean > 1e-12 else 1.0
-    return statistic.mean, *statistic.tconfint_mean(), p
+    mean, num_seeds = values.mean(), len(values)
+    if num_seeds < MIN_SEEDS:
+        return mean, math.nan, math.nan, 1.0
+    within = math.sqrt((noise**2).mean())
+    spread = max(values.std(), within)
+    if spread < 1e-12:
+        return mean, mean, mean, 1.0
+    error = spread / math.sqrt(num_seeds)
+    of_seeds = stats.t(num_seeds - 1)
+    half = of_seeds.ppf(0.975) * error
+    return mean, mean - half, mean + half, 2 * of_seeds.sf(abs(mean) / error)
 
 
 def shown(row: pd.Series) -> str:
@@ -267,7 +295,8 @@ def paired_page(rows: pd.DataFrame) -> list[str]:
     page = [
         "A loss on stale data less the same loss and seed on fresh data (`async_ratio` and `publish_delay` 0), by the "
         "policy version that sampled. Runs of a seed share first weights, sampling seeds, and the problems of a step. "
-        "Intervals take differences as normal. Where a loss has no fresh run, `grpo`'s serves: with one update a step "
+        "Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run where that "
+        "is larger. Where a loss has no fresh run, `grpo`'s serves: with one update a step "
         "they have one gradient there. "
         f"Half of the steps is version {rows['start'].max()}, the last that sampled in all runs {rows['end'].max()}."
     ]

@@ -19,7 +19,9 @@ FILES = dict(re.findall(r"^```python\n# (my_\w+\.py)\n(.*?)^```", PAGE, re.MULTI
 DIFFS = dict(
     re.findall(r"^\*\*(.+?)\*\*[^\n]*\n\n```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 )
-COMMANDS = re.findall(r"^\.venv/bin/python train_async.py (.*my_\w+\.py.*)$", PAGE, re.MULTILINE)
+COMMANDS = re.findall(
+    r"^\.venv/bin/python train_async.py (.*my_\w+\.py.*)$", PAGE.replace("\\\n", ""), re.MULTILINE
+)
 OPTIONS = (
     "steps=3",
     "groups-per-step=4",

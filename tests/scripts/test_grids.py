@@ -92,6 +92,30 @@ def test_too_few_seeds_and_those_that_are_all_alike_show_nothing():
     assert compared[["p", "stays"]].to_numpy().tolist() == [[1.0, False]] * 3
 
 
+def test_seeds_that_agree_better_than_their_runs_noise_get_the_interval_of_the_noise():
+    """The reward of each run is noise around its level, so its level's error is known."""
+    noise, num_versions, changes = 0.06, 40, []
+    for seed in range(3):
+        fresh = make_record(seed=seed, steps=num_versions)
+        stale = make_record(seed=seed, steps=num_versions, delay=4)
+        rewards = RNG.normal(0.5, noise, num_versions)
+        fresh["series"]["reward"] = rewards.tolist()
+        stale["series"]["reward"] = rewards.tolist()
+        changes += [fresh, stale]
+    rows = grids.differences(changes)
+    late = num_versions - 4 - num_versions // 2
+    expected = math.sqrt(2) * noise / math.sqrt(late)
+    assert rows["level_noise"].mean() == pytest.approx(expected, rel=0.4)
+    agreeing = rows.assign(level=[0.002, 0.0021, 0.0022])
+    (compared,) = grids.compare(agreeing).itertuples()
+    error = math.sqrt((rows["level_noise"] ** 2).mean() / 3)
+    half = stats.t(2).ppf(0.975) * error
+    assert [compared.low, compared.high] == pytest.approx([0.0021 - half, 0.0021 + half])
+    assert not compared.stays
+    (without_noise,) = grids.compare(agreeing.drop(columns="level_noise")).itertuples()
+    assert without_noise.stays
+
+
 # Records, figures, report
 
 
