@@ -28,7 +28,8 @@ def test_a_run_outlives_its_engine_and_loses_nothing_when_its_trainer_is_killed_
     run = tmp_path / "run_0/run"
     events = read(run / "events.jsonl")
     (resumed,) = [event["step"] for event in events if event["event"] == "run_resumed"]
-    assert ended["step"] - 1 <= resumed < 10
+    # A save goes on beside one step, and the next save waits for it. So the newest two steps may have none.
+    assert ended["step"] - 2 <= resumed < 10
     (died,) = [event["exit_code"] for event in events if event["event"] == "worker_died"]
     assert died == 1 and account["restarts"] == 1
     assert (run / "worker_0.log").read_text().count("RuntimeError: the engine is dead") == 1
