@@ -42,7 +42,7 @@ def _moments(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 def _least_left_out(moments: Tensor, goes_on: Tensor, threshold: float) -> Tensor:
     """The smallest m that is left out of the update; infinite if none is."""
     # Those that do not go on are 0 in it. To take them out, or to read how many there are, has the host wait for a GPU.
-    ascending = (moments * goes_on).sort().values
-    # of the mean of the smallest 1, 2, 3 …, which rises
+    ascending = torch.where(goes_on, moments, 0.0).sort().values
+    # The mean of the smallest 1, 2, 3 … rises, so those within the threshold come first.
     is_small = ascending.double().cumsum(0) <= threshold * (ascending > 0).cumsum(0)
     return torch.cat([ascending, moments.new_full((1,), torch.inf)]).take(is_small.sum())
