@@ -48,15 +48,15 @@ def scale_of(policy):
 def test_the_gradient_and_all_metrics_are_those_without_a_scale(model, options):
     """In float32, where a scale, a power of two, changes no digit."""
     config = make_config(model, **options)
-    found = []
+    steps = []
     for kind in (Policy, loss_scale.policy_class(Policy)):
         plain = load(config)
         randomize(plain)
         parts = (plain.module, plain.reference, plain.loss, plain.device, plain.clock)
         policy = kind(config, model, *parts)
         gradients = record_gradients(policy)
-        found.append((step(policy, random_sequences(9)), gradients[0]))
-    (metrics, gradient), (scaled_metrics, scaled_gradient) = found
+        steps.append((step(policy, random_sequences(9)), gradients[0]))
+    (metrics, gradient), (scaled_metrics, scaled_gradient) = steps
     assert scaled_metrics.pop("scale") == loss_scale.FIRST_SCALE
     assert scaled_metrics.pop("skipped_updates") == 0
     assert scaled_metrics == pytest.approx(metrics, rel=1e-6)
@@ -107,8 +107,8 @@ def test_an_update_that_overflows_on_one_rank_is_skipped_on_all_and_a_resume_kee
     model, tmp_path
 ):
     config = make_config(model, dtype="float16", optimizer="adamw")
-    for found in run_group(overflow_on_two_ranks, 2, config, str(tmp_path)):
-        metrics, is_same, num_updates, scales = found
+    for outcome in run_group(overflow_on_two_ranks, 2, config, str(tmp_path)):
+        metrics, is_same, num_updates, scales = outcome
         assert (metrics["skipped_updates"], metrics["scale"]) == (1, 2.0**39)
         assert (metrics["grad_norm"], metrics["changed_weights"]) == (0, 0)
         assert math.isfinite(metrics["loss"]) and is_same and num_updates == (0, 0)

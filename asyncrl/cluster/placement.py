@@ -23,7 +23,7 @@ CORES_PER_GPU_WORKER = 2
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """Where one rollout worker runs."""
+    """The place of one rollout worker."""
 
     worker: int
     gpu: int | None

@@ -41,10 +41,11 @@ class PullTransport(Transport):
         """Called by a thread when hosts can be told of another version."""
         self._kept: dict[int, Snapshot] = {}
         # (base, version): what open says
-        self._ways: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}
+        self._answers: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}
         self._lock = threading.Lock()  # a thread keeps snapshots while the swarm reads
         self._free: list[torch.Tensor] = []  # payloads that nobody refers to any more
-        self._thread, self._keeping = ThreadPoolExecutor(1), Future()
+        self._thread = ThreadPoolExecutor(1)
+        self._keeping = Future()
         self._keeping.set_result(None)
 
     def init_info(self, worker: int = 0) -> dict:
@@ -91,9 +92,8 @@ class PullTransport(Transport):
         snapshot = Snapshot(version, digest_of(payload), payload)
         with self._lock:
             known = self._kept.get(version)
-            is_new = (
-                known is None or known.digest != snapshot.digest
-            )  # a late version may come twice
+            # a late version may come twice
+            is_new = known is None or known.digest != snapshot.digest
             if is_new:
                 self._kept[version] = snapshot
                 self._forget()
@@ -110,7 +110,9 @@ class PullTransport(Transport):
         read = [version for version in old if self._readers[version]][:MAX_READ]
         for version in set(old) - set(read):
             del self._kept[version]
-        self._ways = {of: way for of, way in self._ways.items() if of[1] in self._kept}
+        self._answers = {
+            pair: answer for pair, answer in self._answers.items() if pair[1] in self._kept
+        }
 
     def is_kept(self, version: int) -> bool:
         """Return whether hosts can be told of a version."""
@@ -135,23 +137,23 @@ class PullTransport(Transport):
         Raises ValueError if there is no such snapshot any more: a newer one has been announced since.
         """
         with self._lock:
-            new, old, way = (
+            new, old, answer = (
                 self._kept.get(version),
                 self._kept.get(base),
-                self._ways.get((base, version)),
+                self._answers.get((base, version)),
             )
         if new is None:
             raise ValueError(f"no snapshot of version {version} is left")
-        if way is not None:
-            return way
+        if answer is not None:
+            return answer
         if old is None or base == version:
             return False, new.payload
         delta = encode_delta(base, old.payload, new.payload)
-        way = (False, new.payload) if delta is None else (True, delta)
+        answer = (False, new.payload) if delta is None else (True, delta)
         with self._lock:
             if version in self._kept:  # it may have gone meanwhile
-                self._ways[base, version] = way
-        return way
+                self._answers[base, version] = answer
+        return answer
 
     def check(self) -> None:
         """Raise what went wrong with the last snapshot after it was copied."""

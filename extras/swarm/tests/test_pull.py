@@ -91,7 +91,7 @@ def test_old_snapshots_go_unless_a_worker_reads_them_or_they_are_announced():
     assert left(trainer) == [6, 7, 8]
     assert transport.open(6, 5)[1] is stream, "it goes on when its base is forgotten"
     trainer.stage()
-    assert not transport._ways, "and goes with its version"
+    assert not transport._answers, "and goes with its version"
 
 
 def test_many_slow_hosts_cannot_make_the_trainer_keep_all_versions():
