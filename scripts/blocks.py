@@ -56,8 +56,10 @@ def predictions() -> str:
     rows = []
     for case, predicted in gpu_bench.TABLES["predictions"].items():
         for name, (number, assumed, _) in predicted.items():
-            found = measured.get(case, {}).get(name)
-            cells = ["–", "–"] if found is None else [f"{found:.3g}", f"{found / number:.2f}"]
+            measured_number = measured.get(case, {}).get(name)
+            cells = ["–", "–"]
+            if measured_number is not None:
+                cells = [f"{measured_number:.3g}", f"{measured_number / number:.2f}"]
             rows.append([case, name, f"{number:.3g}", *cells, assumed])
     return table("part | number | predicted | measured | ratio | the prediction assumes", rows)
 

@@ -101,8 +101,8 @@ def loss(cell: dict) -> str:
 
 def setting(cell: dict) -> dict:
     """Return the options of a cell that are neither loss nor seed; nor the recorded run, in place of a seed."""
-    others = ("algo", "algo_args", "seed", "of")
-    return {name: value for name, value in cell.items() if name not in others}
+    left_out = ("algo", "algo_args", "seed", "of")
+    return {name: value for name, value in cell.items() if name not in left_out}
 
 
 def runs_of(records: list[dict]) -> pd.DataFrame:

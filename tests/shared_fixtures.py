@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Where whole jobs alone are chosen, no file without one is read: each process would import for a long time."""
+    """A file without a whole job is not read where whole jobs alone are chosen: every import takes long."""
     if not config.option.markexpr.startswith("e2e and ") or not collection_path.match("test_*.py"):
         return None
     return True if "pytest.mark.e2e" not in collection_path.read_text() else None

@@ -47,7 +47,7 @@ def assert_time_is_accounted_for(job):
 
 @pytest.fixture
 def temporary(monkeypatch):
-    """Where a job makes temporary files, and nothing else does; tmp_path is too long for sockets."""
+    """Make a folder for temporary files of a job alone, as tmp_path is too long for sockets."""
     with tempfile.TemporaryDirectory() as path:
         monkeypatch.setenv("TMPDIR", path)
         yield path

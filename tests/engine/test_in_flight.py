@@ -107,7 +107,7 @@ def test_what_is_read_at_every_turn_of_the_loop_is_all_that_runs_and_a_prefix_of
 def test_a_response_that_continues_from_its_tokens_has_the_log_probs_that_the_trainer_computes(
     pair,
 ):
-    """Those before the cut under the weights before, those after it under the weights then: its cache is made anew."""
+    """Log-probs before the cut are of the weights before, those after it of the weights then: the cache is new."""
     source, first_version = TicketSource(pair.config, None), pair.proxy.version
     tickets = {ticket_id: make_ticket(ticket_id) for ticket_id in range(NUM_RESPONSES)}
 

@@ -268,7 +268,7 @@ def train_and_gather(rank, trained, gathered):
 
 @pytest.fixture(scope="module")
 def configs_on_two_ranks(model, untied):
-    """Those of ON_TWO_RANKS, and two whose weights are sent in bfloat16."""
+    """Return the configs of ON_TWO_RANKS, and two whose weights are sent in bfloat16."""
     trained = {
         name: make_config(untied if name.startswith("untied") else model, **options)
         for name, options in ON_TWO_RANKS.items()

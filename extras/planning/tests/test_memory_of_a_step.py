@@ -193,7 +193,7 @@ def test_the_peak_of_a_step_and_what_its_layers_keep_are_those_of_the_plan(
 def test_the_allocator_takes_little_more_than_tensors_need(
     num_layers, most, fake_ranks, bounds_of_eight
 ):
-    """Of 28 layers 1.03 times as much, for equal micro-batches and for others.
+    """The allocator takes 1.03 times as much for 28 layers, with equal micro-batches and with unequal ones.
 
     An H200 took 1.05 times as much for equal ones, with compiled layers and on one rank (results/gpu).
     """

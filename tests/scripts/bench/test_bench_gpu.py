@@ -90,7 +90,7 @@ def test_an_engine_is_predicted_to_load_weights_as_the_planner_says():
 
 
 def test_the_stored_records_give_the_rows_of_the_stored_table():
-    """With numbers far from what was predicted, and parts that failed."""
+    """The records have numbers far from the prediction, and parts that failed."""
     stored = gpu.ROOT / "results/gpu"
     shown = gpu.table(read(stored / "gpu.jsonl"))
     assert f"```\n{shown}\n```" in (stored / "table.md").read_text()
