@@ -4,9 +4,7 @@ import importlib
 from collections.abc import Callable
 
 from algos import advantages, kl
-from algos.inputs import LossInputs
-
-__all__ = ["ADVANTAGES", "KL_ESTIMATORS", "LOSSES", "LossInputs"]
+from algos.inputs import LossInputs as LossInputs
 
 _NAMES = (
     "reinforce", "grpo", "decoupled_ppo", "tis", "cispo", "topr", "weighted_topr", "gspo", "kimi", "icepop", "aipo",

@@ -116,20 +116,10 @@ def _task_class(name: str) -> type:
     """The class of a single-turn task."""
     task_class = TASKS.get(name.partition(":")[0]) or user_code.load(name, "--task", TASKS)
     if not isinstance(task_class, type):
-        kind = type(task_class).__name__
         raise ValueError(
-            f"--task {name} is a {kind}; give a class with train_problem and eval_problems"
+            f"--task {name} is a {type(task_class).__name__}; give a class with train_problem and eval_problems"
         )
     return task_class
-
-
-def check_rows(config: Config, task: Task) -> None:
-    """Print how rows are scored without --reward. Raises ValueError if they cannot be."""
-    if config.task == "jsonl" and not config.reward:
-        task.score(task.train_problem(0).answer, "")
-        print(
-            "no --reward: a response is right if it is the column `answer` of its row", flush=True
-        )
 
 
 def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]:
@@ -139,10 +129,9 @@ def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]
     except Exception as error:
         if type(error) is not Exception:  # tokenizers raises nothing more special
             raise
-        advice = "--model smollm2, or another" if config.model == "tiny" else "another --model"
         raise ValueError(
             f"--model {config.model}: its tokenizer cannot encode {str(problem.prompt)[:60]!r} of --task {config.task} "
-            f"({error}); give {advice}"
+            f"({error}); give another --model, as smollm2"
         ) from None
 
 
@@ -236,9 +225,8 @@ class EnvironmentTask(DrawnTask):
         with user_code.blamed(self._name):
             observation, _ = self._environment.reset(seed=problem.environment_seed)
         if not isinstance(observation, str):
-            kind = type(observation).__name__
             raise ValueError(
-                f"--task {user_code.typed(self._name)}: reset gives {kind} to observe; give a str"
+                f"--task {user_code.typed(self._name)}: reset gives {type(observation).__name__} to observe; give a str"
             )
         return observation
 

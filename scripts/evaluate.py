@@ -33,6 +33,13 @@ def choose_options(model: str, words: list[str]) -> Config:
     for word in words:
         if word.startswith("--") and word.partition("=")[0] not in allowed:
             raise ValueError(f"{word} means nothing here; an evaluation takes {', '.join(allowed)}")
+    first_folder = next(iter(Path(model).parts[:-1]), None)
+    is_path = first_folder == Config.runs_dir or (first_folder and Path(first_folder).is_dir())
+    if is_path and not Path(model).exists():
+        raise ValueError(
+            f"{model}: no such folder; give a run, as runs/NAME, a folder with config.json and *.safetensors, or a "
+            "Hugging Face name"
+        )
     if (Path(model) / "run.json").exists():
         begun = resumed_options(Path(model))
         newest = max(Path(model).glob("checkpoints/step_*[0-9]"), key=step_of, default=None)

@@ -37,13 +37,20 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def ask_task(task: str, task_args: tuple[str, ...] = (), data_path: str | None = None) -> None:
+def ask_task(
+    task: str,
+    task_args: tuple[str, ...] = (),
+    data_path: str | None = None,
+    reward: tuple[str, ...] = (),
+) -> None:
     """Make a task, its prompts, and a score, as a run does. Raises ValueError."""
     from asyncrl.config import Config
-    from asyncrl.tasks import encode, load_task, score_of, task_of
+    from asyncrl.engine.score import load_score
+    from asyncrl.tasks import encode, load_task, task_of
     from asyncrl.user_code import located
 
-    config = Config(task=task, task_args=tuple(task_args), data_path=data_path)
+    options = {"task_args": tuple(task_args), "data_path": data_path, "reward": tuple(reward)}
+    config = Config(task=task, **options)
     config = located(config)
     made = task_of(config)
     problems = [*(made.train_problem(index) for index in range(6)), *made.eval_problems(3)]
@@ -52,7 +59,7 @@ def ask_task(task: str, task_args: tuple[str, ...] = (), data_path: str | None =
         return
     for problem in problems:
         encode(config, made, chat_tokenizer(), problem)
-    score_of(config.task)(problems[0].answer, "")
+    load_score(config.task, config.reward).check(problems[0].answer)
 
 
 TASK = """

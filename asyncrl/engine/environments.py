@@ -5,7 +5,6 @@ trajectory.
 """
 
 import asyncio
-import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ import numpy as np
 
 from asyncrl.cluster.placement import WorkerSpec, available_cores
 from asyncrl.engine.reward_pool import RewardPool
-from asyncrl.engine.score import Failed, brief, one_line
+from asyncrl.engine.score import Failed, brief, number_of, one_line
 from asyncrl.records import Ticket
 from asyncrl.tasks import prepare_environment
 from asyncrl.weights.models import stop_token_ids
@@ -110,7 +109,7 @@ class MultiTurn:
         observation, reward, terminated, truncated, _ = _items(
             self.environment.step(response), "step", names
         )
-        reward = _finite(reward)
+        reward = number_of(reward, "the step's reward")
         if _flag(terminated, "terminated") | _flag(truncated, "truncated"):
             return Step([], reward, ended=True)  # nobody reads the last observation
         return Step(
@@ -139,16 +138,6 @@ def _text(observation: Any) -> str:
             f"the observation has {where}, expected text without lone surrogates"
         ) from None
     return observation
-
-
-def _finite(reward: Any) -> float:
-    try:
-        is_number = getattr(reward, "ndim", 0) == 0 and math.isfinite(reward)
-    except (TypeError, OverflowError):
-        is_number = False
-    if not is_number:
-        raise Failed(f"the reward is {brief(reward)}, expected one finite number")
-    return float(reward)
 
 
 def _flag(value: Any, name: str) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.engine.environments import Environment
-from asyncrl.engine.score import Failed, bounded
+from asyncrl.engine.score import Failed, number_of
 from asyncrl.records import (
     GREEDY_GROUP,
     Completion,
@@ -100,7 +100,7 @@ class Episode:
                 return "aborted"
             step = await self.environment.step(completion.tokens)
             self._times.append((*self._sampling_times, time.time()))
-            self._reward = bounded(self._reward + step.reward, "the reward")
+            self._reward = number_of(self._reward + step.reward, "the sum of rewards")
             self._reward_parts.update(step.reward_parts)
             if step.ended:
                 return completion.finish_reason

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.config import nearest
 from asyncrl.tasks import score_of
 from asyncrl.user_code import is_user_code, load
 
@@ -55,6 +56,8 @@ class RewardFunction:
     weight: float = 1.0
     label: str = ""
     """The name of its reward in the log; empty if it is the only function."""
+    needed: Sequence[str] = ()
+    """What it must be called with."""
 
     def score(self, answer: str, response: str) -> Scored:
         """Return the weighted reward and its parts. Raises Failed, whatever the function raises."""
@@ -71,9 +74,9 @@ class RewardFunction:
         parts = {}
         if isinstance(returned, dict):
             parts = {
-                name: _number(part, f"the part {brief(name)}") for name, part in returned.items()
+                name: number_of(part, f"the part {brief(name)}") for name, part in returned.items()
             }
-        reward = _number(sum(parts.values()) if parts else returned, "the reward")
+        reward = number_of(sum(parts.values()) if parts else returned, "the reward")
         if self.label:
             named = {f"{self.label}.{name}": part for name, part in parts.items()}
             parts = {self.label: reward, **named}
@@ -108,6 +111,16 @@ class Score:
         """The user's functions, as the beginning of a message about all of them; empty for a shipped task."""
         return "".join(f"{function.text}: " for function in self.functions if function.text)
 
+    def check(self, answer: str) -> None:
+        """Raise ValueError if a function needs more than a response and the columns of a problem with this answer."""
+        given = {"response", *_row(answer)}
+        for function in self.functions:
+            for name in set(function.needed) - given:
+                what = f"--reward {function.text}" if function.text else "a row without --reward"
+                raise ValueError(
+                    f"{what} needs {name}, and has {', '.join(sorted(given))}; rename it{nearest(name, given)}"
+                )
+
     def __call__(self, answer: str, response: str) -> Scored:
         """Return reward and parts by plain functions. Raises Failed, whatever they raise."""
         return add([function.score(answer, response) for function in self.functions], str(self))
@@ -125,7 +138,8 @@ def load_score(task: str, rewards: Sequence[str] = ()) -> Score:
     """
     if not rewards:
         call = score_of(task)
-        return Score([RewardFunction(call, _is_async(call), f"{task}.score" * is_user_code(task))])
+        text = f"{task}.score" * is_user_code(task)
+        return Score([RewardFunction(call, _is_async(call), text, needed=["answer"])])
     functions = [_load(reward, is_only=len(rewards) == 1) for reward in rewards]
     labels = [function.label for function in functions if function.label]
     for function in functions:
@@ -160,13 +174,15 @@ def _load(reward: str, is_only: bool) -> RewardFunction:
             f"--reward {text} takes {sorted(columns)}, and not `response`, the text that it is to score"
         )
 
+    needed = [p.name for p in parameters if p.name in columns and p.default is p.empty]
+
     def call(answer: str, response: str) -> Any:
         row = _row(answer)
         taken = row if takes_all else {name: row[name] for name in columns & row.keys()}
         return function(**{**taken, "response": response})
 
     label = "" if is_only else text.rpartition(":")[2]
-    return RewardFunction(call, _is_async(function), text, factor, label)
+    return RewardFunction(call, _is_async(function), text, factor, label, needed)
 
 
 def _is_async(function: Callable) -> bool:
@@ -181,21 +197,20 @@ def _row(answer: str) -> dict:
     return {"answer": answer}
 
 
-def _number(value: Any, what: str) -> float:
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return bounded(float(value), what)
-    raise Failed(
-        f"{what} is {brief(value)}, not a finite number{' or a dict of them' * (what == 'the reward')}"
-    )
-
-
-def bounded(number: float, what: str) -> float:
-    """Return the number. Raises Failed if it is larger than a reward may be."""
-    if abs(number) > MAX_REWARD:
+def number_of(value: Any, what: str) -> float:
+    """Return a number, also of an array without dimensions. Raises Failed for what is none, or larger than a reward may
+    be."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if not (isinstance(value, numbers.Real) and math.isfinite(value)):
         raise Failed(
-            f"{what} is {number:g}, allowed is {-MAX_REWARD:g} to {MAX_REWARD:g}; scale it down"
+            f"{what} is {brief(value)}, not a finite number{' or a dict of them' * (what == 'the reward')}"
         )
-    return number
+    if abs(value) > MAX_REWARD:
+        raise Failed(
+            f"{what} is {value:g}, allowed is {-MAX_REWARD:g} to {MAX_REWARD:g}; scale it down"
+        )
+    return float(value)
 
 
 def add(scores: Sequence[Scored], whose: str = "") -> Scored:
@@ -206,7 +221,7 @@ def add(scores: Sequence[Scored], whose: str = "") -> Scored:
             f"{whose}the reward has {len(parts)} parts, {brief([*parts])}; allowed are {MAX_PARTS} printable names of "
             f"at most {MAX_NAME} characters, none of them {', '.join(_TAKEN)}"
         )
-    return _number(sum(reward for reward, _ in scores), f"{whose}the sum of rewards"), parts
+    return number_of(sum(reward for reward, _ in scores), f"{whose}the sum of rewards"), parts
 
 
 def are_parts(parts: dict) -> bool:

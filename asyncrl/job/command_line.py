@@ -201,9 +201,6 @@ def _unknown(token: str) -> str:
             hint = f"; write {option.flag} VALUE"
         if f"`{word.replace('-', '_')}=" in text:
             hint = f"; write {option.flag} {word.replace('-', '_')}=VALUE"
-    group = re.fullmatch(r"--(optim|advantage|swarm)-args", name)
-    if group:
-        hint = f"; its options are --{group[1]}.NAME VALUE, as in --optim.warmup 5"
     return f"{name} is no option{hint} (--help lists all)"
 
 

@@ -36,13 +36,14 @@ from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Workers
+from asyncrl.engine.score import load_score
 from asyncrl.job.probe import Probe
 from asyncrl.job.resume import controller_of, find_checkpoint, how_to_go_on
 from asyncrl.records import Group
 from asyncrl.runlog.manifest import Checkpoint, weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.tasks import check_rows, encode, task_of
+from asyncrl.tasks import encode, task_of
 from asyncrl.trainer.advantage import choose_estimator
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.user_code import texts_of
@@ -374,7 +375,8 @@ def open_records(rank: Rank, model_path: str) -> RunDirectory:
 def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:
     """The node's own share of the prompts; on the first also the held-out ones."""
     task = task_of(config)
-    check_rows(config, task)
+    if config.reward or config.task == "jsonl":
+        load_score(config.task, config.reward).check(task.train_problem(0).answer)
     held_out = []
     if config.eval_every and cluster.is_first:
         held_out = task.eval_problems(config.eval_problems)
@@ -392,7 +394,7 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
 
 
 def _check_model(config: Config, model_path: str, device: str) -> None:
-    """Raise ValueError if the model would be trained wrongly, or a whole sequence does not fit its positions."""
+    """Raise ValueError if the model would be trained wrongly, or a token or a whole sequence does not fit it."""
     from asyncrl.trainer.families import BFLOAT16_ON_CPU, read_config
 
     model = read_config(model_path, config.share_prefix != "off")
@@ -404,6 +406,16 @@ def _check_model(config: Config, model_path: str, device: str) -> None:
             f"--model {config.model} is a {model.model_type}, of which vLLM has kernels for a CPU in bfloat16 only; "
             "add --dtype bfloat16"
         )
+    tokenizer = load_tokenizer(model_path)
+    special = set(tokenizer.all_special_ids)
+    for token, index in tokenizer.get_vocab().items():
+        # Gemma's text models lack the token of an image, which no template writes.
+        is_unused = index in special and token not in str(tokenizer.chat_template)
+        if index >= model.vocab_size and not is_unused:
+            raise ValueError(
+                f"--model {config.model}: its tokenizer writes {token!r} as {index}, and its config.json has a "
+                f"vocabulary of {model.vocab_size}; take that model's own tokenizer, or resize its embeddings"
+            )
     window = getattr(model, "max_position_embeddings", None)
     if window is not None and config.max_sequence_tokens > window:
         raise ValueError(

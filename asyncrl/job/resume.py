@@ -144,9 +144,4 @@ def how_to_go_on(run: Path | None) -> str:
         program = os.path.relpath(Path(__file__).parents[2] / "train_async.py")
         how = shlex.join([str(Path(sys.executable).with_name(launcher)), program])
         return f"continue from step {step_of(saved[-1])}: {how} --resume {shlex.quote(str(run))}"
-    metrics = run and run / "metrics.jsonl"
-    if not (metrics and metrics.exists() and metrics.stat().st_size):
-        return "nothing is saved, as no step had ended"
-    return (
-        "nothing is saved, as the running step was not waited for; --save-every N saves on the way"
-    )
+    return "nothing is saved yet; --save-every N saves on the way"

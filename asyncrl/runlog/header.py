@@ -83,10 +83,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 def cpu_name() -> str:
     """Return what this computer's processor calls itself."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
         platform.machine(),

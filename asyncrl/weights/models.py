@@ -18,7 +18,6 @@ SMOLLM2 = ROOT / ".cache" / "smollm2"
 MADE_HERE = ("tiny", "smollm2")
 
 _ALLOWED = "give a folder with config.json and *.safetensors, or a Hugging Face name such as Qwen/Qwen3-8B-Base"
-_TOKENIZERS = (".model", ".tiktoken")
 
 
 def resolve_model(model: str, task: str) -> str:
@@ -108,7 +107,8 @@ def _check_folder(model: str, folder: str) -> None:
                 f"--model {model}: {name} is cut off or broken ({error}); fetch it again"
             ) from None
     if not any(
-        name.startswith(("tokenizer.", "vocab.", "tekken.")) or name.endswith(_TOKENIZERS)
+        name.startswith(("tokenizer.", "vocab.", "tekken."))
+        or name.endswith((".model", ".tiktoken"))
         for name in names
     ):
         raise ValueError(

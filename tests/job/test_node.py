@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_policy import save_tiny_family
+from tiny_policy import VOCAB, save_tiny_family, save_tiny_model
+from transformers import AutoTokenizer, Qwen3Config
 from user_files import write_jsonl
 
 from asyncrl.cluster.cluster import Cluster
@@ -62,6 +63,33 @@ def test_a_model_that_vllm_computes_on_a_cpu_in_bfloat16_only_is_refused_in_floa
     for options, device in (({"dtype": "bfloat16"}, "cpu"), ({}, "cuda")):
         _check_model(Config(model=path, **options), path, device)
     with pytest.raises(ValueError, match=r"is a qwen3_next, of which .*; add --dtype bfloat16$"):
+        _check_model(Config(model=path), path, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("template", "vocab_size", "refused"),
+    [
+        ("{{ messages }}", VOCAB, None),
+        ("{{ messages }}<image>", VOCAB, ("<image>", VOCAB)),
+        (None, VOCAB - 1, ("t149", VOCAB - 1)),
+    ],
+)
+def test_a_model_that_lacks_a_token_of_its_tokenizer_is_refused_unless_it_is_never_written(
+    template, vocab_size, refused, tmp_path
+):
+    """A special token is written by a chat template alone."""
+    path = save_tiny_model(str(tmp_path))
+    Qwen3Config.from_pretrained(path, vocab_size=vocab_size).save_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens({"pad_token": "<image>"})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    if refused is None:
+        _check_model(Config(model=path), path, "cpu")
+        return
+    token, index = refused
+    line = f"its tokenizer writes '{token}' as {index}, and its config.json has a vocabulary of {vocab_size}; "
+    with pytest.raises(ValueError, match=line):
         _check_model(Config(model=path), path, "cpu")
 
 

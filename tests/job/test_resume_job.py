@@ -125,7 +125,7 @@ def test_two_ranks_that_wait_for_a_first_host_are_ended_together_by_a_signal(tmp
     time.sleep(3)  # until it waits for a batch
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.wait(20) != 0
-    assert "error: stopped by SIGTERM; nothing is saved, as no step had ended" in job.output()
+    assert "error: stopped by SIGTERM; nothing is saved yet" in job.output()
 
 
 @pytest.mark.slow
