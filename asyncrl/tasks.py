@@ -127,7 +127,8 @@ def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]
     try:
         return task.encode_prompt(problem, tokenizer)
     except Exception as error:
-        if type(error) is not Exception:  # tokenizers raises nothing more special
+        # The library tokenizers raises a plain Exception for a word that it does not know. All else is raised again.
+        if type(error) is not Exception:
             raise
         raise ValueError(
             f"--model {config.model}: its tokenizer cannot encode {str(problem.prompt)[:60]!r} of --task {config.task} "

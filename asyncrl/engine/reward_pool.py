@@ -333,7 +333,8 @@ class _Template:
             async with asyncio.timeout(self._max_fork_s):
                 pid = int(await reader.readline())
         except BaseException:
-            writer.close()  # a process that comes too late ends with its socket
+            # also where the wait is cancelled: a process that comes too late ends with its socket
+            writer.close()
             raise
         self._max_fork_s = _MAX_FORK_S
         return pid, reader, writer

@@ -110,7 +110,7 @@ class _Sender:
                     return
                 self._begin(f"sending weights to rollout worker {self._worker} by NCCL")
                 self._link.send(chunks)
-        except Exception as error:  # else nobody would see why this thread ended
+        except Exception as error:  # of torch or vLLM: else nobody would see why this thread ended
             self._error = error
 
     def send(self, chunks: Iterable[torch.Tensor]) -> None:

@@ -170,7 +170,7 @@ class AgentEpisode(Episode):
         self._open[asyncio.current_task()] = request_id
         try:
             return await self._proxy.generate(request_id, *arguments)
-        except Exception as error:  # whatever vLLM raises, as in other tasks
+        except Exception as error:  # vLLM may raise anything, and the episode ends by it
             self._engine_error = error
             self._agent.cancel()
             raise

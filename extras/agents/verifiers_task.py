@@ -35,7 +35,7 @@ def load_environment(task: str, task_args: Iterable[str]) -> Any:
     arguments = _read_arguments(task, task_args, parameters)
     try:
         environment = verifiers.load_environment(name, **arguments)
-    except Exception as error:  # foreign code may raise anything
+    except Exception as error:  # an environment of verifiers may raise anything
         raise ValueError(f"--task {task}: {one_line(error)}") from None
     if environment.message_type != "chat":
         raise ValueError(
@@ -84,7 +84,7 @@ def make_agent(task: str, task_args: Iterable[str]) -> Callable:
         speaker = OpenAIChatCompletionsClient(client)
         try:
             outcome = await environment.run_rollout(problem, speaker, "policy", sampling_args={})
-        except Exception as error:  # foreign code may raise anything
+        except Exception as error:  # an environment of verifiers may raise anything
             raise Failed(f"{task}: {one_line(error)}") from None
         if outcome.get("error"):
             raise Failed(f"{task}: {outcome['error']}")

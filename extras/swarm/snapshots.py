@@ -135,6 +135,7 @@ class SnapshotWriter:
                         flush=True,
                     )
                 self.is_failing = True
+        # Each file system has errors of its own. The next start of the run removes what remains.
         with contextlib.suppress(Exception):
             self._keep(0)
 
