@@ -1,11 +1,10 @@
 """Rows of the user's: `prompt` is a text or chat messages, and the whole row, as JSON, is the answer."""
 
-import contextlib
 import functools
 import json
 from typing import Annotated
 
-from msgspec import Meta
+import msgspec
 
 from data.problem import Problem
 from data.tables import RowTask, all_rows, load_splits
@@ -22,7 +21,7 @@ class Jsonl(RowTask):
         prompt: str = "prompt",
         system: str = "",
         test: str = "",
-        held_out: Annotated[float, Meta(gt=0, lt=1)] = 0.1,
+        held_out: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.1,
         shuffle: bool = True,
         template: str = "{}",
     ) -> None:
@@ -76,10 +75,9 @@ def is_prompt(value: object) -> bool:
 
 def json_object(text: str) -> dict:
     """The JSON object of a text. Raises ValueError if it is none."""
-    with contextlib.suppress(json.JSONDecodeError):
-        value = json.loads(text)
-        if isinstance(value, dict):
-            return value
-    raise ValueError(
-        f'--task-args template takes a JSON object, as {{"enable_thinking": false}}, got {text!r}'
-    )
+    try:
+        return msgspec.json.decode(text, type=dict)
+    except msgspec.DecodeError:
+        raise ValueError(
+            f'--task-args template takes a JSON object, as {{"enable_thinking": false}}, got {text!r}'
+        ) from None

@@ -52,7 +52,10 @@ class Task:
         raise NotImplementedError
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
-        """Token ids of the prompt. Raises ValueError for chat messages if the tokenizer has no chat template."""
+        """Token ids of the prompt.
+
+        Raises ValueError for chat messages without a chat template, and for options that the template does not have.
+        """
         prompt = problem.prompt
         if tokenizer.chat_template is None:
             if not isinstance(prompt, str):
@@ -60,6 +63,11 @@ class Task:
                     "prompts of chat messages need a chat template; give texts, or a --model that has one"
                 )
             return tokenizer.encode(f"{self.system}\n\n{prompt}" if self.system else prompt)
+        for name in self.template:
+            if name not in tokenizer.chat_template:
+                raise ValueError(
+                    f"--task-args template: the model's chat template has no {name}; correct it, or leave it out"
+                )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.system:
             messages = [{"role": "system", "content": self.system}, *messages]
