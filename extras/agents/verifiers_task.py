@@ -31,8 +31,7 @@ def load_environment(task: str, task_args: Iterable[str]) -> Any:
         raise ValueError(
             f"--task {task}: {one_line(error)}; install the package of the environment"
         ) from None
-    parameters = inspect.signature(make).parameters.values()
-    arguments = _read_arguments(task, task_args, parameters)
+    arguments = _read_arguments(task, task_args, _parameters_of(make))
     try:
         environment = verifiers.load_environment(name, **arguments)
     except Exception as error:  # an environment of verifiers may raise anything
@@ -42,6 +41,15 @@ def load_environment(task: str, task_args: Iterable[str]) -> Any:
             f"--task {task} asks for {environment.message_type} messages; give one of chat messages"
         )
     return environment
+
+
+def _parameters_of(make: Callable) -> Iterable[inspect.Parameter]:
+    """Return the parameters of a function, with annotations that are types and no texts."""
+    try:
+        return inspect.signature(make, eval_str=True).parameters.values()
+    except NameError:  # a type that is there for a type checker only; defaults then give the types
+        parameters = inspect.signature(make).parameters.values()
+        return [parameter.replace(annotation=parameter.empty) for parameter in parameters]
 
 
 def _read_arguments(

@@ -23,6 +23,8 @@ def calculate(prompt):
 
 
 ENVIRONMENT = '''
+from __future__ import annotations
+
 import verifiers as vf
 from datasets import Dataset
 
@@ -33,7 +35,7 @@ def multiply(a: int, b: int) -> int:
 def right(completion, answer) -> float:
     return float(answer in completion[-1].content)
 
-def load_environment(counts: list[int] = [1], is_benchmark: bool = False):
+def load_environment(counts: list[int] = [1], is_benchmark: bool = False) -> RETURNED:
     question = {"role": "user", "content": "What is 17 times 3?"}
     rows = Dataset.from_list([{"prompt": [question], "answer": "51"}] * sum(counts))
     rubric = vf.Rubric(funcs=[right])
@@ -42,11 +44,18 @@ def load_environment(counts: list[int] = [1], is_benchmark: bool = False):
 '''
 
 
-def test_an_environment_of_verifiers_with_a_tool_gives_its_rows_and_rewards(tmp_path, monkeypatch):
+# packages often import what they annotate with for the type checker only
+@pytest.mark.parametrize(
+    "name, returned", [("times-three", "vf.Environment"), ("times-3", "OnlyForTheTypeChecker")]
+)
+def test_an_environment_of_verifiers_with_a_tool_gives_its_rows_and_rewards(
+    name, returned, tmp_path, monkeypatch
+):
     pytest.importorskip("verifiers")
-    (tmp_path / "times_three.py").write_text(ENVIRONMENT)
+    module = tmp_path / f"{name.replace('-', '_')}.py"
+    module.write_text(ENVIRONMENT.replace("RETURNED", returned))
     monkeypatch.syspath_prepend(tmp_path)
-    task = "verifiers:times-three"
+    task = f"verifiers:{name}"
     for arguments in (["counts=[1, 2]"], ["counts=[3]", "is_benchmark=true"]):
         environment = verifiers_task.load_environment(task, arguments)
         splits = verifiers_task.splits_of(environment)
