@@ -7,6 +7,7 @@ asyncrl/trainer/attention.py says with which attention.
 
 import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,6 +36,16 @@ from asyncrl.weights.transport import ParameterSpec, Weights
 
 ADAPTER_NAMES = (".lora_A", ".lora_B")
 """How the names of an adapter's parameters end; extras/lora.py has adapters."""
+_VARYING = (
+    r"L\['hidden_states'\]:0",
+    r"L\['hidden_states'\]:1",
+    r"L\['position_embeddings'\].*:0",
+    r"L\['position_embeddings'\].*:1",
+    r"L\['(attention_mask|position_ids|kwargs)'\]",
+    r"L\['(hidden|targets)'\]:0",
+)
+"""What varies between micro-batches, of arguments of layers and of TokenLogprobs.score_rows, as torch names it: rows
+and tokens of tensors, and all sizes and numbers of masks and bounds."""
 _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 """The part of a weight's name that names its layer; empty outside of layers."""
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
@@ -85,7 +96,7 @@ def load_model(
     if is_trained and compiles(config, device):
         compile_layers(layers)
         # Logits in float32 are written once in a pass then, and not for each operation on them.
-        module.score_rows = torch.compile(module.score_rows, dynamic=True)
+        module.score_rows = compiled(module.score_rows)
     shard(
         [*layers, *embedding_apart(config, model), module],
         mesh,
@@ -251,11 +262,22 @@ def compile_layers(layers: list[nn.Module]) -> None:
 
     Layers share their code and so their graphs: one per kind of input (with gradient or without, with adapters or
     without; with torch's masked attention also one row or more, masked or not). Past eight of them torch warns and runs
-    a layer uncompiled; so sizes are symbolic, and a reference model, whose frozen weights make other kinds, is not
-    compiled.
+    a layer uncompiled. A reference model, whose frozen weights make other kinds, is not compiled.
     """
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        layer.forward = compiled(layer.forward)
+
+
+def compiled(function: Callable) -> Callable:
+    """Return a function of a layer or of the head, compiled once for micro-batches of all sizes.
+
+    Their sizes are symbols from the first micro-batch on, and all other numbers constants. Below FSDP, torch's
+    `dynamic=True` makes symbols of the size of a head, which FlexAttention refuses, and of each epsilon, which a kernel
+    on the host then converts.
+    """
+    torch.compiler.config.dynamic_sources = ", ".join(_VARYING)
+    torch._dynamo.config.specialize_float = True
+    return torch.compile(function)
 
 
 def embedding_apart(config: Config, model: PreTrainedModel) -> list[nn.Module]:

@@ -91,6 +91,29 @@ def test_compiled_layers_make_the_same_steps_of_micro_batches_of_all_sizes_by_fe
     assert 1 <= graphs["stats"]["unique_graphs"] <= 10, "six of layers, and four of the head"
 
 
+def test_of_numbers_compiled_graphs_take_sizes_of_micro_batches_only(tmp_path, monkeypatch):
+    """Where a head's size is a symbol, FlexAttention on a GPU cannot be compiled; a float is converted on the host."""
+    inputs = {}
+
+    def record(graph, examples):
+        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        inputs.update((node.name, node.meta["example_value"]) for node in nodes)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=record))
+    torch._dynamo.reset()
+    path = save_tiny_family("qwen3", str(tmp_path))
+    policy = load(make_config(path, compile=True, temperature=0.8))
+    for num in (1, 16):
+        share = distribute([random_sequences(num, num)], 1, 40)[0]
+        policy.train_step(share, policy_version=12)
+        policy.score([random_sequences(num)], raw=True)
+    numbers = {name for name, value in inputs.items() if isinstance(value, torch.SymInt)}
+    assert numbers and not any(name.startswith("l_self") for name in numbers), numbers
+    tensors = {name: value for name, value in inputs.items() if name not in numbers}
+    assert all(value.ndim for value in tensors.values()), "a float is a tensor without dimensions"
+
+
 @pytest.mark.parametrize(
     ("option", "on_cpu", "on_gpu"),
     [(None, False, True), (True, True, True), (False, False, False)],
