@@ -175,7 +175,11 @@ def launch(arguments: Sequence[str], run_path: Path, *, root: Path = ROOT, gpus:
     folder = run_path.parent
     folder.mkdir(exist_ok=True)
     output_path = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
-    alone = {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": str(root)}
+    # packages may also come by PYTHONPATH, but no code of ours beside that of `root`
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    packages = [path for path in given if path not in ("", str(ROOT))]
+    python_path = os.pathsep.join([str(root), *packages])
+    alone = {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": python_path}
     with open(output_path, "w") as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
