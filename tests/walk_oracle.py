@@ -27,6 +27,8 @@ class Known:
     problem: int
     oldest: int
     """Version that its tokens must have at least."""
+    issued_at: int
+    """Event in which it was issued."""
     started_at: int | None = None
     """Event in which its first ticket was given to a worker."""
     state: str = "running"
@@ -152,7 +154,7 @@ class Oracle:
             == "put back"
         )
         self.problems[problem] = "resident"
-        self.groups[group_id] = Known(problem, self.oldest_to_start)
+        self.groups[group_id] = Known(problem, self.oldest_to_start, self.num_events)
         self.count["issued"] += 1
 
     def given(self, tickets, version):

@@ -101,6 +101,11 @@ class WalkProcess:
         if isinstance(message, Hold):
             assert message != self.newest, "a worker is told once why it has no ticket"
             assert message.reason in (*get_args(HoldReason), "round")
+            oracle = self.walk.oracle
+            has_weights = oracle.announced >= 0 and not oracle.is_resuming
+            assert has_weights or message.reason in ("weights", "version")
+            assert message.reason != "weights" or not has_weights
+            assert message.reason != "evaluation" or oracle.evaluating
         self.newest = message
         if isinstance(message, Connect):
             assert not self.is_connected
@@ -119,6 +124,10 @@ class WalkProcess:
         elif isinstance(message, Tickets):
             self.given |= {ticket.ticket_id: ticket for ticket in message.tickets}
             self.walk.oracle.given(message.tickets, self.sent_version)
+            if self.config.scheduling == "batch":
+                self._check_round()
+        elif isinstance(message, Proceed):
+            assert all(map(self._waits, self.given.values())), "a barrier opens for some"
         elif isinstance(message, Abort):
             self.aborted.update(message.ticket_ids)
 
@@ -252,6 +261,22 @@ class WalkProcess:
 
     def _are(self, state):
         return [e for e in itertools.chain(*self.episodes.values()) if e.state == state]
+
+    def _check_round(self):
+        """Groups are dealt out in advance, and none of the next round before all of one have come back."""
+        walk, rounds = self.walk, set()
+        for worker in walk.controller.workers:
+            for ticket in worker.process.given.values():
+                if not ticket.is_evaluation:
+                    assert ticket.group_id % walk.num_workers == worker.index
+                    rounds.add(walk.oracle.groups[ticket.group_id].issued_at)
+        assert len(rounds) <= 1, "a round begins in the middle of another"
+
+    def _waits(self, ticket):
+        """Whether what is trained on of a ticket is at the barrier, or given up there."""
+        states = {episode.state for episode in self.episodes.get(ticket.ticket_id, ())}
+        is_given_up = ticket.ticket_id in self.aborted
+        return is_given_up or ticket.is_evaluation or "barrier" in states <= {"barrier", "ended"}
 
     def _can_move(self, episode):
         if episode.state == "ended":

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 from fake_worker import run_fake_worker
+from programs import wait_until
 
 import asyncrl.controller.workers
 from asyncrl.cluster.placement import Placement, WorkerPlacement
@@ -79,13 +80,6 @@ def session(
         assert pids and not any(map(psutil.pid_exists, pids))
 
 
-def wait_until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_two_workers_load_each_version_and_are_started_again_when_they_die_meanwhile(
     tmp_path, monkeypatch
 ):
@@ -108,28 +102,6 @@ def test_two_workers_load_each_version_and_are_started_again_when_they_die_meanw
         assert s.events_of("trajectory", worker)
         assert [e["attempt"] for e in s.events_of("worker_started", worker)] == [0, 1]
         assert [e["exit_code"] for e in s.events_of("worker_died", worker)] == [5]
-
-
-def states_of(s, worker):
-    """What a worker said it did, in order: state and reason."""
-    return [tuple(state) for e in s.events_of("worker_state", worker) for _, *state in e["changes"]]
-
-
-def test_every_workers_time_sums_to_its_life_and_says_why_it_had_no_ticket(tmp_path):
-    started_at = time.time()
-    with session(tmp_path, num_workers=2, async_ratio=0.0) as s:
-        wait_until(lambda: all(worker.held == "weights" for worker in s.controller.workers))
-        for step in range(2):
-            s.publish(step)
-            assert {group.min_version for group in s.controller.take_batch()} == {step}
-            wait_until(lambda: all(worker.held == "bound" for worker in s.controller.workers))
-    for worker, ledger in s.controller.journal._ledgers.items():
-        assert states_of(s, worker)[:2] == [("starved", ""), ("gated", "weights")]
-        assert {("gated", "bound"), ("decoding", "")} <= set(states_of(s, worker))
-        assert started_at - 0.1 < ledger.start / 1e9 and ledger.until / 1e9 < time.time() + 0.1
-        (spent,) = s.events_of("worker_time", worker)
-        assert sum(spent["seconds"].values()) == pytest.approx((ledger.until - ledger.start) / 1e9)
-        assert spent["seconds"]["gated"] > 0 and spent["until"] == ledger.until / 1e9
 
 
 NEVER = r"a batch can never come: nothing runs.*worker 0.*groups_issued"

@@ -9,9 +9,7 @@ from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.dispatcher import MIN_FAILED_IN_A_ROW, Dispatcher
 from asyncrl.controller.workers import Worker
-from asyncrl.messages import Tickets
 from asyncrl.records import Ticket
-from extras.baselines import BaselineDispatcher, Proceed
 
 
 def random_fleet(seed):
@@ -81,34 +79,3 @@ def test_more_groups_that_all_fail_than_a_run_may_have_end_it_with_the_newest_fa
             trajectory = make_trajectory(group_id, 0, finish_reason=reason)
             dispatcher.add(replace(trajectory, failure=f"number {group_id}"))
     assert group_id == len(reasons) - 1 and buffer.balance()["groups_dropped_failed"] == 21
-
-
-class Outbox(list):
-    """Stands in for a worker's process; keeps what it is sent."""
-
-    send = list.append
-
-
-def test_batch_scheduling_splits_groups_in_advance_and_waits_for_every_response_of_a_round():
-    config = Config(groups_per_step=2, group_size=3, async_ratio=1, scheduling="batch")
-    workers = [Worker(i, Outbox(), state="sampling", sent_version=0) for i in range(2)]
-    dispatcher = BaselineDispatcher(config, workers, SampleBuffer(config), make_source())
-    dispatcher.fill()
-    groups = [[ticket.group_id for ticket in worker.process[0].tickets] for worker in workers]
-    assert groups == [[0, 0, 0, 2, 2, 2], [1, 1, 1, 3, 3, 3]]
-    dispatcher.drop(0, "filtered")
-    assert dispatcher.why_idle("bound") == "round"
-    *early, last = [ticket_id for worker in workers for ticket_id in worker.running]
-    for ticket_ids in (early, [last]):
-        assert not any(Proceed() in worker.process for worker in workers)
-        dispatcher.at_barrier.update(ticket_ids)
-        dispatcher.fill()
-    for worker in workers:
-        assert worker.process[-1] == Proceed()
-        assert [type(message) for message in worker.process].count(Tickets) == 1
-        for ticket_id in list(worker.running):
-            worker.take_back(ticket_id)
-    dispatcher.fill()
-    assert {ticket.group_id for ticket in workers[0].process[-1].tickets} == {4}, (
-        "the round is over"
-    )

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncrl.weights.buffers import Buffers
 from asyncrl.weights.shm import (
     NO_CHECKSUM,
     SharedBuffer,
@@ -13,7 +12,7 @@ from asyncrl.weights.shm import (
     parameter_views,
     payload_bytes,
 )
-from asyncrl.weights.transport import ParameterSpec, Staged
+from asyncrl.weights.transport import ParameterSpec
 
 SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
 
@@ -78,20 +77,6 @@ def test_a_buffer_is_written_only_while_it_is_neither_announced_nor_read():
         transport.stage(2, parameters(2.0))
     transport.release(first)
     assert transport.stage(2, parameters(2.0)).buffer == first.buffer
-
-
-def test_nobody_begins_to_read_what_is_being_written_in_the_only_buffer():
-    buffers = Buffers(1)
-    assert buffers.reserve() and buffers.reserve()
-    first = Staged(buffers.take_buffer(), [])
-    buffers.announce(first)
-    assert buffers.can_read(first) and not buffers.keeps_announced
-    buffers.acquire(first)
-    assert not buffers.reserve() and buffers.can_read(first), "another may read what is read"
-    buffers.release(first)
-    assert buffers.reserve() and not buffers.can_read(first)
-    buffers.announce(Staged(buffers.take_buffer(), []))
-    assert buffers.can_read(first)
 
 
 def test_another_order_or_number_of_parameters_is_refused():
