@@ -6,17 +6,15 @@ import shlex
 import shutil
 import subprocess
 import tomllib
-from collections import Counter
-from pathlib import Path
 
 import pytest
 from cogapp import Cog
+from programs import ROOT
+from user_files import write_jsonl
 
 from asyncrl.config import Config
 from asyncrl.job.command_line import read_options
-from extras.swarm import swarm
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("extras/*/README.md")])]
 COMMANDS, COMMITS, CHANGES = (
     ("command", "options"),
@@ -64,23 +62,27 @@ def test_every_job_that_the_pages_show_is_accepted(options, tmp_path, monkeypatc
     read_options(shlex.split(options.replace("runs/NAME", str(tmp_path)))).checked()
 
 
-def test_every_file_that_the_pages_name_is_tracked():
+def anchors_of(page):
+    """What a link to a heading of a page may be."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_every_file_that_the_pages_name_is_tracked_and_every_linked_heading_is_there():
     git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    tracked = {Path(line) for line in git.stdout.splitlines()}
+    tracked = {ROOT / line for line in git.stdout.splitlines()}
+    folders = "scripts|tests|algos|results|extras|asyncrl"
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        linked = [page.parent / name for name in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)]
-        named = [
-            ROOT / name
-            for name in re.findall(
-                r"(?<![\w/])((?:scripts|tests|algos|results|extras|asyncrl)/[\w/]+\.\w+)", text
-            )
-        ]
-        for path in [*linked, *named]:
-            name = path.resolve().relative_to(ROOT)
-            assert name in tracked or name.name == "mine.py", (
-                f"{page.name} names {name}, which git does not track"
-            )
+        paths = {
+            ROOT / name for name in re.findall(rf"(?<![\w/])((?:{folders})/[\w/]+\.\w+)", text)
+        }
+        for name, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", text):
+            linked = (page.parent / name).resolve() if name else page
+            paths.add(linked)
+            assert not anchor or anchor in anchors_of(linked), f"{page.name} links {name}#{anchor}"
+        missing = {path for path in paths - tracked if path.name != "mine.py"}
+        assert not missing, f"{page.name} names {missing}, which git does not track"
 
 
 def test_the_recipe_for_a_notebook_runs_as_it_stands(tmp_path, monkeypatch):
@@ -99,9 +101,7 @@ def test_the_recipe_for_a_notebook_runs_as_it_stands(tmp_path, monkeypatch):
         {"event": "trajectory", "group": 3, "tokens": 7, **times},
         {"event": "step", "step": 1, "groups": [3, 4]},
     ]
-    (run / "events.jsonl").write_text(
-        "".join(json.dumps({"time": 1.0} | event) + "\n" for event in of_run)
-    )
+    write_jsonl(run / "events.jsonl", [{"time": 1.0} | event for event in of_run])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").symlink_to(ROOT / "results")
     (tmp_path / "docs").mkdir()
@@ -132,49 +132,14 @@ def test_the_figures_of_the_results_are_drawn_by_what_the_page_shows(tmp_path, m
     assert known["phases"].shape == (3, 3)
 
 
-def test_every_heading_that_is_linked_is_there():
-    for page in PAGES:
-        for name, anchor in re.findall(
-            r"\]\(([\w/.]*)#([^)]+)\)", page.read_text(encoding="utf-8")
-        ):
-            text = (page.parent / name if name else page).read_text(encoding="utf-8")
-            anchors = [
-                re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-")
-                for h in re.findall(r"^#+ (.+)$", text, re.M)
-            ]
-            assert anchor in anchors, f"{page.name} links {name}#{anchor}"
-
-
-def test_the_reference_has_every_metric_of_machines_that_join():
-    text = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
-    of_machine = swarm._metrics(Counter(trajectories=1), 1.0)
-    for name in [*swarm.COUNTS, *of_machine]:
-        assert re.search(rf"`(swarm/(NAME/)?)?{name}`", text), name
-
-
-def fault_of(path):
-    """What is missing in how a run.json or a file of records says it was made; the first record speaks for all."""
+def records_of(path):
+    """The records of a file, or of a run.json."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".toml":
-        parts = list(tomllib.loads(text).values())
+        parts = tomllib.loads(text).values()
     else:
-        parts = [
-            json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])
-        ]
-    records = [record for record in parts if isinstance(record, dict)]
-    if not records:
-        return "has no record"
-    for keys in (COMMANDS, COMMITS):
-        if not any(records[0].get(key) for key in keys):
-            return f"its first record has no {' or '.join(keys)}"
-    commits = [str(record[key]) for record in records for key in COMMITS if key in record]
-    if not all(re.fullmatch("[0-9a-f]{12,40}", commit) for commit in commits):
-        return "a commit is none"
-    return (
-        "has uncommitted changes"
-        if any(record.get(key) for record in records for key in CHANGES)
-        else None
-    )
+        parts = map(json.loads, text.splitlines() if path.suffix == ".jsonl" else [text])
+    return [part for part in parts if isinstance(part, dict)]
 
 
 RECORDS = [
@@ -185,7 +150,12 @@ RECORDS += sorted((ROOT / "results/mutation").glob("*.toml"))
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: str(path.relative_to(ROOT / "results")))
 def test_every_record_says_how_it_was_made(path):
-    assert fault_of(path) is None
+    """The first record speaks for all."""
+    records = records_of(path)
+    assert any(records[0].get(key) for key in COMMANDS)
+    commits = [str(record[key]) for record in records for key in COMMITS if record.get(key)]
+    assert commits and all(re.fullmatch("[0-9a-f]{12,40}", commit) for commit in commits)
+    assert not any(record.get(key) for record in records for key in CHANGES)
 
 
 def test_every_folder_of_results_has_records():

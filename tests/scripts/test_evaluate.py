@@ -1,7 +1,6 @@
 """Evaluation of a model without training: what is counted, by hand, and one with the real engine."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +8,6 @@ from programs import run_python
 
 from asyncrl.controller.evaluation import Evaluation
 from scripts.evaluate import choose_options, describe
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_passes_are_counted_by_problem_and_a_failed_response_is_wrong():

@@ -1,6 +1,5 @@
 """Tables, pairs and figures of grids: random cells against scipy and plain loops, and stored tables made again."""
 
-import json
 import math
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 from scipy import stats
+from user_files import write_jsonl
 
 from scripts import grids
 
@@ -31,27 +31,14 @@ def make_record(algo="grpo", delay=0, seed=0, *, ratio=0.0, steps=40, error=None
     return record | ({"error": error} if error else {})
 
 
-@pytest.mark.parametrize(
-    ("changes", "fresh", "is_compared"),
-    [
-        ({}, "grpo", True),
-        ({}, "tis", False),
-        ({"minibatches": 4}, "grpo", False),
-        ({"algo": "my_loss.py:loss"}, "grpo", False),
-        ({"error": "it broke"}, "grpo", False),
-    ],
-)
-def test_grpos_fresh_run_serves_a_loss_without_one_where_both_have_one_gradient(
-    changes, fresh, is_compared
-):
-    shared = {name: changes[name] for name in ("minibatches", "algo_args") if name in changes}
-    stale = make_record(**{"algo": "m2po", "delay": 4} | changes)
-    rows = grids.differences([make_record(fresh, **shared), stale])
-    assert len(rows) == is_compared
-    if not is_compared:
-        assert grids.paired_page(rows) == []
-    stale["options"] = ["--minibatches", "4"]
-    assert grids.differences([make_record(), stale]).empty
+def test_grpos_fresh_run_serves_a_loss_without_one_where_both_have_one_gradient():
+    fresh, stale = make_record(), make_record("m2po", 4)
+    assert len(grids.differences([fresh, stale])) == 1
+    assert grids.paired_page(grids.differences([make_record("tis"), stale])) == []
+    broken = make_record("m2po", 4, error="it broke")
+    several = [make_record("grpo", minibatches=4), make_record("m2po", 4, minibatches=4)]
+    for records in ([fresh, broken], [fresh, make_record("my_loss.py:loss", 4)], several):
+        assert grids.differences(records).empty
 
 
 def test_intervals_and_p_are_scipys_and_holms_correction_is_that_of_its_definition():
@@ -93,40 +80,23 @@ def test_too_few_seeds_and_those_that_are_all_alike_show_nothing():
 
 
 def test_seeds_that_agree_better_than_their_runs_noise_get_the_interval_of_the_noise():
-    """The reward of each run is noise around its level, so its level's error is known."""
-    noise, num_versions, changes = 0.06, 40, []
-    for seed in range(3):
-        fresh = make_record(seed=seed, steps=num_versions)
-        stale = make_record(seed=seed, steps=num_versions, delay=4)
-        rewards = RNG.normal(0.5, noise, num_versions)
-        fresh["series"]["reward"] = rewards.tolist()
-        stale["series"]["reward"] = rewards.tolist()
-        changes += [fresh, stale]
-    rows = grids.differences(changes)
-    late = num_versions - 4 - num_versions // 2
-    expected = math.sqrt(2) * noise / math.sqrt(late)
-    assert rows["level_noise"].mean() == pytest.approx(expected, rel=0.4)
-    agreeing = rows.assign(level=[0.002, 0.0021, 0.0022])
-    (compared,) = grids.compare(agreeing).itertuples()
-    error = math.sqrt((rows["level_noise"] ** 2).mean() / 3)
-    half = stats.t(2).ppf(0.975) * error
+    rewards = pd.Series(RNG.normal(0.5, 0.06, 4000))
+    noise = grids.error_of_mean(rewards)
+    assert noise == pytest.approx(0.06 / math.sqrt(4000), rel=0.1)
+    agreeing = pd.DataFrame({"setting": "s", "loss": "l", "level": [0.002, 0.0021, 0.0022]})
+    (compared,) = grids.compare(agreeing.assign(level_noise=[noise, 2 * noise, noise])).itertuples()
+    half = stats.t(2).ppf(0.975) * noise * math.sqrt(2 / 3)
     assert [compared.low, compared.high] == pytest.approx([0.0021 - half, 0.0021 + half])
-    assert not compared.stays
-    (without_noise,) = grids.compare(agreeing.drop(columns="level_noise")).itertuples()
-    assert without_noise.stays
+    (without_noise,) = grids.compare(agreeing).itertuples()
+    assert without_noise.stays and not compared.stays
 
 
 # Records, figures, report
 
 
-def write_cells(out, records):
-    (out / "cells.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
 def test_a_cell_that_was_written_twice_counts_once_and_a_broken_line_is_named(tmp_path):
     records = [make_record(), make_record()]
-    write_cells(tmp_path, records)
-    path = tmp_path / "cells.jsonl"
+    path = write_jsonl(tmp_path / "cells.jsonl", records)
     assert grids.read_records(path) == records[1:]
     path.write_text(path.read_text() + '{"options": []}\n')
     with pytest.raises(ValueError, match=r"line 3 is not a cell .*delete the line"):
@@ -141,7 +111,7 @@ def test_a_report_writes_the_tables_the_csv_and_a_figure_that_shows_something(tm
             record = make_record(algo, delay, seed, error=error)
             record["series"]["reward"] = [(step + seed) / 64 for step in range(40)]
             records.append(record | {"evaluations": [[0, 0.25], [40, (delay + seed) / 32]]})
-    write_cells(tmp_path, records)
+    write_jsonl(tmp_path / "cells.jsonl", records)
     grids.report(tmp_path)
     golden = Path(__file__).with_name("grids.txt").read_text()
     names = ("table.md", "cells.csv", "paired.md")
@@ -153,23 +123,7 @@ def test_a_report_writes_the_tables_the_csv_and_a_figure_that_shows_something(tm
     assert pixels.shape[1] >= 800 and 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.5
 
 
-@pytest.mark.parametrize(
-    "changes", [{"error": "e", "evaluations": [[40, 0.5]]}, {"error": "e"}, {"evaluations": []}]
-)
-def test_a_grid_of_which_nothing_can_be_drawn_has_a_table(changes, tmp_path):
-    write_cells(tmp_path, [make_record() | changes])
+def test_a_grid_of_which_nothing_can_be_drawn_has_a_table(tmp_path):
+    write_jsonl(tmp_path / "cells.jsonl", [make_record(error="e")])
     grids.report(tmp_path)
     assert "| `async_ratio` 0, `publish_delay` 0 | grpo |" in (tmp_path / "table.md").read_text()
-    assert {path.name for path in tmp_path.iterdir()} > {"curves.png", "cells.csv"}
-
-
-def test_curves_stand_at_the_samples_of_a_version_and_failed_runs_have_none():
-    record = make_record()
-    final = record["evaluations"][-1][1]
-    assert grids.accuracy_over_samples(record).to_dict() == {0: 0.3, 160: 1.0, 320: final}
-    assert grids.accuracy_over_samples(record | {"error": "e"}).empty
-
-
-def test_a_loss_of_the_user_is_called_by_the_name_of_its_file():
-    cell = {"algo": "/home/me/losses/soft.py:loss", "algo_args": ["decay=0.9"], "seed": 0}
-    assert grids.loss(cell) == "soft.py:loss:decay=0.9"

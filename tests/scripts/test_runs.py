@@ -6,16 +6,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from user_files import write_jsonl
 
 from scripts.runs import frame, load, names, progress, summarise
 
 RECORDED = Path(__file__).parents[2] / "results/smollm2/one_digit-s0"
 SUMMARY = tomllib.loads(Path(__file__).with_name("runs.toml").read_text())
-
-
-def write_lines(path, records):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def trajectory(ticket, time, **more):
@@ -25,11 +21,11 @@ def trajectory(ticket, time, **more):
 @pytest.fixture
 def path(tmp_path):
     run = tmp_path / "some" / "run"
-    write_lines(run / "metrics.jsonl", [{"step": 1}])
-    write_lines(run / "events.jsonl", [trajectory(3, 1.0, min_version=2), trajectory(4, 3.0)])
+    write_jsonl(run / "metrics.jsonl", [{"step": 1}])
+    write_jsonl(run / "events.jsonl", [trajectory(3, 1.0, min_version=2), trajectory(4, 3.0)])
     for node in (10, 2):
-        write_lines(run / f"node_{node}" / "events.jsonl", [trajectory(node, 2.0)])
-    write_lines(run / "samples.jsonl", [{"step": 1, "prompt": "p"}])
+        write_jsonl(run / f"node_{node}" / "events.jsonl", [trajectory(node, 2.0)])
+    write_jsonl(run / "samples.jsonl", [{"step": 1, "prompt": "p"}])
     (run / "run.json").write_text(json.dumps({"config": {"algo": "grpo"}}))
     return run
 
@@ -48,6 +44,7 @@ def test_a_recorded_run_is_a_few_numbers_and_what_was_not_measured_is_missing():
 def test_events_are_frames_by_kind_whose_ids_stay_whole_numbers(path):
     run = load(path)
     assert run.name == "run" and run.info == {"config": {"algo": "grpo"}}
+    assert names([run]) == ["run"] and names([run, run]) == [str(path)] * 2
     responses = run.events["trajectory"]
     assert [*run.events] == ["trajectory"] and run.events["worker_died"].empty
     assert responses[["ticket", "node"]].to_numpy().tolist() == [[3, 0], [2, 2], [10, 10], [4, 0]]
@@ -64,8 +61,3 @@ def test_events_are_frames_by_kind_whose_ids_stay_whole_numbers(path):
     assert again.records == run.records and again.samples["prompt"].tolist() == ["p"]
     assert len(again.metrics) == 1 and again.cut == cut
     assert frame([{"a": None, "b": [1]}, {"b": [2]}]).columns.tolist() == ["a", "b"]
-
-
-def test_runs_of_one_name_are_told_apart_by_their_paths(path):
-    run = load(path)
-    assert names([run]) == ["run"] and names([run, run]) == [str(path)] * 2

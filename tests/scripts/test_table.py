@@ -1,18 +1,16 @@
 """Tables of runs: a row per run, or per value of options of any type, and a stored table made again."""
 
 import json
-from pathlib import Path
 
 import pytest
-from programs import run_python
+from programs import ROOT, run_python
 
 from scripts.runs import load
 from scripts.table import main, table
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = {
     "a": {"algo": "tis", "async_ratio": 10.0, "algo_args": [], "seed": 0},
-    "b": {"algo": "tis", "async_ratio": 10.0, "algo_args": [], "seed": 1},
+    "b": {"algo": "tis", "async_ratio": 10.0, "algo_args": [], "seed": 1, "steps": 5},
     "c": {"algo": "grpo", "async_ratio": 2.0, "algo_args": ["clip_high=0.3"], "seed": 0},
     "d": {"algo": "tis", "async_ratio": 2.0, "algo_args": [], "seed": 0, "publish_delay": 4},
 }
@@ -20,7 +18,7 @@ CONFIGS = {
 
 @pytest.fixture
 def runs(tmp_path):
-    """Runs of three steps."""
+    """Runs of three steps; one was to make five."""
     for name, config in CONFIGS.items():
         run = tmp_path / name
         run.mkdir()
@@ -38,15 +36,19 @@ def cells_of(lines):
 @pytest.mark.parametrize(
     ("by", "labels", "others"),
     [
-        (["algo"], ["grpo 1", "tis 3"], "`async_ratio`, `publish_delay`"),
-        (["algo_args"], ["clip_high=0.3 1", "none 3"], "`async_ratio`, `publish_delay`"),
-        (["publish_delay"], ["4 1", "none 3"], "`algo`, `async_ratio`, `algo_args`"),
-        (["share_prefix", "algo", "async-ratio"], ["off grpo 2 1", "off tis 2 1", "off tis 10 2"], ""),
+        (["algo_args"], ["clip_high=0.3 3 of 3 1", "none 3 of 3 2", "none 3 of 5 1"],
+         "`steps`, `async_ratio`, `publish_delay`"),
+        (["publish_delay"], ["4 3 of 3 1", "none 3 of 3 2", "none 3 of 5 1"],
+         "`steps`, `algo`, `async_ratio`, `algo_args`"),
+        (["algo", "async-ratio", "steps"],
+         ["grpo 2 3 3 of 3 1", "tis 2 3 3 of 3 1", "tis 10 3 3 of 3 1", "tis 10 5 3 of 5 1"], ""),
     ],
 )  # fmt: skip
-def test_a_row_is_of_the_runs_that_share_its_values(runs, by, labels, others):
+def test_a_row_is_of_the_runs_that_share_its_values_and_made_as_many_steps(
+    runs, by, labels, others
+):
     lines = table(runs, by)
-    rows = [" ".join(row[: len(by) + 1]) for row in cells_of(lines)[2:]]
+    rows = [" ".join(row[: len(by) + 2]) for row in cells_of(lines)[2:]]
     assert rows == labels
     assert lines[-1].startswith(f"Runs of one row also differ in {others}." if others else "|")
 
@@ -69,10 +71,3 @@ def test_a_run_that_died_before_its_first_step_is_passed_over_with_a_note(runs, 
     head, _, *rows = cells_of(table(runs, []))
     assert {"run", "`algo_args`", "`seed`", "`publish_delay`"} < {*head}
     assert [row[0] for row in rows] == [*CONFIGS] and "clip_high=0.3" in rows[2]
-
-
-def test_runs_that_were_stopped_early_have_rows_of_their_own(runs):
-    runs[1].info["config"]["steps"] = 5
-    _, _, *rows = cells_of(table(runs, ["algo_args"]))
-    counts = [["clip_high=0.3", "3 of 3", "1"], ["none", "3 of 3", "2"], ["none", "3 of 5", "1"]]
-    assert [row[:3] for row in rows] == counts
