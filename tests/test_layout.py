@@ -1,13 +1,12 @@
 """The import rule: imports run only downwards, and rooms of one floor never import each other."""
 
 import ast
-import graphlib
 import re
 from pathlib import Path
 
 import pytest
+from programs import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     {"algos", "data"},
     {
@@ -24,9 +23,11 @@ FLOORS = (
     {"rollout"},
     {"train_async"},
     {"extras"},
+    {"extras.agents", "extras.planning", "extras.router_replay", "extras.swarm"},
+    {"extras.simulation"},
     {"scripts"},
 )
-"""Rooms and single files, from the lowest floor to the highest."""
+"""Rooms and single files, from the lowest floor to the highest. A swarm is simulated above the real one."""
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SINGLE_FILES = FLOORS[1]
 """These files of one floor may import each other: together they are the vocabulary of the system."""
@@ -75,57 +76,6 @@ def test_imports_run_only_downwards(path):
         rooms -= SINGLE_FILES
     upwards = {other for other in rooms if FLOOR[other] >= FLOOR[room]}
     assert not upwards, f"{path} imports {upwards}"
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path.parts[-3] == "extras"], ids=name_of
-)
-def test_a_folder_of_extras_never_imports_another(path):
-    """The simulation of swarms is in one file, which is imported where a swarm is simulated."""
-    modules = [
-        module.split(".")
-        for module in imported_modules(ast.parse(path.read_text(encoding="utf-8")))
-    ]
-    folders = {parts[1] for parts in modules if parts[0] == "extras" and len(parts) > 2}
-    others = {folder for folder in folders if (ROOT / "extras" / folder).is_dir()} - {
-        path.parent.name
-    }
-    assert others == ({"swarm"} if path.parts[-2:] == ("simulation", "swarm.py") else set())
-
-
-def test_no_module_imports_itself_through_others():
-    modules = {name_of(path) for path in FILES}
-    imports = {}
-    for path in FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        tree.body = [node for node in tree.body if not _is_for_types_only(node)]
-        imports[name_of(path)] = imported_modules(tree) & modules - {name_of(path)}
-    # a cycle raises CycleError, which names its modules
-    assert {*graphlib.TopologicalSorter(imports).static_order()} == modules
-
-
-def _is_for_types_only(node: ast.AST) -> bool:
-    """Whether a statement is `if TYPE_CHECKING:`."""
-    return (
-        isinstance(node, ast.If)
-        and isinstance(node.test, ast.Name)
-        and node.test.id == "TYPE_CHECKING"
-    )
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_vllm_is_imported_in_engine_and_weights_only_and_inside_functions(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    statements = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    at_the_top = {
-        module.split(".")[0] for statement in statements for module in imported_modules(statement)
-    }
-    anywhere = {module.split(".")[0] for module in imported_modules(tree)}
-    room = room_of(name_of(path))
-    if room not in ("asyncrl.engine", "asyncrl.weights", "extras", "scripts"):
-        assert "vllm" not in anywhere
-    if room not in ("extras", "scripts") and path.name != "extension.py":
-        assert not at_the_top & {"vllm", "wandb"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
