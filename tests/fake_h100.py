@@ -5,10 +5,10 @@ wheel has all the Python of vLLM; its compiled modules for CUDA are empty here, 
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -68,61 +68,13 @@ def pretend() -> None:
     cuda_wrapper.CudaRTLibrary.__init__ = lambda _: None
 
 
-def configs(folder: Path) -> dict[str, dict]:
-    """What vLLM makes of our options for every kind of placement."""
-    from vllm import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
-    from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
-    from asyncrl.config import Config
-    from asyncrl.engine.vllm_setup import engine_options
-    from scripts.qwen3_shapes import qwen3_config
-
-    alone = WorkerPlacement(0, 1, None, 1, 0.9)
-    kinds = {
-        "share": (WorkerPlacement(0, 0, 0, 1, 0.4, kv_cache_bytes=KV_BYTES), "ipc", {}),
-        "sleep": (
-            WorkerPlacement(0, 0, 0, 1, 0.8),
-            "ipc",
-            {"colocate": "sleep", "async_ratio": 0.0},
-        ),
-        "nccl": (alone, "nccl", {}),
-        "tp 2": (dataclasses.replace(alone, gpu=0, num_gpus=2), "nccl", {"rollout_tp": 2}),
-    }
-    shape = qwen3_config("8b", architectures=["Qwen3ForCausalLM"], dtype="bfloat16")
-    shape.save_pretrained(folder)
-    found = {}
-    for kind, (placement, transport, options) in kinds.items():
-        config = Config(
-            model=str(folder), max_response_tokens=2048, max_running_requests=256, **options
-        )
-        options = engine_options(WorkerSpec(config, placement, str(folder), transport, ""))
-        made = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        found[kind] = {
-            "max_num_batched_tokens": made.scheduler_config.max_num_batched_tokens,
-            "max_num_seqs": made.scheduler_config.max_num_seqs,
-            "async_scheduling": made.scheduler_config.async_scheduling,
-            "v2": made.use_v2_model_runner,
-            "kv_cache_memory_bytes": made.cache_config.kv_cache_memory_bytes,
-            "gpu_memory_utilization": made.cache_config.gpu_memory_utilization,
-            "cudagraph_mode": made.compilation_config.cudagraph_mode.name,
-            "executor": made.parallel_config.distributed_executor_backend,
-            "tensor_parallel_size": made.parallel_config.tensor_parallel_size,
-            "sleep": made.model_config.enable_sleep_mode,
-            "dtype": str(made.model_config.dtype),
-            "logprobs_mode": made.model_config.logprobs_mode,
-            "transfer": made.weight_transfer_config.backend,
-        }
-    return found
-
-
 class Started(Exception):
     """The engine would be forked now."""
 
 
-def record_calls() -> list[str]:
-    """From here on, each call that may reach CUDA, and the start of the engine, where all ends."""
-    calls = []
+def record_calls() -> tuple[list, list]:
+    """Record, from here on, each call that may reach CUDA and each start of an engine; and what engines are made of."""
+    calls, engines = [], []
 
     def recorded(name, answer):
         def call(*_, **__):
@@ -131,7 +83,8 @@ def record_calls() -> list[str]:
 
         return call
 
-    def start(*_, **__):
+    def start(engine_config, **_):
+        engines.append(engine_config)
         calls.append(f"engine, {os.environ.get('VLLM_WORKER_MULTIPROC_METHOD', 'fork')}")
         raise Started
 
@@ -147,39 +100,56 @@ def record_calls() -> list[str]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     AsyncLLM.from_vllm_config = start
-    return calls
+    return calls, engines
 
 
-def start_worker(folder: Path) -> None:
-    """Start a rollout worker."""
-    from multiprocessing import Pipe
+def facts_of(made) -> dict:
+    """What vLLM made of our options."""
+    return {
+        "max_num_batched_tokens": made.scheduler_config.max_num_batched_tokens,
+        "async_scheduling": made.scheduler_config.async_scheduling,
+        "v2": made.use_v2_model_runner,
+        "kv_cache_memory_bytes": made.cache_config.kv_cache_memory_bytes,
+        "gpu_memory_utilization": made.cache_config.gpu_memory_utilization,
+        "cudagraph_mode": made.compilation_config.cudagraph_mode.name,
+        "executor": made.parallel_config.distributed_executor_backend,
+        "tensor_parallel_size": made.parallel_config.tensor_parallel_size,
+        "sleep": made.model_config.enable_sleep_mode,
+        "dtype": str(made.model_config.dtype),
+        "logprobs_mode": made.model_config.logprobs_mode,
+        "transfer": made.weight_transfer_config.backend,
+    }
 
+
+def start_each(folder: Path) -> dict:
+    """Start a rollout worker, then engines of other kinds of placement. Return what was called, and their options."""
+    calls, engines = record_calls()
     from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
     from asyncrl.config import Config
+    from asyncrl.engine.vllm_setup import start_engine
     from rollout import run_worker
-
-    config, placement = Config(model=str(folder)), WorkerPlacement(0, 0, 0, 1, 0.4)
-    run_worker(WorkerSpec(config, placement, str(folder), "ipc", f"{folder}.log"), Pipe()[1])
-
-
-def calls_before_start(folder: Path) -> list[str]:
-    """What a worker calls before its engine starts, and the start."""
-    calls = record_calls()
     from scripts.qwen3_shapes import save_random_qwen3
 
+    def spec(placement, transport, **options):
+        return WorkerSpec(Config(model=path, **options), placement, path, transport, f"{path}.log")
+
     save_random_qwen3(folder / "tiny", "tiny")
+    path = str(folder / "tiny")
+    shared = WorkerPlacement(0, 0, 0, 1, 0.4, kv_cache_bytes=KV_BYTES)
     with contextlib.suppress(Started):
-        start_worker(folder / "tiny")
-    return calls
+        run_worker(spec(shared, "ipc"), Pipe()[1])
+    sleeps = {"colocate": "sleep", "async_ratio": 0.0}
+    for engine in (
+        spec(WorkerPlacement(0, 0, 0, 1, 0.8), "ipc", **sleeps),
+        spec(WorkerPlacement(0, 0, None, 1, 0.9, num_gpus=2), "nccl", rollout_tp=2),
+    ):
+        with contextlib.suppress(Started):
+            start_engine(engine)
+    return {"calls": calls[:1], "engines": list(map(facts_of, engines))}
 
 
 if __name__ == "__main__":
     result, folder = map(Path, sys.argv[1:])
-    environment = dict(os.environ)
-    os.environ |= {"CUDA_VISIBLE_DEVICES": UUIDS[0][:6], "VLLM_LOGGING_LEVEL": "ERROR"}
-    found = {"calls": calls_before_start(folder)}
-    os.environ.clear()
-    os.environ.update(environment)
-    found["configs"] = configs(folder)
-    result.write_text(json.dumps(found))
+    os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(UUIDS), "VLLM_LOGGING_LEVEL": "ERROR"}
+    result.write_text(json.dumps(start_each(folder)))
     os._exit(0)

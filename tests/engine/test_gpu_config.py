@@ -4,12 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from fake_h100 import KV_BYTES
-
-ROOT = Path(__file__).parents[2]
+from programs import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -31,24 +29,26 @@ def found(tmp_path_factory):
     return json.loads((folder / "result").read_text())
 
 
-@pytest.mark.parametrize("kind", ["share", "sleep", "nccl", "tp 2"])
-def test_vllm_takes_our_options_for_an_h100_as_they_are_meant(found, kind):
-    is_split = kind == "tp 2"
-    assert found["configs"][kind] == {
+def test_vllm_takes_our_options_for_an_h100_as_they_are_meant(found):
+    shared = {
         "max_num_batched_tokens": 8192,
-        "max_num_seqs": 256,
         "async_scheduling": True,
         "v2": True,
-        "kv_cache_memory_bytes": KV_BYTES if kind == "share" else None,
-        "gpu_memory_utilization": {"share": 0.4, "sleep": 0.8}.get(kind, 0.9),
+        "kv_cache_memory_bytes": KV_BYTES,
+        "gpu_memory_utilization": 0.4,
         "cudagraph_mode": "FULL_AND_PIECEWISE",
-        "executor": "mp" if is_split else "uni",
-        "tensor_parallel_size": 2 if is_split else 1,
-        "sleep": kind == "sleep",
+        "executor": "uni",
+        "tensor_parallel_size": 1,
+        "sleep": False,
         "dtype": "torch.bfloat16",
         "logprobs_mode": "processed_logprobs",
-        "transfer": "ipc" if kind in ("share", "sleep") else "nccl",
+        "transfer": "ipc",
     }
+    alone = {"kv_cache_memory_bytes": None}
+    sleeps = {"gpu_memory_utilization": 0.8, "sleep": True}
+    split = {"executor": "mp", "tensor_parallel_size": 2, "transfer": "nccl"}
+    split |= {"gpu_memory_utilization": 0.9}
+    assert found["engines"] == [shared, shared | alone | sleeps, shared | alone | split]
 
 
 def test_nothing_calls_cuda_or_forms_a_group_before_the_engine_is_forked(found):
