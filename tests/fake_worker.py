@@ -32,15 +32,15 @@ from asyncrl.records import Completion, Ticket, Trajectory
 from asyncrl.runlog.time_ledger import Activity
 
 TOKEN_S, MAX_TOKENS, VOCAB = 0.005, 20, 16
-REWARDS = {"ok": 1.0, "slow": 1.0, "hang": 1.0, "die": 1.0}
+REWARDS = {"ok": 1.0, "slow": 1.0, "hang": 1.0}
 TIMES_S = {"slow": 1.0, "hang": math.inf}
 
 
 def run_fake_worker(spec, connection):
     """Serve a controller.
 
-    Answers of tickets: `ok`, `vary` (reward 1 for odd members), `fail`, `hang` (until aborted), `die` (the first time),
-    `die always`, `slow` (a second). Any other answer is right in half of all cases.
+    Answers of tickets: `ok`, `fail`, `hang` (until aborted), `die always`,
+    `slow` (a second). Any other answer is right in half of all cases.
     """
     FakeWorker(spec, connection, token_s=0.0).serve()
 
@@ -60,7 +60,7 @@ def response_to(ticket: Ticket, member: int, version: int, worker: int) -> Traje
         loss_mask=versions >= 0,
         behavior_logprobs=np.where(versions >= 0, -2.0, 0.0).astype(np.float32),
         policy_versions=versions.astype(np.int32),
-        reward=float(member % 2) if ticket.answer == "vary" else reward,
+        reward=reward,
         started_at=now - 0.01,
         ended_at=now,
         worker=worker,
@@ -129,7 +129,7 @@ class FakeWorker:
             self.send(Probed(version, logprobs))
 
     def begin(self, ticket):
-        if ticket.answer == "die always" or (ticket.answer == "die" and ticket.attempt == 0):
+        if ticket.answer == "die always":
             os._exit(3)
         members = range(ticket.member, ticket.member + ticket.num_members)
         worker = self.spec.placement.worker

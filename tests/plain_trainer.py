@@ -336,8 +336,9 @@ def sample_size(weights) -> float:
     return weights.sum() ** 2 / (len(weights) * (weights**2).sum())
 
 
-def check_step(policy, updates, budget, policy_version, expected, relative=1e-5) -> float:
+def check_step(policy, updates, budget, policy_version, expected=None, relative=1e-5) -> float:
     """Have a policy of one rank make a step, and compare it with PlainTrainer's. Return the share of tokens saved."""
+    expected = expected or PlainTrainer(policy).train_step(updates, policy_version)
     gradients = record_gradients(policy)
     shares = distribute(
         updates, 1, budget, policy.config.share_prefix, layout=policy.module.layout

@@ -1,8 +1,10 @@
-"""Runs Python programs as a user does, to their end."""
+"""Runs Python programs as a user does, to their end, and waits for what others do."""
 
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -18,3 +20,12 @@ def run_python(*words: str | Path, cwd: Path = ROOT, **variables) -> subprocess.
         text=True,
         timeout=300,
     )
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> object:
+    """Poll until the condition gives something, and return it."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"nothing after {timeout_s:g} s"
+        time.sleep(0.01)
+    return result

@@ -3,14 +3,13 @@
 import datetime
 import os
 import signal
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from plain_trainer import record_gradients
+from programs import wait_until
 from tiny_policy import error_of, load, random_sequences
 from trajectories import make_trajectory
 
@@ -99,9 +98,9 @@ def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
     watching = [os.path.join(folder, name) for name in ("watching_failing", "watching_killed")]
     failing, killed = LeaderWatch(cluster, dump, "failing"), LeaderWatch(cluster, dump, "killed")
     if rank == 1:
-        wait_for(lambda: os.path.exists(watching[0]))
+        wait_until(lambda: os.path.exists(watching[0]))
         assert isinstance(failing.explain(ValueError("no\nsuch dataset")), ValueError)
-        wait_for(lambda: os.path.exists(watching[1]))
+        wait_until(lambda: os.path.exists(watching[1]))
         os.kill(os.getpid(), signal.SIGKILL)
     for watch, path in zip((failing, killed), watching, strict=True):
         notes.append(note_of_the_end(watch, path, os.path.join(folder, "stacks")))
@@ -114,14 +113,6 @@ def note_of_the_end(watch: LeaderWatch, watching_path: str, dump_path: str) -> s
     signals = []
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     open(watching_path, "w").close()
-    wait_for(lambda: signals)
+    wait_until(lambda: signals)
     error = watch.explain(InterruptedError("stopped by SIGTERM"))
     return f"{type(error).__name__}: {error}; stacks: {os.path.exists(dump_path)}"
-
-
-def wait_for(condition: Callable) -> None:
-    """Poll until the condition holds, a minute at most."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

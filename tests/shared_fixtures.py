@@ -32,7 +32,6 @@ LONG = (
     "cluster/test_cluster.py",
     "controller/test_controller.py",
     "trainer/test_attention.py",
-    "trainer/test_logprobs.py",
     "scripts/test_report.py",
     "data/test_tasks.py",
     "test_errors.py",

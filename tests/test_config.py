@@ -1,8 +1,6 @@
-import dataclasses
 import json
 import re
 import resource
-from pathlib import Path
 
 import pytest
 from option_words import words_that_change
@@ -12,19 +10,6 @@ from algos import ADVANTAGES, LOSSES
 from asyncrl.config import OPTIONS, Config, allowed_values
 from asyncrl.job.command_line import parse_config, read_options
 from asyncrl.trainer.optimizer import OPTIMIZERS
-
-ROOT = Path(__file__).parent.parent
-
-
-def with_value(option, value):
-    """The default options with another value of one."""
-    group, _, field = option.path.rpartition(".")
-    if not group:
-        return dataclasses.replace(Config(), **{field: value})
-    return dataclasses.replace(
-        Config(), **{group: dataclasses.replace(getattr(Config(), group), **{field: value})}
-    )
-
 
 NUMBERS = [
     option
@@ -39,9 +24,9 @@ def test_every_number_has_a_range_that_holds_no_infinity(option):
     assert re.match(
         r"(at least|above) [^e]+ and (at most|below) [^e]+", allowed_values(option.kind)
     )
-    for value in (float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=rf"^{option.flag} must be .+, got (inf|nan)$"):
-            with_value(option, value).checked()
+    for value in ("inf", "nan"):
+        with pytest.raises(ValueError, match=rf"^{option.flag} must be .+, got '?{value}'?$"):
+            read_options([option.flag, value]).checked()
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "resume"])

@@ -4,16 +4,14 @@ import re
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
-from programs import run_python
+from programs import ROOT, run_python
 from user_files import write_jsonl
 
 from asyncrl.job.command_line import parse_config
 from scripts.lines import read
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^```python\n# (my_\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 DIFFS = dict(

@@ -2,9 +2,9 @@
 
 import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from programs import ROOT
+
 FOLDERS = ("algos", "data", "asyncrl", "extras", "scripts")
 PATHS = [*ROOT.glob("*.py"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))]
 RUNS_CODE = re.compile(

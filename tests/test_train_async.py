@@ -1,11 +1,7 @@
 """How a job ends, for whoever reads its last lines: under a real torchrun, without a model."""
 
-from pathlib import Path
-
-from programs import run_python
+from programs import ROOT, run_python
 from real_job import torchrun
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_the_reason_is_among_the_last_lines_of_torchrun_too(tmp_path):

@@ -5,14 +5,13 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+from programs import ROOT
 from user_files import ENVIRONMENT, TASK, chat_tokenizer, write_jsonl, write_user_code
 
 from asyncrl import user_code
 from asyncrl.config import Config
 from asyncrl.tasks import load_task, prepare_environment, score_of, task_of
 from data.problem import Problem
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_an_object_is_loaded_once_and_its_module_is_called_as_its_file(tmp_path):

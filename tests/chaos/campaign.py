@@ -12,12 +12,20 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from real_job import Job, assert_ledger_balances, launch, resume_job, torchrun, total, words_of
+from programs import wait_until
+from real_job import (
+    Job,
+    assert_every_group_is_consumed_once,
+    launch,
+    resume_job,
+    torchrun,
+    total,
+    words_of,
+)
 
 from asyncrl.config import Config
 from asyncrl.tasks import load_task
@@ -119,15 +127,6 @@ class Run:
         assert not alive, f"left behind: {[process.cmdline()[:1] for process in alive]}"
 
 
-def wait_until(condition: Callable[[], object], what: str):
-    """Poll until the condition gives something, and return it."""
-    deadline = time.monotonic() + LIMIT_S
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"{what}: nothing after {LIMIT_S:g} s"
-        time.sleep(0.02)
-    return result
-
-
 def wait_for_phase(run: Run, fault: Fault) -> bool:
     """Have the run be where the fault is to come. Returns False if it ended on the way, by itself."""
     if fault.phase == "start" and not run.stop():
@@ -147,7 +146,7 @@ def wait_for_phase(run: Run, fault: Fault) -> bool:
         is_due = fault.phase != "evaluation" or newest_step % Config().eval_every == 0
         return fault.phase == "start" or (newest_step > before and is_due)
 
-    wait_until(lambda: run.has_ended() or is_reached(), f"{fault.phase} was not reached")
+    wait_until(lambda: run.has_ended() or is_reached(), LIMIT_S)
     time.sleep(fault.delay_s)
     return not run.has_ended()
 
@@ -162,7 +161,7 @@ def find_victim(run: Run, fault: Fault, rng: random.Random) -> psutil.Process | 
             return alive[:1] or [None]
         return [process for process in alive if _title(process).startswith(title)]
 
-    return rng.choice(wait_until(find, f"no {fault.victim}"))
+    return rng.choice(wait_until(find, LIMIT_S))
 
 
 def _title(process: psutil.Process) -> str:
@@ -189,9 +188,7 @@ def do(run: Run, fault: Fault, rng: random.Random) -> dict:
     began, num_steps, num_printed = time.monotonic(), run.job.num_steps(), len(run.job.output())
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(fault.number)
-    outcome = wait_until(
-        lambda: outcome_of(run, process, num_steps), f"{fault}: neither recovered nor ended"
-    )
+    outcome = wait_until(lambda: outcome_of(run, process, num_steps), LIMIT_S)
     row |= {"step": num_steps, "outcome": outcome, "took_s": time.monotonic() - began}
     if outcome == "ended":
         row["cause"] = cause_of_end(run, fault, run.job.output()[num_printed:])
@@ -224,24 +221,18 @@ def cause_of_end(run: Run, fault: Fault, text: str) -> str:
 def check_account(run: Run) -> dict:
     """Prove by the records of a finished run that each step was made once, and each problem trained on once or dropped
     for a counted reason. Returns its numbers."""
-    path, metrics, steps = run.job.run_path, run.job.metrics(), run.job.events("step")
+    path, last = run.job.run_path, run.job.metrics()[-1]
     config = Config.from_dict(json.loads((path / "run.json").read_text())["config"])
-    expected = list(range(1, config.steps + 1))
-    assert run.job.values("step") == [event["step"] for event in steps] == expected
-    assert_ledger_balances(metrics)
-    last = metrics[-1]
-    consumed = [group for event in steps for group in event["groups"]]
-    assert len(set(consumed)) == len(consumed) == last["ledger/groups_consumed"]
-    assert len(consumed) == config.steps * config.groups_per_step
-    assert max(consumed) < last["ledger/groups_issued"], "a group was never issued"
+    num_groups = config.groups_per_step
+    assert_every_group_is_consumed_once(run.job, config.steps, num_groups, may_drop=True)
     twice = problems_too_often(path, config, num_problems=last["ledger/groups_issued"])
     assert not twice, f"trained on more often than it is among the problems: {twice}"
     assert max(run.job.values("staleness/max")) <= config.max_staleness
     accuracy = last.get("eval/accuracy")
     assert not config.eval_every or accuracy >= ACCURACY, accuracy
     return {
-        "starts": run.num_starts, "consumed": len(consumed), "dropped": total(last, "ledger/groups_dropped_"),
-        "accuracy": accuracy, "restarts": last["rollout/restarts"],
+        "starts": run.num_starts, "consumed": last["ledger/groups_consumed"],
+        "dropped": total(last, "ledger/groups_dropped_"), "accuracy": accuracy, "restarts": last["rollout/restarts"],
     }  # fmt: skip
 
 

@@ -54,27 +54,20 @@ def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_repli
     policy = load(alone)
     gradients = record_gradients(policy)
     expected = policy.train_step(distribute(updates, 1, 100_000)[0], policy_version=12)
-    for rank in range(4):
-        metrics, (gradient,), weights, _, _ = found[rank][case]
+    of_ranks = [of_rank[case] for of_rank in found]
+    whole = of_ranks[0][2]
+    for metrics, (gradient,), weights, _, _ in of_ranks:
         assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert_same_gradient(gradient, gradients[0])
-        assert all(torch.equal(weights[name], found[0][case][2][name]) for name in weights)
-
-
-def test_replicas_are_whole_copies_and_each_rank_has_its_share_of_one(two_nodes):
-    found, _ = two_nodes
-    sizes = [sum(found[rank][case][3] for rank in range(4)) for case in range(len(CASES))]
-    num_parameters = sum(tensor.numel() for tensor in found[0][0][2].values())
-    assert sizes == [num_parameters, 2 * num_parameters, 4 * num_parameters]
-
-
-def test_nodes_may_have_different_numbers_of_microbatches_and_no_sample_leaves_its_node(two_nodes):
-    found, _ = two_nodes
-    shares = [found[rank][0][4] for rank in range(4)]
-    assert len(shares[0][0]) < len(shares[2][0]), "node 0 needs fewer"
-    assert [
-        sum(sum(update) for share in shares[i : i + 2] for update in share) for i in (0, 2)
-    ] == [6, 6]
+        assert all(torch.equal(weights[name], whole[name]) for name in weights)
+    sizes, shares = ([of_rank[place] for of_rank in of_ranks] for place in (3, 4))
+    num_parameters = sum(tensor.numel() for tensor in whole.values())
+    assert sum(sizes) == configs[case].replicas * num_parameters, (
+        "each rank has its share of a copy"
+    )
+    assert len(shares[0][0]) < len(shares[2][0]), "node 0 needs fewer micro-batches"
+    num_sequences = [sum(map(sum, share)) for share in shares]
+    assert sum(num_sequences[:2]) == sum(num_sequences[2:]) == 6, "no sample leaves its node"
 
 
 def test_nodes_that_differ_are_refused_and_when_one_fails_or_is_killed_the_other_ends_and_knows_why(

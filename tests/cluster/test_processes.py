@@ -2,14 +2,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
+from programs import ROOT, wait_until
 
 from asyncrl.cluster.processes import kill_session, without_torchrun
-
-ROOT = Path(__file__).parents[2]
 
 
 def start(code, *arguments, **options):
@@ -37,10 +35,7 @@ def test_a_process_ends_with_its_parent(steps):
     pid = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(pid)
+    wait_until(lambda: not psutil.pid_exists(pid))
 
 
 @pytest.mark.parametrize(

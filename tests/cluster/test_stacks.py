@@ -2,9 +2,9 @@
 
 import os
 import signal
-import time
 
 import psutil
+from programs import wait_until
 from test_processes import start
 
 from asyncrl.cluster.stacks import dump_stacks
@@ -40,7 +40,7 @@ ROOT_OF_TWO = (
 
 
 def test_the_stacks_of_all_processes_go_to_one_file_and_a_stopped_one_is_named_there(tmp_path):
-    path, deadline = tmp_path / "stacks.txt", time.monotonic() + 10
+    path = tmp_path / "stacks.txt"
     root = start(ROOT_OF_TWO, str(path))
     child = int(root.stdout.readline())
     module = "from asyncrl.cluster.stacks import dump_stacks"
@@ -57,8 +57,7 @@ def test_the_stacks_of_all_processes_go_to_one_file_and_a_stopped_one_is_named_t
         "the thread that waits for the parent's end as well"
     )
     os.kill(child, signal.SIGSTOP)
-    while psutil.Process(child).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline
+    wait_until(lambda: psutil.Process(child).status() == psutil.STATUS_STOPPED)
     start(dump + f"dump_stacks({root.pid})").wait()
     assert f"(pid {child}), stopped" in path.read_text()
     os.kill(child, signal.SIGKILL)  # stopped, it would outlive all

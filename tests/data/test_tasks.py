@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from data.addition import LABELS, Addition
 from data.gsm8k import INSTRUCTION
 from data.problem import Problem
 
-ROOT = Path(__file__).parents[2]
 ROWS = [
     {
         "question": f"Ann has {i} apples and buys {i}. How many?",

@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +22,6 @@ from extras.baselines import BaselineEpisode
 
 TOKENIZER = load_tokenizer(resolve_model("tiny", "guess_number"))
 EOS = TOKENIZER.eos_token_id
-ROOT = Path(__file__).parents[2]
 TICKET = Ticket(7, 3, 1, 1, 0, (4, 5), "", 0, 123, 0)
 FIRST = GuessNumber.INSTRUCTION
 
@@ -255,25 +253,19 @@ PREFIX = Completion([3, 9], np.float32([-1, -2]), np.int32([0, 1]), "aborted")
 
 
 def test_a_task_of_one_turn_scores_the_whole_response_which_a_resume_may_continue():
-    responses, asked = [], []
+    responses = []
 
     async def score(answer, response):
         responses.append((answer, response))
         return 4.0, {"length": 1.0}
 
-    async def generate(request_id, prompt_tokens, seed, max_tokens, before):
-        asked.append((prompt_tokens, max_tokens, before))
-        return Completion([3, 9, EOS], np.float32([-1, -2, -9]), np.int32([0, 1, 9]), "stop")
-
     ticket = replace(TICKET, prefix=PREFIX, answer="six")
     environment = SingleTurn(ticket, TOKENIZER, SimpleNamespace(score=score))
-    episode = make_episode(environment, ticket=ticket, task="addition")
-    episode._generate = generate
+    episode = make_episode(environment, ("12", False), ticket=ticket, task="addition")
     trajectory = asyncio.run(episode.run(0))
-    assert asked == [((4, 5), 100, PREFIX)]
-    assert trajectory.tokens.tolist() == [4, 5, 3, 9, EOS]
-    assert trajectory.policy_versions.tolist() == [-1, -1, 0, 1, 9]
-    assert responses == [("six", TOKENIZER.decode([3, 9]))]
+    assert episode.calls == [("7.0", [4, 5], 123, 100, PREFIX)]
+    assert trajectory.tokens.tolist() == [4, 5, *TOKENIZER.encode("12"), EOS]
+    assert responses == [("six", "12")]
     assert (trajectory.num_turns, trajectory.finish_reason) == (1, "stop")
     assert (trajectory.reward, trajectory.reward_parts) == (4.0, {"length": 1.0})
 

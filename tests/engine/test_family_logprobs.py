@@ -6,7 +6,6 @@ To try another one, give tiny_families.py what it needs, and run this with the r
     UPDATE_FAMILIES=1 .venv/bin/python -m pytest -m "" -n 0 tests/engine/test_family_logprobs.py -k FAMILY
 """
 
-import json
 import os
 import re
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import safe_open
 from tiny_families import packed_scores, plain_scores, tiny_config, tiny_model
 from tiny_policy import VOCAB, random_sequences, save_tiny_family
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from user_files import write_jsonl
 
 from asyncrl.config import Config
 from asyncrl.trainer import families
@@ -74,7 +74,7 @@ def test_a_family_is_what_its_row_says(family, tmp_path, monkeypatch, capfd):
     if "UPDATE_FAMILIES" in os.environ:
         rows[family] = row
         records = [read(ROWS)[0], *(rows[name] for name in sorted(rows))]
-        ROWS.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        write_jsonl(ROWS, records)
     assert row == rows[family]
 
 

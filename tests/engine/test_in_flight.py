@@ -12,7 +12,6 @@ from asyncrl.engine.episode import Episode
 from asyncrl.engine.in_flight import read_in_flight, settle
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.records import Completion, Ticket
-from extras.baselines import generate_group
 
 NUM_RESPONSES, MAX_TOKENS = 24, 280
 
@@ -139,25 +138,6 @@ def test_a_response_that_continues_from_its_tokens_has_the_log_probs_that_the_tr
         assert len(done[ticket_id].tokens) <= MAX_TOKENS
     gaps = np.abs(np.concatenate([pair.gaps(completion, weights) for completion in done.values()]))
     assert np.quantile(gaps, 0.995) < 1e-4 and gaps.max() < 0.05
-
-
-def test_tokens_of_a_group_by_one_request_are_counted_as_lost(pair):
-    """Nobody can continue them."""
-    ticket = Ticket(5, 0, 0, 4, 0, PROMPT, "", None, 9, 0)
-    episodes = [Episode(pair.config, ticket, i, environment=None, generate=None) for i in range(4)]
-    episodes[0].request_ids = {"5.0"}
-
-    async def run():
-        group = generate_group(pair.proxy, "5.0", PROMPT, seed=9, num_responses=4)
-        task, counts = asyncio.create_task(group), []
-        while not task.done():
-            counts.append(read_in_flight(pair.proxy, {5: episodes}).lost[5])
-            await asyncio.sleep(0.002)
-            await settle(pair.proxy)
-        return counts, sum(len(completion.tokens) for completion in await task)
-
-    counts, total = pair.run(run())
-    assert counts == sorted(counts) and 0 < counts[-1] <= total
 
 
 TURN = Completion([1, 2, 3], np.zeros(3, np.float32), np.zeros(3, np.int32), "stop")

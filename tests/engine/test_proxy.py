@@ -13,8 +13,10 @@ from fake_engine import SamplingEngine
 from tiny_policy import VOCAB
 
 from asyncrl.config import Config
+from asyncrl.engine.episode import Episode
+from asyncrl.engine.in_flight import read_in_flight, settle
 from asyncrl.engine.proxy import LLMProxy
-from asyncrl.records import Completion
+from asyncrl.records import Completion, Ticket
 from extras.baselines import generate_group
 
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())
@@ -97,19 +99,31 @@ def len_of(completion):
     return len(completion.tokens)
 
 
-def test_one_request_gives_a_whole_group_and_when_aborted_returns_what_every_member_has(pair):
-    completions = pair.run(generate_group(pair.proxy, "group", PROMPT, seed=3, num_responses=6))
-    assert len({tuple(completion.tokens) for completion in completions}) == 6
-    assert max(largest_gap(pair, completion) for completion in completions) < 1e-4
+def test_one_request_gives_a_whole_group_of_which_what_is_in_flight_is_lost_or_returned_if_aborted(
+    pair,
+):
+    """Nobody can continue such tokens."""
+    ticket = Ticket(5, 0, 0, 6, 0, PROMPT, "", None, 9, 0)
+    episodes = [Episode(pair.config, ticket, i, environment=None, generate=None) for i in range(6)]
+    episodes[0].request_ids = {"5.0"}
+    counts = []
 
-    async def abort_soon():
-        group = generate_group(pair.proxy, "aborted", PROMPT, seed=4, num_responses=6)
+    async def run(aborts):
+        group = generate_group(pair.proxy, "5.0", PROMPT, seed=3, num_responses=6)
         task = asyncio.create_task(group)
-        await asyncio.sleep(0.02)
-        await pair.proxy.abort(["aborted"])
+        while not task.done():
+            counts.append(read_in_flight(pair.proxy, {5: episodes}).lost[5])
+            await asyncio.sleep(0.002)
+            await settle(pair.proxy)
+            if aborts and counts[-1]:
+                await pair.proxy.abort(["5.0"])
         return await task
 
-    completions = pair.run(abort_soon())
+    completions = pair.run(run(False))
+    assert len({tuple(completion.tokens) for completion in completions}) == 6
+    assert max(largest_gap(pair, completion) for completion in completions) < 1e-4
+    assert counts == sorted(counts) and 0 < counts[-1] <= sum(map(len_of, completions))
+    completions = pair.run(run(True))
     assert len(completions) == 6
     assert "aborted" in {completion.finish_reason for completion in completions}
 

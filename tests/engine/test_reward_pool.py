@@ -7,18 +7,17 @@ import random
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 import user_rewards
+from programs import ROOT
 from reward_outcomes import FILE, outcomes, texts
 
 from asyncrl.engine import reward_pool
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.score import MAX_FAILURE, Failed
 
-ROOT = Path(__file__).parents[2]
 EVALUATED = texts("evaluated")
 DEATH, HANG = "its process died", "timed out after 1 s"
 BAD = {

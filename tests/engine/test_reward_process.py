@@ -12,6 +12,7 @@ import time
 
 import psutil
 import pytest
+from programs import wait_until
 from reward_outcomes import outcomes, texts
 
 from asyncrl.engine.reward_pool import RewardPool, _Scorer
@@ -121,41 +122,31 @@ def test_a_burst_of_forks_ends_within_its_time(tmp_path):
     title = f"hostile-{tmp_path.name}"
     (error,) = outcomes(EVALUATED, f"fork_without_end('{title}')", timeout_s=0.1)
     assert isinstance(error, Failed)
-    deadline = time.monotonic() + 60
-    while title in titles():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: title not in titles())
 
 
-def run_scorer_as(user: int, connection: socket.socket, in_namespaces: bool) -> None:
+def run_scorer(connection: socket.socket, in_namespaces: bool) -> None:
     score = load_score("addition", EVALUATED)
     with contextlib.suppress(PermissionError):  # it is no root that runs this
-        os.setuid(user)
+        os.setuid(65534)
     _run_scorer(connection.detach(), score, in_namespaces)
 
 
 @pytest.mark.parametrize("in_namespaces", [False, pytest.param(True, marks=needs_namespaces)])
-@pytest.mark.parametrize("user", [os.getuid(), 65534])
-def test_limits_hold_for_root_and_for_others_with_namespaces_or_without(
-    tmp_path, user, in_namespaces
-):
-    """One scorer, in a process of its own; only root cannot be kept from starting processes without namespaces."""
+def test_limits_hold_for_others_than_root_with_namespaces_or_without(tmp_path, in_namespaces):
+    """One scorer, in a process of its own. The tests above have those of root, where it runs them."""
     ours, theirs = socket.socketpair()
     process = multiprocessing.get_context("spawn").Process(
-        target=run_scorer_as, args=(user, theirs, in_namespaces)
+        target=run_scorer, args=(theirs, in_namespaces)
     )
     with theirs:
         process.start()
-    path, title = tmp_path / "file", f"hostile-{tmp_path.name}"
-    tmp_path.chmod(0o777)
-    harm, reason = f"start_daemon('{title}')", "temporarily unavailable"
-    if user == 0:
-        harm, reason = f"Path('{path}').write_text('x')", "File too large|Read-only"
+    title = f"hostile-{tmp_path.name}"
 
     async def ask() -> list:
         streams = await asyncio.open_connection(sock=ours)
         scorer = _Scorer(process.pid, *streams, limit_s=20.0, is_order_known=True)
-        responses = ("has_limits()", harm, "bytearray(20 << 30)")
+        responses = ("has_limits()", f"start_daemon('{title}')", "bytearray(20 << 30)")
         scores = [scorer.score([20.0, "", text]) for text in responses]
         found = await asyncio.gather(*scores, return_exceptions=True)
         scorer.kill()
@@ -164,8 +155,7 @@ def test_limits_hold_for_root_and_for_others_with_namespaces_or_without(
     limits, harmed, memory = asyncio.run(ask())
     process.join()
     assert limits == (1.0, {}) and ": MemoryError" in str(memory)
-    assert re.search(reason, str(harmed))
-    assert title not in titles() and (not path.exists() or not path.read_bytes())
+    assert "temporarily unavailable" in str(harmed) and title not in titles()
 
 
 def fork_scorer(connection: socket.socket, in_namespaces: bool) -> None:

@@ -1,5 +1,6 @@
 """When a run is saved, what is left of it whatever happens meanwhile, and how signals and a limit of time end it."""
 
+import dataclasses
 import datetime
 import json
 import os
@@ -151,10 +152,11 @@ def test_a_run_says_at_its_start_which_tensors_its_checkpoints_will_lack(
     LeadingPublisher(node, policy)
     assert "warning" not in capsys.readouterr().out
     missing, *specs = policy.sent_specs()
-    monkeypatch.setattr(policy, "sent_specs", lambda: specs)
+    renamed = dataclasses.replace(missing, name="renamed")
+    monkeypatch.setattr(policy, "sent_specs", lambda: [renamed, *specs])
     LeadingPublisher(node, policy)
-    line = f"warning: beside --model {model}, checkpoints will lack {missing.name}\n"
-    assert line in capsys.readouterr().out
+    line = f"checkpoints will lack {missing.name}; will have, and it lacks, renamed\n"
+    assert f"warning: beside --model {model}, {line}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from asyncrl.job.command_line import parse_config, read_options
 from asyncrl.runlog.run_directory import RunDirectory
 from extras.fingerprint import check_same, fingerprint
 
-ROOT = Path(__file__).parents[2]
 REWARD = "def score(response, answer): return 1.0\n"
 ADVANTAGE = "def centered(rewards): return rewards - rewards.mean()\n"
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import ROOT
 
 from asyncrl.config import Config
 from asyncrl.runlog.record_file import RecordFile
 from asyncrl.runlog.run_directory import RunDirectory
 from scripts.lines import read
 
-ROOT = Path(__file__).parents[2]
 TAKEN = r"(one|node_1) exists; give another --run-name"
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from plain_trainer import randomize
 from ranks import run_group
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_policy import error_of, load, make_config, random_sequences, save_tiny_model
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig, AutoTokenizer
@@ -21,7 +21,6 @@ from user_files import write_user_code
 from asyncrl.config import OptimOptions
 from asyncrl.trainer.checkpoint import (
     check_finite,
-    differing_names,
     file_numbers,
     make_stager,
     reason_of,
@@ -297,16 +296,6 @@ def test_what_one_of_two_ranks_cannot_do_both_know_in_one_line(tmp_path, model):
         assert "File too large" in errors["shards"] and "File too large" in errors["weights"]
     assert not (tmp_path / "full").exists() and not (tmp_path / "full.tmp").exists()
     load(make_config(str(tmp_path / "saved")))
-
-
-def test_tensors_that_checkpoints_have_otherwise_than_the_model_are_named(tmp_path, model):
-    read = load_file(os.path.join(model, "model.safetensors"))
-    assert differing_names(model, read) == ""
-    norm, *others = sorted(read, reverse=True)
-    extra = {f"extra.{i}": torch.zeros(1) for i in range(5)}
-    save_file({name: read[name] for name in others} | extra, tmp_path / "model.safetensors")
-    said = f"will lack extra.0, extra.1, extra.2 and 2 more; will have, and it lacks, {norm}"
-    assert differing_names(str(tmp_path), read) == said
 
 
 def test_what_is_not_finite_is_never_saved_over_a_good_checkpoint():

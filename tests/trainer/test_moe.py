@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from plain_trainer import PlainTrainer, check_step, randomize, record_gradients
+from plain_trainer import check_step, randomize, record_gradients
 from tiny_policy import (
     assert_same_gradient,
     load,
@@ -119,8 +119,7 @@ def test_a_mixture_is_trained_and_saved_as_transformers_has_it(family, lora_rank
     policy = load(make_config(path, lora_rank=lora_rank))
     randomize(policy)
     updates = [random_sequences(9)]
-    expected = PlainTrainer(policy).train_step(updates, 11)
-    check_step(policy, updates, 40, 11, expected)
+    check_step(policy, updates, 40, 11)
     adapted = {name.split(".")[-2] for name, _ in named_adapters(policy.module.model)}
     assert adapted == ({"q_proj", "k_proj", "v_proj", "o_proj"} if lora_rank else set())
     save_weights(policy, str(tmp_path / "saved"))
