@@ -41,11 +41,11 @@ _VARYING = (
     r"L\['hidden_states'\]:1",
     r"L\['position_embeddings'\].*:0",
     r"L\['position_embeddings'\].*:1",
-    r"L\['(attention_mask|position_ids|kwargs)'\]",
+    r"L\['(attention_mask|position_ids|kwargs)'\](?!\.BLOCK_SIZE)",
     r"L\['(hidden|targets)'\]:0",
 )
 """What varies between micro-batches, of arguments of layers and of TokenLogprobs.score_rows, as torch names it: rows
-and tokens of tensors, and all sizes and numbers of masks and bounds."""
+and tokens of tensors, and all sizes and numbers of masks and bounds but that of FlexAttention's blocks."""
 _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 """The part of a weight's name that names its layer; empty outside of layers."""
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours

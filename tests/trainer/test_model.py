@@ -82,25 +82,33 @@ def test_compiled_layers_make_the_same_steps_of_micro_batches_of_all_sizes_by_fe
     assert 1 <= graphs["stats"]["unique_graphs"] <= 10, "six of layers, and four of the head"
 
 
-def test_of_numbers_compiled_graphs_take_sizes_of_micro_batches_only(tmp_path, monkeypatch):
+@pytest.mark.parametrize("attention", ["varlen", "flex_attention"])
+def test_of_numbers_compiled_graphs_take_sizes_of_micro_batches_only(
+    tmp_path, monkeypatch, attention
+):
     """Where a head's size is a symbol, FlexAttention on a GPU cannot be compiled; a float is converted on the host."""
-    inputs = {}
+    inputs, graphs = {}, []
 
     def record(graph, examples):
+        graphs.append(graph)
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
         inputs.update((node.name, node.meta["example_value"]) for node in nodes)
         return graph.forward
 
+    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: attention)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=record))
     torch._dynamo.reset()
     path = save_tiny_family("qwen3", str(tmp_path))
-    policy = load(make_config(path, compile=True, temperature=0.8))
-    for num in (1, 16):
-        share = distribute([random_sequences(num, num)], 1, 40)[0]
-        policy.train_step(share, policy_version=12)
-        policy.score([random_sequences(num)], raw=True)
+    share_prefix = "tree" if attention == "flex_attention" else "off"
+    policy = load(make_config(path, compile=True, temperature=0.8, share_prefix=share_prefix))
+    for num in (2, 16):
+        policy.score([random_sequences(num, num)])
+        policy.score([random_sequences(num, num + 1)], raw=True)
+    # of the head with the temperature and without, and of layers for masks of one block and of more
+    assert len(graphs) <= 4
     numbers = {name for name, value in inputs.items() if isinstance(value, torch.SymInt)}
-    assert numbers and not any(name.startswith("l_self") for name in numbers), numbers
+    fixed = {name for name in numbers if name.startswith("l_self") or "block_size" in name}
+    assert numbers and not fixed
     tensors = {name: value for name, value in inputs.items() if name not in numbers}
     assert all(value.ndim for value in tensors.values()), "a float is a tensor without dimensions"
 
