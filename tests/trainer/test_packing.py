@@ -1,5 +1,6 @@
 """Rows in which every token sees what precedes it in its sequence, and bundles that read as few tokens as they may."""
 
+import itertools
 import math
 from dataclasses import replace
 from typing import get_args
@@ -85,8 +86,13 @@ def test_every_token_of_a_row_sees_the_tokens_before_it_in_its_sequence_and_no_o
         firsts = [(s.group_id, s.tokens[0]) for s in heads if s.group_id is not None]
         assert len(set(firsts)) == len(firsts), "what may be read together is"
     assert sum(b.num_distinct for b in bundles) == len(set(read))
-    longest = max(len(s.tokens) for s in sequences)
-    assert max(b.num_tokens for b in bundles) <= max(budget, longest)
+    limit = max(budget, *(len(s.tokens) for s in sequences))
+    assert max(b.num_tokens for b in bundles) <= limit
+    for first, second in itertools.combinations(bundles, 2):
+        both = [*first.sequences, *second.sequences]
+        begins_alike = both[0].tokens[0] == both[-1].tokens[0]
+        if sharing == "tree" and begins_alike:
+            assert len(distinct_prefixes(both)) > limit, "what fits together is read together"
     trained = [s for s in sequences_in(bundles) if s.num_trained]
     sources = iter(batch.sources.tolist())
     for sequence in trained:
@@ -148,58 +154,3 @@ def test_a_trained_first_token_is_refused():
     sequence = make_sequence(np.random.default_rng(0), np.zeros(2, np.int64), np.ones(2, bool))
     with pytest.raises(RuntimeError, match=r"the first of 2 tokens .*nothing predicts it"):
         pack(bundle([sequence]), "one_row")
-
-
-# How well a tree is cut
-
-
-def fewest_tokens(sequences, budget):
-    """The least that any partition into parts within the budget reads, by trying them all."""
-
-    def partitions(items):
-        if not items:
-            yield []
-            return
-        for rest in partitions(items[1:]):
-            yield [[items[0]], *rest]
-            for i in range(len(rest)):
-                yield [*rest[:i], [items[0], *rest[i]], *rest[i + 1 :]]
-
-    nodes = [distinct_prefixes([s]) for s in sequences]
-    sizes = {}
-
-    def size(part):
-        key = tuple(part)
-        if key not in sizes:
-            sizes[key] = len(set().union(*(nodes[i] for i in part)))
-        return sizes[key]
-
-    return min(
-        sum(map(size, parts))
-        for parts in partitions(list(range(len(sequences))))
-        if all(size(part) <= budget for part in parts)
-    )
-
-
-def random_branches(rng):
-    """3 to 8 sequences of which most leave an earlier one at a random depth, with up to 19 tokens of their own."""
-    sequences = []
-    for number in range(rng.integers(3, 9)):
-        tokens = np.full(rng.integers(1, 20), number)
-        if sequences and rng.random() < 0.85:
-            earlier = sequences[rng.integers(len(sequences))].tokens
-            tokens = np.concatenate([earlier[: rng.integers(1, len(earlier) + 1)], tokens])
-        sequences.append(make_sequence(rng, tokens, np.zeros(len(tokens), bool)))
-    return sequences
-
-
-def test_a_greedy_cut_reads_at_most_a_tenth_more_than_the_best_partition_and_mostly_as_much():
-    rng, ratios = np.random.default_rng(0), []
-    for _ in range(200):
-        sequences = random_branches(rng)
-        longest = max(len(s.tokens) for s in sequences)
-        whole = len(distinct_prefixes(sequences))
-        budget = int(rng.integers(longest, max(longest + 1, whole)))
-        bundles = bundle(sequences, "tree", budget)
-        ratios.append(sum(b.num_tokens for b in bundles) / fewest_tokens(sequences, budget))
-    assert min(ratios) == 1 and max(ratios) < 1.1 and np.mean(np.array(ratios) == 1) > 0.98

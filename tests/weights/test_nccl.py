@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cpu_transports import TIMEOUT_S, Communicator, patch_nccl
-from programs import run_python
 
 from asyncrl.weights.nccl import NcclLink, NcclTransport
 from asyncrl.weights.transport import ParameterSpec
@@ -173,12 +172,3 @@ def test_an_error_of_the_link_is_the_runs_error_unless_the_worker_is_gone():
         wait_for_error(sent, "group failed: no such device")
         sent.drop(0)
         sent.check()
-
-
-def test_vllms_import_takes_no_threads_from_the_trainers_compiler():
-    says = (
-        "import os, asyncrl.weights.nccl; asyncrl.weights.nccl.import_communicator(); import torch._inductor.config; "
-        "print(os.environ['TORCHINDUCTOR_COMPILE_THREADS'], torch._inductor.config.compile_threads)"
-    )
-    run = run_python("-c", says, TORCHINDUCTOR_COMPILE_THREADS="3")
-    assert run.stdout.splitlines()[-1] == "3 3"
