@@ -19,9 +19,8 @@ from tiny_policy import (
     random_tree,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_iter
 from user_files import write_user_code
 
 from asyncrl.config import AdvantageOptions, OptimOptions
@@ -42,11 +41,6 @@ VALUES = {
     "advantage_options": AdvantageOptions(
         gamma=0.99, lam=0.9, value_lam=0.8, value_coef=0.3, value_lr=4
     ),
-}
-MEMORY = {
-    "max_memory_allocated": 2 << 30,
-    "max_memory_reserved": 3 << 30,
-    "mem_get_info": (4 << 30, 9 << 30),
 }
 THREE_UPDATES = {"algo": "decoupled_ppo", "algo_args": (), "minibatches": 3}
 
@@ -97,23 +91,6 @@ def made_on(device, method):
     return run
 
 
-@pytest.mark.parametrize("name", ON_DEVICE)
-def test_an_update_makes_no_tensor_elsewhere_than_its_micro_batches_are(untied, monkeypatch, name):
-    """What is made without `device=` is on another device here, as it would be beside micro-batches on a GPU."""
-    config = make_config(untied, **CASES[name])
-    policy = load(config)
-    for method in ("_update", "_scored"):
-        monkeypatch.setattr(Policy, method, made_on("meta", getattr(Policy, method)))
-    monkeypatch.setattr(gae, "estimate_step", made_on("meta", gae.estimate_step))
-    # counts, AdamW's count of steps and what is gathered of all ranks are the host's
-    for owner, method in ((Policy, "_totals"), (Policy, "_step"), (TokenStats, "sequence_ess")):
-        monkeypatch.setattr(owner, method, made_on("cpu", getattr(owner, method)))
-    sequences = random_sequences(12, seed=3)
-    updates = minibatches_of(sequences, config)
-    metrics = policy.train_step(distribute(updates, 1, 60)[0], VERSION)
-    assert all(map(math.isfinite, metrics.values()))
-
-
 def packed_sequences(position_ids):
     """What transformers' function of that name returns, without its question whether there is one sequence alone.
 
@@ -123,8 +100,13 @@ def packed_sequences(position_ids):
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)
-def test_no_micro_batch_has_the_host_wait_for_its_device(untied, monkeypatch, name):
-    """More of them cost an update no more waits, but for the three by which the bounds of sequences are found."""
+def test_an_update_makes_no_tensor_elsewhere_than_its_micro_batches_are_and_none_has_the_host_wait(
+    untied, monkeypatch, name
+):
+    """What is made without `device=` is on another device here, as it would be beside micro-batches on a GPU.
+
+    More micro-batches cost an update no more waits, but for the three by which the bounds of sequences are found.
+    """
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", packed_sequences)
     waits = HostWaits()
 
@@ -136,15 +118,20 @@ def test_no_micro_batch_has_the_host_wait_for_its_device(untied, monkeypatch, na
         return run
 
     for method in ("_update", "_scored"):  # what is packed before is on the host
-        monkeypatch.setattr(Policy, method, counted(getattr(Policy, method)))
+        changed = counted(made_on("meta", getattr(Policy, method)))
+        monkeypatch.setattr(Policy, method, changed)
+    monkeypatch.setattr(gae, "estimate_step", made_on("meta", gae.estimate_step))
+    # counts, AdamW's count of steps and what is gathered of all ranks are the host's
+    for owner, method in ((Policy, "_totals"), (Policy, "_step"), (TokenStats, "sequence_ess")):
+        monkeypatch.setattr(owner, method, made_on("cpu", getattr(owner, method)))
     config = make_config(untied, **CASES[name])
-    sequences = random_sequences(12, seed=3)
-    updates = minibatches_of(sequences, config)
+    updates = minibatches_of(random_sequences(12, seed=3), config)
     names = {}
     for budget in (40, 400):
         share = distribute(updates, 1, budget)[0]
         waits.names.clear()
-        load(config).train_step(share, VERSION)
+        metrics = load(config).train_step(share, VERSION)
+        assert all(map(math.isfinite, metrics.values()))
         names[len(share[0])] = sorted(waits.names)
     few, many = names.values()
     assert few == many
@@ -351,27 +338,6 @@ def test_the_trainers_clock_is_told_when_each_optimizer_step_begins_and_ends(mod
         ("optimizer", 1),
         ("forward_backward", 2),
     ]
-
-
-class OnCpu(TorchFunctionMode):
-    """Has all that is put on a GPU on the CPU."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        cpu = torch.device("cpu")
-        on_cpu = lambda word: cpu if isinstance(word, torch.device) else word  # noqa: E731
-        return function(*tree_map(on_cpu, args), **tree_map(on_cpu, kwargs or {}))
-
-
-def test_the_memory_of_a_gpu_is_logged_in_gib(model, monkeypatch):
-    """The most that tensors took, the most that was reserved, and what is free of all that there is."""
-    for name, answer in MEMORY.items():
-        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
-    policy = load(make_config(model))
-    policy.device = torch.device("cuda")
-    with OnCpu():
-        metrics = policy.train_step([[bundle(random_sequences(2))]], VERSION)
-    found = {name: value for name, value in metrics.items() if name.startswith("memory/")}
-    assert found == {"memory/peak_gib": 2, "memory/reserved_gib": 3, "memory/free_gib": 4}
 
 
 @pytest.mark.parametrize(
