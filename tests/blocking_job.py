@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch.distributed as dist  # noqa: I001  the path comes first
 from fake_job import run_sampler
-from asyncrl.cluster.processes import run_job
+from asyncrl.cluster import processes
 from asyncrl.job.command_line import parse_config
 from asyncrl.job.probe import Probe
 from asyncrl.trainer.policy import Policy
@@ -45,4 +45,5 @@ if __name__ == "__main__":
     Policy.train_step = train_step
     dist.destroy_process_group = destroy_together
     config = parse_config(sys.argv[1:])
-    run_job(lambda: train(config, run_sampler))
+    processes.STUCK_S = 1.0  # the other rank has nothing to tidy up
+    processes.run_job(lambda: train(config, run_sampler))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from plain_trainer import record_gradients
 from programs import wait_until
-from tiny_policy import error_of, load, random_sequences
+from tiny_policy import error_of, load, random_sequences, weights_of
 from trajectories import make_trajectory
 
 from asyncrl.cluster.cluster import Peer, form_cluster, join
@@ -67,7 +67,7 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
             groups_of_node(cluster.node) if cluster.is_leader else None, 1, policy, cluster
         )
         metrics = policy.train_step(share, policy_version=12)
-        weights = {name: p.clone() for name, p in policy.named_full_parameters()}
+        weights = weights_of(policy)
         shards = [p.to_local().numel() for p in policy.module.parameters()]
         num_sequences = [[len(sequences) for sequences in update] for update in share]
         found.append((metrics, gradients, weights, sum(shards), num_sequences))

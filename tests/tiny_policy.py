@@ -202,6 +202,11 @@ def load(config: Config, clock: TrainerClock | None = None) -> Policy:
     return load_policy(config, config.model, torch.device("cpu"), clock)
 
 
+def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
+    """Copies of all weights by name; collective."""
+    return {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+
+
 def assert_same_gradient(actual, expected, relative=1e-5):
     """Each parameter's error is small beside the largest entry of its gradient."""
     assert actual.keys() == expected.keys()

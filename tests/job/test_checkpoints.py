@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_policy import load, random_sequences
+from tiny_policy import load, random_sequences, weights_of
 
 from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
 from asyncrl.cluster.node_watch import NodeWatch
@@ -115,10 +115,6 @@ def names(checkpoints: Checkpoints) -> list[str]:
 
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def weights(policy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
 
 
 def are_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
@@ -221,7 +217,7 @@ def test_what_is_written_is_what_was_there_at_the_cut_and_training_continues_mea
     policy, may_write = checkpoints.policy, threading.Event()
     delay_writing(checkpoints, lambda: may_write.wait(60))
     train(policy, 1)
-    at_the_cut = weights(policy)
+    at_the_cut = weights_of(policy)
     checkpoints.save_if_due(1, PUBLISHER)
     assert not (folder_of(checkpoints) / "step_1").exists()
     train(policy, 2)
@@ -229,7 +225,7 @@ def test_what_is_written_is_what_was_there_at_the_cut_and_training_continues_mea
     checkpoints.writer.wait()
     written = load_file(folder_of(checkpoints) / "step_1" / "model.safetensors")
     assert all(tensor.equal(at_the_cut[name]) for name, tensor in written.items())
-    assert not any(tensor.equal(weights(policy)[name]) for name, tensor in written.items())
+    assert not any(tensor.equal(weights_of(policy)[name]) for name, tensor in written.items())
 
 
 def delay_writing(checkpoints: Checkpoints, wait) -> None:
@@ -476,7 +472,7 @@ def save_on_two_ranks(rank: int, folder: str, model: str) -> None:
     assert str(ended).startswith("stopped by SIGTERM after step 4, which is saved")
     time.sleep(0.3 * rank)  # one node's teardown takes longer, and the other's end is not its cause
     assert node.watch.explain(ended) is ended
-    trained = weights(policy)
+    trained = weights_of(policy)
     if rank == 0:
         torch.save(trained, os.path.join(folder, "trained.pt"))
     dist.destroy_process_group()
@@ -490,4 +486,4 @@ def test_two_nodes_save_while_they_train_stop_together_and_one_continues(tmp_pat
     records = [found.event(node)["records"].keys() for node in (0, 1)]
     assert records == [{"metrics", "events", "samples"}, {"events"}]
     resumed = start(resumed=found)
-    assert are_equal(weights(resumed.policy), torch.load(tmp_path / "trained.pt"))
+    assert are_equal(weights_of(resumed.policy), torch.load(tmp_path / "trained.pt"))

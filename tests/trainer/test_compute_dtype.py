@@ -13,6 +13,7 @@ from tiny_policy import (
     load,
     make_config,
     random_sequences,
+    weights_of,
 )
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -82,7 +83,7 @@ def test_what_is_trained_and_kept_stays_float32_and_what_is_sent_is_bfloat16(mod
     optim = OptimOptions(warmup=0)
     config = make_config(model, dtype="bfloat16", optimizer="adamw", lr=1e-6, optim=optim)
     policy = load(config)
-    before = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+    before = weights_of(policy)
     policy.train_step([[bundle(random_sequences(8))]], policy_version=11)
     after = dict(policy.named_full_parameters())
     assert {tensor.dtype for tensor in after.values()} == {torch.float32}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_policy import load, make_config, random_sequences
+from tiny_policy import load, make_config, random_sequences, weights_of
 from user_files import write_user_code
 
 from asyncrl.config import Config, OptimOptions
@@ -78,5 +78,5 @@ def test_groups_of_a_users_optimizer_keep_their_share_of_the_learning_rate(tmp_p
     for policy in map(load, configs):
         measured = policy.train_step([[bundle(random_sequences(4))]], policy_version=11)
         assert measured["lr"] == policy.config.lr / 2, "the first of two updates of warm-up"
-        ends.append({name: tensor.clone() for name, tensor in policy.named_full_parameters()})
+        ends.append(weights_of(policy))
     assert all(torch.equal(ends[1][name], tensor) for name, tensor in ends[0].items())

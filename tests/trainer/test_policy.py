@@ -17,6 +17,7 @@ from tiny_policy import (
     make_config,
     random_sequences,
     random_tree,
+    weights_of,
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -241,7 +242,7 @@ def gather_on_two_ranks(configs):
         randomize(policy)
         with Exchanged() as exchanged:
             sent = {name: tensor.clone() for name, tensor in policy.sent_parameters()}
-        full = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+        full = weights_of(policy)
         found.append((sent, full, exchanged.counts))
     return found
 
@@ -361,12 +362,12 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_touches_no_weight(model, fie
     first, *rest = random_sequences(4)
     value = np.nan if field == "advantage" else np.full(len(first.tokens), np.nan, np.float32)
     policy = load(make_config(model))
-    before = {name: tensor.clone() for name, tensor in policy.named_full_parameters()}
+    before = weights_of(policy)
     message = r"loss nan and gradient norm nan at update 0 must be finite"
     with pytest.raises(RuntimeError, match=message):
         policy.train_step([[bundle([replace(first, **{field: value}), *rest])]], VERSION)
-    for name, tensor in policy.named_full_parameters():
-        assert torch.equal(tensor, before[name])
+    after = weights_of(policy)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_a_token_from_the_future_and_an_update_without_tokens_are_refused(model):
