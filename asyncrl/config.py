@@ -41,6 +41,7 @@ RESUME, NODE, HOST, REPLAY, EVALUATION, NOT_COPIED = May
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 """Estimators that compare a response with others of its group only."""
 KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
+Sharing = Literal["off", "prompt", "tree", "auto"]
 MAX_RESUMES = 4
 """Times that a response may be suspended and resumed where over_sampling is above 1; adds to max_staleness."""
 MAX_OUTSTANDING = 10**6
@@ -287,8 +288,9 @@ class Config:
     """Rank of adapters on all linear layers of the decoder, the only trained ones (LoRA, alpha = 2·rank); 0: none."""
     max_tokens_per_microbatch: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 16384
     """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
-    share_prefix: Annotated[Literal["off", "prompt", "tree"], REPLAY] = "off"
-    """What the trainer reads once: a group's prompt, or all that sequences of an update begin with; same gradient."""
+    share_prefix: Annotated[Sharing, REPLAY] = "off"
+    """What the trainer reads once: a group's prompt, or all that sequences of an update begin with; same gradient.
+    `auto` takes for each update what is estimated to cost least, and nothing for models that cannot share."""
     router_replay: Annotated[bool, REPLAY] = False
     """Route each token of a mixture of experts to those that the engine chose for it (R3, extras/router_replay)."""
     save_memory: Annotated[
@@ -599,11 +601,6 @@ RULES: list[Rule] = [
         lambda c: c.group_size == 1 and c.advantage in GROUP_ADVANTAGES,
         "--advantage {c.advantage} compares the responses of a group, and --group-size 1 leaves nothing to "
         "compare; raise --group-size, or use --advantage reinforce or gae",
-    ),
-    (
-        lambda c: c.group_size == 1 and c.share_prefix == "prompt",
-        "--share-prefix prompt does not go with --group-size 1: one response shares its prompt with no other; "
-        "change one of the two",
     ),
     (
         lambda c: c.group_size == 1 and c.drop_zero_variance,

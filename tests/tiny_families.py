@@ -84,7 +84,7 @@ def tiny_config(family: str, **options) -> PreTrainedConfig:
 def tiny_model(config: PreTrainedConfig, attention: str | None = None) -> PreTrainedModel:
     """Return a random model in float32, of which no weight and no persistent buffer is 0 or 1."""
     torch.manual_seed(0)
-    attention = attention or choose_attention(torch.device("cpu"), config, shares_prefix=False)
+    attention = attention or choose_attention(torch.device("cpu"), config)
     options = {"dtype": torch.float32, "attn_implementation": attention}
     model = AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():

@@ -96,7 +96,7 @@ def make_sequence(
     rng: np.random.Generator,
     tokens: np.ndarray,
     loss_mask: np.ndarray,
-    group_id: int | None = None,
+    group_id: int = 0,
 ) -> TrainSequence:
     """A sequence with random off-policy log-probs, versions below 12, a random advantage and a random reward."""
     length = len(tokens)

@@ -37,23 +37,23 @@ _CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
 """What some models give their attention besides a window; varlen_attn has none of it."""
 
 
-def choose_attention(device: torch.device, config: PreTrainedConfig, shares_prefix: bool) -> str:
-    """Return transformers' name of the attention to use: sdpa (torch's own) on the CPU, or eager for families without.
+def choose_attention(device: torch.device, config: PreTrainedConfig) -> str:
+    """Return transformers' name of the attention of sequences that share no prefix: sdpa (torch's own) on the CPU, or
+    eager for families without.
 
-    On a GPU flex_attention where prefixes are shared, else flash_attention_2 where flash-attn is there, else varlen.
-    What that cannot compute, and where each sequence has a row of its own, is as on the CPU.
+    On a GPU flash_attention_2 where flash-attn is there, else varlen. What that cannot compute, and where each sequence
+    has a row of its own, is as on the CPU.
     """
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     by_mask = "sdpa" if model is None or model._supports_sdpa else "eager"
     if device.type != "cuda" or mixes_sequences(config):
         return by_mask
-    if shares_prefix:
-        return "flex_attention"
     if flash_attn_works():
         return "flash_attention_2"
     if reason := unfit_for_varlen(config, torch.cuda.get_device_capability(device)):
         _say(f"attention of the trainer takes a mask, which is slow and needs memory: {reason}")
-    return by_mask if reason else "varlen"
+        return by_mask
+    return "varlen"
 
 
 def flash_attn_works() -> bool:
@@ -79,9 +79,9 @@ def unfit_for_varlen(config: PreTrainedConfig, capability: tuple[int, int]) -> s
         return (
             f"varlen_attn needs compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
         )
-    if any(size % 8 or size > 256 for size in sizes) or hasattr(text, "v_head_dim"):
+    if any(size % 8 or size > 256 for size in sizes):
         listed = ", ".join(map(str, sizes))
-        return f"varlen_attn needs heads of a multiple of 8, at most 256, as wide for values; they have {listed}"
+        return f"varlen_attn needs heads of a multiple of 8, at most 256; they have {listed}"
     takes_ours = model and model._supports_attention_backend and model._supports_sdpa
     if not takes_ours or config.model_type in _WITHOUT_BOUNDS:
         return f"transformers lets nobody choose the attention of {config.model_type}"
@@ -159,8 +159,8 @@ def mixes_sequences(config: PreTrainedConfig) -> bool:
     )
 
 
-def check_sharing(config: PreTrainedConfig, path: str) -> None:
-    """Raise ValueError for a model that cannot read a prefix once for several sequences.
+def unfit_for_sharing(config: PreTrainedConfig) -> list[str]:
+    """Return what keeps a model from reading a prefix once for several sequences; empty if nothing does.
 
     A recurrent layer has one state after it. A window counts columns of the row, which are not the positions of a
     sequence behind the prefix.
@@ -168,13 +168,9 @@ def check_sharing(config: PreTrainedConfig, path: str) -> None:
     window = getattr(config.get_text_config(), "sliding_window", None)
     kinds = layer_kinds(config)
     unfit = sorted(kinds - {"attention", "full_attention"})
-    if not kinds and window is not None:
+    if not kinds and window:
         unfit = [f"sliding_window {window}"]
-    unfit = unfit or [f"the mask of {config.model_type}"] * mixes_sequences(config)
-    if unfit:
-        raise ValueError(
-            f"--share-prefix needs full attention in every layer, {path} has {', '.join(unfit)}; leave the option out"
-        )
+    return unfit or [f"the mask of {config.model_type}"] * mixes_sequences(config)
 
 
 def mask_function(visible_until: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 
+from asyncrl.config import Sharing
 from asyncrl.trainer.packing import (
     Bundle,
     Layout,
-    Sharing,
     TrainSequence,
     Updates,
     bundle,
     first_fit_decreasing,
 )
+
+WORTH_SHARING = 0.1
+"""Least share of an update's cost for which `auto` shares prefixes. The estimate errs by about as much, and a GPU needs
+a slower kernel of attention for it."""
 
 
 def distribute(
@@ -40,14 +44,13 @@ def fill_microbatches(bundles: list[Bundle], max_tokens: int, layout: Layout) ->
     Where each has a row of its own, padding counts, so those of a micro-batch are about equally long.
     Raises RuntimeError for a bundle that exceeds them.
     """
-    if layout != "row_each":
-        bins = first_fit_decreasing(_lengths(bundles), max_tokens)
-        return [[bundles[index] for index in members] for members in bins]
     waiting = sorted(bundles, key=lambda item: -item.num_tokens)
-    if waiting and waiting[0].num_tokens > max_tokens:
-        raise RuntimeError(
-            f"{waiting[0].num_tokens} tokens are put into micro-batches of {max_tokens}"
-        )
+    lengths = [item.num_tokens for item in waiting]
+    if waiting and lengths[0] > max_tokens:
+        raise RuntimeError(f"{lengths[0]} tokens are put into micro-batches of {max_tokens}")
+    if layout != "row_each":
+        bins = first_fit_decreasing(lengths, max_tokens)
+        return [[waiting[index] for index in members] for members in bins]
     microbatches = []
     while waiting:
         num_rows = max_tokens // waiting[0].num_tokens
@@ -67,15 +70,27 @@ def choose_bundles(
     bundles, about equal tokens each.
 
     Whole trees save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
-    for its square; so trees are cut at half the limit, and half of that, while this helps. `cost` is that of computing
-    bundles of these lengths on one rank.
+    for its square; so trees are cut at half the limit, and half of that, while this helps. `auto` takes prompts or
+    trees, whichever costs less, if that saves WORTH_SHARING of the cost. `cost` is that of computing bundles of these
+    lengths on one rank.
     """
+
+    def costliest(deal: list[list[Bundle]]) -> float:
+        return max(cost([item.num_tokens for item in bundles]) for bundles in deal)
+
+    if share_prefix == "auto":
+        apart, *shared = (
+            choose_bundles(sequences, num_ranks, max_tokens, kind, cost)
+            for kind in ("off", "prompt", "tree")
+        )
+        best = min(shared, key=costliest)
+        return best if costliest(best) < (1 - WORTH_SHARING) * costliest(apart) else apart
     longest = max((len(sequence.tokens) for sequence in sequences), default=1)
     limits = [max_tokens]
     while share_prefix != "off" and limits[-1] > longest:
-        limits.append(max(limits[-1] // 2, longest))
+        limits.append(limits[-1] // 2)
     deals = (balance(bundle(sequences, share_prefix, limit), num_ranks) for limit in limits)
-    return min(deals, key=lambda deal: max(cost(_lengths(bundles)) for bundles in deal))
+    return min(deals, key=costliest)
 
 
 def balance(bundles: list[Bundle], num_ranks: int) -> list[list[Bundle]]:
@@ -87,7 +102,3 @@ def balance(bundles: list[Bundle], num_ranks: int) -> list[list[Bundle]]:
         bundles_of_ranks[rank].append(item)
         loads[rank] += item.num_tokens
     return bundles_of_ranks
-
-
-def _lengths(bundles: list[Bundle]) -> list[int]:
-    return [item.num_tokens for item in bundles]

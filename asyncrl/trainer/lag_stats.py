@@ -77,7 +77,7 @@ class TokenStats:
         The sequences are those of the micro-batches that were added after the first `since`.
         """
         return _effective_sample_size(
-            _joined(_on_all_ranks(_joined(self._sequence_log_ratios[since:])))
+            _joined(on_all_ranks(_joined(self._sequence_log_ratios[since:])))
         )
 
     def add(self, stats: dict[str, Tensor], lags: Tensor) -> None:
@@ -108,7 +108,7 @@ class TokenStats:
         `sequence_ess` is the effective sample size of the sequences' whole ratios. `tokens` is a sum.
         """
         sums = {name: total.cpu().numpy() for name, total in self._sums.items()}
-        ranks = _on_all_ranks((sums, _joined(self._log_ratios), _joined(self._sequence_log_ratios)))
+        ranks = on_all_ranks((sums, _joined(self._log_ratios), _joined(self._sequence_log_ratios)))
         sums_of_ranks, log_ratios, sequence_log_ratios = zip(*ranks, strict=True)
         totals = Counter()
         for sums in sums_of_ranks:
@@ -134,7 +134,7 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     return means | {"tokens": num_tokens}
 
 
-def _on_all_ranks(value: T) -> list[T]:
+def on_all_ranks(value: T) -> list[T]:
     """Return the values of all ranks; collective."""
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from asyncrl.trainer.attention import ONE_ROW, attention_inputs, dense_cost, mixes_sequences
+from asyncrl.trainer.attention import (
+    ONE_ROW,
+    attention_inputs,
+    dense_cost,
+    mixes_sequences,
+    unfit_for_sharing,
+)
 from asyncrl.trainer.packing import Layout
 from asyncrl.trainer.sampling import Sampling, sampling_logits
 
@@ -45,13 +51,17 @@ class TokenLogprobs(nn.Module):
         self.value_head: nn.Module | None = None
         """The ValueHead of extras/gae.py, with --advantage gae: from hidden states [N, H] to values [N] float32."""
         self.chunk_rows = chunk_rows
-        self.attention: str = model.config._attn_implementation
+        self.attention = model.config._attn_implementation
         """As transformers names it; asyncrl/trainer/attention.py chooses it."""
+        self.attention_of_trees = self.attention
+        """That of micro-batches with a shared prefix; FlexAttention on a GPU."""
         self.trains_entropy = trains_entropy
         self.layout: Layout = "one_row" if self.attention in ONE_ROW else "short_rows"
         """How that wants a micro-batch packed."""
         if mixes_sequences(model.config):
             self.layout = "row_each"
+        self.can_share = not unfit_for_sharing(model.config)
+        """Whether several sequences can read a prefix once."""
 
     def cost(self, lengths: list[int]) -> int:
         """Return the cost of computing bundles of `lengths` tokens; its unit depends on the attention."""
@@ -84,7 +94,9 @@ class TokenLogprobs(nn.Module):
             sources, targets = pairs >> 32, pairs & 0x7FFFFFFF
         if self.layout == "row_each":  # also at padding, or transformers sees other sequences there
             position_ids = torch.ones_like(position_ids).cumsum(dim=1) - 1
-        seen = attention_inputs(self.attention, position_ids, visible_until)
+        attention = self.attention if visible_until is None else self.attention_of_trees
+        self.model.config._attn_implementation = attention
+        seen = attention_inputs(attention, position_ids, visible_until)
         outputs = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen
         )
@@ -96,11 +108,9 @@ class TokenLogprobs(nn.Module):
                 rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True
             )
         ]
-        values = (
-            torch.zeros(len(rows), device=rows.device)
-            if self.value_head is None
-            else self.value_head(rows)
-        )
+        values = torch.zeros(len(rows), device=rows.device)
+        if self.value_head is not None:
+            values = self.value_head(rows)
         logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         scored = Scored(logprobs, entropy, values)
         return scored if places is None else Scored(*(column[places] for column in scored))

@@ -75,14 +75,16 @@ def load_model(
 
     What is not trained, as a reference or below adapters, is kept in the dtype of computing.
     """
-    hf_config = read_config(path, config.share_prefix != "off")
+    hf_config = read_config(path, config.share_prefix)
     dtype = compute_dtype(config, device) if config.lora_rank or not is_trained else torch.float32
     with torch.device("meta"):
-        attention = choose_attention(device, hf_config, config.share_prefix != "off")
+        attention = choose_attention(device, hf_config)
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     module = TokenLogprobs(model.eval(), trains_entropy=config.optim.entropy > 0)
+    if device.type == "cuda":
+        module.attention_of_trees = "flex_attention"
     offload = "optimizer" in config.save_memory
     if is_trained and config.advantage == "gae":
         hidden_size = model.get_output_embeddings().in_features
@@ -97,12 +99,8 @@ def load_model(
         compile_layers(layers)
         # Logits in float32 are written once in a pass then, and not for each operation on them.
         module.score_rows = compiled(module.score_rows)
-    shard(
-        [*layers, *embedding_apart(config, model), module],
-        mesh,
-        compute_dtype(config, device),
-        offload,
-    )
+    parts = [*layers, *embedding_apart(config, model), module]
+    shard(parts, mesh, compute_dtype(config, device), offload)
     module.to_empty(device="cpu" if offload else device)
     _move_buffers(model, device)
     adapters = {}

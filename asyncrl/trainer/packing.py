@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config import Config, Sharing
 
 ATTENTION_BLOCK = 128
 """Tokens of a block of FlexAttention's mask: rows of whole blocks are of one kind, for which one kernel is compiled."""
-Sharing = Literal["off", "prompt", "tree"]
 Layout = Literal["one_row", "short_rows", "row_each"]
 """How bundles lie in a micro-batch: all in one row, in rows as long as the longest, or each in a row of its own."""
 
@@ -43,8 +42,8 @@ class TrainSequence:
     """Advantage of the sequence; with --advantage gae its reward, of which extras/gae.py makes those of tokens."""
     reward: float = 0.0
     """Reward that the task gave."""
-    group_id: int | None = None
-    """Group whose sequences may share their prompt; None shares none."""
+    group_id: int = 0
+    """Group whose sequences may share their prompt."""
     experts: np.ndarray | None = None
     """As in Trajectory."""
 
@@ -94,8 +93,8 @@ class MicroBatch:
     position_ids: Tensor
     """[R, L] int64, from 0 in each sequence; all 0 at padding, so each padding token is a sequence of its own."""
     visible_until: Tensor | None
-    """[R, L] int64, column after the token's subtree: those from the token to there see it. None where no prefix is
-    shared, and position_ids say where sequences begin."""
+    """[R, L] int64, column after the token's subtree: those from the token to there see it. None where no bundle shares
+    a prefix, and position_ids say where sequences begin."""
     sources: Tensor
     """[N] int64, flat index into R·L of the token whose hidden state predicts the trained token."""
     targets: Tensor
@@ -126,20 +125,17 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
         columns = {
-            name: column for name, column in vars(self).items() if isinstance(column, Tensor)
+            name: column.to(device)
+            for name, column in vars(self).items()
+            if isinstance(column, Tensor)
         }
-        return replace(self, **{name: column.to(device) for name, column in columns.items()})
+        return replace(self, **columns)
 
 
 def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]:
-    """Pack items, longest first, each into the first bin with room; bins of item indices.
-
-    Raises RuntimeError for an item above `capacity`.
-    """
-    if max(lengths, default=0) > capacity:
-        raise RuntimeError(f"{max(lengths)} tokens are put into bins of {capacity}")
+    """Pack items of at most `capacity`, longest first, each into the first bin with room; bins of item indices."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    room = []
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         index = next((i for i, free in enumerate(room) if free >= lengths[item]), len(bins))
         if index == len(bins):
@@ -150,16 +146,14 @@ def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]
     return bins
 
 
-def common_prefix(
-    first: TrainSequence, second: TrainSequence, share_prefix: Sharing = "tree"
-) -> int:
+def common_prefix(first: TrainSequence, second: TrainSequence, share_prefix: Sharing) -> int:
     """Count the tokens that both begin with; of prompts alone, in one group and before a trained token of either."""
     length = min(len(first.tokens), len(second.tokens))
     if share_prefix == "prompt":
         untrained = [
             int(s.loss_mask.argmax()) if s.num_trained else length for s in (first, second)
         ]
-        length = min(length, *untrained) if first.group_id == second.group_id is not None else 0
+        length = min(length, *untrained) if first.group_id == second.group_id else 0
     differs = first.tokens[:length] != second.tokens[:length]
     return int(differs.argmax()) if differs.any() else length
 
@@ -183,7 +177,7 @@ def bundle(
     if share_prefix == "off":
         return [singles[i] for i in range(len(sequences))]
     if share_prefix == "prompt":
-        order.sort(key=lambda i: -1 if sequences[i].group_id is None else sequences[i].group_id)
+        order.sort(key=lambda i: sequences[i].group_id)
         depths = _shared_with_next([sequences[i] for i in order], "prompt")
     max_tokens = max([max_tokens, *(len(sequence.tokens) for sequence in sequences)])
     # The nodes of the path from the root: depth, and the bundles that ended below it.
@@ -270,7 +264,7 @@ def with_equal_counts(updates: Updates) -> Updates:
     return [(update + empty)[:count] for update, count in zip(updates, counts, strict=True)]
 
 
-def pack(bundles: list[Bundle], layout: Layout, share_prefix: Sharing = "off") -> MicroBatch:
+def pack(bundles: list[Bundle], layout: Layout) -> MicroBatch:
     """Pack bundles into rows.
 
     One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prefixes are shared.
@@ -281,7 +275,8 @@ def pack(bundles: list[Bundle], layout: Layout, share_prefix: Sharing = "off") -
     bundles = bundles or [_NOTHING_TO_TRAIN]
     lengths = [bundle.num_tokens for bundle in bundles]
     width = sum(lengths) if layout == "one_row" else max(lengths)
-    if layout == "one_row" and share_prefix != "off":
+    is_shared = any(bundle.shared for bundle in bundles)
+    if layout == "one_row" and is_shared:
         width = math.ceil(width / ATTENTION_BLOCK) * ATTENTION_BLOCK
     rows = [[member] for member in range(len(bundles))]
     if layout != "row_each":
@@ -304,7 +299,7 @@ def pack(bundles: list[Bundle], layout: Layout, share_prefix: Sharing = "off") -
     return MicroBatch(
         input_ids,
         position_ids,
-        None if share_prefix == "off" else visible_until,
+        visible_until if is_shared else None,
         torch.from_numpy(np.concatenate(sources)),
         **_trained_columns(sequences),
     )

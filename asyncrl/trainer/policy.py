@@ -20,7 +20,7 @@ from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.checkpoint import trained_names
-from asyncrl.trainer.lag_stats import TokenStats
+from asyncrl.trainer.lag_stats import TokenStats, on_all_ranks
 from asyncrl.trainer.logprobs import Scored, TokenLogprobs
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.trainer.model import WholeWeights, load_model, trainer_mesh
@@ -139,17 +139,14 @@ class Policy(WholeWeights):
         Token order is that of the sequences given. `raw` leaves the sampling transform out.
         """
         (padded,) = with_equal_counts([[bundle(sequences) for sequences in microbatches]])
-        batches = [
-            pack(bundles, self.module.layout, self.config.share_prefix).to(self.device)
-            for bundles in padded
-        ]
+        batches = [pack(bundles, self.module.layout).to(self.device) for bundles in padded]
         scores = [self._forward(self.module, batch, raw).logprobs.cpu() for batch in batches]
         # FSDP keeps the root's weights gathered, for a backward pass that does not come
         self.module.reshard()
         return scores[: len(microbatches)]
 
     def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
-        batch = pack(bundles, self.module.layout, self.config.share_prefix)
+        batch = pack(bundles, self.module.layout)
         newest = max(batch.policy_versions.tolist(), default=policy_version)
         if newest > policy_version:
             raise RuntimeError(
@@ -259,9 +256,7 @@ class Policy(WholeWeights):
         for batch in batches:
             logprobs = self._forward(self.module, batch).logprobs
             parts.append(_loss_inputs(batch, logprobs, progress).to("cpu"))
-        inputs_of_ranks: list[LossInputs | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(inputs_of_ranks, joined(parts))
-        return joined(inputs_of_ranks).to(self.device)
+        return joined(on_all_ranks(joined(parts))).to(self.device)
 
     def _step(self, loss: float, lr: float) -> dict[str, float]:
         """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""

@@ -66,7 +66,8 @@ def measure(rank: int, path: str, name: str, device: str, result: str) -> None:
         seconds.append(round(time.perf_counter() - start, 3))
     print(name, policy.module.attention, seconds, flush=True)
     num_parameters = sum(parameter.numel() for parameter in policy.module.parameters())
-    torch.save((metrics, policy.module.attention, num_parameters), result)
+    used = policy.module.model.config._attn_implementation
+    torch.save((metrics, used, num_parameters), result)
     dist.destroy_process_group()
 
 

@@ -26,14 +26,15 @@ from transformers import (
 )
 
 import asyncrl.trainer.attention
+import asyncrl.trainer.logprobs
 import asyncrl.trainer.model
 from asyncrl.trainer.attention import (
     _block_mask_maker,
     attention_inputs,
-    check_sharing,
     choose_attention,
     dense_mask,
     mask_function,
+    unfit_for_sharing,
 )
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.packing import bundle, pack
@@ -57,7 +58,7 @@ def test_a_tree_has_the_scores_of_single_sequences_and_each_of_its_tokens_meets_
     module, rows = TokenLogprobs(inner), []
     inner.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     bundles = bundle(random_tree(20, seed=5, system=0), "tree")
-    batch = pack(bundles, module.layout, "tree")
+    batch = pack(bundles, module.layout)
     assert len(bundles) == 3 and (len(batch.input_ids) == 1) == (attention != "sdpa")
     inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
     with torch.compiler.set_stance("force_eager"):
@@ -86,11 +87,8 @@ def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
 
 def test_a_model_whose_window_counts_columns_of_the_row_shares_no_prefix():
     for config in (Qwen3Config(num_hidden_layers=2), LlamaConfig()):
-        check_sharing(config, "m")
-    with pytest.raises(
-        ValueError, match="needs full attention in every layer, m has sliding_window 64"
-    ):
-        check_sharing(MistralConfig(sliding_window=64), "m")
+        assert not unfit_for_sharing(config)
+    assert unfit_for_sharing(MistralConfig(sliding_window=64)) == ["sliding_window 64"]
 
 
 # By bounds: varlen_attn, with a dense kernel on the CPU
@@ -101,12 +99,19 @@ def test_a_model_whose_window_counts_columns_of_the_row_shares_no_prefix():
 )
 @pytest.mark.parametrize("budget", [30, 100_000])
 def test_a_step_is_that_of_the_definition(untied, budget, options, monkeypatch):
+    """Also of micro-batches that share prefixes, and are computed by a mask, between others by bounds."""
     monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: "varlen")
-    policy = load(make_config(untied, **options))
+    policy = load(make_config(untied, share_prefix="tree", **options))
     randomize(policy)
-    updates = [random_sequences(9)]
-    check_step(policy, updates, budget, 11)
-    assert policy.module.attention == "varlen"
+    policy.module.attention_of_trees = "sdpa"
+    used = []
+    monkeypatch.setattr(
+        asyncrl.trainer.logprobs,
+        "attention_inputs",
+        lambda name, *tensors: used.append(name) or attention_inputs(name, *tensors),
+    )
+    check_step(policy, [random_tree(6), random_sequences(9)], budget, 11)
+    assert "sdpa" in used
 
 
 class Largest(TorchDispatchMode):
@@ -167,8 +172,8 @@ def test_scores_that_it_would_change_silently_are_refused():
 # Choice
 
 
-def choice(shares_prefix=False, config=None, device="cuda"):
-    return choose_attention(torch.device(device), config or Qwen3Config(), shares_prefix)
+def choice(config=None, device="cuda"):
+    return choose_attention(torch.device(device), config or Qwen3Config())
 
 
 @pytest.mark.parametrize(
@@ -179,11 +184,10 @@ def test_a_gpu_takes_flash_attn_where_it_works_and_else_varlen(
 ):
     """A line says that the import of a flash-attn for another torch fails."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
-    assert choice() == "varlen" and choice(shares_prefix=True) == "flex_attention"
-    assert choice(device="cpu") == choice(True, device="cpu") == "sdpa"
+    assert choice() == "varlen" and choice(device="cpu") == "sdpa"
     monkeypatch.setattr(asyncrl.trainer.attention, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
-    assert choice() == expected and choice(shares_prefix=True) == "flex_attention"
+    assert choice() == expected
     assert choice(config=RecurrentGemmaConfig()) == "sdpa"
     assert choice(config=transformers.GptOssConfig()) == "eager"
     assert capsys.readouterr().out.count("its import fails") == (flash_attn is None)
@@ -194,7 +198,6 @@ def test_a_gpu_takes_flash_attn_where_it_works_and_else_varlen(
     [
         (Qwen3Config(), (7, 5), "the GPU has 7.5"),
         (Qwen3Config(head_dim=20), HOPPER, "they have 20"),
-        (transformers.DeepseekV3Config(), HOPPER, "as wide for values"),
         (transformers.BloomConfig(), HOPPER, "lets nobody choose the attention of bloom"),
         (transformers.NemotronConfig(), HOPPER, "lets nobody choose the attention of nemotron"),
         (transformers.Gemma4TextConfig(), HOPPER, "they have 256, 512"),

@@ -113,21 +113,24 @@ class UnsentShares(Cluster):
         return shares
 
 
-def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_deal():
+@pytest.mark.parametrize("can_share", [True, False])
+def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_deal(can_share):
+    """Nothing is shared where the model cannot."""
     config = Config(
         groups_per_step=8, group_size=2, minibatches=2, max_prompt_tokens=2, max_response_tokens=10,
-        max_tokens_per_microbatch=12, share_prefix="prompt",
+        max_tokens_per_microbatch=12, share_prefix="auto",
     )  # fmt: skip
     groups = [
         Group(i, tuple(make_trajectory(i, member, (0,) * (i + 1)) for member in range(2)))
         for i in range(8)
     ]
-    module = SimpleNamespace(cost=max, layout="row_each")
+    module = SimpleNamespace(cost=sum, layout="row_each", can_share=can_share)
     policy = SimpleNamespace(config=config, clock=TrainerClock(), module=module)
     cluster = UnsentShares(ranks_of_nodes=((0, 1),))
     shares = deal(groups, 3, policy, cluster)
     updates = make_updates(groups, config, cluster, 3)
-    assert repr(shares) == repr(distribute(updates, 2, 12, "prompt", max, "row_each"))
+    sharing = "auto" if can_share else "off"
+    assert repr(shares) == repr(distribute(updates, 2, 12, sharing, sum, "row_each"))
     assert policy.clock.take().spans[-1][0] == "gather"
     assert deal(None, 3, policy, cluster) is None
 

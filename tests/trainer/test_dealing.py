@@ -12,8 +12,10 @@ from test_packing import GROUPS, TREES, make_group, sequences_in
 from tiny_policy import make_sequence
 
 from asyncrl.trainer.attention import dense_cost
-from asyncrl.trainer.dealing import choose_bundles, distribute
-from asyncrl.trainer.packing import Layout
+from asyncrl.trainer.dealing import choose_bundles, distribute, fill_microbatches
+from asyncrl.trainer.packing import Layout, bundle
+
+dense_of_64 = functools.partial(dense_cost, hidden_size=64)
 
 
 @settings(max_examples=150, deadline=None)
@@ -22,12 +24,12 @@ from asyncrl.trainer.packing import Layout
     st.integers(1, 5),
     st.integers(75, 160),
     st.sampled_from(get_args(Layout)),
-    st.sampled_from(("off", "prompt", "tree")),
+    st.sampled_from(("off", "prompt", "tree", "auto")),
 )
 def test_ranks_get_every_sequence_once_in_micro_batches_within_the_budget_and_about_equal_tokens(
     updates, ranks, budget, layout, sharing
 ):
-    cost = sum if layout == "one_row" else functools.partial(dense_cost, hidden_size=64)
+    cost = sum if layout == "one_row" else dense_of_64
     shares = distribute(updates, ranks, budget, sharing, cost, layout)
     assert len(shares) == ranks and all(len(share) == len(updates) for share in shares)
     for number, sequences in enumerate(updates):
@@ -58,6 +60,12 @@ def padded(bundles, layout):
     return max(lengths) * len(lengths) if layout == "row_each" else sum(lengths)
 
 
+@pytest.mark.parametrize("layout", get_args(Layout))
+def test_a_sequence_above_the_budget_is_refused(layout):
+    with pytest.raises(RuntimeError, match=r"^11 tokens are put into micro-batches of 10$"):
+        fill_microbatches(bundle(make_group(6, [5])), 10, layout)
+
+
 @pytest.mark.parametrize("lengths", [(4, 4, 8), (9, 3, 3, 3)])
 def test_the_longest_are_dealt_first_each_to_the_rank_with_the_fewest_tokens(lengths):
     rng = np.random.default_rng(0)
@@ -78,15 +86,34 @@ def test_groups_are_cut_only_as_far_as_the_ranks_ask(ranks, sizes):
 
 
 def test_dense_attention_gets_whole_groups_of_long_prompts_and_single_sequences_of_long_responses():
-    dense = functools.partial(dense_cost, hidden_size=64)
     sizes = {}
     for prompt, response in ((256, 32), (16, 256)):
-        for cost in (dense, sum):
+        for cost in (dense_of_64, sum):
             group = make_group(prompt, [response] * 8)
             sizes[prompt, cost] = sizes_of(choose_bundles(group, 1, 16384, "prompt", cost))
     assert sizes == {
-        (256, dense): [[8]],
+        (256, dense_of_64): [[8]],
         (256, sum): [[8]],
-        (16, dense): [[1] * 8],
+        (16, dense_of_64): [[1] * 8],
         (16, sum): [[8]],
     }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "cost", "sizes"),
+    [
+        (256, 32, dense_of_64, [8]),
+        (16, 256, dense_of_64, [1] * 8),
+        (16, 256, sum, [1] * 8),
+        (16, 64, sum, [8]),
+    ],
+)
+def test_auto_shares_what_costs_less_by_a_tenth_and_else_deals_as_off_does(
+    prompt, response, cost, sizes
+):
+    """Of 8 responses, a prompt of 16 tokens is 5 % of all tokens beside 256, and 18 % beside 64."""
+    group = make_group(prompt, [response] * 8)
+    chosen = choose_bundles(group, 1, 16384, "auto", cost)
+    assert sizes_of(chosen) == [sizes]
+    if len(sizes) > 1:
+        assert repr(chosen) == repr(choose_bundles(group, 1, 16384, "off", cost))

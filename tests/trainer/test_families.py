@@ -11,7 +11,7 @@ from tiny_policy import load, make_config, random_sequences, save_tiny_family
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from asyncrl.trainer import families
-from asyncrl.trainer.attention import check_sharing, mixes_sequences, unfit_for_varlen
+from asyncrl.trainer.attention import mixes_sequences, unfit_for_sharing, unfit_for_varlen
 from asyncrl.trainer.families import COMPARED, read_config
 from asyncrl.trainer.logprobs import TokenLogprobs
 
@@ -42,9 +42,7 @@ def test_a_sequence_has_a_row_of_its_own_exactly_if_it_would_change_another_in_a
     changes = not torch.allclose(packed_scores(module, sequences, "one_row"), alone, atol=1e-4)
     assert changes == mixes_sequences(config) == (family in A_ROW_EACH)
     if changes:
-        why = f"full attention in every layer, m has {A_ROW_EACH[family]}; leave the option out$"
-        with pytest.raises(ValueError, match=f"^--share-prefix needs {why}"):
-            check_sharing(config, "m")
+        assert unfit_for_sharing(config) == [A_ROW_EACH[family]]
     in_layout = packed_scores(module, sequences, module.layout)
     torch.testing.assert_close(in_layout, alone, rtol=1e-5, atol=1e-5)
     if unfit_for_varlen(config, HOPPER) is None and not changes:
@@ -56,11 +54,15 @@ def test_a_sequence_has_a_row_of_its_own_exactly_if_it_would_change_another_in_a
 @pytest.mark.parametrize("family", ["falcon_h1", "gpt_oss", "lfm2", "qwen3_next"])
 def test_a_step_in_rows_of_their_own_is_that_of_the_definition(family, tmp_path, monkeypatch):
     monkeypatch.setattr(families, "COMPARED", (*COMPARED, family))
-    policy = load(make_config(save_tiny_family(family, str(tmp_path))))
+    path = save_tiny_family(family, str(tmp_path))
+    policy = load(make_config(path, share_prefix="auto"))
     randomize(policy)
     # The one number of a head that gated delta rules have is a sum over all tokens, which rounds the most.
     check_step(policy, [random_sequences(9)], 60, 11, relative=2e-5)
-    assert policy.module.layout == "row_each"
+    assert policy.module.layout == "row_each" and not policy.module.can_share
+    needs = "--share-prefix needs full attention in every layer"
+    with pytest.raises(ValueError, match=f"^{needs}, .+ has {A_ROW_EACH[family]}; leave the opt"):
+        load(make_config(path, share_prefix="tree"))
 
 
 def test_a_family_that_was_not_compared_is_refused_in_one_line(monkeypatch):
@@ -71,4 +73,4 @@ def test_a_family_that_was_not_compared_is_refused_in_one_line(monkeypatch):
         monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, c=config, **__: c)
         line = f"^--model m is a {family}: vLLM computes other .+qwen3[^\\n]*$"
         with pytest.raises(ValueError, match=line):
-            read_config("m", shares_prefix=False)
+            read_config("m", "off")

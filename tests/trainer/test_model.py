@@ -10,7 +10,14 @@ import pytest
 import torch
 from plain_trainer import randomize
 from safetensors.torch import load_file, save_file
-from tiny_policy import load, make_config, random_sequences, save_tiny_family, save_tiny_model
+from tiny_policy import (
+    load,
+    make_config,
+    random_sequences,
+    random_tree,
+    save_tiny_family,
+    save_tiny_model,
+)
 from transformers import AutoModelForCausalLM
 
 import asyncrl.trainer.model
@@ -82,9 +89,9 @@ def test_compiled_layers_make_the_same_steps_of_micro_batches_of_all_sizes_by_fe
     assert 1 <= graphs["stats"]["unique_graphs"] <= 10, "six of layers, and four of the head"
 
 
-@pytest.mark.parametrize("attention", ["varlen", "flex_attention"])
+@pytest.mark.parametrize("share_prefix", ["off", "tree"])
 def test_of_numbers_compiled_graphs_take_sizes_of_micro_batches_only(
-    tmp_path, monkeypatch, attention
+    tmp_path, monkeypatch, share_prefix
 ):
     """Where a head's size is a symbol, FlexAttention on a GPU cannot be compiled; a float is converted on the host."""
     inputs, graphs = {}, []
@@ -95,15 +102,17 @@ def test_of_numbers_compiled_graphs_take_sizes_of_micro_batches_only(
         inputs.update((node.name, node.meta["example_value"]) for node in nodes)
         return graph.forward
 
-    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: attention)
+    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: "varlen")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=record))
     torch._dynamo.reset()
     path = save_tiny_family("qwen3", str(tmp_path))
-    share_prefix = "tree" if attention == "flex_attention" else "off"
     policy = load(make_config(path, compile=True, temperature=0.8, share_prefix=share_prefix))
-    for num in (2, 16):
-        policy.score([random_sequences(num, num)])
-        policy.score([random_sequences(num, num + 1)], raw=True)
+    policy.module.attention_of_trees = "flex_attention"
+    for num in (2, 60):
+        batch = policy._pack(bundle(random_tree(num, num, vocabulary=20), share_prefix), 12)
+        for raw in (False, True):
+            with torch.no_grad():
+                policy._forward(policy.module, batch, raw)
     # of the head with the temperature and without, and of layers for masks of one block and of more
     assert len(graphs) <= 4
     numbers = {name for name, value in inputs.items() if isinstance(value, torch.SymInt)}

@@ -35,7 +35,7 @@ from extras import gae
 pytestmark = pytest.mark.usefixtures("one_rank")
 VERSION = 11
 """The newest version of random sequences, so that some tokens have no lag."""
-FORMS = (("off", 40), ("prompt", 60), ("tree", 35), ("tree", 100_000))
+FORMS = (("off", 40), ("prompt", 60), ("tree", 35), ("auto", 100_000))
 """What is shared, and the most tokens of a micro-batch."""
 VALUES = {
     "advantage": "gae",
