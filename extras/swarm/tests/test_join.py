@@ -13,20 +13,25 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from fake_worker import run_fake_worker
-from hosts import PROBE, Far, is_answer, nothing, running, wait_until
+from hosts import MODEL_CONFIG, PROBE, Far, is_answer, nothing, running, wait_until
 from user_files import write_user_code
 
 import rollout
 from asyncrl.config import SwarmOptions
+from asyncrl.messages import Finished
 from extras.swarm.hub import make_key
-from extras.swarm.wire import SILENCE_S, Pull
+from extras.swarm.wire import SILENCE_S, Join, Pull
 
+TIMES = "started_at", "ended_at"
+NUM_PROBLEMS = 12
+"""Of an evaluation."""
 PROGRAM = """
 import sys, rollout, fake_worker
 rollout.run_worker = fake_worker.run_fake_worker
@@ -110,6 +115,8 @@ class HostWalk:
         self.run, self.rng, self.stack = run, random.Random(seed), stack
         run.probe = PROBE
         self.hosts, self.num_joins = [], 0
+        self.began, self.answered = time.time(), set()
+        """When the walk began, and tickets that hosts have answered, as they are verified."""
         self.void = set()
         """Tickets that hosts had not answered when their session ended."""
 
@@ -125,6 +132,8 @@ class HostWalk:
     def check(self):
         """No host is shut out, ends or loses an engine, and nothing of an old session is trained on."""
         assert not self.void & self.run.taken
+        self.answered |= {trajectory.ticket_id for _, trajectory in self.run.swarm.take_answered()}
+        assert self.run.controller.config.num_rollout_workers or self.run.taken <= self.answered
         assert self.run.metric("shut_out") == 0
         for host in self.hosts:
             assert host.engines == host.first_engines and not host.ended
@@ -148,12 +157,14 @@ class HostWalk:
         self.stack.callback(relay.close)
         ends = {"key_path": self.run.key_path, "folder": self.run.folder}
         host = Far(SimpleNamespace(address=relay.address, **ends), "far", self.rng.choice([1, 2]))
-        host.relay = relay
+        host.relay, clock_ahead_s = relay, self.rng.choice([0, 3600])
+        host.changes = lambda message: with_clock_ahead(
+            pull_from_base(host, message), clock_ahead_s
+        )
         self.hosts.append(self.stack.enter_context(host))
         self.await_joins(1)
         host.first_engines = list(host.engines)
         wait_until(lambda: host.puller is not None and host.puller.here is not None)
-        host.changes = pull_from_base
 
     def leave(self):
         self.take_one_out().leave()
@@ -173,7 +184,8 @@ class HostWalk:
         host = self.rng.choice(self.hosts)
         if host.holds is nothing:
             host.holds = self.rng.choice([is_answer, lambda message: True])
-        wait_until(lambda: self.run.step_if_ready() or host.held)
+        last = self.run.version + 30  # the workers of the run may leave it nothing
+        wait_until(lambda: self.run.step_if_ready() or host.held or self.run.version >= last)
 
     def finish(self):
         self.rng.choice(self.hosts).finish()
@@ -218,16 +230,48 @@ class HostWalk:
         return not there
 
     def step(self):
-        """Train on a batch. Versions may be equal to the bit."""
+        """Train on a batch, whose times are by the clock of the run. Versions may be equal to the bit."""
         if all(host.holds is not nothing for host in self.hosts):
             self.hosts[0].finish()
         self.run.value_of = self.rng.choice([float, lambda version: 7.0])
-        self.run.step()
+        for trajectory in itertools.chain(*(group.trajectories for group in self.run.step())):
+            for name in TIMES:
+                assert self.began - 60 < getattr(trajectory, name) <= time.time()
+
+    def evaluate(self):
+        """All problems are evaluated. The first engine of each host scores the probe, as those of the run do."""
+        self.run.publish(evaluate=True)
+        self.run.controller.finish_evaluations()
+        evaluation = self.run.controller.take_evaluation()
+        assert (evaluation["eval/accuracy"], evaluation["eval/problems"]) == (1.0, NUM_PROBLEMS)
+        hosts = self.run.swarm._hosts.values()
+        expected = {next(iter(host.engines.values())).index for host in hosts}
+        expected |= set(range(self.run.controller.workers.num_workers))
+        probed = set()
+
+        def is_probed():
+            probed.update(self.run.controller.take_probes().get(self.run.version, ()))
+            return probed >= expected
+
+        wait_until(is_probed)
+        assert probed == expected
 
 
-def pull_from_base(message):
-    """A message, which asks for no more weights than what has changed."""
-    assert not isinstance(message, Pull) or message.base is not None
+def pull_from_base(host, message):
+    """A message, which asks for no more weights than what has changed since those that are here."""
+    assert not isinstance(message, Pull) or message.base is not None or host.puller.here is None
+    return message
+
+
+def with_clock_ahead(message, seconds):
+    """What a host says whose clock is so far ahead."""
+    match message:
+        case Join():
+            return replace(message, unix_time=message.unix_time + seconds)
+        case Finished((trajectory,)):
+            changes = {name: getattr(trajectory, name) + seconds for name in TIMES}
+            turns = tuple(tuple(at + seconds for at in turn) for turn in trajectory.turns)
+            return Finished([replace(trajectory, turns=turns, **changes)], None)
     return message
 
 
@@ -241,6 +285,7 @@ def test_hosts_that_come_and_go_and_lose_their_network_keep_their_engines_and_we
     # how fast they are is noise, and one that hangs may seem the fastest
     monkeypatch.setattr("extras.swarm.leases.FASTER", 1e6)
     options = {"swarm": SwarmOptions(lease_s=1), "max_running_requests": 4}
+    options |= {"eval_answers": ["ok"] * NUM_PROBLEMS}
     with running(tmp_path, num_own=seed, **options) as run, contextlib.ExitStack() as stack:
         walk = HostWalk(run, seed, stack)
         walk.walk(40)
@@ -250,6 +295,7 @@ def test_hosts_that_come_and_go_and_lose_their_network_keep_their_engines_and_we
         for _ in range(3):
             walk.step()
             walk.check()
+        walk.evaluate()
         run.swarm.stop()
         assert {host.end() for host in walk.hosts} == {"the run has ended"}
 
@@ -359,6 +405,7 @@ def test_a_host_has_engines_of_as_many_gpus_as_the_runs_own_or_as_it_is_told(tmp
         with Far(run, main=run_fake_worker, rollout_tp=1) as far:
             run.step()
             assert len(far.engines) == 1 and not far.ended
+            assert (far.folder / "config.json").read_text() == MODEL_CONFIG
 
 
 def run_worker_that_dies(spec, connection):

@@ -3,52 +3,18 @@
 import itertools
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
-from hosts import MODEL_CONFIG, PROBE, Client, Far, is_answer, running, wait_until
+from hosts import Client, Far, is_answer, running, wait_until
 
 from asyncrl.config import SwarmOptions
 from asyncrl.controller.workers import WorkerDied
-from asyncrl.messages import Finished, Ready, Update
+from asyncrl.messages import Ready, Update
 from asyncrl.runlog.metrics import Sum
 from extras.swarm.delta import digest_of
 from extras.swarm.puller import Puller
-from extras.swarm.wire import Fetch, Join, Piece, Pull, Welcome
-
-TIMES = "started_at", "ended_at"
-
-
-def with_clock_ahead(message):
-    """What a host says whose clock is an hour ahead."""
-    match message:
-        case Join():
-            return replace(message, unix_time=message.unix_time + 3600)
-        case Finished((trajectory,)):
-            changes = {name: getattr(trajectory, name) + 3600 for name in TIMES}
-            turns = tuple(tuple(at + 3600 for at in turn) for turn in trajectory.turns)
-            return Finished([replace(trajectory, turns=turns, **changes)], None)
-    return message
-
-
-def test_a_run_without_workers_of_its_own_trains_on_what_a_host_samples(tmp_path, capsys):
-    """All of it may be verified, and its times are by the clock of the run."""
-    with running(tmp_path) as run:
-        far = Far(run)
-        far.changes = with_clock_ahead
-        with far:
-            for _ in range(4):
-                trajectories = [t for group in run.step() for t in group.trajectories]
-                assert {t.worker for t in trajectories} == {0}
-                now = time.time()
-                assert all(now - 60 < getattr(t, at) <= now for t in trajectories for at in TIMES)
-            assert run.taken <= {t.ticket_id for _, t in run.swarm.take_answered()}
-            assert run.metric("machines") == 1
-    (welcome,) = far.saw(Welcome)
-    assert welcome.options["group_size"] == 2
-    assert welcome.model_files == {"config.json": MODEL_CONFIG.encode()}
-    assert capsys.readouterr().out.count("far has joined") == 1
+from extras.swarm.wire import Fetch, Piece, Pull
 
 
 def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path):
@@ -71,23 +37,19 @@ def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path):
     assert kinds[:6] == [Fetch, Piece, Update, Fetch, Fetch, Piece]
 
 
-def test_a_host_refreshes_only_when_it_is_so_many_versions_behind_and_no_token_is_too_old(tmp_path):
-    """What it fetches is what has changed since."""
+def test_a_host_fetches_what_has_changed_when_it_is_so_many_versions_behind(tmp_path):
     options = {"swarm": SwarmOptions(refresh_lag=3), "num_floats": 1000}
     with running(tmp_path, **options) as run, Far(run) as far:
-        lags = []
-        for step in range(12):
-            lags += [step - group.min_version for group in run.step()]
+        for _ in range(12):
+            run.step()
             # else so many steps may pass that its base is forgotten
             wait_until(lambda: all(worker.loading is None for worker in run.controller.workers))
-        bound = run.controller.config.max_staleness
         wait_until(lambda: far.saw(Update)[-1].version >= 9)
         versions = [fetch.version for fetch in far.saw(Fetch)]
-    assert bound == 4 and 2 <= max(lags) <= bound and min(lags) >= 0
     assert all(later - earlier >= 3 for earlier, later in itertools.pairwise(versions))
     assert [piece.is_delta for piece in far.saw(Piece)][:3] == [False, True, True]
     reported = [event.get("lag", 0) for event in run.events if event["event"] == "machine"]
-    assert 1 < max(reported) <= bound
+    assert 1 < max(reported) <= run.controller.config.max_staleness
 
 
 @pytest.mark.parametrize("has_host", [False, True])
@@ -125,28 +87,6 @@ def test_a_run_that_is_asked_to_stop_and_has_no_worker_waits_for_nothing(tmp_pat
         assert time.monotonic() - began < 8.0
         assert state.buffer.trainer_version > state.announced
         assert state.evaluates, "it is not at its end"
-
-
-def test_one_engine_of_each_host_scores_the_probe_and_all_evaluate(tmp_path):
-    options = {"eval_answers": ["ok"] * 12, "publishes": False, "max_running_requests": 4}
-    with running(tmp_path, **options) as run:
-        with Far(run, "a", num_engines=2) as a, Far(run, "b") as b:
-            wait_until(lambda: len(run.workers_of("a")) == 2 and run.workers_of("b"))
-            a.holds = b.holds = is_of_evaluation
-            run.probe = PROBE
-            run.publish(evaluate=True)
-            wait_until(lambda: len(a.held) == 8 and len(b.held) == 4)
-            a.finish()
-            b.finish()
-            run.controller.finish_evaluations()
-            evaluation = run.controller.take_evaluation()
-            run.step()
-            probes = {}
-            wait_until(
-                lambda: probes.update(run.controller.take_probes().get(0, {})) or len(probes) == 2
-            )
-        assert set(probes) == {run.workers_of("a")[0], *run.workers_of("b")}
-        assert evaluation["eval/accuracy"] == 1.0 and evaluation["eval/problems"] == 12
 
 
 def test_a_host_that_does_not_read_is_cut_off_and_others_go_on(tmp_path, monkeypatch):
