@@ -3,7 +3,6 @@ import re
 import pytest
 from trajectories import make_group
 
-from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.plain import encode
 from extras.recording import batch_path, read_batch, write_batch
 
@@ -45,13 +44,3 @@ def test_a_file_that_is_no_batch_or_another_steps_or_another_versions_is_refused
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(ValueError, match=rf"^[^\n]*{message}[^\n]*$"):
         read_batch(path, 4)
-
-
-def test_the_fingerprint_follows_the_weights_and_nothing_else(tmp_path):
-    (tmp_path / "model-1.safetensors").write_bytes(b"first")
-    (tmp_path / "model-2.safetensors").write_bytes(b"second")
-    before = weights_sha256(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    assert weights_sha256(tmp_path) == before
-    (tmp_path / "model-2.safetensors").write_bytes(b"Second")
-    assert weights_sha256(tmp_path) != before

@@ -6,8 +6,6 @@ import torch
 from engine_pair import PROMPT, start_pair
 from tiny_policy import VOCAB, make_config, save_tiny_family
 
-from asyncrl.records import Completion
-from asyncrl.runlog.plain import decode, encode
 from asyncrl.trainer.packing import TrainSequence, bundle
 
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 300).tolist())
@@ -71,21 +69,6 @@ def test_the_trainer_has_the_engines_log_probs_with_the_engines_experts_and_no_o
         assert np.abs(logprobs - completion.behavior_logprobs).mean() < 1e-5
         other_experts = (experts + 1) % 4
         assert np.abs(replayed(pair, prompt, response, other_experts) - logprobs).mean() > 0.1
-
-
-def test_a_response_that_is_saved_and_continued_has_the_experts_of_all_its_tokens(pair):
-    """As a checkpoint keeps what is in flight."""
-    whole = pair.generate("whole")
-    size = len(whole.tokens) // 2
-    columns = (whole.tokens[:size], whole.behavior_logprobs[:size], whole.policy_versions[:size])
-    cut = Completion(*columns, "aborted", whole.experts[: len(PROMPT) + size - 1])
-    saved = decode(Completion, encode(cut))
-    assert saved.experts.dtype == np.uint8 and (saved.experts == cut.experts).all()
-    again = pair.run(pair.proxy.generate("again", PROMPT, 1, prefix=saved))
-    assert again.tokens[:size] == cut.tokens
-    assert len(again.experts) == len(PROMPT) + len(again.tokens) - 1
-    is_other = np.sort(again.experts[: len(cut.experts)]) != np.sort(cut.experts)
-    assert not is_other.any()
 
 
 @pytest.mark.parametrize("on_update", ["keep", "resume"])

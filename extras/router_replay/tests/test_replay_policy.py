@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from plain_trainer import PlainTrainer, assert_is_step, check_step, randomize, record_gradients
+from plain_trainer import PlainTrainer, assert_is_step, randomize, record_gradients
 from ranks import run_group
 from tiny_policy import load, make_config, random_sequences, save_tiny_family
 
@@ -70,36 +70,50 @@ class PlainReplay(PlainTrainer):
         return [torch.cat(columns) for columns in zip(*parts, strict=True)]
 
 
+def replay(rank, config, updates, num_ranks):
+    """Make a step of what the first rank deals to all. Return its metrics and the gradient of each update."""
+    policy = load(config)
+    randomize(policy)
+    gradients = record_gradients(policy)
+    shares = None
+    if rank == 0:
+        shares = distribute(updates, num_ranks, 40, layout=policy.module.layout)
+    cluster = Cluster(local_rank=rank, ranks_of_nodes=(tuple(range(num_ranks)),))
+    return policy.train_step(cluster.scatter_on_node(shares), 11), gradients
+
+
 @pytest.mark.parametrize(
-    ("family", "family_options", "options"),
+    ("family", "family_options", "options", "num_ranks"),
     [
-        ("qwen3_moe", {"norm_topk_prob": False}, {"kl_coef": 0.3}),
-        ("qwen3_moe", {"norm_topk_prob": True}, {"save_memory": ("activations",), "lora_rank": 3}),
-        ("mixtral", {}, {"save_memory": ("activations",), "minibatches": 2}),
-        ("gpt_oss", {}, {"optim": OptimOptions(epochs=2)}),
-        ("olmoe", {}, {"algo": "gspo"}),
+        ("qwen3_moe", {"norm_topk_prob": False}, {"kl_coef": 0.3}, 1),
+        ("qwen3_moe", {}, {"save_memory": ("activations",), "lora_rank": 3}, 1),
+        ("qwen3_moe", {}, {}, 2),
+        ("mixtral", {}, {"save_memory": ("activations",), "minibatches": 2}, 1),
+        ("gpt_oss", {}, {"optim": OptimOptions(epochs=2)}, 1),
+        ("olmoe", {}, {"algo": "gspo"}, 1),
     ],
 )
 def test_a_step_is_that_of_a_plain_model_whose_routers_weigh_the_recorded_experts(
-    family, family_options, options, tmp_path
+    family, family_options, options, num_ranks, tmp_path
 ):
+    """Experts go to the rank that their sequence goes to."""
     path = save_tiny_family(family, str(tmp_path), **family_options)
-    policy = load(make_config(path, router_replay=True, **options))
-    randomize(policy)
-    updates = [
-        with_experts(random_sequences(9, seed), seed) for seed in range(policy.config.minibatches)
-    ]
+    config = make_config(path, router_replay=True, **options)
+    updates = [with_experts(random_sequences(9, seed), seed) for seed in range(config.minibatches)]
     (untrained,) = random_sequences(1, seed=7)
     updates[0].append(replace(untrained, loss_mask=np.zeros_like(untrained.loss_mask)))
+    policy = load(config)
+    randomize(policy)
     oracle = PlainReplay(policy)
     expected = oracle.train_step(updates, 11)
-    metrics = []
-    step = policy.train_step
-    policy.train_step = lambda *arguments: metrics.append(step(*arguments)) or metrics[0]
-    check_step(policy, updates, 40, 11, expected)
-    assert metrics[0]["experts/rerouted"] == pytest.approx(oracle.num_new / oracle.num_recorded)
+    rerouted = oracle.num_new / oracle.num_recorded
     size = sum(s.experts.nbytes for update in updates for s in update if s.experts is not None)
-    assert metrics[0]["experts/recorded_mib"] == pytest.approx(size / 2**20)
+    arguments = (config, updates, num_ranks)
+    outcomes = [replay(0, *arguments)] if num_ranks == 1 else run_group(replay, 2, *arguments)
+    for metrics, gradients in outcomes:
+        assert_is_step(metrics, gradients, updates, expected)
+        assert metrics["experts/rerouted"] == pytest.approx(rerouted)
+        assert metrics["experts/recorded_mib"] == pytest.approx(size / 2**20)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -122,33 +136,6 @@ def test_float16_has_the_gradient_of_a_small_loss_with_the_recorded_experts(fami
     # rounding may decide between two experts of about equal logits
     rerouted = oracle.num_new / oracle.num_recorded
     assert metrics["experts/rerouted"] == pytest.approx(rerouted, abs=0.02)
-
-
-def replay_on_two_ranks(rank, config, updates):
-    """Make a step of what the first rank deals to both. Return its metrics and the gradient of each update."""
-    policy = load(config)
-    randomize(policy)
-    gradients = record_gradients(policy)
-    shares = None
-    if rank == 0:
-        shares = distribute(updates, 2, 40, layout=policy.module.layout)
-    cluster = Cluster(local_rank=rank, ranks_of_nodes=((0, 1),))
-    return policy.train_step(cluster.scatter_on_node(shares), 11), gradients
-
-
-def test_experts_go_to_the_rank_that_their_sequence_goes_to(tmp_path):
-    config = make_config(save_tiny_family("qwen3_moe", str(tmp_path)), router_replay=True)
-    updates = [with_experts(random_sequences(9))]
-    policy = load(config)
-    randomize(policy)
-    oracle = PlainReplay(policy)
-    expected = oracle.train_step(updates, 11)
-    size = sum(sequence.experts.nbytes for sequence in updates[0])
-    for metrics, gradients in run_group(replay_on_two_ranks, 2, config, updates):
-        assert_is_step(metrics, gradients, updates, expected)
-        rerouted = oracle.num_new / oracle.num_recorded
-        assert metrics["experts/rerouted"] == pytest.approx(rerouted)
-        assert metrics["experts/recorded_mib"] == pytest.approx(size / 2**20)
 
 
 def test_what_is_scored_without_a_record_and_a_policy_without_the_option_choose_themselves(
