@@ -121,34 +121,40 @@ class Pair:
                 return
             await asyncio.sleep(0.002)
 
-    def generate_through_updates(self, num_updates=3, num_responses=24):
-        """Responses that several updates interrupt, and the weights of every version they can have."""
-        weights = {self.proxy.version: self.weights()}
-        first_version = self.proxy.version
+    def run_through_updates(self, start, num_updates=3):
+        """What coroutines return that several updates interrupt, and the weights of every version they can have.
 
-        async def generate():
-            seeds = range(100, 100 + num_responses)
-            tasks = [
-                asyncio.create_task(self.proxy.generate(f"mid-{seed}", PROMPT, seed))
-                for seed in seeds
-            ]
-            for version in range(first_version + 1, first_version + 1 + num_updates):
+        `start()` makes the coroutines, when the engine may be used.
+        """
+        weights = {self.proxy.version: self.weights()}
+
+        async def run():
+            tasks = [asyncio.create_task(coroutine) for coroutine in start()]
+            for version in range(self.proxy.version + 1, self.proxy.version + 1 + num_updates):
                 await self.until_grown(8, tasks)
                 self.perturb()
                 weights[version] = self.weights()
                 await self.proxy.update(version, self.stage(version).messages)
             return await asyncio.gather(*tasks)
 
-        return self.run(generate()), weights
+        return self.run(run()), weights
 
-    def gaps(self, completion, weights):
+    def generate_through_updates(self, num_updates=3, num_responses=24):
+        """Responses that several updates interrupt, and the weights of every version they can have."""
+        seeds = range(100, 100 + num_responses)
+        return self.run_through_updates(
+            lambda: [self.proxy.generate(f"mid-{seed}", PROMPT, seed) for seed in seeds],
+            num_updates,
+        )
+
+    def gaps(self, completion, weights, prompt=PROMPT):
         """[R] nats: engine's log-prob of each token − the trainer's under the version that the token claims."""
         now, gaps = self.weights(), np.full(len(completion.tokens), np.nan)
         for version in set(completion.policy_versions.tolist()):
             self.restore(weights[version])
             of_version = completion.policy_versions == version
             gaps[of_version] = (
-                completion.behavior_logprobs - self.trainer_logprobs(PROMPT, completion.tokens)
+                completion.behavior_logprobs - self.trainer_logprobs(prompt, completion.tokens)
             )[of_version]
         self.restore(now)
         return gaps

@@ -5,7 +5,9 @@ from fake_engine import SamplingEngine
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from asyncrl.config import Config
 from asyncrl.records import Ticket
+from extras.agents.replies import Replies
 
 LETTERS = "abcd"
 SPECIAL = ("<eos>", "<system>", "<user>", "<assistant>", "<tool>")
@@ -84,3 +86,8 @@ def assert_trained_once(trajectory, calls):
                 trained.append(number)
     assert sorted(trained) == [number for number, call in enumerate(calls) if call[1]]
     assert trajectory.num_generated == sum(len(rows) for _, rows in calls)
+
+
+def make_replies(**options):
+    """Replies that are read with these options."""
+    return Replies(Config(**options), make_tokenizer())

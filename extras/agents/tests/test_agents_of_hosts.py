@@ -33,22 +33,6 @@ async def silent(client):
     raise Failed("no")
 
 
-def look(room, trajectory):
-    vocab_size = len(room.tokenizer)
-    ticket = make_ticket(trajectory.ticket_id)
-    return trust.mistake_in(trajectory, ticket, room.config, NEWEST, vocab_size)
-
-
-@pytest.mark.parametrize(
-    ("agent", "num_segments"), [(branches, 3), (two_turns, 1), (raises, 1), (silent, 0)]
-)
-def test_what_an_honest_host_sends_of_an_agent_passes(agent, num_segments):
-    room = Room(shout)
-    (trajectory,) = room.run(Inline(agent))
-    assert len(trajectory.segment_lengths) == num_segments
-    assert look(room, trajectory) is None
-
-
 def move_border(t):
     first, second, *rest = t.segment_lengths
     return {"segment_lengths": (first + 1, second - 1, *rest)}
@@ -78,12 +62,23 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("named", LIES)
-def test_a_lie_about_an_agent_is_named(named):
+@pytest.mark.parametrize(
+    ("agent", "num_segments", "lies"),
+    [(branches, 3, LIES), (two_turns, 1, {}), (raises, 1, {}), (silent, 0, {})],
+)
+def test_an_honest_agent_passes_and_each_lie_about_it_is_named(agent, num_segments, lies):
     room = Room(shout)
-    (trajectory,) = room.run(Inline(branches))
-    mistake = look(room, replace(trajectory, **LIES[named](trajectory)))
-    assert mistake is not None and mistake.startswith(named)
+    (trajectory,) = room.run(Inline(agent))
+    assert len(trajectory.segment_lengths) == num_segments
+    ticket, vocab_size = make_ticket(trajectory.ticket_id), len(room.tokenizer)
+
+    def mistake(changes):
+        changed = replace(trajectory, **changes)
+        return trust.mistake_in(changed, ticket, room.config, NEWEST, vocab_size)
+
+    assert mistake({}) is None
+    for named, lie in lies.items():
+        assert mistake(lie(trajectory)).startswith(named)
 
 
 HOST = """

@@ -3,9 +3,6 @@
 They are slow, as test_agents_walk.py has the same with an engine that is made up.
 """
 
-import asyncio
-import contextlib
-
 import numpy as np
 import pytest
 from engine_pair import start_pair
@@ -14,6 +11,7 @@ from test_agents import Inline, user
 from tiny_policy import save_byte_llama
 
 from asyncrl.config import Config
+from asyncrl.records import Completion
 from asyncrl.weights.models import load_tokenizer
 from extras.agents.endpoint import Endpoint
 from extras.agents.episode import AgentEpisode, Agents
@@ -39,46 +37,28 @@ async def converse(client):
     return 1.0
 
 
-async def run_through_updates(pair, weights):
-    """The trajectories of agents; `weights` gets those of each version."""
-    config, tokenizer = pair.proxy.config, load_tokenizer(pair.config.model)
-    agents = Agents(
-        Inline(converse),
-        Endpoint(config),
-        Template(tokenizer, []),
-        Replies(config, tokenizer),
-        float,
-        None,
-    )
-    serving = asyncio.create_task(agents.endpoint.serve())
-    running = [
-        asyncio.create_task(
-            AgentEpisode(config, make_ticket(number), 0, agents=agents, proxy=pair.proxy).run(0)
-        )
-        for number in range(NUM_AGENTS)
+def start_agents(agents, proxy):
+    """Coroutines of the trajectories of agents."""
+    tickets = map(make_ticket, range(NUM_AGENTS))
+    return [
+        AgentEpisode(proxy.config, ticket, 0, agents=agents, proxy=proxy).run(0)
+        for ticket in tickets
     ]
-    for _ in range(NUM_UPDATES):
-        await pair.until_grown(8, running)
-        pair.perturb()
-        version = pair.proxy.version + 1
-        weights[version] = pair.weights()
-        await pair.proxy.update(version, pair.stage(version).messages)
-    trajectories = await asyncio.gather(*running)
-    serving.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await serving
-    return trajectories
 
 
 def turns_of(trajectory):
-    """Tokens before and of each turn, and the turn's log-probs and versions."""
+    """The prompt of each turn, which is all before it, and the turn."""
     for segment in trajectory.segments:
         tokens, mask = trajectory.tokens[segment], trajectory.loss_mask[segment].astype(int)
         changes = np.diff(mask, prepend=0, append=0)
         ends = np.flatnonzero(changes == -1)
         for start, end in zip(np.flatnonzero(changes == 1), ends, strict=True):
-            columns = trajectory.behavior_logprobs, trajectory.policy_versions
-            yield tokens[:start], tokens[start:end], *(c[segment][start:end] for c in columns)
+            columns = (
+                tokens,
+                trajectory.behavior_logprobs[segment],
+                trajectory.policy_versions[segment],
+            )
+            yield tokens[:start], Completion(*(column[start:end] for column in columns), "")
 
 
 @pytest.fixture(scope="module")
@@ -93,20 +73,26 @@ def pair(tmp_path_factory):
 def test_every_token_of_a_turn_that_an_update_meets_is_what_its_version_would_have_sampled(
     pair, mode
 ):
-    weights = {pair.proxy.version: pair.weights()}
+    config, tokenizer = pair.proxy.config, load_tokenizer(pair.config.model)
+    shared = Endpoint(config), Template(tokenizer, []), Replies(config, tokenizer), float, None
+    agents = Agents(Inline(converse), *shared)
+    serving = pair.loop.create_task(agents.endpoint.serve())
     with pair.options(on_update=mode):
-        trajectories = pair.run(run_through_updates(pair, weights))
+        trajectories, weights = pair.run_through_updates(
+            lambda: start_agents(agents, pair.proxy), NUM_UPDATES
+        )
+    serving.cancel()
     assert all(trajectory.reward == 1.0 for trajectory in trajectories)
     num_mixed, gaps, gaps_behind = 0, [], []
     for trajectory in trajectories:
         assert len(trajectory.segment_lengths) == 2 and trajectory.num_turns == NUM_TURNS + 1
-        for prompt, tokens, logprobs, versions in turns_of(trajectory):
+        for prompt, turn in turns_of(trajectory):
+            versions = turn.policy_versions
             num_mixed += len(set(versions)) > 1
-            for version in sorted(set(versions)):
-                pair.restore(weights[version])
-                gap = np.abs(logprobs - pair.trainer_logprobs(prompt, tokens))[versions == version]
-                is_behind = mode == "keep" and version > versions[0]
-                (gaps_behind if is_behind else gaps).append(gap)
+            gap = np.abs(pair.gaps(turn, weights, prompt))
+            is_behind = (versions > versions[0]) & (mode == "keep")
+            gaps.append(gap[~is_behind])
+            gaps_behind.append(gap[is_behind])
     assert num_mixed >= NUM_AGENTS
     assert np.concatenate(gaps).max() < 1e-4
     if mode == "keep":  # the keys and values of the weights before are attended to

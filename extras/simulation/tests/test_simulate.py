@@ -12,8 +12,7 @@ from extras.latency_law import LatencyLaw
 from extras.simulation import report, scenarios, swarm
 from extras.simulation.clock import Clock
 from extras.simulation.cluster import Case, Cluster, Simulation, simulate
-from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm, roofline
-from extras.simulation.scenarios import Claim, Scenario
+from extras.simulation.engine import EngineCurve, Swarm, roofline
 from extras.simulation.swarm import Uplink
 from extras.simulation.workload import (
     Turns,
@@ -30,11 +29,6 @@ FAILING = Workload(LAW, Turns(3, 5, LatencyLaw.parse("constant:1 fail:0.05"), 10
 
 def ticket(group_id):
     return Ticket(0, group_id, 0, 1, 0, (), "", None, 0, 0)
-
-
-def steady(slots=4, rate=10.0):
-    """An engine whose speed does not depend on how many run, and which needs no time for prompts."""
-    return EngineCurve(((1, rate), (2, rate)), 1e12, slots)
 
 
 def slowing(slots=8):
@@ -81,19 +75,6 @@ def test_rollout_is_a_queue_that_shares_its_processor(seed):
     curve = EngineCurve(((1, 10.0), (9, slow_rate)), 1e12, slots)
     expected_s = processor_sharing_s(lengths, slots, curve.rate)
     assert rollout_s(options, curve) == pytest.approx(expected_s)
-
-
-def test_a_request_that_is_aborted_leaves_its_slot_to_the_next():
-    clock, ended = Clock(), []
-    engine = SimulatedEngine(clock, steady(slots=1))
-    requests = [Request(100, 0, lambda r: ended.append(clock.now)) for _ in range(3)]
-    for request in requests:
-        engine.add(request)
-    counts = []
-    for time_s, index in ((2.55, 0), (3.0, 2)):
-        clock.at(time_s, lambda index=index: counts.append(engine.remove(requests[index])))
-    clock.run_until(lambda: bool(ended))
-    assert counts == [25, 0] and ended == pytest.approx([12.55])
 
 
 # The real logic is driven
@@ -269,24 +250,10 @@ def test_the_stored_page_is_made_of_the_stored_records_which_have_all_comparison
     assert counts["count"].min() == counts["count"].max() >= 5
 
 
-def test_a_claim_has_mean_and_range_of_its_seeds_and_a_run_replaces_its_earlier_record(
-    tmp_path, monkeypatch
-):
-    sizes = {"groups_per_step": 3, "group_size": 4}
-    known = {"options": sizes, "longest": 400, "engines": 2, "train_gpus": 1, "steps": 3}
-    arms = {"sync": known, "async": {**known, "options": {**sizes, "async_ratio": 1.0}}}
-    gain = scenarios.times_better("trained_tokens_per_s", "async", "sync")
-    claims = [Claim("async", gain, "async", "sync", (9.0, 9.0))]
-    tiny = Scenario("m", "tiny", "trained_tokens_per_s", arms, claims, "", "small", 20.0)
-    monkeypatch.setattr(scenarios, "scenarios", lambda only=None: [tiny])
-    path = tmp_path / "simulation.jsonl"
-    for seed in (0, 1, 1):
-        report.replace(script.run(tiny, seed), path)
-    records = read(path)
-    assert [record["seed"] for record in records] == [0, 1]
-    gains = sorted(gain(record["arms"]) for record in records)
-    (row,) = report.claims(records).itertuples()
-    assert (row.mean, row.min, row.max) == pytest.approx((sum(gains) / 2, *gains))
-    assert (row.count, row.verdict) == (2, "MISS") and gains[0] != gains[1]
-    with pytest.raises(ValueError, match="records of 'tiny' do not have the arms of"):
-        report.table([{**records[0], "arms": {}}])
+def test_a_run_replaces_its_earlier_record_and_one_of_other_arms_is_refused(tmp_path):
+    path, name = tmp_path / "simulation.jsonl", SIMULATED_AGAIN[-1]
+    for seed, arms in ((0, 1), (1, 1), (1, 2)):
+        report.replace({"scenario": name, "tail": 20.0, "seed": seed, "arms": {"one": arms}}, path)
+    assert [(record["seed"], record["arms"]["one"]) for record in read(path)] == [(0, 1), (1, 2)]
+    with pytest.raises(ValueError, match=f"records of '{name}' do not have the arms of"):
+        report.claims(read(path))
