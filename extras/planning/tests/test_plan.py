@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from qwen3_models import folder_of, shape_of
+from test_planner import cluster, job, pool
 
 from asyncrl.cluster.cluster import check_shares
 from asyncrl.cluster.placement import place
@@ -21,6 +22,7 @@ from asyncrl.runlog.metrics import time_metrics
 from asyncrl.runlog.run_directory import RunDirectory
 from extras.planning import memory, planner
 from extras.planning.fit import plan_memory
+from extras.planning.plan import commands
 from extras.planning.plan_inputs import lengths_of, read_cluster, read_lengths, with_rates
 from extras.planning.planner import Job, Pool, Training, compute_s, make_engine
 from scripts.plan import main
@@ -55,7 +57,16 @@ across_kinds = 50
 EXAMPLES = Path(planner.__file__).parent / "clusters"
 CLUSTERS = {path.stem: path.read_text() for path in sorted(EXAMPLES.glob("*.toml"))}
 CLUSTERS["idle GPUs"] = JOINING
-JOB = ("--groups-per-step", "16", "--max-prompt-tokens", "256", "--max-response-tokens", "2048")
+LENGTHS = Config().max_prompt_tokens, 2048
+"""The former is the default, which the model would change."""
+JOB = (
+    "--groups-per-step",
+    16,
+    "--max-prompt-tokens",
+    LENGTHS[0],
+    "--max-response-tokens",
+    LENGTHS[1],
+)
 GIVEN = ("--model", folder_of("1.7b"), *JOB)
 
 
@@ -150,7 +161,7 @@ def check_plan(plan, config):
     assert plan["tokens_per_s"] * plan["step_s"] > 16 * 8
     has_shared = plan["transport"] == "ipc"
     assert has_shared == (not plan["rollout"])
-    assert config.colocate == "share" or has_shared
+    assert (config.colocate == "sleep") == (has_shared and config.async_ratio == 0)
     assert ("pull" in plan["transport"]) == (config.listen is not None)
     assert plan["max_staleness"] == config.max_staleness
 
@@ -170,7 +181,7 @@ def random_cluster(rng):
     "case", [*range(6), *CLUSTERS, *(pytest.param(i, marks=pytest.mark.slow) for i in range(6, 24))]
 )
 def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(case, write, capsys):
-    """The fastest plan, and a slower one for which some GPUs stay idle; our examples, and random clusters."""
+    """The fastest plan, and slower ones for which GPUs stay idle or do both; our examples, and random clusters."""
     rng = random.Random(case)
     path = write(CLUSTERS[case] if case in CLUSTERS else random_cluster(rng))
     alpha, size = rng.choice([0, 0.5, 1, 4]), rng.choice(["0.6b", "1.7b", "8b"])
@@ -182,24 +193,50 @@ def test_whatever_is_planned_fits_by_the_arithmetic_of_those_who_run_it(case, wr
         assert case not in CLUSTERS
         assert "fits on no GPUs" in refused.code or "does not go with" in refused.code
         return
-    wanted = 0.85 * plan["tokens_per_s"]
-    slower = planned(capsys, *given, "--tokens-per-s", wanted)
-    assert slower["tokens_per_s"] >= wanted * (1 - 1e-6)
-    assert slower["cost_per_hour"] <= plan["cost_per_hour"]
-    for each in (plan, slower):
-        config = check_commands(each, read_cluster(path)[0].pools, shape_of(size))
-        check_plan(each, config)
+    plans = [plan]
+    for share in (0.85, 0.05):
+        wanted = share * plan["tokens_per_s"]
+        plans.append(planned(capsys, *given, "--tokens-per-s", wanted))
+        assert plans[-1]["tokens_per_s"] >= wanted * (1 - 1e-6)
+    prices = [plan["cost_per_hour"] for plan in plans]
+    assert prices == sorted(prices, reverse=True)
+    for plan in plans:
+        config = check_commands(plan, read_cluster(path)[0].pools, shape_of(size))
+        check_plan(plan, config)
         assert (config.model, config.groups_per_step) == (folder_of(size), 16)
-    assert case != "idle GPUs" or slower["rollout"]["H20"] % 8 > 0
+        assert (config.max_prompt_tokens, config.max_response_tokens) == LENGTHS
+    assert case != "idle GPUs" or plans[1]["rollout"]["H20"] % 8 > 0
+
+
+def test_engines_of_another_size_join_with_a_number_of_gpus_of_their_own():
+    c = cluster(pool("near", 1, 4), pool("far", 1, 4))
+    split = next(s for s in planner.splits(job(), c) if len({site for site, _ in s.options}) == 2)
+    sizes = {(True, 2), (False, 4)}
+    engines = [(site, e, 1) for site, e in split.options if (site.trains, e.tp) in sizes]
+    trainer, join = commands(planner.sampled_by(split, engines[::-1]))
+    assert " --rollout-tp 2 " in trainer["command"] and " --rollout-tp 4" in join["command"]
 
 
 def test_people_get_a_picture_the_next_best_plans_and_the_commands(write, capsys):
-    main([str(write(JOINING)), *GIVEN, "--lengths", "lognormal:500,0.7"])
+    given = (write(JOINING), *GIVEN, "--lengths", "lognormal:500,0.7")
+    plan = planned(capsys, *given)
+    main([*map(str, given)])
     note, *lines = capsys.readouterr().out.splitlines()
     assert note == "note: [links] same_kind is missing; 1.25 GB/s assumed, Ethernet of 10 Gbit/s"
     heads = ["train", "sample", "train", "sample", "░", "step", "stale", "cost", "next"]
     assert [line.split()[0].partition("|")[0] for line in lines[:9]] == heads
-    assert any("█" in line for line in lines) and any("an hour; " in line for line in lines)
+    costs = [plan[f"cost_per_{what}"] for what in ("hour", "step", "million_tokens")]
+    assert [float(number) for number in re.findall(r"[\d.]+", lines[7])] == pytest.approx(
+        costs, rel=0.01
+    )
+    assert "; 100% of the work, 128 responses a step" in lines[1] and "█" in lines[2]
+    waits = [
+        1 - plan["training_s"] / plan["step_s"],
+        1 - (plan["generation_s"] + plan["update_s"]) / plan["step_s"],
+    ]
+    for line, share in zip(lines[2:4], waits, strict=True):
+        assert line.endswith(f"waits {max(0, share):.0%}")
+    assert float(re.search(r"\(([\d.]+)×\)", lines[8])[1]) >= 1
     assert any(line.startswith("torchrun") for line in lines)
     assert any(line.endswith("runs/plan/swarm.key (extras/swarm/README.md)") for line in lines)
     assert lines[-1].startswith("planned in ")
