@@ -80,19 +80,21 @@ def test_a_second_run_shares_all_cores_until_the_first_has_ended_or_died():
 
 
 @pytest.mark.parametrize(
-    "placement",
+    ("options", "gpus", "num_cores", "ranks"),
     [
-        lambda: place(Config(), 2, 16, 1),
-        lambda: place(Config(), 1, 16, 1),
-        lambda: place(Config(), 0, 16, 2),
-        lambda: place(Config(num_rollout_workers=2), 0, 16, 1),
-        lambda: place(Config(), 0, 64 * len(ALLOWED), 1),
+        ({}, 2, 16, 1),
+        ({}, 1, 16, 1),
+        ({}, 0, 16, 2),
+        ({"num_rollout_workers": 2}, 0, 16, 1),
+        ({}, 0, 64 * len(ALLOWED), 1),
     ],
     ids=["own GPU", "shared GPU", "two ranks", "two engines", "more threads than cores"],
 )
-def test_nothing_is_claimed_where_cores_are_not_one_engines_and_one_ranks(placement):
+def test_nothing_is_claimed_where_cores_are_not_one_engines_and_one_ranks(
+    options, gpus, num_cores, ranks
+):
+    placed = place(Config(**options), gpus, num_cores, ranks)
     with ExitStack() as on_end:
-        placed = placement()
         assert cores.claim_cores(placed, on_end) == placed
         with socket.socket(socket.AF_UNIX) as free:
             free.bind(cores.CLAIM)

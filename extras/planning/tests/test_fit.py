@@ -36,12 +36,6 @@ def test_engines_on_gpus_of_their_own_keep_their_share_and_are_checked():
         planned(Config(rollout_tp=3), [gpu(141)] * 4, 1)
 
 
-def test_nothing_is_planned_for_engines_where_no_worker_is():
-    config = Config(num_rollout_workers=0, listen="host:1", rollout_tp=2, max_response_tokens=2048)
-    *_, arithmetic = planned(config, [gpu(80)] * 4, 4, "1.7b")
-    assert "engine" not in arithmetic and "AdamW" in arithmetic and "staging" not in arithmetic
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_memory_is_saved_as_far_as_it_must_be_by_smaller_passes_first(case):
     config = Config.from_dict(LONG | case.get("options", {}))

@@ -6,9 +6,9 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 from qwen3_models import shape_of
-from transformers import Qwen3ForCausalLM
+from tiny_policy import save_tiny_family
+from transformers import AutoModelForCausalLM
 
 from asyncrl.cluster.gpus import Gpu
 from asyncrl.config import Config
@@ -28,7 +28,7 @@ from extras.planning.memory import (
     step_items,
     trained_parameters,
 )
-from scripts.qwen3_shapes import qwen3_config
+from extras.planning.shape import read_shape
 
 LONG = {"max_prompt_tokens": 512, "max_response_tokens": 2048}
 LESS = {"save_memory": ("activations",)}
@@ -141,12 +141,14 @@ def test_an_engine_that_shares_a_gpu_gets_its_cache_or_what_is_left_and_no_more(
     assert given > 0.049 or is_full or config.colocate == "sleep"
 
 
-def test_with_adapters_the_optimizer_has_theirs_alone():
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(qwen3_config("0.6b"))
-        add_adapters(model, [*model.model.layers], rank=16)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_with_adapters_the_optimizer_has_theirs_alone(family, tmp_path):
+    """Experts have none."""
+    path = save_tiny_family(family, str(tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(path)
+    add_adapters(model, [*model.model.layers], rank=16)
     adapters = sum(parameter.numel() for _, parameter in named_adapters(model))
-    assert trained_parameters(Config(lora_rank=16), shape_of("0.6b")) == adapters
+    assert trained_parameters(Config(lora_rank=16), read_shape(path)) == adapters
 
 
 @pytest.mark.parametrize(

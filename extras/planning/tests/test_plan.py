@@ -125,6 +125,8 @@ def check_that_it_fits(command, pool, config, shape, machines, ranks):
     gpus = [pool.device] * num_gpus
     placement, arithmetic = plan_memory(config, placement, shape, gpus, sharing)
     assert "warning" not in arithmetic
+    assert ("engine" in arithmetic) == bool(placement.workers)
+    assert ("staging" in arithmetic) == (placement.transport in ("ipc", "nccl"))
     num_workers = 1 if config.num_rollout_workers is None else config.num_rollout_workers
     assert len(placement.workers) == num_workers
     is_shared = placement.transport == "ipc"
