@@ -53,12 +53,19 @@ class Room:
     """What agents run in: an endpoint that serves, and a proxy."""
 
     def __init__(
-        self, say, *, template=KEEP, read_reward=lambda reward: reward, rewards=None, **options
+        self,
+        say=None,
+        *,
+        engine=None,
+        template=KEEP,
+        read_reward=lambda reward: reward,
+        rewards=None,
+        **options,
     ):
         self.tokenizer = make_tokenizer(template)
         sizes = {"max_prompt_tokens": 400, "max_response_tokens": 300, "env_timeout_s": 60.0}
         self.config = Config(task="agent:x", **{**sizes, **options})
-        self.engine = SpeakingEngine(self.tokenizer, say)
+        self.engine = engine or SpeakingEngine(self.tokenizer, say)
         eos = self.tokenizer.eos_token_id
         self.proxy = LLMProxy(self.config, self.engine, [eos])
         self.endpoint = Endpoint(self.config)

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from fake_engine import SamplingEngine
@@ -17,15 +18,11 @@ from speaking_engine import (
     make_ticket,
     make_tokenizer,
 )
+from test_agents import Room
 
-from asyncrl.config import Config
-from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.score import Failed
-from extras.agents.endpoint import Endpoint
-from extras.agents.episode import AgentEpisode, Agents
+from extras.agents.episode import AgentEpisode
 from extras.agents.protocol import ChatRequest, RequestError
-from extras.agents.replies import Replies
-from extras.agents.template import Template
 
 NUM_AGENTS, NUM_TOGETHER = 150, 50
 LIMIT, CONTEXT = 24, 34
@@ -164,31 +161,19 @@ class RandomAgent:
         self.seen["stopped at a text"] += bool(ends)
 
 
-class Walk:
+class Walk(Room):
     """Agents of one worker, over an engine that samples random letters through updates."""
 
     def __init__(self, template, on_update):
         self.rng, self.seen, self.num_trained = random.Random(0), Counter(), 0
-        self.tokenizer, self.drops = make_tokenizer(template), template == DROP
-        eos = self.tokenizer.eos_token_id
-        letters = self.tokenizer.convert_tokens_to_ids([*LETTERS, "ab"])
-        self.engine = SamplingEngine(self.rng, letters, eos)
-        self.config = Config(
-            task="agent:x",
-            max_prompt_tokens=CONTEXT - LIMIT,
-            max_response_tokens=LIMIT,
-            env_timeout_s=1.0,
-            on_update=on_update,
-        )
-        self.proxy = LLMProxy(self.config, self.engine, [eos])
-        self.endpoint = Endpoint(self.config)
-        self.shared = (
-            self.endpoint,
-            Template(self.tokenizer, [eos]),
-            Replies(self.config, self.tokenizer),
-        )
+        self.drops, tokenizer = template == DROP, make_tokenizer(template)
+        letters = tokenizer.convert_tokens_to_ids([*LETTERS, "ab"])
+        engine = SamplingEngine(self.rng, letters, tokenizer.eos_token_id)
+        limits = {"max_prompt_tokens": CONTEXT - LIMIT, "max_response_tokens": LIMIT}
+        limits |= {"env_timeout_s": 1.0, "on_update": on_update}
+        super().__init__(engine=engine, template=template, read_reward=float, **limits)
 
-    async def run(self):
+    async def walk(self):
         await self.proxy.update(0, [{"version": 0}])
         updating = asyncio.create_task(self.update())
         ticket_ids = iter(range(1, NUM_AGENTS + 1))
@@ -206,13 +191,9 @@ class Walk:
     async def run_some(self, ticket_ids):
         for ticket_id in ticket_ids:
             agent = RandomAgent(self.rng, self.tokenizer, self.drops, self.seen)
-            episode = AgentEpisode(
-                self.config,
-                make_ticket(ticket_id),
-                0,
-                agents=Agents(agent, *self.shared, float, None),
-                proxy=self.proxy,
-            )
+            agents = replace(self.agents, agent=agent)
+            ticket = make_ticket(ticket_id)
+            episode = AgentEpisode(self.config, ticket, 0, agents=agents, proxy=self.proxy)
             agent.episode = episode
             agent.oracle.listen(episode.calls)
             self.check(await self.run_to_end(episode), episode, agent.oracle)
@@ -258,7 +239,7 @@ def test_every_token_that_is_sampled_for_an_agent_is_trained_once_behind_what_th
     template, on_update
 ):
     walk = Walk(template, on_update)
-    asyncio.run(walk.run())
+    asyncio.run(walk.walk())
     sampled = walk.proxy.take_sampled()
     assert sampled.new == walk.engine.num_sampled == walk.num_trained + sampled.discarded
     missing = KINDS - {kind for kind, count in walk.seen.items() if count}

@@ -189,7 +189,7 @@ class Far(JoinedHost):
         folder = Path(run.folder) / f"{name[:9].replace('/', '')}_{next(self.numbers)}"
         folder.mkdir()
         super().__init__(run.address, str(run.key_path), main, folder, rollout_tp)
-        self.heard, self.sent, self.had = [], [], []
+        self.heard, self.had = [], []
         self.holds = nothing
         """Which messages engines say only when the test has them `finish`."""
         self.held = []
@@ -296,10 +296,6 @@ class Far(JoinedHost):
         message = self.changes(message)
         if message is not None:
             self._say_plainly(message, engine)
-
-    def _send_frames(self, frames):
-        self.sent.append(frames)
-        super()._send_frames(frames)
 
     def _act(self, engine, message):
         self.heard.append(message)

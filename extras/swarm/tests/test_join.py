@@ -90,12 +90,6 @@ def fails(host, kind, words):
     return isinstance(error, kind) and words in str(error) and "\n" not in str(error)
 
 
-def ends_with(run, host):
-    """Whether a host ends as it should when the run ends."""
-    run.swarm.stop()
-    return host.end() == "the run has ended"
-
-
 def joins(run):
     return sum(event["event"] == "machine_joined" for event in run.events)
 
@@ -474,4 +468,5 @@ def test_hosts_are_sent_to_the_node_with_the_fewest_workers(tmp_path, num_joined
         with Far(first) as far:
             (first, second)[node].step()
             assert (joins(first), joins(second)) == (1 - node, node)
-            assert ends_with((first, second)[node], far)
+            (first, second)[node].swarm.stop()
+            assert far.end() == "the run has ended"

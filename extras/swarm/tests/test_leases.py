@@ -1,5 +1,7 @@
 """Which tickets are taken from hosts, and who gets them."""
 
+import itertools
+
 import pytest
 
 from asyncrl.config import Config, SwarmOptions
@@ -44,18 +46,19 @@ def test_a_ticket_that_holds_the_batch_back_goes_to_a_full_but_much_faster_host_
     assert dispatcher.may_start(slow, again), "what was fast is not so much faster any more"
 
 
-@pytest.mark.parametrize(("lease_s", "is_over"), [(999, True), (1001, False)])
-def test_a_ticket_goes_to_a_host_with_a_free_slot_when_its_lease_is_over(lease_s, is_over):
+@pytest.mark.parametrize(
+    ("lease_s", "kinds", "is_over"),
+    [
+        (999, (RemoteWorker, RemoteWorker), [True, True]),
+        (1001, (RemoteWorker, RemoteWorker), [False, False]),
+        (999, (Worker, RemoteWorker), [False, True]),
+    ],
+    ids=["over", "not over", "local"],
+)
+def test_a_ticket_whose_lease_is_over_moves_but_that_of_a_local_worker_never(
+    lease_s, kinds, is_over
+):
     swarm = SwarmOptions(lease_s=lease_s)
-    dispatcher, hosts, held = two_hosts(max_running_requests=2, swarm=swarm)
-    assert dispatcher.end_leases() == (held if is_over else [])
-    assert [host.awaited == [] for host in hosts] == [is_over] * 2
-
-
-def test_a_ticket_of_a_local_worker_never_moves_however_slow_it_is():
-    swarm = SwarmOptions(lease_s=1)
-    kinds = Worker, RemoteWorker
-    dispatcher, (local, host), (_, ticket) = two_hosts(kinds, max_running_requests=2, swarm=swarm)
-    dispatcher.token_s = {0: 100.0, 1: 0.001}
-    assert dispatcher.end_leases() == [ticket], "the host's own, whose lease is over"
-    assert len(local.awaited) == 1 and host.awaited == []
+    dispatcher, hosts, held = two_hosts(kinds, max_running_requests=2, swarm=swarm)
+    assert dispatcher.end_leases() == list(itertools.compress(held, is_over))
+    assert [host.awaited == [] for host in hosts] == is_over
