@@ -12,6 +12,8 @@ from asyncrl.engine.score import Failed, one_line
 PREFIX = "verifiers:"
 INSTALL = "pip install verifiers==0.3.1"
 """0.4 needs another release of openai than vLLM."""
+ERRORS_OF_THE_POLICY = ("EmptyModelResponseError", "ToolParseError")
+"""Errors of verifiers for what the policy wrote. Such trajectories are trained, or nothing would speak against them."""
 
 
 def load_environment(task: str, task_args: Iterable[str]) -> Any:
@@ -94,8 +96,9 @@ def make_agent(task: str, task_args: Iterable[str]) -> Callable:
             outcome = await environment.run_rollout(problem, speaker, "policy", sampling_args={})
         except Exception as error:  # an environment of verifiers may raise anything
             raise Failed(f"{task}: {one_line(error)}") from None
-        if outcome.get("error"):
-            raise Failed(f"{task}: {outcome['error']}")
-        return outcome["reward"]
+        error = outcome.get("error")
+        if error and error["error"] not in ERRORS_OF_THE_POLICY:
+            raise Failed(f"{task}: {error}")
+        return outcome["reward"]  # also after an error, the rubric has scored what there is
 
     return run

@@ -22,6 +22,11 @@ def calculate(prompt):
     return f"The result is {results[-1]}."
 
 
+def call_and_fall_silent(prompt):
+    """Call the tool, and then end a reply before it has begun: verifiers takes that for an error."""
+    return "" if "<tool>" in prompt else calculate(prompt)
+
+
 ENVIRONMENT = '''
 from __future__ import annotations
 
@@ -35,10 +40,13 @@ def multiply(a: int, b: int) -> int:
 def right(completion, answer) -> float:
     return float(answer in completion[-1].content)
 
+def called(completion) -> float:
+    return 0.5 * any(getattr(message, "tool_calls", None) for message in completion)
+
 def load_environment(counts: list[int] = [1], is_benchmark: bool = False) -> RETURNED:
     question = {"role": "user", "content": "What is 17 times 3?"}
     rows = Dataset.from_list([{"prompt": [question], "answer": "51"}] * sum(counts))
-    rubric = vf.Rubric(funcs=[right])
+    rubric = vf.Rubric(funcs=[right, called])
     rows = {"eval_dataset" if is_benchmark else "dataset": rows}
     return vf.ToolEnv(**rows, tools=[multiply], rubric=rubric, max_turns=4)
 '''
@@ -64,8 +72,9 @@ def test_an_environment_of_verifiers_with_a_tool_gives_its_rows_and_rewards(
         verifiers_task.load_environment(task, ["counts=[1"])
     rows = splits["train"]
     sizes = {"max_prompt_tokens": 20_000, "max_response_tokens": 2_000}
-    room = Room(calculate, template=WITH_TOOLS, tool_parser="hermes", **sizes)
     agent = Coroutines(task, verifiers_task.make_agent(task, []))
-    (trajectory,) = room.run(agent, answer=json.dumps(rows[0]))
-    assert trajectory.reward == 1.0, trajectory.failure
-    assert trajectory.num_turns == 2 and len(trajectory.segment_lengths) == 1
+    for say, reward in ((calculate, 1.5), (call_and_fall_silent, 0.5)):
+        room = Room(say, template=WITH_TOOLS, tool_parser="hermes", **sizes)
+        (trajectory,) = room.run(agent, answer=json.dumps(rows[0]))
+        assert trajectory.reward == reward, trajectory.failure
+        assert trajectory.num_turns == 2 and len(trajectory.segment_lengths) == 1
