@@ -282,8 +282,7 @@ class AgentEpisode(Episode):
         """Note what was sampled for a call, and return the answer to it."""
         template = self._agents.template
         said, _ = template.split_end(completion.tokens)
-        visible = template.decode_visible(said)
-        text = template.decode(said)
+        visible, text = template.decode_visible(said), call.said
         if hidden:
             whole = template.decode(completion.tokens)
             visible = text = text[: len(whole) - hidden]

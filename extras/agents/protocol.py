@@ -1,8 +1,8 @@
 """What an agent may ask for in OpenAI's form, and how it is answered: requests, replies, streams and errors."""
 
+import itertools
 import json
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from asyncrl.config import Config
 
+_NUMBERS = itertools.count()
+"""Of answers. A random id would be read from the kernel, and Python lets another thread go on for milliseconds then."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -225,7 +227,7 @@ def _event(fields: dict) -> str:
 
 def _answer(prefix: str, kind: str, model: str, choice: dict) -> dict:
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "id": f"{prefix}-{next(_NUMBERS)}",
         "object": kind,
         "created": int(time.time()),
         "model": model,

@@ -1,5 +1,6 @@
 """Messages as text and tokens, by the tokenizer and the chat template of the model."""
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from extras.agents.protocol import RequestError
@@ -11,6 +12,7 @@ class Template:
     def __init__(self, tokenizer, stop_token_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._num_tokens = functools.cache(self._num_tokens)
 
     def render(self, messages: list[dict], tools: list[dict]) -> str:
         """Return the text that the policy continues. Raises jinja2.TemplateError for messages that have no place."""
@@ -24,8 +26,11 @@ class Template:
         Some tokenizers treat the beginning of a text in a way of their own, so the text before is encoded along.
         """
         whole = self._tokenizer.encode(after + text, add_special_tokens=False)
-        known = self._tokenizer.encode(after, add_special_tokens=False) if after else []
-        return whole[len(known) :]
+        return whole[self._num_tokens(after) :]
+
+    def _num_tokens(self, end: str) -> int:
+        """Return the number of tokens of a text that ends responses; there are few, so each is encoded once."""
+        return len(self._tokenizer.encode(end, add_special_tokens=False))
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the tokens of a text without a template, with those that the tokenizer puts before each text."""
