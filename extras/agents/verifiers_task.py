@@ -98,7 +98,7 @@ def make_agent(task: str, task_args: Iterable[str]) -> Callable:
             raise Failed(f"{task}: {one_line(error)}") from None
         error = outcome.get("error")
         if error and error["error"] not in ERRORS_OF_THE_POLICY:
-            raise Failed(f"{task}: {error}")
+            raise Failed(f"{task}: {error['error_chain_repr']}")
         return outcome["reward"]  # also after an error, the rubric has scored what there is
 
     return run

@@ -48,7 +48,7 @@ def load_environment(counts: list[int] = [1], is_benchmark: bool = False) -> RET
     rows = Dataset.from_list([{"prompt": [question], "answer": "51"}] * sum(counts))
     rubric = vf.Rubric(funcs=[right, called])
     rows = {"eval_dataset" if is_benchmark else "dataset": rows}
-    return vf.ToolEnv(**rows, tools=[multiply], rubric=rubric, max_turns=4)
+    return vf.ToolEnv(**rows, tools=[multiply], rubric=rubric, max_turns=4, stop_errors=[TypeError])
 '''
 
 
@@ -78,3 +78,8 @@ def test_an_environment_of_verifiers_with_a_tool_gives_its_rows_and_rewards(
         (trajectory,) = room.run(agent, answer=json.dumps(rows[0]))
         assert trajectory.reward == reward, trajectory.failure
         assert trajectory.num_turns == 2 and len(trajectory.segment_lengths) == 1
+    call = '<tool_call>{"name": "multiply", "arguments": {"c": 1}}</tool_call>'
+    room = Room(lambda prompt: call, template=WITH_TOOLS, tool_parser="hermes", **sizes)
+    (trajectory,) = room.run(agent, answer=json.dumps(rows[0]))
+    assert trajectory.finish_reason == "failed"
+    assert re.match(f"{task}: ToolCallError.*TypeError", trajectory.failure), trajectory.failure
