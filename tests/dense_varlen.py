@@ -23,15 +23,20 @@ def visible(bounds: Tensor, window: list[int]) -> Tensor:
     return (of[:, None] == of) & (-right <= behind) & (behind <= left)
 
 
-def _probabilities(
-    query: Tensor, key: Tensor, bounds: Tensor, scale: float | None, window: list[int]
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    scale: float | None,
+    window: list[int],
 ) -> Tensor:
-    """[heads, L, L]."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * (
-        scale or query.shape[-1] ** -0.5
-    )
-    return scores.masked_fill(~visible(bounds, window), float("-inf")).softmax(dim=-1)
+    """Attention of one row in float32, [L, heads, head_dim]; keys and values may have fewer heads."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.float().repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * (scale or query.shape[-1] ** -0.5)
+    p = scores.masked_fill(~visible(bounds, window), float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", p, value)
 
 
 @varlen._varlen_attn.register_kernel("cpu")
@@ -43,9 +48,7 @@ def forward(
     assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k), "as the GPU's kernel"
     assert query.dtype == key.dtype == value.dtype
     assert max_q == max_k == int(cu_seq_q.diff().max()) and int(cu_seq_q[-1]) == len(query)
-    p = _probabilities(query, key, cu_seq_q, scale, window_size)
-    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    out = torch.einsum("hqk,khd->qhd", p, value.float()).to(query.dtype).contiguous()
+    out = attend(query, key, value, cu_seq_q, scale, window_size).to(query.dtype).contiguous()
     return out, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
 
 
@@ -54,16 +57,6 @@ def backward(
     grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, rng_state, scale=None,
     window_size=None,
 ):  # fmt: skip
-    groups = query.shape[1] // key.shape[1]
-    scale = scale or query.shape[-1] ** -0.5
-    p = _probabilities(query, key, cu_seq_q, scale, window_size)
-    keys, values = (x.float().repeat_interleave(groups, dim=1) for x in (key, value))
-    grad_p = torch.einsum("qhd,khd->hqk", grad_out.float(), values)
-    grad_scores = scale * p * (grad_p - (p * grad_p).sum(dim=-1, keepdim=True))
-    grad_query = torch.einsum("hqk,khd->qhd", grad_scores, keys)
-    grad_keys = torch.einsum("hqk,qhd->khd", grad_scores, query.float())
-    grad_values = torch.einsum("hqk,qhd->khd", p, grad_out.float())
-    grad_key, grad_value = (
-        x.unflatten(1, (-1, groups)).sum(dim=2) for x in (grad_keys, grad_values)
-    )
-    return tuple(x.to(query.dtype).contiguous() for x in (grad_query, grad_key, grad_value))
+    inputs = [x.float() for x in (query, key, value)]
+    _, pull_back = torch.func.vjp(lambda *x: attend(*x, cu_seq_q, scale, window_size), *inputs)
+    return tuple(x.to(query.dtype).contiguous() for x in pull_back(grad_out.float()))
