@@ -153,21 +153,6 @@ def test_a_run_that_cannot_go_on_ends_with_its_reason(tmp_path, end, capfd):
     assert ("Thread" in capfd.readouterr().err) == hangs, "stacks of the trainer"
 
 
-def test_an_evaluation_that_holds_weights_back_is_what_the_trainer_waits_for(tmp_path):
-    with session(tmp_path, eval_answers=["slow", "fail"], async_ratio=3.0) as s:
-        s.publish(0, evaluate=True)
-        s.controller.take_batch()
-        s.publish(1, evaluate=True)
-        s.controller.take_batch()
-        assert s.controller.clock.take().spent["evaluate"] > 0
-        s.publish(2)  # in the place of version 1, which was to be evaluated
-        s.controller.finish_evaluations()
-        assert s.controller.take_evaluation() == {
-            "eval/accuracy": 0.5, "eval/policy_version": 2, "eval/problems": 1, "eval/failed": 1,
-        }  # fmt: skip
-        assert s.controller.take_evaluation() == {}
-
-
 def test_an_engine_sleeps_from_the_batch_until_the_next_weights_and_after_its_evaluation(tmp_path):
     """They may be of a version that it has: with a publish delay the first is published several times."""
     options = {"async_ratio": 0.0, "colocate": "sleep", "publish_delay": 2}

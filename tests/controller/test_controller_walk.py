@@ -159,6 +159,10 @@ class Walk:
     def run(self):
         """Until all steps are made and the last evaluation has ended."""
         for _ in range(MAX_EVENTS):
+            is_alone = self.trainer == "finishing" and not self.config.listen
+            if is_alone and self.rng.random() < 0.1:
+                self.controller.finish_evaluations()
+                assert self.controller.has_evaluated()
             if self.trainer == "finishing" and self.controller.evaluation is None:
                 self._check_end()
                 if not self.is_to_be_longer:
