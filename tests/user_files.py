@@ -38,6 +38,11 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    """All files below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def ask_task(
     task: str,
     task_args: tuple[str, ...] = (),

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_policy import load, random_sequences, weights_of
+from user_files import contents
 
 from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
 from asyncrl.cluster.node_watch import NodeWatch
@@ -111,10 +112,6 @@ def folder_of(checkpoints: Checkpoints) -> Path:
 
 def names(checkpoints: Checkpoints) -> list[str]:
     return sorted(path.name for path in folder_of(checkpoints).iterdir())
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def are_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:

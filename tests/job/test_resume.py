@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from option_words import words_that_change
+from user_files import contents
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import OPTIONS, Config, May, SwarmOptions
@@ -186,10 +187,6 @@ def test_resume_past_the_target_ends_well_and_changes_nothing(tmp_path, capsys, 
 
 
 # Records
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
