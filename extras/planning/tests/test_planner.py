@@ -338,6 +338,9 @@ def test_training_and_sampling_take_what_their_formulas_say(seed):
     for p in c.pools:
         for machines, gpus in itertools.product(range(1, p.count + 1), range(1, p.gpus + 1)):
             for t in trainings(j, p, machines, gpus, False):
+                assert 0 in (t.shards % gpus, gpus % t.shards), (
+                    "machines have equal parts of a replica"
+                )
                 assert training_s(j, c, t) == pytest.approx(seconds_of_training(j, c, t))
         for tp in (1, 2, 4, 8):
             engine = largest_engine(j, p, tp)
@@ -409,11 +412,19 @@ def test_a_pool_has_the_rates_that_were_measured_of_it(tp, sampled):
 def test_an_update_takes_as_long_as_an_engine_loads_or_both_ends_copy_through_host_memory(
     gpus, ranks, weight_sync
 ):
-    """28 layers of 11 weights, 0.31 ms each; 2 bytes of each parameter are written and read at 16 GB/s."""
-    config, p = dataclasses.replace(CONFIG, weight_sync=weight_sync), pool(gpus=gpus)
-    placed = place(config, gpus, 16, ranks)
-    placement, _ = plan_memory(config, placed, SMALL, [p.device] * gpus, Sharing(ranks, ranks))
+    """28 layers of 11 weights, 0.31 ms each; 2 bytes of each parameter are written and read at 16 GB/s.
+
+    An engine that shares its GPU has as many requests as its part of it holds.
+    """
+    options = {"weight_sync": weight_sync, "save_memory": (), "max_running_requests": 32}
+    j, p = job(**options), pool(gpus=gpus, memory_gib=26.0)
+    placed = place(j.config, gpus, 16, ranks)
+    sharing = Sharing(ranks, ranks)
+    placement, _ = plan_memory(j.config, placed, SMALL, [p.device] * gpus, sharing)
     assert placement.transport == weight_sync
-    plan = planner.of_placement(job(weight_sync=weight_sync), cluster(p), placement)
+    best = planner.of_placement(j, cluster(p), placement)
     copies_s = 2 * 2 * SMALL.num_parameters / 16e9 * (weight_sync == "shm")
-    assert plan.split.update_s == pytest.approx(max(28 * 11 * 0.31e-3, copies_s))
+    assert best.split.update_s == pytest.approx(max(28 * 11 * 0.31e-3, copies_s))
+    if gpus == 1:
+        held = placement.workers[0].kv_cache_bytes / (114688 * CONTEXT)
+        assert best.engines[0][1].requests == pytest.approx(min(32, held), abs=3)

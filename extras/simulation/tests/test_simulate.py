@@ -12,7 +12,7 @@ from extras.latency_law import LatencyLaw
 from extras.simulation import report, scenarios, swarm
 from extras.simulation.clock import Clock
 from extras.simulation.cluster import Case, Cluster, Simulation, simulate
-from extras.simulation.engine import EngineCurve, Swarm, roofline
+from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm, roofline
 from extras.simulation.swarm import Uplink
 from extras.simulation.workload import (
     Turns,
@@ -42,13 +42,6 @@ def case(options=None, workload=None, workers=2, curve=None, steps=4, warmup=1, 
     return Case(options, workload or Workload(LAW, prompt_tokens=10), machines, steps, warmup)
 
 
-def rollout_s(options, curve, workload=None):
-    """Time of the first batch on one worker."""
-    workload = workload or Workload(LAW, prompt_tokens=0)
-    first = case(options, workload, 1, curve, steps=1, warmup=0, sync_s=0.0)
-    return simulate(first).numbers["rollout_s"]
-
-
 # Queues, in closed form
 
 
@@ -65,16 +58,39 @@ def processor_sharing_s(lengths, slots, rate):
     return now
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(30))
 def test_rollout_is_a_queue_that_shares_its_processor(seed):
+    """A batch is scored one by one when all of it has ended; engines of a worker share its requests evenly."""
     rng = random.Random(seed)
     options = {"groups_per_step": rng.randint(1, 6), "group_size": rng.randint(2, 5)}
     members = itertools.product(range(options["groups_per_step"]), range(options["group_size"]))
     lengths = [LAW.draw(group, ticket(group), member) for group, member in members]
-    slots, slow_rate = rng.randint(1, 9), rng.choice([10.0, 2.0])
+    options["replicate_prompts"] = rng.random() < 0.5
+    # a request for a whole group waits until it has slots for all
+    slots = rng.randint(1, 9) if options["replicate_prompts"] else len(lengths)
+    slow_rate = rng.choice([10.0, 2.0])
+    num_replicas = rng.randint(1, 2)
     curve = EngineCurve(((1, 10.0), (9, slow_rate)), 1e12, slots)
-    expected_s = processor_sharing_s(lengths, slots, curve.rate)
-    assert rollout_s(options, curve) == pytest.approx(expected_s)
+    options["scheduling"], reward_s = rng.choice([("queue", 0.0), ("batch", 3.0)])
+    workload = Workload(LAW, prompt_tokens=0, reward_s=reward_s)
+    known = {"steps": 1, "warmup": 0, "sync_s": 0.0, "num_replicas": num_replicas}
+    outcome = simulate(case(options, workload, 1, curve, **known))
+    slots *= num_replicas
+    sampled_s = processor_sharing_s(lengths, slots, lambda n: curve.rate(n / num_replicas))
+    assert outcome.numbers["rollout_s"] == pytest.approx(sampled_s + len(lengths) * reward_s)
+
+
+def test_a_request_that_is_aborted_leaves_its_slot_to_the_next():
+    clock, ended = Clock(), []
+    engine = SimulatedEngine(clock, EngineCurve(((1, 10.0), (2, 10.0)), 1e12, 1))
+    requests = [Request(100, 0, lambda r: ended.append(clock.now)) for _ in range(3)]
+    for request in requests:
+        engine.add(request)
+    counts = []
+    for time_s, index in ((2.55, 0), (3.0, 2)):
+        clock.at(time_s, lambda index=index: counts.append(engine.remove(requests[index])))
+    clock.run_until(lambda: bool(ended))
+    assert counts == [25, 0] and ended == pytest.approx([12.55])
 
 
 # The real logic is driven
