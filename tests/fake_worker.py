@@ -13,7 +13,6 @@ from trajectories import make_trajectory
 
 from asyncrl.messages import (
     Abort,
-    Asleep,
     Cut,
     Finished,
     Hold,
@@ -21,7 +20,6 @@ from asyncrl.messages import (
     Probed,
     Ready,
     SampledTokens,
-    Sleep,
     Stop,
     Stopped,
     Tickets,
@@ -107,10 +105,6 @@ class FakeWorker:
                         self.end(ticket_id, "aborted")
                 case Hold(reason):
                     self.activity.hold(reason)
-                case Sleep():
-                    with open(self.spec.log_path + ".slept", "a") as log:
-                        log.write(f"{self.version}\n")
-                    self.send(Asleep())
                 case Stop():
                     self.send(Stopped(self.activity.report()))
                     return

@@ -326,6 +326,7 @@ class Oracle:
     def hold(self, batch):
         """A batch is ready, and may still be refused."""
         self.check_batch(batch)
+        self.expected_batch = None
         for group in batch:
             known = self.groups[group.group_id]
             assert {id(t) for t in group.trajectories} == {id(t) for t in known.members.values()}
@@ -382,13 +383,15 @@ class Oracle:
         assert num_free >= 0, "more groups outstanding than the capacity"
         is_too_old = self.oldest_to_start + self.bound < self.trainer_version
         is_full = num_free == 0 or (is_too_old and self.config.stale_policy != "gate")
-        is_held = any(group.state == "held" for group in resident)
+        # What the trainer is to get is consumed before engines fall asleep, which may take many events.
+        is_held = self.expected_batch or any(group.state == "held" for group in resident)
+        oldest_allowed = self.trainer_version + bool(self.expected_batch) - self.bound
         has_no_weights = self.announced < 0 or self.is_resuming
         assert is_full or is_held or has_no_weights or self.config.scheduling == "batch", (
             "a place is free, and no group is issued"
         )
         for group in self.groups.values():
-            assert group.state != "stale" or group.oldest < self.trainer_version - self.bound
+            assert group.state != "stale" or group.oldest < oldest_allowed
 
     def check_ledger(self, ledger):
         resident = self.resident().values()

@@ -19,6 +19,7 @@ from trajectories import make_trajectory
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
     Abort,
+    Asleep,
     Connect,
     Cut,
     Finished,
@@ -28,6 +29,7 @@ from asyncrl.messages import (
     Ready,
     Receiving,
     SampledTokens,
+    Sleep,
     Suspend,
     Tickets,
     Update,
@@ -70,8 +72,8 @@ class WalkProcess:
         """Whether it knows the transport; and how many versions had been announced when it was sent weights last."""
         self.newest = None
         """Message that was sent to it last."""
-        self.is_suspended = False
-        """Whether it was told to stop until the next update."""
+        self.is_suspended = self.is_asleep = False
+        """Whether it was told to stop until the next update, and whether its engine has given up its memory."""
         self.discarded = 0
         self.episodes, self.ended = {}, {}
         self.sent_version = -1
@@ -119,7 +121,7 @@ class WalkProcess:
                 )
                 assert self.num_announced > num_announced, "no worker is sent weights twice"
             self.sent_version, self.is_suspended = message.version, False
-        elif isinstance(message, Suspend):
+        elif isinstance(message, Suspend | Sleep):
             self.is_suspended = True
         elif isinstance(message, Tickets):
             self.given |= {ticket.ticket_id: ticket for ticket in message.tickets}
@@ -181,6 +183,10 @@ class WalkProcess:
                 self.fetching = version
             case Suspend():
                 self._stand()
+            case Sleep():
+                self._stand()
+                self.is_asleep = True
+                self.outbox.append(Asleep())
             case Proceed():
                 for episode in self._are("barrier"):
                     episode.state = episode.waits_for
@@ -226,7 +232,7 @@ class WalkProcess:
         is_here = "buffer" in info
         held = self.walk.transport.versions[info["buffer"]] if is_here else info["version"]
         assert held == update.version, "a buffer was overwritten while read"
-        self.version, self.stands = update.version, False
+        self.version, self.stands, self.is_asleep = update.version, False, False
         discarded, self.discarded = self.discarded, 0
         self.outbox.append(Updated(self.version, 0.0, SampledTokens(discarded=discarded), None))
 

@@ -153,18 +153,6 @@ def test_a_run_that_cannot_go_on_ends_with_its_reason(tmp_path, end, capfd):
     assert ("Thread" in capfd.readouterr().err) == hangs, "stacks of the trainer"
 
 
-def test_an_engine_sleeps_from_the_batch_until_the_next_weights_and_after_its_evaluation(tmp_path):
-    """They may be of a version that it has: with a publish delay the first is published several times."""
-    options = {"async_ratio": 0.0, "colocate": "sleep", "publish_delay": 2}
-    with session(tmp_path, eval_answers=["slow"], **options) as s:
-        for step in range(4):
-            s.publish(max(0, step - 2), evaluate=step == 0, trainer_version=step)
-            s.controller.take_batch()
-            assert s.controller.ended_evaluations, "it ended before the engine slept"
-            assert s.controller.workers[0].state == "asleep"
-    assert (tmp_path / "worker_0.log.slept").read_text().split() == ["0", "0", "0", "1"]
-
-
 def test_a_worker_that_does_not_say_how_far_it_is_holds_the_cut_up_for_a_while_and_is_named(
     tmp_path, monkeypatch, capsys
 ):

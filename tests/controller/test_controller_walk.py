@@ -373,6 +373,9 @@ class Walk:
         self.oracle.check_ledger(self.controller.buffer.balance())
         if self.config.over_sampling > 1 and not self.oracle.evaluating:
             assert all(w.process.is_suspended for w in self.controller.workers if w.is_up)
+        if self.config.colocate == "sleep":
+            assert not self.oracle.evaluating, "an engine sleeps before its evaluation has ended"
+            assert all(worker.process.is_asleep for worker in self.controller.workers)
 
     def _end_step(self):
         every, is_last = self.config.eval_every, self.version == self.steps
