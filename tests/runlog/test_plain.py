@@ -25,6 +25,7 @@ def test_dataclasses_in_one_another_come_back_with_their_arrays_and_keys_that_ar
     arrays = [
         np.arange(6).reshape(2, 3),
         np.zeros(0, np.float32),
+        np.arange(3, dtype=np.uint8),
         np.array([np.nan, -1e-45], np.float32),
     ]
     written = Outer([Inner({3: 4}, array) for array in arrays], (1, "a"), {"x"})

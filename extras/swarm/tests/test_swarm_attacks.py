@@ -73,6 +73,17 @@ def changed(**fields):
     return lambda trajectories: [dataclasses.replace(trajectories[0], **fields), *trajectories[1:]]
 
 
+def of_version(version):
+    """All generated tokens are of another version."""
+
+    def lie(trajectories):
+        versions = [np.where(t.loss_mask, version, -1).astype(np.int32) for t in trajectories]
+        pairs = zip(trajectories, versions, strict=True)
+        return [dataclasses.replace(t, policy_versions=versions) for t, versions in pairs]
+
+    return lie
+
+
 def frames(kind, fields, engine=b"0"):
     return [[engine, kind, fields]]
 
@@ -110,12 +121,14 @@ def answers(*changes):
         (message(Pull(0, None, 0), b"-1", times=500), "while it pulls"),
         (message(Join(1, "", "cpu", "liar", 0.0), b"-1"), "a Join after its Join"),
         (answers(list, list), "which it has not"),
+        (answers(lambda trajectories: trajectories[1:]), "not all of them"),
         (answers(lambda trajectories: trajectories[:1] * len(trajectories)), "not all of them"),
         (
             answers(changed(finish_reason="aborted", reward=math.nan)),
             "as aborted, which it was not",
         ),
-        (answers(changed(group_id=-1)), "of ticket"),
+        (answers(of_version(0)), "versions 0 … 0, not from"),
+        (answers(of_version(999)), "versions 999 … 999, not from"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )

@@ -111,11 +111,11 @@ def test_honest_responses_pass_by_far_and_lies_and_what_is_too_late_are_found(mo
     for i, lie in lies.items():
         ticket, t = pairs[i]
         pairs[i] = ticket, replace(t, worker=i, **lie(t))
-    (_, older), (_, mixed) = pairs[-2:]
+    (_, older), (_, mixed) = late = pairs[-2:]
     older.policy_versions[older.loss_mask] = VERSION - 1
     mixed.policy_versions[-1] = VERSION + 1
     mixed.behavior_logprobs[-1] = -20.0
-    mistakes = verifier.verify(pairs, policy, VERSION)
+    mistakes = verifier.verify([*late, *pairs[:-2]], policy, VERSION)
     assert sorted(worker for worker, _ in mistakes) == list(lies)
     for worker, what in mistakes:
         assert f"ticket {pairs[worker][0].ticket_id} are" in what

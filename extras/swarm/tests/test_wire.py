@@ -1,13 +1,11 @@
 """Messages as bytes: what is sent comes back, and nothing else is let in."""
 
-import contextlib
 import json
 
 import msgspec
-import numpy as np
 import pytest
 
-from asyncrl.messages import Finished, Probed, Tickets
+from asyncrl.messages import Finished, Tickets
 from extras.swarm.wire import (
     FROM_ENGINE,
     FROM_HOST,
@@ -46,6 +44,7 @@ def test_a_message_is_let_in_as_it_was_and_only_from_its_side(message, received)
     [
         (pack({"version": 1, "logprobs": [["<f4", [1 << 40], b"1"]]}), "as many bytes"),
         (pack({"version": 1, "logprobs": [["O", [1], b"1"]]}), "as many bytes"),
+        (pack({"version": 1, "logprobs": [["<f4", [1.0], b"1234"]]}), "as many bytes"),
         (pack({"version": 1, "logprobs": [["<f4", [0, 2**63], b""]]}), "a broken Probed"),
         (pack({"version": 1, "logprobs": [["|b1", [1], b"\x07"]]}), "a broken Probed"),
         (pack({"version": "x", "logprobs": []}), "a broken Probed"),
@@ -55,17 +54,6 @@ def test_a_message_is_let_in_as_it_was_and_only_from_its_side(message, received)
 def test_a_broken_message_is_refused_in_a_line(fields, why):
     with pytest.raises(ValueError, match=why):
         CODEC.decode(b"Probed", fields)
-
-
-def test_random_bytes_are_refused_and_nothing_worse():
-    rng = np.random.default_rng(0)
-    good = CODEC.encode(Probed(1, (np.zeros(3, np.float32),)))[1]
-    for _ in range(2000):
-        garbled = bytearray(good)
-        for _ in range(rng.integers(1, 4)):
-            garbled[rng.integers(len(garbled))] = rng.integers(256)
-        with contextlib.suppress(ValueError):
-            CODEC.decode(b"Probed", bytes(garbled[: rng.integers(1, len(garbled) + 1)]))
 
 
 @pytest.mark.parametrize(
