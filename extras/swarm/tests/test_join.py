@@ -151,7 +151,7 @@ class HostWalk:
         self.stack.callback(relay.close)
         ends = {"key_path": self.run.key_path, "folder": self.run.folder}
         host = Far(SimpleNamespace(address=relay.address, **ends), "far", self.rng.choice([1, 2]))
-        host.relay, clock_ahead_s = relay, self.rng.choice([0, 3600])
+        host.relay, clock_ahead_s = relay, self.rng.choice([-3600, 3600])
         host.changes = lambda message: with_clock_ahead(
             pull_from_base(host, message), clock_ahead_s
         )
