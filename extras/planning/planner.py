@@ -756,7 +756,10 @@ def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int
         fastest = job.tokens / plan(job, cluster, num=1)[0].step_s
         raise ValueError(f"no plan has {tokens_per_s:g} tokens/s; the fastest has {fastest:g}")
     plans = sorted(best.values(), key=lambda plan: plan.value(limit_s))[:num]
-    return plans if limit_s else [solve(p.split, p.step_s * (1 + GAP)) or p for p in plans]
+    if limit_s:
+        return plans
+    as_fast = [solve(p.split, p.step_s * (1 + GAP)) or p for p in plans]
+    return sorted(as_fast, key=lambda plan: (plan.step_s, plan.cost_per_hour))
 
 
 def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
