@@ -13,8 +13,8 @@ from asyncrl.trainer.packing import (
 )
 
 WORTH_SHARING = 0.1
-"""Least share of an update's cost for which `auto` shares prefixes. The estimate errs by about as much, and a GPU needs
-a slower kernel of attention for it."""
+"""Least share of an update's cost for which `auto` shares prefixes. The cost is a rough estimate. On a GPU sharing
+takes another kernel of attention, which nobody has timed."""
 
 
 def distribute(
