@@ -113,7 +113,7 @@ def test_all_threads_of_another_process_are_bound():
             run_on(process.pid, ALLOWED[:1])
             ids = os.listdir(f"/proc/{process.pid}/task")
             assert len(ids) == 4 and all(
-                os.sched_getaffinity(int(one)) == {ALLOWED[0]} for one in ids
+                os.sched_getaffinity(int(thread)) == {ALLOWED[0]} for thread in ids
             )
         finally:
             process.kill()

@@ -54,11 +54,11 @@ class Folder:
     def sizes(self) -> dict[str, int]:
         """Bytes of all snapshots and deltas that are there, by name."""
         self.fs.invalidate_cache()
-        found = (
+        listed = (
             (entry["name"].rpartition("/")[2], entry["size"])
             for entry in self.fs.ls(self.root, detail=True)
         )
-        return {name: num_bytes or 0 for name, num_bytes in found if NAME.fullmatch(name)}
+        return {name: num_bytes or 0 for name, num_bytes in listed if NAME.fullmatch(name)}
 
     def path(self, name: str) -> str:
         """A file, as its file system wants it."""
@@ -102,8 +102,9 @@ class SnapshotWriter:
         folder = Folder(self.url)
         folder.fs.makedirs(folder.root, exist_ok=True)
         folder.write("probe", [b"snapshots"])
-        if (found := folder.fs.cat_file(folder.path("probe"))) != b"snapshots":
-            raise ValueError(f"what was written is read as {found[:20]!r}")
+        content = folder.fs.cat_file(folder.path("probe"))
+        if content != b"snapshots":
+            raise ValueError(f"what was written is read as {content[:20]!r}")
         for name in ("probe", *folder.sizes()):
             folder.fs.rm_file(folder.path(name))
         return folder
