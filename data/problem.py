@@ -107,7 +107,7 @@ class DrawnTask(Task):
 def of_split(
     candidates: Iterable[Candidate], held_out: bool, share: float = HELD_OUT_SHARE
 ) -> Iterator[Problem]:
-    """Those candidates that are held out, or those that are not."""
+    """Yield the problems of those candidates that are held out, or of those that are not."""
     return (problem for text, problem in candidates if (split_hash(text) < share) == held_out)
 
 

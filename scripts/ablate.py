@@ -261,7 +261,7 @@ def run_missing(
     def attempt(cell: dict) -> dict | None:
         try:
             return None if failures else run(cell)
-        except Exception as error:
+        except Exception as error:  # whatever ends a run must leave the records of the others
             failures.append(error)
 
     with ThreadPoolExecutor(parallel) as pool:

@@ -111,7 +111,7 @@ def test_dense_attention_gets_whole_groups_of_long_prompts_and_single_sequences_
 def test_auto_shares_what_costs_less_by_a_tenth_and_else_deals_as_off_does(
     prompt, response, cost, sizes
 ):
-    """Of 8 responses, a prompt of 16 tokens is 5 % of all tokens beside 256, and 18 % beside 64."""
+    """A shared prompt of 16 tokens saves 5 % of 8 responses of 256 tokens, and 18 % of 8 of 64."""
     group = make_group(prompt, [response] * 8)
     chosen = choose_bundles(group, 1, 16384, "auto", cost)
     assert sizes_of(chosen) == [sizes]

@@ -93,7 +93,7 @@ def test_compiled_layers_make_the_same_steps_of_micro_batches_of_all_sizes_by_fe
 def test_of_numbers_compiled_graphs_take_sizes_of_micro_batches_only(
     tmp_path, monkeypatch, share_prefix
 ):
-    """Where a head's size is a symbol, FlexAttention on a GPU cannot be compiled; a float is converted on the host."""
+    """FlexAttention on a GPU refuses a symbol for a head's size, and the host would convert each float."""
     inputs, graphs = {}, []
 
     def record(graph, examples):
