@@ -45,7 +45,7 @@ def devices() -> str:
     gpus = {}
     for record in records_of("gpu"):
         if "numbers" in record:
-            gpus.setdefault(record["gpu"], []).append(record["case"].removesuffix(" -"))
+            gpus.setdefault(record["gpu"], {})[record["case"].removesuffix(" -")] = record
     of_gpus = "; ".join(f"{gpu}: {', '.join(cases)}" for gpu, cases in gpus.items())
     return f"**What has run on which GPU.** {of_gpus or 'Nothing so far'}.\n"
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests and measurements on the first GPU, in one table: bash scripts/gpu_check.sh [options of scripts/bench/gpu.py]
-# A plan of an hour at most, in calls of eight minutes: start it again until nothing is left. The first 25 minutes
+# A plan of an hour at most, in calls of eight minutes: start it again until nothing is left. The first 26 minutes
 # need no vLLM, and run on torch 2.11 or newer. Installs nothing, needs no network. Without a GPU it says so, checks
 # nothing, and exits with 0.
 set -euo pipefail

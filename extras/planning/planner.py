@@ -8,8 +8,9 @@ One GPU may do both in turns. Any GPU may stay idle.
 Seconds of a step; g of generation, u of the weight update, t of training, α the async_ratio:
 
     step    about least_step_s(g + u, t, α, tail), at most most_step_s(g + u, t, L·d, α); tail is (L − R)·d with b = 1
-    t       max(F/(ranks·C), micro-batches·exchanges of layers) + exchanges of embedding and head, which no layer's
-            computation hides, once an update or in each micro-batch + exchange among replicas + AdamW + publication
+    t       max(F/(ranks·C), micro-batches·exchanges of layers, micro-batches·HOST_LAYER_S·l for three passes)
+            + exchanges of embedding and head, which no layer's computation hides, once an update or in each micro-batch
+            + exchange among replicas + AdamW + publication
     F       2 FLOPs per weight, token and pass, a backward pass being two, and attention's half squares
     C, m    FLOP/s and bytes/s that a GPU reaches: those of its data sheet × mfu, less in short passes; × hbm_efficiency
     D       FLOP/s that a GPU reaches while it decodes
@@ -53,6 +54,12 @@ HOST_BYTES_PER_S, ADAMW_BYTES = 16e9, 28
 """A rank's share of host memory, for copies and AdamW; what AdamW reads and writes of float32 per weight."""
 SHORT_TOKENS, SHORT_MFU = 8192, 0.875
 """Tokens of a pass below which a GPU reaches less of its mfu, and how much of it: 0.35 of 0.4."""
+HOST_LAYER_S = 6.5e-3
+"""Seconds in which a rank's host launches a layer's passes over a micro-batch, forward and backward.
+
+Beside an H200 a step of 28 layers took 0.73 s with four micro-batches of 8192 tokens and 0.38 s with one of 32,768, of
+which kernels need 0.33 s: `trainer-long 0.6b`, `trainer-whole 0.6b` and `profile 0.6b` of results/gpu.
+"""
 DECODE_MFU = 0.6
 """Share of the data sheet's FLOP/s that matrix products reach while an engine decodes."""
 LOAD_S = 0.31e-3
@@ -252,13 +259,15 @@ def compute_s(job: Job, t: Training) -> float:
     )
     in_layers = shape.num_layers * shape.layer_parameters - shape.idle_parameters
     used = in_layers * job.read_tokens + shape.vocab_size * shape.hidden_size * job.tokens
-    # A backward pass costs two, one with adapters; what was not kept for it is computed again.
-    passes = (
-        job.extra_passes + 1 + ("activations" in t.save_memory) + (1 if config.lora_rank else 2)
-    )
+    passes = num_passes(job, t) - (config.lora_rank > 0)
     tokens = min(t.microbatch, job.read_tokens / (t.ranks * config.minibatches))
     reached = t.pool.flops_per_s * (SHORT_MFU if tokens < SHORT_TOKENS else 1)
     return passes * 2 * (used + squares) / (t.ranks * reached)
+
+
+def num_passes(job: Job, t: Training) -> int:
+    """Passes over a micro-batch; a backward pass is two, and what was not kept for it is computed again."""
+    return job.extra_passes + 1 + ("activations" in t.save_memory) + 2
 
 
 def training_s(job: Job, cluster: Cluster, t: Training) -> float:
@@ -289,7 +298,9 @@ def training_s(job: Job, cluster: Cluster, t: Training) -> float:
         moved = 12 * count * job.shape.num_parameters + config.minibatches * ADAMW_BYTES * trained
         adamw_s = moved / t.shards / HOST_BYTES_PER_S
     replicas_s, publish_s = config.minibatches * replica_s, weights * byte_s
-    return max(compute_s(job, t), count * layers_s) + root_s + replicas_s + adamw_s + publish_s
+    host_s = count * job.shape.num_layers * HOST_LAYER_S * num_passes(job, t) / 3
+    step_s = max(compute_s(job, t), count * layers_s, host_s)
+    return step_s + root_s + replicas_s + adamw_s + publish_s
 
 
 def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> Iterator[Training]:

@@ -44,7 +44,7 @@ PARTS = {
 }
 """How the names of a profile's ranges begin -> the part of a step that they are of; all else is of head and loss."""
 PROFILE_ROWS = 50
-"""Kernels, and operations that launch them, which a profile lists: the costliest."""
+"""Kernels that a profile lists: the costliest."""
 WAITS = (
     "cudaStreamSynchronize",
     "cudaDeviceSynchronize",
@@ -144,11 +144,16 @@ def profile(
         if event.device_type == DeviceType.CPU and not event.is_user_annotation:
             parts[part_of(event)] += getattr(event, clock) / 1e6
     averages = profiler.key_averages()
+    kind = DeviceType.CUDA if setup.device == "cuda" else DeviceType.CPU
+    kernels = [row for row in averages if row.device_type == kind and not row.is_user_annotation]
+    kernels.sort(key=lambda row: -getattr(row, clock))
     return {
         "step_s": step_s, "busy_s": parts.total(),
         "parts": {part: round(seconds, 4) for part, seconds in parts.most_common()},
         "waits": {average.key: average.count for average in averages if average.key in WAITS},
-        "kernels": averages.table(clock, row_limit=PROFILE_ROWS, max_name_column_width=80),
+        "kernels": "\n".join(
+            f"{getattr(row, clock) / 1e3:8.2f} ms {row.count:6} × {row.key[:90]}" for row in kernels[:PROFILE_ROWS]
+        ),
     }  # fmt: skip
 
 
@@ -283,6 +288,7 @@ FUNCTIONS = {
     "trainer": trainer,
     "profile": profile,
     "profile-job": functools.partial(profile, lengths=[272] * 128, prompt_share=1 / 17),
+    "trainer-whole": functools.partial(trainer, budget=32768),
     "trainer-long": functools.partial(trainer, budget=8192),
     "trainer-short": functools.partial(trainer, budget=2048),
     "tests-trainer": functools.partial(tests, paths=("tests/gpu/test_gpu_trainer.py",)),

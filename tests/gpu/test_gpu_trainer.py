@@ -180,5 +180,6 @@ def test_adapters_train_with_a_fraction_of_the_memory(grouped, name):
     assert all(norm > 0 for norm in adapters.grad_norms)
     first = plain.losses[0]
     assert adapters.losses[0] == pytest.approx(first, rel=0.02, abs=1e-3), "B is zero at first"
-    # Of 16 bytes per parameter (weight, gradient, two moments) 2 are left, and activations are as they were.
-    assert adapters.peak_gib < 0.7 * plain.peak_gib
+    # Of 16 bytes per parameter (weight, gradient, two moments) 2 are left, and activations are as they were. A margin
+    # of a tenth is for what else is of the weights' size.
+    assert plain.peak_gib - adapters.peak_gib > 0.9 * 14 * plain.num_parameters / GIB

@@ -282,8 +282,8 @@ def seconds_of_replicas(j, c, t):
 
 
 def seconds_of_training(j, c, t):
-    """t: passes, or exchanges of layers if they take longer; those of embedding and head, once an update or in each
-    micro-batch; one among replicas an update; AdamW; and the gathering to publish."""
+    """t: passes, or exchanges or launches of layers if they take longer; exchanges of embedding and head, once an
+    update or in each micro-batch; one among replicas an update; AdamW; and the gathering to publish."""
     config, model = j.config, j.shape
     root, trained = model.root_parameters, memory.trained_parameters(config, model)
     # a ring passes on all but one's own part
@@ -307,8 +307,10 @@ def seconds_of_training(j, c, t):
         host = 12 * count * model.num_parameters + config.minibatches * 28 * trained
         adamw_s = host / t.shards / 16e9
     publish_s = 2 * model.num_parameters * others_s
+    passes = 3 + num_scored(j) + ("activations" in t.save_memory)
+    host_s = 0.0065 * count * model.num_layers * passes / 3
     once_s = root_s + seconds_of_replicas(j, c, t) + adamw_s + publish_s
-    return max(seconds_of_passes(j, t), layers_s) + once_s
+    return max(seconds_of_passes(j, t), layers_s, host_s) + once_s
 
 
 CONTEXT = 100 + (200**2 + 400**2 + 900**2) / (200 + 400 + 900) / 2
