@@ -16,7 +16,6 @@ LONG = (
     "job/test_probe.py",
     "test_rollout.py",
     "engine/test_gpu_config.py",
-    "engine/test_in_flight.py",
     "engine/test_proxy.py",
     "test_extending.py",
     "engine/test_reward_pool.py",
