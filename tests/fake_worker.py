@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from trajectories import make_trajectory
@@ -75,8 +74,6 @@ class FakeWorker:
         self.version = -1
         self.running = {}
         """Ticket id -> the ticket, what it will have sampled, and when it began."""
-        self.model = spec.model_path
-        """How it starts and loads weights: `fine`, `broken`, `mute`, `late`, `does not say`, `dies at version 2`."""
 
     def send(self, message):
         with self.lock:
@@ -85,11 +82,6 @@ class FakeWorker:
     def serve(self):
         if multiprocessing.parent_process() is not None:  # else it runs in a thread of the test
             os.setsid()
-        if self.model == "broken":
-            with open(self.spec.log_path, "a") as log:
-                log.write("RuntimeError: this model is broken\nand more\n")
-            os._exit(7)
-        time.sleep({"mute": 60.0, "late": 2.5}.get(self.model, 0.0))
         self.send(Ready(0.0))
         while True:
             match self.connection.recv():
@@ -98,7 +90,7 @@ class FakeWorker:
                 case Tickets(tickets):
                     for ticket in tickets:
                         self.begin(ticket)
-                case Cut() if self.model != "does not say":
+                case Cut():
                     self.send(InFlight(self.partials(), {}))
                 case Abort(ticket_ids):
                     for ticket_id in ticket_ids:
@@ -110,11 +102,6 @@ class FakeWorker:
                     return
 
     def load(self, version, probe):
-        death = Path(self.spec.log_path + ".died")
-        if self.model == "dies at version 2" and version == 2 and not death.exists():
-            death.touch()
-            time.sleep(0.1)
-            os._exit(5)
         self.version = version
         with self.lock:
             self.send(Updated(version, 0.001, SampledTokens(), self.activity.report()))

@@ -29,7 +29,6 @@ LONG = (
     "job/test_command_line.py",
     "test_without_extras.py",
     "cluster/test_cluster.py",
-    "controller/test_controller.py",
     "trainer/test_attention.py",
     "scripts/test_report.py",
     "data/test_tasks.py",
