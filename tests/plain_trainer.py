@@ -5,6 +5,7 @@ Nothing here packs, shares, shards or chunks. Everything behind the logits is co
 
 import copy
 import math
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -32,6 +33,8 @@ LAGS_OF_BUCKET = {
 }
 REFERENCE_SCALE = 0.8
 """Factor of the reference's head, which makes the reference less sure than the trained model."""
+NUM_CHOSEN = 2
+"""Experts that a token of a tiny mixture has, where its layers do not differ in that."""
 MASKED = -1e4
 """Logit of a token that sampling leaves out: its probability is 0 in float64, and its product with a log-prob too."""
 
@@ -90,6 +93,8 @@ class PlainTrainer:
             self.reference.get_output_embeddings().weight.data.mul_(REFERENCE_SCALE)
         self.loss = choose_loss(self.config)
         self.num_updates = 0
+        self.routed = []
+        """Of each sequence that was read for an update: the chances [T, E] of each layer's experts."""
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that adapters change, by name: W + 2·B·A."""
@@ -110,8 +115,10 @@ class PlainTrainer:
         columns = []
         for sequence in sequences:
             tokens = torch.from_numpy(sequence.tokens)[None]
-            options = {"output_hidden_states": True}
+            options = {"output_hidden_states": True, "output_router_logits": True}
             output = functional_call(model or self.model, weights, tokens, options)
+            if torch.is_grad_enabled() and "router_logits" in output:
+                self.routed.append(self.chances(output.router_logits))
             before = np.flatnonzero(sequence.loss_mask) - 1
             targets = tokens[0, before + 1]
             logits = self.transformed(output.logits[0, before], targets, raw)
@@ -124,6 +131,12 @@ class PlainTrainer:
             picked = logprobs.gather(1, targets[:, None]).squeeze(1)
             columns.append((picked, entropies, values.double()))
         return [torch.cat(column) for column in zip(*columns, strict=True)]
+
+    def chances(self, layers):
+        """Return each layer's chances of experts [T, E] float64, of what transformers records."""
+        if self.model.config.model_type == "gemma4_text":
+            return [chances.double() for chances in layers]
+        return [logits.double().softmax(dim=-1) for logits in layers]
 
     def transformed(self, logits, targets, raw):
         """Return the logits [N, V] float64 that tokens are sampled by."""
@@ -145,6 +158,8 @@ class PlainTrainer:
         updates = [[s for s in update if s.num_trained] for update in updates]
         columns = [columns_of(update, policy_version) for update in updates]
         order = self.order(len(updates), policy_version)
+        self.balances, self.expert_entropies = [], []
+        self.loads = defaultdict(Counter)
         with torch.no_grad():
             for update, tokens in zip(updates, columns, strict=True):
                 tokens["proximal"], _, tokens["value"] = self.read(update)
@@ -160,6 +175,8 @@ class PlainTrainer:
         for name in of_updates[0]:
             metrics[name] = float(np.mean([update[name] for update in of_updates]))
         metrics["lr"] = of_updates[-1]["lr"]
+        if self.balances:
+            metrics |= self.of_experts()
         return metrics | reduce(statistics), list(gradients)
 
     def order(self, num_minibatches, policy_version):
@@ -200,6 +217,7 @@ class PlainTrainer:
     def update(self, sequences, tokens, policy_version, progress):
         """Make an update. Return its own metrics, its statistics [N] by name, and its gradient by parameter name."""
         config = self.config
+        self.routed = []
         logprobs, entropies, values = self.read(sequences)
         losses, stats = self.losses(sequences, tokens, logprobs, progress)
         if config.optim.entropy:
@@ -214,6 +232,10 @@ class PlainTrainer:
         }
         loss = (losses / divisors[config.loss_aggregation]).sum()
         (slopes,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
+        if self.routed:
+            balances = torch.stack([self.balance(layers) for layers in self.routed])
+            self.balances += balances.tolist()
+            loss = loss + config.optim.balance * balances.mean()
         loss.backward()
         log_ratios = logprobs.detach() - tokens["behavior"]
         rows = {
@@ -229,6 +251,38 @@ class PlainTrainer:
         share = sample_size(sequence_ratios(rows)) if config.optim.by_ess else 1.0
         lr = learning_rate(config, self.num_updates, policy_version + progress, share)
         return {"loss": loss.item(), "lr": lr, **self.step(lr)}, rows, self.gradient
+
+    def balance(self, layers):
+        """Return the balance loss of a sequence, whose layers give chances [T, E]; count what its tokens choose."""
+        config = self.model.config
+        top_k = getattr(config, "moe_topk", [NUM_CHOSEN] * len(layers))
+        balances = []
+        for layer, chances in enumerate(layers):
+            num_experts = chances.shape[1]
+            shares = Counter()
+            for row in chances.tolist():
+                likeliest = sorted(range(num_experts), key=lambda expert: -row[expert])
+                shares.update(likeliest[: top_k[layer]])
+                self.expert_entropies.append(-sum(p * math.log(p) for p in row))
+            self.loads[layer].update(shares)
+            chosen = (
+                torch.tensor([shares[expert] for expert in range(num_experts)]) / shares.total()
+            )
+            balances.append(num_experts * (chosen * chances.mean(dim=0)).sum())
+        self.num_experts = num_experts
+        return sum(balances) / len(balances)
+
+    def of_experts(self) -> dict[str, float]:
+        """Return the metrics of the experts that the tokens of a step chose."""
+        loads = self.loads.values()
+        busiest = [max(load.values()) * self.num_experts / load.total() for load in loads]
+        unused = [1 - len(load) / self.num_experts for load in loads]
+        return {
+            "experts/balance": float(np.mean(self.balances)),
+            "experts/entropy": float(np.mean(self.expert_entropies)),
+            "experts/load_max": float(np.mean(busiest)),
+            "experts/unused": float(np.mean(unused)),
+        }
 
     def losses(self, sequences, tokens, logprobs, progress):
         """Return the loss of each token, with the penalty to the reference, and the stats of the loss."""
@@ -350,8 +404,7 @@ def check_step(policy, updates, budget, policy_version, expected=None, relative=
 def assert_is_step(metrics, gradients, updates, expected, relative=1e-5) -> float:
     """Compare all metrics of a step, and the gradient of each update, with PlainTrainer's. Return the share saved."""
     expected_metrics, expected_gradients = expected
-    # tests/trainer/test_moe.py has those of experts
-    metrics = {k: value for k, value in metrics.items() if not k.startswith("experts/")}
+    metrics = dict(metrics)
     saved_share = metrics.pop("tokens/saved_share")
     num_tokens = sum(len(s.tokens) for update in updates for s in update)
     assert saved_share == pytest.approx(1 - metrics.pop("tokens/forward") / num_tokens)

@@ -25,7 +25,6 @@ LONG = (
     "job/test_checkpoints.py",
     "../extras/planning/tests/test_memory_of_a_step.py",
     "../extras/planning/tests/test_plan.py",
-    "trainer/test_compute_dtype.py",
     "job/test_command_line.py",
     "test_without_extras.py",
     "cluster/test_cluster.py",

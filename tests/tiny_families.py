@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from asyncrl.config import Sharing
 from asyncrl.trainer.attention import choose_attention
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.packing import Layout, TrainSequence, bundle, pack
@@ -99,10 +100,13 @@ def tiny_model(config: PreTrainedConfig, attention: str | None = None) -> PreTra
 
 
 @torch.no_grad()
-def packed_scores(module: TokenLogprobs, sequences: list[TrainSequence], layout: Layout) -> Tensor:
-    """Return log-probs of the trained tokens, [N] nats, the sequences packed in this order."""
-    batch = pack([one for sequence in sequences for one in bundle([sequence])], layout)
-    return module(batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())[0]
+def packed_scores(
+    module: TokenLogprobs, sequences: list[TrainSequence], layout: Layout, sharing: Sharing = "off"
+) -> Tensor:
+    """Return log-probs of the trained tokens, [N] nats, the sequences packed in the order that bundle gives them."""
+    batch = pack(bundle(sequences, sharing), layout)
+    inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
+    return module(*inputs, batch.visible_until).logprobs
 
 
 @torch.no_grad()

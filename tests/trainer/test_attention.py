@@ -7,38 +7,22 @@ import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
 import pytest
 import torch
 import transformers
-from plain_trainer import PlainTrainer, check_step, randomize
-from tiny_policy import (
-    VOCAB,
-    load,
-    make_config,
-    random_sequences,
-    random_tree,
-)
+from tiny_families import packed_scores, plain_scores, tiny_config
+from tiny_policy import random_tree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    Qwen3Config,
-    RecurrentGemmaConfig,
-)
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import asyncrl.trainer.attention
-import asyncrl.trainer.logprobs
-import asyncrl.trainer.model
 from asyncrl.trainer.attention import (
     _block_mask_maker,
     attention_inputs,
     choose_attention,
     dense_mask,
     mask_function,
-    unfit_for_sharing,
 )
 from asyncrl.trainer.logprobs import TokenLogprobs
-from asyncrl.trainer.packing import bundle, pack
-from asyncrl.trainer.sampling import Sampling
+from asyncrl.trainer.packing import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 HOPPER = (9, 0)
@@ -49,26 +33,23 @@ HOPPER = (9, 0)
 
 # slower, but the same mask
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
 @torch.no_grad()
-def test_a_tree_has_the_scores_of_single_sequences_and_each_of_its_tokens_meets_the_head_once(
-    untied, attention
+def test_flex_attention_has_the_scores_of_single_sequences_and_each_token_meets_the_head_once(
+    untied,
 ):
-    inner = AutoModelForCausalLM.from_pretrained(untied, attn_implementation=attention).eval()
-    module, rows = TokenLogprobs(inner), []
-    inner.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    options = {"attn_implementation": "flex_attention"}
+    module = TokenLogprobs(AutoModelForCausalLM.from_pretrained(untied, **options).eval())
+    rows = []
+    module.model.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     bundles = bundle(random_tree(20, seed=5, system=0), "tree")
-    batch = pack(bundles, module.layout)
-    assert len(bundles) == 3 and (len(batch.input_ids) == 1) == (attention != "sdpa")
-    inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
-    with torch.compiler.set_stance("force_eager"):
-        logprobs, entropies, _ = module(*inputs, visible_until=batch.visible_until)
     in_order = [s for b in bundles for s in b.sequences]
-    expected = PlainTrainer(load(make_config(untied))).read(in_order)
-    torch.testing.assert_close(logprobs, expected[0].float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropies, expected[1].float(), rtol=1e-5, atol=1e-5)
+    with torch.compiler.set_stance("force_eager"):
+        logprobs = packed_scores(module, in_order, "one_row", "tree")
+    expected = plain_scores(AutoModelForCausalLM.from_pretrained(untied).eval(), in_order)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
     trained = {tuple(s.tokens[: t + 1]) for s in in_order for t in s.loss_mask.nonzero()[0]}
-    assert sum(rows) == len(trained) < len(batch.targets)
+    assert module.layout == "one_row" and len(bundles) == 3
+    assert sum(rows) == len(trained) < len(logprobs)
 
 
 def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
@@ -77,7 +58,7 @@ def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     make = _block_mask_maker.__wrapped__("cuda")
-    for width in (256, 384, 1280):
+    for width in (256, 1280):
         until = (torch.arange(width) // 50 * 50 + 50)[None]
         blocks = make(mask_function(until), 1, None, width, width, until.device).to_dense()[0, 0]
         tiles = dense_mask(until)[0, 0].unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
@@ -85,33 +66,7 @@ def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_model_whose_window_counts_columns_of_the_row_shares_no_prefix():
-    for config in (Qwen3Config(num_hidden_layers=2), LlamaConfig()):
-        assert not unfit_for_sharing(config)
-    assert unfit_for_sharing(MistralConfig(sliding_window=64)) == ["sliding_window 64"]
-
-
 # By bounds: varlen_attn, with a dense kernel on the CPU
-
-
-@pytest.mark.parametrize(
-    "options", [{"save_memory": ("activations",)}, {"lora_rank": 4, "kl_coef": 0.1}]
-)
-@pytest.mark.parametrize("budget", [30, 100_000])
-def test_a_step_is_that_of_the_definition(untied, budget, options, monkeypatch):
-    """Also of micro-batches that share prefixes, and are computed by a mask, between others by bounds."""
-    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: "varlen")
-    policy = load(make_config(untied, share_prefix="tree", **options))
-    randomize(policy)
-    policy.module.attention_of_trees = "sdpa"
-    used = []
-    monkeypatch.setattr(
-        asyncrl.trainer.logprobs,
-        "attention_inputs",
-        lambda name, *tensors: used.append(name) or attention_inputs(name, *tensors),
-    )
-    check_step(policy, [random_tree(6), random_sequences(9)], budget, 11)
-    assert "sdpa" in used
 
 
 class Largest(TorchDispatchMode):
@@ -127,34 +82,22 @@ class Largest(TorchDispatchMode):
         return results
 
 
-@pytest.mark.parametrize(
-    ("attention", "shares"), [("varlen", False), ("sdpa", False), ("sdpa", True)]
-)
-def test_no_tensor_has_the_square_of_the_row(attention, shares, monkeypatch):
-    """Forward and backward, of meta tensors: 4096 columns of 32 entries are far below 4096². Dense attention has it."""
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+def test_no_tensor_has_the_square_of_the_row(attention, monkeypatch):
+    """Forward and backward, of meta tensors: 4096 columns of 192 entries are below 4096². Dense attention has it."""
     # Of values, which meta tensors have not, transformers asks whether more than one sequence is in the row.
     monkeypatch.setattr(transformers.masking_utils, "is_tracing", lambda *_: True)
-    length = 4096
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-    )
     with torch.device("meta"):
+        config = tiny_config("llama")
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    positions = torch.arange(length)[None] % 512
-    until = (torch.arange(length)[None] // 512 + 1) * 512
+    positions = torch.arange(4096)[None] % 512
     with Largest() as largest:
-        seen = attention_inputs(attention, positions, until if shares else None)
+        seen = attention_inputs(attention, positions, None)
         seen = {name: x.to("meta") if torch.is_tensor(x) else x for name, x in seen.items()}
-        inputs = torch.zeros(1, length, dtype=torch.int64, device="meta")
-        hidden = model.base_model(
-            inputs, position_ids=positions.to("meta"), use_cache=False, **seen
-        )[0]
+        positions = positions.to("meta")
+        hidden = model.base_model(positions, position_ids=positions, use_cache=False, **seen)[0]
         hidden.sum().backward()
-    assert (largest.entries >= length**2) == (attention == "sdpa")
+    assert (largest.entries >= 4096**2) == (attention == "sdpa")
     assert model.base_model.layers[0].self_attn.q_proj.weight.grad is not None
 
 
@@ -188,7 +131,7 @@ def test_a_gpu_takes_flash_attn_where_it_works_and_else_varlen(
     monkeypatch.setattr(asyncrl.trainer.attention, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
     assert choice() == expected
-    assert choice(config=RecurrentGemmaConfig()) == "sdpa"
+    assert choice(config=transformers.RecurrentGemmaConfig()) == "sdpa"
     assert choice(config=transformers.GptOssConfig()) == "eager"
     assert capsys.readouterr().out.count("its import fails") == (flash_attn is None)
 

@@ -1,4 +1,4 @@
-"""How the model is built: options that trade time for memory, compilation, the value head, and what is refused."""
+"""How the model is built: what it is compiled to, in which dtype it computes, the value head, and what is refused."""
 
 import functools
 import json
@@ -8,150 +8,237 @@ import shutil
 import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
 import pytest
 import torch
-from plain_trainer import randomize
+from plain_trainer import PlainTrainer, assert_is_step, randomize, record_gradients
 from safetensors.torch import load_file, save_file
+from tiny_families import tiny_config
 from tiny_policy import (
+    grouped_sequences,
     load,
     make_config,
     random_sequences,
     random_tree,
     save_tiny_family,
-    save_tiny_model,
+    weights_of,
 )
 from transformers import AutoModelForCausalLM
 
 import asyncrl.trainer.model
 from asyncrl.config import Config, OptimOptions
+from asyncrl.job.node import _check_model
 from asyncrl.trainer.dealing import distribute
-from asyncrl.trainer.model import compiles
-from asyncrl.trainer.packing import bundle, pack
-from asyncrl.trainer.sampling import Sampling
+from asyncrl.trainer.model import _read_model, compiles
+from asyncrl.trainer.packing import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+VERSION = 11
+BALANCE = OptimOptions(balance=0.7)
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def model(request, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp(request.param))
-    return save_tiny_model(folder, tied=request.param == "tied")
+@pytest.fixture
+def by_bounds(monkeypatch):
+    """Attention as on a GPU."""
+    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: "varlen")
 
 
-def inputs_of(sequences):
-    """Arguments of a forward pass."""
-    batch = pack(bundle(sequences), "short_rows")
-    return batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling()
-
-
-# Memory
-
-
-def test_offload_keeps_weights_gradients_and_adamw_state_in_host_memory_and_float32(model):
-    policy = load(make_config(model, optimizer="adamw", save_memory=("optimizer",)))
-    policy.train_step([[bundle(random_sequences(3))]], policy_version=12)
-    group = policy.module._get_fsdp_state()._fsdp_param_group
+def test_offload_keeps_weights_in_host_memory(model):
+    module = load(make_config(model, save_memory=("optimizer",))).module
+    group = module._get_fsdp_state()._fsdp_param_group
     assert type(group.offload_policy).__name__ == "CPUOffloadPolicy"
-    for parameter in policy.module.parameters():
-        state = policy.optimizer.state[parameter]
-        for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
-            assert tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
 # Compilation
 
 
-def test_compiled_layers_make_the_same_steps_of_micro_batches_of_all_sizes_by_few_graphs(
-    tmp_path, monkeypatch
-):
-    """One sequence, many, none; with gradient and without, with adapters and without, with recomputed layers.
-
-    By dynamo alone, which makes the graphs that inductor would compile; tests/gpu/ has inductor, too. Graphs of one
-    layer each would be more than ten. Tolerance, in float32: 1e-4 of every metric.
-    """
-    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: "varlen")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    torch._dynamo.reset()
-    graphs = torch._dynamo.utils.counters
-    graphs.clear()
-    path = save_tiny_family("qwen3_moe", str(tmp_path), num_hidden_layers=3)
-    options = {"optim": OptimOptions(balance=0.7)}
-    options |= {"lora_rank": 2, "kl_coef": 0.1, "save_memory": ("activations",), "minibatches": 2}
-    configs = [make_config(path, compile=each, **options) for each in (False, True)]
-    policies = list(map(load, configs))
-    for policy in policies:
-        randomize(policy)
-    for num, budget in ((1, 100), (16, 40)):
-        updates = [random_sequences(num, seed) for seed in (num, num + 1)]
-        share = [[*update, []] for update in distribute(updates, 1, budget)[0]]
-        expected, found = (policy.train_step(share, policy_version=12) for policy in policies)
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    expected, found = (policy.score([random_sequences(5)])[0] for policy in policies)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert 1 <= graphs["stats"]["unique_graphs"] <= 10, "six of layers, and four of the head"
-
-
-@pytest.mark.parametrize("share_prefix", ["off", "tree"])
-def test_of_numbers_compiled_graphs_take_sizes_of_micro_batches_only(
-    tmp_path, monkeypatch, share_prefix
-):
-    """FlexAttention on a GPU refuses a symbol for a head's size, and the host would convert each float."""
-    inputs, graphs = {}, []
+@pytest.fixture
+def graphs(monkeypatch, by_bounds):
+    """The graphs that dynamo makes, each with its inputs by name; inductor would compile them, as in tests/gpu/."""
+    graphs = []
 
     def record(graph, examples):
-        graphs.append(graph)
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        inputs.update((node.name, node.meta["example_value"]) for node in nodes)
+        graphs.append({node.name: node.meta["example_value"] for node in nodes})
         return graph.forward
 
-    monkeypatch.setattr(asyncrl.trainer.model, "choose_attention", lambda *_: "varlen")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=record))
     torch._dynamo.reset()
-    path = save_tiny_family("qwen3", str(tmp_path))
-    policy = load(make_config(path, compile=True, temperature=0.8, share_prefix=share_prefix))
-    policy.module.attention_of_trees = "flex_attention"
-    for num in (2, 60):
-        batch = policy._pack(bundle(random_tree(num, num, vocabulary=20), share_prefix), 12)
-        for raw in (False, True):
-            with torch.no_grad():
-                policy._forward(policy.module, batch, raw)
-    # of the head with the temperature and without, and of layers for masks of one block and of more
-    assert len(graphs) <= 4
+    return graphs
+
+
+def check_inputs(graphs):
+    """FlexAttention on a GPU refuses a symbol for a head's size, and the host would convert each float."""
+    inputs = {name: value for graph in graphs for name, value in graph.items()}
     numbers = {name for name, value in inputs.items() if isinstance(value, torch.SymInt)}
     fixed = {name for name in numbers if name.startswith("l_self") or "block_size" in name}
     assert numbers and not fixed
-    tensors = {name: value for name, value in inputs.items() if name not in numbers}
-    assert all(value.ndim for value in tensors.values()), "a float is a tensor without dimensions"
+    tensors = [value for name, value in inputs.items() if name not in numbers]
+    assert all(value.ndim for value in tensors), "a float is a tensor without dimensions"
 
 
 @pytest.mark.parametrize(
-    ("option", "on_cpu", "on_gpu"),
-    [(None, False, True), (True, True, True), (False, False, False)],
+    ("options", "most_graphs"),
+    [
+        ({"temperature": 0.8}, 4),
+        pytest.param(
+            {"lora_rank": 2, "kl_coef": 0.1, "save_memory": ("activations",), "minibatches": 2},
+            10,
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
-def test_layers_are_compiled_on_gpus_unless_told_otherwise(option, on_cpu, on_gpu):
-    config = Config(compile=option)
-    found = [compiles(config, torch.device(device)) for device in ("cpu", "cuda")]
-    assert found == [on_cpu, on_gpu]
-
-
-# The value head
-
-
-def test_a_value_head_begins_at_zero_and_explains_nothing(model):
-    policy = load(make_config(model, advantage="gae"))
-    assert not policy.module.value_head.weight.full_tensor().any()
-    metrics = policy.train_step([[bundle(random_sequences(5))]], policy_version=12)
-    assert metrics["value/explained_variance"] == pytest.approx(0.0, abs=1e-12)
-
-
-def test_the_head_computes_in_float32_above_a_model_in_bfloat16(model):
-    policy, seen = load(make_config(model, advantage="gae", dtype="bfloat16")), []
+def test_compiled_layers_make_the_step_of_the_definition_by_few_graphs(
+    tmp_path, graphs, options, most_graphs
+):
+    """Of one sequence, many, none. Graphs of one layer each would be more."""
+    path = save_tiny_family("qwen3_moe", str(tmp_path), num_hidden_layers=3)
+    policy = load(make_config(path, compile=True, optim=BALANCE, **options))
     randomize(policy)
-    policy.module.value_head.register_forward_hook(
-        lambda _, given, values: seen.append((*given, values))
-    )
+    gradients = record_gradients(policy)
+    sequences = random_sequences(9)
+    updates = [sequences[i :: policy.config.minibatches] for i in range(policy.config.minibatches)]
+    expected = PlainTrainer(policy).train_step(updates, VERSION)
+    shares = distribute(updates, 1, 40, layout=policy.module.layout)[0]
+    metrics = policy.train_step([[*share, []] for share in shares], VERSION)
+    assert_is_step(metrics, gradients, updates, expected, relative=1e-4)
+    assert 1 <= len(graphs) <= most_graphs, "of layers and of the head"
+    check_inputs(graphs)
+
+
+def test_layers_are_compiled_for_trees_of_all_sizes(untied, graphs):
+    policy = load(make_config(untied, compile=True, share_prefix="tree"))
+    policy.module.attention_of_trees = "flex_attention"
+    for num in (2, 60):
+        batch = policy._pack(bundle(random_tree(num, num, vocabulary=20), "tree"), 12)
+        with torch.no_grad():
+            policy._forward(policy.module, batch)
+    assert len(graphs) <= 3, "of the head, and of layers for masks of one block and of more"
+    check_inputs(graphs)
+
+
+def test_layers_are_compiled_and_compute_in_16_bits_on_gpus_unless_told_otherwise():
+    """tests/cluster/cases.toml has float32, which a GPU does not take."""
+    found = []
+    for options in ({}, {"compile": True, "dtype": "float16"}, {"compile": False}):
+        for device in ("cpu", "cuda"):
+            config = Config(**options)
+            found.append((compiles(config, torch.device(device)), config.dtype_on(device)))
+    assert found == [
+        (False, "float32"),
+        (True, "bfloat16"),
+        (True, "float16"),
+        (True, "float16"),
+        (False, "float32"),
+        (False, "bfloat16"),
+    ]
+
+
+# What is computed in bfloat16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"share_prefix": "tree", "save_memory": ("activations",), "advantage": "gae"},
+        {"lora_rank": 4, "kl_coef": 0.1, "save_memory": ("activations", "optimizer")},
+        {"temperature": 0.7, "algo": "gspo", "loss_aggregation": "sequence_mean"},
+    ],
+)
+def test_bfloat16_computes_about_what_float32_does_and_not_the_same(model, by_bounds, options):
+    """As a GPU computes, by chunks of the head; tolerance 5 % of the gradient, and 0.05 nats of the mean log-prob."""
+    config = make_config(model, dtype="bfloat16", **options)
+    policy = load(config)
+    policy.module.attention_of_trees = "sdpa"
+    randomize(policy)
+    policy.module.chunk_rows = 7
+    plain, gradients = PlainTrainer(policy), record_gradients(policy)
+    sequences = grouped_sequences(6, 4)
+    scores, exact = policy.score([sequences])[0], plain.read(sequences)[0]
+    assert scores.dtype == torch.float32
+    assert 1e-4 < (scores - exact).abs().mean() < 0.05
+    shares = distribute([sequences], 1, 200, config.share_prefix, layout=policy.module.layout)
+    metrics = policy.train_step(shares[0], VERSION)
+    expected, (gradient,) = plain.train_step([sequences], VERSION)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    errors = [(gradients[0][name] - exact).norm() for name, exact in gradient.items()]
+    # 8 bits of a mantissa leave this of 2 layers
+    norms = [exact.norm() for exact in gradient.values()]
+    assert torch.stack(errors).norm() < 0.05 * torch.stack(norms).norm()
+
+
+def test_what_is_trained_and_kept_stays_float32(model):
+    optim = OptimOptions(warmup=0)
+    config = make_config(model, dtype="bfloat16", optimizer="adamw", lr=1e-6, optim=optim)
+    policy = load(config)
+    before = weights_of(policy)["model.layers.0.mlp.up_proj.weight"]
+    policy.train_step([[bundle(random_sequences(8))]], VERSION)
+    weights = weights_of(policy)
+    states = [tensors for state in policy.optimizer.state.values() for tensors in state.items()]
+    kept = [*weights.values(), *(tensor for name, tensor in states if "exp" in name)]
+    assert {tensor.dtype for tensor in kept} == {torch.float32}
+    # 1e-6 is below what bfloat16 could add to most of it
+    after = weights["model.layers.0.mlp.up_proj.weight"]
+    assert (after != before).float().mean() > 0.9
+    assert (after.bfloat16() != before.bfloat16()).float().mean() < 0.1
+
+
+def dtypes_of(module):
+    return {parameter.dtype for parameter in module.parameters()}
+
+
+def test_what_is_frozen_is_kept_in_the_dtype_of_computing_and_adapters_in_float32(model):
+    """A reference computes what float32 weights do, which are rounded to it before each use."""
+    assert dtypes_of(load(make_config(model, kl_coef=0.1)).reference) == {torch.float32}
+    policy = load(make_config(model, dtype="bfloat16", kl_coef=0.1))
+    assert dtypes_of(policy.reference) == {torch.bfloat16}
+    sequences = [random_sequences(8)]
+    scores = policy.score(sequences)[0]
+    policy.module = policy.reference
+    assert torch.equal(policy.score(sequences)[0], scores)
+    adapted = load(make_config(model, dtype="bfloat16", lora_rank=2))
+    for name, parameter in adapted.module.named_parameters():
+        is_adapter = name.endswith(("lora_A", "lora_B"))
+        assert parameter.dtype == (torch.float32 if is_adapter else torch.bfloat16)
+
+
+# Reading
+
+
+@pytest.mark.parametrize("tied", ["model", "untied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_have_the_names_and_values_of_the_saved_model_each_once(
+    request, tmp_path, tied, dtype
+):
+    """Weights are read in the dtype in which they are stored."""
+    folder = shutil.copytree(request.getfixturevalue(tied), tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(folder).to(dtype).save_pretrained(folder)
+    read = _read_model(str(folder), torch.float32)
+    assert dtypes_of(read) == {dtype} and read.model.rotary_emb.inv_freq.dtype == torch.float32
+    policy = load(make_config(str(folder)))
+    policy.score([random_sequences(2)])  # a forward pass must not leave gathered weights behind
+    published = weights_of(policy)
+    saved = load_file(folder / "model.safetensors")
+    assert sorted(published) == sorted(saved)
+    for name, tensor in published.items():
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, saved[name].float())
+
+
+def test_a_buffer_that_bfloat16_would_round_is_not_rounded(tmp_path):
+    """The scale of a Gemma's embedding is a buffer, √40."""
+    config = tiny_config("gemma3_text", hidden_size=40)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    embedding = load(make_config(str(tmp_path))).module.model.model.embed_tokens
+    assert embedding.embed_scale.item() == pytest.approx(40**0.5, abs=1e-6)
+
+
+def test_a_value_head_begins_at_zero_and_computes_in_float32_above_a_model_in_bfloat16(model):
+    policy, seen = load(make_config(model, advantage="gae", dtype="bfloat16")), []
+    head = policy.module.value_head
+    assert not head.weight.full_tensor().any()
+    randomize(policy)
+    head.register_forward_hook(lambda _, given, values: seen.append((*given, values)))
     policy.score([random_sequences(2)])
     ((hidden, values),) = seen
     assert hidden.dtype == torch.bfloat16 and values.dtype == torch.float32
-    assert torch.equal(values, hidden.float() @ policy.module.value_head.weight.full_tensor())
+    assert torch.equal(values, hidden.float() @ head.weight.full_tensor())
 
 
 # Models that are refused
@@ -179,23 +266,13 @@ def change_the_vocabulary(folder):
     ],
     ids=["weight", "vocabulary"],
 )  # fmt: skip
-def test_a_folder_whose_parts_are_not_of_one_model_that_is_trained_is_refused(
-    model, tmp_path, spoil, message
-):
-    folder = shutil.copytree(model, tmp_path / "model")
+def test_a_folder_whose_parts_are_not_of_one_model_is_refused(untied, tmp_path, spoil, message):
+    folder = shutil.copytree(untied, tmp_path / "model")
     spoil(folder)
     with pytest.raises(ValueError, match=f"--model {os.fspath(folder)}: {message}"):
         load(make_config(str(folder)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_have_the_names_and_values_of_the_saved_model_each_once(model, tmp_path, dtype):
-    folder = str(shutil.copytree(model, tmp_path / "model"))
-    AutoModelForCausalLM.from_pretrained(folder).to(dtype).save_pretrained(folder)
-    policy = load(make_config(folder))
-    policy.score([random_sequences(2)])  # a forward pass must not leave gathered weights behind
-    published = list(policy.named_full_parameters())
-    saved = load_file(os.path.join(folder, "model.safetensors"))
-    assert sorted(name for name, _ in published) == sorted(saved)
-    for name, tensor in published:
-        assert tensor.dtype == torch.float32 and torch.equal(tensor, saved[name].float())
+def test_a_model_without_experts_has_none_to_balance(model):
+    with pytest.raises(ValueError, match=r"^--optim.balance 0.7 balances experts, and a qwen3 has"):
+        _check_model(make_config(model, optim=BALANCE), model, "cpu")
