@@ -193,8 +193,8 @@ class Far(JoinedHost):
         self.holds = nothing
         """Which messages engines say only when the test has them `finish`."""
         self.held = []
-        self.changes = lambda message: message
-        """What each message becomes before it is sent; None: it is not sent."""
+        self.changes = lambda message: [message]
+        """What is sent for each message: others, or frames."""
         self.is_there = True
         self._to_do = queue.SimpleQueue()
         self._say_plainly, self._link.send = self._link.send, self._say
@@ -220,9 +220,6 @@ class Far(JoinedHost):
 
     def say(self, message, engine=HOST):
         self.do(lambda: self._say_plainly(message, engine))
-
-    def say_frames(self, frames):
-        self.do(lambda: self._send_frames(frames))
 
     def finish(self):
         """Have engines say what is held."""
@@ -293,9 +290,11 @@ class Far(JoinedHost):
     def _say(self, message, engine=HOST):
         if isinstance(message, Join):
             message = dataclasses.replace(message, host=self.name)
-        message = self.changes(message)
-        if message is not None:
-            self._say_plainly(message, engine)
+        for sent in self.changes(message):
+            if isinstance(sent, list):
+                self._send_frames(sent)
+            else:
+                self._say_plainly(sent, engine)
 
     def _act(self, engine, message):
         self.heard.append(message)

@@ -152,9 +152,9 @@ class HostWalk:
         ends = {"key_path": self.run.key_path, "folder": self.run.folder}
         host = Far(SimpleNamespace(address=relay.address, **ends), "far", self.rng.choice([1, 2]))
         host.relay, clock_ahead_s = relay, self.rng.choice([-3600, 3600])
-        host.changes = lambda message: with_clock_ahead(
-            pull_from_base(host, message), clock_ahead_s
-        )
+        host.changes = lambda message: [
+            with_clock_ahead(pull_from_base(host, message), clock_ahead_s)
+        ]
         self.hosts.append(self.stack.enter_context(host))
         self.await_joins(1)
         host.first_engines = list(host.engines)

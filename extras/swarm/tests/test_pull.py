@@ -1,145 +1,142 @@
-"""Snapshots that a host pulls: exact, whole or as a delta, and nothing else is taken for them."""
+"""Weights that a host pulls, by the socket or by files: exact, whole or as a delta, and nothing else is taken."""
 
 import contextlib
+import errno
+import math
+import random
 import struct
+import threading
+from collections import Counter
 from dataclasses import replace
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 import zstandard
+from fsspec.implementations.memory import MemoryFileSystem
 from hosts import wait_until
-from staging import Trainer
 
 from asyncrl.weights.transport import ParameterSpec
 from extras.swarm.delta import apply_delta, encode_delta
-from extras.swarm.pull import KEPT, MAX_READ
+from extras.swarm.pull import KEPT, MAX_READ, PullTransport
 from extras.swarm.puller import Puller
+from extras.swarm.snapshots import SnapshotWriter, cheapest_way
 from extras.swarm.wire import Piece
 
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+ANCHOR_EVERY, KEPT_ANCHORS = 3, 2
+VERSIONS = range(7)
 
-def payload(seed, num_words=50_000):
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 1 << 16, num_words, dtype=np.uint16).view(np.uint8)
+
+class Trainer:
+    """A trainer's end: it stages versions of which each changes a share of the values."""
+
+    def __init__(self, url=None, seed=0):
+        self.url, self.version, self.draw = url, -1, random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        shapes = [[self.draw.randint(1, 19) for _ in range(3)] for _ in range(5)]
+        self.specs = [
+            ParameterSpec(f"p{i}", DTYPES[i % 3], shape) for i, shape in enumerate(shapes)
+        ]
+        self.values = [(spec.name, self.random(spec.shape)) for spec in self.specs]
+        self.begin()
+
+    def begin(self):
+        writer = None if self.url is None else SnapshotWriter(str(self.url))
+        self.transport = PullTransport(self.specs, writer)
+
+    def random(self, shape):
+        return torch.rand(shape, generator=self.generator)
+
+    def stage(self):
+        """Stage the next version. Returns its update info."""
+        self.version += 1
+        share = self.draw.choice([0.0, 0.01, 0.3, 1.0])
+        self.values = [
+            (name, torch.where(self.random(value.shape) < share, value + 0.1, value))
+            for name, value in self.values
+        ]
+        (self.info,) = self.transport.stage(self.version, self.values).messages
+        return self.info
 
 
-def test_a_delta_that_is_cut_garbled_or_for_another_base_or_size_is_refused_and_nothing_worse():
-    base, rng = payload(0, 5_000), np.random.default_rng(2)
+def test_a_delta_that_is_cut_garbled_or_would_unpack_to_more_is_refused_and_nothing_worse():
+    base, draw = np.zeros(10_000, np.uint8), random.Random(2)
     new = base.copy()
-    new[rng.integers(0, 10_000, 250)] ^= 7
+    new[::40] = 7
     delta = encode_delta(3, base, new)
-    for num_bytes in (0, 10, len(delta) - 3):
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 20))
+    bombs = [delta[:16] + struct.pack("<II", num, len(bomb)) + bomb for num in (0, 5, 1 << 31)]
+    for broken in (*(delta[:size] for size in (0, 10, len(delta) - 3)), *bombs):
         with pytest.raises(ValueError, match="a broken delta"):
-            apply_delta(delta[:num_bytes], 3, base.copy())
-    for version, size in ((4, 5_000), (3, 10)):
-        line = f"a delta for version 3, 5000 words; here is {version}, {size}"
-        with pytest.raises(ValueError, match=line):
-            apply_delta(delta, version, payload(0, size))
+            apply_delta(broken, 3, base.copy())
     for _ in range(300):
         garbled = bytearray(delta)
-        garbled[rng.integers(len(garbled))] ^= rng.integers(1, 256)
+        garbled[draw.randrange(len(garbled))] ^= draw.randint(1, 255)
         with contextlib.suppress(ValueError):
             apply_delta(garbled, 3, base.copy())
 
 
-@pytest.mark.parametrize("num_changed", [0, 5, 1 << 31])
-def test_a_delta_that_would_unpack_to_more_than_a_block_is_refused_before_memory_is_taken(
-    num_changed,
-):
-    base, packed = payload(0), zstandard.ZstdCompressor().compress(bytes(1 << 20))
-    header = encode_delta(0, base, base)[:16] + struct.pack("<II", num_changed, len(packed))
-    with pytest.raises(ValueError, match="changes of 50000 words have 1048576 bytes"):
-        apply_delta(header + packed, 0, base.copy())
-
-
-# The trainer's end
-
-
-def left(trainer):
-    """Versions of which a snapshot is left."""
-    versions = []
-    for version in range(trainer.version + 1):
-        try:
-            is_delta, stream = trainer.transport.open(version, None)
-        except ValueError as error:
-            assert str(error) == f"no snapshot of version {version} is left"
-        else:
-            assert not is_delta and len(stream) == trainer.transport.num_bytes
-            versions.append(version)
-    return versions
-
-
-def test_old_snapshots_go_unless_a_worker_reads_them_or_they_are_announced():
-    """Whoever has one that is left gets a delta, made once, and all others get the whole."""
-    trainer = Trainer()
-    transport = trainer.transport
-    for version in range(7):
+@pytest.mark.parametrize("seed", range(8))
+def test_a_snapshot_is_there_while_it_is_new_announced_or_read_and_its_memory_is_used_again(seed):
+    """Slow hosts keep the oldest few. What a host reads stays as it was when its snapshot has gone."""
+    trainer = Trainer(seed=seed)
+    draw, transport = trainer.draw, trainer.transport
+    left, readers, announced, contents, held, addresses = [], Counter(), None, {}, [], set()
+    num_deltas = 0
+    for version in range(60):
         trainer.stage()
-        if version == 0:
-            transport.acquire(transport.staged(0))
-        if version == 1:
-            transport.announce(transport.staged(1))
-    assert left(trainer) == [0, 1, 4, 5, 6]
-    is_delta, stream = transport.open(6, 5)
-    assert is_delta and len(stream) < transport.num_bytes / 10
-    assert transport.open(6, 5)[1] is stream
-    assert [transport.open(6, base)[0] for base in (None, 6, 3)] == [False] * 3
-    transport.release(transport.staged(0))
-    trainer.stage()
-    transport.announce(transport.staged(7))
-    trainer.stage()
-    assert left(trainer) == [6, 7, 8]
-    assert transport.open(6, 5)[1] is stream, "it goes on when its base is forgotten"
-    trainer.stage()
-    assert not transport._answers, "and goes with its version"
-
-
-def test_many_slow_hosts_cannot_make_the_trainer_keep_all_versions():
-    """The oldest are nearest to their end."""
-    trainer = Trainer()
-    for version in range(20):
-        trainer.stage()
-        trainer.transport.acquire(trainer.transport.staged(version))
-    assert left(trainer) == [*range(MAX_READ), *range(20 - KEPT, 20)]
-
-
-def test_memory_is_used_again_only_when_nobody_refers_to_a_snapshot_any_more():
-    trainer, addresses, read = Trainer(), set(), []
-    for version in range(40):
-        trainer.stage()
-        _, stream = trainer.transport.open(version, None)
+        old = [v for v in left[: 1 - KEPT] if v != announced]
+        gone = set(old) - set([v for v in old if readers[v]][:MAX_READ])
+        left = [v for v in (*left, version) if v not in gone]
+        stream = transport.open(version, None)[1]
+        contents[version] = bytes(stream)
         addresses.add(stream.ctypes.data)
-        if version in (3, 17):  # it is still read, as bytes or as words
-            part = memoryview(stream) if version == 3 else stream.view("<u2")
-            read.append((part, bytes(part)))
-    assert len(addresses) <= KEPT + 1 + len(read)
-    for part, before in read:
-        assert bytes(part) == before
-
-
-# The far end
+        for other in range(version + 1):
+            assert transport.is_kept(other) == (other in left)
+        with pytest.raises(ValueError, match=r"^no snapshot of version -1 is left$"):
+            transport.open(-1, None)
+        target, base = draw.choice(left), draw.choice([*left, draw.randrange(version + 1)])
+        is_delta, stream = transport.open(target, base)
+        assert transport.open(target, base)[1] is stream, "it is made once"
+        whole = np.frombuffer(contents[base if is_delta else target], np.uint8).copy()
+        if is_delta:
+            num_deltas += len(stream) < len(whole)
+            apply_delta(stream, base, whole)
+        assert bytes(whole) == contents[target]
+        held = [*held, (memoryview(stream), bytes(stream))][-draw.randint(1, 3) :]
+        assert all(bytes(part) == before for part, before in held)
+        del stream
+        if draw.random() < 0.5:
+            readers[target] += 1
+            transport.acquire(transport.staged(target))
+        readable = [v for v in left if readers[v]]
+        if readable and draw.random() < 0.4:
+            done = draw.choice(readable)
+            readers[done] -= 1
+            transport.release(transport.staged(done))
+        if draw.random() < 0.5:
+            announced = version
+            transport.announce(transport.staged(version))
+    assert num_deltas > 5 and len(addresses) < 15
 
 
 class Network(Trainer):
     """A trainer that is also started again, a host that pulls from it, and all that may lie between them."""
 
     def __init__(self, seed, folder, is_clean):
-        self.rng, self.folder, self.is_clean = np.random.default_rng(seed), folder, is_clean
-        self.piece_bytes = int(self.rng.integers(20, 3000))
+        self.folder, self.is_clean = folder, is_clean
         self.asked, self.pieces, self.weights = [], [], {}
-        dtypes = [torch.bfloat16, torch.float32, torch.float16]
-        shapes = [
-            tuple(map(int, self.rng.integers(1, 20, self.rng.integers(1, 4)))) for _ in range(5)
-        ]
-        specs = [ParameterSpec(f"p{i}", dtypes[i % 3], shape) for i, shape in enumerate(shapes)]
-        super().__init__(folder, specs, seed)
+        super().__init__(folder, seed)
+        self.piece_bytes = self.draw.randint(20, 3000)
         self.puller = Puller(self.transport.init_info(), self.asked.append, lambda: None)
-        self.stage()
+        for _ in range(2):
+            self.stage()
 
-    def stage(self, share=None):
-        super().stage(self.rng.choice([0.0, 0.01, 0.3, 1.0]) if share is None else share)
+    def stage(self):
+        super().stage()
         self.weights[self.info["digest"]] = self.values
-        return self.info
 
     def want(self):
         """What is wanted already goes on where it was."""
@@ -148,42 +145,55 @@ class Network(Trainer):
         assert not goes_on or self.asked[-1:] == asked
 
     def restart(self):
-        """The run is another, with the same newest weights, and others before them."""
+        """The run is another, with the same newest weights, and others before them. Files of others stay."""
         self.transport.close()
+        if self.folder is not None:
+            (self.folder / f"00000007-{'a' * 16}.snapshot").write_bytes(b"of a run that was killed")
+            (self.folder / "notes.txt").write_bytes(b"mine")
         self.begin()
+        assert self.folder is None or names(self.folder) == ["notes.txt"]
         older_values = [(name, self.random(value.shape)) for name, value in self.values]
         self.transport.stage(self.version - 1, older_values)
         (self.info,) = self.transport.stage(self.version, self.values).messages
+        if self.is_clean:
+            self.puller.want(self.info)
 
     def deliver(self):
         """The piece that was asked for last, unless it is lost or its version is gone."""
-        if self.asked and self.rng.random() < 0.9:
+        if self.asked and self.draw.random() < 0.9:
             pull = self.asked[-1]
-            if pull.version in self.transport._kept:
-                self.pieces.append(self.answer(pull, self.piece_bytes))
+            if self.transport.is_kept(pull.version):
+                is_delta, stream = self.transport.open(pull.version, pull.base)
+                data = bytes(memoryview(stream)[pull.offset :][: self.piece_bytes])
+                self.pieces.append(Piece(pull.version, is_delta, len(stream), pull.offset, data))
                 self.take(self.pieces[-1])
 
     def deliver_again(self):
         if self.pieces:
-            self.take(self.pieces[self.rng.integers(len(self.pieces))])
+            self.take(self.draw.choice(self.pieces))
 
     def garble(self):
-        if self.pieces and not self.is_clean:
-            piece = self.pieces[-1]
-            data = bytes(self.rng.integers(0, 256, len(piece.data), dtype=np.uint8))
-            is_delta, offset = self.rng.random() < 0.5, piece.offset - self.rng.integers(3)
-            change = [{"data": data}, {"is_delta": is_delta}, {"offset": int(offset)}]
-            self.take(replace(piece, **self.rng.choice(change)))
+        """A piece comes in a form that no snapshot has, or with other bytes."""
+        if not self.pieces:
+            return
+        piece = self.pieces[-1]
+        for change in ({"num_bytes": 10**12}, {"num_bytes": -1}, {"offset": -1}, {"data": b""}):
+            with pytest.raises(ValueError, match="a piece of "):
+                self.puller.take(replace(piece, **change))
+        if not self.is_clean:
+            data = self.draw.randbytes(len(piece.data))
+            changes = [{"data": data}, {"is_delta": not piece.is_delta}, {"offset": 0}]
+            self.take(replace(piece, **self.draw.choice(changes)))
 
     def spoil_file(self):
         """A file that was written whole is removed, cut or garbled."""
         paths = [] if self.folder is None or self.is_clean else list(self.folder.glob("*.snapshot"))
         if paths:
-            path, is_cut = self.rng.choice(paths), self.rng.random() < 0.5
+            path = self.draw.choice(paths)
             with contextlib.suppress(FileNotFoundError):  # the writer removes old ones
                 content = path.read_bytes()
-                path.write_bytes(content[:-5] if is_cut else content[:-20] + bytes(20))
-                if self.rng.random() < 0.3:
+                path.write_bytes(self.draw.choice([content[:-5], content[:-20] + bytes(20)]))
+                if self.draw.random() < 0.3:
                     path.unlink()
 
     def take(self, piece):
@@ -195,11 +205,10 @@ class Network(Trainer):
             assert not is_whole or self.puller.wanted is None
 
     def walk(self, num_events):
-        events = [self.stage, self.want, self.puller.resume, self.puller.give_up, self.restart]
-        events += [self.deliver, self.deliver_again, self.garble, self.spoil_file]
-        events += [self.puller.collect]
-        chances = np.array([0.05, 0.1, 0.05, 0.01, 0.02, 0.6, 0.05, 0.02, 0.05, 0.05])
-        for event in self.rng.choice(events, num_events, p=chances):
+        chances = {self.stage: 5, self.want: 10, self.puller.resume: 5, self.puller.give_up: 1}
+        chances |= {self.restart: 2, self.deliver: 60, self.deliver_again: 5, self.garble: 2}
+        chances |= {self.spoil_file: 5, self.puller.collect: 5}
+        for event in self.draw.choices([*chances], chances.values(), k=num_events):
             event()
             self.check()
 
@@ -211,6 +220,8 @@ class Network(Trainer):
                 self.puller.parameters(), values, strict=True
             ):
                 assert name == sent_name and torch.equal(tensor, sent.to(tensor.dtype))
+        if self.is_clean and self.folder is not None:
+            assert len(names(self.folder)) <= (KEPT_ANCHORS + 1) * (ANCHOR_EVERY + 1) + 2
 
     def comes(self):
         """Let some pieces come. Returns whether the host has the newest version."""
@@ -221,53 +232,111 @@ class Network(Trainer):
         return self.puller.wanted is None
 
 
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_whatever_comes_over_the_network_a_host_has_the_very_weights_of_a_version(
     tmp_path, monkeypatch, seed
 ):
     """Pieces are lost, come twice, late or broken; so do files; versions are skipped, given up and forgotten."""
     monkeypatch.setattr("extras.swarm.delta.BLOCK_WORDS", 200)
-    monkeypatch.setattr("extras.swarm.snapshots.ANCHOR_EVERY", 3)
+    monkeypatch.setattr("extras.swarm.snapshots.ANCHOR_EVERY", ANCHOR_EVERY)
+    monkeypatch.setattr("extras.swarm.snapshots.KEPT_ANCHORS", KEPT_ANCHORS)
     monkeypatch.setattr("extras.swarm.snapshots.WAIT_S", 0.05)
     monkeypatch.setattr("extras.swarm.snapshots.POLL_S", 0.01)
     folder = tmp_path if seed % 4 < 2 else None
     network = Network(seed, folder, is_clean=seed % 2 == 0)
     network.walk(400)
-    is_clean, network.is_clean = (
-        network.is_clean,
-        False,
-    )  # what was garbled may be found out only now
-    network.want()
+    is_clean, network.is_clean = network.is_clean, False
+    network.want()  # what was garbled may be found out only now
     wait_until(network.comes)
     network.check()
     assert network.puller.here.digest == network.info["digest"]
     if is_clean and folder is not None:
         # else it would pull by the socket while it reads an older version
         wait_until(lambda: network.puller.collect() or network.puller._reading is None)
+        monkeypatch.setattr("extras.swarm.snapshots.WAIT_S", 60.0)
         network.asked.clear()
-        network.write()
+        network.stage()
         network.want()
         wait_until(network.puller.collect)
         network.check()
         assert not network.asked, "it came by files alone"
     network.transport.close()
+    assert not is_clean or folder is None or set(names(folder)) <= {"notes.txt"}
 
 
-@pytest.mark.parametrize(
-    ("is_delta", "excess", "offset", "data"),
-    [
-        (False, 64, 0, b"x"),
-        (True, 0, 0, b"x"),
-        (True, -(10**9), 0, b"x"),
-        (True, -10, -1, b"x"),
-        (True, -10, 0, b""),
-        (False, 0, 1, bytes(10**6)),
-    ],
-)
-def test_a_piece_that_no_snapshot_has_is_refused(is_delta, excess, offset, data):
-    whole = Trainer().transport
-    puller = Puller(whole.init_info(), lambda pull: None)
-    num_bytes = whole.num_bytes + excess
-    line = f"a piece of {len(data)} bytes at {offset} of a .* of {num_bytes}; .* {whole.num_bytes}"
-    with pytest.raises(ValueError, match=line):
-        puller.take(Piece(1, is_delta, num_bytes, offset, data))
+class Disk(MemoryFileSystem):
+    """A file system that may be full, or stand still until it is told to go on."""
+
+    protocol = "disk"
+    store, pseudo_dirs = {}, [""]
+    is_full = False
+    goes = threading.Event()
+
+    def _open(self, path, mode="rb", **kwargs):
+        assert self.goes.wait(60)
+        if self.is_full and mode == "wb":
+            raise OSError(errno.ENOSPC, "No space left\non device")
+        return super()._open(path, mode, **kwargs)
+
+
+def test_a_slow_or_full_file_system_holds_no_step_and_weights_come_by_the_socket_meanwhile(capsys):
+    fsspec.register_implementation("disk", Disk, clobber=True)
+    Disk.goes.set()
+    asked, woken = [], threading.Semaphore(0)
+    trainer = Trainer("disk://run")
+    puller = Puller(trainer.transport.init_info(), asked.append, woken.release)
+    first = trainer.stage()
+    wait_until(lambda: Disk.store)
+    Disk.goes.clear()
+    puller.want(first)
+    puller.resume()
+    assert asked == [], "the files are asked, and nobody waits for them"
+    for _ in range(5):
+        newer = trainer.stage()
+    assert len(Disk.store) == 1
+    puller.want(newer)
+    assert [pull.version for pull in asked] == [5]
+    Disk.goes.set()
+    assert woken.acquire(timeout=20) and not puller.collect()
+    assert puller.here is None and puller.wanted == newer, "what was read is wanted no more"
+    puller.give_up()
+    puller.want(newer)  # it may still be to be written
+    assert woken.acquire(timeout=20) and puller.collect() and puller.here.version == 5
+    assert len(Disk.store) < 6, "what there was no time for is skipped"
+    puller.want({**first, "digest": newer["digest"]})
+    assert woken.acquire(timeout=20), "nobody waits for what was skipped"
+    assert not puller.collect() and asked[-1].version == 0
+    line = capsys.readouterr().out
+    assert line.startswith("weights of version 0 come by the socket: ValueError: version 0 is not")
+    Disk.is_full = True
+    wait_until(lambda: "snapshots" not in trainer.stage())
+    wait_until(lambda: "snapshots" not in trainer.stage())
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "cannot be written to disk://run (OSError: [Errno 28] No space left on device)" in line
+    Disk.is_full = False
+    wait_until(lambda: "snapshots" in trainer.stage())
+    trainer.transport.close()
+    assert not Disk.store
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_way_of_fewest_bytes_is_taken(seed):
+    """By looking at all: a whole file of any version, or what is here, and all deltas after it."""
+    draw = random.Random(seed)
+    whole = [draw.choice([math.inf, 50, 90]) for _ in VERSIONS]
+    deltas = [draw.choice([math.inf, 1, 20, 90]) for _ in VERSIONS]
+    here = draw.choice([None, *VERSIONS])
+    costs = [(0 if v == here else whole[v]) + sum(deltas[v + 1 :]) for v in VERSIONS]
+    nodes = [f"{version}-{'0' * 16}" for version in VERSIONS]
+    sizes = {f"{node}.snapshot": size for node, size in zip(nodes, whole, strict=True)}
+    for v in VERSIONS[1:]:
+        sizes[f"{nodes[v - 1]}_{nodes[v]}.snapshot"] = deltas[v]
+    sizes = {name: size for name, size in sizes.items() if size < math.inf}
+    files = cheapest_way(sizes, nodes[-1], None if here is None else nodes[here])
+    assert (math.inf if files is None else sum(map(sizes.get, files))) == min(costs)
+    ring = {f"{nodes[v]}_{nodes[1 - v]}.snapshot": 1 for v in (0, 1)}
+    assert cheapest_way(ring, nodes[0], nodes[2]) is None, "no ring of names holds the search"

@@ -22,14 +22,14 @@ def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path):
     pulls = []
     with running(tmp_path, swarm=SwarmOptions(refresh_lag=1)) as run, Far(run) as far:
         wait_until(lambda: far.saw(Update))
-        far.changes = lambda message: pulls.append(message) if type(message) is Pull else message
+        far.changes = lambda m: pulls.append(m) or [] if type(m) is Pull else [m]
         wait_until(lambda: len(far.had) == 8)
         run.step()
         run.step()
         wait_until(lambda: pulls and len(far.had) > 8)
         assert pulls[0].version == 1 and len(far.saw(Update)) == 1
         del run.controller.pulled._kept[1]
-        far.changes = lambda message: message
+        far.changes = lambda message: [message]
         far.say(pulls[0])
         wait_until(lambda: [update.version for update in far.saw(Update)] == [0, 2])
         run.step()
