@@ -171,7 +171,7 @@ LIES = {
         {"ended_at": float("inf")},
         {"ended_at": 0.0},
         lambda t: {"failure": "" if t.failure else "no"},
-        {"failure": "x" * 10**6},
+        {"failure": "x" * 10**4},
     ],
     "older": [value("policy_versions", "first", NEWEST)],
     "ended": [
@@ -184,7 +184,7 @@ LIES = {
         {"reward": -1e300},
         {"reward_parts": {"right": float("nan")}},
         {"reward_parts": {"mean": 1.0}},
-        {"reward_parts": {"x" * 10**6: 1.0}},
+        {"reward_parts": {"x" * 10**4: 1.0}},
         {"reward_parts": dict.fromkeys(map(str, range(100)), 1.0)},
     ],
     "not ended": [
@@ -216,9 +216,10 @@ def kinds_of(trajectory, ticket, config):
 
 def test_honest_trajectories_pass_and_each_lie_about_them_is_found():
     draw, codec, seen = random.Random(0), Codec((Finished,)), Counter()
-    for _ in range(150):
+    for _ in range(120):
         config = draw.choice([SINGLE, RESTART, SEVERAL])
         trajectory, ticket = run(config, draw)
+        plain = pickle.dumps(trajectory)
         assert codec.decode(*codec.encode(Finished([trajectory], None)))
         for honest in ({}, {"ended_at": trajectory.ended_at - 0.5}):  # a clock was set back
             changed = replace(trajectory, **honest)
@@ -227,7 +228,7 @@ def test_honest_trajectories_pass_and_each_lie_about_them_is_found():
             for number, lie in enumerate(LIES.get(kind, ())):
                 change = lie(trajectory) if callable(lie) else lie
                 changed = replace(trajectory, **change)
-                is_lie = pickle.dumps(changed) != pickle.dumps(trajectory)
+                is_lie = pickle.dumps(changed) != plain
                 mistake = mistake_in(changed, ticket, config, NEWEST, VOCAB)
                 assert mistake or not is_lie, (kind, number, trajectory, ticket)
                 seen[kind, number] += is_lie
