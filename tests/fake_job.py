@@ -3,6 +3,7 @@
 With an async ratio above 0 they take a while.
 """
 
+import os
 import sys
 
 from fake_worker import TOKEN_S, FakeWorker
@@ -16,10 +17,52 @@ def run_sampler(spec, connection) -> None:
     FakeWorker(spec, connection, TOKEN_S if spec.config.async_ratio > 0 else 0.0).serve()
 
 
-if __name__ == "__main__":
+def run(words: list[str]) -> None:
+    """Run the job, or a rank of it."""
     # with it comes torch, which a worker has no use for
     from asyncrl.job.probe import Probe
 
     Probe.tokens_at = lambda probe, version: ()  # there is no engine that could score them
-    config = parse_config(sys.argv[1:])
+    config = parse_config(words)
     run_job(lambda: train(config, run_sampler))
+
+
+def run_forked(variables: dict[str, str], output_path: str, words: list[str]) -> None:
+    """The same in a session of its own, with variables of torchrun; what it prints goes to a file."""
+    os.setsid()
+    with open(output_path, "w") as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
+    os.environ |= variables
+    run(words)
+
+
+def run_failing(failing_rank: int, *arguments) -> None:
+    """The same, but one rank fails in its first step, in which the others stay; groups are destroyed by all together.
+
+    So it is where collectives are NCCL's.
+    """
+    import time
+
+    import torch.distributed as dist
+
+    from asyncrl.trainer.policy import Policy
+
+    destroy_alone = dist.destroy_process_group
+
+    def destroy_together() -> None:
+        dist.barrier()
+        destroy_alone()
+
+    def train_step(policy, updates, policy_version):
+        if dist.get_rank() == failing_rank:
+            raise RuntimeError(f"rank {failing_rank} is out of memory")
+        time.sleep(600)
+
+    Policy.train_step = train_step
+    dist.destroy_process_group = destroy_together
+    run_forked(*arguments)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import pickle
+import socket
+import subprocess
 import tempfile
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
@@ -25,6 +27,39 @@ def forkserver() -> ForkServerContext:
     """How to start processes that have torch and transformers at once, which a new interpreter has after 5 s."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     return multiprocessing.get_context("forkserver")
+
+
+class ForkedProcess:
+    """A process of the fork server that is begun; what is asked of it is what subprocess.Popen answers."""
+
+    def __init__(self, body: Callable, *args):
+        self._process = forkserver().Process(target=body, args=args)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit status, once it has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout)
+        return self._process.exitcode
+
+
+def torchrun_variables(nodes: list[int]) -> list[dict[str, str]]:
+    """What torchrun tells each rank, by the node that it is to be on; the ranks meet at a free port of this host."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    sizes = {"WORLD_SIZE": str(len(nodes)), "LOCAL_WORLD_SIZE": str(nodes.count(0))}
+    places = [
+        {"RANK": str(rank), "GROUP_RANK": str(node), "LOCAL_RANK": str(nodes[:rank].count(node))}
+        for rank, node in enumerate(nodes)
+    ]
+    return [shared | sizes | place for place in places]
 
 
 def run_ranks(body: Callable, num_ranks: int, *args) -> list[int]:

@@ -172,9 +172,7 @@ def resume_job(
 
 def launch(arguments: Sequence[str], run_path: Path, *, root: Path = ROOT, gpus: str = "") -> Job:
     """Start a Python program in a session of its own; what it prints goes to a file beside the run."""
-    folder = run_path.parent
-    folder.mkdir(exist_ok=True)
-    output_path = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
+    output_path = new_output(run_path)
     # packages may also come by PYTHONPATH, but no code of ours beside that of `root`
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     packages = [path for path in given if path not in ("", str(ROOT))]
@@ -190,6 +188,15 @@ def launch(arguments: Sequence[str], run_path: Path, *, root: Path = ROOT, gpus:
             start_new_session=True,
         )
     return Job(process, run_path, output_path)
+
+
+def new_output(run_path: Path) -> Path:
+    """A new file beside a run for what is printed."""
+    folder = run_path.parent
+    folder.mkdir(exist_ok=True)
+    output_path = folder / f"output_{len(list(folder.glob('output_*')))}.txt"
+    output_path.touch()
+    return output_path
 
 
 def join_host(job: Job, program: str = "rollout.py") -> Job:

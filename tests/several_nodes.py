@@ -75,16 +75,14 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     dist.destroy_process_group()
 
 
-def meet_and_end(rank: int, folder: str, ports: list[int]) -> None:
+def meet_and_end(rank: int, folder: str, meetings: list[list[dict[str, str]]]) -> None:
     """Two nodes of a rank each, as under torchrun: they differ, then meet and end in three ways; node 0 takes notes.
 
     Both end well, then node 1 has an error, then it is killed.
     """
-    same = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (same | {"RANK": rank, "GROUP_RANK": rank, "MASTER_PORT": ports[0]}).items():
-        os.environ[name] = str(value)
+    os.environ |= meetings[0][rank]
     notes = [error_of(join, Config(lr=(0.1, 0.2)[rank]), "cpu")]
-    os.environ["MASTER_PORT"] = str(ports[1])
+    os.environ |= meetings[1][rank]
     cluster = join(Config(num_rollout_workers=rank + 1), "cpu")
 
     def dump() -> str:

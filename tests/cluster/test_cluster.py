@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from plain_trainer import record_gradients
-from ranks import run_ranks
+from ranks import run_ranks, torchrun_variables
 from several_nodes import groups_of_node, meet_and_end, train_on_two_nodes
 from tiny_policy import assert_same_gradient, load
 
@@ -74,11 +74,8 @@ def test_nodes_that_differ_are_refused_and_when_one_fails_or_is_killed_the_other
     tmp_path,
 ):
     host = socket.gethostname()
-    with socket.socket() as one, socket.socket() as two:
-        for free in (one, two):
-            free.bind(("127.0.0.1", 0))
-        ports = [free.getsockname()[1] for free in (one, two)]
-    assert run_ranks(meet_and_end, 2, str(tmp_path), ports) == [0, -signal.SIGKILL]
+    meetings = [torchrun_variables([0, 1]) for _ in range(2)]
+    assert run_ranks(meet_and_end, 2, str(tmp_path), meetings) == [0, -signal.SIGKILL]
     differ, finished, failed, killed = (tmp_path / "notes").read_text().splitlines()
     assert differ.startswith(
         f"ValueError: node 1 ({host}) does not run the same as node 0 ({host}): --lr 0.2 instead"

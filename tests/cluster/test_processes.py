@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import psutil
 import pytest
 from programs import ROOT, wait_until
 
-from asyncrl.cluster.processes import kill_session, without_torchrun
+from asyncrl.cluster.processes import Interrupted, kill_session, status_of, without_torchrun
 
 
 def start(code, *arguments, **options):
@@ -23,37 +24,43 @@ def test_torchruns_variables_are_taken_out_and_nothing_else():
     )
 
 
-@pytest.mark.parametrize(
-    "steps", ["{watch}; {say}", "{say}; time.sleep(1); {watch}"], ids=["up", "still importing"]
-)
-def test_a_process_ends_with_its_parent(steps):
-    steps = steps.format(watch="exit_with_parent(0.05)", say="print(os.getpid(), flush=True)")
-    child = f"import os, time; from asyncrl.cluster.processes import exit_with_parent\n{steps}; time.sleep(60)"
-    parent = start(
-        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
-    )
-    pid = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: not psutil.pid_exists(pid))
+def test_a_process_ends_with_its_parent_also_if_that_ends_while_it_still_imports():
+    watch, say = "exit_with_parent(0.05)", "print(os.getpid(), flush=True)"
+    for steps in (f"{watch}; {say}", f"{say}; time.sleep(1); {watch}"):
+        child = f"import os, time; from asyncrl.cluster.processes import exit_with_parent\n{steps}; time.sleep(60)"
+        parent = start(
+            f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+        )
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+        wait_until(lambda pid=pid: not psutil.pid_exists(pid))
 
 
 @pytest.mark.parametrize(
-    ("error", "reason", "status"),
+    ("error", "status"),
     [
-        ("SystemExit(3)", "SystemExit(3)", 3),
-        ("SystemExit('no rows')", "SystemExit('no rows')", 1),
-        ("SystemExit(0)", "SystemExit(0)", 1),
-        ("KeyError('row')", "KeyError('row')", 1),
-        ("ValueError('--steps')", "--steps", 2),
-        ("Interrupted('stopped', 143)", "stopped", 143),
+        (SystemExit(3), 3),
+        (SystemExit("no rows"), 1),
+        (SystemExit(0), 1),
+        (KeyError("row"), 1),
+        (ValueError("--steps"), 2),
+        (Interrupted("stopped", 143), 143),
     ],
 )
-def test_a_rank_of_several_says_why_it_ends_and_has_the_status_of_its_error(error, reason, status):
-    code = f"from asyncrl.cluster.processes import *\nend_by({error}, lambda: None)"
+def test_a_run_that_an_error_ends_has_its_status_and_never_that_of_a_finished_one(error, status):
+    assert status_of(error) == status
+
+
+def test_a_rank_of_several_says_why_it_ends_and_shows_where_if_the_code_is_at_fault():
+    code = (
+        "from asyncrl.cluster.processes import end_by\n"
+        "try: {}['row']\n"
+        "except KeyError as error: end_by(error, lambda: None)"
+    )
     rank = start(code, stderr=subprocess.PIPE)
     _, text = rank.communicate()
-    assert (text.splitlines()[0], rank.returncode) == (f"error: {reason}", status)
+    assert text.startswith("error: KeyError('row')\nTraceback") and rank.returncode == 1
 
 
 def test_a_session_is_killed_whole_even_when_its_leader_is_dead():
@@ -81,29 +88,52 @@ def test_nobody_waits_for_a_process_that_has_ended_and_is_not_missed_yet():
     assert leader.wait() == -signal.SIGKILL
 
 
-def test_a_rank_knows_whether_torchrun_ends_it_because_another_rank_is_gone(tmp_path):
-    (tmp_path / "ranks.py").write_text(
-        f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from asyncrl.cluster.processes import has_lost_a_rank\n"
-        "def say(what): os.write(1, f'{what} {has_lost_a_rank()}\\n'.encode())\n"
-        "def end(number, frame): say('lost'); time.sleep(1); sys.exit(1)  # the other looks, too\n"
-        "signal.signal(signal.SIGTERM, end)\n"
-        "say('before'); time.sleep(1)\n"
-        "if sys.argv[1] == 'killed' and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(60)"
-    )
+RANKS = """
+import ctypes, os, signal, sys, time
+from asyncrl.cluster import processes
+
+def end(number, frame):
+    os.write(1, f"has lost a rank: {processes.has_lost_a_rank()}\\n".encode())
+    time.sleep(1)  # the other looks, too
+    sys.exit(1)
+
+signal.signal(signal.SIGTERM, end)
+processes.STUCK_S = 1.0
+processes.end_if_stuck()
+os.write(1, b"up\\n")
+if sys.argv[1] == "fail":
+    if os.environ["RANK"] == "1":
+        processes.end_by(RuntimeError("rank 1 is out of memory"), lambda: None)
+    mutex = ctypes.create_string_buffer(256)
+    for _ in range(2):  # in the kernel, as a thread that waits for a GPU is
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+time.sleep(60)
+"""
+
+
+def test_a_rank_ends_also_where_no_handler_of_a_signal_runs_if_another_is_gone_and_else_in_its_time(
+    tmp_path,
+):
+    """torchrun has not to kill anybody, and its report ends with the reason."""
+    (tmp_path / "ranks.py").write_text(RANKS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    jobs = {
-        how: subprocess.Popen(
-            [*command, tmp_path / "ranks.py", how], stdout=subprocess.PIPE, text=True
+    failing, stopped = (
+        subprocess.Popen(
+            [*command, "--shutdown-timeout=600", tmp_path / "ranks.py", how],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        for how in ("killed", "stopped")
-    }
-    for job in jobs.values():
-        assert [job.stdout.readline() for _ in range(2)] == ["before False\n"] * 2
-    jobs["stopped"].terminate()
-    said = {how: job.communicate(timeout=60)[0] for how, job in jobs.items()}
-    assert said == {"killed": "lost True\n", "stopped": "lost False\n" * 2}
+        for how in ("fail", "wait")
+    )
+    assert [stopped.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    stopped.terminate()
+    assert stopped.communicate(timeout=60)[0] == "has lost a rank: False\n" * 2
+    _, text = failing.communicate(timeout=60)
+    assert failing.returncode == 1 and "forcefully" not in text
+    assert text.splitlines().count("error: rank 1 is out of memory") == 1
+    assert "error: rank 1 is out of memory" in text.splitlines()[-2]
 
 
 def test_what_is_alive_is_not_looked_at_for_garbage_and_what_comes_later_is():

@@ -1,10 +1,10 @@
 """When a run is saved, what is left of it whatever happens meanwhile, and how signals and a limit of time end it."""
 
 import dataclasses
-import datetime
 import json
 import os
 import queue
+import random
 import signal
 import sys
 import threading
@@ -17,13 +17,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_policy import load, random_sequences, weights_of
 from user_files import contents
 
-from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
+from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.cluster.processes import Interrupted
 from asyncrl.config import Config
@@ -40,7 +38,6 @@ from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.checkpoint import CheckpointWriter
 from asyncrl.trainer.dealing import distribute
-from extras.node_watch import LeaderWatch
 
 PUBLISHER = SimpleNamespace(delayed={})
 ENGINES = {"connect_workers": lambda specs: None}
@@ -66,39 +63,28 @@ class Rollout:
         )
 
 
-def make_node(tmp_path, model, *, cluster=None, resumed=None, **options):
-    """The surroundings of a rank, without rollout."""
-    defaults = {"run_name": "one", "algo": "reinforce", "lr": 0.01}
-    config = Config(model=model, runs_dir=str(tmp_path), **defaults, **options)
-    cluster, run, controller = cluster or Cluster(), None, None
-    if cluster.is_leader:
-        folder = "" if cluster.is_first else f"one/node_{cluster.node}"
-        event = resumed and resumed.event(cluster.node)
-        run = RunDirectory(config, node_folder=folder, resumed=event)
-        controller = Rollout(config)
-    probe = resumed.probe_of(cluster.node) if resumed else {"tokens": [[1, 2, 3]], "scores": []}
-    return SimpleNamespace(
-        config=config,
-        cluster=cluster,
-        run=run,
-        controller=controller,
-        resumed=resumed,
-        on_end=ExitStack(),
-        device=torch.device("cpu"),
-        clock=TrainerClock(),
-        probe=Probe(config, probe),
-        watch=NodeWatch(Cluster(), lambda: "no stacks"),
-    )
-
-
 @pytest.fixture
 def start(tmp_path, model, one_rank):
-    """Checkpoints of a run, by its options; `resumed` is what it continues from."""
+    """Checkpoints of a run without rollout, by its options; `resumed` is what it continues from."""
 
-    def make(**options):
-        node = make_node(tmp_path, model, **options)
+    def make(resumed=None, **options):
+        defaults = {"run_name": "one", "algo": "reinforce", "lr": 0.01}
+        config = Config(model=model, runs_dir=str(tmp_path), **defaults, **options)
+        saved = resumed.probe_of(0) if resumed else {"tokens": [[1, 2, 3]], "scores": []}
+        node = SimpleNamespace(
+            config=config,
+            cluster=Cluster(),
+            run=RunDirectory(config, resumed=resumed and resumed.event(0)),
+            controller=Rollout(config),
+            resumed=resumed,
+            on_end=ExitStack(),
+            device=torch.device("cpu"),
+            clock=TrainerClock(),
+            probe=Probe(config, saved),
+            watch=NodeWatch(Cluster(), lambda: "no stacks"),
+        )
         try:
-            return Checkpoints(node, load(node.config))
+            return Checkpoints(node, load(config))
         except ValueError:
             node.run.close()
             raise
@@ -118,9 +104,8 @@ def are_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) ->
     return some.keys() == others.keys() and all(some[n].equal(others[n]) for n in some)
 
 
-def train(policy, step, rank=0, num_ranks=1) -> None:
-    share = distribute([random_sequences(4, seed=step)], num_ranks, 60)[rank]
-    policy.train_step(share, policy_version=12)
+def train(policy, step) -> None:
+    policy.train_step(distribute([random_sequences(4, seed=step)], 1, 60)[0], policy_version=12)
 
 
 def save(checkpoints: Checkpoints, *steps: int) -> None:
@@ -150,25 +135,6 @@ def test_a_run_says_at_its_start_which_tensors_its_checkpoints_will_lack(
     LeadingPublisher(node, policy)
     line = f"checkpoints will lack {missing.name}; will have, and it lacks, renamed\n"
     assert f"warning: beside --model {model}, {line}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("save_every", "keep_last", "kept", "can_resume"),
-    [
-        (None, 0, [], []),
-        (2, 0, [2, 4, 5], [4, 5]),
-        (1, 3, [3, 4, 5], [3, 4, 5]),
-    ],
-)
-def test_every_nth_step_and_the_last_are_saved_and_older_ones_go(
-    start, save_every, keep_last, kept, can_resume
-):
-    checkpoints = start(save_every=save_every, steps=5, keep_last=keep_last)
-    save(checkpoints, *range(1, 6))
-    folder = folder_of(checkpoints)
-    found = {path.parent.name for path in folder.glob("*/model.safetensors")}
-    assert found == {f"step_{step}" for step in kept} == set(names(checkpoints) if kept else [])
-    assert [path.name for path in checkpoints_in(folder)] == [f"step_{step}" for step in can_resume]
 
 
 def test_the_thread_that_saves_uses_no_gpu_but_that_of_its_rank(start, monkeypatch):
@@ -207,22 +173,6 @@ def test_a_checkpoint_that_does_not_fit_the_model_leaves_the_run_as_it_was(start
     accepted.node.run.close()
     assert accepted.node.run.last_metrics() == {"step": 2} and names(accepted) == ["step_2"]
     assert accepted.node.run.run_id == run.run_id
-
-
-def test_what_is_written_is_what_was_there_at_the_cut_and_training_continues_meanwhile(start):
-    checkpoints = start(save_every=1, steps=9)
-    policy, may_write = checkpoints.policy, threading.Event()
-    delay_writing(checkpoints, lambda: may_write.wait(60))
-    train(policy, 1)
-    at_the_cut = weights_of(policy)
-    checkpoints.save_if_due(1, PUBLISHER)
-    assert not (folder_of(checkpoints) / "step_1").exists()
-    train(policy, 2)
-    may_write.set()
-    checkpoints.writer.wait()
-    written = load_file(folder_of(checkpoints) / "step_1" / "model.safetensors")
-    assert all(tensor.equal(at_the_cut[name]) for name, tensor in written.items())
-    assert not any(tensor.equal(weights_of(policy)[name]) for name, tensor in written.items())
 
 
 def delay_writing(checkpoints: Checkpoints, wait) -> None:
@@ -279,42 +229,6 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
 # What fails
 
 
-def raise_full(*_):
-    raise OSError(28, "No space\nleft on device")
-
-
-@pytest.mark.parametrize(
-    ("write", "line"),
-    [
-        (raise_full, "step_2 was not written: .+No space left on device$"),
-        (lambda *_: {}["bug"], "step_2 was not written: rank 0: KeyError: 'bug'$"),
-        ("full disk", r"needs 0\.03\d GB \(0\.00\d of tensors \+ 0\.032\), 0\.001"),
-        ("taken", "step_2 exists already"),
-    ],
-)
-def test_a_write_that_fails_is_one_line_and_leaves_the_older_checkpoint_as_it_was(
-    start, monkeypatch, write, line
-):
-    checkpoints = start(save_every=1, steps=9, keep_last=1)
-    # what a run before may have left is in nobody's way
-    folder_of(checkpoints).mkdir()
-    (folder_of(checkpoints) / "step_1.tmp").write_text("")
-    save(checkpoints, 1)
-    assert names(checkpoints) == ["step_1"]
-    if write == "full disk":
-        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1e6))
-    elif write == "taken":
-        (folder_of(checkpoints) / "step_2").mkdir(parents=True)
-    else:
-        checkpoints.writer.weights.write = write
-    before = contents(folder_of(checkpoints))
-    checkpoints.save_if_due(2, PUBLISHER)
-    with pytest.raises(OSError, match=line) as ended:
-        checkpoints.save_if_due(3, PUBLISHER)
-    assert "in finish" in str(ended.value.__cause__) or isinstance(write, str), "its stack"
-    assert contents(folder_of(checkpoints)) == before and newest(checkpoints).step == 1
-
-
 def test_a_disk_that_hangs_ends_the_run_with_its_stacks_and_does_not_keep_the_process(
     start, capfd, monkeypatch
 ):
@@ -348,139 +262,98 @@ def at_once():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_step_end_and_be_saved_and_a_second_one_ends_the_run_at_once(
-    start, at_once, number, capsys
+def raise_full(*_):
+    raise OSError(28, "No space\nleft on device")
+
+
+STOPPED = "stopped by {signal} after step {last}, which is saved"
+ENDS = {
+    "the last step": (None, "if due"),
+    "a signal": (STOPPED, "always"),
+    "a signal while nobody samples": (STOPPED, "always"),
+    "a second signal": ("at once", "always"),
+    "a signal and a lost node": ("at once", "never"),
+    "out of time": ("--stop-after-s .+ nearly over, after step {last}, which is saved", "always"),
+    "an error": ("not finite", "if due"),
+    "a full disk": ("step_{last} was not written: .+No space left on device$", "never"),
+    "a bug": ("step_{last} was not written: rank 0: KeyError: 'bug'$", "never"),
+    "no room": (r"needs 0\.03\d GB \(0\.00\d of tensors \+ 0\.032\), 0\.001", "never"),
+}
+"""What a run that ends so says, and whether its last step is saved."""
+
+
+@pytest.mark.parametrize("seed", range(2 * len(ENDS)))
+def test_however_a_run_ends_its_due_checkpoints_are_whole_and_have_the_weights_of_their_steps(
+    start, at_once, monkeypatch, seed
 ):
-    """So does a first one after the end of another node."""
-    checkpoints = start(save_every=None, steps=9)
-    line = f"stopped by {number.name} after step 1, which is saved"
-    with pytest.raises(Interrupted, match=line) as ended, checkpoints:
-        signal.raise_signal(number)
-        assert f"{number.name}: saves and ends after this step" in capsys.readouterr().out
-        checkpoints.save_if_due(1, PUBLISHER)
-    assert ended.value.args[1] == 128 + number and newest(checkpoints).step == 1
-    with pytest.raises(Interrupted, match="at once"), checkpoints:
-        signal.raise_signal(number)
-    checkpoints._asked_by = 0
-    checkpoints.node.watch.reason = "node 1 is gone"
-    with pytest.raises(Interrupted, match="at once"), checkpoints:
-        signal.raise_signal(signal.SIGTERM)
+    """Each write goes on until it is waited for, and training beside it; the reason of an error comes before that."""
+    rng, end = random.Random(seed), list(ENDS)[seed % len(ENDS)]
+    line, is_last_saved = ENDS[end]
+    number, steps = rng.choice([signal.SIGINT, signal.SIGTERM]), rng.randint(2, 5)
+    last = steps if end == "the last step" else rng.randint(1, steps - 1)
+    save_every = 1 if is_last_saved == "never" else rng.choice([None, 1, 2])
+    keep_last = rng.choice([0, 1, 3])
+    elapsed_s = time.time() - module.psutil.Process().create_time()
+    options = {"save_every": save_every, "keep_last": keep_last, "steps": steps}
+    checkpoints = start(stop_after_s=elapsed_s + 1000, **options)
+    checkpoints._longest_step_s = 400  # and a save as long, as none is known yet
+    node, folder, weights, written_before = checkpoints.node, folder_of(checkpoints), {}, []
+    node.on_end.callback(lambda: written_before.append((folder / f"step_{last}").exists()))
+
+    def wait():
+        while not is_waited_for():
+            time.sleep(0.01)
+        if end == "a second signal" and checkpoints.writer.final.name == f"step_{last}":
+            signal.pthread_kill(threading.main_thread().ident, number)
+
+    delay_writing(checkpoints, wait)
+    ended = (
+        pytest.raises(Exception, match=line.format(signal=number.name, last=last))
+        if line
+        else nullcontext()
+    )
+    with ended, node.on_end, checkpoints:
+        for step in range(1, last + 1):
+            train(checkpoints.policy, step)
+            weights[step] = weights_of(checkpoints.policy)
+            if step == last:
+                begin_to_end(end, checkpoints, number, monkeypatch)
+            checkpoints.save_if_due(step, PUBLISHER)
+        if end == "a signal while nobody samples":
+            signal.raise_signal(number)
+            assert node.controller.is_asked_to_stop
+            raise NobodySamples
+        if end == "an error":
+            raise RuntimeError("not finite")
+    is_due = {s: save_every and (s % save_every == 0 or s == steps) for s in weights}
+    is_due[last] = is_due[last] if is_last_saved == "if due" else is_last_saved == "always"
+    saved = [step for step in weights if is_due[step]]
+    kept = saved[-keep_last:]
+    assert {path.name for path in folder.glob("*")} == {f"step_{step}" for step in kept}
+    can_resume = kept if keep_last else kept[-2:]
+    assert [path.name for path in checkpoints_in(folder)] == [f"step_{s}" for s in can_resume]
+    for step in kept:
+        tensors = load_file(folder / f"step_{step}" / "model.safetensors")
+        assert all(tensor.equal(weights[step][name]) for name, tensor in tensors.items())
+    assert not saved or newest(checkpoints).step == saved[-1]
+    assert end != "an error" or written_before == [False]
     with pytest.raises(Interrupted, match="at once"):
         signal.raise_signal(number)
 
 
-@pytest.mark.parametrize("step", [2, 3])
-def test_a_run_that_is_stopped_while_nobody_samples_saves_what_was_not_saved(start, at_once, step):
-    checkpoints = start(save_every=2, steps=9)
-    line = f"stopped by SIGTERM after step {step}, which is saved$"
-    with pytest.raises(Interrupted, match=line), checkpoints:
-        checkpoints.save_if_due(step, PUBLISHER)
-        signal.raise_signal(signal.SIGTERM)
-        assert checkpoints.node.controller.is_asked_to_stop
-        raise NobodySamples
-    assert newest(checkpoints).step == step
-
-
-@pytest.mark.parametrize(
-    ("steps", "has_signal_before", "has_signal_meanwhile", "error"),
-    [
-        (1, False, True, None),
-        (9, True, True, Interrupted),
-        (9, False, False, RuntimeError),
-    ],
-)
-def test_whatever_ends_the_run_a_checkpoint_that_is_being_written_comes_to_its_end(
-    start, at_once, steps, has_signal_before, has_signal_meanwhile, error
-):
-    """Also at a second signal, or an error; a first signal in the last step lets the run finish.
-
-    The reason of an error is there before that.
-    """
-    checkpoints = start(save_every=1, steps=steps)
-    written_first, on_end = [], checkpoints.node.on_end
-    on_end.callback(lambda: written_first.append((folder_of(checkpoints) / "step_1").exists()))
-
-    def interrupt():
-        while not is_waited_for():
-            time.sleep(0.01)
-        if has_signal_meanwhile:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-            time.sleep(0.1)  # the signal may come while this writes, or later on a busy machine
-
-    delay_writing(checkpoints, interrupt)
-    with pytest.raises(error) if error else nullcontext(), on_end, checkpoints:
-        if has_signal_before:
-            signal.raise_signal(signal.SIGTERM)
-        checkpoints.save_if_due(1, PUBLISHER)
-        if error is RuntimeError:
-            raise RuntimeError("not finite")
-    assert newest(checkpoints).step == 1
-    # at a second signal it may be written by then
-    assert error is Interrupted or written_first == [error is None]
-
-
-def test_a_run_stops_before_a_step_that_may_be_too_long_for_its_time(start):
-    elapsed_s = time.time() - module.psutil.Process().create_time()
-    checkpoints = start(steps=9, stop_after_s=elapsed_s + 100)
-    line = r"--stop-after-s .+ nearly over, after step 3, which is saved"
-    with pytest.raises(Interrupted, match=line) as ended, checkpoints:
-        checkpoints.save_if_due(1, PUBLISHER)
-        checkpoints._longest_step_s = 40  # and a save as long, as none is known yet
-        checkpoints.save_if_due(2, PUBLISHER)
-        assert not folder_of(checkpoints).exists()
-        checkpoints.writer.longest_s = 65
-        checkpoints.save_if_due(3, PUBLISHER)
-    assert ended.value.args[1] == 75 and newest(checkpoints).step == 3
-
-
-# Several ranks
-
-
-def join(rank: int, folder: str) -> Cluster:
-    """Form a cluster of two nodes of a rank each."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), 2)
-    peers = [Peer(node, "ab"[node]) for node in (0, 1)]
-    return form_cluster(peers, rank, store, "gloo", datetime.timedelta(seconds=60))
-
-
-def save_on_two_ranks(rank: int, folder: str, model: str) -> None:
-    """Two nodes of a rank each train while they save; node 1 is asked to stop."""
-    cluster = join(rank, folder)
-    if rank == 1:
-        dist.barrier()  # rank 0 makes the run's directory
-    node = make_node(Path(folder), model, cluster=cluster, save_every=1, steps=99)
-    if rank == 0:
-        dist.barrier()
-    node.watch = LeaderWatch(cluster, lambda: "no stacks")
-    policy = load(node.config)
-    checkpoints = Checkpoints(node, policy)
-    ended = None
-    try:
-        with checkpoints:
-            for step in range(1, 100):
-                train(policy, step, rank, num_ranks=2)
-                if rank == 1 and step == 4:
-                    signal.raise_signal(signal.SIGTERM)
-                checkpoints.save_if_due(step, PUBLISHER)
-    except Interrupted as error:
-        ended = error
-    assert str(ended).startswith("stopped by SIGTERM after step 4, which is saved")
-    time.sleep(0.3 * rank)  # one node's teardown takes longer, and the other's end is not its cause
-    assert node.watch.explain(ended) is ended
-    trained = weights_of(policy)
-    if rank == 0:
-        torch.save(trained, os.path.join(folder, "trained.pt"))
-    dist.destroy_process_group()
-
-
-def test_two_nodes_save_while_they_train_stop_together_and_one_continues(tmp_path, model, start):
-    assert run_ranks(save_on_two_ranks, 2, str(tmp_path), model) == [0, 0]
-    found = newest_checkpoint(tmp_path / "one")
-    assert (found.step, len(found.nodes)) == (4, 2)
-    assert [found.probe_of(node)["tokens"] for node in (0, 1)] == [[[1, 2, 3]]] * 2
-    records = [found.event(node)["records"].keys() for node in (0, 1)]
-    assert records == [{"metrics", "events", "samples"}, {"events"}]
-    resumed = start(resumed=found)
-    assert are_equal(weights_of(resumed.policy), torch.load(tmp_path / "trained.pt"))
+def begin_to_end(end, checkpoints, number, monkeypatch) -> None:
+    """Do what ends a run, before its last step is saved."""
+    if end == "a signal and a lost node":
+        checkpoints.node.watch.reason = "node 1 is gone"
+    if end in ("a signal", "a second signal", "a signal and a lost node"):
+        signal.raise_signal(number)
+    checkpoints.writer.wait()
+    match end:
+        case "out of time":
+            checkpoints.writer.longest_s = 650
+        case "no room":
+            monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1e6))
+        case "a full disk":
+            checkpoints.writer.weights.write = raise_full
+        case "a bug":
+            checkpoints.writer.weights.write = lambda *_: {}["bug"]

@@ -1,24 +1,23 @@
-"""Whole runs, with sampling that follows from seeds in place of an engine, that end in every way and continue."""
+"""Whole jobs that end in every way and continue; sampling follows from seeds, in place of an engine."""
 
 import json
 import os
 import re
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from fake_job import run_failing, run_forked
+from ranks import ForkedProcess, torchrun_variables
 from real_job import (
     ROOT,
     Job,
     assert_every_group_is_consumed_once,
     assert_ledger_balances,
-    launch,
-    resume_job,
-    start_job,
-    start_nodes,
+    new_output,
     without_times,
     words_of,
 )
@@ -37,22 +36,48 @@ USER_OPTIMIZER = re.search(
 )[1]
 
 
-PROGRAM = "tests/fake_job.py"
+BEGUN: list[Job] = []
 
 
-def start(folder: Path, **options) -> Job:
-    """Start a run in a folder."""
+@pytest.fixture(autouse=True)
+def kill_what_is_left():
+    """No process outlives a test that has failed, as the fork server would wait for it."""
+    yield
+    while BEGUN:
+        job = BEGUN.pop()
+        if job.process.poll() is None:
+            job.kill()
+
+
+def begin(run_path: Path, words: list[str], variables: dict[str, str], body=run_forked, *args):
+    """Begin a rank of a job."""
+    output_path = new_output(run_path)
+    process = ForkedProcess(body, *args, variables, str(output_path), words)
+    BEGUN.append(Job(process, run_path, output_path))
+    return BEGUN[-1]
+
+
+def start(folder: Path, *place, **options) -> Job:
+    """Start a rank of a run in a folder, the only one if it has no other place."""
     words = [f"--runs-dir={folder}", "--run-name=run", *words_of(OPTIONS | options)]
-    return launch([PROGRAM, *words], folder / "run")
+    return begin(folder / "run", words, *place or [{}])
 
 
 def resume(job: Job, **options) -> Job:
-    """Have a run that has ended continue."""
-    return resume_job(job, [PROGRAM], **options)
+    """Have a run that has ended continue, on a rank."""
+    return begin(job.run_path, [f"--resume={job.run_path}", *words_of(options)], {})
 
 
-def test_with_alpha_0_a_run_that_is_killed_and_continues_is_the_unbroken_one_to_the_bit(tmp_path):
-    folders = [tmp_path / "unbroken", tmp_path / "killed"]
+def stop(job: Job) -> int:
+    """Ask a run to end; return its exit status."""
+    os.kill(job.process.pid, signal.SIGTERM)
+    return job.wait(60)
+
+
+def test_with_alpha_0_a_run_that_is_stopped_killed_and_out_of_time_is_the_unbroken_one_to_the_bit(
+    tmp_path,
+):
+    folders = [tmp_path / "unbroken", tmp_path / "broken"]
     optimizer = tmp_path / "my_optimizer.py"
     optimizer.write_text(USER_OPTIMIZER)
     options = {"async_ratio": 0, "advantage": "gae", "optimizer": f"{optimizer}:SignMomentum"}
@@ -60,20 +85,31 @@ def test_with_alpha_0_a_run_that_is_killed_and_continues_is_the_unbroken_one_to_
     for run in (unbroken, job):
         run.wait_until(lambda run=run: "user code: " in run.output())
     optimizer.unlink()
-    job.wait_until(lambda: job.has_saved() and job.num_steps() >= 6)
+    job.wait_until(lambda: job.num_steps() >= 5)
+    assert stop(job) == 128 + signal.SIGTERM
+    num_steps = job.num_steps()
+    assert (
+        f"error: stopped by SIGTERM after step {num_steps}, which is saved; continue"
+        in job.output()
+    )
+    assert newest_checkpoint(job.run_path).step == num_steps < 24
+    job = resume(job)
+    job.wait_until(lambda: newest_checkpoint(job.run_path).step > num_steps)
     job.kill()
     num_steps = job.num_steps()
     assert num_steps < 24, "it ended before it was killed"
-    unbroken.wait_until(lambda: unbroken.has_saved())
+    assert unbroken.wait() == 0, unbroken.output()[-3000:]
     foreign = job.run_path / "checkpoints/step_23"
     shutil.copytree(newest_checkpoint(unbroken.run_path).path, foreign)
-    job = resume(job)
-    assert job.wait() == 0 == unbroken.wait(), job.output()[-3000:]
+    job = resume(job, stop_after_s=1)
+    assert job.wait(60) == os.EX_TEMPFAIL
     skipped = f"skipped checkpoint {foreign}: it is of run {id_of(unbroken.run_path)}, and "
     assert f"warning: {skipped}" in job.output()
+    assert "stopped by --stop-after-s 1, which is nearly over" in job.output()
+    assert newest_checkpoint(job.run_path).step == job.num_steps()
+    job = resume(job, stop_after_s=0)
+    assert job.wait() == 0, job.output()[-3000:]
     assert f"user code: {job.run_path}/code/my_optimizer.py:SignMomentum\n" in job.output()
-    (resumed,) = job.events("run_resumed")
-    assert 4 <= resumed["step"] <= num_steps and resumed["step"] % 4 == 0
     lines, expected = ([without_times(line) for line in run.metrics()] for run in (job, unbroken))
     assert lines == expected and {"loss/grad_norm", "drift/k3", "value/loss"} < lines[0].keys()
     assert job.evaluations() == unbroken.evaluations() and job.evaluations().keys() >= {0, 24}
@@ -83,58 +119,16 @@ def test_with_alpha_0_a_run_that_is_killed_and_continues_is_the_unbroken_one_to_
         heads = [path / "value_head/value_head.safetensors" for path in saved]
         assert heads[0].read_bytes() == heads[1].read_bytes()
     assert_every_group_is_consumed_once(job, 24, GROUPS)
-
-
-@pytest.mark.slow
-def test_with_alpha_1_a_run_that_is_stopped_killed_and_out_of_time_consumes_every_group_once(
-    tmp_path,
-):
-    job = start(tmp_path, steps=60, async_ratio=1, keep_last=2)
-    job.wait_until(lambda: job.num_steps() >= 5)
-    os.kill(job.process.pid, signal.SIGTERM)
-    assert job.wait(60) == 128 + signal.SIGTERM
-    num_steps = job.num_steps()
-    python = Path(sys.executable).with_name("python")
-    how = f"continue from step {num_steps}: {python} train_async.py --resume {job.run_path}"
-    line = f"error: stopped by SIGTERM after step {num_steps}, which is saved; {how}\n"
-    assert line in job.output()
-    assert newest_checkpoint(job.run_path).step == num_steps
-    job = resume(job)
-    job.wait_until(lambda: newest_checkpoint(job.run_path).step > num_steps)
-    job.kill()
-    job = resume(job, stop_after_s=1, steps=40)
-    assert job.wait(60) == 75
-    assert "stopped by --stop-after-s 1, which is nearly over" in job.output()
-    assert newest_checkpoint(job.run_path).step == job.num_steps() > num_steps
-    job = resume(job, stop_after_s=0)
-    assert job.wait(60) == 0, job.output()[-3000:]
-    assert_every_group_is_consumed_once(job, 40, GROUPS)
-    assert max(job.values("staleness/max")) <= 1
     header = json.loads((job.run_path / "run.json").read_text())
-    assert (header["config"]["steps"], header["config"]["stop_after_s"]) == (40, 0)
     assert len(header["resumed"]) == len(job.events("run_resumed")) == 3
 
 
-SWARM = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 0}
-
-
-@pytest.mark.slow
-def test_two_ranks_that_wait_for_a_first_host_are_ended_together_by_a_signal(tmp_path):
-    job = start_job(tmp_path, 2, [PROGRAM], async_ratio=1, **OPTIONS, **SWARM)
-    job.wait_until(lambda: "attention of the trainer" in job.output())
-    time.sleep(3)  # until it waits for a batch
-    os.kill(job.process.pid, signal.SIGTERM)
-    assert job.wait(20) != 0
-    assert "error: stopped by SIGTERM; nothing is saved yet" in job.output()
-
-
-@pytest.mark.slow
 def test_two_nodes_are_stopped_together_and_one_continues_with_what_both_had(tmp_path):
-    job, other = start_nodes(tmp_path, 2, [PROGRAM], steps=40, async_ratio=1, **OPTIONS)
+    job, other = (
+        start(tmp_path, place, steps=40, async_ratio=1) for place in torchrun_variables([0, 1])
+    )
     job.wait_until(lambda: job.num_steps() >= 6)
-    os.kill(other.process.pid, signal.SIGTERM)
-    assert 0 not in (other.wait(60), job.wait(60))
-    assert "after step" in other.output()
+    assert (stop(other), job.wait(60)) == (128 + signal.SIGTERM,) * 2
     assert newest_checkpoint(job.run_path).step == job.num_steps()
     before = [*steps_in(job.run_path), *steps_in(job.run_path / "node_1")]
     job = resume(job, steps=24)
@@ -150,3 +144,33 @@ def test_two_nodes_are_stopped_together_and_one_continues_with_what_both_had(tmp
 
 def steps_in(folder: Path) -> list[dict]:
     return [event for event in read(folder / "events.jsonl") if event["event"] == "step"]
+
+
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_fails_ends_at_once_with_its_reason_and_its_worker_and_waits_for_no_other(
+    tmp_path, failing
+):
+    jobs = [start(tmp_path, place, run_failing, failing) for place in torchrun_variables([0, 0])]
+    jobs[0].wait_until(lambda: jobs[0].events("worker_ready"))
+    workers = jobs[failing].descendants()
+    assert jobs[failing].wait(60) == 1
+    assert f"error: rank {failing} is out of memory" in jobs[failing].output().splitlines()
+    _, alive = psutil.wait_procs(workers, timeout=15)
+    assert not alive, [process.cmdline() for process in alive]
+    if failing == 0:
+        (end,) = jobs[0].events("run_ended")
+        assert end["reason"] == "RuntimeError: rank 0 is out of memory"
+
+
+SWARM = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 0}
+
+
+@pytest.mark.slow
+def test_two_ranks_that_wait_for_a_first_host_are_ended_together_by_a_signal(tmp_path):
+    jobs = [start(tmp_path, place, async_ratio=1, **SWARM) for place in torchrun_variables([0, 0])]
+    jobs[0].wait_until(lambda: "attention of the trainer" in jobs[0].output())
+    time.sleep(3)  # until it waits for a batch
+    for job in jobs:
+        os.kill(job.process.pid, signal.SIGTERM)
+    assert 0 not in [job.wait(20) for job in jobs]
+    assert "error: stopped by SIGTERM; nothing is saved yet" in jobs[0].output()
