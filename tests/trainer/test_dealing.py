@@ -4,16 +4,15 @@ import functools
 import itertools
 from typing import get_args
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packing import GROUPS, TREES, make_group, sequences_in
-from tiny_policy import make_sequence
+from test_packing import GROUPS, LAYOUTS, TREES, make_group, sequences_in
 
+from asyncrl.config import Sharing
 from asyncrl.trainer.attention import dense_cost
 from asyncrl.trainer.dealing import choose_bundles, distribute, fill_microbatches
-from asyncrl.trainer.packing import Layout, bundle
+from asyncrl.trainer.packing import bundle
 
 dense_of_64 = functools.partial(dense_cost, hidden_size=64)
 
@@ -23,8 +22,8 @@ dense_of_64 = functools.partial(dense_cost, hidden_size=64)
     st.lists(GROUPS | TREES, max_size=2),
     st.integers(1, 5),
     st.integers(75, 160),
-    st.sampled_from(get_args(Layout)),
-    st.sampled_from(("off", "prompt", "tree", "auto")),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(get_args(Sharing)),
 )
 def test_ranks_get_every_sequence_once_in_micro_batches_within_the_budget_and_about_equal_tokens(
     updates, ranks, budget, layout, sharing
@@ -60,60 +59,42 @@ def padded(bundles, layout):
     return max(lengths) * len(lengths) if layout == "row_each" else sum(lengths)
 
 
-@pytest.mark.parametrize("layout", get_args(Layout))
-def test_a_sequence_above_the_budget_is_refused(layout):
+def test_a_sequence_above_the_budget_is_refused():
     with pytest.raises(RuntimeError, match=r"^11 tokens are put into micro-batches of 10$"):
-        fill_microbatches(bundle(make_group(6, [5])), 10, layout)
+        fill_microbatches(bundle(make_group(6, [5])), 10, "one_row")
 
 
-@pytest.mark.parametrize("lengths", [(4, 4, 8), (9, 3, 3, 3)])
-def test_the_longest_are_dealt_first_each_to_the_rank_with_the_fewest_tokens(lengths):
-    rng = np.random.default_rng(0)
-    sequences = [make_sequence(rng, np.arange(num), np.arange(num) > 0) for num in lengths]
-    bundles_of_ranks = choose_bundles(sequences, 2, 100, "off", cost=sum)
+@pytest.mark.parametrize("responses", [(3, 3, 7), (8, 2, 2, 2)])
+def test_the_longest_are_dealt_first_each_to_the_rank_with_the_fewest_tokens(responses):
+    bundles_of_ranks = choose_bundles(make_group(1, responses), 2, 100, "off", cost=sum)
     loads = [sum(b.num_tokens for b in bundles) for bundles in bundles_of_ranks]
-    assert loads == [sum(lengths) / 2] * 2
-
-
-def sizes_of(bundles_of_ranks):
-    return [[len(b.sequences) for b in bundles] for bundles in bundles_of_ranks]
-
-
-@pytest.mark.parametrize(("ranks", "sizes"), [(1, [[8, 8]]), (2, [[8]] * 2), (4, [[4]] * 4)])
-def test_groups_are_cut_only_as_far_as_the_ranks_ask(ranks, sizes):
-    groups = [*make_group(10, [5] * 8, 0), *make_group(10, [5] * 8, 1)]
-    assert sizes_of(choose_bundles(groups, ranks, 1000, "prompt", cost=sum)) == sizes
-
-
-def test_dense_attention_gets_whole_groups_of_long_prompts_and_single_sequences_of_long_responses():
-    sizes = {}
-    for prompt, response in ((256, 32), (16, 256)):
-        for cost in (dense_of_64, sum):
-            group = make_group(prompt, [response] * 8)
-            sizes[prompt, cost] = sizes_of(choose_bundles(group, 1, 16384, "prompt", cost))
-    assert sizes == {
-        (256, dense_of_64): [[8]],
-        (256, sum): [[8]],
-        (16, dense_of_64): [[1] * 8],
-        (16, sum): [[8]],
-    }
+    assert loads == [(sum(responses) + len(responses)) / 2] * 2
 
 
 @pytest.mark.parametrize(
-    ("prompt", "response", "cost", "sizes"),
+    ("sharing", "cost", "ranks", "prompt", "response", "sizes"),
     [
-        (256, 32, dense_of_64, [8]),
-        (16, 256, dense_of_64, [1] * 8),
-        (16, 256, sum, [1] * 8),
-        (16, 64, sum, [8]),
+        # groups are cut only as far as the ranks ask
+        ("prompt", sum, 1, 10, 5, [8, 8]),
+        ("prompt", sum, 2, 10, 5, [8]),
+        ("prompt", sum, 4, 10, 5, [4]),
+        # a dense mask costs less for whole groups of long prompts and for single sequences of long responses
+        ("prompt", dense_of_64, 1, 256, 32, [8, 8]),
+        ("prompt", dense_of_64, 1, 16, 256, [1] * 16),
+        ("prompt", sum, 1, 16, 256, [8, 8]),
+        # a shared prompt saves 5 % of 8 responses of 256 tokens, and 18 % of 8 of 64
+        ("auto", dense_of_64, 1, 256, 32, [8, 8]),
+        ("auto", dense_of_64, 1, 16, 256, [1] * 16),
+        ("auto", sum, 1, 16, 256, [1] * 16),
+        ("auto", sum, 1, 16, 64, [8, 8]),
     ],
 )
-def test_auto_shares_what_costs_less_by_a_tenth_and_else_deals_as_off_does(
-    prompt, response, cost, sizes
+def test_groups_are_read_together_as_far_as_it_costs_less(
+    sharing, cost, ranks, prompt, response, sizes
 ):
-    """A shared prompt of 16 tokens saves 5 % of 8 responses of 256 tokens, and 18 % of 8 of 64."""
-    group = make_group(prompt, [response] * 8)
-    chosen = choose_bundles(group, 1, 16384, "auto", cost)
-    assert sizes_of(chosen) == [sizes]
-    if len(sizes) > 1:
-        assert repr(chosen) == repr(choose_bundles(group, 1, 16384, "off", cost))
+    """`auto` shares what saves a tenth, and else deals as off does."""
+    groups = [*make_group(prompt, [response] * 8, 0), *make_group(prompt, [response] * 8, 1)]
+    chosen = choose_bundles(groups, ranks, 16384, sharing, cost)
+    assert [[len(b.sequences) for b in bundles] for bundles in chosen] == [sizes] * ranks
+    if sharing == "auto" and len(sizes) > 2:
+        assert repr(chosen) == repr(choose_bundles(groups, ranks, 16384, "off", cost))

@@ -28,6 +28,7 @@ from asyncrl.job.node import _check_model
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.model import _read_model, compiles
 from asyncrl.trainer.packing import bundle
+from extras.lora import add_adapters
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 VERSION = 11
@@ -241,6 +242,29 @@ def test_a_value_head_begins_at_zero_and_computes_in_float32_above_a_model_in_bf
     assert torch.equal(values, hidden.float() @ head.weight.full_tensor())
 
 
+LINEAR_LAYERS = {
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+}
+
+
+def test_every_linear_layer_of_every_block_has_an_adapter_that_begins_at_zero(model):
+    """A is random, by the seed, and B is zero."""
+    first, same, other = (
+        dict(load(make_config(model, lora_rank=2, seed=seed)).module.model.named_parameters())
+        for seed in (0, 0, 1)
+    )
+    for layer in range(2):
+        for part in LINEAR_LAYERS:
+            for letter in "AB":
+                name = f"model.layers.{layer}.{part}.lora_{letter}"
+                adapter, *others = (seed.pop(name).full_tensor() for seed in (first, same, other))
+                bound = 0 if letter == "B" else adapter.shape[1] ** -0.5
+                assert 0.9 * bound <= adapter.abs().max() <= bound
+                assert [torch.equal(adapter, each) for each in others] == [True, letter == "B"]
+    assert not [name for name in first if "lora" in name]
+
+
 # Models that are refused
 
 
@@ -273,6 +297,10 @@ def test_a_folder_whose_parts_are_not_of_one_model_is_refused(untied, tmp_path, 
         load(make_config(str(folder)))
 
 
-def test_a_model_without_experts_has_none_to_balance(model):
+def test_a_model_without_linear_layers_has_none_to_adapt_and_one_without_experts_none_to_balance(
+    model,
+):
+    with pytest.raises(ValueError, match="--lora-rank 2: no linear layer to adapt in Embedding"):
+        add_adapters(torch.nn.Embedding(2, 2), [torch.nn.Embedding(2, 2)], 2)
     with pytest.raises(ValueError, match=r"^--optim.balance 0.7 balances experts, and a qwen3 has"):
         _check_model(make_config(model, optim=BALANCE), model, "cpu")

@@ -127,11 +127,12 @@ def assert_columns(batch, trained):
 
 
 def make_group(prompt, responses, group_id=0):
-    """A sequence for each response, of the lengths given, to one prompt of `prompt` tokens."""
+    """A sequence for each response, of the lengths given, to the prompt of a group, of `prompt` tokens."""
     rng = np.random.default_rng(0)
     sequences = []
     for number, length in enumerate(responses):
         tokens = np.concatenate([np.arange(prompt), np.full(length, 1000 + number)])
+        tokens += 10_000 * group_id
         mask = np.arange(len(tokens)) >= prompt
         sequences.append(make_sequence(rng, tokens, mask, group_id))
     return sequences
