@@ -1,12 +1,10 @@
 """Advantages of a whole step, its updates, and shares of ranks that are about equal."""
 
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from trajectories import make_group as make_trajectories
 from trajectories import make_trajectory
 
 from algos import ADVANTAGES
@@ -17,8 +15,13 @@ from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.batch import deal, make_updates
 from asyncrl.trainer.dealing import distribute
 
+STEP = 6
 OTHER_NODE = [(50.0, 100, 0), (10.0, 100, 0), (7.0, 101, 0), (3.0, 101, 0)]
 """Rewards, group ids and lags of another node."""
+RESPONSES = ((4, 2), (3, 3, 5, 3), (1,) * 6)
+"""Versions of the tokens of each response of a group."""
+LOST = (0.0, 0.5, 1.0)
+"""What they lose where at most 6 tokens are allowed, and all above 2 lose."""
 
 
 class SecondOfTwoNodes(Cluster):
@@ -28,82 +31,61 @@ class SecondOfTwoNodes(Cluster):
         return [OTHER_NODE, value]
 
 
-def updates_of(groups, *, cluster=None, step=1, **options):
-    config = Config(groups_per_step=len(groups), group_size=len(groups[0].trajectories), **options)
+def make_groups():
+    """Groups of which two have an agent's trajectory of several segments."""
+    groups = []
+    for group_id in (3, 1, 2, 0):
+        members = [make_trajectory(group_id, i, versions) for i, versions in enumerate(RESPONSES)]
+        members = [replace(t, reward=float(group_id**2 + t.member)) for t in members]
+        members[1] = replace(members[1], segment_lengths=((), (2, 3), (2, 2, 1), ())[group_id])
+        groups.append(Group(group_id, tuple(members)))
+    return groups
+
+
+def updates_of(groups, step=STEP, cluster=None, **options):
+    config = Config(groups_per_step=len(groups), group_size=3, max_response_tokens=6, **options)
     return make_updates(groups, config, cluster or Cluster(), step)
 
 
-def ids_of(updates):
-    return [[sequence.group_id for sequence in update] for update in updates]
+def by_all(rewards, group_ids, lags):
+    return rewards - rewards.mean() + 100 * group_ids + 1000 * lags
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
-@pytest.mark.parametrize("advantage", ["dr_grpo", "reinforce"])
-def test_every_trajectory_gets_its_own_advantage_by_the_rewards_of_all_nodes(
-    advantage, minibatches
+def test_every_segment_has_the_advantage_of_its_trajectory_by_the_step_of_all_nodes(
+    monkeypatch, minibatches
 ):
-    rewards = {group_id: (float(group_id), 2.0 * group_id + 1) for group_id in range(4)}
-    groups = [make_trajectories(group_id, pair) for group_id, pair in rewards.items()]
-    cluster = SecondOfTwoNodes(node=1, ranks_of_nodes=((0,), (1,)))
-    options = {"minibatches": minibatches, "advantage": advantage}
-    updates = updates_of(groups, cluster=cluster, step=3, **options)
-    sequences = [sequence for update in updates for sequence in update]
-    step = np.array([*(reward for reward, *_ in OTHER_NODE), *sum(rewards.values(), ())])
-    assert len(updates) == minibatches and len(sequences) == 8
-    for sequence in sequences:
-        baseline, scale = np.mean(rewards[sequence.group_id]), 1.0
-        if advantage == "reinforce":
-            baseline, scale = step.mean(), step.std(ddof=1)
-        expected = (sequence.reward - baseline) / scale
-        assert sequence.advantage == pytest.approx(expected, rel=1e-5)
+    """What a reward loses by length is in the advantage alone. A lag is that of the oldest token."""
+    monkeypatch.setitem(ADVANTAGES, "by all", by_all)
+    cluster, groups = SecondOfTwoNodes(node=1, ranks_of_nodes=((0,), (1,))), make_groups()
+    options = {"advantage": "by all", "advantage_options": AdvantageOptions(overlong=4)}
+    updates = updates_of(groups, cluster=cluster, minibatches=minibatches, **options)
+    by_id = {group.group_id: group.trajectories for group in groups}
+    rewards = [t.reward - LOST[t.member] for members in by_id.values() for t in members]
+    mean = np.mean([*rewards, *(reward for reward, *_ in OTHER_NODE)])
+    for update in updates:
+        order = list(dict.fromkeys(sequence.group_id for sequence in update))
+        assert len(order) == 4 // minibatches
+        assert minibatches > 1 or order == list(by_id)
+        members = [t for group_id in order for t in by_id.pop(group_id)]
+        segments = [(t, place) for t in members for place in t.segments]
+        for sequence, (t, place) in zip(update, segments, strict=True):
+            lag = STEP - 1 - min(RESPONSES[t.member])
+            advantage = t.reward - LOST[t.member] - mean + 100 * t.group_id + 1000 * lag
+            assert sequence.advantage == pytest.approx(advantage)
+            assert sequence.reward == t.reward
+            for name in ("tokens", "loss_mask", "behavior_logprobs", "policy_versions"):
+                assert np.array_equal(getattr(sequence, name), getattr(t, name)[place])
+    assert not by_id
 
 
-def branched(group):
-    """The group with one, two or three segments in its first trajectory."""
-    first, *others = group.trajectories
-    lengths = ((), (1, 2), (1, 1, 1))[group.group_id % 3]
-    first = replace(first, tokens=np.arange(3), segment_lengths=lengths)
-    return replace(group, trajectories=(first, *others))
-
-
-def test_one_minibatch_keeps_the_order_of_the_groups_and_all_that_was_sampled_in_each_segment():
-    groups = [branched(make_trajectories(group_id, (0.0, 1.0))) for group_id in (3, 1, 2)]
-    (update,) = updates_of(groups, advantage="dr_grpo")
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    segments = [(trajectory, place) for trajectory in trajectories for place in trajectory.segments]
-    for sequence, (trajectory, place) in zip(update, segments, strict=True):
-        assert (sequence.group_id, sequence.reward) == (trajectory.group_id, trajectory.reward)
-        assert sequence.advantage == trajectory.reward - 0.5
-        for name in ("tokens", "loss_mask", "behavior_logprobs", "policy_versions"):
-            assert np.array_equal(getattr(sequence, name), getattr(trajectory, name)[place])
-
-
-def test_minibatches_get_whole_groups_once_in_an_order_that_seed_and_step_decide():
-    groups = [branched(make_trajectories(group_id, (0.0, 1.0))) for group_id in range(8)]
-
+def test_seed_and_step_decide_which_groups_a_minibatch_gets():
     def dealt(step, seed=0):
-        return ids_of(updates_of(groups, step=step, minibatches=2, seed=seed))
+        updates = updates_of(make_groups() * 4, step, minibatches=2, seed=seed)
+        return str([[sequence.group_id for sequence in update] for update in updates])
 
-    groups_of_updates = [list(dict.fromkeys(update)) for update in dealt(step=1)]
-    assert list(map(len, groups_of_updates)) == [4, 4]
-    assert sorted(itertools.chain(*groups_of_updates)) == list(range(8))
     assert dealt(step=1) == dealt(step=1)
-    assert len({str(dealt(step, seed)) for step in (1, 2, 3) for seed in (0, 1)}) == 6
-
-
-def test_what_a_reward_loses_by_length_is_in_the_advantage_alone():
-    """Responses of 2, 4 and 6 tokens, of 6 at most, where all above 2 lose."""
-    members = [make_trajectory(0, i, (0,) * num) for i, num in enumerate((2, 4, 6))]
-    options = {"advantage": "dr_grpo", "advantage_options": AdvantageOptions(overlong=4)}
-    (update,) = updates_of([Group(0, tuple(members))], max_response_tokens=6, **options)
-    assert [(s.advantage, s.reward) for s in update] == [(0.5, 0.0), (0.0, 0.0), (-0.5, 0.0)]
-
-
-def test_an_estimator_gets_the_lag_of_the_oldest_token_of_each_response(monkeypatch):
-    members = [make_trajectory(0, 0, (7, 9)), make_trajectory(0, 1, (9, 9))]
-    monkeypatch.setitem(ADVANTAGES, "lag", lambda lags: lags.double())
-    (update,) = updates_of([Group(0, tuple(members))], step=10, advantage="lag")
-    assert [sequence.advantage for sequence in update] == [2.0, 0.0]
+    assert len({dealt(step, seed) for step in (1, 2, 3) for seed in (0, 1)}) == 6
 
 
 class UnsentShares(Cluster):
@@ -117,13 +99,10 @@ class UnsentShares(Cluster):
 def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_deal(can_share):
     """Nothing is shared where the model cannot."""
     config = Config(
-        groups_per_step=8, group_size=2, minibatches=2, max_prompt_tokens=2, max_response_tokens=10,
+        groups_per_step=8, group_size=3, minibatches=2, max_prompt_tokens=2, max_response_tokens=10,
         max_tokens_per_microbatch=12, share_prefix="auto",
     )  # fmt: skip
-    groups = [
-        Group(i, tuple(make_trajectory(i, member, (0,) * (i + 1)) for member in range(2)))
-        for i in range(8)
-    ]
+    groups = make_groups() * 2
     module = SimpleNamespace(cost=sum, layout="row_each", can_share=can_share)
     policy = SimpleNamespace(config=config, clock=TrainerClock(), module=module)
     cluster = UnsentShares(ranks_of_nodes=((0, 1),))
@@ -135,7 +114,14 @@ def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_d
     assert deal(None, 3, policy, cluster) is None
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES)
-def test_a_reward_that_is_not_a_number_stops_the_step(advantage):
+def test_a_reward_or_a_users_advantage_that_is_not_finite_ends_in_a_line(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(rewards):\n    return rewards / 0.0")
+    groups = make_groups()
+    with pytest.raises(
+        ValueError, match=r"mine\.py:f gave tensor\(\[inf, (.|\n)* for 12 responses"
+    ):
+        updates_of(groups, advantage=f"{tmp_path}/mine.py:f")
+    poisoned = replace(groups[0].trajectories[0], reward=float("nan"))
+    groups[0] = Group(3, (poisoned, *groups[0].trajectories[1:]))
     with pytest.raises(RuntimeError, match=r"^rewards must be finite, got \[nan\]$"):
-        updates_of([make_trajectories(0, (1.0, float("nan")))], advantage=advantage)
+        updates_of(groups)
