@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_policy import load, make_config, random_sequences, weights_of
+from tiny_policy import load, make_config, random_sequences
 from user_files import write_user_code
 
 from asyncrl.config import Config, OptimOptions
@@ -43,9 +43,7 @@ def test_after_warm_up_the_rate_follows_its_schedule_to_the_last_update(options,
     [
         ("adamw", (), {"betas": (0.9, 0.999), "weight_decay": 0.0, "fused": True}),
         ("adamw", ("beta2=0.95", "weight_decay=0.1"), {"betas": (0.9, 0.95), "weight_decay": 0.1}),
-        ("adam", ("amsgrad=true",), {"amsgrad": True, "weight_decay": 0, "fused": True}),
         ("sgd", ("momentum=0.9", "nesterov=true"), {"momentum": 0.9, "nesterov": True}),
-        ("rmsprop", ("alpha=0.9", "centered=true"), {"alpha": 0.9, "centered": True}),
         ("adafactor", ("weight_decay=0.1", "d=2"), {"weight_decay": 0.1, "d": 2.0}),
     ],
 )
@@ -68,15 +66,8 @@ def halved(groups, *, lr, share: float = 0.5):
 @pytest.mark.usefixtures("one_rank")
 def test_groups_of_a_users_optimizer_keep_their_share_of_the_learning_rate(tmp_path, model):
     path = write_user_code(tmp_path, HALVED)
-    warmup = OptimOptions(warmup=2)
-    shared = OptimOptions(warmup=2, args=("share=0.25",))
-    configs = [
-        make_config(model, lr=0.5, optimizer=f"{path}:halved", optim=shared),
-        make_config(model, lr=0.125, optim=warmup),
-    ]
-    ends = []
-    for policy in map(load, configs):
-        measured = policy.train_step([[bundle(random_sequences(4))]], policy_version=11)
-        assert measured["lr"] == policy.config.lr / 2, "the first of two updates of warm-up"
-        ends.append(weights_of(policy))
-    assert all(torch.equal(ends[1][name], tensor) for name, tensor in ends[0].items())
+    optim = OptimOptions(warmup=2, args=("share=0.25",))
+    policy = load(make_config(model, lr=0.5, optimizer=f"{path}:halved", optim=optim))
+    measured = policy.train_step([[bundle(random_sequences(4))]], policy_version=11)
+    assert measured["lr"] == 0.5 / 2, "the first of two updates of warm-up"
+    assert [group["lr"] for group in policy.optimizer.param_groups] == [0.25 * 0.5 / 2]
