@@ -1,5 +1,7 @@
-"""What `--save-memory auto` saves on GPUs of some size, and the share of an engine beside a trainer."""
+"""What fits a GPU and a host: the smallest ones are the sums of all items; test_memory_of_a_step.py counts a step's."""
 
+import math
+import random
 import re
 import tomllib
 from dataclasses import replace
@@ -7,33 +9,176 @@ from pathlib import Path
 
 import pytest
 from qwen3_models import folder_of, shape_of
-from test_memory import LONG, gpu
+from tiny_policy import save_tiny_family
+from transformers import AutoModelForCausalLM
 
 from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import place
 from asyncrl.config import Config
+from asyncrl.trainer.model import named_adapters
+from extras.lora import add_adapters
 from extras.planning.fit import first_that_fits, fit, plan_memory
-from extras.planning.memory import GIB, Sharing, ways_to_fit
+from extras.planning.memory import (
+    GIB,
+    Sharing,
+    free_host_bytes,
+    step_items,
+    trained_parameters,
+    ways_to_fit,
+)
+from extras.planning.shape import read_shape
 
+LONG = {"max_prompt_tokens": 512, "max_response_tokens": 2048}
 CASES = tomllib.loads(Path(__file__).with_name("fit.toml").read_text(encoding="utf-8"))["cases"]
+CONTEXT_AND_GRAPHS = 2.2 * GIB
 
 
-def planned(config, gpus, ranks, size="0.6b"):
-    """The placement with what memory needs, and the arithmetic."""
-    placed = place(config, len(gpus), 16, ranks)
-    return placed, *plan_memory(config, placed, shape_of(size), gpus, Sharing(ranks, ranks))
+def gpu(gib: float, used_gib: float = 0.0) -> Gpu:
+    return Gpu("H200", round(gib * GIB), round(used_gib * GIB))
 
 
-def test_engines_on_gpus_of_their_own_keep_their_share_and_are_checked():
-    placed, placement, arithmetic = planned(Config(), [gpu(141)] * 4, 2)
-    assert placement == placed and "trainer rank 0" in arithmetic and "engine, 90%" in arithmetic
-    full = r"139\.0 of 141\.0 GiB are used by other processes.*gpu {} \(H200\)"
-    for index in (0, 3):
-        gpus = [gpu(141, used_gib=139 * (index == i)) for i in range(4)]
-        with pytest.raises(ValueError, match=full.format(index)):
-            planned(Config(), gpus, 2)
-    with pytest.raises(ValueError, match="does not divide 16 attention heads"):
-        planned(Config(rollout_tp=3), [gpu(141)] * 4, 1)
+# Bytes, by the formulas of the planner's page
+
+
+def resident_bytes(config, shape, num_shards):
+    """What a trainer holds between steps: float32 weights and two moments of what is trained, the rest in bfloat16."""
+    weights = 2 * shape.num_parameters
+    num_bytes = 1.2 * GIB + 2 * shape.largest_parameter + weights * (config.weight_sync != "shm")
+    if "optimizer" not in config.save_memory:
+        frozen = weights * bool(config.lora_rank or config.kl_coef)
+        num_bytes += (12 * trained_parameters(config, shape) + frozen) / num_shards
+    return num_bytes
+
+
+def step_bytes(config, shape, num_shards):
+    """A pass is counted by test_memory_of_a_step.py; gradients are float32, those of embedding and head in the pass."""
+    items = step_items(config, shape, 4, num_shards)
+    num_bytes = {item.what: item.num_bytes for item in items}
+    is_whole = not config.lora_rank and "head" not in config.save_memory
+    sharded = trained_parameters(config, shape) - shape.root_parameters * is_whole
+    has_gradients = "optimizer" not in config.save_memory
+    num_bytes["gradients"] = has_gradients * 4 * sharded / num_shards
+    return sum(num_bytes.values())
+
+
+def engine_bytes(config, shape):
+    """What an engine has on each GPU beside its cache, and a sequence in it."""
+    tp = config.rollout_tp
+    step = 2 * 8192 * (4 * shape.intermediate_size // tp + 8 * shape.hidden_size)
+    logits = 16 * config.max_running_requests * shape.vocab_size
+    update = 4 * shape.largest_parameter + GIB
+    num_bytes = CONTEXT_AND_GRAPHS + 2 * shape.num_parameters / tp + step + logits + update
+    token = 2 * 2 * shape.num_layers * math.ceil(8 / tp) * 128
+    return num_bytes, config.max_sequence_tokens * token
+
+
+def host_bytes(config, shape, ranks_here, num_shards):
+    """What stays in a host's memory; of what is sharded it has the part of its ranks."""
+    weights, offloads = 2 * shape.num_parameters, "optimizer" in config.save_memory
+    sharded = (12 + 16 * offloads) * trained_parameters(config, shape)
+    sharded += offloads * bool(config.lora_rank or config.kl_coef) * weights
+    copies = 2 + 2 * (config.weight_sync == "shm") + bool(config.lora_rank)
+    copies += config.publish_delay + bool(config.publish_delay) + 5 * bool(config.listen)
+    return copies * weights + sharded * ranks_here / num_shards
+
+
+def smallest_gib(config, shape, sharing, is_shared, used_gib):
+    """The smallest GPU, if others hold so much of a trainer's and an engine's: 4 % are left, and 10 % by an engine."""
+    resident = resident_bytes(config, shape, sharing.num_shards)
+    step = step_bytes(config, shape, sharing.num_shards)
+    engine, sequence = engine_bytes(config, shape)
+    if is_shared:
+        engine += sequence * (config.max_running_requests // 4 if sharing.is_strict else 1)
+        both = resident + step + engine
+        if config.colocate == "sleep":
+            both = resident + max(step + CONTEXT_AND_GRAPHS, engine)
+        return (both / GIB + used_gib[0]) / 0.96
+    resident += 2 * GIB * (config.weight_sync != "shm")  # NCCL's groups
+    trainer = resident + step
+    if not sharing.is_strict:  # a quarter may be an error of the estimate
+        trainer = max(resident, trainer / 1.25)
+    trainer_gib, engine_gib = trainer / GIB, (engine + sequence) / GIB
+    engine_gib = max(engine_gib / 0.9, (engine_gib + used_gib[1]) / 0.96)
+    return max((trainer_gib + used_gib[0]) / 0.96, engine_gib)
+
+
+def draw_case(seed):
+    """A node's options, model, placement, how its ranks share the model, and GiB that others hold of each GPU.
+
+    Every second node has one GPU, which trainer and engine share.
+    """
+    draw, is_shared = random.Random(seed), seed % 2 == 0
+    savings = [(), ("activations",), ("head", "activations", "optimizer")]
+    options = {"save_memory": draw.choice(savings), "max_running_requests": draw.choice([8, 64])}
+    options |= draw.choice([{}, {"lora_rank": 16}, {"kl_coef": 0.1}])
+    options |= draw.choice([{}, {"publish_delay": 2}, {"listen": "0.0.0.0:29600"}])
+    options |= draw.choice([{}, {}, {"weight_sync": "shm"}])
+    if is_shared:
+        options |= draw.choice([{}, {"colocate": "sleep", "async_ratio": 0.0}])
+    else:
+        options["rollout_tp"] = draw.choice([1, 2, 16])
+    config = Config(**LONG, **options)
+    num_ranks, num_gpus = (1, 1) if is_shared else (2, 2 + config.rollout_tp)
+    used_gib = [0.0] * num_gpus
+    used_gib[draw.randrange(num_gpus)] = draw.choice([0.0, 30.0])
+    sharing = Sharing(4, draw.choice([1, 2, 4]), is_strict=draw.random() < 0.5)
+    placed = place(config, num_gpus, 64, num_ranks)
+    return config, shape_of(draw.choice(["0.6b", "8b"])), placed, sharing, used_gib
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_node_is_refused_from_just_below_the_sum_of_all_items(seed):
+    config, shape, placed, sharing, used_gib = draw_case(seed)
+    num_ranks = len(placed.trainer_gpus)
+    needed = host_bytes(config, shape, num_ranks, sharing.num_shards)
+
+    def plan(gib, **limits):
+        gpus = [gpu(gib, used) for used in used_gib]
+        return plan_memory(config, placed, shape, gpus, replace(sharing, **limits))
+
+    is_shared = len(used_gib) == 1
+    used = max(used_gib[:num_ranks]), max(used_gib[num_ranks:], default=0.0)
+    smallest = smallest_gib(config, shape, sharing, is_shared, used)
+    placement, arithmetic = plan(smallest + 0.01, host_bytes=needed + 1)
+    assert is_shared or placement == placed
+    assert ("staging" in arithmetic) == (config.weight_sync != "shm")
+    with pytest.raises(ValueError, match=r"^the host has [\d.]+ GiB free"):
+        plan(smallest + 0.01, host_bytes=needed - 1)
+    for too_small in (0.01, 1.0):
+        with pytest.raises(ValueError) as refused:
+            plan(smallest - too_small)
+        missing = float(re.search(r"fit, ([\d.]+) GiB are missing: ", str(refused.value))[1])
+        assert missing == pytest.approx(0.93 * too_small, abs=0.09)
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 2))
+def test_an_engine_that_shares_a_gpu_gets_its_cache_or_what_is_left_and_no_more(seed):
+    config, shape, placed, sharing, (used,) = draw_case(seed)
+    gib = smallest_gib(config, shape, sharing, True, [used]) + random.Random(seed).uniform(0.1, 30)
+
+    def plan(**options):
+        changed = replace(config, **options)
+        placement, text = plan_memory(changed, placed, shape, [gpu(gib, used)], sharing)
+        (worker,) = placement.workers
+        return worker.gpu_memory_utilization, worker.kv_cache_bytes, text
+
+    share, cache, text = plan()
+    free = (0.96 * gib - used) * GIB - resident_bytes(config, shape, sharing.num_shards)
+    step = step_bytes(config, shape, sharing.num_shards)
+    engine, sequence = engine_bytes(config, shape)
+    sleeps = config.colocate == "sleep"
+    room = free - engine - step * (not sleeps)
+    num_sequences = min(config.max_running_requests, int(room // sequence))
+    assert cache == num_sequences * sequence
+    assert f"{num_sequences} of {config.max_running_requests} sequences" in text
+    spare = min(0.05 * gib * GIB, room - cache)
+    if sleeps:
+        spare = min(spare, free - step - CONTEXT_AND_GRAPHS)
+    assert share == pytest.approx((engine + cache + spare) / gib / GIB, abs=0.002)
+    for asked, warns in ((share - 0.002, False), (1.0, True)):
+        assert plan(gpu_memory_utilization=asked)[:2] == (asked, None)
+        assert ("warning" in plan(gpu_memory_utilization=asked)[2]) == warns
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -47,9 +192,7 @@ def test_memory_is_saved_as_far_as_it_must_be_by_smaller_passes_first(case):
     assert fitted == Config.from_dict(config.as_dict() | case["fitted"])
 
 
-def test_a_run_fits_itself_into_the_gpus_that_it_sees_and_prints_the_arithmetic(
-    monkeypatch, capsys
-):
+def test_a_run_fits_itself_into_what_it_sees_and_prints_the_arithmetic(monkeypatch, capsys):
     config, cluster = Config(**LONG), Cluster(ranks_of_nodes=((0, 1, 2, 3),))
     monkeypatch.setattr("extras.planning.fit.visible_gpus", lambda: [gpu(79.6)] * 8)
     monkeypatch.setattr("extras.planning.fit.free_host_bytes", lambda: 200 * GIB)
@@ -64,19 +207,28 @@ def test_a_run_fits_itself_into_the_gpus_that_it_sees_and_prints_the_arithmetic(
         fit(config, placed, folder_of("8b"), cluster)
 
 
-def test_an_engine_beside_a_trainer_is_left_room_for_a_quarter_of_its_requests(monkeypatch, capsys):
-    """On a GPU that both share; by host memory, where the GPU has no room for the weights on their way."""
-    monkeypatch.setattr("extras.planning.fit.visible_gpus", lambda: [gpu(80)])
-    monkeypatch.setattr("extras.planning.fit.free_host_bytes", lambda: 200 * GIB)
-    config = Config(**LONG)
-    placed = place(config, 1, 16, 1)
-    fitted, placement = fit(config, placed, folder_of("1.7b"), Cluster(ranks_of_nodes=((0,),)))
-    held = int(re.search(r"(\d+) of 256 sequences", capsys.readouterr().out)[1])
-    assert fitted.save_memory == () and held >= 64
-    (worker,) = placement.workers
-    assert worker.kv_cache_bytes == held * fitted.max_sequence_tokens * 114688
-    shm = replace(config, weight_sync="shm", save_memory=("activations", "optimizer"))
-    _, placement, text = planned(shm, [gpu(48)], 1, "8b")
-    assert placement.transport == "shm" and "staging" not in text
-    with pytest.raises(ValueError, match="--weight-sync shm, which stages in host memory"):
-        planned(replace(shm, weight_sync="auto"), [gpu(48)], 1, "8b")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_with_adapters_the_optimizer_has_theirs_alone(family, tmp_path):
+    """Experts have none."""
+    path = save_tiny_family(family, str(tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(path)
+    add_adapters(model, [*model.model.layers], rank=16)
+    adapters = sum(parameter.numel() for _, parameter in named_adapters(model))
+    assert trained_parameters(Config(lora_rank=16), read_shape(path)) == adapters
+
+
+def test_a_containers_limit_counts_as_what_the_host_has(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr("extras.planning.memory.CGROUP_LIMIT", limit)
+    without = free_host_bytes()
+    limit.write_text("max\n")
+    assert abs(free_host_bytes() - without) < 2 * GIB
+    limit.write_text("1048576\n")
+    assert free_host_bytes() == 1048576
+
+
+def test_an_engine_is_split_where_heads_divide_evenly():
+    config, plenty = Config(rollout_tp=3), [gpu(141)] * 4
+    refusal = r"16 attention heads and 8 key-value heads evenly; use one of \[1, 2, 4, 8, 16\]"
+    with pytest.raises(ValueError, match=refusal):
+        plan_memory(config, place(config, 4, 64, 1), shape_of("0.6b"), plenty, Sharing())
