@@ -1,7 +1,4 @@
-"""A job whose trainer stages wrong weights: `torchrun tests/corrupt_job.py FIRST LAST [options of train_async.py]`.
-
-From version FIRST to version LAST one norm arrives as zeros.
-"""
+"""A job whose trainer stages wrong weights: in versions 2 to 4 one norm arrives as zeros."""
 
 import sys
 from pathlib import Path
@@ -12,15 +9,15 @@ from corruptions import not_sent
 from asyncrl.weights.shm import ShmTransport
 
 stage_truly = ShmTransport.stage
-NORM = "model.layers.0.input_layernorm.weight"
+
+
+def stage(transport, version, parameters):
+    """Stage weights as ShmTransport does, or wrong ones."""
+    if 2 <= version <= 4:
+        parameters = not_sent(list(parameters), "model.layers.0.input_layernorm.weight")
+    return stage_truly(transport, version, parameters)
+
 
 if __name__ == "__main__":
-    first, last = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-
-    def stage(transport, version, parameters):
-        if first <= version <= last:
-            parameters = not_sent(list(parameters), NORM)
-        return stage_truly(transport, version, parameters)
-
     ShmTransport.stage = stage
     train_async.main()

@@ -6,14 +6,23 @@ what is killed or cannot start, test_several_nodes.py two nodes. Variants are sl
 
 import json
 import os
+import signal
 import tempfile
 
 import numpy as np
 import pytest
 from programs import run_python
-from real_job import ROOT, Job, assert_ledger_balances, copy_without, run_job
+from real_job import (
+    ROOT,
+    Job,
+    assert_ledger_balances,
+    assert_nothing_is_left,
+    copy_without,
+    run_job,
+    start_job,
+)
 
-from asyncrl.runlog.manifest import weights_sha256
+from asyncrl.runlog.manifest import newest_checkpoint, weights_sha256
 from asyncrl.weights.models import resolve_model
 from extras.planning.advice import advice_of
 from scripts.lines import read
@@ -37,12 +46,10 @@ def assert_time_is_accounted_for(job):
     (trainer,) = job.events("trainer_time")
     in_steps = sum(job.values("time/step_s"))
     assert in_steps < sum(trainer["seconds"].values()) < in_steps + 120
-    for worker in job.events("worker_time"):
-        (started,) = [e for e in job.events("worker_started") if e["worker"] == worker["worker"]]
-        assert sum(worker["seconds"].values()) == pytest.approx(
-            worker["until"] - started["time"], abs=0.1
-        )
-        assert 0 < worker["seconds"]["decoding"] < worker["until"] - started["time"]
+    (worker,), (started, _) = job.events("worker_time"), job.events("worker_started")
+    length_s = worker["until"] - started["time"]
+    assert sum(worker["seconds"].values()) == pytest.approx(length_s, abs=0.1)
+    assert 0 < worker["seconds"]["decoding"] < length_s - worker["seconds"]["restarting"] < length_s
 
 
 @pytest.fixture
@@ -53,16 +60,24 @@ def temporary(monkeypatch):
         yield path
 
 
-def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_agree_without_what_is_optional(
+def test_with_alpha_2_the_reward_rises_within_the_bound_though_the_engine_is_killed_without_what_is_optional(
     tmp_path, temporary
 ):
+    shared_memory = set(os.listdir("/dev/shm"))
     optional = [path.name for path in (ROOT / "extras").iterdir() if path.name[0] != "_"]
     root = copy_without(tmp_path, *optional)
     options = {"groups_per_step": 8, "group_size": 8, "async_ratio": 2}
     # So few at a time that the trainer waits for the engine, however busy the cores: an update then meets some.
     options |= {"max_running_requests": 6, "steps": 12, "eval_every": 6, "save_every": 6}
-    job = run_job(tmp_path, root=root, **options)
+    job = start_job(tmp_path, root=root, **options)
+    job.wait_until(lambda: job.num_steps() >= 2)
+    job.engine().kill()
+    assert job.wait() == 0, job.output()[-4000:]
     metrics = job.metrics()
+    (died,) = job.events("worker_died")
+    assert died["exit_code"] == metrics[-1]["rollout/restarts"] == 1
+    log = (job.run_path / "worker_0.log").read_text()
+    assert log.count("RuntimeError: the engine is dead") == 1
     assert job.values("step") == list(range(1, 13))
     rewards = job.values("reward/mean")
     assert np.mean(rewards[-4:]) > np.mean(rewards[:4])
@@ -94,6 +109,7 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_and_engine_and_trainer_a
     # torch keeps its logs, and its cache of compiled code
     kept = ("torchelastic_", "torchinductor_")
     assert [name for name in os.listdir(temporary) if not name.startswith(kept)] == []
+    assert_nothing_is_left([], shared_memory)
 
 
 def assert_checkpoint_serves(path):
@@ -135,11 +151,14 @@ def assert_replay_is_the_run(job, tmp_path):
 
 
 @pytest.mark.slow
-def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path):
-    job = run_job(
+def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy_until_they_are_interrupted(
+    tmp_path,
+):
+    shared_memory = set(os.listdir("/dev/shm"))
+    job = start_job(
         tmp_path,
         num_ranks=2,
-        steps=4,
+        steps=100_000,
         async_ratio=0,
         num_rollout_workers=2,
         minibatches=2,
@@ -148,8 +167,16 @@ def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy(tmp_path
         replicate_prompts=False,
         share_prefix="tree",
     )
-    metrics = job.metrics()
-    assert job.values("staleness/max") == [0] * 4
+    job.wait_until(lambda: job.num_steps() >= 4)
+    processes = job.descendants()
+    os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: torchrun passes it on
+    assert job.wait(timeout_s=60) != 0
+    assert_nothing_is_left(processes, shared_memory)
+    step, metrics = job.num_steps(), job.metrics()
+    assert newest_checkpoint(job.run_path).step == step, "the step ends and is saved"
+    how = f"after step {step}, which is saved; continue from step {step}: "
+    assert f"error: stopped by SIGINT {how}" in job.output()
+    assert job.values("staleness/max") == [0] * step
     saved = job.values("tokens/saved_share")
     assert np.mean(saved) > 0.2 and min(saved) > 0.1, (
         "how a step's groups are cut into two updates is drawn"

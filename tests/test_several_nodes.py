@@ -54,7 +54,8 @@ def read_trajectories(path):
 @pytest.mark.slow
 def test_when_a_node_is_killed_the_other_ends_within_30_s_and_nothing_is_left(tmp_path):
     shared_memory = set(os.listdir("/dev/shm"))
-    stays, killed = start_nodes(tmp_path, 2, steps=100_000, async_ratio=1)
+    script = ["tests/fake_job.py"]  # as test_chaos.py sees engines go
+    stays, killed = start_nodes(tmp_path, 2, script, steps=100_000, async_ratio=1)
     stays.wait_until(lambda: stays.num_steps() >= 2)
     processes = [process for job in (stays, killed) for process in job.descendants()]
     agent = psutil.Process(killed.process.pid)

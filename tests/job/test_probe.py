@@ -1,6 +1,7 @@
 """The probe notices weights that arrive wrong: real engines, a trainer, each transport, and every corruption."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from engine_pair import start_pair
 from tiny_policy import save_tiny_family
 
 from asyncrl.config import Config
-from asyncrl.job.probe import ALLOWED_MISMATCH, Probe
+from asyncrl.job.probe import ALLOWED_MISMATCH, EngineCheck, Probe
 
-ALLOWED = ALLOWED_MISMATCH[torch.float32]
 LARGEST_GAP = 1e-5
 """Nats per token between the two sides, where they have the same weights."""
+JOINED = 7
+"""A worker that joined the run, and is shut out."""
 PARTS = ("self_attn.q_proj", "mlp.down_proj", "input_layernorm", "self_attn.k_norm")
 
 
@@ -31,23 +33,42 @@ def pair(request, tmp_path_factory):
         yield pair
 
 
-def mismatch_after(pair, version, parameters):
-    """The probe's mismatch once the engine has loaded these parameters as a version."""
-    pair.load(version, parameters)
-    probe = Probe(pair.config)
-    probe.score(pair.policy, version)
-    engine = tuple(pair.run(pair.proxy.score(tokens)) for tokens in probe.tokens_at(version))
-    (mismatch,) = probe.compare({version: {0: engine}})
-    return mismatch
+class Leader:
+    """What EngineCheck asks of a node whose only engine, that of the pair, may be any worker's."""
+
+    def __init__(self, pair):
+        self.pair, self.config, self.device = pair, pair.config, torch.device("cpu")
+        self.probe, self.placement = Probe(pair.config), SimpleNamespace(transport="shm")
+        self.controller = self.run = self
+        self.events = []
+        self.engine_check = EngineCheck(self)
+
+    def load(self, version, parameters, worker=0):
+        """Have the engine load these parameters as a version, and check what it scores then."""
+        self.pair.load(version, parameters)
+        self.probe.score(self.pair.policy, version)
+        tokens = self.probe.tokens_at(version)
+        scores = tuple(self.pair.run(self.pair.proxy.score(sequence)) for sequence in tokens)
+        self.take_probes = lambda: {version: {worker: scores}}
+        self.engine_check.check(version + 1)
+
+    def shuts_out(self, worker, problem):
+        return worker == JOINED
+
+    def record(self, event, **fields):
+        self.events.append((event, fields))
+
+    def mismatches(self):
+        return [fields["mismatch/abs_mean"] for kind, fields in self.events if kind == "mismatch"]
 
 
-def assert_is_mismatch(pair, version, parameters):
-    """A run would end by this mismatch at its first version, and warn of it later, with one line."""
-    mismatch = mismatch_after(pair, version, parameters)
-    assert not mismatch.abs_mean <= ALLOWED, "NaN is none that is allowed"
-    line = mismatch.describe(ALLOWED, "shm")
-    assert f"at version {version}" in line and "\n" not in line
-    assert "weights that did not arrive by --weight-sync shm" in line
+def assert_ends_the_run(pair, version, parameters):
+    line = (
+        rf"^worker 0 does not have .+ at version {version} .+ did not arrive by --weight-sync shm"
+    )
+    with pytest.raises(RuntimeError, match=line) as ended:
+        Leader(pair).load(version, parameters)
+    assert "\n" not in str(ended.value)
 
 
 def sent(pair):
@@ -55,23 +76,41 @@ def sent(pair):
 
 
 def test_the_same_weights_are_no_mismatch_and_those_of_the_version_before_are(pair):
-    before = sent(pair)
-    mismatch = mismatch_after(pair, 1, before)
-    assert mismatch.abs_mean < LARGEST_GAP < ALLOWED
+    before, leader = sent(pair), Leader(pair)
+    leader.load(1, before)
     pair.perturb()
-    assert_is_mismatch(pair, 2, before)
-    assert mismatch_after(pair, 3, sent(pair)).abs_mean < LARGEST_GAP
+    assert_ends_the_run(pair, 2, before)
+    leader.load(3, sent(pair))
+    assert max(leader.mismatches()) < LARGEST_GAP < ALLOWED_MISMATCH[torch.float32]
 
 
 @pytest.mark.parametrize("pair", ["shm"], indirect=True)
 @pytest.mark.parametrize("kind", CORRUPTIONS)
 @pytest.mark.parametrize("part", PARTS)
-def test_a_tensor_that_arrives_wrong_is_a_mismatch(pair, kind, part):
+def test_a_tensor_that_arrives_wrong_ends_a_run_that_has_compared_no_version_yet(pair, kind, part):
     pair.perturb()
     parameters = sent(pair)
     corrupted = CORRUPTIONS[kind](parameters, f"model.layers.0.{part}.weight")
-    assert_is_mismatch(pair, 4, corrupted)
-    assert mismatch_after(pair, 5, parameters).abs_mean <= ALLOWED
+    assert_ends_the_run(pair, 4, corrupted)
+    Leader(pair).load(5, parameters)
+
+
+@pytest.mark.parametrize("pair", ["shm"], indirect=True)
+def test_later_weights_that_are_wrong_are_warned_of_once_and_a_joined_host_is_shut_out(
+    pair, capsys
+):
+    leader, right = Leader(pair), sent(pair)
+    wrong = CORRUPTIONS["not_sent"](right, f"model.layers.0.{PARTS[-1]}.weight")
+    leader.load(8, right)
+    leader.load(8, wrong, worker=JOINED)
+    for version in (9, 10):
+        leader.load(version, wrong)
+    (text,) = [fields["text"] for kind, fields in leader.events if kind == "warning"]
+    assert text.startswith("step 10: worker 0 does not have the trainer's weights: at version 9")
+    assert capsys.readouterr().out == f"warning: {text}\n"
+    assert len(leader.mismatches()) == 4
+    with pytest.raises(RuntimeError, match="worker 1 does not have"):
+        leader.load(8, wrong, worker=1)
 
 
 @pytest.mark.parametrize("pair", ["shm"], indirect=True)
@@ -79,6 +118,6 @@ def test_a_buffer_that_does_not_arrive_and_log_probs_that_are_no_numbers_are_a_m
     parameters = dict(sent(pair))
     name = "model.layers.0.layer_scalar"
     forgotten = parameters | {name: torch.ones_like(parameters[name])}
-    assert_is_mismatch(pair, 6, list(forgotten.items()))
+    assert_ends_the_run(pair, 6, list(forgotten.items()))
     poisoned = {key: torch.full_like(tensor, torch.nan) for key, tensor in parameters.items()}
-    assert_is_mismatch(pair, 7, list(poisoned.items()))
+    assert_ends_the_run(pair, 7, list(poisoned.items()))
