@@ -11,7 +11,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -73,8 +72,6 @@ class Communicator:
     """In the place of vLLM's communicator; who receives does so at once, as if the stream were waited for."""
 
     disabled = False
-    sent: ClassVar[list[tuple[int, int]]] = []
-    """Address and bytes of each chunk."""
 
     def __init__(self, group, device):
         self.rank = group.rank
@@ -86,7 +83,6 @@ class Communicator:
         if self.rank != src:
             self._broadcast(tensor, src)
             return
-        Communicator.sent.append((tensor.data_ptr(), len(tensor)))
         (stream or _current.stream).put(lambda: self._broadcast(tensor, src))
 
     def _broadcast(self, tensor, src):
@@ -122,7 +118,6 @@ def patch_nccl(patch, chunk_bytes):
     patch.setattr(torch.cuda, "stream", current_stream)
     patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     patch.setattr(torch.accelerator, "synchronize", lambda: None)
-    Communicator.sent.clear()
 
 
 CHUNK_BYTES = 1 << 16

@@ -1,5 +1,6 @@
 """Buffers of weights: who may write and read them when, what is in them, and what is refused."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -31,10 +32,9 @@ def reader(transport, staged):
 
 def test_what_is_staged_is_read_in_the_dtype_that_is_sent_unless_it_is_overwritten_or_broken():
     transport = ShmTransport(SPECS)
-    info = transport.init_info()
-    assert len(info.pop("paths")) == 2
-    dtype_names = ["float32", "bfloat16"]
-    assert info == {"names": ["a", "b"], "dtype_names": dtype_names, "shapes": [[3, 5], [7]]}
+    names, dtype_names = ["a", "b"], ["float32", "bfloat16"]
+    expected = {"names": names, "dtype_names": dtype_names, "shapes": [[3, 5], [7]]}
+    assert expected.items() <= transport.init_info().items()
     staged = transport.stage(4, parameters(2.5))
     (message,) = staged.messages
     assert (message["buffer"], message["version"]) == (staged.buffer, 4)
@@ -90,28 +90,27 @@ def test_another_order_or_number_of_parameters_is_refused():
 class Cuda:
     """What CUDA's runtime is asked to lock, and the code that it answers."""
 
-    def __init__(self, monkeypatch, code):
+    def __init__(self, code):
         self.locked, self.code = [], code
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
     def cudaHostRegister(self, address, num_bytes, flags):
         self.locked.append((address, num_bytes, flags))
         return SimpleNamespace(value=self.code)
 
 
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_of_a_large_model_some_versions_have_a_checksum(monkeypatch, capsys, on_gpu):
-    """It is the first in each buffer. Beside a GPU both ends lock whole buffers."""
-    if on_gpu:
-        cuda = Cuda(monkeypatch, code=0)
+@pytest.mark.parametrize("code", [None, 0, 801])
+def test_of_a_large_model_some_versions_have_a_checksum(monkeypatch, capsys, code):
+    """It is the first in each buffer. Beside a GPU both ends lock whole buffers, or copy slowly."""
+    cuda, on_gpu = Cuda(code), code is not None
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
     monkeypatch.setattr("asyncrl.weights.shm.CHECKSUM_EVERY_VERSION_BELOW", NUM_BYTES)
     transport = ShmTransport(SPECS)
     theirs = [SharedBuffer(path, SPECS, on_gpu) for path in transport.init_info()["paths"]]
-    if on_gpu:
-        buffers = [*transport._buffers, *theirs]
-        expected = [(buffer.header.data_ptr(), 4096 + NUM_BYTES, 0) for buffer in buffers]
-        assert cuda.locked == expected and not capsys.readouterr().out
+    buffers = [*transport._buffers, *theirs] if on_gpu else []
+    assert cuda.locked == [(buffer.header.data_ptr(), 4096 + NUM_BYTES, 0) for buffer in buffers]
+    line = "warning: weights are copied slowly, as 4224 bytes cannot be locked: .*801"
+    assert len(re.findall(line, capsys.readouterr().out)) == (4 if code else 0)
     checked = []
     for version in range(7, 12):
         staged = transport.stage(version, parameters(version))
@@ -121,16 +120,6 @@ def test_of_a_large_model_some_versions_have_a_checksum(monkeypatch, capsys, on_
         if checksum != NO_CHECKSUM:
             checked.append(version)
     assert checked == [7, 8]
-
-
-def test_where_memory_cannot_be_locked_weights_go_the_slow_way(monkeypatch, capsys):
-    Cuda(monkeypatch, code=801)
-    transport = ShmTransport(SPECS)
-    said = capsys.readouterr().out
-    assert "warning: weights are copied slowly, as 4224 bytes cannot be locked" in said
-    assert "801" in said
-    staged = transport.stage(3, parameters(1.0))
-    reader(transport, staged).check(3, staged.messages[0]["checksum"])
 
 
 def test_parameters_are_aligned_and_do_not_overlap():
