@@ -6,17 +6,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from plain_trainer import PlainTrainer, assert_is_step, randomize, record_gradients
+from plain_trainer import PlainTrainer, assert_is_step, check_step, randomize, record_gradients
 from ranks import run_group
 from tiny_policy import load, make_config, random_sequences, save_tiny_family
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import OptimOptions
 from asyncrl.trainer.dealing import distribute
+from asyncrl.trainer.packing import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+VERSION = 11
 NUM_EXPERTS, TOP_K, NUM_LAYERS = 4, 2, 2
-ROUTERS = ("mlp.gate", "mlp.router")
+
+
+CASES = [
+    ("qwen3_moe", {"norm_topk_prob": False}, {"kl_coef": 0.3}),
+    ("qwen3_moe", {}, {"save_memory": ("activations",), "lora_rank": 3}),
+    ("mixtral", {}, {"save_memory": ("activations",), "minibatches": 2}),
+    ("gpt_oss", {}, {"optim": OptimOptions(epochs=2)}),
+    ("olmoe", {}, {"algo": "gspo"}),
+]
+"""The model's family and options, and those of the step."""
 
 
 def with_experts(sequences, seed=0):
@@ -38,7 +49,7 @@ class PlainReplay(PlainTrainer):
         self.num_new, self.num_recorded = 0, 0
         for model in (self.model, self.reference):
             for name, module in model.named_modules():
-                if name.endswith(ROUTERS):
+                if name.endswith(("mlp.gate", "mlp.router")):
                     layer = int(re.search(r"layers\.(\d+)", name)[1])
                     self.replace_choice(module, layer, is_counted=model is self.model)
 
@@ -69,64 +80,54 @@ class PlainReplay(PlainTrainer):
             parts.append(super().read([sequence], model, raw))
         return [torch.cat(columns) for columns in zip(*parts, strict=True)]
 
+    def train_step(self, updates, policy_version):
+        metrics, gradients = super().train_step(updates, policy_version)
+        trained = [s for update in updates for s in update if s.num_trained]
+        metrics["experts/rerouted"] = self.num_new / self.num_recorded
+        metrics["experts/recorded_mib"] = sum(s.experts.nbytes for s in trained) / 2**20
+        return metrics, gradients
 
-def replay(rank, config, updates, num_ranks):
-    """Make a step of what the first rank deals to all. Return its metrics and the gradient of each update."""
-    policy = load(config)
+
+def check_case(rank, num_ranks, path, options):
+    """Compare a step of what the first rank deals to all with the definition."""
+    policy = load(make_config(path, router_replay=True, **options))
     randomize(policy)
-    gradients = record_gradients(policy)
-    shares = None
+    updates = [
+        with_experts(random_sequences(9, seed), seed) for seed in range(policy.config.minibatches)
+    ]
+    (untrained,) = random_sequences(1, seed=7)
+    updates[0].append(replace(untrained, loss_mask=np.zeros_like(untrained.loss_mask)))
+    expected = PlainReplay(policy).train_step(updates, VERSION)
+    gradients, shares = record_gradients(policy), None
     if rank == 0:
         shares = distribute(updates, num_ranks, 40, layout=policy.module.layout)
     cluster = Cluster(local_rank=rank, ranks_of_nodes=(tuple(range(num_ranks)),))
-    return policy.train_step(cluster.scatter_on_node(shares), 11), gradients
+    metrics = policy.train_step(cluster.scatter_on_node(shares), VERSION)
+    assert_is_step(metrics, gradients, updates, expected)
 
 
-@pytest.mark.parametrize(
-    ("family", "family_options", "options", "num_ranks"),
-    [
-        ("qwen3_moe", {"norm_topk_prob": False}, {"kl_coef": 0.3}, 1),
-        ("qwen3_moe", {}, {"save_memory": ("activations",), "lora_rank": 3}, 1),
-        ("qwen3_moe", {}, {}, 2),
-        ("mixtral", {}, {"save_memory": ("activations",), "minibatches": 2}, 1),
-        ("gpt_oss", {}, {"optim": OptimOptions(epochs=2)}, 1),
-        ("olmoe", {}, {"algo": "gspo"}, 1),
-    ],
-)
+@pytest.mark.parametrize(("family", "family_options", "options"), CASES)
 def test_a_step_is_that_of_a_plain_model_whose_routers_weigh_the_recorded_experts(
-    family, family_options, options, num_ranks, tmp_path
+    family, family_options, options, tmp_path
 ):
-    """Experts go to the rank that their sequence goes to."""
-    path = save_tiny_family(family, str(tmp_path), **family_options)
-    config = make_config(path, router_replay=True, **options)
-    updates = [with_experts(random_sequences(9, seed), seed) for seed in range(config.minibatches)]
-    (untrained,) = random_sequences(1, seed=7)
-    updates[0].append(replace(untrained, loss_mask=np.zeros_like(untrained.loss_mask)))
-    policy = load(config)
-    randomize(policy)
-    oracle = PlainReplay(policy)
-    expected = oracle.train_step(updates, 11)
-    rerouted = oracle.num_new / oracle.num_recorded
-    size = sum(s.experts.nbytes for update in updates for s in update if s.experts is not None)
-    arguments = (config, updates, num_ranks)
-    outcomes = [replay(0, *arguments)] if num_ranks == 1 else run_group(replay, 2, *arguments)
-    for metrics, gradients in outcomes:
-        assert_is_step(metrics, gradients, updates, expected)
-        assert metrics["experts/rerouted"] == pytest.approx(rerouted)
-        assert metrics["experts/recorded_mib"] == pytest.approx(size / 2**20)
+    check_case(0, 1, save_tiny_family(family, str(tmp_path), **family_options), options)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_float16_has_the_gradient_of_a_small_loss_with_the_recorded_experts(family, tmp_path):
+def test_experts_go_to_the_rank_that_their_sequence_goes_to(tmp_path):
+    path = save_tiny_family("qwen3_moe", str(tmp_path))
+    run_group(check_case, 2, 2, path, {"minibatches": 2})
+
+
+def test_float16_has_the_gradient_of_a_small_loss_with_the_recorded_experts(tmp_path):
     """To 1 %, as 11 bits leave of 2 layers; without a scaled loss most of it is below the least number of float16."""
-    path = save_tiny_family(family, str(tmp_path))
+    path = save_tiny_family("gpt_oss", str(tmp_path))
     policy = load(make_config(path, router_replay=True, dtype="float16", algo="reinforce"))
     sequences = [replace(s, advantage=s.advantage * 1e-5) for s in random_sequences(9)]
     updates = [with_experts(sequences)]
-    oracle = PlainReplay(policy)
-    _, (expected,) = oracle.train_step(updates, 11)
+    expected_metrics, (expected,) = PlainReplay(policy).train_step(updates, VERSION)
     gradients = record_gradients(policy)
-    metrics = policy.train_step(distribute(updates, 1, 40, layout=policy.module.layout)[0], 11)
+    shares = distribute(updates, 1, 40, layout=policy.module.layout)
+    metrics = policy.train_step(shares[0], VERSION)
     actual, exact = (
         torch.cat([gradient[name].flatten() for name in expected]).double()
         for gradient in (gradients[0], expected)
@@ -134,30 +135,20 @@ def test_float16_has_the_gradient_of_a_small_loss_with_the_recorded_experts(fami
     assert (actual - exact).norm() < 0.01 * exact.norm()
     assert metrics["skipped_updates"] == 0
     # rounding may decide between two experts of about equal logits
-    rerouted = oracle.num_new / oracle.num_recorded
+    rerouted = expected_metrics["experts/rerouted"]
     assert metrics["experts/rerouted"] == pytest.approx(rerouted, abs=0.02)
 
 
 def test_what_is_scored_without_a_record_and_a_policy_without_the_option_choose_themselves(
     tmp_path,
 ):
-    path = save_tiny_family("qwen3_moe", str(tmp_path))
-    routed = with_experts(random_sequences(5))
-    policies = [load(make_config(path, router_replay=is_on)) for is_on in (False, True)]
-    scores = []
-    for policy in policies:
-        policy.train_step(distribute([routed], 1, 1000, layout=policy.module.layout)[0], 11)
-        with torch.no_grad():
-            for parameter in policy.module.parameters():
-                parameter.fill_(0.3)
-        scores.append(policy.score([random_sequences(3)])[0])
-    torch.testing.assert_close(*scores, rtol=0, atol=0)
-    plain = PlainTrainer(policies[0])
-    metrics = load(policies[0].config).train_step(
-        distribute([routed], 1, 1000, layout=policies[0].module.layout)[0], 11
-    )
-    assert metrics["loss"] == pytest.approx(plain.train_step([routed], 11)[0]["loss"], rel=1e-5)
-    assert "experts/rerouted" not in metrics
+    path, routed = save_tiny_family("qwen3_moe", str(tmp_path)), with_experts(random_sequences(5))
+    plain = load(make_config(path))
+    replaying = load(make_config(path, router_replay=True, lr=1e-12))
+    replaying.train_step([[bundle(routed)]], VERSION)
+    scores = [policy.score([random_sequences(3)])[0] for policy in (plain, replaying)]
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-6)
+    check_step(plain, [routed], 1000, VERSION)
 
 
 def test_a_record_that_is_missing_or_does_not_fit_ends_in_a_line(tmp_path):
@@ -165,8 +156,7 @@ def test_a_record_that_is_missing_or_does_not_fit_ends_in_a_line(tmp_path):
     (sequence,) = random_sequences(1)
 
     def step(experts):
-        shares = distribute([[replace(sequence, experts=experts)]], 1, 1000)[0]
-        return policy.train_step(shares, 11)
+        return policy.train_step([[bundle([replace(sequence, experts=experts)])]], VERSION)
 
     with pytest.raises(ValueError, match=r"^--router-replay got a response without experts: its "):
         step(None)
