@@ -13,7 +13,6 @@ from several_nodes import groups_of_node, meet_and_end, train_on_two_nodes
 from tiny_policy import assert_same_gradient, load
 
 from asyncrl.cluster.cluster import Cluster, Peer, _meet, join
-from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.config import Config
 from asyncrl.trainer.batch import make_updates
 from asyncrl.trainer.dealing import distribute
@@ -114,15 +113,6 @@ def test_one_queue_for_all_streams_of_a_gpu_is_not_taken_over_from_megatron(
         lambda *_: os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
     )
     assert join(Config(), "cuda") == left
-
-
-def test_a_collective_that_times_out_ends_with_the_stacks_of_all_processes():
-    dumps = []
-    watch = NodeWatch(Cluster(), lambda: dumps.append(1) or "stacks of all processes are in FILE")
-    error = watch.explain(RuntimeError("Timed out waiting 110000ms for send operation to complete"))
-    assert str(error).endswith("to complete; stacks of all processes are in FILE") and dumps == [1]
-    other = RuntimeError("a loss is not finite")
-    assert watch.explain(other) is other and dumps == [1]
 
 
 def test_ranks_that_torchrun_has_not_started_are_a_mistake_of_the_user(monkeypatch):

@@ -118,17 +118,3 @@ def test_a_driver_that_is_too_old_for_torch_is_named_unless_cudas_own_library_st
         visible_gpus()
     monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/cuda/compat")
     assert visible_gpus()
-
-
-def test_without_a_driver_the_library_itself_says_so_and_what_to_install():
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        with pytest.raises(
-            RuntimeError, match=r"no driver says which GPUs are here .*install the driver"
-        ):
-            list_gpus(None)
-    else:
-        assert list_gpus(None), "a driver is here, so it lists GPUs"

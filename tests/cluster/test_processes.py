@@ -136,19 +136,6 @@ def test_a_rank_ends_also_where_no_handler_of_a_signal_runs_if_another_is_gone_a
     assert "error: rank 1 is out of memory" in text.splitlines()[-2]
 
 
-def test_what_is_alive_is_not_looked_at_for_garbage_and_what_comes_later_is():
-    code = (
-        "import gc, weakref; from asyncrl.cluster.processes import freeze_garbage\n"
-        "class Ring:\n"
-        "    def __init__(self): self.itself = self\n"
-        "old, before = Ring(), len(gc.get_objects()); freeze_garbage()\n"
-        "assert gc.get_freeze_count() > before / 2\n"
-        "new = Ring(); gone, kept = weakref.ref(new), weakref.ref(old); del new, old; gc.collect()\n"
-        "print(gone() is None, kept() is None)"
-    )
-    assert start(code).communicate(timeout=60)[0] == "True False\n"
-
-
 def test_memory_that_is_freed_and_taken_again_costs_no_page_faults():
     faults = (
         "import resource; from asyncrl.cluster.processes import keep_freed_memory\n"

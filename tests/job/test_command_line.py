@@ -99,14 +99,13 @@ def test_a_run_keeps_copies_of_user_code_and_loads_them(user_run):
     assert not (RunDirectory(Config(runs_dir=str(run.parent))).path / "code").exists()
 
 
-@pytest.mark.parametrize("change", ["none", "changed", "gone", "moved"])
-def test_a_resumed_run_loads_its_copies_whatever_happened_to_the_files(user_run, tmp_path, change):
+def test_a_resumed_run_loads_its_copies_from_where_it_is_though_the_files_have_changed(
+    user_run, tmp_path
+):
     run, config, files = user_run
-    if change == "moved":
-        run = Path(shutil.move(run, tmp_path / "moved"))
-    if change in ("changed", "gone"):
-        for path in files:
-            path.unlink() if change == "gone" else path.write_text("x = (\n")
+    run = Path(shutil.move(run, tmp_path / "moved"))
+    for path in files:
+        path.write_text("x = (\n")
     resumed = read_options(["--resume", str(run)])
     assert read_options(["--resume", str(run), "--algo", config.algo]) == resumed
     copies = user_code.located(config, run / "code")

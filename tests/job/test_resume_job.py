@@ -120,7 +120,10 @@ def test_with_alpha_0_a_run_that_is_stopped_killed_and_out_of_time_is_the_unbrok
         assert heads[0].read_bytes() == heads[1].read_bytes()
     assert_every_group_is_consumed_once(job, 24, GROUPS)
     header = json.loads((job.run_path / "run.json").read_text())
+    assert (header["config"]["stop_after_s"], header["config"]["resume"]) == (0, None)
     assert len(header["resumed"]) == len(job.events("run_resumed")) == 3
+    samples = [read(run.run_path / "samples.jsonl") for run in (job, unbroken)]
+    assert samples[0] == samples[1] and samples[0][-1]["step"] == 24
 
 
 def test_two_nodes_are_stopped_together_and_one_continues_with_what_both_had(tmp_path):

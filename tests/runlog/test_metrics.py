@@ -10,12 +10,7 @@ from asyncrl.config import AdvantageOptions, Config
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.ledger import COUNTS, ledger_metrics
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group
-from asyncrl.runlog.metrics import (
-    batch_metrics,
-    over_nodes,
-    time_metrics,
-    training_metrics,
-)
+from asyncrl.runlog.metrics import batch_metrics, over_nodes, time_metrics
 
 VERSION, DELAY, MAX_TOKENS, OVERLONG = 6, 1, 48, 45
 
@@ -79,21 +74,6 @@ def test_metrics_of_any_number_of_nodes_are_those_of_the_whole_batch(num_nodes):
     assert over_nodes(nodes) == pytest.approx(formula(groups), rel=1e-12)
     without = over_nodes([batch_metrics(groups, VERSION, Config())])
     assert "reward/overlong_penalty" not in without
-
-
-def test_training_stats_get_their_names_in_the_log():
-    stats = {
-        "loss": 1.0,
-        "tokens": 8.0,
-        "tokens/lag_0": 8.0,
-        "drift/k3": 0.1,
-        "ratio": 1.0,
-        "ratio/lag_0": 1.0,
-    }
-    assert set(training_metrics(stats | {"tokens/forward": 9.0})) == {
-        "loss/total", "tokens/trained", "tokens/trained_lag_0", "drift/k3", "loss/ratio", "loss/ratio/lag_0",
-        "tokens/forward",
-    }  # fmt: skip
 
 
 def evaluation_metrics(*answers):

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 from trajectories import make_group
 
 from asyncrl.runlog.samples import readable_samples
@@ -22,14 +21,3 @@ def test_the_best_and_the_worst_member_of_a_group_are_kept_with_its_right_answer
     }  # fmt: skip
     assert worst == best | {"member": 1, "reward": 0.0}
     assert all("answer" not in sample for sample in samples_of([group], lambda group: ""))
-
-
-@pytest.mark.parametrize(
-    ("rewards", "expected"),
-    [([[1, 1], [0, 1], [0, 2]], [(1, 1), (1, 0)]), ([[1, 1], [0, 0]], [(0, 0)])],
-)
-def test_the_first_group_whose_rewards_differ_is_taken_or_else_the_first_member_of_all(
-    rewards, expected
-):
-    groups = [make_group(group_id, numbers) for group_id, numbers in enumerate(rewards)]
-    assert [(sample["group"], sample["member"]) for sample in samples_of(groups)] == expected

@@ -8,13 +8,10 @@ import pytest
 
 from asyncrl.messages import ActivityReport
 from asyncrl.runlog.time_ledger import (
-    REPORT_INTERVAL_NS,
     TRAINER_STATES,
     WORKER_STATES,
     Activity,
     TimeLedger,
-    TrainerClock,
-    unix_ns,
 )
 
 # One ledger
@@ -57,35 +54,11 @@ def test_a_state_that_is_unknown_or_overlaps_the_one_before_is_an_error():
         ledger.take(10)
 
 
-def test_the_trainers_clock_is_the_real_one_and_begins_a_new_account_with_each_step():
-    before, clock = unix_ns(), TrainerClock()
-    clock.enter("wait")
-    first = clock.take()
-    clock.enter("save")
-    second = clock.take()
-    assert before <= first.spans[0][1] and first.spans[-1][2] == second.spans[0][1]
-    assert set(first.spent) <= {"starting", "wait"} and set(second.spent) <= {"wait", "save"}
-    assert clock.total == first.spent + second.spent
-
-
 # What a worker does
 
 
-class ActivityAt(Activity):
-    """An activity whose clock, ns, goes on by one with each change."""
-
-    now = -1
-
-    def __init__(self):
-        super().__init__(self.tick)
-
-    def tick(self):
-        self.now += 1
-        return self.now
-
-
 def test_what_a_worker_does_follows_from_what_it_has_to_do_and_from_what_holds_it_back():
-    activity = ActivityAt()
+    activity = Activity(itertools.count().__next__)  # ns, one for each change
     activity.add(trajectories=2)
     activity.add(requests=1)
     activity.add(requests=1)
@@ -108,13 +81,3 @@ def test_what_a_worker_does_follows_from_what_it_has_to_do_and_from_what_holds_i
     changes = tuple((now, *state) for now, state in enumerate(states))
     assert activity.report() == ActivityReport(changes, len(states))
     assert activity.report().changes == (), "a report has only what is new"
-
-
-def test_that_nothing_has_changed_is_said_only_now_and_then():
-    activity = ActivityAt()
-    assert activity.report_if_due().until == 1
-    activity.now = REPORT_INTERVAL_NS - 1
-    assert activity.report_if_due() is None
-    assert activity.report_if_due().changes == ()
-    activity.add(trajectories=1)
-    assert [state for _, state, _ in activity.report_if_due().changes] == ["environment"]
