@@ -30,7 +30,16 @@ from extras.swarm.join import Engine, JoinedHost
 from extras.swarm.link import Link
 from extras.swarm.remote import SwarmWorkers
 from extras.swarm.swarm import Swarm
-from extras.swarm.wire import HOST, PROTOCOL, TO_ENGINE, TO_HOST, Join, code_digest, read_key
+from extras.swarm.wire import (
+    HOST,
+    PROTOCOL,
+    SILENCE_S,
+    TO_ENGINE,
+    TO_HOST,
+    Join,
+    code_digest,
+    read_key,
+)
 
 PROBE = ((2, 3, 5),)
 MODEL_CONFIG = '{"model_type": "llama", "vocab_size": 16}'
@@ -142,13 +151,13 @@ def running(
 
 
 class ThreadProcess:
-    """Stands where an engine's process does: the fake worker runs in a thread."""
+    """Stands where a worker's process does: the fake worker runs in a thread."""
 
-    def __init__(self, spec, hear, threads):
+    def __init__(self, spec, main, hear, threads):
         self._near, far = multiprocessing.Pipe()
-        self.send = self._near.send
+        self.started_at, self.send = time.monotonic(), self._near.send
         threads.submit(self._serve, spec, far)
-        threads.submit(self._listen, hear)
+        self.reading = threads.submit(self._listen, hear)
 
     def _serve(self, spec, connection):
         with connection:
@@ -252,6 +261,16 @@ class Far(JoinedHost):
 
     # In its thread
 
+    def drop(self):
+        """Lose the connection."""
+        self._socket.disconnect(f"tcp://{self.address}")
+        self._socket.connect(f"tcp://{self.address}")
+
+    def miss_run(self):
+        """Hear nothing of the run for too long."""
+        self._link.heard_at -= 2 * SILENCE_S
+        self._keep_in_touch()
+
     def _serve(self):
         try:
             self.ended.append(self.serve())
@@ -311,7 +330,7 @@ class Far(JoinedHost):
             log = str(self.folder / f"worker_{index}.log")
             spec = WorkerSpec(config, placement, "fine", "shm", log, str(self.folder))
             hear = functools.partial(self._hear, index)
-            self.engines.append(Engine(ThreadProcess(spec, hear, self._threads)))
+            self.engines.append(Engine(ThreadProcess(spec, None, hear, self._threads)))
 
 
 class Client:

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,12 +14,11 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 from fake_worker import run_fake_worker
-from hosts import MODEL_CONFIG, PROBE, Far, is_answer, nothing, running, wait_until
+from hosts import MODEL_CONFIG, PROBE, Far, ThreadProcess, is_answer, nothing, running, wait_until
 from user_files import write_user_code
 
 import rollout
@@ -37,51 +35,6 @@ import sys, rollout, fake_worker
 rollout.run_worker = fake_worker.run_fake_worker
 rollout.main()
 """
-
-
-class Relay:
-    """A network between a host and its run, that stalls and breaks."""
-
-    def __init__(self, address):
-        self.upstream = address.split(":")
-        self.is_stalled = self.is_closed = False
-        self.sockets = []
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self):
-        while True:
-            try:
-                near, _ = self.listener.accept()
-                far = socket.create_connection((self.upstream[0], int(self.upstream[1])))
-            except OSError:
-                return  # the run has ended, or the relay is closed
-            self.sockets += [near, far]
-            for ends in ((near, far), (far, near)):
-                threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
-
-    def _pass_on(self, source, target):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                while self.is_stalled:
-                    time.sleep(0.005)
-                target.sendall(data)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_RDWR)
-
-    def drop(self):
-        """Break all connections."""
-        for connection in self.sockets:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
-        self.sockets.clear()
-
-    def close(self):
-        self.is_stalled = False
-        self.listener.close()
-        self.drop()
 
 
 def fails(host, kind, words):
@@ -116,7 +69,7 @@ class HostWalk:
 
     def walk(self, num_events):
         events = [self.join, self.leave, self.die, self.be_slow, self.be_slow, self.finish]
-        events += [self.stall, self.drop, self.drop, self.give_up, self.fall_silent]
+        events += [self.stall, self.drop, self.drop, self.fall_silent, self.fall_silent]
         for event in self.rng.choices([*events, *[self.step] * 5], k=num_events):
             if not self.hosts:
                 self.join()
@@ -147,11 +100,8 @@ class HostWalk:
     def join(self):
         if len(self.hosts) == 3:
             return
-        relay = Relay(self.run.address)
-        self.stack.callback(relay.close)
-        ends = {"key_path": self.run.key_path, "folder": self.run.folder}
-        host = Far(SimpleNamespace(address=relay.address, **ends), "far", self.rng.choice([1, 2]))
-        host.relay, clock_ahead_s = relay, self.rng.choice([-3600, 3600])
+        host = Far(self.run, "far", self.rng.choice([1, 2]))
+        clock_ahead_s = self.rng.choice([-3600, 3600])
         host.changes = lambda message: [
             with_clock_ahead(pull_from_base(host, message), clock_ahead_s)
         ]
@@ -185,43 +135,32 @@ class HostWalk:
         self.rng.choice(self.hosts).finish()
 
     def stall(self):
-        relay = self.rng.choice(self.hosts).relay
-        relay.is_stalled = True
-        time.sleep(0.3)
-        relay.is_stalled = False
+        self.rng.choice(self.hosts).do(lambda: time.sleep(0.1))
 
     def drop(self):
         """A host loses its connection."""
         host = self.rng.choice(self.hosts)
         self.void |= host.held_tickets
-        host.relay.drop()
+        host.do(host.drop)
         self.await_joins(1)
 
-    def give_up(self):
-        """The run takes all hosts for gone."""
-        for host in self.hosts:
-            self.void |= host.held_tickets
-        gone = list(self.run.swarm._hosts.values())
-        lose = self.run.swarm._lose
-        self.run.swarm.hub.do_soon(lambda: [lose(host, "was given up") for host in gone])
-        self.await_joins(len(self.hosts))
-
     def fall_silent(self):
-        """For so long that both ends take the other for gone."""
+        """For so long that hosts take the run for gone, or it takes them for gone, or both."""
         for host in self.hosts:
             self.void |= host.held_tickets
-            host.relay.is_stalled = True
-        wait_until(self.are_given_up)
-        for host in self.hosts:
-            host.relay.is_stalled = False
+        ends = self.rng.choice([{"host"}, {"run"}, {"host", "run"}])
+        if "run" in ends:
+            self.run.swarm.hub.do_soon(self.give_up)
+            wait_until(lambda: not self.run.swarm._hosts)
+        for host in self.hosts if "host" in ends else ():
+            host.do(host.miss_run)
         self.await_joins(len(self.hosts))
 
-    def are_given_up(self):
-        there = list(self.run.swarm._hosts.values())
-        for end in (*there, *self.hosts):
-            link = end._link if isinstance(end, Far) else end.link
-            link.heard_at = time.monotonic() - 2 * SILENCE_S
-        return not there
+    def give_up(self):
+        """Hosts are taken for gone; in the hub's thread."""
+        for host in self.run.swarm._hosts.values():
+            host.link.heard_at -= 2 * SILENCE_S
+        self.run.swarm._beat()
 
     def step(self):
         """Train on a batch, whose times are by the clock of the run. Versions may be equal to the bit."""
@@ -274,8 +213,9 @@ def test_hosts_that_come_and_go_and_lose_their_network_keep_their_engines_and_we
     tmp_path, monkeypatch, seed
 ):
     """Nothing that a host had of an earlier session is trained on, and nothing shuts it out."""
-    monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.2)
+    monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.05)
     monkeypatch.setattr("extras.swarm.join.JOIN_S", 4.0)
+    monkeypatch.setattr("asyncrl.controller.workers.WorkerProcess", ThreadProcess)
     # how fast they are is noise, and one that hangs may seem the fastest
     monkeypatch.setattr("extras.swarm.leases.FASTER", 1e6)
     options = {"swarm": SwarmOptions(lease_s=1), "max_running_requests": 4}

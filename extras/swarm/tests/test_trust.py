@@ -57,8 +57,8 @@ class RandomPolicy:
 
     async def generate(self, request_id, prompt_tokens, seed, max_tokens, prefix=None):
         prefix = prefix or NOTHING
-        (reason,) = self.draw.choices(["stop", "length", "aborted"], [8, 1, 1])
-        num_words = max_tokens if reason == "length" else self.draw.randrange(4)
+        (reason,) = self.draw.choices(["stop", "length", "aborted"], [5, 1, 2])
+        num_words = max_tokens if reason == "length" else self.draw.choice([0, 0, 1, 3])
         tokens = self.draw.choices(DIGITS, k=num_words)
         tokens += [TOKENIZER.eos_token_id] * (reason == "stop")
         tokens = tokens[: max_tokens - len(prefix.tokens)]
@@ -193,10 +193,14 @@ LIES = {
         {"finish_reason": "stop", "reward": 1.0},
     ],
     "single": [as_given, longer(2, False), value("tokens", "given", 9)],
-    "single not ended": [{"finish_reason": "failed", "failure": "", "num_turns": 0, "turns": ()}],
+    "single not ended": [{"finish_reason": "failed", "failure": "no", "num_turns": 0, "turns": ()}],
     "single stop": [{"finish_reason": "length"}],
     "several ended": [{"reward_parts": {"right": 1.0}}],
-    "prefix": [value("tokens", "first", 9), value("behavior_logprobs", "first", -1.25)],
+    "prefix": [
+        value("tokens", "first", 9),
+        value("behavior_logprobs", "first", -1.25),
+        lambda t: {"policy_versions": np.where(t.loss_mask, NEWEST, -1).astype(np.int32)},
+    ],
 }
 """Lies by what they are about."""
 
