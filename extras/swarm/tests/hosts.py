@@ -19,7 +19,7 @@ from fake_worker import run_fake_worker
 from asyncrl.cluster.placement import Placement, WorkerPlacement, WorkerSpec
 from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
-from asyncrl.messages import Finished, Tickets
+from asyncrl.messages import Finished
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec, Transport
 from data.problem import Problem
@@ -198,7 +198,7 @@ class Far(JoinedHost):
         folder = Path(run.folder) / f"{name[:9].replace('/', '')}_{next(self.numbers)}"
         folder.mkdir()
         super().__init__(run.address, str(run.key_path), main, folder, rollout_tp)
-        self.heard, self.had = [], []
+        self.heard = []
         self.holds = nothing
         """Which messages engines say only when the test has them `finish`."""
         self.held = []
@@ -317,7 +317,6 @@ class Far(JoinedHost):
 
     def _act(self, engine, message):
         self.heard.append(message)
-        self.had += message.tickets if isinstance(message, Tickets) else []
         return super()._act(engine, message)
 
     def _start_engines(self):
