@@ -12,7 +12,6 @@ LONG = (
     "engine/test_family_logprobs.py",
     "trainer/test_model.py",
     "../extras/swarm/tests/test_join.py",
-    "engine/test_reward_process.py",
     "job/test_probe.py",
     "test_rollout.py",
     "engine/test_gpu_config.py",

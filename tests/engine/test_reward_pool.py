@@ -1,33 +1,36 @@
-"""The reward pool with rewards that raise, hang, die and lie, in real processes."""
+"""Rewards that raise, hang, die, lie and mean harm, in real processes: what each costs, and what it cannot reach."""
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
-import subprocess
-import sys
+import socket
 
 import psutil
 import pytest
 import user_rewards
-from programs import ROOT
-from reward_outcomes import FILE, outcomes, texts
+from programs import wait_until
+from user_rewards import FILE, texts
 
 from asyncrl.engine import reward_pool
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.score import MAX_FAILURE, Failed
+from extras.containment import why_no_namespaces
 
+needs_namespaces = pytest.mark.skipif(
+    bool(why_no_namespaces()), reason="the kernel gives no namespaces here"
+)
 EVALUATED = texts("evaluated")
 DEATH, HANG = "its process died", "timed out after 1 s"
+MEMORY = "MemoryError|Cannot allocate memory"
 BAD = {
     "float('nan')": "the reward is nan, not a finite number or a dict of them",
     "'1.0'": "the reward is '1.0', not a finite number or a dict of them",
-    "[1.0, 0.0]": "the reward is [1.0, 0.0], not a finite number or",
     "None": "the reward is None, not a finite number",
     "{}": "the reward is {}, not a finite number",
     "{'right': 1.0, 'wrong': float('inf')}": "the part 'wrong' is inf, not a finite number",
-    "{'right': '1.0'}": "the part 'right' is '1.0', not a finite number",
     "{3: 1.0}": "1 parts, [3]; allowed are 64 printable names",
     "{'x' * 1000: 1.0}": "printable names of at most 128 characters",
     "{'mean': 1.0}": "none of them mean, std, zero_variance_groups",
@@ -42,82 +45,130 @@ BAD = {
     "throw(asyncio.CancelledError)": "CancelledError",
     "sys.exit(3)": "SystemExit: 3",
     "os._exit(0)": DEATH,
-    "os._exit(3)": DEATH,
     "ctypes.string_at(0)": DEATH,
     "time.sleep(3600)": HANG,
     "[signal.signal(signal.SIGTERM, signal.SIG_IGN), time.sleep(3600)]": HANG,
+    "bytearray(20 << 30)": MEMORY,
+    "mmap.mmap(-1, 20 << 30)": MEMORY,
+    "[bytes(100 << 20) for _ in range(1000)]": MEMORY,
+    "Path('PATH').write_text('broken in')": "File too large|Read-only file system",
 }
-"""Responses, and the reason that each fails for."""
+"""Responses, and the reason that each fails for, or those that it may fail for."""
+REPLIES = {
+    b"[0, 1e300, {}]\n": DEATH,
+    b"[0, true, {}]\n": DEATH,
+    b'[0, 1.0, {"mean": 1.0}]\n': DEATH,
+    b'[0, 1.0, {"x": 1e999}]\n': DEATH,
+    b"[777, 1.0, {}]\n": DEATH,
+    b"[" * 60_000 + b"\n": DEATH,
+    b"NaN\n": DEATH,
+    b"1" * 200_000: DEATH,
+    b"\x80\x04N.\n": DEATH,
+    json.dumps([0, "\n" + "no line\n" * 5000]).encode() + b"\n": "no line no line",
+    json.dumps([0, "\ud800" * 1000]).encode() + b"\n": r"\ud800\ud800",
+}
+"""What a process may send that it must not, and what comes of it."""
+BAD |= {f"spoil_replies({reply!r})": reason for reply, reason in REPLIES.items()}
 BAD_ASYNC = {"asyncio.sleep(3600)": HANG, "ignore_cancellation()": HANG}
-SHARED = [text for text in BAD if text.startswith(("{}", "os._exit(3)", "time.sleep"))]
-"""Those that async functions are tried with, too."""
+BAD_ASYNC |= {
+    text: BAD[text] for text in ("os._exit(0)", "time.sleep(3600)", r"{}['no\nsuch key']")
+}
+GOOD = {
+    "-1e12": -1e12,
+    "has_limits()": 1.0,
+    "float('torch' in sys.modules)": 0.0,
+    "float('pytest' in sys.modules)": 0.0,
+}
 
 
-@pytest.mark.parametrize("name", ["evaluated", "evaluated_async"])
-def test_each_response_has_its_own_outcome_whatever_the_others_do(name, monkeypatch):
+@pytest.fixture(scope="module")
+def outcomes():
+    """A function that asks for all scores at once. Each list of functions has one pool."""
+    pools = {}
+
+    def ask(names: str, *responses: str, answer: str = "") -> list:
+        """Return reward and parts of each response, or the error."""
+        if names not in pools:
+            pools[names] = RewardPool("addition", texts(*names.split()), 1.0)
+
+        async def gather() -> list:
+            scores = [pools[names].score(answer, response) for response in responses]
+            return await asyncio.gather(*scores, return_exceptions=True)
+
+        return runner.run(gather())
+
+    with asyncio.Runner() as runner:
+        yield ask
+        for pool in pools.values():
+            pool.close()
+
+
+@pytest.mark.parametrize(("name", "bad"), [("evaluated", BAD), ("evaluated_async", BAD_ASYNC)])
+def test_each_response_has_its_own_outcome_whatever_the_others_do(
+    outcomes, name, bad, tmp_path, monkeypatch
+):
     monkeypatch.setattr(reward_pool, "_GRACE_S", 0.5)
-    bad = BAD if name == "evaluated" else {text: BAD[text] for text in SHARED} | BAD_ASYNC
-    good = [f"{number / 4}" for number in range(8 * len(bad))]
+    path, line = tmp_path / "file", getattr(user_rewards, name).__code__.co_firstlineno + 2
+    good = {f"{number / 4}": number / 4 for number in range(8 * len(bad))}
+    if name == "evaluated":
+        good |= GOOD
+    else:
+        line += 1
     responses = [*good, *bad]
     random.Random(0).shuffle(responses)
-    found = dict(zip(responses, outcomes(texts(name), *responses, num_processes=4), strict=True))
-    assert [found[response] for response in good] == [(float(text), {}) for text in good]
-    line = getattr(user_rewards, name).__code__.co_firstlineno + (2 if name == "evaluated" else 3)
-    for response, reason in bad.items():
-        error = found[response]
-        assert isinstance(error, Failed), response
-        assert str(error).startswith(f"{FILE}:{name}"), error
-        assert reason.replace("LINE", str(line)) in str(error)
-        assert "\n" not in str(error) and len(str(error).encode()) <= MAX_FAILURE
+    asked = [response.replace("PATH", str(path)) for response in responses]
+    found = dict(zip(responses, outcomes(name, *asked), strict=True))
+    assert {response: found[response] for response in good} == {
+        response: (reward, {}) for response, reward in good.items()
+    }
+    for response, reasons in bad.items():
+        text = str(found[response])
+        assert isinstance(found[response], Failed), response
+        assert text.startswith(f"{FILE}:{name}") or response.startswith("spoil_replies"), text
+        assert any(reason in text for reason in reasons.replace("LINE", str(line)).split("|")), text
+        assert "\n" not in text and len(text.encode()) <= MAX_FAILURE
+    assert not path.exists() or not path.read_bytes()
 
 
-def test_the_largest_reward_comes_back_and_a_sum_beyond_it_fails():
-    assert outcomes(EVALUATED, "-1e12") == [(-1e12, {})]
-    (error,) = outcomes(texts("evaluated*2"), "-1e12")
-    assert "the sum of rewards is -2e+12, allowed is -1e+12 to 1e+12" in str(error)
+def test_responses_of_async_functions_wait_together(outcomes):
+    """Four processes have 25 each, of which none ends before the others have come."""
+    assert outcomes("evaluated_async", *["meet(25)"] * 100) == [(1.0, {})] * 100
 
 
-def test_one_process_takes_async_rewards_on_while_others_wait():
-    """One after the other takes minutes."""
-    responses = [f"later({number}.0, 2)" for number in range(250)]
-    scores = outcomes(texts("evaluated_async"), *responses, timeout_s=60.0, num_processes=1)
-    assert scores == [(float(number), {}) for number in range(250)]
+def processes_called(title: str) -> list[psutil.Process]:
+    """All processes of this host of that title, the oldest first."""
+    alive = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.cmdline()[:1] == [title] and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
 
 
-def reward_processes() -> list[psutil.Process]:
-    """The template first, then what was forked from it."""
-    children = psutil.Process().children(recursive=True)
-    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    return [process for process in alive if process.cmdline()[:1] == ["rewards"]]
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_processes_killed_or_stopped_while_idle_are_replaced_at_the_cost_of_a_time_limit(
-    number, monkeypatch
+    monkeypatch,
 ):
     monkeypatch.setattr(reward_pool, "_MAX_FORK_S", 1.0)
 
     async def ask() -> list:
-        pool = RewardPool("addition", EVALUATED, 1.0, 2)
-        await asyncio.gather(*(pool.score("", "0.5") for _ in range(8)))
-        for process in reward_processes():
-            process.send_signal(number)
-        scores = (pool.score("", "0.25") for _ in range(20))
-        found = await asyncio.gather(*scores, return_exceptions=True)
-        hanging = (pool.score("", "time.sleep(3600)") for _ in range(2))
-        await asyncio.gather(*hanging, return_exceptions=True)  # needs new ones
-        assert await pool.score("", "0.75") == (0.75, {})
+        pool, failed = RewardPool("addition", EVALUATED, 1.0, 2, "idle"), []
+        for number, most in ((signal.SIGKILL, 0), (signal.SIGSTOP, 2)):
+            await asyncio.gather(*(pool.score("", "0.5") for _ in range(8)))
+            for process in processes_called("idle"):
+                process.send_signal(number)
+            scores = (pool.score("", "0.25") for _ in range(20))
+            found = await asyncio.gather(*scores, return_exceptions=True)
+            failed = [outcome for outcome in found if outcome != (0.25, {})]
+            assert len(failed) <= most, "each that is stopped may cost its own"
+            assert all("timed out" in str(error) for error in failed)
         pool.close()
-        return found
 
-    failed = [outcome for outcome in asyncio.run(ask()) if outcome != (0.25, {})]
-    assert len(failed) <= (2 if number == signal.SIGSTOP else 0), "a stopped one may cost its own"
-    assert all("timed out" in str(error) for error in failed)
+    asyncio.run(ask())
 
 
 def test_a_cancelled_caller_cancels_no_other_and_a_closed_pool_leaves_no_process():
-    async def ask() -> list[int]:
-        pool = RewardPool("addition", EVALUATED, 60.0, 1)
+    async def ask() -> None:
+        pool = RewardPool("addition", EVALUATED, 60.0, 1, "closed")
         callers = [asyncio.create_task(pool.score("", text)) for text in ("1.0", "2.0", "3.0")]
         await asyncio.sleep(0)
         callers[1].cancel()
@@ -128,54 +179,127 @@ def test_a_cancelled_caller_cancels_no_other_and_a_closed_pool_leaves_no_process
         await asyncio.sleep(0.3)
         hanging.cancel()  # with its process, as it would keep the next one waiting
         assert await asyncio.wait_for(pool.score("", "4.0"), 30) == (4.0, {})
-        processes = reward_processes()
+        assert len(processes_called("closed")) >= 2
         pool.close()
         with pytest.raises(RuntimeError, match="closed"):
             await pool.score("", "1.0")
-        return [process.pid for process in processes]
 
-    pids = asyncio.run(ask())
-    assert len(pids) >= 2 and are_gone(pids)
-
-
-def are_gone(pids: list[int]) -> bool:
-    """Whether all processes end within seconds."""
-    processes = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(pid))
-    _, alive = psutil.wait_procs(processes, timeout=5)
-    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+    asyncio.run(ask())
+    wait_until(lambda: not processes_called("closed"))
 
 
-OWNER = f"""
-import asyncio, sys, turtledemo
-import psutil
-from asyncrl.engine.reward_pool import RewardPool
+@needs_namespaces
+def test_files_network_and_other_processes_are_out_of_reach(outcomes, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("precious")
+    command = f"mount -o remount,rw /; rm '{path}'"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        connect = f"socket.create_connection(('127.0.0.1', {port}))"
+        attacks = {
+            f"Path('{path}').unlink()": "Read-only file system",
+            f"throw(OSError(subprocess.run({command!r}, shell=True, capture_output=True)))": "Read-only file system",
+            connect: "Network is unreachable",
+            f"os.kill({os.getpid()}, 9)": "No such process",
+        }
+        for error, reason in zip(outcomes("evaluated", *attacks), attacks.values(), strict=True):
+            assert isinstance(error, Failed) and reason in str(error)
+        assert outcomes("evaluated_async", f"connect('localhost', {port})") == [(1.0, {})]
+        (error,) = outcomes("evaluated*0.25 judge*3", connect)
+        assert "Network is unreachable" in str(error), "beside an async function, too"
+    assert path.read_text() == "precious"
 
-async def ask():
-    pool = RewardPool("addition", [{EVALUATED[0]!r}], 60.0)
-    for name in ("turtledemo", "torch", "asyncrl.engine.score"):
-        assert "turtledemo" in sys.modules
-        assert await pool.score("", f"float({{name!r}} in sys.modules)") == (name[0] == "a", {{}})
-    hanging = asyncio.create_task(pool.score("", "time.sleep(3600)"))
-    await asyncio.sleep(0.3)
-    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
-    await hanging
 
-asyncio.run(ask())
-"""
+def test_plain_and_async_functions_make_one_reward_and_one_that_fails_fails_the_response(outcomes):
+    scored, failed = outcomes("evaluated*0.25 judge*3", "4.0", "float('nan')")
+    assert scored == (7.0, {"evaluated": 4.0, "judge": 2.0, "judge.wise": 2.0})
+    assert str(failed).startswith(f"{FILE}:evaluated: the reward is nan")
 
 
-def test_reward_processes_import_neither_main_nor_torch_and_end_with_their_owner():
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    pids = [int(pid) for pid in owner.stdout.readline().split()]
-    assert len(pids) >= 2
-    owner.kill()
-    owner.wait(10)
-    assert are_gone(pids)
+@needs_namespaces
+def test_what_a_response_starts_ends_with_it(outcomes, tmp_path):
+    title = f"hostile-{tmp_path.name}"
+    (started,) = outcomes("evaluated", f"start_daemon('{title}')")
+    assert outcomes("evaluated", *["0.5"] * 4) == [(0.5, {})] * 4
+    assert not processes_called(title)
+    assert started == (1.0, {}) or "Resource temporarily unavailable" in str(started)
+
+    async def fork() -> None:
+        """As root nothing but the time bounds a burst of forks, so it is short."""
+        with (
+            contextlib.closing(RewardPool("addition", EVALUATED, 0.1)) as pool,
+            pytest.raises(Failed),
+        ):
+            await pool.score("", f"fork_without_end('{title}')")
+
+    asyncio.run(fork())
+    wait_until(lambda: not processes_called(title))
+
+
+AS_OTHERS = """
+import contextlib, os
+from extras import containment
+
+def become_another(*_):
+    with contextlib.suppress(PermissionError):  # it is no root that runs this
+        os.setuid(65534)
+    return {reason!r}
+
+containment.why_no_namespaces = become_another
+run_template("""
+
+
+@pytest.mark.parametrize("in_namespaces", [False, pytest.param(True, marks=needs_namespaces)])
+def test_others_than_root_are_limited_too_and_scorers_end_with_the_process_that_forked_them(
+    in_namespaces, tmp_path, monkeypatch
+):
+    program = AS_OTHERS.format(reason="" if in_namespaces else "none for this test")
+    template = reward_pool._TEMPLATE.replace("run_template(", program)
+    monkeypatch.setattr(reward_pool, "_TEMPLATE", template)
+    name = f"others-{tmp_path.name}"
+    responses = ("has_limits()", "bytearray(20 << 30)", f"start_daemon('{name}')")
+
+    async def ask() -> None:
+        pool = RewardPool("addition", EVALUATED, 20.0, 1, name)
+        scores = (pool.score("", response) for response in responses)
+        limits, memory, harmed = await asyncio.gather(*scores, return_exceptions=True)
+        assert limits == (1.0, {}) and ": MemoryError" in str(memory)
+        assert "temporarily unavailable" in str(harmed)
+        hanging = asyncio.create_task(pool.score("", "time.sleep(3600)"))
+        await asyncio.sleep(0.3)
+        forked_from, *scorers = processes_called(name)
+        forked_from.kill()
+        assert scorers and not psutil.wait_procs(scorers, timeout=10)[1]
+        pool.close()
+        hanging.cancel()
+
+    asyncio.run(ask())
+
+
+TEXTS = (
+    "9**9**9**9",
+    "\\boxed{" + "7" * 10**6 + "}",
+    "1 " * 200_000,
+    "\\frac{" * 5000,
+    "\\boxed{__import__('os').system('touch PATH')}",
+    "eval(\"__import__('os').system('touch PATH')\")",
+    "\\boxed{(lambda: open('PATH', 'w'))()}",
+    "\\boxed{\ud800}",
+    "\\boxed{\0}",
+)
+
+
+def test_hostile_text_costs_at_most_its_own_reward_and_time(tmp_path):
+    responses = [text.replace("PATH", str(tmp_path / "broken-in")) for text in TEXTS]
+    good = [f"\\boxed{{{number}}}" for number in range(6, 10)]
+
+    async def ask() -> list:
+        with contextlib.closing(RewardPool("gsm8k", [], 2.0)) as pool:
+            scores = (pool.score("8", response) for response in (*responses, *good))
+            return await asyncio.gather(*scores, return_exceptions=True)
+
+    *found, six, seven, eight, nine = asyncio.run(ask())
+    assert (six, seven, eight, nine) == ((0.0, {}), (0.0, {}), (1.0, {}), (0.0, {}))
+    assert isinstance(found[0], Failed)
+    assert all(outcome == (0.0, {}) or isinstance(outcome, Failed) for outcome in found), found
+    assert not list(tmp_path.iterdir()), "text became code"

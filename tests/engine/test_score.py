@@ -4,9 +4,9 @@ import json
 
 import pytest
 import user_rewards
-from reward_outcomes import FILE, outcomes, texts
+from user_rewards import FILE, texts
 
-from asyncrl.engine.score import load_score
+from asyncrl.engine.score import Failed, load_score
 
 ROW = json.dumps(
     {"answer": "4", "length": 7, "colour": "blue", "response": "the row's own", "prompt": "2 + 2"}
@@ -49,8 +49,6 @@ def test_a_users_task_scores_with_parts_and_its_failures_name_its_file():
     assert str(failed.value).startswith(f"{FILE}:UserTask.score, line {line}: Zero")
 
 
-def test_plain_and_async_functions_make_one_reward_and_one_that_fails_fails_the_response():
-    functions = texts("evaluated*0.25", "judge*3")
-    scored, failed = outcomes(functions, "4.0", "float('nan')")
-    assert scored == (7.0, {"evaluated": 4.0, "judge": 2.0, "judge.wise": 2.0})
-    assert str(failed).startswith(f"{FILE}:evaluated: the reward is nan")
+def test_a_sum_beyond_the_largest_reward_fails():
+    with pytest.raises(Failed, match=r"the sum of rewards is 2e\+12, allowed is -1e\+12 to 1e\+12"):
+        load_score("addition", texts("evaluated*2"))("", "1e12")
