@@ -167,8 +167,8 @@ def test_an_update_makes_no_tensor_elsewhere_than_its_micro_batches_are_and_none
 
 
 def check_forms(config, sequences, forms, relative=1e-5):
-    """Compare steps that are packed in several forms with the definition. Return the shares of tokens that the last
-    one saves, and that it may save."""
+    """Compare scores, and steps that are packed in several forms, with the definition. Return the shares of tokens
+    that the last one saves, and that it may save."""
     untrained = np.zeros_like(sequences[0].loss_mask)
     updates = minibatches_of([*sequences, replace(sequences[0], loss_mask=untrained)], config)
     expected = None
@@ -176,7 +176,12 @@ def check_forms(config, sequences, forms, relative=1e-5):
         policy = load(replace(config, share_prefix=sharing))
         policy.module.attention_of_trees = "sdpa"
         randomize(policy)
-        expected = expected or PlainTrainer(policy).train_step(updates, VERSION)
+        if expected is None:
+            plain = PlainTrainer(policy)
+            for part, scores in zip(updates, policy.score(updates, raw=True), strict=True):
+                raw = plain.read(part, raw=True)[0]
+                torch.testing.assert_close(scores, raw.detach().float(), rtol=1e-4, atol=1e-5)
+            expected = plain.train_step(updates, VERSION)
         saved_share = check_step(policy, updates, budget, VERSION, expected, relative)
     return saved_share, expected[0]["tokens/shareable"]
 
@@ -201,15 +206,6 @@ def test_a_step_of_another_family_is_that_of_the_definition(family, tmp_path):
     model_options, options = FAMILIES[family]
     config = make_config(save_tiny_family(family, str(tmp_path), **model_options), **options)
     check_forms(config, random_sequences(9), [("off", 40), ("off", 100_000)], relative=1e-4)
-
-
-def test_raw_scores_are_those_of_single_sequences_without_the_sampling_transform(untied):
-    policy = load(make_config(untied, **CASES["sampling and entropy"]))
-    sequences, plain = random_sequences(9), PlainTrainer(policy)
-    microbatches = [sequences[:5], sequences[5:6], sequences[6:]]
-    for part, scores in zip(microbatches, policy.score(microbatches, raw=True), strict=True):
-        expected = plain.read(part, raw=True)[0].detach().float()
-        torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
 
 
 # Several ranks
@@ -238,11 +234,6 @@ ON_TWO_RANKS = {
 """Options of a step of 15 sequences in 5 groups, or of one sequence in each update."""
 
 
-def updates_on_two_ranks(name, config):
-    has_few = name == "ranks without sequences"
-    return minibatches_of(random_sequences(3) if has_few else grouped_sequences(5, 3), config)
-
-
 class Exchanged(TorchDispatchMode):
     """Counts what ranks exchange, by the name of the operation and the bytes of its first tensor."""
 
@@ -259,108 +250,86 @@ class Exchanged(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def train_and_gather(rank, trained, gathered):
-    """Make a step by each config of the first, whose head runs in chunks of 7 rows. Of the others gather the weights
-    as they are sent, and as they are."""
-    steps, weights = {}, []
-    for name, config in trained.items():
+def check_on_two_ranks(rank, models):
+    """Make a step by each of ON_TWO_RANKS, whose head runs in chunks of 7 rows, and gather weights to be sent."""
+    exchanges = {}
+    for name, options in ON_TWO_RANKS.items():
+        print(name)
+        config = make_config(models[name.startswith("untied")], **options)
         policy = load(config)
         randomize(policy)
         policy.module.chunk_rows = 7
+        has_few = name == "ranks without sequences"
+        updates = minibatches_of(
+            random_sequences(3) if has_few else grouped_sequences(5, 3), config
+        )
+        expected = PlainTrainer(policy).train_step(updates, VERSION)
         gradients = record_gradients(policy)
-        share = distribute(updates_on_two_ranks(name, config), 2, 40, config.share_prefix)[rank]
+        share = distribute(updates, 2, 40, config.share_prefix)[rank]
         with Exchanged() as exchanged:
             metrics = policy.train_step(share, VERSION)
-        num_microbatches = sum(map(len, with_equal_counts(share)))
-        steps[name] = metrics, gradients, num_microbatches, exchanged.counts
-    for config in gathered:
-        policy = load(config)
-        randomize(policy)
-        with Exchanged() as exchanged:
-            sent = {name: tensor.clone() for name, tensor in policy.sent_parameters()}
-        weights.append((sent, weights_of(policy), exchanged.counts))
-    return steps, weights
-
-
-@pytest.fixture(scope="module")
-def configs(model, untied):
-    """The configs of ON_TWO_RANKS, and two whose weights are sent in bfloat16."""
-    trained = {
-        name: make_config(untied if name.startswith("untied") else model, **options)
-        for name, options in ON_TWO_RANKS.items()
-    }
-    return trained, [make_config(model, dtype="bfloat16", lora_rank=rank) for rank in (0, 4)]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(configs):
-    """What each of two ranks found: of steps, by name, and of weights."""
-    return run_group(train_and_gather, 2, *configs)
-
-
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_two_ranks_make_the_step_of_the_definition(two_ranks, configs, name):
-    """Replicas sum their gradients once for all micro-batches, each part of the model by itself."""
-    config = configs[0][name]
-    policy = load(replace(config, replicas=1))
-    randomize(policy)
-    num_parts = sum(isinstance(part, FSDPModule) for part in policy.module.modules())
-    updates = updates_on_two_ranks(name, config)
-    expected = PlainTrainer(policy).train_step(updates, VERSION)
-    for steps, _ in two_ranks:
-        metrics, gradients, num_microbatches, counts = steps[name]
         saved_share = assert_is_step(metrics, gradients, updates, expected)
         assert (saved_share > 0.1) == (config.share_prefix != "off")
-        if config.replicas > 1:
-            # small ones are sums of metrics
-            large = Counter({key: count for key, count in counts.items() if key[1] > 4000})
-            num_sums = sum(count for (kind, _), count in large.items() if kind == "allreduce")
-            assert num_microbatches > 2 and num_sums == num_parts
+        num_parts = sum(isinstance(part, FSDPModule) for part in policy.module.modules())
+        num_microbatches = sum(map(len, with_equal_counts(share)))
+        exchanges[name] = exchanged.counts, num_microbatches, num_parts
+    check_sums_of_replicas(*exchanges["replicas"])
+    check_head_and_embedding(*exchanges["untied"][:2], exchanges["untied, head apart"][0])
+    for lora_rank in (0, 4):
+        check_sent(load(make_config(models[0], dtype="bfloat16", lora_rank=lora_rank)))
 
 
-def test_embedding_and_head_are_gathered_and_reduced_once_an_update_or_to_save_memory_in_each_micro_batch(
-    two_ranks,
-):
-    """The first update begins with what the pass for proximal log-probs has gathered; layers exchange the same."""
+def check_sums_of_replicas(counts, num_microbatches, num_parts):
+    """Replicas sum their gradients once for all micro-batches, each part of the model by itself."""
+    # small ones are sums of metrics
+    sums = [num for (kind, size), num in counts.items() if kind == "allreduce" and size > 4000]
+    assert num_microbatches > 2 and sum(sums) == num_parts
+
+
+def check_head_and_embedding(kept, num_microbatches, apart):
+    """Both are gathered and reduced once an update, or to save memory in each micro-batch.
+
+    The first update begins with what the pass for proximal log-probs has gathered; layers exchange the same.
+    """
     embedding, head = 4 * VOCAB * 64, 4 * (VOCAB * 64 + 64)  # with the last norm
     gather, reduce = "_allgather_base", "_reduce_scatter_base"
-    for steps, _ in two_ranks:
-        *_, num_microbatches, kept = steps["untied"]
-        *_, apart = steps["untied, head apart"]
-        assert num_microbatches > 2, "the updates"
-        root = Counter({(gather, embedding + head): 2, (reduce, (embedding + head) // 2): 2})
-        parts = Counter(
-            {
-                (gather, embedding): 3 * num_microbatches,
-                (reduce, embedding // 2): num_microbatches,
-                (gather, head): num_microbatches,
-                (reduce, head // 2): num_microbatches,
-            }
-        )
-        assert root <= kept and parts <= apart
-        assert kept - root == apart - parts
+    assert num_microbatches > 2, "the updates"
+    root = Counter({(gather, embedding + head): 2, (reduce, (embedding + head) // 2): 2})
+    parts = Counter(
+        {
+            (gather, embedding): 3 * num_microbatches,
+            (reduce, embedding // 2): num_microbatches,
+            (gather, head): num_microbatches,
+            (reduce, head // 2): num_microbatches,
+        }
+    )
+    assert root <= kept and parts <= apart
+    assert kept - root == apart - parts
 
 
-def test_weights_are_cast_to_what_is_sent_before_they_are_gathered_and_merged_in_float32(two_ranks):
-    plain, adapted = two_ranks[0][1]
-    for sent, full, _ in (plain, adapted):
-        assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
-        assert all(torch.equal(sent[key], tensor.bfloat16()) for key, tensor in full.items())
-    num_bytes = sum(size * count for (_, size), count in plain[2].items())
-    assert num_bytes == sum(tensor.nbytes for tensor in plain[0].values()) / 2, "of a rank"
-    merged = adapted[1]["model.layers.0.mlp.up_proj.weight"]
-    assert not torch.equal(merged, merged.bfloat16().float()), "merged in float32"
+def check_sent(policy):
+    """Weights are cast to what is sent before they are gathered, and adapters merged in float32."""
+    randomize(policy)
+    with Exchanged() as exchanged:
+        sent = {name: tensor.clone() for name, tensor in policy.sent_parameters()}
+    full = weights_of(policy)
+    assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
+    assert all(torch.equal(sent[key], tensor.bfloat16()) for key, tensor in full.items())
+    if policy.config.lora_rank:
+        merged = full["model.layers.0.mlp.up_proj.weight"]
+        assert not torch.equal(merged, merged.bfloat16().float())
+    else:
+        num_bytes = sum(size * count for (_, size), count in exchanged.counts.items())
+        assert num_bytes == sum(tensor.nbytes for tensor in sent.values()) / 2, "of a rank"
+
+
+def test_two_ranks_make_the_steps_of_the_definition_and_exchange_no_more_than_they_must(
+    model, untied
+):
+    run_group(check_on_two_ranks, 2, (model, untied))
 
 
 # What a step does besides
-
-
-def test_the_trainers_clock_is_told_when_each_optimizer_step_begins_and_ends(model):
-    policy, entered = load(make_config(model, minibatches=2)), []
-    policy.clock.enter = lambda state: entered.append((state, policy.num_updates))
-    policy.train_step(distribute([random_sequences(2)] * 2, 1, 1000)[0], VERSION)
-    assert entered[::2] == [("forward_backward", num) for num in range(3)]
-    assert entered[1::2] == [("optimizer", num) for num in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -373,10 +342,14 @@ def test_the_trainers_clock_is_told_when_each_optimizer_step_begins_and_ends(mod
     ],
 )
 def test_a_step_reads_no_sequence_more_often_than_its_loss_needs(model, options, num_passes):
-    policy, passes = load(make_config(model, **options)), []
+    """The trainer's clock is told when each optimizer step begins and ends."""
+    policy, passes, entered = load(make_config(model, **options)), [], []
     policy.module.model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
+    policy.clock.enter = lambda state: entered.append((state, policy.num_updates))
     policy.train_step([[bundle(random_sequences(3))]], VERSION)
     assert len(passes) == num_passes
+    assert entered[::2] == [("forward_backward", n) for n in range(policy.num_updates + 1)]
+    assert entered[1::2] == [("optimizer", n) for n in range(policy.num_updates)]
 
 
 SEQUENCES = random_sequences(3)
