@@ -1,6 +1,7 @@
-"""The formula of every loss, as a loop over the tokens of one sequence in Python's float64.
+"""The formula of every loss, of one token and its sequence in Python's float64.
 
-An oracle returns one row per token: its loss, and the stats that the loss reports. Options and defaults are the loss's.
+An oracle returns the row of the token: its loss, and the stats that the loss reports. Options and defaults are those of
+the loss.
 """
 
 import math
@@ -74,125 +75,101 @@ def around_proximal(token, weight, weight_is_cut, *clips):
     return row | {"weight": weight, "clipped": clipped or weight_is_cut}
 
 
-def reinforce(tokens):
-    return [{"loss": -token.advantage * token.logprob, "ratio": token.ratio} for token in tokens]
+def reinforce(token, sequence):
+    return {"loss": -token.advantage * token.logprob, "ratio": token.ratio}
 
 
-def grpo(tokens, clip_low=0.2, clip_high=0.2, dual_clip=None):
-    rows = []
-    for token in tokens:
-        clips = clip_low, clip_high, dual_clip
-        objective, clipped = clipped_objective(token.ratio, token.advantage, *clips)
-        rows.append({"loss": -objective, "ratio": token.ratio, "clipped": clipped})
-    return rows
-
-
-def decoupled_ppo(tokens, clip_low=0.2, clip_high=0.2, behavior_weight_cap=5.0, action="mask"):
-    rows = []
-    for token in tokens:
-        weight = token.stale
-        is_cut = weight > behavior_weight_cap
-        if is_cut:
-            weight = 0.0 if action == "mask" else behavior_weight_cap
-        rows.append(around_proximal(token, weight, is_cut, clip_low, clip_high))
-    return rows
-
-
-def tis_ppo(tokens, clip_low=0.2, clip_high=0.2, dual_clip=None, cap=2.0, level="token"):
+def grpo(token, sequence, clip_low=0.2, clip_high=0.2, dual_clip=None):
     clips = clip_low, clip_high, dual_clip
-    whole = math.prod([token.stale for token in tokens])
-    rows = []
-    for token in tokens:
-        stale = whole if level == "sequence" else token.stale
-        rows.append(around_proximal(token, min(stale, cap), stale > cap, *clips))
-    return rows
+    objective, clipped = clipped_objective(token.ratio, token.advantage, *clips)
+    return {"loss": -objective, "ratio": token.ratio, "clipped": clipped}
 
 
-def icepop(tokens, clip_low=0.2, clip_high=0.2, low=0.5, high=5.0, level="token", weighs=True):
-    mean = geometric_mean([token.stale for token in tokens])
-    rows = []
-    for token in tokens:
-        stale = mean if level == "sequence" else token.stale
-        is_inside = low <= stale <= high
-        weight = (stale if weighs else 1.0) if is_inside else 0.0
-        rows.append(around_proximal(token, weight, not is_inside, clip_low, clip_high))
-    return rows
+def decoupled_ppo(
+    token, sequence, clip_low=0.2, clip_high=0.2, behavior_weight_cap=5.0, action="mask"
+):
+    weight = token.stale
+    is_cut = weight > behavior_weight_cap
+    if is_cut:
+        weight = 0.0 if action == "mask" else behavior_weight_cap
+    return around_proximal(token, weight, is_cut, clip_low, clip_high)
 
 
-def tis(tokens, clip_low=0.0, clip_high=1.0):
-    return [weighted(t, clip(t.held_ratio, clip_low, clip_high), t.held_ratio) for t in tokens]
+def tis_ppo(token, sequence, clip_low=0.2, clip_high=0.2, dual_clip=None, cap=2.0, level="token"):
+    stale = token.stale
+    if level == "sequence":
+        stale = math.prod(t.stale for t in sequence)
+    return around_proximal(token, min(stale, cap), stale > cap, clip_low, clip_high, dual_clip)
 
 
-def aipo(tokens, cap=5.0):
-    return [weighted(t, min(t.held_ratio, cap), t.held_ratio) for t in tokens]
+def icepop(
+    token, sequence, clip_low=0.2, clip_high=0.2, low=0.5, high=5.0, level="token", weighs=True
+):
+    stale = token.stale
+    if level == "sequence":
+        stale = geometric_mean([t.stale for t in sequence])
+    is_inside = low <= stale <= high
+    weight = (stale if weighs else 1.0) if is_inside else 0.0
+    return around_proximal(token, weight, not is_inside, clip_low, clip_high)
 
 
-def cispo(tokens, clip_low=0.1, clip_high=0.1, unified_mask=False):
+def tis(token, sequence, clip_low=0.0, clip_high=1.0):
+    return weighted(token, clip(token.held_ratio, clip_low, clip_high), token.held_ratio)
+
+
+def aipo(token, sequence, cap=5.0):
+    return weighted(token, min(token.held_ratio, cap), token.held_ratio)
+
+
+def cispo(token, sequence, clip_low=0.1, clip_high=0.1, unified_mask=False):
     low, high = 1 - clip_low, 1 + clip_high
-    rows = []
-    for token in tokens:
-        weight = clip(token.held_ratio, low, high)
-        if unified_mask and is_past(token.held_ratio, token.advantage, low, high):
-            weight = 0.0
-        rows.append(weighted(token, weight, token.held_ratio))
-    return rows
+    weight = clip(token.held_ratio, low, high)
+    if unified_mask and is_past(token.held_ratio, token.advantage, low, high):
+        weight = 0.0
+    return weighted(token, weight, token.held_ratio)
 
 
-def topr(tokens):
-    return weighted_topr(tokens)
+def topr(token, sequence):
+    return weighted_topr(token, sequence)
 
 
-def weighted_topr(tokens, positive_weight=1.0, negative_weight=1.0):
-    rows = []
-    for token in tokens:
-        ratio = token.held_ratio
-        is_good = token.reward > 0
-        weight = positive_weight if is_good else negative_weight * min(ratio, 1)
-        rows.append(weighted(token, weight, ratio, clipped=not is_good and ratio > 1))
-    return rows
+def weighted_topr(token, sequence, positive_weight=1.0, negative_weight=1.0):
+    ratio = token.held_ratio
+    is_good = token.reward > 0
+    weight = positive_weight if is_good else negative_weight * min(ratio, 1)
+    return weighted(token, weight, ratio, clipped=not is_good and ratio > 1)
 
 
-def gspo(tokens, clip_low=3e-4, clip_high=4e-4):
-    ratio = geometric_mean([token.ratio for token in tokens])
-    rows = []
-    for token in tokens:
-        objective, clipped = clipped_objective(ratio, token.advantage, clip_low, clip_high)
-        rows.append({"loss": -objective, "ratio": ratio, "clipped": clipped})
-    return rows
+def gspo(token, sequence, clip_low=3e-4, clip_high=4e-4):
+    ratio = geometric_mean([t.ratio for t in sequence])
+    objective, clipped = clipped_objective(ratio, token.advantage, clip_low, clip_high)
+    return {"loss": -objective, "ratio": ratio, "clipped": clipped}
 
 
-def gmpo(tokens, log_clip_low=0.4, log_clip_high=0.4):
+def gmpo(token, sequence, log_clip_low=0.4, log_clip_high=0.4):
     low, high = math.exp(-log_clip_low), math.exp(log_clip_high)
-    clipped = [is_past(token.held_ratio, token.advantage, low, high) for token in tokens]
-    cut = zip(tokens, clipped, strict=True)
+    clipped = [is_past(t.held_ratio, t.advantage, low, high) for t in sequence]
+    cut = zip(sequence, clipped, strict=True)
     mean = geometric_mean([clip(t.held_ratio, low, high) if c else t.ratio for t, c in cut])
-    rows = []
-    for token, is_clipped in zip(tokens, clipped, strict=True):
-        row = {"loss": -mean * token.advantage, "ratio": token.held_ratio, "clipped": is_clipped}
-        rows.append(row | {"weight": 0.0 if is_clipped else mean})
-    return rows
+    is_clipped = is_past(token.held_ratio, token.advantage, low, high)
+    row = {"loss": -mean * token.advantage, "ratio": token.held_ratio, "clipped": is_clipped}
+    return row | {"weight": 0.0 if is_clipped else mean}
 
 
-def kimi(tokens, tau=0.1):
-    rows = []
-    for token in tokens:
-        pull = tau / 2 * (token.logprob - token.behavior) ** 2
-        rows.append({"loss": pull - token.advantage * token.logprob, "ratio": token.ratio})
-    return rows
+def kimi(token, sequence, tau=0.1):
+    pull = tau / 2 * (token.logprob - token.behavior) ** 2
+    return {"loss": pull - token.advantage * token.logprob, "ratio": token.ratio}
 
 
-def m2po(tokens, update, m2_threshold=0.04):
+def m2po(token, sequence, update, m2_threshold=0.04):
     """Algorithm 1 over all tokens of the update: leave out the furthest until the mean of those left is small."""
     moments = sorted((t.held - t.behavior) ** 2 for t in update if _goes_on(t))
     least_left_out = math.inf
     while moments and sum(moments) / len(moments) > m2_threshold:
         least_left_out = moments.pop()
-    rows = []
-    for token in tokens:
-        is_out = _goes_on(token) and (token.held - token.behavior) ** 2 >= least_left_out
-        loss = 0.0 if is_out else -token.ratio * token.advantage
-        rows.append({"loss": loss, "ratio": token.ratio, "clipped": is_out})
-    return rows
+    is_out = _goes_on(token) and (token.held - token.behavior) ** 2 >= least_left_out
+    loss = 0.0 if is_out else -token.ratio * token.advantage
+    return {"loss": loss, "ratio": token.ratio, "clipped": is_out}
 
 
 def _goes_on(token):
@@ -200,79 +177,69 @@ def _goes_on(token):
 
 
 def dppo(
-    tokens, divergence="tv", delta_low=None, delta_high=None, cap=20.0, sides="away", squared=0.0
+    token,
+    sequence,
+    divergence="tv",
+    delta_low=None,
+    delta_high=None,
+    cap=20.0,
+    sides="away",
+    squared=0.0,
 ):
     default = 0.15 if divergence == "tv" else 0.05
     low = default if delta_low is None else delta_low
     high = default if delta_high is None else delta_high
-    rows = []
-    for token in tokens:
-        p, b = math.exp(token.held), math.exp(token.behavior)
-        distance = abs(p - b) if divergence == "tv" else _binary_kl(b, p)
-        is_out = is_past(math.copysign(distance, p - b), token.advantage, -low, high)
-        if sides == "both":
-            is_out = distance > (high if p > b else low)
-        row = weighted(token, 0.0 if is_out else min(p / b, cap), p / b)
-        pull = squared * (token.logprob - token.behavior) ** 2
-        rows.append(row | {"loss": row["loss"] + pull})
-    return rows
+    p, b = math.exp(token.held), math.exp(token.behavior)
+    distance = abs(p - b) if divergence == "tv" else _binary_kl(b, p)
+    is_out = is_past(math.copysign(distance, p - b), token.advantage, -low, high)
+    if sides == "both":
+        is_out = distance > (high if p > b else low)
+    row = weighted(token, 0.0 if is_out else min(p / b, cap), p / b)
+    pull = squared * (token.logprob - token.behavior) ** 2
+    return row | {"loss": row["loss"] + pull}
 
 
 def _binary_kl(b, p):
     return b * math.log(b / p) + (1 - b) * math.log((1 - b) / (1 - p))
 
 
-def sapo(tokens, tau_positive=1.0, tau_negative=1.05):
-    rows = []
-    for token in tokens:
-        tau = tau_positive if token.advantage > 0 else tau_negative
-        gate = 1 / (1 + math.exp(-tau * (token.ratio - 1)))
-        row = {"loss": -4 / tau * gate * token.advantage, "ratio": token.ratio}
-        rows.append(row | {"weight": 4 * gate * (1 - gate) * token.ratio})
-    return rows
+def sapo(token, sequence, tau_positive=1.0, tau_negative=1.05):
+    tau = tau_positive if token.advantage > 0 else tau_negative
+    gate = 1 / (1 + math.exp(-tau * (token.ratio - 1)))
+    row = {"loss": -4 / tau * gate * token.advantage, "ratio": token.ratio}
+    return row | {"weight": 4 * gate * (1 - gate) * token.ratio}
 
 
-def opsm(tokens, clip_low=0.2, clip_high=0.2, delta=0.5):
-    moved = sum(token.behavior - token.held for token in tokens) / len(tokens)
-    rows = []
-    for token in tokens:
-        objective, clipped = clipped_objective(token.ratio, token.advantage, clip_low, clip_high)
-        row = {"loss": -objective, "ratio": token.ratio, "weight": token.ratio, "clipped": clipped}
-        if token.advantage < 0 and moved > delta:
-            row |= {"loss": 0.0, "weight": 0.0, "clipped": True}
-        rows.append(row)
-    return rows
+def opsm(token, sequence, clip_low=0.2, clip_high=0.2, delta=0.5):
+    moved = sum(t.behavior - t.held for t in sequence) / len(sequence)
+    row = grpo(token, sequence, clip_low, clip_high) | {"weight": token.ratio}
+    if token.advantage < 0 and moved > delta:
+        row |= {"loss": 0.0, "weight": 0.0, "clipped": True}
+    return row
 
 
-def mis(tokens, low=0.5, high=2.0, level="token", cap=math.inf):
-    ratios = [token.held_ratio for token in tokens]
-    rows = []
-    for token, ratio in zip(tokens, ratios, strict=True):
-        judged = {
-            "token": ratio,
-            "sequence": math.prod(ratios),
-            "geometric": geometric_mean(ratios),
-        }
-        weight = math.prod(ratios) if level == "sequence" else ratio
-        is_inside = low <= judged[level] <= high
-        is_cut = not is_inside or weight > cap
-        weight = min(weight, cap) if is_inside else 0.0
-        rows.append(weighted(token, weight, ratio, clipped=is_cut))
-    return rows
+def mis(token, sequence, low=0.5, high=2.0, level="token", cap=math.inf):
+    ratios = [t.held_ratio for t in sequence]
+    ratio = token.held_ratio
+    judged = {"token": ratio, "sequence": math.prod(ratios), "geometric": geometric_mean(ratios)}
+    weight = math.prod(ratios) if level == "sequence" else ratio
+    is_inside = low <= judged[level] <= high
+    is_cut = not is_inside or weight > cap
+    weight = min(weight, cap) if is_inside else 0.0
+    return weighted(token, weight, ratio, clipped=is_cut)
 
 
-def vespo(tokens, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0):
-    ratio = math.prod([token.held_ratio for token in tokens])
-    rows = []
-    for token in tokens:
-        is_good = token.advantage >= 0
-        k, rate = (k_positive, lambda_positive) if is_good else (k_negative, lambda_negative)
-        weight = math.exp(rate) * ratio**k * math.exp(-rate * ratio)
-        loss = -weight * token.advantage * token.logprob
-        rows.append({"loss": loss, "ratio": ratio, "weight": weight})
-    return rows
+def vespo(
+    token, sequence, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0
+):
+    ratio = math.prod(t.held_ratio for t in sequence)
+    is_good = token.advantage >= 0
+    k, rate = (k_positive, lambda_positive) if is_good else (k_negative, lambda_negative)
+    weight = math.exp(rate) * ratio**k * math.exp(-rate * ratio)
+    loss = -weight * token.advantage * token.logprob
+    return {"loss": loss, "ratio": ratio, "weight": weight}
 
 
-def sequence_is(tokens, cap=math.inf):
-    ratio = math.prod([token.held_ratio for token in tokens])
-    return [weighted(token, min(ratio, cap), ratio) for token in tokens]
+def sequence_is(token, sequence, cap=math.inf):
+    ratio = math.prod(t.held_ratio for t in sequence)
+    return weighted(token, min(ratio, cap), ratio)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import defaultdict
 from dataclasses import replace
 
 import oracles
@@ -11,7 +12,7 @@ from host_waits import HostWaits
 from loss_inputs import CASES, VARIANTS, evaluate, gradient, random_inputs, select
 
 from algos import LOSSES, LossInputs
-from algos.inputs import couples_tokens
+from algos.inputs import couples_tokens, joined
 
 AT_ONE = [(name, options) for name, case in CASES.items() for options in case.get("at_one", [])]
 
@@ -19,7 +20,7 @@ every_variant = pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
 
 
 def oracle_rows(name, options, inputs):
-    """Tokens of the inputs, and a function from tokens to their rows by the formula, one sequence after the other."""
+    """Tokens of the inputs, and a function from tokens to their rows by the formula."""
     columns = [getattr(inputs, key).tolist() for key in inputs.__dataclass_fields__]
     *numbers, sequence_ids, _ = columns  # no loss here reads lags
     tokens = [oracles.Token(row[0], *row) for row in zip(*numbers, strict=True)]
@@ -27,13 +28,11 @@ def oracle_rows(name, options, inputs):
         options = options | {"update": tokens}
 
     def rows(tokens):
-        numbered = zip(sequence_ids, tokens, strict=True)
-        sequences = itertools.groupby(numbered, key=lambda pair: pair[0])
-        return [
-            row
-            for _, sequence in sequences
-            for row in getattr(oracles, name)([token for _, token in sequence], **options)
-        ]
+        sequences = defaultdict(list)
+        for sequence_id, token in zip(sequence_ids, tokens, strict=True):
+            sequences[sequence_id].append(token)
+        formula = getattr(oracles, name)
+        return [formula(token, s, **options) for s in sequences.values() for token in s]
 
     return tokens, rows
 
@@ -70,23 +69,20 @@ def test_losses_gradients_and_stats_are_those_of_the_formula(name, options, toke
         assert math.isclose(slopes[place], expected, rel_tol=1e-6, abs_tol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "options"), AT_ONE, ids=str)
-def test_a_fresh_token_is_inside_bounds_that_lie_at_its_ratio(name, options):
-    inputs = random_inputs(spread=0.0)
-    tokens, rows = oracle_rows(name, options, inputs)
-    check_rows(*evaluate(LOSSES[name], inputs, **options), rows(tokens))
-    assert not any(row.get("clipped") for row in rows(tokens))
-
-
 # Weights of two sides other than 1 are there to differ from it. gspo and gmpo spread the gradient over the sequence, so
 # for them the advantages of a sequence must be equal.
 @pytest.mark.parametrize(
-    ("name", "options"), [v for v in VARIANTS if v[0] != "weighted_topr" or not v[1]], ids=str
+    ("name", "options"),
+    [*AT_ONE, *(v for v in VARIANTS if v[0] != "weighted_topr" or not v[1])],
+    ids=str,
 )
 @pytest.mark.parametrize("tokens_per_sequence", [1, 10])
-def test_on_policy_every_loss_is_policy_gradient(name, options, tokens_per_sequence):
+def test_on_policy_every_loss_is_policy_gradient_also_with_bounds_at_the_ratio_1(
+    name, options, tokens_per_sequence
+):
     inputs = random_inputs(spread=0.0, tokens_per_sequence=tokens_per_sequence)
-    losses, _ = evaluate(LOSSES[name], inputs, **options)
+    losses, stats = evaluate(LOSSES[name], inputs, **options)
+    assert not stats.get("clipped", torch.zeros(1)).any()
     torch.testing.assert_close(gradient(losses, inputs), -inputs.advantages, rtol=1e-12, atol=1e-12)
 
 
@@ -122,15 +118,16 @@ def test_no_loss_makes_a_tensor_elsewhere_than_its_inputs_are_or_has_the_host_wa
 
 
 @every_variant
-def test_micro_batches_have_the_losses_of_the_whole_update(name, options):
+def test_micro_batches_have_the_losses_of_the_update_that_they_are_joined_to(name, options):
     inputs = random_inputs()
     losses, _ = evaluate(LOSSES[name], inputs, **options)
-    is_first = inputs.sequence_ids < 2
-    parts = [
-        evaluate(LOSSES[name], select(inputs, chosen), inputs, **options)[0]
-        for chosen in (is_first, ~is_first)
-    ]
-    torch.testing.assert_close(torch.cat(parts), losses, rtol=1e-14, atol=0)
+    splits = inputs.sequence_ids < 2, inputs.sequence_ids < 0, inputs.sequence_ids >= 2
+    parts = [select(inputs, chosen) for chosen in splits]
+    update = joined([part.to("cpu") for part in parts])
+    assert torch.equal(update.sequence_ids, inputs.sequence_ids)
+    assert not update.logprobs.requires_grad
+    found = [evaluate(LOSSES[name], part, update, **options)[0] for part in parts]
+    torch.testing.assert_close(torch.cat(found), losses, rtol=1e-14, atol=0)
 
 
 @every_variant

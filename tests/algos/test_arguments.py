@@ -54,10 +54,14 @@ def test_an_argument_without_annotation_has_the_type_of_its_default(monkeypatch)
 
 
 @pytest.mark.parametrize("algo", LOSSES)
-def test_an_extreme_value_is_refused_or_trains_fresh_tokens(algo):
+def test_an_extreme_value_is_refused_or_trains(algo):
     keywords = keywords_of(LOSSES[algo])
     names = [keyword.name for keyword in keywords if not isinstance(keyword.default, str | bool)]
-    inputs = random_inputs(spread=0.0, tokens_per_sequence=1, dtype=torch.float32)
+    # fresh tokens, and those that rounding has moved
+    inputs = [
+        random_inputs(spread=spread, tokens_per_sequence=1, dtype=torch.float32)
+        for spread in (0.0, 1e-5)
+    ]
     num_trained = 0
     for name, value, options in itertools.product(names, EXTREMES, options_of(algo)):
         try:
@@ -67,31 +71,11 @@ def test_an_extreme_value_is_refused_or_trains_fresh_tokens(algo):
             reason = r"must be (at least|above|token) |is allowed: |must be above 0$|take other arguments$"
             assert "\n" not in str(error) and re.search(reason, str(error)), error
             continue
-        slopes = gradient(evaluate(loss, inputs)[0], inputs)
-        assert torch.isfinite(slopes).all() and slopes.any(), (name, value)
+        for tokens in inputs:
+            slopes = gradient(evaluate(loss, tokens)[0], tokens)
+            assert torch.isfinite(slopes).all() and slopes.any(), (name, value)
         num_trained += 1
     assert num_trained >= 3 * len(names)
-
-
-@pytest.mark.parametrize(
-    ("algo", "items"),
-    [
-        *((algo, ()) for algo in LOSSES),
-        ("grpo", ("clip_low=0",)),
-        ("grpo", ("clip_high=0",)),
-        ("mis", ("high=1",)),
-        ("mis", ("low=0.9999999",)),
-        ("cispo", ("clip_low=0", "clip_high=0")),
-        ("opsm", ("delta=1e-9",)),
-        ("vespo", ("k_positive=0", "lambda_positive=20")),
-    ],
-)
-def test_a_loss_that_trains_some_of_the_tokens_that_rounding_has_moved_is_taken(algo, items):
-    loss = chosen(algo, *items)
-    try_loss(loss)
-    inputs = random_inputs(spread=1e-5, tokens_per_sequence=1, dtype=torch.float32)
-    slopes = gradient(evaluate(loss, inputs)[0], inputs)
-    assert torch.isfinite(slopes).all() and slopes.any()
 
 
 def test_a_loss_without_a_finite_gradient_on_fresh_tokens_is_refused():
@@ -114,13 +98,3 @@ def test_a_loss_of_the_user_s_own_says_itself_that_it_needs_equal_advantages(tmp
     path = write_user_code(tmp_path, marked)
     with pytest.raises(ValueError, match=f"^--algo {path}:loss needs one advantage for all tokens"):
         chosen(f"{path}:loss", advantage="gae")
-
-
-def test_advantages_per_token_are_refused_by_losses_that_weigh_whole_responses_alone():
-    refused = set()
-    for algo in LOSSES:
-        try:
-            chosen(algo, advantage="gae")
-        except ValueError:
-            refused.add(algo)
-    assert refused == {"gspo", "gmpo", "opsm"}
