@@ -1,23 +1,21 @@
 """A rollout worker on an environment of turns, driven as the controller does; its engine samples random words."""
 
 import asyncio
-import dataclasses
-import pickle
+import contextlib
+import itertools
 import queue
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from fake_engine import SamplingEngine
 
 from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.config import Config
-from asyncrl.controller.prompts import PromptSource
-from asyncrl.controller.tickets import TicketSource
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.vllm_setup import worker_environment
 from asyncrl.messages import (
@@ -32,7 +30,7 @@ from asyncrl.messages import (
     Update,
     Updated,
 )
-from asyncrl.tasks import load_task
+from asyncrl.records import EVALUATION_GROUP, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.conversation import Conversation
 from data.environments import ENVIRONMENTS
@@ -43,11 +41,11 @@ from scripts.latency import run_latency_worker
 TASK = "frozen_lake"
 
 
-def ticket_source(config):
-    """What makes the tickets of a run with these options."""
-    task, tokenizer = load_task(TASK, seed=0), load_tokenizer(resolve_model("tiny", TASK))
-    encode = lambda problem: task.encode_prompt(problem, tokenizer)  # noqa: E731
-    return TicketSource(config, PromptSource(task.train_problem, task.eval_problems(4), encode))
+def make_tickets(size, version):
+    """Tickets of groups of that size without end, which want weights of that version."""
+    for number in itertools.count():
+        group, member = divmod(number, size)
+        yield Ticket(number, group, member, 1, 0, (), "", 100 + group, number, version)
 
 
 class QueuePipe:
@@ -70,32 +68,17 @@ async def serve(engine, pipe, config, start=start_worker):
 
 
 class Driver:
-    """The controller's end of the pipe of a worker, which runs in a thread, until an update has been loaded."""
+    """The controller's end of the pipe of a worker, which runs in a thread."""
 
-    def __init__(self):
-        self.config = Config(
-            task=TASK,
-            group_size=8,
-            scheduling="lockstep",
-            on_update="resume",
-            max_prompt_tokens=64,
-            max_response_tokens=400,
-        )
-        self.tickets = ticket_source(self.config)
+    def __init__(self, config):
         self.tokenizer = load_tokenizer(resolve_model("tiny", TASK))
         words = self.tokenizer.convert_tokens_to_ids(list(ENVIRONMENTS[TASK].ACTIONS))
-        engine = SamplingEngine(random.Random(0), words, self.tokenizer.eos_token_id)
-        self.pipe = QueuePipe()
+        self.engine = SamplingEngine(random.Random(0), words, self.tokenizer.eos_token_id)
+        self.pipe, self.reports = QueuePipe(), []
         theirs = QueuePipe(self.pipe.outbox, self.pipe.inbox)
-        program = pickle.loads(pickle.dumps(run_latency_worker("constant:0.02")))
-        self.thread = ThreadPoolExecutor(1)
-        serving = serve(engine, theirs, self.config, program.keywords["start"])
-        self.end = self.thread.submit(asyncio.run, serving)
-        self.reports, self.version = [], 3
-        assert isinstance(self.receive(), Ready)
-        self.pipe.send(Update(self.version, [{"version": self.version}], ()))
-        message = self.receive()
-        assert isinstance(message, Updated) and message.version == self.version
+        program = run_latency_worker("constant:0.02")
+        serving = serve(self.engine, theirs, config, program.keywords["start"])
+        self.end = ThreadPoolExecutor(1).submit(asyncio.run, serving)
 
     def receive(self):
         message = self.pipe.inbox.get(timeout=60)
@@ -103,88 +86,68 @@ class Driver:
             self.reports.append(message.activity)
         return message
 
-    def start_group(self, group_id):
-        tickets = self.tickets.for_group(group_id, group_id, self.version)
-        self.pipe.send(Tickets(tickets))
-        return tickets
-
-    def finish(self, running):
-        """Open the barrier whenever all wait. Returns what has finished, and how often it was opened."""
-        finished, waiting, num_barriers = [], set(), 0
-        while running - {t.ticket_id for t in finished}:
+    def finish(self, tickets, evaluation):
+        """Open the barrier whenever all wait. Returns what has finished, and who had sampled at each opening."""
+        self.pipe.send(Tickets([*tickets, evaluation]))
+        finished, waiting, openings = [], set(), []
+        running = {ticket.ticket_id for ticket in tickets}
+        while running or len(finished) <= len(tickets):
             match self.receive():
                 case Finished(trajectories):
                     finished += trajectories
+                    running -= {trajectory.ticket_id for trajectory in trajectories}
                 case Waiting(ticket_ids):
-                    assert not waiting & set(ticket_ids), (
-                        "nobody takes a turn twice before all have taken it"
-                    )
+                    assert not waiting & set(ticket_ids), "nobody takes a turn twice before all"
                     waiting |= set(ticket_ids)
-            left = running - {t.ticket_id for t in finished}
-            if left and left <= waiting:
-                num_barriers += 1
+            if running and running == waiting & running:
+                assert evaluation.ticket_id not in waiting
+                names = {int(request.name.split(".")[0]) for request in self.engine.requests}
+                openings.append(names - {evaluation.ticket_id})
                 waiting.clear()
                 self.pipe.send(Proceed())
-        return finished, num_barriers
+        return finished, openings
 
 
-@pytest.fixture(scope="module")
-def driver():
-    driver = Driver()
-    yield driver
-    if not driver.end.done():
-        driver.pipe.send(Stop())
-    driver.thread.shutdown()
-
-
-def turns_of(trajectory):
-    """[start, end) of every turn of the policy."""
-    edges = np.flatnonzero(np.diff([0, *trajectory.loss_mask.astype(int), 0]))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-
-
-def test_a_trajectory_is_what_the_environment_answers_and_all_take_a_turn_before_any_takes_the_next(
-    driver,
+@pytest.mark.parametrize("scheduling", ["lockstep", "batch"])
+def test_trajectories_are_what_environments_answer_and_wait_for_each_other_but_for_evaluations(
+    scheduling,
 ):
-    tickets = {ticket.ticket_id: ticket for i in (0, 1) for ticket in driver.start_group(i)}
-    conversation = Conversation(driver.tokenizer)
-    trajectories, num_barriers = driver.finish(set(tickets))  # `finish` asserts the order
-    assert num_barriers == max(t.num_turns for t in trajectories) > 1
+    limits = {"max_prompt_tokens": 64, "max_response_tokens": 400}
+    config = Config(task=TASK, group_size=8, scheduling=scheduling, **limits)
+    driver = Driver(config)
+    assert isinstance(driver.receive(), Ready)
+    driver.pipe.send(Update(3, [{"version": 3}], ()))
+    message = driver.receive()
+    assert isinstance(message, Updated) and message.version == 3
+    *tickets, last, too_new = itertools.islice(make_tickets(8, 3), 18)
+    evaluation = replace(last, group_id=EVALUATION_GROUP)
+    trajectories, openings = driver.finish(tickets, evaluation)
+    conversation, environment = Conversation(driver.tokenizer), ENVIRONMENTS[TASK]()
     for trajectory in trajectories:
-        environment = ENVIRONMENTS[TASK]()
-        seed = tickets[trajectory.ticket_id].environment_seed
-        observation, _ = environment.reset(seed=seed)
-        first, total, turns = conversation.first(observation), 0.0, turns_of(trajectory)
+        observation, _ = environment.reset(seed=100 + trajectory.ticket_id // 8)
+        first = conversation.first(observation)
         assert trajectory.tokens[: len(first)].tolist() == first
-        assert len(turns) == trajectory.num_turns
-        for start, end in turns:
-            written = trajectory.tokens[start:end].tolist()
-            response = driver.tokenizer.decode(written, skip_special_tokens=True)
-            _, reward, terminated, truncated, _ = environment.step(response)
-            total += reward
-        assert terminated or truncated
-        assert (trajectory.reward, trajectory.finish_reason) == (total, "stop")
+        assert trajectory.loss_mask[len(first)]
+    trained = [t for t in trajectories if t.group_id != EVALUATION_GROUP]
+    assert len(openings) == max(trajectory.num_turns for trajectory in trained) > 1
+    assert len(openings[0]) == (0 if scheduling == "lockstep" else len(tickets))
+    assert_reports_have_no_gap(driver.reports)
+    # messages are acted on in order, so this cannot happen by chance
+    driver.pipe.send(Tickets([replace(too_new, min_version=4)]))
+    with pytest.raises(RuntimeError, match="needs version 4, got 3"):
+        driver.end.result(timeout=60)
 
 
-def test_what_it_has_been_doing_is_reported_in_order_and_without_a_gap(driver):
-    times = [
-        time
-        for report in driver.reports
-        for time in [*(change[0] for change in report.changes), report.until]
-    ]
+def assert_reports_have_no_gap(reports):
+    """What a worker has been doing is reported in order."""
+    times = []
+    for report in reports:
+        times += [*(time for time, *_ in report.changes), report.until]
     assert times == sorted(times)
-    states = {(state, reason) for report in driver.reports for _, state, reason in report.changes}
+    states = {(state, reason) for report in reports for _, state, reason in report.changes}
     assert states == {
         ("starved", ""), ("decoding", ""), ("environment", ""), ("starved", "barrier"), ("paused", "update"),
     }  # fmt: skip
-
-
-def test_a_ticket_for_weights_that_are_still_to_come_ends_the_worker(driver):
-    """Last, as the worker is gone then: messages are acted on in order, so this cannot happen by chance."""
-    (ticket, *_) = driver.tickets.for_group(9, 9, driver.version)
-    driver.pipe.send(Tickets([dataclasses.replace(ticket, min_version=driver.version + 1)]))
-    with pytest.raises(RuntimeError, match=f"needs version {driver.version + 1}"):
-        driver.end.result(timeout=60)
 
 
 UUIDS = [f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "ba"]
@@ -212,17 +175,16 @@ def test_an_engine_sees_its_own_gpus_and_no_other_by_uuids_in_full(
 
 
 class MortalEngine(SamplingEngine):
-    """Answers no call for weights, ends no request, and dies after a while, or when it is killed."""
+    """Answers no call for weights, ends no request, and dies once a worker has sent so many messages."""
 
-    def __init__(self, lifetime_s, is_killed=lambda: False):
+    def __init__(self, pipe, num_messages):
         super().__init__(None, (), None)
-        self.dies_at = time.monotonic() + lifetime_s
-        self.is_killed = is_killed
+        self.pipe, self.num_messages, self.dies_at = pipe, num_messages, time.monotonic() + 0.3
         self.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
 
     @property
     def errored(self):
-        return self.is_killed() or time.monotonic() > self.dies_at
+        return self.pipe.outbox.qsize() == self.num_messages and time.monotonic() > self.dies_at
 
     async def hang(self, *arguments, **options):
         await asyncio.Event().wait()
@@ -233,47 +195,34 @@ class MortalEngine(SamplingEngine):
         yield await self.hang()
 
 
-def serve_at_once(engine, messages, pipe=None):
-    """Have a worker with that engine and all messages serve to the end, which comes soon. Returns its pipe."""
-    pipe = pipe or QueuePipe()
-    for message in messages:
+DEAD = pytest.raises(RuntimeError, match="the engine is dead")
+
+
+@pytest.mark.parametrize(
+    ("messages", "answers", "end"),
+    [
+        ([], [Ready], DEAD),
+        ([Suspend()], [Ready], DEAD),
+        ([Update(0, [], ()), Cut()], [Ready, InFlight], DEAD),
+        ([Stop()], [Ready, Stopped], contextlib.nullcontext()),
+    ],
+)
+def test_a_worker_ends_with_its_engine_or_when_it_is_told_to_whatever_it_waits_for(
+    messages, answers, end
+):
+    """It says how far responses are while an update still waits for them."""
+    config, pipe = Config(task=TASK, max_prompt_tokens=64, timeout_s=90), QueuePipe()
+    engine = MortalEngine(pipe, len(answers))
+    for message in (Tickets([next(make_tickets(1, -1))]), *messages):
         pipe.inbox.put(message)
-    config = Config(task=TASK, max_prompt_tokens=64, timeout_s=90)
-    asyncio.run(asyncio.wait_for(serve(engine, pipe, config), 20))
-
-
-@pytest.fixture
-def ticket():
-    return ticket_source(Config(task=TASK, max_prompt_tokens=64)).for_group(0, 0, -1)[0]
-
-
-@pytest.mark.parametrize("message", [None, Suspend(), Update(0, [], ())])
-def test_a_worker_whose_engine_dies_ends_at_once_whatever_it_waits_for(message, ticket):
-    engine = MortalEngine(0.3)
-    with pytest.raises(RuntimeError, match="the engine is dead"):
-        serve_at_once(engine, [Tickets([ticket]), *([message] if message else [])])
-    assert engine.is_shut_down
-
-
-def test_how_far_responses_are_is_said_while_an_update_still_waits_for_them(ticket):
-    pipe = QueuePipe()
-    engine = MortalEngine(15, is_killed=lambda: pipe.outbox.qsize() == 2)
-    with pytest.raises(RuntimeError, match="the engine is dead"):
-        serve_at_once(engine, [Tickets([ticket]), Update(0, [], ()), Cut()], pipe)
-    ready, in_flight = said_in(pipe)
-    assert (type(ready), type(in_flight)) == (Ready, InFlight)
-    # nothing is known of a ticket that has not begun yet
-    assert in_flight.lost in ({ticket.ticket_id: 0}, {})
-
-
-def test_a_worker_that_is_told_to_stop_waits_for_no_ticket(ticket):
-    engine, pipe = MortalEngine(60), QueuePipe()
-    serve_at_once(engine, [Tickets([ticket]), Stop()], pipe)
-    assert list(map(type, said_in(pipe))) == [Ready, Stopped] and engine.is_shut_down
+    with end:
+        asyncio.run(asyncio.wait_for(serve(engine, pipe, config), 20))
+    assert said_in(pipe) == answers and engine.is_shut_down
 
 
 def said_in(pipe):
-    return [pipe.outbox.get() for _ in range(pipe.outbox.qsize())]
+    """Kinds of messages."""
+    return [type(pipe.outbox.get()) for _ in range(pipe.outbox.qsize())]
 
 
 def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before_the_worker_is_ready():
@@ -289,4 +238,4 @@ def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before
     spec = WorkerSpec(Config(), placement, model, "shm", "")
     asyncio.run(start_worker(spec, pipe, start_proxy, start_environments))
     assert steps == ["engine", "environments, then 0 messages"]
-    assert list(map(type, said_in(pipe))) == [Ready]
+    assert said_in(pipe) == [Ready]

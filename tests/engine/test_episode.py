@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import run_python
 
 from asyncrl.config import Config
-from asyncrl.engine.environments import EnvironmentPool, MultiTurn, SingleTurn, Step
+from asyncrl.engine.environments import EnvironmentPool, MultiTurn, SingleTurn
 from asyncrl.engine.episode import Episode
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Completion, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import GuessNumber
-from extras.baselines import BaselineEpisode
 
 TOKENIZER = load_tokenizer(resolve_model("tiny", "guess_number"))
 EOS = TOKENIZER.eos_token_id
@@ -46,7 +44,7 @@ def stepped(observation="higher", reward=0.0, terminated=False, truncated=False)
     return observation, reward, terminated, truncated, {}
 
 
-def make_episode(environment, *responses, ticket=TICKET, kind=Episode, **options):
+def make_episode(environment, *responses, ticket=TICKET, **options):
     """An episode with a policy that says these things, turn by turn; `calls` has what it was given.
 
     A response is a text and whether it is cut, without its end.
@@ -68,7 +66,7 @@ def make_episode(environment, *responses, ticket=TICKET, kind=Episode, **options
 
     limits = {"max_prompt_tokens": 100, "max_response_tokens": 100}
     config = Config(**{"task": "guess_number", **limits, **options})
-    episode = kind(config, ticket, 1, environment=environment, generate=generate)
+    episode = Episode(config, ticket, 1, environment=environment, generate=generate)
     episode.calls = calls
     return episode
 
@@ -160,13 +158,8 @@ BAD_STEPS = [
     (stepped("up\ud800"), r"the observation has '\ud800' at character 2, expected text without"),
     (stepped(LARGE), "the observation has 12000000 characters, at most 100000"),
     (stepped(reward="1.0"), "the step's reward is '1.0', not a finite number"),
-    (stepped(reward=np.ones(1)), "the step's reward is array([1.]), not a finite number"),
-    (stepped(reward=float("nan")), "the step's reward is nan, not a finite number"),
-    (stepped(reward=10**400), "OverflowError: int too large to convert to float"),
-    (stepped(reward=1e13), "the step's reward is 1e+13, allowed is -1e+12 to 1e+12; scale it down"),
     (stepped(reward=6e11), "the sum of rewards is 1.2e+12, allowed is -1e+12 to 1e+12"),
     (stepped(terminated="False"), "terminated is 'False', expected True or False"),
-    (KeyboardInterrupt(), "KeyboardInterrupt"),
     (asyncio.CancelledError(), "CancelledError"),
     (TimeoutError("of its own"), "TimeoutError: of its own"),
     (KeyError("lost\nsecond line"), r"KeyError: 'lost\nsecond line'"),
@@ -204,19 +197,9 @@ def test_an_environment_that_hangs_raises_or_returns_nonsense_fails_its_trajecto
         failure = trajectory.failure
         assert reason in failure and "\n" not in failure and len(failure.encode()) <= 500
     assert all(not pool.idle for pool in pools[:-1])
+    hanging = [thread for thread in threading.enumerate() if thread.name == "environment"]
+    assert hanging and all(thread.daemon for thread in hanging), "they keep no process from its end"
     assert (sound.finish_reason, sound.reward) == ("stop", 2.0)
-
-
-HANGING = """
-import asyncio, threading
-from asyncrl.engine.environments import call_in_thread
-asyncio.run(call_in_thread(threading.Event().wait, timeout_s=0.05))
-"""
-
-
-def test_a_call_that_hangs_keeps_no_process_from_its_end():
-    ended = run_python("-c", HANGING)
-    assert ended.returncode == 1 and "timed out after 0.05 s" in ended.stderr
 
 
 @pytest.mark.parametrize("num_turns", [0, 1])
@@ -237,74 +220,13 @@ def test_an_abort_ends_a_trajectory_before_its_first_turn_or_in_the_middle_of_a_
     assert trajectory.num_generated == num_turns * 2, "what was sampled is returned"
 
 
-def test_a_trajectory_whose_task_is_cancelled_is_none():
-    async def cancel_soon():
-        episode = make_episode(MultiTurn(make_pool(hang, timeout_s=60.0), 0), ("1", False))
-        running = asyncio.create_task(episode.run(0))
-        await asyncio.sleep(0.01)
-        running.cancel()
-        await running
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(cancel_soon())
-
-
-PREFIX = Completion([3, 9], np.float32([-1, -2]), np.int32([0, 1]), "aborted")
-
-
-def test_a_task_of_one_turn_scores_the_whole_response_which_a_resume_may_continue():
-    responses = []
-
+def test_a_task_of_one_turn_scores_the_whole_response():
     async def score(answer, response):
-        responses.append((answer, response))
-        return 4.0, {"length": 1.0}
+        return float((answer, response) == ("six", "12")), {"length": 1.0}
 
-    ticket = replace(TICKET, prefix=PREFIX, answer="six")
+    ticket = replace(TICKET, answer="six")
     environment = SingleTurn(ticket, TOKENIZER, SimpleNamespace(score=score))
     episode = make_episode(environment, ("12", False), ticket=ticket, task="addition")
     trajectory = asyncio.run(episode.run(0))
-    assert episode.calls == [("7.0", [4, 5], 123, 100, PREFIX)]
     assert trajectory.tokens.tolist() == [4, 5, *TOKENIZER.encode("12"), EOS]
-    assert responses == [("six", "12")]
-    assert (trajectory.num_turns, trajectory.finish_reason) == (1, "stop")
-    assert (trajectory.reward, trajectory.reward_parts) == (4.0, {"length": 1.0})
-
-
-@pytest.mark.parametrize(
-    ("scheduling", "group_id", "expected"),
-    [
-        ("queue", 3, "act step act step"),
-        ("lockstep", 3, "wait act step wait act step"),
-        ("batch", 3, "act wait step act wait step"),
-        ("lockstep", EVALUATION_GROUP, "act step act step"),
-    ],
-)
-def test_a_baseline_waits_for_all_others_before_each_turn_or_before_each_step(
-    scheduling, group_id, expected
-):
-    events = []
-
-    class Counted:
-        async def reset(self):
-            return [3]
-
-        async def step(self, tokens):
-            events.append("step")
-            return Step([3], 0.0, ended=events.count("step") == 2)
-
-    async def wait():
-        events.append("wait")
-
-    ticket = replace(TICKET, group_id=group_id)
-    options = {"ticket": ticket, "kind": BaselineEpisode, "scheduling": scheduling}
-    episode = make_episode(Counted(), ("1", False), ("2", False), **options)
-    episode.wait_at_barrier = wait
-    generate = episode._generate
-
-    async def act(*arguments):
-        events.append("act")
-        return await generate(*arguments)
-
-    episode._generate = act
-    asyncio.run(episode.run(0))
-    assert " ".join(events) == expected
+    assert (trajectory.reward, trajectory.reward_parts) == (1.0, {"length": 1.0})

@@ -136,13 +136,13 @@ def test_responses_of_async_functions_wait_together(outcomes):
 
 
 def processes_called(title: str) -> list[psutil.Process]:
-    """All processes of this host of that title, the oldest first."""
+    """All processes of this host of that title, the oldest first, as pids are given out again."""
     alive = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.cmdline()[:1] == [title] and process.status() != psutil.STATUS_ZOMBIE:
                 alive.append(process)
-    return alive
+    return sorted(alive, key=psutil.Process.create_time)
 
 
 def test_processes_killed_or_stopped_while_idle_are_replaced_at_the_cost_of_a_time_limit(
@@ -198,7 +198,7 @@ def test_files_network_and_other_processes_are_out_of_reach(outcomes, tmp_path):
         connect = f"socket.create_connection(('127.0.0.1', {port}))"
         attacks = {
             f"Path('{path}').unlink()": "Read-only file system",
-            f"throw(OSError(subprocess.run({command!r}, shell=True, capture_output=True)))": "Read-only file system",
+            f"throw(OSError(subprocess.run({command!r}, shell=True, capture_output=True)))": "must be superuser",
             connect: "Network is unreachable",
             f"os.kill({os.getpid()}, 9)": "No such process",
         }
@@ -257,14 +257,16 @@ def test_others_than_root_are_limited_too_and_scorers_end_with_the_process_that_
     template = reward_pool._TEMPLATE.replace("run_template(", program)
     monkeypatch.setattr(reward_pool, "_TEMPLATE", template)
     name = f"others-{tmp_path.name}"
-    responses = ("has_limits()", "bytearray(20 << 30)", f"start_daemon('{name}')")
+    write = "__import__('tempfile').TemporaryFile(buffering=0, dir='/dev/shm').write(b'x')"
+    responses = ("has_limits()", "bytearray(20 << 30)", f"start_daemon('{name}')", write)
 
     async def ask() -> None:
         pool = RewardPool("addition", EVALUATED, 20.0, 1, name)
         scores = (pool.score("", response) for response in responses)
-        limits, memory, harmed = await asyncio.gather(*scores, return_exceptions=True)
+        limits, memory, harmed, written = await asyncio.gather(*scores, return_exceptions=True)
         assert limits == (1.0, {}) and ": MemoryError" in str(memory)
         assert "temporarily unavailable" in str(harmed)
+        assert ("Read-only" if in_namespaces else "File too large") in str(written)
         hanging = asyncio.create_task(pool.score("", "time.sleep(3600)"))
         await asyncio.sleep(0.3)
         forked_from, *scorers = processes_called(name)

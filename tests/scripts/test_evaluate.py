@@ -59,9 +59,20 @@ def test_a_run_or_a_folder_that_is_not_there_is_named_before_any_hub_is_asked(
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_cold_samples_of_the_real_engine_pass_all_or_none_as_often_as_the_tiny_model_can():
-    """tests/data/test_tiny.py has how often its likeliest tokens are right."""
-    words = ("--eval-samples", "3", "--eval-problems", "24", "--temperature", "0.01")
+@pytest.mark.parametrize("task", ["addition", "frozen_lake", "guess_number"])
+def test_cold_samples_of_the_real_engine_pass_all_or_none_and_the_tiny_model_of_a_task_knows_it(
+    task,
+):
+    words = (
+        "--task",
+        task,
+        "--eval-samples",
+        "3",
+        "--eval-problems",
+        "24",
+        "--temperature",
+        "0.01",
+    )
     output = run_python("scripts/evaluate.py", "tiny", *words)
     rates = dict(re.findall(r"^(mean reward|pass@\d) +(\d\.\d+)", output.stdout, re.MULTILINE))
     assert set(rates) == {"mean reward", "pass@1", "pass@3"}
