@@ -1,4 +1,4 @@
-"""What a remote host sends of its agents: every honest trajectory passes, and every lie about its segments is named."""
+"""What a remote host sends of its agents: every honest trajectory passes, and every lie about its segments is found."""
 
 import asyncio
 from dataclasses import replace
@@ -6,79 +6,51 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from real_job import assert_ledger_balances, join_host, start_job
-from speaking_engine import make_ticket
-from test_agents import Inline, Room, shout, two_turns, user
+from speaking_engine import DROP
+from test_agents_walk import Walk
 from test_end_to_end_agents import BRANCHES, SIZES
 
-from asyncrl.engine.score import Failed
-
 trust = pytest.importorskip("extras.swarm.trust")
-NEWEST = 3
-
-
-async def branches(client):
-    """Two turns, and two conversations at the same time."""
-    ask = client.chat.completions.create
-    alone = [ask(model="x", messages=[user(word)]) for word in ("bad", "cab")]
-    await asyncio.gather(two_turns(client), *alone)
-    return {"right": 1.0, "short": -0.5}
-
-
-async def raises(client):
-    await two_turns(client)
-    raise Failed("no")
-
-
-async def silent(client):
-    raise Failed("no")
+NEWEST = 10**6
 
 
 def move_border(t):
-    first, second, *rest = t.segment_lengths
-    return {"segment_lengths": (first + 1, second - 1, *rest)}
+    first, second, *rest = (*t.segment_lengths, 1)
+    return {"segment_lengths": (first + 1, second - 1, *rest[:-1])}
 
 
-def without(t, place):
-    """One token less."""
+def without_last(t):
     arrays = ("tokens", "loss_mask", "behavior_logprobs", "policy_versions")
-    return {name: np.delete(getattr(t, name), place) for name in arrays}
+    return {name: getattr(t, name)[:-1] for name in arrays}
 
 
-def late(t):
-    return {"policy_versions": np.where(t.loss_mask, NEWEST + 1, -1).astype(np.int32)}
+LIES = [
+    without_last,
+    move_border,
+    lambda t: {"segment_lengths": (0, *t.segment_lengths)},
+    lambda t: {"num_turns": 9999},
+    lambda t: {"policy_versions": np.where(t.loss_mask, NEWEST + 1, -1).astype(np.int32)},
+    lambda t: {"turns": ((t.started_at, t.ended_at + 60, t.ended_at + 60),)},
+]
 
 
-LIES = {
-    "segments of": lambda t: without(t, -1),
-    "segments of (0,": lambda t: {"segment_lengths": (0, len(t.tokens))},
-    "a segment of": move_border,
-    "1 segments, 9999 turns": lambda t: {
-        "segment_lengths": (len(t.tokens),),
-        "num_turns": 9999,
-        "loss_mask": t.loss_mask & (np.arange(len(t.tokens)) == len(t.tokens) - 1),
-    },
-    "versions 4 … 4": late,
-    "a time of": lambda t: {"turns": ((t.started_at, t.ended_at + 60, t.ended_at + 60),)},
-}
+class HostWalk(Walk):
+    """The walk of a remote host, of which the run checks all that it sends."""
+
+    def check(self, trajectory, episode, oracle):
+        super().check(trajectory, episode, oracle)
+        assert self.mistake(trajectory, episode) is None
+        for lie in LIES if trajectory.segment_lengths else ():
+            changed = replace(trajectory, **lie(trajectory))
+            assert self.mistake(changed, episode) is not None
+
+    def mistake(self, trajectory, episode):
+        size = len(self.tokenizer)
+        return trust.mistake_in(trajectory, episode.ticket, self.config, NEWEST, size)
 
 
-@pytest.mark.parametrize(
-    ("agent", "num_segments", "lies"),
-    [(branches, 3, LIES), (two_turns, 1, {}), (raises, 1, {}), (silent, 0, {})],
-)
-def test_an_honest_agent_passes_and_each_lie_about_it_is_named(agent, num_segments, lies):
-    room = Room(shout)
-    (trajectory,) = room.run(Inline(agent))
-    assert len(trajectory.segment_lengths) == num_segments
-    ticket, vocab_size = make_ticket(trajectory.ticket_id), len(room.tokenizer)
-
-    def mistake(changes):
-        changed = replace(trajectory, **changes)
-        return trust.mistake_in(changed, ticket, room.config, NEWEST, vocab_size)
-
-    assert mistake({}) is None
-    for named, lie in lies.items():
-        assert mistake(lie(trajectory)).startswith(named)
+def test_every_honest_agent_passes_and_each_lie_about_its_segments_is_found():
+    asyncio.run(HostWalk(DROP, "resume").walk())
 
 
 HOST = """

@@ -182,6 +182,10 @@ class Walk(Room):
         with contextlib.suppress(asyncio.CancelledError):
             await updating
         self.endpoint.close()
+        sampled = self.proxy.take_sampled()
+        assert sampled.new == self.engine.num_sampled == self.num_trained + sampled.discarded
+        missing = KINDS - {kind for kind, count in self.seen.items() if count}
+        assert not missing, "nothing of these kinds happened"
 
     async def update(self):
         for version in itertools.count(1):
@@ -233,14 +237,11 @@ class Walk(Room):
         assert len(trajectory.segment_lengths) == len(numbers) - len(continued)
 
 
-@pytest.mark.parametrize("on_update", ["keep", "resume"])
-@pytest.mark.parametrize("template", [KEEP, DROP], ids=["keeps", "drops"])
+@pytest.mark.parametrize(
+    ("template", "on_update"), [(KEEP, "keep"), (KEEP, "resume"), (DROP, "keep")]
+)
 def test_every_token_that_is_sampled_for_an_agent_is_trained_once_behind_what_the_engine_read(
     template, on_update
 ):
-    walk = Walk(template, on_update)
-    asyncio.run(walk.walk())
-    sampled = walk.proxy.take_sampled()
-    assert sampled.new == walk.engine.num_sampled == walk.num_trained + sampled.discarded
-    missing = KINDS - {kind for kind, count in walk.seen.items() if count}
-    assert not missing, "nothing of these kinds happened"
+    """The fourth combination is in test_agents_of_hosts.py."""
+    asyncio.run(Walk(template, on_update).walk())

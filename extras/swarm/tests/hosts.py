@@ -45,13 +45,6 @@ PROBE = ((2, 3, 5),)
 MODEL_CONFIG = '{"model_type": "llama", "vocab_size": 16}'
 
 
-def wait_until(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.005)
-
-
 class Run:
     """A controller and its swarm, and the trainer's part in their protocol."""
 

@@ -16,7 +16,8 @@ import psutil
 import pytest
 import zmq
 from fake_worker import run_fake_worker
-from hosts import MODEL_CONFIG, PROBE, Far, ThreadProcess, is_answer, nothing, running, wait_until
+from hosts import MODEL_CONFIG, PROBE, Far, ThreadProcess, is_answer, nothing, running
+from programs import wait_until
 from user_files import write_user_code
 
 import rollout

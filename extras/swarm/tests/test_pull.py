@@ -15,7 +15,7 @@ import pytest
 import torch
 import zstandard
 from fsspec.implementations.memory import MemoryFileSystem
-from hosts import wait_until
+from programs import wait_until
 
 from asyncrl.weights.transport import ParameterSpec
 from extras.swarm.delta import apply_delta, encode_delta

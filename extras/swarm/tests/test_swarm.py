@@ -6,7 +6,8 @@ import time
 
 import pytest
 import torch
-from hosts import Client, Far, is_answer, running, wait_until
+from hosts import Client, Far, is_answer, running
+from programs import wait_until
 
 from asyncrl.config import SwarmOptions
 from asyncrl.controller.workers import WorkerDied

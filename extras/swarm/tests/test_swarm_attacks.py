@@ -8,7 +8,8 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from hosts import PROBE, Client, Far, is_answer, running, wait_until
+from hosts import PROBE, Client, Far, is_answer, running
+from programs import wait_until
 from trajectories import make_trajectory
 
 from asyncrl.messages import Finished, Probed, Ready, SampledTokens, Update, Updated
