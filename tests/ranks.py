@@ -29,24 +29,19 @@ def forkserver() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 
 
-class ForkedProcess:
-    """A process of the fork server that is begun; what is asked of it is what subprocess.Popen answers."""
-
-    def __init__(self, body: Callable, *args):
-        self._process = forkserver().Process(target=body, args=args)
-        self._process.start()
-        self.pid = self._process.pid
+class ForkedProcess(ForkServerContext.Process):
+    """A process of the fork server that answers what subprocess.Popen does."""
 
     def poll(self) -> int | None:
         """Its exit status, once it has ended."""
-        return self._process.exitcode
+        return self.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end. Raises TimeoutExpired."""
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a forked process", timeout)
-        return self._process.exitcode
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired(self.name, timeout)
+        return self.exitcode
 
 
 def torchrun_variables(nodes: list[int]) -> list[dict[str, str]]:

@@ -146,16 +146,14 @@ def start_job(
     return _start(folder, torchrun(num_ranks), script, options, root)
 
 
-def start_nodes(
-    folder: Path, num_nodes: int, script: Sequence[str] = ("train_async.py",), **options
-) -> list[Job]:
+def start_nodes(folder: Path, num_nodes: int, **options) -> list[Job]:
     """Start as many torchrun agents, each a node with one rank, that meet on this host; all write one directory."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
     agent = [*TORCHRUN, "--nproc-per-node=1", "--local-addr=127.0.0.1", f"--nnodes={num_nodes}"]
     agent += ["--rdzv-id=test", "--rdzv-backend=c10d", meeting]
-    return [_start(folder, agent, script, options, ROOT) for _ in range(num_nodes)]
+    return [_start(folder, agent, ["train_async.py"], options, ROOT) for _ in range(num_nodes)]
 
 
 def _start(folder: Path, agent: list[str], script: Sequence[str], options: dict, root: Path) -> Job:

@@ -2,23 +2,19 @@
 
 import datetime
 import os
-import signal
 from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from plain_trainer import record_gradients
-from programs import wait_until
-from tiny_policy import error_of, load, random_sequences, weights_of
+from tiny_policy import load, random_sequences, weights_of
 from trajectories import make_trajectory
 
-from asyncrl.cluster.cluster import Peer, form_cluster, join
+from asyncrl.cluster.cluster import Peer, form_cluster
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
 from asyncrl.trainer import batch
-from extras import node_watch
-from extras.node_watch import LeaderWatch
 
 TIMEOUT = datetime.timedelta(seconds=60)
 NODE_OF_RANK = [0, 0, 1, 1]
@@ -73,44 +69,3 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
         found.append((metrics, gradients, weights, sum(shards), num_sequences))
     torch.save(found, os.path.join(folder, f"rank_{rank}.pt"))
     dist.destroy_process_group()
-
-
-def meet_and_end(rank: int, folder: str, meetings: list[list[dict[str, str]]]) -> None:
-    """Two nodes of a rank each, as under torchrun: they differ, then meet and end in three ways; node 0 takes notes.
-
-    Both end well, then node 1 has an error, then it is killed.
-    """
-    os.environ |= meetings[0][rank]
-    notes = [error_of(join, Config(lr=(0.1, 0.2)[rank]), "cpu")]
-    os.environ |= meetings[1][rank]
-    cluster = join(Config(num_rollout_workers=rank + 1), "cpu")
-
-    def dump() -> str:
-        open(os.path.join(folder, "stacks"), "a").close()
-        return "dumped"
-
-    watch = LeaderWatch(cluster, dump)
-    watch.finish()
-    notes.append(f"finished: {watch.reason}")
-    node_watch.GRACE_S = 300  # this process goes on
-    watching = [os.path.join(folder, name) for name in ("watching_failing", "watching_killed")]
-    failing, killed = LeaderWatch(cluster, dump, "failing"), LeaderWatch(cluster, dump, "killed")
-    if rank == 1:
-        wait_until(lambda: os.path.exists(watching[0]))
-        assert isinstance(failing.explain(ValueError("no\nsuch dataset")), ValueError)
-        wait_until(lambda: os.path.exists(watching[1]))
-        os.kill(os.getpid(), signal.SIGKILL)
-    for watch, path in zip((failing, killed), watching, strict=True):
-        notes.append(note_of_the_end(watch, path, os.path.join(folder, "stacks")))
-    with open(os.path.join(folder, "notes"), "w") as file:
-        file.write("\n".join(notes))
-
-
-def note_of_the_end(watch: LeaderWatch, watching_path: str, dump_path: str) -> str:
-    """What a leader that waits for something else hears of another's end."""
-    signals = []
-    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
-    open(watching_path, "w").close()
-    wait_until(lambda: signals)
-    error = watch.explain(InterruptedError("stopped by SIGTERM"))
-    return f"{type(error).__name__}: {error}; stacks: {os.path.exists(dump_path)}"

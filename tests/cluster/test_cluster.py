@@ -1,15 +1,13 @@
 import dataclasses
 import os
 import re
-import signal
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 from plain_trainer import record_gradients
-from ranks import run_ranks, torchrun_variables
-from several_nodes import groups_of_node, meet_and_end, train_on_two_nodes
+from ranks import run_ranks
+from several_nodes import groups_of_node, train_on_two_nodes
 from tiny_policy import assert_same_gradient, load
 
 from asyncrl.cluster.cluster import Cluster, Peer, _meet, join
@@ -67,22 +65,6 @@ def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_repli
     assert len(shares[0][0]) < len(shares[2][0]), "node 0 needs fewer micro-batches"
     num_sequences = [sum(map(sum, share)) for share in shares]
     assert sum(num_sequences[:2]) == sum(num_sequences[2:]) == 6, "no sample leaves its node"
-
-
-def test_nodes_that_differ_are_refused_and_when_one_fails_or_is_killed_the_other_ends_and_knows_why(
-    tmp_path,
-):
-    host = socket.gethostname()
-    meetings = [torchrun_variables([0, 1]) for _ in range(2)]
-    assert run_ranks(meet_and_end, 2, str(tmp_path), meetings) == [0, -signal.SIGKILL]
-    differ, finished, failed, killed = (tmp_path / "notes").read_text().splitlines()
-    assert differ.startswith(
-        f"ValueError: node 1 ({host}) does not run the same as node 0 ({host}): --lr 0.2 instead"
-    )
-    assert finished == "finished: None"
-    assert failed == f"RuntimeError: node 1 ({host}) ended: no such dataset; stacks: False"
-    assert killed.startswith(f"RuntimeError: node 1 ({host}) is gone without a word")
-    assert killed.endswith("stacks: True")
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):

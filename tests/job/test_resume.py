@@ -174,18 +174,6 @@ def test_where_no_checkpoint_is_whole_one_line_says_what_is_wrong_with_each(tmp_
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("steps", [10, 4])
-def test_resume_past_the_target_ends_well_and_changes_nothing(tmp_path, capsys, steps):
-    run = make_run(tmp_path)
-    make_checkpoint(run, 10)
-    before = contents(run)
-    with pytest.raises(SystemExit) as ended:
-        find_checkpoint(Config(resume=str(run), steps=steps), Cluster())
-    assert ended.value.code == 0 and contents(run) == before
-    line = f"finished already: {run} has made 10 steps of {steps}; to continue, raise --steps\n"
-    assert capsys.readouterr().out == line
-
-
 # Records
 
 

@@ -5,22 +5,24 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from fake_job import run_failing, run_forked
-from ranks import ForkedProcess, torchrun_variables
+from ranks import ForkedProcess, forkserver, torchrun_variables
 from real_job import (
     ROOT,
     Job,
     assert_every_group_is_consumed_once,
     assert_ledger_balances,
+    assert_nothing_is_left,
     new_output,
     without_times,
     words_of,
 )
+from user_files import contents
 
 from asyncrl.runlog.manifest import id_of, newest_checkpoint, weights_sha256
 from scripts.lines import read
@@ -52,7 +54,9 @@ def kill_what_is_left():
 def begin(run_path: Path, words: list[str], variables: dict[str, str], body=run_forked, *args):
     """Begin a rank of a job."""
     output_path = new_output(run_path)
-    process = ForkedProcess(body, *args, variables, str(output_path), words)
+    forkserver()
+    process = ForkedProcess(target=body, args=(*args, variables, str(output_path), words))
+    process.start()
     BEGUN.append(Job(process, run_path, output_path))
     return BEGUN[-1]
 
@@ -119,6 +123,10 @@ def test_with_alpha_0_a_run_that_is_stopped_killed_and_out_of_time_is_the_unbrok
         heads = [path / "value_head/value_head.safetensors" for path in saved]
         assert heads[0].read_bytes() == heads[1].read_bytes()
     assert_every_group_is_consumed_once(job, 24, GROUPS)
+    before = contents(job.run_path)
+    job = resume(job)
+    assert job.wait(60) == 0 and contents(job.run_path) == before
+    assert "24 steps of 24; to continue, raise --steps\n" in job.output()
     header = json.loads((job.run_path / "run.json").read_text())
     assert (header["config"]["stop_after_s"], header["config"]["resume"]) == (0, None)
     assert len(header["resumed"]) == len(job.events("run_resumed")) == 3
@@ -158,11 +166,36 @@ def test_a_rank_that_fails_ends_at_once_with_its_reason_and_its_worker_and_waits
     workers = jobs[failing].descendants()
     assert jobs[failing].wait(60) == 1
     assert f"error: rank {failing} is out of memory" in jobs[failing].output().splitlines()
-    _, alive = psutil.wait_procs(workers, timeout=15)
-    assert not alive, [process.cmdline() for process in alive]
+    assert_nothing_is_left(workers, set(os.listdir("/dev/shm")))
     if failing == 0:
         (end,) = jobs[0].events("run_ended")
         assert end["reason"] == "RuntimeError: rank 0 is out of memory"
+
+
+def test_nodes_that_differ_are_refused_and_when_one_fails_the_other_ends_and_knows_why(tmp_path):
+    places = torchrun_variables([0, 1])
+    jobs = [start(tmp_path, place, lr=0.1 + node) for node, place in enumerate(places)]
+    assert jobs[0].wait(60) == 2 and jobs[1].wait(60) != 0
+    host = socket.gethostname()
+    line = f"error: node 1 ({host}) does not run the same as node 0 ({host}): --lr 1.1 instead"
+    assert line in jobs[0].output()
+    places = torchrun_variables([0, 1])
+    jobs = [start(tmp_path, place, run_failing, 1) for place in places]
+    assert [job.wait(60) for job in jobs] == [1, 1]
+    assert f"error: node 1 ({host}) ended: rank 1 is out of memory\n" in jobs[0].output()
+
+
+def test_when_a_node_is_killed_the_other_ends_with_all_stacks_and_without_its_worker(tmp_path):
+    places = torchrun_variables([0, 1])
+    stays, killed = (start(tmp_path, place, steps=100_000, async_ratio=1) for place in places)
+    stays.wait_until(lambda: stays.num_steps() >= 2)
+    processes = stays.descendants()
+    killed.kill()
+    assert stays.wait(60) == 1
+    line = f"error: node 1 ({socket.gethostname()}) is gone without a word, killed or cut off"
+    assert line in stays.output()
+    assert "Thread 0x" in (stays.run_path / "stacks.txt").read_text()
+    assert_nothing_is_left(processes, set(os.listdir("/dev/shm")))
 
 
 SWARM = {"listen": "127.0.0.1:0", "num_rollout_workers": 0, "swarm.verify_share": 0}

@@ -76,29 +76,22 @@ def test_metrics_of_any_number_of_nodes_are_those_of_the_whole_batch(num_nodes):
     assert "reward/overlong_penalty" not in without
 
 
-def evaluation_metrics(*answers):
-    """The metrics of an evaluation at version 3, of (group_id, reward) each; a reward of None has failed."""
-    trajectories = []
-    for group_id, reward in answers:
-        reason = "failed" if reward is None else "stop"
-        trajectory = make_trajectory(group_id, 0, (3,), reason)
-        trajectories.append(dataclasses.replace(trajectory, reward=reward or 0.0))
-    evaluation = Evaluation(3, len(answers))
-    assert [evaluation.add(t) for t in trajectories] == [False] * (len(answers) - 1) + [True]
-    return evaluation.metrics()
-
-
-def test_accuracy_is_over_all_problems_asked_also_greedily_and_a_failed_response_counts_0():
-    failed, right, wrong = ((EVALUATION_GROUP, reward) for reward in (None, 1.0, 0.0))
-    expected = {
-        "eval/accuracy": 0.5, "eval/policy_version": 3, "eval/problems": 3, "eval/failed": 1,
-    }  # fmt: skip
-    assert evaluation_metrics(right, wrong, right, failed) == expected
-    greedy = [(GREEDY_GROUP, 1.0)] * 3 + [(GREEDY_GROUP, None)]
-    metrics = evaluation_metrics(right, wrong, right, failed, *greedy)
-    assert metrics == expected | {
-        "eval/greedy_accuracy": 0.75, "eval/problems": 6, "eval/failed": 2,
-    }  # fmt: skip
+@pytest.mark.parametrize("greedy", [{}, {"eval/greedy_accuracy": 0.75}])
+def test_accuracy_is_over_all_problems_asked_also_greedily_and_a_failed_response_counts_0(greedy):
+    rewards = {EVALUATION_GROUP: [1.0, 0.0, 1.0, None]}
+    if greedy:
+        rewards[GREEDY_GROUP] = [1.0, 1.0, 1.0, None]
+    evaluation = Evaluation(3, 4 * len(rewards))
+    for group_id, numbers in rewards.items():
+        for reward in numbers:
+            trajectory = make_trajectory(group_id, 0, (3,), "failed" if reward is None else "stop")
+            is_last = evaluation.add(dataclasses.replace(trajectory, reward=reward or 0.0))
+    assert is_last and evaluation.metrics() == greedy | {
+        "eval/accuracy": 0.5,
+        "eval/policy_version": 3,
+        "eval/problems": 3 * len(rewards),
+        "eval/failed": len(rewards),
+    }
     with pytest.raises(RuntimeError, match=r"version 3 got tokens of versions \[2, 3\]"):
         Evaluation(3, 1).add(make_trajectory(EVALUATION_GROUP, 0, (2, 3)))
 
