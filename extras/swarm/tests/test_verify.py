@@ -2,13 +2,13 @@
 
 import itertools
 import os
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from programs import wait_until
 from ranks import run_ranks
 from several_nodes import NODE_OF_RANK, TIMEOUT
 from tiny_policy import VOCAB, brute_force_nucleus, load
@@ -69,17 +69,17 @@ def make_verifier(config, share=1.0, cluster=None, **options):
     )
 
 
-def verify(config, pairs):
-    """What is found at once, what is found when all rewards were scored again, and the verifier, which is closed."""
-    policy, verifier = load(config), make_verifier(config)
-    at_once, later = verifier.verify(pairs, policy, VERSION), []
-    deadline = time.monotonic() + 60
-    while verifier.counts["rewards_verified"] + verifier.counts["rewards_unverified"] < len(pairs):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-        later += verifier.verify([], policy, VERSION)
+def finish_scoring(verifier, policy):
+    """What is found when all rewards were scored again. The verifier is closed then."""
+    found = []
+
+    def is_done():
+        found.extend(verifier.verify([], policy, VERSION))
+        return not verifier._scoring
+
+    wait_until(is_done)
     verifier.close()
-    return at_once, later, verifier
+    return found
 
 
 def exchange(t):
@@ -99,10 +99,35 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.8}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01}])
-def test_honest_responses_pass_by_far_and_lies_and_what_is_too_late_are_found(model, cuts):
-    config = make_config(model, **cuts, max_tokens_per_microbatch=40)
+REWARDS = """
+def large(response, answer):
+    if not answer:
+        raise ValueError("no answer")
+    return {"right": 1e11, "short": 2.0}
+
+async def judge(response, answer):
+    return 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "reward", "honest", "false", "line"),
+    [
+        ({}, None, 1.0, 0.0, "the reward of ticket {} is 1, not 0"),
+        ({"top_p": 0.8}, "large", 1e11 + 2 + 1e-4, 1e11 + 1e6, "the reward of ticket {} is 1e+11, not 1.00001e+11"),
+        ({"top_p": 0.9, "top_k": 20, "min_p": 0.01}, "judge", 1.0, 2.0, None),
+        ({"task": "guess_number"}, None, 1.0, 2.0, None),
+    ],
+)  # fmt: skip
+def test_honest_responses_pass_by_far_and_lies_and_what_is_too_late_are_found(
+    model, tmp_path, options, reward, honest, false, line
+):
+    """False rewards are found later. Rounding and what cannot be scored here are no lies."""
+    if reward is not None:
+        options["reward"] = (f"{write_user_code(tmp_path, REWARDS)}:{reward}",)
+    config = make_config(model, **options, max_tokens_per_microbatch=40)
     pairs = [pair for pair in sample(config, 18) if pair[1].num_generated > 6]
+    pairs = [(ticket, replace(t, reward=honest)) for ticket, t in pairs]
     verifier, policy = make_verifier(config), load(config)
     assert verifier.verify(pairs, policy, VERSION) == []
     metrics = over_nodes([verifier.metrics()])
@@ -111,66 +136,31 @@ def test_honest_responses_pass_by_far_and_lies_and_what_is_too_late_are_found(mo
     for i, lie in lies.items():
         ticket, t = pairs[i]
         pairs[i] = ticket, replace(t, worker=i, **lie(t))
-    (_, older), (_, mixed) = late = pairs[-2:]
+    *_, (rewarded, t), (unscored, last) = pairs
+    pairs[-2:] = (
+        (rewarded, replace(t, reward=false, worker=9)),
+        (replace(unscored, answer=""), last),
+    )
+    (_, older), (_, mixed) = pairs[-4:-2]
     older.policy_versions[older.loss_mask] = VERSION - 1
     mixed.policy_versions[-1] = VERSION + 1
     mixed.behavior_logprobs[-1] = -20.0
-    mistakes = verifier.verify([*late, *pairs[:-2]], policy, VERSION)
-    assert sorted(worker for worker, _ in mistakes) == list(lies)
-    for worker, what in mistakes:
+    mistakes = verifier.verify(pairs, policy, VERSION)
+    mistakes += finish_scoring(verifier, policy)
+    false_rewards = [(worker, what) for worker, what in mistakes if "reward" in what]
+    false_logprobs = sorted(set(mistakes) - set(false_rewards))
+    assert [worker for worker, _ in false_logprobs] == list(lies)
+    for worker, what in false_logprobs:
         assert f"ticket {pairs[worker][0].ticket_id} are" in what
         assert f"trainer's at version {VERSION}" in what and "are allowed" in what
+    # the answer of a host that exchanged tokens may not be right any more
+    false_rewards = [(worker, what) for worker, what in false_rewards if worker not in lies]
+    assert false_rewards == ([] if line is None else [(9, line.format(rewarded.ticket_id))])
     metrics = over_nodes([verifier.metrics()])
-    counts = [metrics[f"swarm/{name}"] for name in ("verified", "too_late", "verify_failed")]
-    assert counts == [2 * len(pairs) - 2, 2, len(lies)]
-    verifier.close()
-
-
-REWARDS = """
-def large(response, answer):
-    return {"right": 1e11, "short": 2.0}
-
-async def judge(response, answer):
-    return 0.0
-"""
-OPTIONS = {None: {}, "environment": {"task": "guess_number"}}
-"""Of rewards that are no function."""
-
-
-@pytest.mark.parametrize(
-    ("name", "honest", "false", "line"),
-    [
-        (None, 1.0, 1.0, "the reward of ticket 0 is 0, not 1"),
-        ("large", 1e11 + 2 + 1e-4, 1e11 + 1e6, "the reward of ticket 0 is 1e+11"),
-        ("judge", 1.0, 1.0, None),
-        ("environment", 1.0, 1.0, None),
-    ],
-)
-def test_a_false_reward_is_found_later_and_rounding_and_what_cannot_be_scored_here_are_not(
-    model, tmp_path, name, honest, false, line
-):
-    rewards = {"reward": (f"{write_user_code(tmp_path, REWARDS)}:{name}",)}
-    config = make_config(model, **OPTIONS.get(name, rewards))
-    (first, lie), (second, truth), (third, unscored) = sample(config, 3)
-    pairs = [
-        (replace(first, answer="t1 t2"), replace(lie, reward=false, worker=9)),
-        (second, replace(truth, reward=honest)),
-        (replace(third, answer=""), replace(unscored, reward=honest)),
-    ]
-    at_once, later, verifier = verify(config, pairs)
-    assert not at_once and verifier.counts["verified"] == 3
-    # an empty answer is a mistake of the plain reward
-    num_unverified = 3 if line is None else int(name is None)
-    assert verifier.counts["rewards_unverified"] == num_unverified
-    assert [worker for worker, _ in later] == ([] if line is None else [9])
-    assert all(text.startswith(line) for _, text in later)
-
-
-def test_rewards_are_not_scored_again_while_too_many_wait_for_that(model, monkeypatch):
-    monkeypatch.setattr("extras.swarm.verify.MAX_SCORING", -1)
-    config = make_config(model)
-    *_, verifier = verify(config, sample(config, 2))
-    assert verifier.counts["rewards_unverified"] == 2
+    names = "verified", "too_late", "verify_failed", "rewards_verified", "rewards_unverified"
+    counts = [metrics[f"swarm/{name}"] for name in names]
+    num, num_unscored = 2 * len(pairs), 1 if line else 2 * len(pairs)
+    assert counts == [num - 2, 2, len(mistakes), num - num_unscored, num_unscored]
 
 
 def test_a_share_of_the_responses_is_checked_which_follows_from_a_key_that_no_host_has(model):
@@ -236,6 +226,8 @@ def test_nodes_with_unequal_numbers_of_responses_share_them_over_their_ranks_and
     results = [torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(4)]
     workers = [[[worker for worker, _ in mistakes] for mistakes in calls] for calls, _ in results]
     assert workers == [[[], []], [[], []], [[9], []], [[], []]]
-    *_, alone = verify(config, seven_with_a_lie(config))
+    alone = make_verifier(config)
+    alone.verify(seven_with_a_lie(config), load(config), VERSION)
+    alone.close()
     assert results[2][1] == pytest.approx(alone.largest, rel=1e-4)
     assert 0 < results[0][1] < 1e-5 and results[1][1] == results[3][1] == 0
