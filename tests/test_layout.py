@@ -1,7 +1,6 @@
 """The import rule: imports run only downwards, and rooms of one floor never import each other."""
 
 import ast
-import graphlib
 import re
 from pathlib import Path
 
@@ -77,25 +76,6 @@ def test_imports_run_only_downwards(path):
         rooms -= SINGLE_FILES
     upwards = {other for other in rooms if FLOOR[other] >= FLOOR[room]}
     assert not upwards, f"{path} imports {upwards}"
-
-
-def test_no_module_imports_itself_through_others():
-    modules = {name_of(path) for path in FILES}
-    imports = {}
-    for path in FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        tree.body = [node for node in tree.body if not _is_for_types_only(node)]
-        imports[name_of(path)] = imported_modules(tree) & modules - {name_of(path)}
-    assert [*graphlib.TopologicalSorter(imports).static_order()], "or CycleError names the modules"
-
-
-def _is_for_types_only(node: ast.AST) -> bool:
-    """Whether a statement is `if TYPE_CHECKING:`."""
-    return (
-        isinstance(node, ast.If)
-        and isinstance(node.test, ast.Name)
-        and node.test.id == "TYPE_CHECKING"
-    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

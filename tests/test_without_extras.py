@@ -9,8 +9,6 @@ from real_job import copy_without
 COMMANDS = (
     ("swarm", "train_async.py", "--listen", "127.0.0.1:7711"),
     ("swarm", "rollout.py", "--join", "127.0.0.1:7711", "--key", "swarm.key"),
-    ("planning", "train_async.py", "--dry-run"),
-    ("agents", "train_async.py", "--task=agent:guess.py:run"),
 )
 """An optional system, and a command that needs it."""
 
