@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import signal
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -25,7 +24,7 @@ from tiny_policy import (
     weights_of,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from user_files import write_user_code
 
 from asyncrl.config import OptimOptions
@@ -112,18 +111,13 @@ class Plain(torch.optim.SGD):
 """
 
 
-@pytest.fixture(scope="module")
-def configs(model, tmp_path_factory):
-    """The config of each of VARIANTS."""
-    own = write_user_code(tmp_path_factory.mktemp("own"), OWN_OPTIMIZER)
-    configs = {}
-    for name, options in VARIANTS.items():
-        fixed = {"algo": "reinforce", "optimizer": "adamw", "lr": 0.01}
-        fixed |= {"optim": OptimOptions(warmup=8)} | options
-        if name == "own":
-            fixed["optimizer"] = f"{own}:Own"
-        configs[name] = make_config(model, **fixed)
-    return configs
+def config_of(model, folder, name):
+    """The config of one of VARIANTS."""
+    fixed = {"algo": "reinforce", "optimizer": "adamw", "lr": 0.01}
+    fixed |= {"optim": OptimOptions(warmup=8)} | VARIANTS[name]
+    if name == "own":
+        fixed["optimizer"] = f"{write_user_code(folder, OWN_OPTIMIZER)}:Own"
+    return make_config(model, **fixed)
 
 
 def train(policy, steps) -> list[dict]:
@@ -191,14 +185,15 @@ def run(num_ranks, body, *args):
     ],
 )
 def test_training_continues_to_the_bit_on_as_many_ranks_and_closely_on_others(
-    tmp_path, configs, saved_by, continued_by, names
+    tmp_path, model, saved_by, continued_by, names
 ):
     """Nothing in the shards is pickled."""
-    chosen = {name: configs[name] for name in names}
-    unbroken, as_many = run(saved_by, save_and_continue, str(tmp_path), chosen)
-    for path in tmp_path.glob("*/*"):
+    configs = {name: config_of(model, tmp_path / "code", name) for name in names}
+    folder = tmp_path / "checkpoints"
+    unbroken, as_many = run(saved_by, save_and_continue, str(folder), configs)
+    for path in folder.glob("*/*"):
         assert path.suffix == ".safetensors" and load_file(path)
-    others = run(continued_by, train_to_the_end, str(tmp_path), chosen, True)
+    others = run(continued_by, train_to_the_end, str(folder), configs, True)
     for name in names:
         check_resumed(unbroken[name], as_many[name], is_equal=True)
         check_resumed(unbroken[name], others[name], is_equal=continued_by == saved_by)
@@ -215,9 +210,6 @@ def check_resumed(unbroken, resumed, is_equal) -> None:
     )
     if is_equal:
         assert resumed.measured == unbroken.measured
-    for metrics, expected in zip(resumed.measured, unbroken.measured, strict=True):
-        assert metrics["lr"] == expected["lr"]
-        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
     tolerance = 0 if is_equal else 1e-3
     for name, weight in unbroken.weights.items():
         torch.testing.assert_close(resumed.weights[name], weight, rtol=tolerance, atol=tolerance)
@@ -226,23 +218,21 @@ def check_resumed(unbroken, resumed, is_equal) -> None:
 # What is refused, and what fails
 
 
-@pytest.mark.parametrize("num_steps", [0, 2])
 def test_an_optimizer_continues_with_its_new_options_and_state_of_another_is_refused_by_name(
-    tmp_path, model, num_steps
+    tmp_path, model
 ):
     """job/test_checkpoints.py has another model."""
     group, config = dist.new_group(backend="gloo"), make_config(model, optim=MOMENTUM)
     policy = load(config)
-    train(policy, range(num_steps))
+    train(policy, range(2))
     write_shards(training_state(policy), str(tmp_path), group)
     items = ("momentum=0.9", "weight_decay=0.5")
     decayed = load(replace(config, optim=OptimOptions(warmup=8, args=items)))
     restore_training_state(decayed, str(tmp_path), group)
     (options,) = decayed.optimizer.param_groups
     assert (options["weight_decay"], options["momentum"]) == (0.5, 0.9)
-    assert decayed.num_updates == num_steps and bool(decayed.optimizer.state) == (num_steps > 0)
     line = r"has optimizer.momentum_buffer.model.embed_tokens.weight of \(150, 64\), the run's is None: "
-    with pytest.raises(ValueError, match=line) if num_steps else nullcontext():
+    with pytest.raises(ValueError, match=line):
         restore_training_state(load(make_config(model)), str(tmp_path), group)
 
 
@@ -319,14 +309,12 @@ def test_a_saved_checkpoint_is_a_plain_model_with_the_scores_of_the_policy(
     folder, sequences = tmp_path / "checkpoints" / "step_3", random_sequences(3)
     policy = load(make_config(path, **options))
     randomize(policy)
-    before = policy.score([sequences], raw=True)[0]
     policy.train_step([[bundle(sequences)]], policy_version=12)
-    (tmp_path / "checkpoints" / "step_3.tmp").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step_3.tmp" / "half").write_text("left by a save that was killed")
+    left_by_a_save_that_was_killed = tmp_path / "checkpoints" / "step_3.tmp" / "half"
+    left_by_a_save_that_was_killed.mkdir(parents=True)
     sent = [name for name, _ in policy.sent_parameters()]
     save_weights(policy, str(folder))
     scores = policy.score([sequences], raw=True)[0]
-    assert not torch.allclose(before, scores, atol=1e-3)
     folders = [str(folder)]
     if policy.config.lora_rank:
         folders.append(str(tmp_path / "by_hand"))
@@ -335,11 +323,10 @@ def test_a_saved_checkpoint_is_a_plain_model_with_the_scores_of_the_policy(
         found = load(make_config(saved)).score([sequences], raw=True)[0]
         torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-4)
     names = load_file(folder / "model.safetensors").keys()
-    assert names == load_file(os.path.join(path, "model.safetensors")).keys()
-    assert sent == [spec.name for spec in policy.sent_specs()] and sorted(sent) == sorted(names)
-    vocabularies = [AutoTokenizer.from_pretrained(place).get_vocab() for place in (folder, path)]
-    assert vocabularies[0] == vocabularies[1]
+    assert names == load_file(os.path.join(path, "model.safetensors")).keys() == {*sent}
+    assert sent == [spec.name for spec in policy.sent_specs()]
     assert os.listdir(folder.parent) == ["step_3"] and not (folder / "half").exists()
+    assert (folder / "tokenizer.json").exists()
     if "advantage" in options:
         head = load_file(folder / "value_head" / "value_head.safetensors")["value_head.weight"]
         assert torch.equal(head, policy.module.value_head.weight.full_tensor())
