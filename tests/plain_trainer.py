@@ -5,7 +5,6 @@ Nothing here packs, shares, shards or chunks. Everything behind the logits is co
 
 import copy
 import math
-from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -94,7 +93,7 @@ class PlainTrainer:
         self.loss = choose_loss(self.config)
         self.num_updates = 0
         self.routed = []
-        """Of each sequence that was read for an update: the chances [T, E] of each layer's experts."""
+        """Of each sequence that was read for an update: the chances [layers, T, E] of experts."""
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that adapters change, by name: W + 2·B·A."""
@@ -133,10 +132,9 @@ class PlainTrainer:
         return [torch.cat(column) for column in zip(*columns, strict=True)]
 
     def chances(self, layers):
-        """Return each layer's chances of experts [T, E] float64, of what transformers records."""
-        if self.model.config.model_type == "gemma4_text":
-            return [chances.double() for chances in layers]
-        return [logits.double().softmax(dim=-1) for logits in layers]
+        """Return the chances of experts, [layers, T, E] float64, of what transformers records."""
+        logits = torch.stack([layer.double() for layer in layers])
+        return logits if self.model.config.model_type == "gemma4_text" else logits.softmax(dim=-1)
 
     def transformed(self, logits, targets, raw):
         """Return the logits [N, V] float64 that tokens are sampled by."""
@@ -158,8 +156,7 @@ class PlainTrainer:
         updates = [[s for s in update if s.num_trained] for update in updates]
         columns = [columns_of(update, policy_version) for update in updates]
         order = self.order(len(updates), policy_version)
-        self.balances, self.expert_entropies = [], []
-        self.loads = defaultdict(Counter)
+        self.choices = []
         with torch.no_grad():
             for update, tokens in zip(updates, columns, strict=True):
                 tokens["proximal"], _, tokens["value"] = self.read(update)
@@ -175,7 +172,7 @@ class PlainTrainer:
         for name in of_updates[0]:
             metrics[name] = float(np.mean([update[name] for update in of_updates]))
         metrics["lr"] = of_updates[-1]["lr"]
-        if self.balances:
+        if self.choices:
             metrics |= self.of_experts()
         return metrics | reduce(statistics), list(gradients)
 
@@ -191,19 +188,18 @@ class PlainTrainer:
         """Give each token of a step its advantage and return, one sequence after the other from its end."""
         options = self.config.advantage_options
         for tokens in columns:
-            rewards = tokens["advantage"].tolist()
-            values = tokens["value"].tolist()
-            ids = tokens["id"].tolist()
+            rewards, values, ids = (tokens[name].tolist() for name in ("advantage", "value", "id"))
             estimates = []
             for lam in (options.lam, options.value_lam):
-                estimate = [0.0] * len(ids)
+                estimate = []
                 for place in reversed(range(len(ids))):
-                    if ids[place] != (ids[place + 1] if place + 1 < len(ids) else None):
-                        estimate[place] = rewards[place] - values[place]
+                    if ids[place : place + 1] != ids[place + 1 : place + 2]:
+                        error = rewards[place] - values[place]
                     else:
                         error = options.gamma * values[place + 1] - values[place]
-                        estimate[place] = error + options.gamma * lam * estimate[place + 1]
-                estimates.append(torch.tensor(estimate, dtype=torch.float64))
+                        error += options.gamma * lam * estimate[-1]
+                    estimate.append(error)
+                estimates.append(torch.tensor(estimate[::-1], dtype=torch.float64))
             tokens["advantage"], errors = estimates
             tokens["return"] = tokens["value"] + errors
         advantages = torch.cat([tokens["advantage"] for tokens in columns])
@@ -233,9 +229,8 @@ class PlainTrainer:
         loss = (losses / divisors[config.loss_aggregation]).sum()
         (slopes,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
         if self.routed:
-            balances = torch.stack([self.balance(layers) for layers in self.routed])
-            self.balances += balances.tolist()
-            loss = loss + config.optim.balance * balances.mean()
+            balances = [self.balance(chances) for chances in self.routed]
+            loss = loss + config.optim.balance * sum(balances) / len(balances)
         loss.backward()
         log_ratios = logprobs.detach() - tokens["behavior"]
         rows = {
@@ -252,36 +247,27 @@ class PlainTrainer:
         lr = learning_rate(config, self.num_updates, policy_version + progress, share)
         return {"loss": loss.item(), "lr": lr, **self.step(lr)}, rows, self.gradient
 
-    def balance(self, layers):
-        """Return the balance loss of a sequence, whose layers give chances [T, E]; count what its tokens choose."""
-        config = self.model.config
-        top_k = getattr(config, "moe_topk", [NUM_CHOSEN] * len(layers))
-        balances = []
-        for layer, chances in enumerate(layers):
-            num_experts = chances.shape[1]
-            shares = Counter()
-            for row in chances.tolist():
-                likeliest = sorted(range(num_experts), key=lambda expert: -row[expert])
-                shares.update(likeliest[: top_k[layer]])
-                self.expert_entropies.append(-sum(p * math.log(p) for p in row))
-            self.loads[layer].update(shares)
-            chosen = (
-                torch.tensor([shares[expert] for expert in range(num_experts)]) / shares.total()
-            )
-            balances.append(num_experts * (chosen * chances.mean(dim=0)).sum())
-        self.num_experts = num_experts
-        return sum(balances) / len(balances)
+    def balance(self, chances):
+        """Return the balance loss of a sequence, by the chances [layers, T, E] of experts; note what it chooses."""
+        num_chosen = getattr(self.model.config, "moe_topk", [NUM_CHOSEN] * len(chances))
+        num_chosen = torch.tensor(num_chosen)[:, None]
+        places = chances.argsort(dim=-1, descending=True).argsort(dim=-1)
+        is_chosen = (places < num_chosen[..., None]).double()
+        shares = is_chosen.mean(dim=1) / num_chosen * chances.shape[-1]
+        balance = (shares * chances.mean(dim=1)).sum(dim=-1).mean()
+        entropies = -(chances * chances.log()).sum(dim=-1).mean(dim=0)
+        self.choices.append((is_chosen.sum(dim=1), entropies.detach(), balance.item()))
+        return balance
 
     def of_experts(self) -> dict[str, float]:
         """Return the metrics of the experts that the tokens of a step chose."""
-        loads = self.loads.values()
-        busiest = [max(load.values()) * self.num_experts / load.total() for load in loads]
-        unused = [1 - len(load) / self.num_experts for load in loads]
+        loads, entropies, balances = zip(*self.choices, strict=True)
+        load = sum(loads)
         return {
-            "experts/balance": float(np.mean(self.balances)),
-            "experts/entropy": float(np.mean(self.expert_entropies)),
-            "experts/load_max": float(np.mean(busiest)),
-            "experts/unused": float(np.mean(unused)),
+            "experts/balance": np.mean(balances),
+            "experts/entropy": torch.cat(entropies).mean().item(),
+            "experts/load_max": (load.amax(dim=1) / load.mean(dim=1)).mean().item(),
+            "experts/unused": (load == 0).double().mean().item(),
         }
 
     def losses(self, sequences, tokens, logprobs, progress):

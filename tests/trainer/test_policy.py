@@ -90,7 +90,6 @@ FAMILIES = {
         BALANCE,
     ),
     "hunyuan_v1_moe": ({"num_experts_per_tok": [2, 1], "moe_intermediate_size": [192, 192]}, BALANCE),
-    "falcon_h1": ({}, {}),
     "lfm2": ({}, {}),
 }  # fmt: skip
 """Options of a model of each of these families, with names and sizes of experts as published models have them, and of
