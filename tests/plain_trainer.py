@@ -398,3 +398,10 @@ def assert_is_step(metrics, gradients, updates, expected, relative=1e-5) -> floa
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         assert_same_gradient(gradient, expected_gradient, relative)
     return saved_share
+
+
+def relative_error(gradient, expected) -> float:
+    """Return the norm of what a gradient, by parameter name, differs by from another, over the norm of that one."""
+    errors = [(gradient[name] - exact).norm() for name, exact in expected.items()]
+    norms = [exact.norm() for exact in expected.values()]
+    return float(torch.stack(errors).norm() / torch.stack(norms).norm())
