@@ -28,18 +28,9 @@ VOCAB = SIZES["vocab_size"]
 def save_tiny_model(path: str, tied: bool = True) -> str:
     """Write a random 2-layer Qwen3 (hidden 64, vocabulary 150) and a tokenizer to `path`."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=192,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,  # far from uniform, so that an error in any token shows
-    )
+    # far from uniform, so that an error in any token shows
+    options = {"tie_word_embeddings": tied, "initializer_range": 0.2, "pad_token_id": None}
+    config = tiny_config("qwen3", hidden_size=64, **options)
     Qwen3ForCausalLM(config).save_pretrained(path)
     words = {f"t{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))

@@ -10,13 +10,6 @@ from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.optimizer import learning_rate, make_optimizer, try_optimizer
 from asyncrl.trainer.packing import bundle
 
-
-def rates(*, first: int = 0, ess: float = 1.0, **options) -> list[float]:
-    """The rates of ten updates of five steps, before which the run has made `first` others."""
-    config = Config(lr=0.1, steps=5, minibatches=2, optim=OptimOptions(warmup=2, **options))
-    return [learning_rate(config, first + update, update / 2, ess) for update in range(10)]
-
-
 SHARES = np.arange(1, 9) / 8
 """Of the updates after warm-up, how many are made."""
 
@@ -25,17 +18,20 @@ SHARES = np.arange(1, 9) / 8
     ("options", "expected"),
     [
         ({}, np.ones(8)),
-        ({"by_ess": True, "ess": 0.25}, np.full(8, 0.5)),
+        ({"by_ess": True}, np.full(8, 0.5)),
         ({"schedule": "linear"}, 1 - SHARES),
         ({"schedule": "linear", "least": 0.2}, 1 - 0.8 * SHARES),
         ({"schedule": "cosine"}, (1 + np.cos(np.pi * SHARES)) / 2),
     ],
 )
 def test_after_warm_up_the_rate_follows_its_schedule_to_the_last_update(options, expected):
-    scale = 0.1 * (0.5 if "by_ess" in options else 1)
-    assert rates(**options) == pytest.approx([scale / 2, scale, *0.1 * expected], abs=1e-12)
-    # other numbers of updates, as of a run that continues with other epochs, change nothing
-    assert rates(first=7, **options)[2:] == rates(**options)[2:]
+    """The ten updates of five steps, also where the run has made others before with other epochs."""
+    config = Config(lr=0.1, steps=5, minibatches=2, optim=OptimOptions(warmup=2, **options))
+    ess = 0.25 if config.optim.by_ess else 1.0
+    for first in (0, 7):
+        rates = [learning_rate(config, first + update, update / 2, ess) for update in range(10)]
+        assert rates[2:] == pytest.approx(0.1 * expected, abs=1e-12)
+        assert first or rates[:2] == pytest.approx([0.05 * ess**0.5, 0.1 * ess**0.5])
 
 
 @pytest.mark.parametrize(

