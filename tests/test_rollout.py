@@ -71,7 +71,7 @@ class Driver:
     """The controller's end of the pipe of a worker, which runs in a thread."""
 
     def __init__(self, config):
-        self.tokenizer = load_tokenizer(resolve_model("tiny", TASK))
+        self.config, self.tokenizer = config, load_tokenizer(resolve_model("tiny", TASK))
         words = self.tokenizer.convert_tokens_to_ids(list(ENVIRONMENTS[TASK].ACTIONS))
         self.engine = SamplingEngine(random.Random(0), words, self.tokenizer.eos_token_id)
         self.pipe, self.reports = QueuePipe(), []
@@ -108,13 +108,18 @@ class Driver:
         return finished, openings
 
 
-@pytest.mark.parametrize("scheduling", ["lockstep", "batch"])
-def test_trajectories_are_what_environments_answer_and_wait_for_each_other_but_for_evaluations(
-    scheduling,
-):
+@pytest.fixture(params=["lockstep", "batch"])
+def driver(request):
     limits = {"max_prompt_tokens": 64, "max_response_tokens": 400}
-    config = Config(task=TASK, group_size=8, scheduling=scheduling, **limits)
-    driver = Driver(config)
+    driver = Driver(Config(task=TASK, group_size=8, scheduling=request.param, **limits))
+    yield driver
+    if not driver.end.done():
+        driver.pipe.send(Stop())
+
+
+def test_trajectories_are_what_environments_answer_and_wait_for_each_other_but_for_evaluations(
+    driver,
+):
     assert isinstance(driver.receive(), Ready)
     driver.pipe.send(Update(3, [{"version": 3}], ()))
     message = driver.receive()
@@ -130,7 +135,7 @@ def test_trajectories_are_what_environments_answer_and_wait_for_each_other_but_f
         assert trajectory.loss_mask[len(first)]
     trained = [t for t in trajectories if t.group_id != EVALUATION_GROUP]
     assert len(openings) == max(trajectory.num_turns for trajectory in trained) > 1
-    assert len(openings[0]) == (0 if scheduling == "lockstep" else len(tickets))
+    assert len(openings[0]) == (0 if driver.config.scheduling == "lockstep" else len(tickets))
     assert_reports_have_no_gap(driver.reports)
     # messages are acted on in order, so this cannot happen by chance
     driver.pipe.send(Tickets([replace(too_new, min_version=4)]))

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 
-from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.conversation import Conversation
 
 CHATML = (
@@ -28,12 +27,10 @@ MISTRAL = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
-SPECIAL = {
-    CHATML: ["<|im_start|>", "<|im_end|>"],
-    QWEN3: ["<|im_start|>", "<|im_end|>"],
-    LLAMA3: ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
-    MISTRAL: ["</s>", "<s>", "[INST]", "[/INST]"],
-}
+SPECIAL = [
+    "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<s>", "</s>", "[INST]", "[/INST]",
+]  # fmt: skip
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEXT = (
     "the user says: 12 is lower, the assistant goes left\n\nright\n<think>\n\n</think>\n\n up and down. "
@@ -48,9 +45,7 @@ TALK = [
 
 
 @functools.cache
-def tokenizer_with(
-    template: str | None, special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>"), eos=None
-):
+def tokenizer_with(template, eos="<eos>"):
     """A byte-level BPE that splits text as Llama 3's and Qwen's do, with merges of its own."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -62,15 +57,13 @@ def tokenizer_with(
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340, initial_alphabet=alphabet, special_tokens=["<eos>"]
-    )
+    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet)
     tokenizer.train_from_iterator([TEXT], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=eos or "<eos>",
-        bos_token=next((token for token in special if token in ("<s>", "<|begin_of_text|>")), None),
-        extra_special_tokens=list(special),
+        eos_token=eos,
+        bos_token="<s>",
+        extra_special_tokens=SPECIAL,
         chat_template=template,
     )
 
@@ -98,28 +91,13 @@ def built(tokenizer, talk, last_observation, ended) -> list[int]:
     return tokens
 
 
-def byte_level(template):
-    return tokenizer_with(template, tuple(SPECIAL[template]))
-
-
-TINY_TALK = [("lower", "12"), ("higher", "left"), ("correct", "12left")]
-
-
 @pytest.mark.parametrize("ended", [True, False])
-@pytest.mark.parametrize(
-    ("make_tokenizer", "talk", "closing"),
-    [
-        (lambda: byte_level(CHATML), TALK, "<|im_end|>"),
-        (lambda: byte_level(LLAMA3), TALK, "<|eot_id|>"),
-        (lambda: load_tokenizer(resolve_model("tiny", "guess_number")), TINY_TALK, "<eos>"),
-    ],
-    ids=["chatml", "llama3", "tiny"],
-)
-def test_turns_put_together_are_the_template_of_the_whole(make_tokenizer, talk, closing, ended):
-    tokenizer = make_tokenizer()
-    assert built(tokenizer, talk, "higher", ended) == whole(tokenizer, talk, "higher")
-    end_of_turn = tokenizer.convert_ids_to_tokens(Conversation(tokenizer).end_of_turn)
-    assert end_of_turn == closing
+@pytest.mark.parametrize(("template", "closing"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>")])
+def test_turns_put_together_are_the_template_of_the_whole(template, closing, ended):
+    tokenizer = tokenizer_with(template)
+    assert built(tokenizer, TALK, "higher", ended) == whole(tokenizer, TALK, "higher")
+    end_of_turn = Conversation(tokenizer).end_of_turn
+    assert tokenizer.convert_ids_to_tokens(end_of_turn) == closing
 
 
 def test_a_template_that_drops_earlier_thoughts_gives_the_same_reply_and_keeps_them_in_the_context():
@@ -135,7 +113,7 @@ def test_a_template_that_drops_earlier_thoughts_gives_the_same_reply_and_keeps_t
 
 
 def test_a_template_without_generation_prompt_or_system_message_will_do():
-    tokenizer = tokenizer_with(MISTRAL, tuple(SPECIAL[MISTRAL]), "</s>")
+    tokenizer = tokenizer_with(MISTRAL, "</s>")
     reply = Conversation(tokenizer).reply("up", ended=False)
     assert tokenizer.decode(reply) == "</s>[INST] up [/INST]"
 

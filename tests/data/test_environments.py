@@ -49,11 +49,13 @@ def test_an_episode_depends_on_seed_and_responses_alone(name):
 
 
 @every_environment
-def test_an_episode_without_an_action_is_truncated_and_then_over(name):
+def test_what_is_no_action_takes_a_turn_and_after_the_last_the_episode_is_over(name):
     environment = ENVIRONMENTS[name]()
-    steps = play(environment, 0, ["I do not know"] * 10)
+    responses = ["", "x", "0", "32", "9" * 5000, "half", "I do not know"] * 2
+    _, *steps = play(environment, 0, responses)
     ends = [(0.0, False, False)] * (environment.max_turns - 1) + [(0.0, False, True)]
-    assert [step[1:4] for step in steps[1:]] == ends
+    assert [step[1:4] for step in steps] == ends
+    assert all(step[0].startswith(environment.NO_ACTION) for step in steps)
     with pytest.raises(RuntimeError, match="the episode is over; call reset"):
         environment.step("left")
 
@@ -102,8 +104,3 @@ def test_halving_always_finds_the_number_and_blind_guessing_seldom():
         blind_wins += str(guess) in rng.sample(GuessNumber.ACTIONS, GuessNumber.max_turns)
     assert secrets == set(range(1, GuessNumber.HIGHEST + 1))
     assert blind_wins / 300 < 0.25
-
-
-@pytest.mark.parametrize("response", ["", "x", "0", "32", "9" * 5000, "half"])
-def test_what_is_no_number_in_range_is_no_guess(response):
-    assert play(GuessNumber(), 0, [response])[-1] == (GuessNumber.NO_ACTION, 0.0, False, False, {})

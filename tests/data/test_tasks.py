@@ -15,6 +15,7 @@ from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.addition import LABELS, Addition
 from data.gsm8k import INSTRUCTION
 from data.problem import Problem
+from data.sums import Sums
 
 ROWS = [
     {
@@ -123,55 +124,90 @@ def test_response_lengths_have_a_long_tail():
 # Rows of files
 
 
-def test_gsm8k_meets_every_problem_once_an_epoch_in_a_new_order(tmp_path):
+def test_rows_are_met_once_an_epoch_in_a_new_order_and_ask_for_their_number(tmp_path):
     task = load("gsm8k", 0, tmp_path)
     epochs = [[task.train_problem(30 * epoch + i) for i in range(30)] for epoch in range(3)]
     assert all(len(set(epoch)) == 30 for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
+    for problem in epochs[0]:
+        assert problem.prompt.endswith(INSTRUCTION)
+        assert int(problem.answer) == 2 * int(problem.prompt.split()[2])
 
 
-def test_gsm8k_asks_through_the_chat_template_and_scores_the_boxed_number(tmp_path):
-    task, tokenizer = load("gsm8k", 0, tmp_path), chat_tokenizer()
-    problem = task.train_problem(0)
-    number = int(problem.answer)
-    assert problem.prompt.endswith(INSTRUCTION)
-    prompt = f"[user]{problem.prompt}[assistant]"
-    assert tokenizer.decode(task.encode_prompt(problem, tokenizer)) == prompt
-    tokenizer.chat_template = None
-    assert tokenizer.decode(task.encode_prompt(problem, tokenizer)) == problem.prompt
-    right = f"Twice that is \\boxed{{{number:,}}}."
-    responses = (right, f"It is 3, no: \\boxed{{{number + 1}}}.", "I do not know", "")
-    scores = [score_of("gsm8k")(problem.answer, response) for response in responses]
-    assert scores == [1.0, 0.0, 0.0, 0.0]
+OFFLINE = """
+from pathlib import Path
+import datasets
+from asyncrl.tasks import load_task
+try:
+    load_task("gsm8k", 0)
+except ValueError as error:
+    print(error)
+for name, rows in {rows}.items():
+    datasets.Dataset.from_list(rows).to_parquet({part!r} + f"/{{name}}-00000-of-00001.parquet")
+print(len(load_task("gsm8k", 0).eval_problems(100)))
+"""
 
 
 def test_without_the_hub_its_local_cache_is_read_and_otherwise_the_error_is_quick(tmp_path):
     """A closed port of this host stands for the hub, so that the test says the same with a network."""
-    import datasets
-
-    command = (
-        "from asyncrl.tasks import load_task; print(len(load_task('gsm8k', 0).eval_problems(100)))"
-    )
     folder = str(tmp_path)
     hub = {"HOME": folder, "HF_HOME": folder, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    started = time.monotonic()
-    process = run_python("-c", command, **hub)
-    last_line = process.stderr.strip().splitlines()[-1]
-    assert last_line.startswith("ValueError: dataset openai/gsm8k cannot be had")
-    assert "--data-path takes a local copy" in last_line
-    assert time.monotonic() - started < 20
     repository = tmp_path / "hub" / "datasets--openai--gsm8k"
     part = repository / "snapshots" / ("0" * 40) / "main"
-    part.mkdir(parents=True)
-    (repository / "refs").mkdir()
+    for made in (part, repository / "refs"):
+        made.mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
-    for name, rows in ROWS_OF.items():
-        datasets.Dataset.from_list(rows).to_parquet(str(part / f"{name}-00000-of-00001.parquet"))
-    process = run_python("-c", command, **hub)
-    assert process.stdout.strip() == "10", process.stderr
+    started = time.monotonic()
+    process = run_python("-c", OFFLINE.format(rows=ROWS_OF, part=str(part)), **hub)
+    error, num_held_out = process.stdout.splitlines()
+    assert error.startswith("dataset openai/gsm8k cannot be had")
+    assert "--data-path takes a local copy" in error and num_held_out == "10"
+    assert time.monotonic() - started < 20
 
 
-# Other tasks
+# Prompts and scores
+
+
+@pytest.mark.parametrize(("name", "system"), [("gsm8k", ""), ("sums:one_digit", "Answer briefly.")])
+def test_a_question_is_asked_through_the_chat_template_under_a_system_prompt(
+    name, system, tmp_path
+):
+    task, tokenizer = load(name, 0, tmp_path), chat_tokenizer()
+    problem = task.train_problem(0)
+    text = tokenizer.decode(task.encode_prompt(problem, tokenizer))
+    assert text == f"[system]{system}" * bool(system) + f"[user]{problem.prompt}[assistant]"
+    tokenizer.chat_template = None
+    text = tokenizer.decode(task.encode_prompt(problem, tokenizer))
+    assert text == f"{system}\n\n" * bool(system) + problem.prompt
+
+
+@pytest.mark.parametrize("level", Sums.LEVELS)
+def test_the_answer_of_a_sum_is_what_its_words_ask_for(level):
+    task = Sums(level, 3)
+    for problem in [*map(task.train_problem, range(200)), *task.eval_problems(20)]:
+        numbers = [int(word) for word in re.findall(r"\d+", problem.prompt)]
+        asked = numbers[0] + numbers[1] if "+" in problem.prompt else sorted(numbers)[3]
+        assert int(problem.answer) == asked
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "right", "wrong"),
+    [
+        ("gsm8k", "1224", ["So \\boxed{1,224}."], ["3, no: \\boxed{1225}.", "I do not know", ""]),
+        (
+            "sums",
+            "12",
+            ["12", "3 + 9 = 12.", "**12**\n", "12.0"],
+            ["", "twelve", "1 2", "-12"],
+        ),
+    ],
+)
+def test_the_number_of_a_response_that_counts_is_the_boxed_or_the_last_one(
+    name, answer, right, wrong
+):
+    score = score_of(name)
+    assert [score(answer, response) for response in right] == [1.0] * len(right)
+    assert [score(answer, response) for response in wrong] == [0.0] * len(wrong)
 
 
 def test_reasoning_gym_scores_what_stands_between_its_tags():
