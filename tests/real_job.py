@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from programs import ROOT
+from programs import ROOT, wait_until
 
 from asyncrl.config import flag, switch
 from scripts.lines import read
@@ -90,13 +90,14 @@ class Job:
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 150) -> None:
         """Poll until the condition holds while the job runs."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None, f"the job ended early:\n{self.output()[-3000:]}"
-            assert time.monotonic() < deadline, (
-                f"nothing after {timeout_s} s:\n{self.output()[-3000:]}"
-            )
-            time.sleep(0.1)
+
+        def is_met() -> bool:
+            is_true = condition()
+            has_ended = self.process.poll() is not None
+            assert is_true or not has_ended, f"the job ended early:\n{self.output()[-3000:]}"
+            return is_true
+
+        wait_until(is_met, timeout_s)
 
     def has_saved(self) -> bool:
         """Whether there is a whole checkpoint."""

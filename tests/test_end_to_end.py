@@ -4,7 +4,6 @@ Here: learning and freshness. Of the files beside this one, _tasks has other tas
 what is killed or cannot start, test_several_nodes.py two nodes. Variants are slow if their parts have faster tests.
 """
 
-import json
 import os
 import signal
 import tempfile
@@ -23,7 +22,6 @@ from real_job import (
 )
 
 from asyncrl.runlog.manifest import newest_checkpoint, weights_sha256
-from asyncrl.weights.models import resolve_model
 from extras.planning.advice import advice_of
 from scripts.lines import read
 
@@ -95,9 +93,6 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_though_the_engine_is_kil
     from scripts.runs import load  # pandas, which no other process of these tests needs
 
     assert "advice on α (now 2)" in advice_of(load(job.run_path))
-    assert_checkpoint_serves(job.run_path / "checkpoints" / "step_12")
-    run = json.loads((job.run_path / "run.json").read_text())
-    assert run["config"]["async_ratio"] == 2 and run["packages"]["torch"]
     samples = read(job.run_path / "samples.jsonl")
     assert {line["step"] for line in samples} == set(range(1, 13)) and samples[0][
         "prompt"
@@ -110,18 +105,6 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_though_the_engine_is_kil
     kept = ("torchelastic_", "torchinductor_")
     assert [name for name in os.listdir(temporary) if not name.startswith(kept)] == []
     assert_nothing_is_left([], shared_memory)
-
-
-def assert_checkpoint_serves(path):
-    """transformers loads what was saved, and it differs from what training began with."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    trained = AutoModelForCausalLM.from_pretrained(path)
-    first = AutoModelForCausalLM.from_pretrained(resolve_model("tiny", "addition"))
-    assert AutoTokenizer.from_pretrained(path).eos_token_id is not None
-    assert any(
-        not a.equal(b) for a, b in zip(trained.parameters(), first.parameters(), strict=True)
-    )
 
 
 @pytest.mark.slow

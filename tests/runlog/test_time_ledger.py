@@ -4,11 +4,8 @@ import itertools
 import random
 from collections import Counter
 
-import pytest
-
 from asyncrl.messages import ActivityReport
 from asyncrl.runlog.time_ledger import (
-    TRAINER_STATES,
     WORKER_STATES,
     Activity,
     TimeLedger,
@@ -38,20 +35,6 @@ def test_accounts_follow_on_each_other_and_say_every_nanosecond_what_was_done():
     assert spans[0][1] == ledger.start == start and ledger.until == start + len(states)
     assert all(before[2] == after[1] for before, after in itertools.pairwise(spans))
     assert total + account.spent == ledger.total == Counter(states)
-
-
-def test_a_state_that_is_unknown_or_overlaps_the_one_before_is_an_error():
-    ledger = TimeLedger(TRAINER_STATES, "wait", 0)
-    ledger.enter("gather", 10)
-    message = "unknown state 'waiting'; it must be one of evaluate, forward_backward"
-    with pytest.raises(RuntimeError, match=message):
-        ledger.enter("waiting", 11)
-    message = r"begins at 9 ns, but the time until 10 ns .* overlap by 1 ns"
-    with pytest.raises(RuntimeError, match=message):
-        ledger.enter("publish", 9)
-    ledger.take(12)
-    with pytest.raises(RuntimeError, match="overlap by 2 ns"):
-        ledger.take(10)
 
 
 # What a worker does
