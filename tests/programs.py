@@ -22,10 +22,12 @@ def run_python(*words: str | Path, cwd: Path = ROOT, **variables) -> subprocess.
     )
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> object:
+def wait_until(
+    condition: Callable[[], object], timeout_s: float = 60.0, poll_s: float = 0.01
+) -> object:
     """Poll until the condition gives something, and return it."""
     deadline = time.monotonic() + timeout_s
     while not (result := condition()):
         assert time.monotonic() < deadline, f"nothing after {timeout_s:g} s"
-        time.sleep(0.01)
+        time.sleep(poll_s)
     return result

@@ -97,7 +97,7 @@ class Job:
             assert is_true or not has_ended, f"the job ended early:\n{self.output()[-3000:]}"
             return is_true
 
-        wait_until(is_met, timeout_s)
+        wait_until(is_met, timeout_s, poll_s=0.1)
 
     def has_saved(self) -> bool:
         """Whether there is a whole checkpoint."""

@@ -265,6 +265,7 @@ ENDS = {
     "no room": (r"needs 0\.03\d GB \(0\.00\d of tensors \+ 0\.032\), 0\.001", "never"),
 }
 """What a run that ends so says, and whether its last step is saved."""
+SAVE_EVERY = {"if due": (1, 2), "always": (2, None), "never": (1, 1)}
 
 
 @pytest.mark.parametrize("seed", range(2 * len(ENDS)))
@@ -274,11 +275,9 @@ def test_however_a_run_ends_its_due_checkpoints_are_whole_and_have_the_weights_o
     """Each write goes on until it is waited for, and training beside it; the reason of an error comes before that."""
     rng, end = random.Random(seed), list(ENDS)[seed % len(ENDS)]
     line, is_last_saved = ENDS[end]
-    number, steps = rng.choice([signal.SIGINT, signal.SIGTERM]), rng.randint(2, 5)
-    last = steps if "last step" in end else rng.randint(1, steps - 1)
-    save_every = [None, rng.choice([1, 2])][seed // len(ENDS)]
-    if is_last_saved == "never":
-        save_every = 1
+    number, steps = rng.choice([signal.SIGINT, signal.SIGTERM]), rng.randint(4, 5)
+    last = steps if "last step" in end else 3
+    save_every = SAVE_EVERY[is_last_saved][seed // len(ENDS)]
     keep_last = rng.choice([0, 1, 3])
     elapsed_s = time.time() - module.psutil.Process().create_time()
     options = {"save_every": save_every, "keep_last": keep_last, "steps": steps}

@@ -75,7 +75,7 @@ def resume(job: Job, **options) -> Job:
 def stop(job: Job) -> int:
     """Ask a run to end; return its exit status."""
     os.kill(job.process.pid, signal.SIGTERM)
-    return job.wait(60)
+    return job.wait()
 
 
 def test_with_alpha_0_a_run_that_is_stopped_killed_and_out_of_time_is_the_unbroken_one_to_the_bit(
@@ -106,7 +106,7 @@ def test_with_alpha_0_a_run_that_is_stopped_killed_and_out_of_time_is_the_unbrok
     foreign = job.run_path / "checkpoints/step_23"
     shutil.copytree(newest_checkpoint(unbroken.run_path).path, foreign)
     job = resume(job, stop_after_s=1)
-    assert job.wait(60) == os.EX_TEMPFAIL
+    assert job.wait() == os.EX_TEMPFAIL
     skipped = f"skipped checkpoint {foreign}: it is of run {id_of(unbroken.run_path)}, and "
     assert f"warning: {skipped}" in job.output()
     assert "stopped by --stop-after-s 1, which is nearly over" in job.output()
@@ -125,7 +125,7 @@ def test_with_alpha_0_a_run_that_is_stopped_killed_and_out_of_time_is_the_unbrok
     assert_every_group_is_consumed_once(job, 24, GROUPS)
     before = contents(job.run_path)
     job = resume(job)
-    assert job.wait(60) == 0 and contents(job.run_path) == before
+    assert job.wait() == 0 and contents(job.run_path) == before
     assert "24 steps of 24; to continue, raise --steps\n" in job.output()
     header = json.loads((job.run_path / "run.json").read_text())
     assert (header["config"]["stop_after_s"], header["config"]["resume"]) == (0, None)
@@ -139,11 +139,11 @@ def test_two_nodes_are_stopped_together_and_one_continues_with_what_both_had(tmp
         start(tmp_path, place, steps=40, async_ratio=1) for place in torchrun_variables([0, 1])
     )
     job.wait_until(lambda: job.num_steps() >= 6)
-    assert (stop(other), job.wait(60)) == (128 + signal.SIGTERM,) * 2
+    assert (stop(other), job.wait()) == (128 + signal.SIGTERM,) * 2
     assert newest_checkpoint(job.run_path).step == job.num_steps()
     before = [*steps_in(job.run_path), *steps_in(job.run_path / "node_1")]
     job = resume(job, steps=24)
-    assert job.wait(60) == 0, job.output()[-3000:]
+    assert job.wait() == 0, job.output()[-3000:]
     metrics, (resumed,) = job.metrics(), job.events("run_resumed")
     assert job.values("step") == list(range(1, 25))
     assert max(job.values("staleness/max")) <= 1
@@ -164,7 +164,7 @@ def test_a_rank_that_fails_ends_at_once_with_its_reason_and_its_worker_and_waits
     jobs = [start(tmp_path, place, run_failing, failing) for place in torchrun_variables([0, 0])]
     jobs[0].wait_until(lambda: jobs[0].events("worker_ready"))
     workers = jobs[failing].descendants()
-    assert jobs[failing].wait(60) == 1
+    assert jobs[failing].wait() == 1
     assert f"error: rank {failing} is out of memory" in jobs[failing].output().splitlines()
     assert_nothing_is_left(workers, set(os.listdir("/dev/shm")))
     if failing == 0:
@@ -175,13 +175,13 @@ def test_a_rank_that_fails_ends_at_once_with_its_reason_and_its_worker_and_waits
 def test_nodes_that_differ_are_refused_and_when_one_fails_the_other_ends_and_knows_why(tmp_path):
     places = torchrun_variables([0, 1])
     jobs = [start(tmp_path, place, lr=0.1 + node) for node, place in enumerate(places)]
-    assert jobs[0].wait(60) == 2 and jobs[1].wait(60) != 0
+    assert jobs[0].wait() == 2 and jobs[1].wait() != 0
     host = socket.gethostname()
     line = f"error: node 1 ({host}) does not run the same as node 0 ({host}): --lr 1.1 instead"
     assert line in jobs[0].output()
     places = torchrun_variables([0, 1])
     jobs = [start(tmp_path, place, run_failing, 1) for place in places]
-    assert [job.wait(60) for job in jobs] == [1, 1]
+    assert [job.wait() for job in jobs] == [1, 1]
     assert f"error: node 1 ({host}) ended: rank 1 is out of memory\n" in jobs[0].output()
 
 
