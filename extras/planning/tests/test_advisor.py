@@ -7,12 +7,11 @@ import random
 import statistics
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from written_run import write_run
 
 from asyncrl.cluster.placement import Placement, WorkerPlacement
-from asyncrl.config import Config
 from extras.planning.advice import (
     ALPHAS,
     RemoteHosts,
@@ -21,6 +20,7 @@ from extras.planning.advice import (
     advise_on_hosts,
     best_alpha,
     best_split,
+    config_of,
     hosts_that_suffice,
     measure,
     measure_hosts,
@@ -32,7 +32,6 @@ ADVICE, RUNS = (
     tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
     for name in ("advice.toml", "runs.toml")
 )
-CONFIG = Config(async_ratio=1.0, groups_per_step=16, group_size=4)
 USUAL = Measured(1.0, 4, 2, "GPU", False, 64, 12.0, 4.0, 1.0, 3.0, 4.5)
 """6 GPUs of which 2 train; a step needs 12 GPU-seconds of decoding and 4 of training, its longest response 3 s."""
 HOSTS = RemoteHosts((2.0, 4.0, 1.0, 2.0), 36, 5.0, 1.0, 1)
@@ -114,73 +113,43 @@ def test_the_advice_on_hosts_is_this_text(case):
 # What is measured
 
 
-def make_run(num_steps, spans, **config):
-    """A run whose steps are twice as slow in its first half as in the second.
-
-    A step trains 0.4 s. Two workers decode for 0.6 s of it each. 2,000 tokens are for training, 1,000 are an
-    evaluation's. Weights take 0.6 and 0.8 s to the workers. `spans(step)` are worker, start and end of the responses of
-    a step. Before the first step there was a large evaluation.
-    """
-    metrics, steps, updates, now = [], [], [], 0.0
-    trajectories = [{"group": -1, "time": -1.0, "tokens": 10**6}]
-    for step in range(1, num_steps + 1):
-        step_s = 2.0 if step <= num_steps / 2 else 1.0
-        now += step_s
-        times = {"time/step_s": step_s, "time/wait_s": step_s - 0.4}
-        times["worker_time/decoding"] = 0.6 / step_s
-        metrics.append({"step": step, "tokens/generated": 500 + 2000 * step, **times})
-        steps.append({"step": step, "time": now, "groups": [step], "node": 0})
-        for worker, start, end in spans(step):
-            span = {"worker": worker, "started_at": start, "ended_at": end}
-            trajectories.append({"group": step, "time": now, "tokens": 5, **span})
-        trajectories.append({"group": -1, "time": now, "tokens": 1000})
-        updates += [{"time": now + 0.01, "broadcast_s": seconds} for seconds in (0.6, 0.8)]
-    options = dataclasses.asdict(dataclasses.replace(CONFIG, **config))
-    info = {"config": options, "hardware": {"gpus": [], "cpu_cores": 8}, "world_size": 1}
-    events = {"step": frame(steps), "trajectory": frame(trajectories), "update": frame(updates)}
-    return SimpleNamespace(path="runs/one", metrics=frame(metrics), events=events, info=info)
-
-
-def usual_spans(step):
-    return [(0, 0.0, 0.1), (0, 1.0, 1.5 + 0.1 * (step % 2))]
-
-
-def test_measurements_are_means_without_the_first_quarter_and_without_evaluations():
+def test_measurements_are_means_without_the_first_quarter_and_without_evaluations(tmp_path):
     """A device is a core, or a GPU whether it is shared or not."""
-    run = make_run(20, usual_spans)
-    workers = tuple(WorkerPlacement(i, None, None, 3, 0.0) for i in range(2))
-    m = measure(run, CONFIG, Placement((None, None), 2, workers, "shm"))
+    run = write_run(tmp_path, 20, evaluation_tokens=1000)
+    config = config_of(run)
     alone = tuple(WorkerPlacement(i, 2 + i, None, 1, 0.9) for i in range(3))
     shared = (WorkerPlacement(0, 0, 0, 1, 0.4),)
     for ranks, engines, transport in (((0, 1), alone, "shm"), ((0,), shared, "ipc")):
-        g = measure(run, CONFIG, Placement(ranks, 4, engines, transport))
+        g = measure(run, config, Placement(ranks, 4, engines, transport))
         assert (g.rollout_devices, g.training_devices) == (len(engines), len(ranks))
         assert (g.unit, g.is_shared) == ("GPU", engines is shared)
-    assert dataclasses.asdict(m) == {
-        "async_ratio": 1.0,
-        "rollout_devices": 6,
-        "training_devices": 4,
-        "unit": "CPU core",
-        "is_shared": True,
-        "samples": 64,
-        "decoding_s": pytest.approx(0.6 * 6 * 2 / 3),  # a third of the tokens were an evaluation's
-        "training_s": pytest.approx(0.4 * 4),
-        "response_mean_s": pytest.approx((0.1 + 0.55) / 2, abs=0.01),
-        "response_max_s": pytest.approx(0.55, abs=0.01),
-        "step_s": pytest.approx((5 * 2 + 10 * 1) / 15),
-    }
+    workers = tuple(WorkerPlacement(i, None, None, 3, 0.0) for i in range(2))
+    assert measure(run, config, Placement((None, None), 2, workers, "shm")) == Measured(
+        async_ratio=1.0,
+        rollout_devices=6,
+        training_devices=4,
+        unit="CPU core",
+        is_shared=True,
+        samples=4,
+        decoding_s=pytest.approx(0.6 * 6 * 2 / 3),  # a third of the tokens were an evaluation's
+        training_s=pytest.approx(0.4 * 4),
+        response_mean_s=pytest.approx((0.1 + 0.55) / 2, abs=0.01),
+        response_max_s=pytest.approx(0.55, abs=0.01),
+        step_s=pytest.approx((5 * 2 + 10 * 1) / 15),
+    )
 
 
 @pytest.mark.parametrize("case", RUNS["cases"], ids=str)
-def test_a_run_gets_advice_or_a_line_that_says_why_not(case):
-    run = make_run(case["num_steps"], usual_spans, **case.get("options", {}))
+def test_a_run_gets_advice_or_a_line_that_says_why_not(case, tmp_path):
+    run = write_run(tmp_path, case["num_steps"], **case.get("options", {}))
+    run.info["hardware"] = {"gpus": [], "cpu_cores": 8}
     run.events["step"]["node"] = case.get("nodes", 0)
     if "without" in case:
         run.events[case["without"]] = frame([])
     try:
         text = advice_of(run)
     except ValueError as error:
-        text = str(error)
+        text = str(error).replace(str(tmp_path), "runs")
     assert text.startswith(case["line"])
 
 
@@ -209,12 +178,14 @@ def test_hosts_are_enough_from_the_least_number_on_whose_responses_and_weights_f
     assert hosts_that_suffice(m) == (math.inf if enough is None else enough)
 
 
-def test_rates_are_of_the_time_in_which_a_worker_has_anything_to_sample():
+def test_rates_are_of_the_time_in_which_a_worker_has_anything_to_sample(tmp_path):
     """Worker 0: 3 responses in 0–2 and 5–6 s; worker 1: one in 4 s; worker 2 has given none in the last steps."""
     lately = {13: [(0, 0.0, 1.5), (0, 1.0, 2.0)], 14: [(0, 5.0, 6.0), (1, 0.0, 4.0)]}
-    run = make_run(20, lambda step: lately.get(step, []) if step > 12 else [(2, 0.0, 1.0)])
+    run = write_run(
+        tmp_path, 20, lambda step: lately.get(step, []) if step > 12 else [(2, 0.0, 1.0)]
+    )
     run.events["update"].loc[:7, "broadcast_s"] = 99.0  # those before the fifth step ended
-    m = measure_hosts(run, CONFIG)
+    m = measure_hosts(run, config_of(run))
     assert m.rates == pytest.approx((3 / 3, 1 / 4))
-    assert (m.responses, m.refresh_lag) == (64, 1)
+    assert (m.responses, m.refresh_lag) == (4, 1)
     assert (m.train_s, m.broadcast_s) == pytest.approx((0.4, 0.7))
