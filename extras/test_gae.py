@@ -27,25 +27,27 @@ def batch_of(sequences):
 
 
 @pytest.mark.parametrize(
-    ("sequences", "explained"),
+    ("sequences", "explained", "most"),
     [
-        ([(reward, [2.0] * 4) for reward in (0.0, 1.0, 3.0)], {"value/explained_variance": 0.0}),
-        ([(1.0, [0.1, 0.2]), (1.0, [0.3])], {}),
-        ([(reward, [0.0]) for reward in (0.0, 1e-8, 3e-8)], {}),
+        ([(r, [2.0] * 4) for r in (0.0, 1.0, 3.0)], {"value/explained_variance": 0.0}, 2.0),
+        ([(1.0, [0.1, 0.2]), (1.0, [0.3])], {}, 2.0),
+        ([(reward, [0.0]) for reward in (0.0, 1e-8, 3e-8)], {}, 0.1),
+        ([(1e3 + 0.1, [0.0] * 7)] * 3, {}, 1e-5),
     ],
-    ids=["constant values", "equal returns", "returns that rounding tells apart"],
+    ids=[
+        "constant values",
+        "equal returns",
+        "returns that rounding tells apart",
+        "equal advantages",
+    ],
 )
-def test_values_explain_nothing_of_returns_that_are_all_equal(sequences, explained):
+def test_values_explain_nothing_of_returns_that_are_all_equal(sequences, explained, most):
+    """Advantages are whitened, those that are equal to zero."""
     updates = [[batch_of(part)] for part in ([], sequences)]
     ((nothing,), (batch,)), metrics = estimate_step(updates, torch.clone, AdvantageOptions())
     assert metrics == pytest.approx(explained) and len(nothing.returns) == 0
     assert batch.advantages.dtype == batch.returns.dtype == torch.float32
-
-
-def test_equal_advantages_are_whitened_to_zero():
-    updates = [[batch_of([(1e3 + 0.1, [0.0] * 7)] * 3)]]
-    (((batch,),), _) = estimate_step(updates, torch.clone, AdvantageOptions())
-    assert batch.advantages.abs().max() < 1e-5
+    assert batch.advantages.abs().max() < most
 
 
 def test_the_backward_pass_of_the_head_keeps_no_float32_copy_of_hidden_states():

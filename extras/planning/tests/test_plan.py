@@ -23,8 +23,14 @@ from extras.planning import memory, planner
 from extras.planning.advice import config_of
 from extras.planning.fit import plan_memory
 from extras.planning.plan import commands
-from extras.planning.plan_inputs import lengths_of, read_cluster, read_lengths, with_rates
-from extras.planning.planner import Job, Pool, Training, compute_s, make_engine
+from extras.planning.plan_inputs import (
+    lengths_of,
+    make_cluster,
+    read_cluster,
+    read_lengths,
+    with_rates,
+)
+from extras.planning.planner import Job, Training, compute_s, make_engine
 from extras.planning.shape import read_shape
 from scripts.plan import main
 
@@ -220,29 +226,16 @@ def test_engines_of_another_size_join_with_a_number_of_gpus_of_their_own():
     assert " --rollout-tp 2 " in trainer["command"] and " --rollout-tp 4" in join["command"]
 
 
-def test_people_get_a_picture_the_next_best_plans_and_the_commands(write, capsys):
+def test_people_get_the_commands_and_the_next_best_plans(write, capsys):
     given = (write(JOINING), *GIVEN, "--lengths", "lognormal:500,0.7")
     plan = planned(capsys, *given)
     main([*map(str, given)])
-    note, *lines = capsys.readouterr().out.splitlines()
-    assert note == "note: [links] same_kind is missing; 1.25 GB/s assumed, Ethernet of 10 Gbit/s"
-    heads = ["train", "sample", "train", "sample", "░", "step", "stale", "cost", "next"]
-    assert [line.split()[0].partition("|")[0] for line in lines[:9]] == heads
-    costs = [plan[f"cost_per_{what}"] for what in ("hour", "step", "million_tokens")]
-    assert [float(number) for number in re.findall(r"[\d.]+", lines[7])] == pytest.approx(
-        costs, rel=0.01
-    )
-    assert "; 100% of the work, 128 responses a step" in lines[1] and "█" in lines[2]
-    waits = [
-        1 - plan["training_s"] / plan["step_s"],
-        1 - (plan["generation_s"] + plan["update_s"]) / plan["step_s"],
-    ]
-    for line, share in zip(lines[2:4], waits, strict=True):
-        assert line.endswith(f"waits {max(0, share):.0%}")
-    assert float(re.search(r"\(([\d.]+)×\)", lines[8])[1]) >= 1
-    assert any(line.startswith("torchrun") for line in lines)
-    assert any(line.endswith("runs/plan/swarm.key (extras/swarm/README.md)") for line in lines)
-    assert lines[-1].startswith("planned in ")
+    text = capsys.readouterr().out
+    note = "note: [links] same_kind is missing; 1.25 GB/s assumed, Ethernet of 10 Gbit/s\n"
+    assert text.startswith(note)
+    shown = [line["command"] for line in plan["commands"]] + plan["next"]
+    assert all(f"{line}\n" in text for line in shown)
+    assert "runs/plan/swarm.key (extras/swarm/README.md)" in text
 
 
 def test_data_sheets_may_be_overridden_and_two_lists_of_a_kind_are_told_apart(write):
@@ -322,8 +315,7 @@ def test_lognormal_lengths_are_cut_at_the_longest_allowed():
 
 
 def test_every_data_sheet_is_whole_and_has_a_source():
-    for name, sheet in tomllib.loads(planner.SHEETS.read_text()).items():
-        assert len(sheet.pop("source")) > 10 and sheet["called"]
-        pool = Pool(name, name, 1, 1, 0.0, **sheet)
-        rates = (pool.flops_per_s, pool.hbm_bytes_per_s, pool.gb_per_s, pool.device.total_bytes)
-        assert min(rates) > 10
+    sheets = tomllib.loads(planner.SHEETS.read_text())
+    machines = [{"gpu": name, "gpus": 1} for name in sheets]
+    make_cluster({"machines": machines}, Path("all.toml"))
+    assert all(sheet["called"] and len(sheet["source"]) > 10 for sheet in sheets.values())

@@ -83,39 +83,37 @@ def outcomes(j, c):
     tps = [tp for tp in (1, 2, 4, 8) if memory.can_split(j.shape, tp)]
     weights = 2 * j.shape.num_parameters / 1e9
     for p in c.pools:
-        for machines, gpus, stages in itertools.product(
-            range(1, p.count + 1), range(1, p.gpus + 1), (False, True)
-        ):
-            if j.config.groups_per_step % machines or (stages and gpus == p.gpus):
-                continue
+        trainers = itertools.product(range(1, p.count + 1), range(1, p.gpus + 1), (False, True))
+        for machines, gpus, stages in trainers:
             times_s = [training_s(j, c, t) for t in trainings(j, p, machines, gpus, stages)]
-            if not times_s:
+            if j.config.groups_per_step % machines or not times_s:
                 continue
-            train_s = min(times_s)
-            near_counts = [
-                ((p, tp), machines * n)
-                for tp in tps
-                for n in range(1, (p.gpus - gpus) // tp * stages + 1)
-            ]
-            far_counts = []
+            # engines beside the trainer are the same on all of its machines
+            sites = [(p, machines, machines, (p.gpus - gpus) * stages, weights / p.gb_per_s)]
             for q in c.pools:
-                count = q.count - machines * (q is p)
-                numbers = {tp: count * (q.gpus // tp) for tp in tps}
-                far_counts.append([((q, tp), n) for tp in tps for n in range(1, numbers[tp] + 1)])
-            all_counts = ([None, *counts] for counts in (near_counts, *far_counts))
-            for near, *far in itertools.product(*all_counts):
-                update_s = max(0.31e-3 * j.shape.num_tensors, stages * weights / p.gb_per_s)
-                engines = Counter(dict(filter(None, [near])))
-                for (q, tp), count in filter(None, far):
-                    link = c.same_kind if q.gpu == p.gpu else c.across_kinds
-                    update_s = max(update_s, 5 * weights / link)
-                    engines[q, tp] += count
+                link = c.same_kind if q.gpu == p.gpu else c.across_kinds
+                sites.append((q, 1, q.count - machines * (q is p), q.gpus, 5 * weights / link))
+            choices = [
+                [
+                    ((q, tp), number, update_s)
+                    for tp in tps
+                    for number in range(step, count * (per_machine // tp) + 1, step)
+                ]
+                for q, step, count, per_machine, update_s in sites
+            ]
+            for chosen in itertools.product(*([None, *choice] for choice in choices)):
+                engines = Counter()
+                update_s = 0.31e-3 * j.shape.num_tensors
+                for kind, number, seconds in filter(None, chosen):
+                    engines[kind] += number
+                    update_s = max(update_s, seconds)
                 rate = 0 < engines.total() <= j.requests and rate_of(j, engines)
                 if not rate:
                     continue
                 busy_s = j.tokens / rate + update_s
-                step_s = seconds_of_step(j, busy_s, train_s, engines, j.config.async_ratio)
+                alpha = j.config.async_ratio
                 used = sum(q.price_per_hour * tp * n for (q, tp), n in engines.items())
+                step_s = seconds_of_step(j, busy_s, min(times_s), engines, alpha)
                 yield step_s, used + machines * gpus * p.price_per_hour
 
 
@@ -128,15 +126,21 @@ def shared_outcomes(j, c):
             yield step_s, p.price_per_hour
 
 
+SMALL_CLUSTERS = (
+    [(1, 1)],
+    [(1, 8)],
+    [(2, 2)],
+    [(3, 1), (1, 2)],
+    [(2, 1), (1, 3)],
+    [(1, 2), (1, 2), (1, 1)],
+)
+"""Number of machines and GPUs of each, by kind."""
+
+
 def random_case(seed):
     rng = random.Random(seed)
-    kinds, left, pools = rng.randint(1, 3), rng.randint(1, 8), []
-    for kind in range(kinds):
-        gpus = rng.choice([n for n in (1, 2, 3, 4, 8) if n <= max(1, left)])
-        count = rng.randint(1, max(1, min(3, left // gpus)))
-        if gpus * count > left:
-            break
-        left -= gpus * count
+    pools = []
+    for kind, (count, gpus) in enumerate(rng.choice(SMALL_CLUSTERS)):
         sheet = {
             "price_per_hour": rng.choice([0.0, 0.5, 1.0, 2.0, 5.0]),
             "tflops": rng.uniform(60, 1000),
@@ -145,18 +149,18 @@ def random_case(seed):
             "gb_per_s": rng.choice([32.0, 200.0, 450.0]),
         }
         pools.append(pool(f"kind{kind}", count, gpus, **sheet))
-    c = cluster(
-        *pools, same_kind=rng.choice([1.25, 5.0, 50.0]), across_kinds=rng.choice([0.1, 1.25, 10.0])
-    )
+    links = {
+        "same_kind": rng.choice([1.25, 5.0, 50.0]),
+        "across_kinds": rng.choice([0.1, 1.25, 10.0]),
+    }
     options = {
         "async_ratio": rng.choice([0.0, 0.5, 1.0, 2.0]),
         "max_running_requests": rng.choice([2, 8, 64]),
+        "share_prefix": rng.choice(["off", "prompt"]),
+        "max_tokens_per_microbatch": rng.choice([4112, 16384]),
     }
-    model = rng.choice([SMALL, SMALL, LARGE])
     options |= rng.choice([{}, {"lora_rank": 16}, {"kl_coef": 0.1}, {"minibatches": 4}])
-    options["share_prefix"] = rng.choice(["off", "prompt"])
-    options["max_tokens_per_microbatch"] = rng.choice([4112, 16384])
-    return job(model, **options), c
+    return job(rng.choice([SMALL, SMALL, LARGE]), **options), cluster(*pools, **links)
 
 
 NAMED_CASES = {
@@ -216,7 +220,7 @@ def check_against_brute_force(j, c, slack):
     "seeds",
     [
         range(10),
-        pytest.param(range(10, 60), marks=pytest.mark.slow),
+        pytest.param(range(10, 40), marks=pytest.mark.slow),
     ],
 )
 def test_plans_are_the_best_of_all_on_small_random_clusters(seeds):
@@ -354,6 +358,19 @@ def test_training_and_sampling_take_what_their_formulas_say(seed):
 # What brute force does not see
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_least_rate_makes_a_step_as_long_as_the_limit(seed):
+    for split in itertools.islice(planner.splits(*random_case(seed)), 50):
+        for limit_s, tail in itertools.product(
+            (1.1 * split.update_s, 4.0 * split.training_s), (0.0, 2.0)
+        ):
+            rate = split.least_rate(limit_s, tail)
+            if rate == math.inf:
+                assert split.step_s(1e15, tail) > limit_s * (1 - 1e-9)
+            else:
+                assert split.step_s(rate, tail) == pytest.approx(limit_s)
+
+
 def test_without_prices_the_fewest_gpus_are_the_cheapest():
     c = cluster(pool(count=4, gpus=4, price_per_hour=0.0))
     wanted = job().tokens / plan(job(), c)[0].step_s / 1.5
@@ -362,7 +379,7 @@ def test_without_prices_the_fewest_gpus_are_the_cheapest():
     assert best.split.training.ranks + sum(gpus for _, gpus in best.sampling_gpus) <= 6
 
 
-@pytest.mark.parametrize(("tp", "sampled"), [(1, 20.0), (1, 1500.0), (2, 567.0)])
+@pytest.mark.parametrize(("tp", "sampled"), [(1, 20.0), (1, 2300.0), (2, 567.0)])
 def test_a_pool_has_the_rates_that_were_measured_of_it(tp, sampled):
     """Whether products hide the reading of weights, or are hidden by it."""
     measured = pool(gpus=8, trained_tokens_per_s=1234.0, sampled_tokens_per_s=sampled)

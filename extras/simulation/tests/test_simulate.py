@@ -9,10 +9,10 @@ import pytest
 
 from asyncrl.records import Ticket
 from extras.latency_law import LatencyLaw
-from extras.simulation import report, scenarios, swarm
+from extras.simulation import report, scenarios
 from extras.simulation.clock import Clock
-from extras.simulation.cluster import Case, Cluster, Simulation, simulate
-from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm, roofline
+from extras.simulation.cluster import Case, Cluster, simulate
+from extras.simulation.engine import EngineCurve, Swarm, roofline
 from extras.simulation.swarm import Uplink
 from extras.simulation.workload import (
     Turns,
@@ -80,19 +80,6 @@ def test_rollout_is_a_queue_that_shares_its_processor(seed):
     assert outcome.numbers["rollout_s"] == pytest.approx(sampled_s + len(lengths) * reward_s)
 
 
-def test_a_request_that_is_aborted_leaves_its_slot_to_the_next():
-    clock, ended = Clock(), []
-    engine = SimulatedEngine(clock, EngineCurve(((1, 10.0), (2, 10.0)), 1e12, 1))
-    requests = [Request(100, 0, lambda r: ended.append(clock.now)) for _ in range(3)]
-    for request in requests:
-        engine.add(request)
-    counts = []
-    for time_s, index in ((2.55, 0), (3.0, 2)):
-        clock.at(time_s, lambda index=index: counts.append(engine.remove(requests[index])))
-    clock.run_until(lambda: bool(ended))
-    assert counts == [25, 0] and ended == pytest.approx([12.55])
-
-
 # The real logic is driven
 
 ARMS = {
@@ -137,12 +124,6 @@ def test_a_controller_that_takes_longer_than_the_results_come_sets_the_pace():
     numbers = simulate(case(workload=workload, message_s=100.0, **instant)).numbers
     assert numbers["step_s"] == pytest.approx(12 * 100.0, rel=0.2)
     assert numbers["controller_share"] > 0.8
-
-
-def test_what_is_not_simulated_is_refused():
-    line = "on_update restart is not simulated; use keep, recompute or resume"
-    with pytest.raises(ValueError, match=line):
-        simulate(case({"on_update": "restart"}))
 
 
 # Swarms
@@ -193,19 +174,6 @@ def test_weights_take_a_machine_the_time_of_their_bytes_and_those_no_longer_kept
     assert whole.numbers["fetch_s"] > 10 * files.numbers["fetch_s"]
 
 
-def test_a_machine_that_ends_without_a_word_is_missed_after_its_silence(monkeypatch):
-    monkeypatch.setattr(swarm, "CRASH_SHARE", 1.0)
-    simulation, died_at, ended_at = Simulation(swarm_case(steps=30, stay_s=60.0)), [], []
-    simulation.controller.journal.record = lambda event, **fields: died_at.append(
-        (event, simulation.clock.now)
-    )
-    end = simulation.swarm._end
-    simulation.swarm._end = lambda machine: (ended_at.append(simulation.clock.now), end(machine))
-    simulation.run()
-    missed = [now for event, now in died_at if event == "worker_died"]
-    assert missed and missed == pytest.approx([now + 15.0 for now in ended_at][: len(missed)])
-
-
 @pytest.mark.parametrize(("context", "num_requests", "most"), [(10_000, 128, 37), (100, 256, 128)])
 def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit(context, num_requests, most):
     """Weights and cache are the limit of the long context, floating-point operations that of the short one."""
@@ -238,7 +206,6 @@ SIMULATED_AGAIN = [
     "own bench, environments normal(10,5)",
     "own bench, over-sampling",
     "own bench, replication 8x8",
-    "prompt replication 32x16",
 ]
 """Of every kind the comparison that is simulated fastest."""
 
