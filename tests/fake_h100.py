@@ -1,11 +1,12 @@
 """vLLM for CUDA without a GPU: its own configuration for H100s, and what calls CUDA on the way to an engine's start.
 
-To be run as a process, as nothing of it can be undone: `fake_h100.py RESULT.json FOLDER`. The CPU
+To be run as a process, as nothing of it can be undone: `fake_h100.py RESULT.json FOLDER FACTS`. The CPU
 wheel has all the Python of vLLM; its compiled modules for CUDA are empty here, and the driver's answers those of H100s.
 """
 
 import contextlib
 import json
+import operator
 import os
 import sys
 from multiprocessing import Pipe
@@ -103,26 +104,8 @@ def record_calls() -> tuple[list, list]:
     return calls, engines
 
 
-def facts_of(made) -> dict:
-    """What vLLM made of our options."""
-    return {
-        "max_num_batched_tokens": made.scheduler_config.max_num_batched_tokens,
-        "async_scheduling": made.scheduler_config.async_scheduling,
-        "v2": made.use_v2_model_runner,
-        "kv_cache_memory_bytes": made.cache_config.kv_cache_memory_bytes,
-        "gpu_memory_utilization": made.cache_config.gpu_memory_utilization,
-        "cudagraph_mode": made.compilation_config.cudagraph_mode.name,
-        "executor": made.parallel_config.distributed_executor_backend,
-        "tensor_parallel_size": made.parallel_config.tensor_parallel_size,
-        "sleep": made.model_config.enable_sleep_mode,
-        "dtype": str(made.model_config.dtype),
-        "logprobs_mode": made.model_config.logprobs_mode,
-        "transfer": made.weight_transfer_config.backend,
-    }
-
-
-def start_each(folder: Path) -> dict:
-    """Start a rollout worker, then engines of other kinds of placement. Return what was called, and their options."""
+def start_each(folder: Path, facts: list[str]) -> dict:
+    """Start a rollout worker, then engines of other kinds of placement. Return what was called, and facts of each."""
     calls, engines = record_calls()
     from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
     from asyncrl.config import Config
@@ -145,11 +128,12 @@ def start_each(folder: Path) -> dict:
     ):
         with contextlib.suppress(Started):
             start_engine(engine)
-    return {"calls": calls[:1], "engines": list(map(facts_of, engines))}
+    found = [{fact: str(operator.attrgetter(fact)(made)) for fact in facts} for made in engines]
+    return {"calls": calls[:1], "engines": found}
 
 
 if __name__ == "__main__":
-    result, folder = map(Path, sys.argv[1:])
+    result, folder = map(Path, sys.argv[1:3])
     os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(UUIDS), "VLLM_LOGGING_LEVEL": "ERROR"}
-    result.write_text(json.dumps(start_each(folder)))
+    result.write_text(json.dumps(start_each(folder, sys.argv[3:])))
     os._exit(0)

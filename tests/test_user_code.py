@@ -1,7 +1,6 @@
 """What a user brings: how it is found, loaded and copied. The lines in which mistakes end are in errors.toml."""
 
 import json
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,9 @@ from data.problem import Problem
 
 
 def test_an_object_is_loaded_once_and_its_module_is_called_as_its_file(tmp_path):
-    path = write_user_code(tmp_path, "seen = []\nclass Mine: pass\n")
+    path = write_user_code(tmp_path, "class Mine: pass\n")
     mine = user_code.load(f"{path}:Mine")
     assert mine is user_code.load(f"{path}:Mine") and mine.__module__ == path.stem
-    assert user_code.load(f"{path}:seen") == []
-    assert user_code.load("addition", "--task", {"addition": 3}) == 3
 
 
 def test_the_files_are_those_that_are_named_and_what_they_import_from_their_folder(tmp_path):
@@ -51,12 +48,7 @@ def test_a_users_task_is_made_with_seed_data_and_arguments_and_scores_by_its_tex
     assert len(held_out) == 40 and held_out.isdisjoint(train)
     tokens = task.encode_prompt(problem, chat_tokenizer())
     assert chat_tokenizer().decode(tokens) == "[user]3 x 6 =[assistant]"
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(score_there, (text, "4", "4")) == 1.0
-
-
-def score_there(text, answer, response):
-    return score_of(text)(answer, response)
+    assert score_of(text)("4", "4") == 1.0
 
 
 HANGING = """
@@ -69,24 +61,15 @@ class Hanging:
 
     def train_problem(self, index):
         time.sleep(60)
-
-    def eval_problems(self, count):
-        time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(
-    ("method", "line"),
-    [
-        ("train_problem", "problem 17 is not there after 0.2 s; fix it, or raise --env-timeout-s"),
-        ("eval_problems", "eval_problems is not there after 0.3 s; fix it, or raise --timeout-s"),
-    ],
-)
-def test_problems_of_a_users_task_must_come_in_time(tmp_path, method, line):
+def test_problems_of_a_users_task_must_come_in_time(tmp_path):
     name = f"{write_user_code(tmp_path, HANGING)}:Hanging"
-    task = task_of(Config(task=name, env_timeout_s=0.2, timeout_s=0.3))
+    task = task_of(Config(task=name, env_timeout_s=0.2))
+    line = "problem 17 is not there after 0.2 s; fix it, or raise --env-timeout-s"
     with pytest.raises(ValueError) as caught:
-        getattr(task, method)(17)
+        task.train_problem(17)
     assert str(caught.value) == f"--task {name}: {line} if it is only slow"
 
 
@@ -141,20 +124,18 @@ def test_held_out_rows_may_have_a_file_of_their_own_or_one_by_its_name(tmp_path)
     assert prompts_of(load_task("jsonl", 0, str(tmp_path / "parts"))) == expected
 
 
-@pytest.mark.parametrize("saved_as", ["parquet", "json", "save_to_disk", "split"])
-def test_rows_of_parquet_and_of_saved_datasets_are_read_too(tmp_path, saved_as):
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_rows_of_parquet_and_of_saved_datasets_with_parts_are_read_too(tmp_path, has_parts):
     import datasets
 
     rows = [{"prompt": row["prompt"], "answer": row["answer"]} for row in ROWS]
-    table, path = datasets.Dataset.from_list(rows), str(tmp_path / f"rows.{saved_as}")
-    if saved_as == "split":
+    table, path = datasets.Dataset.from_list(rows), str(tmp_path / "rows.parquet")
+    if has_parts:
         table.train_test_split(10).save_to_disk(path)
-    elif saved_as == "save_to_disk":
-        table.save_to_disk(path)
     else:
-        getattr(table, f"to_{saved_as}")(path)
+        table.to_parquet(path)
     train, held_out = prompts_of(load_task("jsonl", 0, path))
-    assert train | held_out == PROMPTS and (len(held_out) == 10 or saved_as != "split")
+    assert train | held_out == PROMPTS and (len(held_out) == 10 or not has_parts)
 
 
 def test_the_whole_row_is_the_answer_and_without_a_reward_its_column_answer_is_compared(tmp_path):
@@ -167,25 +148,20 @@ def test_the_whole_row_is_the_answer_and_without_a_reward_its_column_answer_is_c
 
 
 def test_prompts_go_through_the_chat_template_with_a_system_prompt_and_options(tmp_path):
-    chat = [
-        {"role": role, "content": content}
-        for role, content in (("user", "a"), ("assistant", "b"), ("user", "c"))
-    ]
-    rows = [*({"ask": chat, "n": n} for n in range(3)), {"ask": "d", "n": 0}]
-    task = jsonl(tmp_path / "a.jsonl", rows, "prompt=ask", "system=s")
+    chat = [{"role": role, "content": role[:2]} for role in ("user", "assistant", "user")]
+    task = jsonl(tmp_path / "a.jsonl", [{"ask": chat}, {"ask": "d"}], "prompt=ask", "system=s")
     tokenizer = chat_tokenizer()
-    problems = [*task.eval_problems(9), *(task.train_problem(i) for i in range(9))]
+    problems = [*task.eval_problems(9), task.train_problem(0)]
     texts = {tokenizer.decode(task.encode_prompt(problem, tokenizer)) for problem in problems}
-    conversation = "[system]s[user]a[assistant]b[user]c[assistant]"
+    conversation = "[system]s[user]us[assistant]as[user]us[assistant]"
     assert texts == {conversation, "[system]s[user]d[assistant]"}
     tokenizer.chat_template = None
-    asked = next(problem for problem in problems if problem.prompt == chat)
     with pytest.raises(ValueError, match="need a chat template"):
-        task.encode_prompt(asked, tokenizer)
-    task = jsonl(tmp_path / "b.jsonl", ROWS, 'template={"tone": "low"}', "shuffle=false")
-    tokenizer.chat_template = "{{ tone }}:{{ messages[0]['content'] }}"
-    problems = [task.train_problem(i) for i in range(20)]
-    numbers = [int(problem.prompt.split()[1]) for problem in problems]
+        task.encode_prompt(Problem(chat, ""), tokenizer)
+    options = ('template={"tone": "low"}', "shuffle=false")
+    task = jsonl(tmp_path / "b.jsonl", ROWS, *options)
+    numbers = [int(task.train_problem(i).prompt.split()[1]) for i in range(20)]
     assert numbers == sorted(numbers), "in the order of the file"
-    text = tokenizer.decode(task.encode_prompt(problems[0], tokenizer))
-    assert text == f"low:{problems[0].prompt}"
+    tokenizer.chat_template = "{{ tone }}:{{ messages[0]['content'] }}"
+    text = tokenizer.decode(task.encode_prompt(Problem("Say 1", ""), tokenizer))
+    assert text == "low:Say 1"

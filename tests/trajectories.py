@@ -1,5 +1,7 @@
 """Small trajectories and groups that tests are about."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from asyncrl.records import Group, Trajectory
@@ -27,8 +29,6 @@ def make_trajectory(group_id, member, versions=(0,), finish_reason="stop"):
 
 
 def make_group(group_id, rewards):
-    members = [make_trajectory(group_id, member, (0, 0)) for member in range(len(rewards))]
-    return Group(
-        group_id,
-        tuple(type(t)(**{**vars(t), "reward": r}) for t, r in zip(members, rewards, strict=True)),
-    )
+    members = enumerate(rewards)
+    trajectories = (replace(make_trajectory(group_id, i, (0, 0)), reward=r) for i, r in members)
+    return Group(group_id, tuple(trajectories))

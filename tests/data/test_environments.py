@@ -17,16 +17,6 @@ RESPONSES = [*MOVES, *4 * ["I go RIGHT, not down.", "Down or right"]]
 every_environment = pytest.mark.parametrize("name", MULTI_TURN_TASKS)
 
 
-def play(environment, seed: int, responses: list[str]) -> list[tuple]:
-    """What reset and each step give, to the end of the episode."""
-    steps = [environment.reset(seed=seed)]
-    for response in responses:
-        steps.append(environment.step(response))
-        if steps[-1][2] or steps[-1][3]:
-            break
-    return steps
-
-
 @pytest.mark.filterwarnings("ignore:.*alternative render modes")
 @every_environment
 def test_environments_keep_gymnasiums_contract(name):
@@ -37,22 +27,11 @@ def test_environments_keep_gymnasiums_contract(name):
 
 
 @every_environment
-def test_an_episode_depends_on_seed_and_responses_alone(name):
-    rng = random.Random(0)
-    for seed in range(30):
-        responses = rng.choices([*ENVIRONMENTS[name].ACTIONS, "hm"], k=ENVIRONMENTS[name].max_turns)
-        used, fresh = ENVIRONMENTS[name](), ENVIRONMENTS[name]()
-        used.reset(seed=seed + 1)
-        steps = play(fresh, seed, responses)
-        assert play(used, seed, responses) == steps
-        assert all(fresh.observation_space.contains(step[0]) for step in steps)
-
-
-@every_environment
 def test_what_is_no_action_takes_a_turn_and_after_the_last_the_episode_is_over(name):
     environment = ENVIRONMENTS[name]()
     responses = ["", "x", "0", "32", "9" * 5000, "half", "I do not know"] * 2
-    _, *steps = play(environment, 0, responses)
+    environment.reset(seed=0)
+    steps = [environment.step(response) for response in responses[: environment.max_turns]]
     ends = [(0.0, False, False)] * (environment.max_turns - 1) + [(0.0, False, True)]
     assert [step[1:4] for step in steps] == ends
     assert all(step[0].startswith(environment.NO_ACTION) for step in steps)
@@ -62,9 +41,9 @@ def test_what_is_no_action_takes_a_turn_and_after_the_last_the_episode_is_over(n
 
 def test_the_lake_is_what_its_picture_says():
     """The player moves as the first word of direction says, up to the edge; anything else moves nothing."""
-    rng, met = random.Random(0), set()
+    rng, met, lake = random.Random(0), set(), FrozenLake()
     for seed in range(200):
-        lake, place = FrozenLake(), (0, 0)
+        place = (0, 0)
         instruction, *rows = lake.reset(seed=seed)[0].splitlines()
         cells = {(y, x): cell for y, row in enumerate(rows) for x, cell in enumerate(row)}
         assert (instruction, cells[place], cells[3, 3]) == (FrozenLake.INSTRUCTION, "P", "G")
@@ -89,8 +68,8 @@ def test_the_lake_is_what_its_picture_says():
     assert met == {"_", "O", "G"}
 
 
-def test_halving_always_finds_the_number_and_blind_guessing_seldom():
-    environment, rng, secrets, blind_wins = GuessNumber(), random.Random(0), set(), 0
+def test_halving_always_finds_the_number():
+    environment, secrets = GuessNumber(), set()
     for seed in range(300):
         low, high, reward = 1, GuessNumber.HIGHEST, 0.0
         environment.reset(seed=seed)
@@ -101,6 +80,4 @@ def test_halving_always_finds_the_number_and_blind_guessing_seldom():
             assert reward or not truncated
             low, high = (guess + 1, high) if observation == GuessNumber.HIGHER else (low, guess - 1)
         secrets.add(guess)
-        blind_wins += str(guess) in rng.sample(GuessNumber.ACTIONS, GuessNumber.max_turns)
     assert secrets == set(range(1, GuessNumber.HIGHEST + 1))
-    assert blind_wins / 300 < 0.25

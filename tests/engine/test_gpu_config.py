@@ -5,51 +5,53 @@ import os
 import subprocess
 import sys
 
-import pytest
 from fake_h100 import KV_BYTES
 from programs import ROOT
 
+SHARED = {
+    "scheduler_config.max_num_batched_tokens": "8192",
+    "scheduler_config.async_scheduling": "True",
+    "use_v2_model_runner": "True",
+    "cache_config.kv_cache_memory_bytes": str(KV_BYTES),
+    "cache_config.gpu_memory_utilization": "0.4",
+    "compilation_config.cudagraph_mode.name": "FULL_AND_PIECEWISE",
+    "parallel_config.distributed_executor_backend": "uni",
+    "parallel_config.tensor_parallel_size": "1",
+    "model_config.enable_sleep_mode": "False",
+    "model_config.dtype": "torch.bfloat16",
+    "model_config.logprobs_mode": "processed_logprobs",
+    "weight_transfer_config.backend": "ipc",
+}
+"""What vLLM's configuration has for an engine that shares a GPU with the trainer."""
+SLEEPS = SHARED | {
+    "cache_config.kv_cache_memory_bytes": "None",
+    "cache_config.gpu_memory_utilization": "0.8",
+    "model_config.enable_sleep_mode": "True",
+}
+SPLIT = SHARED | {
+    "cache_config.kv_cache_memory_bytes": "None",
+    "cache_config.gpu_memory_utilization": "0.9",
+    "parallel_config.distributed_executor_backend": "mp",
+    "parallel_config.tensor_parallel_size": "2",
+    "weight_transfer_config.backend": "nccl",
+}
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What fake_h100.py finds out."""
-    folder = tmp_path_factory.mktemp("h100")
+
+def test_vllm_takes_our_options_for_an_h100_as_they_are_meant_and_cuda_is_not_called_before_the_fork(
+    tmp_path,
+):
     removed = ("VLLM_", "CUDA_", "TORCH", "OMP_")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(removed)
     }
     environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    command = [sys.executable, ROOT / "tests/fake_h100.py", folder / "result", folder]
+    program = ROOT / "tests/fake_h100.py"
+    command = [sys.executable, program, tmp_path / "result", tmp_path, *SHARED]
     run = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    log = folder / "tiny.log"
-    text = log.read_text() if log.exists() else ""
-    assert run.returncode == 0, run.stdout[-3000:] + text[-3000:]
-    return json.loads((folder / "result").read_text())
-
-
-def test_vllm_takes_our_options_for_an_h100_as_they_are_meant(found):
-    shared = {
-        "max_num_batched_tokens": 8192,
-        "async_scheduling": True,
-        "v2": True,
-        "kv_cache_memory_bytes": KV_BYTES,
-        "gpu_memory_utilization": 0.4,
-        "cudagraph_mode": "FULL_AND_PIECEWISE",
-        "executor": "uni",
-        "tensor_parallel_size": 1,
-        "sleep": False,
-        "dtype": "torch.bfloat16",
-        "logprobs_mode": "processed_logprobs",
-        "transfer": "ipc",
-    }
-    alone = {"kv_cache_memory_bytes": None}
-    sleeps = {"gpu_memory_utilization": 0.8, "sleep": True}
-    split = {"executor": "mp", "tensor_parallel_size": 2, "transfer": "nccl"}
-    split |= {"gpu_memory_utilization": 0.9}
-    assert found["engines"] == [shared, shared | alone | sleeps, shared | alone | split]
-
-
-def test_nothing_calls_cuda_or_forms_a_group_before_the_engine_is_forked(found):
-    assert found["calls"] == ["engine, fork"]
+    logs = "".join(log.read_text()[-3000:] for log in tmp_path.glob("*.log"))
+    assert run.returncode == 0, run.stdout[-3000:] + logs
+    found = json.loads((tmp_path / "result").read_text())
+    assert found["engines"] == [SHARED, SLEEPS, SPLIT]
+    assert found["calls"] == ["engine, fork"], "nothing else has called CUDA or formed a group"

@@ -28,7 +28,6 @@ MEMORY = "MemoryError|Cannot allocate memory"
 BAD = {
     "float('nan')": "the reward is nan, not a finite number or a dict of them",
     "'1.0'": "the reward is '1.0', not a finite number or a dict of them",
-    "None": "the reward is None, not a finite number",
     "{}": "the reward is {}, not a finite number",
     "{'right': 1.0, 'wrong': float('inf')}": "the part 'wrong' is inf, not a finite number",
     "{3: 1.0}": "1 parts, [3]; allowed are 64 printable names",
@@ -36,12 +35,10 @@ BAD = {
     "{'mean': 1.0}": "none of them mean, std, zero_variance_groups",
     "{str(i): 1.0 for i in range(1000)}": "1000 parts",
     "-1e13": "the reward is -1e+13, allowed is -1e+12 to 1e+12; scale it down",
-    "{'large': 1e300}": "the part 'large' is 1e+300, allowed is -1e+12 to 1e+12; scale it down",
     "10**400": "OverflowError: int too large to convert to float",
     r"{}['no\nsuch key']": r", line LINE: KeyError: 'no\nsuch key'",
     r"throw(ValueError('\ud800' * 1000))": r"ValueError: \ud800\ud800",
     "throw(Unspeakable)": "Unspeakable: <exception str() failed>",
-    "throw(KeyboardInterrupt)": "KeyboardInterrupt",
     "throw(asyncio.CancelledError)": "CancelledError",
     "sys.exit(3)": "SystemExit: 3",
     "os._exit(0)": DEATH,
@@ -49,7 +46,6 @@ BAD = {
     "time.sleep(3600)": HANG,
     "[signal.signal(signal.SIGTERM, signal.SIG_IGN), time.sleep(3600)]": HANG,
     "bytearray(20 << 30)": MEMORY,
-    "mmap.mmap(-1, 20 << 30)": MEMORY,
     "[bytes(100 << 20) for _ in range(1000)]": MEMORY,
     "Path('PATH').write_text('broken in')": "File too large|Read-only file system",
 }

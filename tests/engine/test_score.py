@@ -16,13 +16,11 @@ ROW = json.dumps(
 @pytest.mark.parametrize(
     ("functions", "answer", "scored"),
     [
-        (["exact"], "4", (1.0, {})),
         (["exact"], ROW, (1.0, {})),
         (["exact"], '{"no": JSON', (0.0, {})),
         (["keywords"], ROW, (4.0, {})),
         (["keywords"], "4", (1.0, {})),
         (["by_columns"], ROW, (8.0, {})),
-        (["parts*2"], ROW, (3.0, {"right": 1.0, "short": 0.5})),
         (["exact*-0.5"], ROW, (-0.5, {})),
         (
             ["exact*2", "parts*0.5", "short"],

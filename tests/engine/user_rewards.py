@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import ctypes  # noqa: F401, for responses, as the next ones
 import inspect
-import mmap  # noqa: F401
 import os
 import resource
 import signal  # noqa: F401
