@@ -1,5 +1,7 @@
 """What would have the host wait for a GPU, seen on the CPU."""
 
+from contextlib import ContextDecorator
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -8,8 +10,8 @@ WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_d
 """Operations that read a number, or whose result has a size that depends on values."""
 
 
-class HostWaits(TorchDispatchMode):
-    """Lists the operations inside of the block for which the host would wait.
+class HostWaits(TorchDispatchMode, ContextDecorator):
+    """Lists the operations inside of the block, or of the decorated function, for which the host would wait.
 
     To index by a mask asks for its size, and a list of numbers is copied to the GPU.
     """

@@ -22,6 +22,7 @@ from tiny_policy import (
     weights_of,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._device import device_decorator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -105,16 +106,6 @@ def minibatches_of(sequences, config):
     return [sequences[i :: config.minibatches] for i in range(config.minibatches)]
 
 
-def made_on(device, method):
-    """A method in which tensors that are made without `device=` are on this one."""
-
-    def run(*arguments):
-        with torch.device(device):
-            return method(*arguments)
-
-    return run
-
-
 def packed_sequences(position_ids):
     """What transformers' function of that name returns, without its question whether there is one sequence alone.
 
@@ -134,20 +125,14 @@ def test_an_update_makes_no_tensor_elsewhere_than_its_micro_batches_are_and_none
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", packed_sequences)
     waits = HostWaits()
 
-    def counted(method):
-        def run(*arguments):
-            with waits:
-                return method(*arguments)
-
-        return run
-
+    elsewhere, host = torch.device("meta"), torch.device("cpu")
     for method in ("_update", "_scored"):  # what is packed before is on the host
-        changed = counted(made_on("meta", getattr(Policy, method)))
+        changed = waits(device_decorator(elsewhere, getattr(Policy, method)))
         monkeypatch.setattr(Policy, method, changed)
-    monkeypatch.setattr(gae, "estimate_step", made_on("meta", gae.estimate_step))
+    monkeypatch.setattr(gae, "estimate_step", device_decorator(elsewhere, gae.estimate_step))
     # counts, AdamW's count of steps and what is gathered of all ranks are the host's
     for owner, method in ((Policy, "_totals"), (Policy, "_step"), (TokenStats, "sequence_ess")):
-        monkeypatch.setattr(owner, method, made_on("cpu", getattr(owner, method)))
+        monkeypatch.setattr(owner, method, device_decorator(host, getattr(owner, method)))
     config = make_config(untied, **CASES[name])
     updates = minibatches_of(random_sequences(12, seed=3), config)
     names = {}
