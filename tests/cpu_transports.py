@@ -7,7 +7,6 @@ Patch first: the engine is forked, and has the shims too.
 import contextlib
 import functools
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -27,17 +26,8 @@ TIMEOUT_S = 30.0
 def share(tensor):
     """In the place of reduce_tensor: what another process needs to map this memory."""
     file, size = tensor.untyped_storage()._share_fd_cpu_()
-    path = f"/proc/{os.getpid()}/fd/{file}"
-    return None, (
-        path,
-        size,
-        tensor.storage_offset(),
-        len(tensor),
-        None,
-        None,
-        "the trainer's GPU",
-        "never freed",
-    )
+    place = (f"/proc/{os.getpid()}/fd/{file}", size, tensor.storage_offset(), len(tensor))
+    return None, (*place, None, None, "the trainer's GPU", "never freed")
 
 
 def map_shared(path, size, start, length, *rest):
@@ -83,7 +73,7 @@ class Communicator:
         if self.rank != src:
             self._broadcast(tensor, src)
             return
-        (stream or _current.stream).put(lambda: self._broadcast(tensor, src))
+        stream.put(lambda: self._broadcast(tensor, src))
 
     def _broadcast(self, tensor, src):
         if self._gloo is None:
@@ -97,15 +87,6 @@ class Communicator:
         self._gloo = None
 
 
-_current = threading.local()
-
-
-@contextlib.contextmanager
-def current_stream(stream):
-    _current.stream = stream
-    yield
-
-
 def patch_nccl(patch, chunk_bytes):
     """Have nccl go through gloo, in chunks of so many bytes."""
     from vllm.distributed.device_communicators import pynccl
@@ -115,7 +96,7 @@ def patch_nccl(patch, chunk_bytes):
     patch.setattr("asyncrl.weights.nccl.CHUNK_BYTES", chunk_bytes)
     patch.setattr(torch.cuda, "set_device", lambda device: None)
     patch.setattr(torch.cuda, "Stream", Stream)
-    patch.setattr(torch.cuda, "stream", current_stream)
+    patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     patch.setattr(torch.accelerator, "synchronize", lambda: None)
 

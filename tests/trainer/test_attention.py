@@ -10,7 +10,7 @@ import torch
 import transformers
 from tiny_families import packed_scores, plain_scores, tiny_config, tiny_model
 from tiny_policy import random_sequences, random_tree
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
+from transformers import MistralConfig, Qwen3Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import asyncrl.trainer.attention
@@ -48,20 +48,17 @@ SCALED = {"cohere2": {"logit_scale": 0.2}, "falcon_h1": {"lm_head_multiplier": 0
 # slower, but the same mask
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @torch.no_grad()
-def test_flex_attention_has_the_scores_of_single_sequences_and_each_token_meets_the_head_once(
-    untied,
-):
-    options = {"attn_implementation": "flex_attention"}
-    module = TokenLogprobs(AutoModelForCausalLM.from_pretrained(untied, **options).eval())
-    rows = []
+def test_flex_attention_has_the_scores_of_single_sequences_and_each_token_meets_the_head_once():
+    config, rows = tiny_config("qwen3"), []
+    module = TokenLogprobs(tiny_model(config, "flex_attention"))
     module.model.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     bundles = bundle(random_tree(20, seed=5, system=0), "tree")
-    in_order = [s for b in bundles for s in b.sequences]
+    sequences = [s for b in bundles for s in b.sequences]
     with torch.compiler.set_stance("force_eager"):
-        logprobs = packed_scores(module, in_order, "one_row", "tree")
-    expected = plain_scores(AutoModelForCausalLM.from_pretrained(untied).eval(), in_order)
+        logprobs = packed_scores(module, sequences, module.layout, "tree")
+    expected = plain_scores(tiny_model(config, "sdpa"), sequences)
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
-    trained = {tuple(s.tokens[: t + 1]) for s in in_order for t in s.loss_mask.nonzero()[0]}
+    trained = {tuple(s.tokens[: t + 1]) for s in sequences for t in s.loss_mask.nonzero()[0]}
     assert module.layout == "one_row" and len(bundles) == 3
     assert sum(rows) == len(trained) < len(logprobs)
 
