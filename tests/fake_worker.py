@@ -29,27 +29,24 @@ from asyncrl.records import Completion, Ticket, Trajectory
 from asyncrl.runlog.time_ledger import Activity
 
 TOKEN_S, MAX_TOKENS, VOCAB = 0.005, 20, 16
-REWARDS = {"ok": 1.0, "slow": 1.0, "hang": 1.0}
-TIMES_S = {"slow": 1.0, "hang": math.inf}
 
 
 def run_fake_worker(spec, connection):
-    """Serve a controller.
-
-    Answers of tickets: `ok`, `fail`, `hang` (until aborted), `die always`,
-    `slow` (a second). Any other answer is right in half of all cases.
-    """
+    """Serve a controller."""
     FakeWorker(spec, connection, token_s=0.0).serve()
 
 
 def response_to(ticket: Ticket, member: int, version: int, worker: int) -> Trajectory:
-    """What a member of a ticket's group samples; it continues what there was."""
+    """What a member of a ticket's group samples; it continues what there was.
+
+    The answer `ok` is always right, and any other in half of all cases.
+    """
     rng, prefix, now = np.random.default_rng((ticket.seed, member)), ticket.prefix, time.time()
     tokens = [] if prefix is None else prefix.tokens
     versions = [] if prefix is None else prefix.policy_versions.tolist()
     new = rng.integers(3, VOCAB, rng.integers(1, MAX_TOKENS + 1 - len(tokens))).tolist()
     versions = np.array([-1] * len(ticket.prompt_tokens) + versions + [version] * len(new))
-    reward = REWARDS.get(ticket.answer, float(rng.random() < 0.5))
+    reward = float(ticket.answer == "ok" or rng.random() < 0.5)
     return replace(
         make_trajectory(ticket.group_id, member),
         ticket_id=ticket.ticket_id,
@@ -110,8 +107,6 @@ class FakeWorker:
             self.send(Probed(version, logprobs))
 
     def begin(self, ticket):
-        if ticket.answer == "die always":
-            os._exit(3)
         members = range(ticket.member, ticket.member + ticket.num_members)
         worker = self.spec.placement.worker
         responses = [response_to(ticket, member, self.version, worker) for member in members]
@@ -120,10 +115,9 @@ class FakeWorker:
             self.running[ticket.ticket_id] = ticket, responses, time.monotonic()
         num_old = 0 if ticket.prefix is None else len(ticket.prefix.tokens)
         sampling_s = self.token_s * (responses[0].num_generated - num_old)
-        sampling_s = TIMES_S.get(ticket.answer, sampling_s)
         if sampling_s == 0:
             self.end(ticket.ticket_id)
-        elif sampling_s < math.inf:
+        else:
             threading.Timer(sampling_s, self.end, [ticket.ticket_id]).start()
 
     def end(self, ticket_id, reason="stop"):
@@ -131,12 +125,9 @@ class FakeWorker:
         with self.lock:
             if ticket_id not in self.running:
                 return
-            ticket, responses, _ = self.running.pop(ticket_id)
-            if ticket.answer == "fail":
-                reason = "failed"
+            _, responses, _ = self.running.pop(ticket_id)
             if reason != "stop":
-                failure = "ValueError: no good" if reason == "failed" else ""
-                changes = {"finish_reason": reason, "reward": math.nan, "failure": failure}
+                changes = {"finish_reason": reason, "reward": math.nan}
                 responses = [replace(response, **changes) for response in responses]
             self.activity.add(requests=-len(responses), trajectories=-len(responses))
             self.send(Finished(responses, self.activity.report_if_due()))

@@ -31,20 +31,11 @@ def test_the_nodes_of_a_run_take_every_problem_once_with_ids_and_seeds_of_their_
     assert all(0 <= t.seed < 2**31 for t in tickets)
     again, other = (make_source(seed).for_group(0, 0, 5) for seed in (0, 1))
     assert [t.seed for t in again] == [t.seed for t in groups[0]] != [t.seed for t in other]
+    moved = sources[0].issue_again(sources[0].issue_again(tickets[0], "moved"), "moved")
+    assert (moved.attempt, moved.seed) == (0, tickets[0].seed), "the walk has those that were lost"
     sources[1].put_back(1)
     assert [sources[1].next_group()[1] for _ in range(2)] == [1, 13]
     assert sources[1].answer(Group(4, (), problem=1)) == "a1"
-
-
-def test_a_lost_response_keeps_its_seed_until_it_is_lost_twice_with_workers_of_this_node():
-    source = make_source()
-    tickets = [source.for_group(7, 0, 0)[0]]
-    for why in ("moved", "died", "died", "died", "moved"):
-        tickets.append(source.issue_again(tickets[-1], why))
-    assert [t.attempt for t in tickets] == [0, 0, 1, 2, 3, 3]
-    assert len({t.ticket_id for t in tickets}) == 6
-    seeds = [t.seed for t in tickets]
-    assert [seeds.index(seed) for seed in seeds] == [0, 0, 0, 3, 4, 4]
 
 
 def test_of_prompts_that_do_not_fit_the_longest_is_named_and_one_that_is_met_later_ends_the_run():

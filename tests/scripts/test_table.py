@@ -6,7 +6,7 @@ import pytest
 from programs import ROOT, run_python
 
 from scripts.runs import load
-from scripts.table import main, table
+from scripts.table import table
 
 CONFIGS = {
     "a": {"algo": "tis", "async_ratio": 10.0, "algo_args": [], "seed": 0},
@@ -58,16 +58,3 @@ def test_the_table_of_the_recorded_runs_is_made_again():
     runs = sorted(recorded.glob("a*-s*"))
     done = run_python("scripts/table.py", *runs, "--by", "async_ratio")
     assert done.stdout == (recorded / "table.md").read_text(), done.stderr
-
-
-def test_a_run_that_died_before_its_first_step_is_passed_over_with_a_note(runs, tmp_path, capsys):
-    dead = tmp_path / "dead"
-    dead.mkdir()
-    (dead / "metrics.jsonl").touch()
-    main([str(dead), *(str(run.path) for run in runs)])
-    shown = capsys.readouterr()
-    assert shown.err == f"{dead} has not finished a step: passed over\n"
-    assert shown.out.splitlines() == table(runs, [])
-    head, _, *rows = cells_of(table(runs, []))
-    assert {"run", "`algo_args`", "`seed`", "`publish_delay`"} < {*head}
-    assert [row[0] for row in rows] == [*CONFIGS] and "clip_high=0.3" in rows[2]
