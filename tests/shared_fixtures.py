@@ -25,7 +25,6 @@ LONG = (
     "../extras/planning/tests/test_memory_of_a_step.py",
     "../extras/planning/tests/test_plan.py",
     "job/test_command_line.py",
-    "test_without_extras.py",
     "cluster/test_cluster.py",
     "trainer/test_attention.py",
     "scripts/test_report.py",

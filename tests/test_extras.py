@@ -1,6 +1,8 @@
 """The table of optional systems: what it names is there, and what is not there is said in one line."""
 
 import pytest
+from programs import run_python
+from real_job import copy_without
 
 from asyncrl import extras
 from asyncrl.job.command_line import parse_config
@@ -48,3 +50,14 @@ def test_an_option_whose_file_is_missing_is_refused_in_one_line(monkeypatch, cap
         parse_config(line.split())
     message = f"error: {option} needs extras/nowhere.py, which this copy of the code lacks"
     assert capsys.readouterr().err.startswith(message)
+
+
+def test_commands_in_a_copy_without_a_folder_end_in_one_line(tmp_path):
+    """That a copy without all of them trains is in test_end_to_end.py."""
+    folder = copy_without(tmp_path, "swarm", "simulation")
+    for words in ("train_async.py --listen h:1", "rollout.py --join h:1 --key swarm.key"):
+        script, option, *values = words.split()
+        ended = run_python(script, option, *values, cwd=folder, PYTHONPATH=str(folder))
+        output = ended.stdout + ended.stderr
+        assert ended.returncode and output.count("\n") == 1, output
+        assert output.startswith(f"error: {option} needs extras/swarm/"), output

@@ -19,48 +19,44 @@ class JournalAt(Journal):
         super().__init__(lambda event, **fields: None, lambda: self.now)
         self.started(0)
 
-    def take_time_at(self, now):
+    def time_at(self, now):
         self.now = now
-        return self.take_time()
+        return dict(self.take_time())
 
-    def died_at(self, now):
-        self.now = now
+    def report(self, until, *changes, worker=0):
+        self.active(worker, ActivityReport(tuple((*change, "") for change in changes), until))
+
+    def die(self):
         self.died(Worker(0, SimpleNamespace(exit_code=3)))
 
 
-def test_starting_is_followed_on_the_controllers_clock_and_then_what_is_reported_counts():
+def test_what_a_worker_reports_counts_and_before_and_between_its_lives_the_controllers_clock():
     journal = JournalAt()
-    assert journal.take_time_at(50) == {"starting": 50}
-    journal.active(0, ActivityReport(((80, "gated", "weights"), (100, "decoding", "")), 130))
-    expected = {"starting": 30, "gated": 20, "decoding": 30}
-    assert journal.take_time_at(200) == expected, "until 130: later is not known yet"
-    journal.active(0, ActivityReport((), 190))
-    assert journal.take_time_at(200) == {"decoding": 60}
+    assert journal.time_at(50) == {"starting": 50}
+    journal.report(130, (80, "gated"), (100, "decoding"))
+    # later than 130 is not known yet
+    assert journal.time_at(200) == {"starting": 30, "gated": 20, "decoding": 30}
+    journal.report(190)
     journal.started(1)
-    journal.active(1, ActivityReport(((202, "decoding", ""),), 210))
-    assert journal.take_time_at(205) == {"starting": 2, "decoding": 8}, "workers are summed"
-
-
-def test_a_dead_worker_did_what_it_last_reported_and_is_restarting_until_the_next_one_reports():
-    journal = JournalAt()
-    journal.active(0, ActivityReport(((10, "decoding", ""),), 20))
-    journal.died_at(50)
-    assert journal.take_time_at(60) == {"starting": 10, "decoding": 40, "restarting": 10}
-    journal.active(0, ActivityReport(((90, "starved", ""),), 95))
-    assert journal.take_time_at(100) == {"restarting": 30, "starved": 5}
-    assert journal.worker_time()[0].total() == 95
+    journal.report(210, (202, "decoding"), worker=1)
+    assert journal.time_at(205) == {"decoding": 60 + 8, "starting": 2}, "workers are summed"
+    journal.die()
+    assert journal.time_at(215) == {"decoding": 15, "restarting": 10}, "it did what it said last"
+    journal.report(245, (240, "starved"))
+    assert journal.time_at(250) == {"restarting": 25, "starved": 5}
+    assert journal.worker_time()[0].total() == 245
 
 
 def test_where_one_clock_takes_over_from_another_nothing_is_counted_twice():
     journal = JournalAt()
-    assert journal.take_time_at(100) == {"starting": 100}
-    journal.active(0, ActivityReport(((98, "starved", ""), (103, "decoding", "")), 110))
-    assert journal.take_time_at(120) == {"starved": 3, "decoding": 7}
+    assert journal.time_at(100) == {"starting": 100}
+    journal.report(110, (98, "starved"), (103, "decoding"))
+    assert journal.time_at(108) == {"starved": 3, "decoding": 7}
     message = "worker 0 reports 'starved' at 109 ns after reporting until 110"
     with pytest.raises(RuntimeError, match=message):
-        journal.active(0, ActivityReport(((109, "starved", ""),), 115))
-    journal.died_at(108)
-    assert journal.take_time_at(130) == {"restarting": 20}
+        journal.report(115, (109, "starved"))
+    journal.die()
+    assert journal.time_at(130) == {"restarting": 20}
 
 
 def test_what_workers_report_becomes_metrics_of_their_moments_and_times_together():

@@ -44,19 +44,6 @@ def test_the_newest_checkpoint_of_a_run_is_sampled_as_the_run_samples(tmp_path):
     assert (config.temperature, config.eval_problems, config.algo) == (0.7, 9, "grpo")
 
 
-def test_a_run_or_a_folder_that_is_not_there_is_named_before_any_hub_is_asked(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models").mkdir()
-    for model in ("runs/none", "models/none", str(tmp_path / "none")):
-        with pytest.raises(
-            ValueError, match=f"^{model}: no such folder; give a run, as runs/NAME, "
-        ):
-            choose_options(model, [])
-    assert choose_options("Qwen/Qwen3-0.6B", []).model == "Qwen/Qwen3-0.6B"
-
-
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["addition", "frozen_lake", "guess_number"])
