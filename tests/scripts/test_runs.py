@@ -2,7 +2,7 @@
 
 import gzip
 import json
-import tomllib
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,6 @@ from user_files import write_jsonl
 from scripts.runs import frame, load, names, progress, summarise
 
 RECORDED = Path(__file__).parents[2] / "results/smollm2/one_digit-s0"
-SUMMARY = tomllib.loads(Path(__file__).with_name("runs.toml").read_text())
 
 
 def trajectory(ticket, time, **more):
@@ -30,18 +29,10 @@ def path(tmp_path):
     return run
 
 
-def test_a_recorded_run_is_a_few_numbers_and_what_was_not_measured_is_missing():
-    """scripts/table.py and the page of a run have the other numbers, in stored files."""
-    metrics = load(RECORDED).metrics
-    assert summarise(metrics) == pytest.approx(SUMMARY)
-    assert progress(metrics[10:])["samples"].iloc[0] == 640, "a run that was resumed"
-    unmeasured = ["tokens/generated", "time/wait_s", "eval/accuracy"]
-    unknown = summarise(metrics[:1].drop(columns=unmeasured))
-    missing = {"accuracy_first", "accuracy_last", "tokens_per_s", "wait_share"}
-    assert {name for name, value in unknown.items() if value != value} == missing
-
-
 def test_events_are_frames_by_kind_whose_ids_stay_whole_numbers(path):
+    resumed = load(RECORDED).metrics[10:]
+    assert progress(resumed)["samples"].iloc[0] == 640
+    assert math.isnan(summarise(resumed.drop(columns="time/wait_s"))["wait_share"])
     run = load(path)
     assert run.name == "run" and run.info == {"config": {"algo": "grpo"}}
     assert names([run]) == ["run"] and names([run, run]) == [str(path)] * 2
