@@ -45,10 +45,11 @@ def test_what_is_staged_is_read_in_the_dtype_that_is_sent_unless_it_is_overwritt
     assert read["b"].equal(torch.full((7,), 2.5, dtype=torch.bfloat16))
     with pytest.raises(RuntimeError, match="holds version 4, expected 3"):
         buffer.check(3, NO_CHECKSUM)
-    read["a"][1, 1] = 0.0
-    buffer.check(4, NO_CHECKSUM)
-    with pytest.raises(RuntimeError, match="version 4 arrived broken: checksum"):
-        buffer.check(4, message["checksum"])
+    for wrong in (0.0, 9.0):
+        read["a"][1, 1] = wrong
+        buffer.check(4, NO_CHECKSUM)
+        with pytest.raises(RuntimeError, match="version 4 arrived broken: checksum"):
+            buffer.check(4, message["checksum"])
 
 
 def test_a_buffer_is_written_only_while_it_is_neither_announced_nor_read_and_only_whole():

@@ -19,8 +19,10 @@ from tiny_policy import load, make_config, random_sequences, save_tiny_family
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import OptimOptions
+from asyncrl.job.node import _check_model
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.packing import bundle
+from extras.router_replay.option import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 VERSION = 11
@@ -98,6 +100,7 @@ class PlainReplay(PlainTrainer):
 def check_case(rank, num_ranks, path, options):
     """Compare a step of what the first rank deals to all with the definition."""
     policy = load(make_config(path, router_replay=True, **options))
+    _check_model(policy.config, path, "cuda")
     randomize(policy)
     updates = [
         with_experts(random_sequences(9, seed), seed) for seed in range(policy.config.minibatches)
@@ -167,3 +170,15 @@ def test_a_record_that_is_missing_or_does_not_fit_ends_in_a_line(tmp_path):
         RuntimeError, match=rf"^the engine returned experts \({len(sequence.tokens)}, 2, 2\) for "
     ):
         step(np.zeros((len(sequence.tokens), 2, 2), np.uint8))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
+def test_a_model_without_routers_that_are_known_is_refused_in_a_line(family, tmp_path):
+    """errors.toml beside this file has the options that are refused."""
+    path = save_tiny_family(family, str(tmp_path))
+    line = (
+        f"^--router-replay knows the routers of {', '.join(FAMILIES)}, and a {family} has others or none; leave it "
+        "out, or take another --model$"
+    )
+    with pytest.raises(ValueError, match=line):
+        _check_model(make_config(path, router_replay=True), path, "cuda")
