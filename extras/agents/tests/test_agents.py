@@ -69,6 +69,7 @@ class Room:
         eos = self.tokenizer.eos_token_id
         self.proxy = LLMProxy(self.config, self.engine, [eos])
         self.endpoint = Endpoint(self.config)
+        assert self.endpoint._socket.getsockname()[0] == "127.0.0.1", "nobody else may call it"
         self.agents = Agents(
             None,
             self.endpoint,
@@ -218,17 +219,13 @@ def test_a_tool_call_that_cannot_be_read_leaves_the_reply_as_text(parser, text, 
 
 def test_a_dead_engine_ends_the_worker_and_fails_no_trajectory():
     def die(prompt):
-        raise EngineDeath("the engine is dead")
+        raise MemoryError("the engine is dead")
 
     async def agent(client):
         await client.chat.completions.create(model="x", messages=[user("hi")])
 
-    with pytest.raises(EngineDeath):
+    with pytest.raises(MemoryError, match="the engine is dead"):
         Room(die).run(Inline(agent))
-
-
-class EngineDeath(Exception):
-    pass
 
 
 LONG = "y" * 500
@@ -291,13 +288,6 @@ async def httpx_post(client, path, headers=None, **content):
     default = {"Authorization": f"Bearer {client.api_key}"}
     async with httpx.AsyncClient() as plain:
         return await plain.post(base + path, headers={**default, **(headers or {})}, **content)
-
-
-def test_the_endpoint_listens_on_the_loopback_address_only():
-    endpoint = Endpoint(Config())
-    host, _ = endpoint._socket.getsockname()
-    endpoint.close()
-    assert host == "127.0.0.1"
 
 
 # Coroutines of files

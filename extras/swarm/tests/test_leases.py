@@ -49,11 +49,10 @@ def test_a_ticket_that_holds_the_batch_back_goes_to_a_full_but_much_faster_host_
 @pytest.mark.parametrize(
     ("lease_s", "kinds", "is_over"),
     [
-        (999, (RemoteWorker, RemoteWorker), [True, True]),
         (1001, (RemoteWorker, RemoteWorker), [False, False]),
         (999, (Worker, RemoteWorker), [False, True]),
     ],
-    ids=["over", "not over", "local"],
+    ids=["not over", "over"],
 )
 def test_a_ticket_whose_lease_is_over_moves_but_that_of_a_local_worker_never(
     lease_s, kinds, is_over

@@ -70,16 +70,11 @@ def test_a_run_whose_last_host_has_left_or_that_none_joins_ends_in_one_line(tmp_
                 run.step()
 
 
-def is_of_evaluation(message):
-    """Whether an engine says what it sampled for an evaluation."""
-    return is_answer(message) and message.trajectories[0].is_evaluation
-
-
 def test_a_run_that_is_asked_to_stop_and_has_no_worker_waits_for_nothing(tmp_path):
     options = {"eval_answers": ["ok"], "publishes": False, "join_timeout_s": 10.0}
     with running(tmp_path, **options) as run:
         with Far(run) as far:
-            far.holds = is_of_evaluation
+            far.holds = lambda m: is_answer(m) and m.trajectories[0].is_evaluation
             run.publish(evaluate=True)
             for _ in range(2):
                 run.step()
