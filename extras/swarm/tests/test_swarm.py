@@ -12,10 +12,9 @@ from programs import wait_until
 from asyncrl.config import SwarmOptions
 from asyncrl.controller.workers import WorkerDied
 from asyncrl.messages import Ready, Tickets, Update
-from asyncrl.runlog.metrics import Sum
 from extras.swarm.delta import digest_of
 from extras.swarm.puller import Puller
-from extras.swarm.wire import Fetch, Piece, Pull
+from extras.swarm.wire import Fetch, Piece, Pull, Welcome
 
 
 def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path, monkeypatch):
@@ -98,18 +97,18 @@ def test_a_host_that_does_not_read_is_cut_off_and_others_go_on(tmp_path, monkeyp
         Client(run, rcvhwm=1) as deaf,
     ):
         deaf.join("deaf")
-        num_bytes = 0.0
-        for _ in range(100):
+        wait_until(lambda: deaf.saw(Welcome))
+        (far_end,) = [host for host in run.swarm._hosts.values() if host.name == "deaf"]
+
+        def pull():
+            num_sent = far_end.link.num_bytes["sent"]
             deaf.send(Pull(0, None, 0))
-            before = num_bytes
-            while num_bytes < before + 1 and not run.left():
-                num_bytes += run.swarm.take_metrics().get("swarm/deaf/mb_sent", Sum(0.0)).value
-                time.sleep(0.005)
-            if run.left():
-                break
-        run.step()
-        ((name, why),) = run.left()
+            wait_until(lambda: run.left() or far_end.link.num_bytes["sent"] > num_sent)
+            return run.left()
+
+        ((name, why),) = wait_until(pull)
         assert name == "deaf" and why.startswith("cannot be reached")
+        run.step()
 
 
 def test_a_host_with_wrong_weights_is_shut_out_and_the_run_is_told_when_it_was_the_last(tmp_path):

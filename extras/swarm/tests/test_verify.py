@@ -188,7 +188,6 @@ def test_neither_one_token_lifts_the_mean_of_a_short_response_nor_do_many_hide_a
     false = long.copy()
     false[17] = -9.0
     assert distance(long, false) == pytest.approx(8 / 50)
-    assert distance(long, long + 0.01) == pytest.approx(0.01, rel=2e-3)
     in_bfloat16 = allowed_distance(Config(), torch.bfloat16)
     assert allowed_distance(Config(), torch.float32) < in_bfloat16
     for cut in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
