@@ -1,4 +1,7 @@
-"""The import rule: imports run only downwards, and rooms of one floor never import each other."""
+"""The import rule, the lengths of functions and README.md, and the place of tests.
+
+Imports run only downwards, and rooms of one floor never import each other.
+"""
 
 import ast
 import re
@@ -68,7 +71,7 @@ def room_of(module: str) -> str | None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_run_only_downwards(path):
+def test_imports_run_only_downwards_and_no_function_is_longer_than_a_screen(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     room = room_of(name_of(path))
     rooms = {room_of(module) for module in imported_modules(tree)} - {room, None}
@@ -76,20 +79,9 @@ def test_imports_run_only_downwards(path):
         rooms -= SINGLE_FILES
     upwards = {other for other in rooms if FLOOR[other] >= FLOOR[room]}
     assert not upwards, f"{path} imports {upwards}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_function_is_longer_than_a_screen(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = [
-        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    too_long = {
-        f.name: f.end_lineno - f.lineno + 1
-        for f in functions
-        if f.end_lineno - f.lineno >= MAX_FUNCTION_LINES
-    }
-    assert not too_long
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{path}: {node.name}"
 
 
 def test_the_readme_is_one_sitting():

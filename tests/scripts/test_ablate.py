@@ -65,33 +65,26 @@ def ablate_stub(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_a_grid_keeps_each_run_and_its_error_and_resumes(ablate_stub, tmp_path):
-    printed = ablate_stub("--algos", "grpo", "kimi", "--keep-runs", "--", "--steps=1")
-    record, failed = read_records(tmp_path / "grid" / "cells.jsonl")
+def test_a_grid_keeps_each_run_and_its_error_ends_with_one_that_is_killed_and_resumes(
+    ablate_stub, tmp_path
+):
+    grid = tmp_path / "grid"
+    words = "--keep-runs", "--", "--steps=1"
+    with pytest.raises(SystemExit, match="error: cell aipo-a0-k0-s0 was killed or broke"):
+        ablate_stub("--algos", "grpo", "kimi", "aipo", "tis", *words)
+    record, failed = read_records(grid / "cells.jsonl")
     assert record["options"] == [*options(record["cell"]), "--steps=1"]
     assert record["git_dirty"] is False and "error" not in record
     assert record["series"]["reward"] == [0.3333333] and record["evaluations"] == [[1, 0.5]]
     assert failed["error"] == "error: the loss is not finite" and failed["series"]["samples"] == [8]
-    assert (tmp_path / "grid" / "runs" / "grpo-a0-k0-s0" / "metrics.jsonl").exists()
-    assert "2 cells, 0 of them finished before" in printed and "| grpo |" in printed
-    (tmp_path / "grid" / "runs" / "tis-a0-k0-s0").mkdir()  # of a grid that was killed
-    printed = ablate_stub(
-        "--algos", "tis", "kimi", "--keep-runs", "--parallel", "2", "--", "--steps=1"
-    )
-    assert "2 cells, 1 of them finished before" in printed
-    algos = [made["cell"]["algo"] for made in read_records(tmp_path / "grid" / "cells.jsonl")]
+    assert (grid / "runs/grpo-a0-k0-s0/metrics.jsonl").exists()
+    (grid / "runs/tis-a0-k0-s0").mkdir()  # of a grid that was killed
+    printed = ablate_stub("--algos", "tis", "kimi", "--parallel", "2", *words)
+    assert "2 cells, 1 of them finished before" in printed and "| grpo |" in printed
+    algos = [made["cell"]["algo"] for made in read_records(grid / "cells.jsonl")]
     assert algos == ["grpo", "kimi", "tis"]
-    assert {"curves.png", "cells.csv"} < {path.name for path in (tmp_path / "grid").iterdir()}
+    assert {"curves.png", "cells.csv"} < {path.name for path in grid.iterdir()}
     assert "cells, " not in ablate_stub("--report")
-
-
-def test_after_a_run_that_was_killed_no_other_is_started_and_what_is_finished_is_kept(
-    ablate_stub, tmp_path
-):
-    with pytest.raises(SystemExit, match="error: cell aipo-a0-k0-s0 was killed or broke"):
-        ablate_stub("--algos", "grpo", "aipo", "tis")
-    (record,) = read_records(tmp_path / "grid" / "cells.jsonl")
-    assert record["cell"]["algo"] == "grpo"
 
 
 # Replays
