@@ -199,5 +199,4 @@ def test_reasoning_gym_scores_what_stands_between_its_tags():
     for problem in map(task.train_problem, range(20)):
         right = json.loads(problem.answer)["answer"]
         assert score(problem.answer, f"so <answer>{right}</answer>") == 1.0
-        assert score(problem.answer, "<answer>x</answer>") < 1.0
         assert score(problem.answer, "no tags") == 0.0

@@ -19,7 +19,6 @@ ROW = json.dumps(
         (["exact"], ROW, (1.0, {})),
         (["exact"], '{"no": JSON', (0.0, {})),
         (["keywords"], ROW, (4.0, {})),
-        (["keywords"], "4", (1.0, {})),
         (["by_columns"], ROW, (8.0, {})),
         (["exact*-0.5"], ROW, (-0.5, {})),
         (

@@ -6,7 +6,6 @@ import ctypes  # noqa: F401, for responses, as the next ones
 import inspect
 import os
 import resource
-import signal  # noqa: F401
 import socket  # noqa: F401
 import subprocess  # noqa: F401
 import sys  # noqa: F401
@@ -52,11 +51,6 @@ class Judge:
 
 
 judge = Judge()
-number = 3
-
-
-def no_response(completion, answer):
-    return 0.0
 
 
 class UserTask:
