@@ -82,8 +82,9 @@ import ctypes, os, signal, sys, time
 from asyncrl.cluster import processes
 
 def end(number, frame):
-    os.write(1, f"has lost a rank: {processes.has_lost_a_rank()}\\n".encode())
-    time.sleep(1)  # the other looks, too
+    has_lost = processes.has_lost_a_rank()
+    time.sleep(3)  # longer than a rank that is stuck may take
+    os.write(1, f"has lost a rank: {has_lost}\\n".encode())
     sys.exit(1)
 
 signal.signal(signal.SIGTERM, end)
