@@ -78,6 +78,7 @@ def check_inputs(graphs):
     numbers = {name for name, value in inputs.items() if isinstance(value, torch.SymInt)}
     fixed = {name for name in numbers if name.startswith("l_self") or "block_size" in name}
     assert numbers and not fixed
+    assert any("q_proj" in name for name in inputs), "layers are compiled"
     tensors = [value for name, value in inputs.items() if name not in numbers]
     assert all(value.ndim for value in tensors), "a float is a tensor without dimensions"
 
@@ -107,13 +108,15 @@ def test_compiled_layers_make_the_step_of_the_definition_by_few_graphs(
 
 
 def test_layers_are_compiled_for_trees_of_all_sizes(untied, graphs):
-    policy = load(make_config(untied, compile=True, share_prefix="tree"))
+    policy = load(make_config(untied, compile=True, temperature=0.8, share_prefix="tree"))
     policy.module.attention_of_trees = "flex_attention"
     for num in (2, 60):
         batch = policy._pack(bundle(random_tree(num, num, vocabulary=20), "tree"), 12)
-        with torch.no_grad():
-            policy._forward(policy.module, batch)
-    assert len(graphs) <= 3, "of the head, and of layers for masks of one block and of more"
+        for raw in (False, True):
+            with torch.no_grad():
+                policy._forward(policy.module, batch, raw)
+    # of the head with the temperature and without, and of layers for masks of one block and of more
+    assert len(graphs) <= 4
     check_inputs(graphs)
 
 
