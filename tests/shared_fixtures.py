@@ -1,5 +1,6 @@
 """What tests of several modules start from, and which of them are begun first."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,18 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
+SLOW_JOB = re.compile(r"pytest\.mark\.e2e(, |\n@)pytest\.mark\.(slow|study)\b")
+
+
 def pytest_ignore_collect(collection_path, config):
     """A file without a whole job is not read where whole jobs alone are chosen: every import takes long."""
-    if not config.option.markexpr.startswith("e2e and ") or not collection_path.match("test_*.py"):
+    chosen = config.option.markexpr
+    if not chosen.startswith("e2e and ") or not collection_path.match("test_*.py"):
         return None
-    return True if "pytest.mark.e2e" not in collection_path.read_text() else None
+    text = collection_path.read_text()
+    if "not slow" in chosen:
+        text = SLOW_JOB.sub("", text)
+    return True if "pytest.mark.e2e" not in text else None
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,9 @@ from real_job import assert_ledger_balances, run_job
 
 from scripts.lines import read
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-@pytest.mark.slow
 def test_any_causal_lm_trains_on_a_reasoning_gym_task_through_its_chat_template(tmp_path):
     from tiny_policy import save_byte_llama
 

@@ -6,10 +6,9 @@ from tiny_families import tiny_config, tiny_model
 
 from asyncrl.weights.models import TINY_MODELS, load_tokenizer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "most_drift"), [("float32", 1e-6), ("float16", 1e-4)])
 def test_a_job_of_several_turns_replays_what_its_engine_chose(dtype, most_drift, tmp_path):
     tokenizer = load_tokenizer(str(TINY_MODELS / "guess_number"))
