@@ -10,6 +10,7 @@ import tomllib
 import pytest
 from cogapp import Cog
 from programs import ROOT
+from test_extending import FILES
 
 from asyncrl.config import Config
 from asyncrl.job.command_line import read_options
@@ -53,8 +54,7 @@ def jobs():
 
 @pytest.mark.parametrize("options", jobs())
 def test_every_job_that_the_pages_show_is_accepted(options, tmp_path, monkeypatch):
-    text = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
-    for name, source in re.findall(r"^```python\n# (my_\w+\.py)\n(.*?)^```", text, re.M | re.S):
+    for name, source in FILES.items():
         (tmp_path / name).write_text(source)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"config": Config().as_dict()}))

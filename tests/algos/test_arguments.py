@@ -9,7 +9,6 @@ import oracles
 import pytest
 import torch
 from loss_inputs import VARIANTS, evaluate, gradient, random_inputs
-from user_files import LOSS, write_user_code
 
 from algos import LOSSES
 from asyncrl.config import Config
@@ -29,8 +28,8 @@ def as_items(options):
     return tuple(f"{name}={str(value).lower()}" for name, value in options.items())
 
 
-def chosen(algo, *items, **options):
-    return choose_loss(Config(algo=algo, algo_args=items, **options))
+def chosen(algo, *items):
+    return choose_loss(Config(algo=algo, algo_args=items))
 
 
 @pytest.mark.parametrize("algo", LOSSES)
@@ -86,15 +85,3 @@ def test_a_loss_without_a_finite_gradient_on_fresh_tokens_is_refused():
         try_loss(masked)
     with pytest.raises(ValueError, match="nan"):
         try_loss(lambda inputs: (inputs.logprobs * math.nan, {}))
-
-
-def test_a_loss_of_the_user_s_own_says_itself_that_it_needs_equal_advantages(tmp_path):
-    unmarked = write_user_code(tmp_path, LOSS)
-    chosen(f"{unmarked}:loss", advantage="gae")
-    marked = LOSS.replace(
-        "def loss(",
-        "from algos.inputs import needs_equal_advantages\n\n@needs_equal_advantages\ndef loss(",
-    )
-    path = write_user_code(tmp_path, marked)
-    with pytest.raises(ValueError, match=f"^--algo {path}:loss needs one advantage for all tokens"):
-        chosen(f"{path}:loss", advantage="gae")
