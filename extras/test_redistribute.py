@@ -1,6 +1,5 @@
 """The states of a run's nodes, written, read, and dealt out to another number of nodes."""
 
-import copy
 import random
 from collections import Counter
 
@@ -24,13 +23,15 @@ CONFIG = Config(groups_per_step=12, group_size=2, async_ratio=1.5, num_rollout_w
 class Node:
     """One node's buffer and source of tickets, and tickets that run; a step at a time, without workers."""
 
-    def __init__(self, node=0, num_nodes=1, state=None):
-        self.node, self.buffer = node, SampleBuffer(CONFIG.of_node(num_nodes))
+    def __init__(self, node, num_nodes, issued, state=None):
+        """`issued` gets the ids of all groups and tickets."""
+        self.node, self.issued = node, issued
+        self.buffer = SampleBuffer(CONFIG.of_node(num_nodes))
         self.tickets = TicketSource(CONFIG, PROMPTS, node, num_nodes)
         self.running, self.done = [], []
         if state is not None:
-            self.buffer.restore(copy.deepcopy(state.buffer))
-            self.tickets.state = copy.deepcopy(state.tickets)
+            self.buffer.restore(state.buffer)
+            self.tickets.state = state.tickets
             self.running = list(state.queue)
         self.fill()
 
@@ -38,7 +39,9 @@ class Node:
         while self.buffer.num_free_places() > 0:
             group_id, problem = self.tickets.next_group()
             min_version = self.buffer.admit(group_id, problem)
-            self.running += self.tickets.for_group(group_id, problem, min_version)
+            tickets = self.tickets.for_group(group_id, problem, min_version)
+            self.issued += [("group", group_id), *(("ticket", t.ticket_id) for t in tickets)]
+            self.running += tickets
 
     def finish(self, tickets):
         for ticket in list(tickets):
@@ -60,9 +63,8 @@ class Node:
         """Make a step, for which all has to finish if nothing else does. Returns its groups."""
         if self.buffer.find_batch() is None:
             self.finish(self.running)
-        groups = self.buffer.consume(
-            self.buffer.find_batch()
-        )  # raises for a token beyond the bound
+        # raises for a token beyond the bound
+        groups = self.buffer.consume(self.buffer.find_batch())
         self.done += [group.problem for group in groups]
         self.buffer.publish(self.buffer.trainer_version)
         self.fill()
@@ -82,22 +84,22 @@ class Node:
         return decode(ControllerState, encode(state))
 
 
-def make_nodes(states):
-    return [Node(node, len(states), state) for node, state in enumerate(states)]
+def make_nodes(states, issued):
+    return [Node(node, len(states), issued, state) for node, state in enumerate(states)]
 
 
 def act_at_random(rng, nodes):
     """Nodes make some steps, which all take together; of each as much has come as chance has it."""
     reasons = ["aborted", "stale", "failed", "filtered"]
-    for _ in range(rng.randint(0, 3)):
+    num_steps = rng.randint(0, 3)
+    for step in range(num_steps + 1):
         for node in nodes:
             for _ in range(rng.randint(0, 3)):
                 if node.running:
                     node.drop(rng.choice(node.running).group_id, rng.choice(reasons))
             node.finish(rng.sample(node.running, rng.randint(0, len(node.running))))
-            node.step()
-    for node in nodes:
-        node.finish(rng.sample(node.running, rng.randint(0, len(node.running))))
+            if step < num_steps:
+                node.step()
 
 
 def residents(states):
@@ -138,29 +140,25 @@ def check_dealt_out(before, states, done):
 def test_dealt_out_to_other_nodes_no_problem_is_lost_and_what_there_was_is_consumed_in_time(seed):
     """Three times in a row, from 1 to 4 nodes to 1 to 4, with some steps between."""
     rng = random.Random(seed)
-    states, done, ids = [None] * rng.randint(1, 4), [], set()
+    done, issued = [], []
+    nodes = make_nodes([None] * rng.randint(1, 4), issued)
     for _ in range(3):
-        nodes = make_nodes(states)
         act_at_random(rng, nodes)
         before = [node.state() for node in nodes]
         states = redistribute(before, rng.randint(1, 4))
         done += [problem for node in nodes for problem in node.done]
         check_dealt_out(before, states, done)
-        ids |= {
-            number for node in nodes for t in node.running for number in (t.group_id, -t.ticket_id)
-        }
-        sources = [node.tickets for node in make_nodes(states)]
-        new = {number for s in sources for number in (s.next_group()[0], -s.state.next_ticket - 1)}
-        assert not ids & new and len(new) == 2 * len(states)
-    nodes, old = make_nodes(states), set(residents(states))
+        old = set(residents(states))
+        nodes = make_nodes(states, issued)
     for node in nodes * 4:
         node.finish(node.running)
         old -= {group.group_id for group in node.step()}
     assert not old, "what was resident is consumed first"
+    assert len(issued) == len(set(issued)), "no id is given twice"
 
 
 def test_states_of_different_steps_are_refused():
-    states = [Node(node, 2).state() for node in range(2)]
+    states = [Node(node, 2, []).state() for node in range(2)]
     states[1].buffer.trainer_version = 1
     with pytest.raises(RuntimeError, match=r"different trainer versions: \[0, 1\]"):
         redistribute(states, 1)

@@ -47,11 +47,11 @@ def start(code, **options):
 def test_a_process_that_is_stopped_for_too_long_at_a_time_is_killed_and_named():
     """So is the only process of a run."""
     root, child = start(ROOT_OF_TWO)
-    for _ in range(3):  # longer than the limit, all together
+    for _ in range(5):  # twice the limit, all together
         child.suspend()
         time.sleep(0.4)
         child.resume()
-        time.sleep(0.3)  # a look at it, which comes every 0.1 s
+        time.sleep(0.2)  # a look at it, which comes every 0.1 s
     assert root.poll() is None and child.is_running()
     child.suspend()
     said = [root.stdout.readline() for _ in range(2)]

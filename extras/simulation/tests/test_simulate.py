@@ -12,7 +12,7 @@ from extras.latency_law import LatencyLaw
 from extras.simulation import report, scenarios
 from extras.simulation.clock import Clock
 from extras.simulation.cluster import Case, Cluster, simulate
-from extras.simulation.engine import EngineCurve, Swarm, roofline
+from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm, roofline
 from extras.simulation.swarm import Uplink
 from extras.simulation.workload import (
     Turns,
@@ -78,6 +78,19 @@ def test_rollout_is_a_queue_that_shares_its_processor(seed):
     slots *= num_replicas
     sampled_s = processor_sharing_s(lengths, slots, lambda n: curve.rate(n / num_replicas))
     assert outcome.numbers["rollout_s"] == pytest.approx(sampled_s + len(lengths) * reward_s)
+
+
+def test_a_request_that_is_aborted_leaves_its_slot_to_the_next():
+    clock, ended = Clock(), []
+    engine = SimulatedEngine(clock, EngineCurve(((1, 10.0), (2, 10.0)), 1e12, 1))
+    requests = [Request(100, 0, lambda r: ended.append(clock.now)) for _ in range(3)]
+    for request in requests:
+        engine.add(request)
+    counts = []
+    for time_s, index in ((2.55, 0), (3.0, 2)):
+        clock.at(time_s, lambda index=index: counts.append(engine.remove(requests[index])))
+    clock.run_until(lambda: bool(ended))
+    assert counts == [25, 0] and ended == pytest.approx([12.55])
 
 
 # The real logic is driven
@@ -206,6 +219,8 @@ SIMULATED_AGAIN = [
     "own bench, environments normal(10,5)",
     "own bench, over-sampling",
     "own bench, replication 8x8",
+    pytest.param("own bench, redundancy", marks=pytest.mark.slow),
+    pytest.param("swarm, deltas, 1 Gbit/s", marks=pytest.mark.slow),
 ]
 """Of every kind the comparison that is simulated fastest."""
 
@@ -234,7 +249,7 @@ def test_the_stored_page_is_made_of_the_stored_records_which_have_all_comparison
 
 
 def test_a_run_replaces_its_earlier_record_and_one_of_other_arms_is_refused(tmp_path):
-    path, name = tmp_path / "simulation.jsonl", SIMULATED_AGAIN[-1]
+    path, name = tmp_path / "simulation.jsonl", SIMULATED_AGAIN[2]
     for seed, arms in ((0, 1), (1, 1), (1, 2)):
         report.replace({"scenario": name, "tail": 20.0, "seed": seed, "arms": {"one": arms}}, path)
     assert [(record["seed"], record["arms"]["one"]) for record in read(path)] == [(0, 1), (1, 2)]
