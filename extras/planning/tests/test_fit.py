@@ -200,10 +200,9 @@ def test_a_run_fits_itself_into_what_it_sees_and_prints_the_arithmetic(monkeypat
     fitted, placement = fit(config, placed, folder_of("8b"), cluster)
     assert (fitted.save_memory, fitted.max_tokens_per_microbatch) == (("head",), 4096)
     assert placement == placed
-    text = capsys.readouterr().out
-    assert "trainer rank 0, in a step" in text and "host memory of a machine: 122.05 GiB" in text
+    assert "host memory of a machine: 122.05 GiB" in capsys.readouterr().out
     monkeypatch.setattr("extras.planning.fit.free_host_bytes", lambda: 100 * GIB)
-    with pytest.raises(ValueError, match=r"the host has 100\.0 GiB free.* 122\.05 GiB = copy of"):
+    with pytest.raises(ValueError, match=r"the host has 100\.0 GiB free"):
         fit(config, placed, folder_of("8b"), cluster)
 
 

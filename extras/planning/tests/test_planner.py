@@ -361,9 +361,8 @@ def test_training_and_sampling_take_what_their_formulas_say(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_least_rate_makes_a_step_as_long_as_the_limit(seed):
     for split in itertools.islice(planner.splits(*random_case(seed)), 50):
-        for limit_s, tail in itertools.product(
-            (1.1 * split.update_s, 4.0 * split.training_s), (0.0, 2.0)
-        ):
+        limits_s = (0.9 * split.training_s, 1.1 * split.update_s, 4.0 * split.training_s)
+        for limit_s, tail in itertools.product(limits_s, (0.0, 2.0)):
             rate = split.least_rate(limit_s, tail)
             if rate == math.inf:
                 assert split.step_s(1e15, tail) > limit_s * (1 - 1e-9)
