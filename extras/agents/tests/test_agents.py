@@ -386,6 +386,16 @@ print(json.dumps({"a": answer.choices[0].message.content == word[::-1], "b": 2})
 """
 
 
+PLAIN_PROGRAM = """
+import json, os, sys, urllib.request
+word = json.loads(sys.stdin.readline())["word"]
+body = json.dumps({"model": "x", "messages": [{"role": "user", "content": word}]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+answer = json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
+print("not this line")
+print(answer["choices"][0]["message"]["content"])
+"""
 FAILURES = [
     ("raise SystemExit(7)", " ended with status 7; the log of its worker has what it said"),
     ("print('x' * 2**21)", " printed more than 1048576 bytes"),
@@ -408,10 +418,9 @@ def test_a_program_reads_its_problem_and_its_last_line_or_what_the_run_makes_of_
 ):
     reward = write_user_code(tmp_path, REWARD)
     rewards = RewardPool("agent:x", [f"{reward}:right"], 60, 1)
-    says = PROGRAM.replace("print(json.dumps(", "print(answer.choices[0].message.content) #")
     for source, options, parts in (
         (PROGRAM, {}, {"a": 1.0, "b": 2.0}),
-        (says, {"rewards": rewards}, {"right": 2.0, "lines": 2.0}),
+        (PLAIN_PROGRAM, {"rewards": rewards}, {"right": 2.0, "lines": 2.0}),
     ):
         (tmp_path / "program.py").write_text(source)
         trajectory = run_program(f"{sys.executable} {tmp_path / 'program.py'}", **options)
