@@ -139,14 +139,6 @@ class Pair:
 
         return self.run(run()), weights
 
-    def generate_through_updates(self, num_updates=3, num_responses=24):
-        """Responses that several updates interrupt, and the weights of every version they can have."""
-        seeds = range(100, 100 + num_responses)
-        return self.run_through_updates(
-            lambda: [self.proxy.generate(f"mid-{seed}", PROMPT, seed) for seed in seeds],
-            num_updates,
-        )
-
     def gaps(self, completion, weights, prompt=PROMPT):
         """[R] nats: engine's log-prob of each token − the trainer's under the version that the token claims."""
         now, gaps = self.weights(), np.full(len(completion.tokens), np.nan)

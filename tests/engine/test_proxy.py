@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_pair import PROMPT
+from engine_pair import PROMPT, start_pair
 from fake_engine import SamplingEngine
 from tiny_policy import VOCAB
 
@@ -23,6 +23,13 @@ from extras.baselines import generate_group
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 150).tolist())
 EOS, MAX_TOKENS = 2, 100
 MODES = ("keep", "recompute", "resume", "restart", "wait")
+
+
+@pytest.fixture(scope="module")
+def pair(model):
+    lengths = {"max_prompt_tokens": 200, "max_response_tokens": 100}
+    with start_pair(Config(model=model, temperature=0.7, top_p=0.9, **lengths)) as pair:
+        yield pair
 
 
 def largest_gap(pair, completion, prompt=PROMPT, raw=False):
@@ -136,34 +143,27 @@ def check_beginning(partial, response):
     return len(rows)
 
 
-def test_one_request_gives_a_whole_group_of_which_what_is_in_flight_is_lost_or_returned_if_aborted(
-    pair,
-):
+def test_one_request_gives_a_whole_group_of_which_what_is_in_flight_is_lost(pair):
     """Nobody can continue such tokens."""
     ticket = Ticket(5, 0, 0, 6, 0, PROMPT, "", None, 9, 0)
     episodes = [Episode(pair.config, ticket, i, environment=None, generate=None) for i in range(6)]
     episodes[0].request_ids = {"5.0"}
     counts = []
 
-    async def run(aborts):
+    async def run():
         group = generate_group(pair.proxy, "5.0", PROMPT, seed=3, num_responses=6)
         task = asyncio.create_task(group)
         while not task.done():
             counts.append(read_in_flight(pair.proxy, {5: episodes}).lost[5])
             await asyncio.sleep(0.002)
             await settle(pair.proxy)
-            if aborts and counts[-1]:
-                await pair.proxy.abort(["5.0"])
         return await task
 
-    completions = pair.run(run(False))
+    completions = pair.run(run())
     assert len({tuple(completion.tokens) for completion in completions}) == 6
     assert max(largest_gap(pair, completion) for completion in completions) < 1e-4
     assert counts == sorted(counts)
     assert 0 < counts[-1] <= sum(len(completion.tokens) for completion in completions)
-    completions = pair.run(run(True))
-    assert len(completions) == 6
-    assert "aborted" in {completion.finish_reason for completion in completions}
 
 
 def test_an_engine_that_is_stopped_is_noticed_while_it_samples(pair, monkeypatch):
@@ -294,16 +294,15 @@ def test_every_caller_gets_one_response_whatever_happens_meanwhile(mode):
         walk.check()
 
 
-class HangingEngine(SamplingEngine):
-    """Never ends the load of weights."""
+def test_an_update_that_hangs_is_an_error_after_which_nothing_is_sampled():
+    engine = SamplingEngine(None, (), EOS)
+    load = engine.update_weights
 
-    async def update_weights(self, request):
-        await super().update_weights(request)
+    async def hang(request):
+        await load(request)
         await asyncio.Event().wait()
 
-
-def test_an_update_that_hangs_is_an_error_after_which_nothing_is_sampled():
-    engine = HangingEngine(None, (), EOS)
+    engine.update_weights = hang
     with pytest.raises(TimeoutError, match="loading version 3 took more than 0 s"):
         asyncio.run(LLMProxy(Config(timeout_s=0.1), engine, []).update(3, [{"version": 3}]))
     assert engine.state != "resume"
