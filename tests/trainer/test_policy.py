@@ -211,7 +211,7 @@ ON_TWO_RANKS = {
         "loss_aggregation": "sequence_mean",
         "save_memory": ALL_SAVED,
     },
-    "replicas": {"replicas": 2, "optim": OptimOptions(by_ess=True)},
+    "replicas": {"replicas": 2, "algo": "m2po", "optim": OptimOptions(by_ess=True)},
     "untied": {"minibatches": 2},
     "untied, head apart": {"minibatches": 2, "save_memory": ("head",)},
 }
