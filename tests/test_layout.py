@@ -4,6 +4,7 @@ Imports run only downwards, and rooms of one floor never import each other.
 """
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -82,6 +83,25 @@ def test_imports_run_only_downwards_and_no_function_is_longer_than_a_screen(path
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{path}: {node.name}"
+
+
+def test_no_module_imports_itself_through_others():
+    modules = {name_of(path) for path in FILES}
+    imports = {}
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree.body = [node for node in tree.body if not _is_for_types_only(node)]
+        imports[name_of(path)] = imported_modules(tree) & modules - {name_of(path)}
+    assert [*graphlib.TopologicalSorter(imports).static_order()], "or CycleError names the modules"
+
+
+def _is_for_types_only(node: ast.AST) -> bool:
+    """Whether a statement is `if TYPE_CHECKING:`."""
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
 
 
 def test_the_readme_is_one_sitting():
