@@ -35,8 +35,9 @@ def choose_estimator(config: Config) -> Estimator:
             advantages = function(**arguments)
         is_one_each = isinstance(advantages, Tensor) and advantages.shape == rewards.shape
         if not is_one_each or not advantages.isfinite().all():
+            shown = " ".join(str(advantages).split())[:80]
             raise ValueError(
-                f"--advantage {config.advantage} gave {str(advantages)[:80]} for {len(rewards)} responses; "
+                f"--advantage {config.advantage} gave {shown} for {len(rewards)} responses; "
                 f"give a finite tensor [{len(rewards)}]"
             )
         return advantages
