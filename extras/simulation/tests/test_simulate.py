@@ -220,7 +220,6 @@ SIMULATED_AGAIN = [
     "own bench, over-sampling",
     "own bench, replication 8x8",
     pytest.param("own bench, redundancy", marks=pytest.mark.slow),
-    pytest.param("swarm, deltas, 1 Gbit/s", marks=pytest.mark.slow),
 ]
 """Of every kind the comparison that is simulated fastest."""
 
