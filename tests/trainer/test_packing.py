@@ -88,6 +88,11 @@ def test_every_token_of_a_row_sees_the_tokens_before_it_in_its_sequence_and_no_o
         heads = [b.sequences[0] for b in bundles]
         firsts = [(s.group_id, s.tokens[0]) for s in heads]
         assert len(set(firsts)) == len(firsts), "what may be read together is"
+    if sharing == "prompt":
+        for b in bundles:
+            assert len({s.group_id for s in b.sequences}) == 1, "of one group"
+            shared = zip(b.sequences[1:], b.shared, strict=True)
+            assert not any(s.loss_mask[:length].any() for s, length in shared), "prompts alone"
     assert sum(b.num_distinct for b in bundles) == len(set(read))
     limit = max(budget, *(len(s.tokens) for s in sequences))
     assert max(b.num_tokens for b in bundles) <= limit
