@@ -197,7 +197,7 @@ def study(names: Sequence[str]) -> dict[str, tuple[list[dict], tuple[str, ...]]]
 
     Whole seeds come first over all grids of a part. Raises ValueError for a part that there is not.
     """
-    chosen = {}
+    chosen_parts = {}
     for name in names or STUDY:
         if name not in STUDY:
             parts = f"{', '.join(STUDY)}{nearest(name, STUDY)}"
@@ -206,8 +206,8 @@ def study(names: Sequence[str]) -> dict[str, tuple[list[dict], tuple[str, ...]]]
         cells = []
         for words in STUDY[name]["grids"]:
             cells += cells_of(read_arguments([*shlex.split(words), "--", *extra]))
-        chosen[name] = sorted(cells, key=lambda cell: cell["seed"]), tuple(extra)
-    return chosen
+        chosen_parts[name] = sorted(cells, key=lambda cell: cell["seed"]), tuple(extra)
+    return chosen_parts
 
 
 # Runs

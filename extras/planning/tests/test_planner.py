@@ -101,10 +101,10 @@ def outcomes(j, c):
                 ]
                 for q, step, count, per_machine, update_s in sites
             ]
-            for chosen in itertools.product(*([None, *choice] for choice in choices)):
+            for chosen_engines in itertools.product(*([None, *choice] for choice in choices)):
                 engines = Counter()
                 update_s = 0.31e-3 * j.shape.num_tensors
-                for kind, number, seconds in filter(None, chosen):
+                for kind, number, seconds in filter(None, chosen_engines):
                     engines[kind] += number
                     update_s = max(update_s, seconds)
                 rate = 0 < engines.total() <= j.requests and rate_of(j, engines)

@@ -70,16 +70,16 @@ def make_verifier(config, share=1.0, cluster=None, **options):
 
 
 def finish_scoring(verifier, policy):
-    """What is found when all rewards were scored again. The verifier is closed then."""
-    found = []
+    """Return the mistakes that are known when all rewards were scored again. The verifier is closed then."""
+    mistakes = []
 
     def is_done():
-        found.extend(verifier.verify([], policy, VERSION))
+        mistakes.extend(verifier.verify([], policy, VERSION))
         return not verifier._scoring
 
     wait_until(is_done)
     verifier.close()
-    return found
+    return mistakes
 
 
 def exchange(t):
