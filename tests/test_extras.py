@@ -53,7 +53,7 @@ def test_an_option_whose_file_is_missing_is_refused_in_one_line(monkeypatch, cap
 
 
 def test_commands_in_a_copy_without_a_folder_end_in_one_line(tmp_path):
-    """That a copy without all of them trains is in test_end_to_end.py."""
+    """test_end_to_end.py trains in a copy without all of them."""
     folder = copy_without(tmp_path, "swarm", "simulation")
     for words in ("train_async.py --listen h:1", "rollout.py --join h:1 --key swarm.key"):
         script, option, *values = words.split()

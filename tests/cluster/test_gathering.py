@@ -12,7 +12,7 @@ from asyncrl.cluster.node_watch import NodeWatch
 
 
 def two_leaders(timeout_s):
-    """Those of two nodes, over a real store."""
+    """Return what the leaders of two nodes gather by, over a real store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port)
     return Gathering(server, 0, 2, timeout_s), Gathering(client, 1, 2, timeout_s)

@@ -97,7 +97,7 @@ def check_inputs(graphs):
 def test_compiled_layers_make_the_step_of_the_definition_by_few_graphs(
     tmp_path, graphs, options, most_graphs
 ):
-    """Of one sequence, many, none. Graphs of one layer each would be more."""
+    """Micro-batches have one sequence, many, or none. Graphs of one layer each would be more."""
     path = save_tiny_family("qwen3_moe", str(tmp_path), num_hidden_layers=3)
     policy = load(make_config(path, compile=True, optim=BALANCE, **options))
     randomize(policy)
