@@ -222,7 +222,8 @@ def job_numbers(metrics: pd.DataFrame) -> dict:
     step_s = late["time/step_s"]
     worst = {"gap_mean": "mismatch/abs_mean", "peak_gib": "memory/peak_gib"}
     return {
-        "step_s": float(step_s.mean()), "publish_s": float(late["time/publish_s"].mean()),
+        "step_s": float(step_s.mean()), "wait_s": float(late["time/wait_s"].mean()),
+        "publish_s": float(late["time/publish_s"].mean()),
         "tokens_per_s": float(late["tokens/trained"].sum() / step_s.sum()),
         **{number: float(metrics[name].max()) for number, name in worst.items() if name in metrics},
         "spread_s": float(np.ptp(step_s)), "steps": len(late),
