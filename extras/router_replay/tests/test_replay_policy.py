@@ -129,7 +129,10 @@ def test_experts_go_to_the_rank_that_their_sequence_goes_to(tmp_path):
 
 
 def test_float16_has_the_gradient_of_a_small_loss_with_the_recorded_experts(tmp_path):
-    """The tolerance is 1 %, as 11 bits leave of 2 layers. Without a scaled loss most of it is below the least number of float16."""
+    """The tolerance is 1 %, as 11 bits leave of 2 layers.
+
+    Without a scaled loss most of the gradient is below the least number of float16.
+    """
     path = save_tiny_family("gpt_oss", str(tmp_path))
     policy = load(make_config(path, router_replay=True, dtype="float16", algo="reinforce"))
     sequences = [replace(s, advantage=s.advantage * 1e-5) for s in random_sequences(9)]
