@@ -19,7 +19,9 @@ from typing import NoReturn
 import psutil
 
 GARBAGE_THRESHOLD = 10_000
-"""Objects made and not freed until Python looks for cycles; by default 700."""
+"""Objects made and not freed until Python looks for cycles; by default 700. Set before torch and vLLM are imported:
+they make a million objects that stay, and to look among them again and again took a tenth of the time."""
+gc.set_threshold(GARBAGE_THRESHOLD)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BYTES, LARGEST_KEPT = 1 << 30, 32 << 20
 """Freed memory that malloc keeps at the top of its heap; largest piece that it takes from there, the most it allows."""
@@ -143,13 +145,12 @@ def ignore_signals() -> None:
 
 
 def freeze_garbage() -> None:
-    """Take what is alive now out of garbage collection, and collect the rest less often.
+    """Take what is alive now out of garbage collection.
 
     The modules of torch, transformers and vllm are a million objects, and each full collection would walk them all.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GARBAGE_THRESHOLD)
 
 
 def keep_freed_memory() -> None:
