@@ -4,8 +4,7 @@ from shared_fixtures import (
     model,
     one_rank,
     pytest_collection_modifyitems,
-    pytest_ignore_collect,
     untied,
 )
 
-__all__ = ["model", "one_rank", "pytest_collection_modifyitems", "pytest_ignore_collect", "untied"]
+__all__ = ["model", "one_rank", "pytest_collection_modifyitems", "untied"]

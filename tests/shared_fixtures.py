@@ -1,22 +1,25 @@
 """What tests of several modules start from, and which of them are begun first."""
 
-import re
 from pathlib import Path
 
 import pytest
 
 LONG = (
+    "test_chaos.py",
     "job/test_resume_job.py",
+    "engine/test_family_logprobs.py",
+    "test_end_to_end.py",
+    "engine/test_proxy.py",
+    "test_several_nodes.py",
     "trainer/test_policy.py",
+    "../extras/agents/tests/test_end_to_end_agents.py",
     "scripts/test_scripts.py",
     "controller/test_controller_walk.py",
-    "engine/test_family_logprobs.py",
     "trainer/test_model.py",
     "../extras/swarm/tests/test_join.py",
     "job/test_probe.py",
     "test_rollout.py",
     "engine/test_gpu_config.py",
-    "engine/test_proxy.py",
     "test_extending.py",
     "engine/test_reward_pool.py",
     "../extras/swarm/tests/test_verify.py",
@@ -40,20 +43,6 @@ def pytest_collection_modifyitems(items):
     """Long files first, as --dist loadfile deals them out in this order if told --no-loadscope-reorder."""
     places = {(Path(__file__).parent / name).resolve(): place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
-
-
-SLOW_JOB = re.compile(r"pytest\.mark\.e2e(, |\n@)pytest\.mark\.(slow|study)\b")
-
-
-def pytest_ignore_collect(collection_path, config):
-    """A file without a whole job is not read where whole jobs alone are chosen: every import takes long."""
-    chosen = config.option.markexpr
-    if not chosen.startswith("e2e and ") or not collection_path.match("test_*.py"):
-        return None
-    text = collection_path.read_text()
-    if "not slow" in chosen:
-        text = SLOW_JOB.sub("", text)
-    return True if "pytest.mark.e2e" not in text else None
 
 
 @pytest.fixture(scope="module")
