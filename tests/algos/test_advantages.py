@@ -1,3 +1,4 @@
+import math
 import random
 from statistics import mean, stdev
 
@@ -57,3 +58,9 @@ def test_rewards_that_are_all_equal_in_a_group_or_a_step_or_have_no_others_get_e
         assert (advantages[:4] == [0.0] * 4) == is_by_group and advantages[4] < advantages[5]
         assert estimate(name, [reward] * 3, [1, 1, 2]) == [0.0] * 3
     assert estimate(name, [0.7], [3]) == [0.0] and estimate(name, [], []) == []
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_reward_that_is_not_finite_is_refused(name):
+    with pytest.raises(RuntimeError, match=r"^rewards must be finite, got \[nan, -inf\]$"):
+        estimate(name, [1.0, math.nan, -math.inf], [0, 0, 1])

@@ -49,16 +49,21 @@ def check_rows(losses, stats, rows):
 
 @every_variant
 @pytest.mark.parametrize("tokens_per_sequence", [1, 7])
-def test_losses_gradients_and_stats_are_those_of_the_formula(name, options, tokens_per_sequence):
+def test_losses_gradients_and_stats_are_those_of_the_formula_and_the_host_waits_for_no_gpu(
+    name, options, tokens_per_sequence
+):
+    """What a loss makes without `device=` is on another device here, as it would be beside inputs on a GPU."""
     inputs = random_inputs(70, spread=0.8, tokens_per_sequence=tokens_per_sequence)
     inputs = replace(inputs, advantages=inputs.advantages.roll(31))
-    losses, stats = evaluate(LOSSES[name], inputs, **options)
-    tokens, rows = oracle_rows(name, options, inputs)
-    check_rows(losses, stats, rows(tokens))
     # Each token has a weight of its own, as only so the sum's gradient shows which loss it comes from.
     weights = torch.linspace(0.5, 1.5, 70, dtype=torch.float64)
-    slopes = gradient(weights * losses, inputs).tolist()
-    for place, token in enumerate(tokens):
+    with torch.device("meta"), HostWaits() as waits:
+        losses, stats = evaluate(LOSSES[name], inputs, **options)
+        slopes = gradient(weights * losses, inputs)
+    assert not waits.names
+    tokens, rows = oracle_rows(name, options, inputs)
+    check_rows(losses, stats, rows(tokens))
+    for place, (token, slope) in enumerate(zip(tokens, slopes.tolist(), strict=True)):
         sums = []
         for step in (1e-6, -1e-6):
             moved = replace(token, logprob=token.logprob + step)
@@ -66,7 +71,7 @@ def test_losses_gradients_and_stats_are_those_of_the_formula(name, options, toke
             pairs = zip(weights.tolist(), moved_rows, strict=True)
             sums.append(math.fsum(weight * row["loss"] for weight, row in pairs))
         expected = (sums[0] - sums[1]) / 2e-6
-        assert math.isclose(slopes[place], expected, rel_tol=1e-6, abs_tol=1e-6)
+        assert math.isclose(slope, expected, rel_tol=1e-6, abs_tol=1e-6)
 
 
 # Weights of two sides other than 1 are there to differ from it. gspo and gmpo spread the gradient over the sequence, so
@@ -102,19 +107,6 @@ def test_the_gradient_of_a_token_has_no_other_advantage_or_the_loss_refuses_adva
     assert torch.equal(slopes[::2], changed_slopes[::2]) == (name not in ("gspo", "gmpo"))
     refuses = getattr(LOSSES[name], "needs_equal_advantages", False)
     assert refuses is (name in ("gspo", "gmpo", "opsm"))
-
-
-@every_variant
-def test_no_loss_makes_a_tensor_elsewhere_than_its_inputs_are_or_has_the_host_wait_for_a_gpu(
-    name, options
-):
-    """What is made without `device=` is on another device here, as it would be beside inputs on a GPU."""
-    inputs = random_inputs()
-    with torch.device("meta"), HostWaits() as waits:
-        losses, stats = evaluate(LOSSES[name], inputs, **options)
-        slopes = gradient(losses, inputs)
-    assert {column.device.type for column in (losses, slopes, *stats.values())} == {"cpu"}
-    assert not waits.names
 
 
 @every_variant

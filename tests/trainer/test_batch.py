@@ -114,12 +114,7 @@ def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_d
     assert deal(None, 3, policy, cluster) is None
 
 
-def test_a_reward_or_a_users_advantage_that_is_not_finite_ends_in_a_line(tmp_path):
+def test_a_users_advantage_that_is_not_finite_ends_in_a_line(tmp_path):
     (tmp_path / "mine.py").write_text("def f(rewards):\n    return rewards / 0.0")
-    groups = make_groups()
     with pytest.raises(ValueError, match=r"mine\.py:f gave tensor\(\[inf, .* for 12 responses"):
-        updates_of(groups, advantage=f"{tmp_path}/mine.py:f")
-    poisoned = replace(groups[0].trajectories[0], reward=float("nan"))
-    groups[0] = Group(3, (poisoned, *groups[0].trajectories[1:]))
-    with pytest.raises(RuntimeError, match=r"^rewards must be finite, got \[nan\]$"):
-        updates_of(groups)
+        updates_of(make_groups(), advantage=f"{tmp_path}/mine.py:f")
