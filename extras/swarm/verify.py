@@ -44,6 +44,8 @@ SLACK_TOKENS, LARGEST = 10, 50
 """Tokens without a difference that are added to every response, so that one token cannot lift the mean of a short one;
 and how much larger than the mean the difference of a single token may be."""
 REWARD_ROUNDING, MAX_SCORING = 1e-6, 1000
+END_S = 5.0
+"""Longest wait at the end of a run for the thread in which rewards are scored again."""
 
 
 def distance(own: np.ndarray, claimed: np.ndarray) -> float:
@@ -86,6 +88,9 @@ class Verifier:
         self.largest, self._key = 0.0, key or secrets.token_bytes(16)
         self._pool: RewardPool | None = None
         self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="rewards verifier", daemon=True
+        )
         self._score_by = config.task, config.reward
         self._can_score = not (config.is_multi_turn or load_score(*self._score_by).is_async)
         self._scoring: list[tuple[Trajectory, Future]] = []
@@ -130,9 +135,7 @@ class Verifier:
                 self._pool = RewardPool(
                     *self._score_by, self.config.env_timeout_s, title="rewards verifier"
                 )
-                threading.Thread(
-                    target=self._loop.run_forever, name="rewards verifier", daemon=True
-                ).start()
+                self._thread.start()
             text = self.tokenizer.decode(t.tokens[t.loss_mask].tolist(), skip_special_tokens=True)
             scoring = asyncio.run_coroutine_threadsafe(
                 self._pool.score(ticket.answer, text), self._loop
@@ -164,7 +167,14 @@ class Verifier:
         """End the scoring where it stands."""
         if self._pool:
             self._pool.close()
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._end_loop)
+            self._thread.join(END_S)
+
+    def _end_loop(self) -> None:
+        """End what runs in the loop, then the loop: a task that it leaves would be reported on the terminal."""
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
 
 
 def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) -> dict[int, float]:

@@ -1,5 +1,6 @@
 """Responses sampled by a plain model, and lies about them, before the Verifier of a real small policy."""
 
+import asyncio
 import itertools
 import os
 from dataclasses import replace
@@ -79,6 +80,7 @@ def finish_scoring(verifier, policy):
 
     wait_until(is_done)
     verifier.close()
+    assert not asyncio.all_tasks(verifier._loop), "the terminal would show what is pending"
     return mistakes
 
 
