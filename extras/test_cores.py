@@ -2,12 +2,11 @@
 
 import os
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+from programs import start_python
 
 from asyncrl.cluster.placement import place
 from asyncrl.cluster.processes import run_on
@@ -46,9 +45,7 @@ def test_an_engine_has_cores_of_its_own_unless_another_run_has_them():
         f"placed = cores.claim_cores(place(Config(), 0, {len(ALLOWED)}, 1), on_end := ExitStack())\n"
         "print(placed.workers[0].cores, flush=True); sys.stdin.read()"
     )
-    first = subprocess.Popen(
-        [sys.executable, "-c", claiming], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    first = start_python("-c", claiming)
     try:
         assert first.stdout.readline() != "()\n"
         with ExitStack() as on_end:

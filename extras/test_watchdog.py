@@ -3,13 +3,11 @@
 import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
+from programs import start_python
 
-ROOT = Path(__file__).parents[1]
 ROOT_OF_TWO = (
     "import multiprocessing, os, time\n"
     "from asyncrl.cluster.processes import exit_with_parent\n"
@@ -38,9 +36,7 @@ AGENT = (
 
 def start(code, **options):
     """Start a program. Return it, and the process whose pid is the first line that it prints."""
-    command = [sys.executable, "-c", code]
-    options |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    program = subprocess.Popen(command, cwd=ROOT, text=True, **options)
+    program = start_python("-c", code, stderr=subprocess.STDOUT, **options)
     return program, psutil.Process(int(program.stdout.readline()))
 
 

@@ -1,4 +1,4 @@
-"""Runs Python programs as a user does, to their end, and waits for what others do."""
+"""Runs Python programs as a user does, and waits for what others do."""
 
 import os
 import subprocess
@@ -20,6 +20,12 @@ def run_python(*words: str | Path, cwd: Path = ROOT, **variables) -> subprocess.
         text=True,
         timeout=300,
     )
+
+
+def start_python(*words: str | Path, **options) -> subprocess.Popen:
+    """Start Python with these words; text goes to it and comes from it by pipes."""
+    options = {"cwd": ROOT, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE} | options
+    return subprocess.Popen([sys.executable, *words], text=True, **options)
 
 
 def wait_until(

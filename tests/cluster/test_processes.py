@@ -1,18 +1,12 @@
 import os
 import subprocess
-import sys
 import time
 
 import psutil
 import pytest
-from programs import ROOT, wait_until
+from programs import ROOT, start_python, wait_until
 
 from asyncrl.cluster.processes import Interrupted, kill_session, status_of, without_torchrun
-
-
-def start(code, *arguments, **options):
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)
 
 
 def test_torchruns_variables_are_taken_out_and_nothing_else():
@@ -27,8 +21,9 @@ def test_a_process_ends_with_its_parent_also_if_that_ends_while_it_still_imports
     watch, say = "exit_with_parent(0.05)", "print(os.getpid(), flush=True)"
     for steps in (f"{watch}; {say}", f"{say}; time.sleep(1); {watch}"):
         child = f"import os, time; from asyncrl.cluster.processes import exit_with_parent\n{steps}; time.sleep(60)"
-        parent = start(
-            f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+        parent = start_python(
+            "-c",
+            f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)",
         )
         pid = int(parent.stdout.readline())
         parent.kill()
@@ -57,7 +52,7 @@ def test_a_rank_of_several_says_why_it_ends_and_shows_where_if_the_code_is_at_fa
         "try: {}['row']\n"
         "except KeyError as error: end_by(error, lambda: None)"
     )
-    rank = start(code, stderr=subprocess.PIPE)
+    rank = start_python("-c", code, stderr=subprocess.PIPE)
     _, text = rank.communicate()
     assert text.startswith("error: KeyError('row')\nTraceback") and rank.returncode == 1
 
@@ -67,7 +62,7 @@ def test_a_session_is_killed_whole_when_its_leader_is_dead_also_if_nobody_has_mi
         "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(child.pid, flush=True)"
     )
-    leader = start(code, start_new_session=True)
+    leader = start_python("-c", code, start_new_session=True)
     pid = int(leader.stdout.readline())
     wait_until(lambda: psutil.Process(leader.pid).status() == psutil.STATUS_ZOMBIE)
     begun = time.monotonic()
@@ -101,25 +96,30 @@ time.sleep(60)
 """
 
 
+AGENT = """
+import subprocess, sys
+ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]]) for _ in range(2)]
+sys.stdin.readline()
+for rank in ranks: rank.terminate()
+for rank in ranks: rank.wait()
+"""
+"""Does of torchrun what takes no time: it starts two ranks, and asks them to end."""
+
+
 def test_a_rank_ends_also_where_no_handler_of_a_signal_runs_if_another_is_gone_and_else_in_its_time(
     tmp_path,
 ):
     """torchrun has not to kill anybody, and its report ends with the reason."""
-    (tmp_path / "ranks.py").write_text(RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    failing, stopped = (
-        subprocess.Popen(
-            [*command, "--shutdown-timeout=600", tmp_path / "ranks.py", how],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for how in ("fail", "wait")
-    )
+    path = tmp_path / "ranks.py"
+    path.write_text(RANKS)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    words = (*agent, "--shutdown-timeout=600", path, "fail")
+    failing = start_python(*words, env=environment, stderr=subprocess.PIPE)
+    environment |= {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
+    stopped = start_python("-c", AGENT, path, "wait", env=environment)
     assert [stopped.stdout.readline() for _ in range(2)] == ["up\n"] * 2
-    stopped.terminate()
-    assert stopped.communicate(timeout=60)[0] == "has lost a rank: False\n" * 2
+    assert stopped.communicate("end\n", timeout=60)[0] == "has lost a rank: False\n" * 2
     _, text = failing.communicate(timeout=60)
     assert failing.returncode == 1 and "forcefully" not in text
     assert text.splitlines().count("error: rank 1 is out of memory") == 1
@@ -135,5 +135,5 @@ def test_memory_that_is_freed_and_taken_again_costs_no_page_faults():
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
         "faults(); given_back = faults(); keep_freed_memory(); faults(); print(given_back, faults())"
     )
-    given_back, kept = start(faults).communicate(timeout=60)[0].split()
+    given_back, kept = start_python("-c", faults).communicate(timeout=60)[0].split()
     assert int(kept) < 100 < int(given_back)

@@ -4,8 +4,7 @@ import os
 import signal
 
 import psutil
-from programs import wait_until
-from test_processes import start
+from programs import start_python, wait_until
 
 ROOT_OF_TWO = (
     "import multiprocessing, os, subprocess, sys, time\n"
@@ -25,11 +24,11 @@ def test_the_stacks_of_all_processes_that_have_some_go_to_one_file_and_a_stopped
     tmp_path,
 ):
     path = tmp_path / "stacks.txt"
-    root = start(ROOT_OF_TWO, str(path))
+    root = start_python("-c", ROOT_OF_TWO, path)
     deaf, child = (int(root.stdout.readline()) for _ in range(2))
     module = "from asyncrl.cluster.stacks import dump_stacks"
     dump = f"import os; os.environ['ASYNC_RL_STACKS'] = {str(path)!r}\n{module}\n"
-    said = start(dump + f"print(dump_stacks({root.pid}))").communicate(timeout=30)[0]
+    said = start_python("-c", dump + f"print(dump_stacks({root.pid}))").communicate(timeout=30)[0]
     assert said == f"stacks of all processes are in {path}\n"
     text = path.read_text()
     first, second = (text.index(f"(pid {pid}), sleeping") for pid in (root.pid, child))
@@ -39,7 +38,7 @@ def test_the_stacks_of_all_processes_that_have_some_go_to_one_file_and_a_stopped
     )
     os.kill(child, signal.SIGSTOP)
     wait_until(lambda: psutil.Process(child).status() == psutil.STATUS_STOPPED)
-    start(dump + f"dump_stacks({root.pid})").wait()
+    start_python("-c", dump + f"dump_stacks({root.pid})").wait()
     assert f"(pid {child}), stopped" in path.read_text()
     assert psutil.Process(deaf).status() == psutil.STATUS_SLEEPING, "the signal would end it"
     for pid in (child, deaf):

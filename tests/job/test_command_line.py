@@ -87,30 +87,25 @@ def user_run(tmp_path):
     return directory.path, config, [loss, sibling, task]
 
 
-def test_a_run_keeps_copies_of_user_code_and_loads_them(user_run):
-    run, _, (loss, sibling, task) = user_run
-    copies = {path.name: path.read_text() for path in (run / "code").iterdir()}
-    assert copies == {path.name: path.read_text() for path in (loss, sibling, task)}
-    assert f"{task.stem}-Double-{loss.stem}-loss-a1-s0" in run.name
-    assert not (RunDirectory(Config(runs_dir=str(run.parent))).path / "code").exists()
-
-
 def test_a_resumed_run_loads_its_copies_from_where_it_is_though_the_files_have_changed(
     user_run, tmp_path
 ):
     run, config, files = user_run
+    loss, sibling, task = files
+    assert f"{task.stem}-Double-{loss.stem}-loss-a1-s0" in run.name
+    texts = {path.name: path.read_text() for path in files}
     run = Path(shutil.move(run, tmp_path / "moved"))
+    assert {path.name: path.read_text() for path in (run / "code").iterdir()} == texts
     for path in files:
         path.write_text("x = (\n")
     resumed = read_options(["--resume", str(run)])
     assert read_options(["--resume", str(run), "--algo", config.algo]) == resumed
     copies = user_code.located(config, run / "code")
     assert user_code.texts_of(resumed) == user_code.texts_of(copies)
-    loss = user_code.load(resumed.algo)
-    modules = (sys.modules[loss.__module__], loss.__globals__[files[1].stem])
-    assert [module.__file__ for module in modules] == [
-        str(run / "code" / path.name) for path in files[:2]
-    ]
+    loaded = user_code.load(resumed.algo)
+    modules = (sys.modules[loaded.__module__], loaded.__globals__[sibling.stem])
+    places = [str(run / "code" / path.name) for path in (loss, sibling)]
+    assert [module.__file__ for module in modules] == places
     with pytest.raises(ValueError, match=r"code/another.py:loss cannot change when a run is"):
         read_options(["--resume", str(run), "--algo", "another.py:loss"])
 

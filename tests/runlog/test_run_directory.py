@@ -1,12 +1,10 @@
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from programs import ROOT
+from programs import start_python
 
 from asyncrl.config import Config
 from asyncrl.runlog.record_file import RecordFile
@@ -29,11 +27,8 @@ def test_a_run_that_ended_before_its_first_step_gives_its_name_back_and_no_other
         "from asyncrl.config import Config\nfrom asyncrl.runlog.run_directory import RunDirectory\n"
         f"run = RunDirectory({arguments})\nprint('made', flush=True)\ninput()"
     )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
-    ) as other:
-        assert other.stdout.readline() == b"made\n"
+    with start_python("-c", code) as other:
+        assert other.stdout.readline() == "made\n"
         with pytest.raises(ValueError, match=TAKEN):
             make_run(tmp_path, node_folder=node_folder)
         other.kill()
