@@ -32,6 +32,7 @@ OPTIONS = {
     "save_every": 4, "timeout_s": 60,
 }  # fmt: skip
 GROUPS = 4
+HOST = socket.gethostname()
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 USER_OPTIMIZER = re.search(
     r"^```python\n# my_optimizer.py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
@@ -157,32 +158,27 @@ def steps_in(folder: Path) -> list[dict]:
     return [event for event in read(folder / "events.jsonl") if event["event"] == "step"]
 
 
-@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_that_fails_ends_at_once_with_its_reason_and_its_worker_and_waits_for_no_other(
-    tmp_path, failing
-):
-    jobs = [start(tmp_path, place, run_failing, failing) for place in torchrun_variables([0, 0])]
-    jobs[0].wait_until(lambda: jobs[0].events("worker_ready"))
-    workers = jobs[failing].descendants()
-    assert jobs[failing].wait() == 1
-    assert f"error: rank {failing} is out of memory" in jobs[failing].output().splitlines()
-    assert_nothing_is_left(workers, set(os.listdir("/dev/shm")))
-    if failing == 0:
-        (end,) = jobs[0].events("run_ended")
-        assert end["reason"] == "RuntimeError: rank 0 is out of memory"
-
-
-def test_nodes_that_differ_are_refused_and_when_one_fails_the_other_ends_and_knows_why(tmp_path):
+def test_nodes_that_differ_are_refused_by_what_differs(tmp_path):
     places = torchrun_variables([0, 1])
     jobs = [start(tmp_path, place, lr=0.1 + node) for node, place in enumerate(places)]
     assert jobs[0].wait() == 2 and jobs[1].wait() != 0
-    host = socket.gethostname()
-    line = f"error: node 1 ({host}) does not run the same as node 0 ({host}): --lr 1.1 instead"
+    line = f"error: node 1 ({HOST}) does not run the same as node 0 ({HOST}): --lr 1.1 instead"
     assert line in jobs[0].output()
-    places = torchrun_variables([0, 1])
-    jobs = [start(tmp_path, place, run_failing, 1) for place in places]
-    assert [job.wait() for job in jobs] == [1, 1]
-    assert f"error: node 1 ({host}) ended: rank 1 is out of memory\n" in jobs[0].output()
+
+
+def test_a_rank_that_fails_ends_at_once_with_its_worker_waits_for_no_other_and_the_other_node_knows_why(
+    tmp_path,
+):
+    places = torchrun_variables([0, 0, 1])
+    first, _, failing = [start(tmp_path, place, run_failing, 2) for place in places]
+    failing.wait_until(lambda: len(failing.descendants()) > 0 and first.events("worker_ready"))
+    workers = failing.descendants()
+    assert failing.wait() == first.wait() == 1
+    assert "error: rank 2 is out of memory" in failing.output().splitlines()
+    assert f"error: node 1 ({HOST}) ended: rank 2 is out of memory\n" in first.output()
+    (end,) = read(failing.run_path / "node_1/events.jsonl")[-1:]
+    assert end["reason"] == "RuntimeError: rank 2 is out of memory"
+    assert_nothing_is_left(workers, set(os.listdir("/dev/shm")))
 
 
 def test_when_a_node_is_killed_the_other_ends_with_all_stacks_and_without_its_worker(tmp_path):
@@ -192,8 +188,7 @@ def test_when_a_node_is_killed_the_other_ends_with_all_stacks_and_without_its_wo
     processes = stays.descendants()
     killed.kill()
     assert stays.wait(60) == 1
-    line = f"error: node 1 ({socket.gethostname()}) is gone without a word, killed or cut off"
-    assert line in stays.output()
+    assert f"error: node 1 ({HOST}) is gone without a word, killed or cut off" in stays.output()
     assert "Thread 0x" in (stays.run_path / "stacks.txt").read_text()
     assert_nothing_is_left(processes, set(os.listdir("/dev/shm")))
 
