@@ -1,6 +1,5 @@
 """Starts real jobs (torchrun, FSDP, vLLM) for the end-to-end tests and looks at what they leave behind."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 from programs import ROOT, wait_until
 
+from asyncrl.cluster.stacks import title
 from asyncrl.config import flag, switch
 from scripts.lines import read
 
@@ -43,6 +43,8 @@ class Job:
     process: subprocess.Popen
     run_path: Path
     output_path: Path
+    root: Path = ROOT
+    """Of the code that it runs."""
 
     def metrics(self) -> list[dict]:
         """The lines of metrics.jsonl."""
@@ -67,9 +69,10 @@ class Job:
         """All that the job has printed so far."""
         return self.output_path.read_text()
 
-    def descendants(self) -> list[psutil.Process]:
-        """All processes below torchrun that are alive now."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+    def descendants(self, named: str = "") -> list[psutil.Process]:
+        """All processes below torchrun that are alive now, or those whose title begins so."""
+        processes = psutil.Process(self.process.pid).children(recursive=True)
+        return [process for process in processes if title(process).startswith(named)]
 
     def kill(self) -> None:
         """SIGKILL all processes at once."""
@@ -110,14 +113,7 @@ class Job:
 
     def engine(self) -> psutil.Process | None:
         """The engine of the only worker, once it is there; it has its worker's title until it has one of its own."""
-        with contextlib.suppress(psutil.NoSuchProcess):  # the worker ended meanwhile
-            engines = [
-                p
-                for p in self.descendants()
-                if p.cmdline() and p.cmdline()[0].startswith("engine ")
-            ]
-            return engines[0] if engines else None
-        return None
+        return next(iter(self.descendants("engine ")), None)
 
 
 def torchrun(num_ranks: int = 1) -> list[str]:
@@ -134,17 +130,12 @@ def words_of(options: dict[str, object]) -> list[str]:
 
 
 def start_job(
-    folder: Path,
-    num_ranks: int = 1,
-    script: Sequence[str] = ("train_async.py",),
-    root: Path = ROOT,
-    **options,
+    folder: Path, num_ranks: int = 1, agent: Sequence[str] | None = None, **options
 ) -> Job:
-    """Start a run, of this repository or a copy, with the small settings, changed by `options`.
-
-    `script` is what torchrun starts: a program, and what it is given before the options of the run.
-    """
-    return _start(folder, torchrun(num_ranks), script, options, root)
+    """Start a run with the small settings, changed by `options`, by torchrun or another agent."""
+    words = [*(agent or torchrun(num_ranks)), "train_async.py"]
+    words += [f"--runs-dir={folder}", "--run-name=run", *words_of(SMALL | options)]
+    return launch(words, folder / "run")
 
 
 def start_nodes(folder: Path, num_nodes: int, **options) -> list[Job]:
@@ -154,19 +145,15 @@ def start_nodes(folder: Path, num_nodes: int, **options) -> list[Job]:
         meeting = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
     agent = [*TORCHRUN, "--nproc-per-node=1", "--local-addr=127.0.0.1", f"--nnodes={num_nodes}"]
     agent += ["--rdzv-id=test", "--rdzv-backend=c10d", meeting]
-    return [_start(folder, agent, ["train_async.py"], options, ROOT) for _ in range(num_nodes)]
-
-
-def _start(folder: Path, agent: list[str], script: Sequence[str], options: dict, root: Path) -> Job:
-    words = [f"--runs-dir={folder}", "--run-name=run", *words_of(SMALL | options)]
-    return launch([*agent, *script, *words], folder / "run", root=root)
+    return [start_job(folder, agent=agent, **options) for _ in range(num_nodes)]
 
 
 def resume_job(
     job: Job, command: Sequence[str] = (*torchrun(), "train_async.py"), **options
 ) -> Job:
     """Have a job that has ended continue, with changed options."""
-    return launch([*command, f"--resume={job.run_path}", *words_of(options)], job.run_path)
+    words = [*command, f"--resume={job.run_path}", *words_of(options)]
+    return launch(words, job.run_path, root=job.root)
 
 
 def launch(arguments: Sequence[str], run_path: Path, *, root: Path = ROOT, gpus: str = "") -> Job:
@@ -186,7 +173,7 @@ def launch(arguments: Sequence[str], run_path: Path, *, root: Path = ROOT, gpus:
             env=os.environ | alone,
             start_new_session=True,
         )
-    return Job(process, run_path, output_path)
+    return Job(process, run_path, output_path, root)
 
 
 def new_output(run_path: Path) -> Path:

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 LONG = (
-    "test_chaos.py",
+    "test_end_to_end.py",
     "job/test_resume_job.py",
     "engine/test_family_logprobs.py",
-    "test_end_to_end.py",
     "engine/test_proxy.py",
     "test_several_nodes.py",
     "trainer/test_policy.py",

@@ -12,7 +12,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen3Config,
     Qwen3ForCausalLM,
 )
 from transformers.utils.logging import disable_progress_bar
@@ -72,14 +71,6 @@ def save_byte_llama(path: str) -> str:
         bos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(path)
-    return path
-
-
-def save_unservable_model(path: str) -> str:
-    """Write a model and tokenizer that the trainer loads and vLLM refuses: a head size that no kernel has."""
-    save_tiny_model(path)
-    config = Qwen3Config.from_pretrained(path, head_dim=20)
-    Qwen3ForCausalLM(config).save_pretrained(path)
     return path
 
 

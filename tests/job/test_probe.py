@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from corruptions import CORRUPTIONS
 from cpu_transports import CHUNK_BYTES, TRANSPORTS
 from engine_pair import start_pair
 from tiny_policy import save_tiny_family
@@ -18,6 +17,19 @@ LARGEST_GAP = 1e-5
 JOINED = 7
 """A worker that joined the run, and is shut out."""
 PARTS = ("self_attn.q_proj", "mlp.down_proj", "input_layernorm", "self_attn.k_norm")
+
+
+def not_sent(parameters, name):
+    """The place of the tensor keeps what was there: nothing yet."""
+    return [(other, tensor * (other != name)) for other, tensor in parameters]
+
+
+def sent_twice(parameters, name):
+    """The tensor also arrives in the place of another one of its shape."""
+    tensors = dict(parameters)
+    shape = tensors[name].shape
+    twin = next(other for other in tensors if other != name and tensors[other].shape == shape)
+    return list((tensors | {twin: tensors[name]}).items())
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
@@ -85,13 +97,14 @@ def test_the_same_weights_are_no_mismatch_and_those_of_the_version_before_are(pa
 
 
 @pytest.mark.parametrize("pair", ["shm"], indirect=True)
-@pytest.mark.parametrize("kind", CORRUPTIONS)
+@pytest.mark.parametrize("corrupt", [not_sent, sent_twice])
 @pytest.mark.parametrize("part", PARTS)
-def test_a_tensor_that_arrives_wrong_ends_a_run_that_has_compared_no_version_yet(pair, kind, part):
+def test_a_tensor_that_arrives_wrong_ends_a_run_that_has_compared_no_version_yet(
+    pair, corrupt, part
+):
     pair.perturb()
     parameters = sent(pair)
-    corrupted = CORRUPTIONS[kind](parameters, f"model.layers.0.{part}.weight")
-    assert_ends_the_run(pair, 4, corrupted)
+    assert_ends_the_run(pair, 4, corrupt(parameters, f"model.layers.0.{part}.weight"))
     Leader(pair).load(5, parameters)
 
 
@@ -100,7 +113,7 @@ def test_later_weights_that_are_wrong_are_warned_of_once_and_a_joined_host_is_sh
     pair, capsys
 ):
     leader, right = Leader(pair), sent(pair)
-    wrong = CORRUPTIONS["not_sent"](right, f"model.layers.0.{PARTS[-1]}.weight")
+    wrong = not_sent(right, f"model.layers.0.{PARTS[-1]}.weight")
     leader.load(8, right)
     leader.load(8, wrong, worker=JOINED)
     for version in (9, 10):
