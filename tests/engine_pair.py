@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import gc
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -25,24 +25,30 @@ PLACEMENT = WorkerPlacement(0, None, None, 1, 0.0)
 
 @contextmanager
 def start_pair(config, *arguments, patches=()):
-    """Yield a Pair, which ends with its process group. Each of the patches is called before the engine is forked."""
+    """Yield a Pair, which ends with its process group. Each of the patches is called before the engine is forked.
+
+    What vLLM asks of a class of models that it has not met it asks here. A process of its own imports all of vLLM.
+    """
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in worker_environment(PLACEMENT).items():
             patch.setenv(name, value)
+        patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda call: call())
         for apply in patches:
             apply(patch)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            pair = Pair(config, *arguments)
-            try:
+            with closing(Pair(config, *arguments)) as pair:
                 yield pair
-            finally:
-                pair.run(pair.shutdown())
-                if pair.sends:
-                    pair.transport.close()  # or its thread would outlive the tests
         finally:
             dist.destroy_process_group()
+
+
+def sequence_of(prompt, response, experts=None):
+    """A sequence of which the response is scored."""
+    tokens = np.array([*prompt, *response])
+    sequence = TrainSequence.to_score(tokens, np.arange(len(tokens)) >= len(prompt))
+    return dataclasses.replace(sequence, experts=experts)
 
 
 class Pair:
@@ -66,10 +72,12 @@ class Pair:
     def run(self, coroutine):
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
 
-    async def shutdown(self):
-        """End the engine while its loop runs: only then are its sockets closed, and open ones hang their collection."""
+    def close(self):
+        """End the engine, whose sockets are closed while its loop runs: open ones hang their collection."""
         self.proxy.shutdown()
-        await asyncio.sleep(0.1)
+        self.run(asyncio.sleep(0.1))
+        if self.sends:
+            self.transport.close()  # or its thread would outlive the tests
 
     def perturb(self):
         """Move every weight of the trainer, as a step would."""
@@ -79,6 +87,14 @@ class Pair:
 
     def weights(self):
         return [parameter.detach().clone() for parameter in self.policy.module.parameters()]
+
+    @contextmanager
+    def having(self, weights):
+        """The trainer has these weights for a while."""
+        now = self.weights()
+        self.restore(weights)
+        yield
+        self.restore(now)
 
     def restore(self, weights):
         with torch.no_grad():
@@ -140,23 +156,16 @@ class Pair:
         return self.run(run()), weights
 
     def gaps(self, completion, weights, prompt=PROMPT):
-        """[R] nats: engine's log-prob of each token − the trainer's under the version that the token claims."""
-        now, gaps = self.weights(), np.full(len(completion.tokens), np.nan)
+        """[R] nats: between the engine's log-prob of each token and the trainer's under the version that it claims."""
+        trainer = np.full(len(completion.tokens), np.nan)
         for version in set(completion.policy_versions.tolist()):
-            self.restore(weights[version])
-            of_version = completion.policy_versions == version
-            gaps[of_version] = (
-                completion.behavior_logprobs - self.trainer_logprobs(prompt, completion.tokens)
-            )[of_version]
-        self.restore(now)
-        return gaps
+            is_sampled = completion.policy_versions == version
+            with self.having(weights[version]):
+                trainer[is_sampled] = self.trainer_logprobs(prompt, completion.tokens)[is_sampled]
+        return np.abs(completion.behavior_logprobs - trainer)
 
     def generate(self, name, prompt=PROMPT, seed=1):
         return self.run(self.proxy.generate(name, prompt, seed))
 
     def trainer_logprobs(self, prompt, tokens, raw=False):
-        whole = np.array([*prompt, *tokens])
-        mask = np.arange(len(whole)) >= len(prompt)
-        unused = np.zeros(len(whole), np.float32)
-        sequence = TrainSequence(whole, mask, unused, np.zeros(len(whole), np.int32), 0.0, 0.0)
-        return self.policy.score([[sequence]], raw=raw)[0].numpy()
+        return self.policy.score([[sequence_of(prompt, tokens)]], raw=raw)[0].numpy()

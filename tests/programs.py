@@ -1,6 +1,7 @@
 """Runs Python programs as a user does, and waits for what others do."""
 
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -26,6 +27,12 @@ def start_python(*words: str | Path, **options) -> subprocess.Popen:
     """Start Python with these words; text goes to it and comes from it by pipes."""
     options = {"cwd": ROOT, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE} | options
     return subprocess.Popen([sys.executable, *words], text=True, **options)
+
+
+def run_script(monkeypatch, script: str, *words: str | Path) -> None:
+    """Run a script of scripts/ in this process. Raises SystemExit, as it does for a mistake."""
+    monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
+    runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
 
 
 def wait_until(

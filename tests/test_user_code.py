@@ -156,12 +156,15 @@ def test_prompts_go_through_the_chat_template_with_a_system_prompt_and_options(t
     conversation = "[system]s[user]us[assistant]as[user]us[assistant]"
     assert texts == {conversation, "[system]s[user]d[assistant]"}
     tokenizer.chat_template = None
+    assert tokenizer.decode(task.encode_prompt(Problem("d", ""), tokenizer)) == "s\n\nd"
     with pytest.raises(ValueError, match="need a chat template"):
         task.encode_prompt(Problem(chat, ""), tokenizer)
     options = ('template={"tone": "low"}', "shuffle=false")
     task = jsonl(tmp_path / "b.jsonl", ROWS, *options)
     numbers = [int(task.train_problem(i).prompt.split()[1]) for i in range(20)]
     assert numbers == sorted(numbers), "in the order of the file"
+    text = tokenizer.decode(task.encode_prompt(task.train_problem(0), tokenizer))
+    assert text == f"Say {numbers[0]}"
     tokenizer.chat_template = "{{ tone }}:{{ messages[0]['content'] }}"
     text = tokenizer.decode(task.encode_prompt(Problem("Say 1", ""), tokenizer))
     assert text == "low:Say 1"

@@ -2,11 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 
 from fake_h100 import KV_BYTES
-from programs import ROOT
+from programs import run_python
 
 SHARED = {
     "scheduler_config.max_num_batched_tokens": "8192",
@@ -38,20 +36,14 @@ SPLIT = SHARED | {
 
 
 def test_vllm_takes_our_options_for_an_h100_as_they_are_meant_and_cuda_is_not_called_before_the_fork(
-    tmp_path,
+    tmp_path, monkeypatch
 ):
-    removed = ("VLLM_", "CUDA_", "TORCH", "OMP_")
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(removed)
-    }
-    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    program = ROOT / "tests/fake_h100.py"
-    command = [sys.executable, program, tmp_path / "result", tmp_path, *SHARED]
-    run = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    for name in list(os.environ):
+        if name.startswith(("VLLM_", "TORCH", "OMP_")):
+            monkeypatch.delenv(name)
+    run = run_python("tests/fake_h100.py", tmp_path / "result", tmp_path, *SHARED)
     logs = "".join(log.read_text()[-3000:] for log in tmp_path.glob("*.log"))
-    assert run.returncode == 0, run.stdout[-3000:] + logs
+    assert run.returncode == 0, run.stderr[-3000:] + logs
     found = json.loads((tmp_path / "result").read_text())
     assert found["engines"] == [SHARED, SLEEPS, SPLIT]
     assert found["calls"] == ["engine, fork"], "nothing else has called CUDA or formed a group"

@@ -72,21 +72,21 @@ GOOD = {
 }
 
 
+async def scores_of(pool: RewardPool, *responses: str, answer: str = "") -> list:
+    """Ask for all at once. Return reward and parts of each response, or the error."""
+    scores = (pool.score(answer, response) for response in responses)
+    return await asyncio.gather(*scores, return_exceptions=True)
+
+
 @pytest.fixture(scope="module")
 def outcomes():
-    """A function that asks for all scores at once. Each list of functions has one pool."""
+    """A function that asks for scores of responses. Each list of functions has one pool."""
     pools = {}
 
-    def ask(names: str, *responses: str, answer: str = "") -> list:
-        """Return reward and parts of each response, or the error."""
+    def ask(names: str, *responses: str) -> list:
         if names not in pools:
             pools[names] = RewardPool("addition", texts(*names.split()), 1.0)
-
-        async def gather() -> list:
-            scores = [pools[names].score(answer, response) for response in responses]
-            return await asyncio.gather(*scores, return_exceptions=True)
-
-        return runner.run(gather())
+        return runner.run(scores_of(pools[names], *responses))
 
     with asyncio.Runner() as runner:
         yield ask
@@ -142,13 +142,12 @@ def test_processes_killed_or_stopped_while_idle_are_replaced_at_the_cost_of_a_ti
     monkeypatch.setattr(reward_pool, "_MAX_FORK_S", 1.0)
 
     async def ask() -> list:
-        pool, failed = RewardPool("addition", EVALUATED, 1.0, 2, "idle"), []
+        pool = RewardPool("addition", EVALUATED, 1.0, 2, "idle")
         for number, most in ((signal.SIGKILL, 0), (signal.SIGSTOP, 2)):
-            await asyncio.gather(*(pool.score("", "0.5") for _ in range(8)))
+            assert await scores_of(pool, *["0.5"] * 8) == [(0.5, {})] * 8
             for process in processes_called("idle"):
                 process.send_signal(number)
-            scores = (pool.score("", "0.25") for _ in range(20))
-            found = await asyncio.gather(*scores, return_exceptions=True)
+            found = await scores_of(pool, *["0.25"] * 20)
             failed = [outcome for outcome in found if outcome != (0.25, {})]
             assert len(failed) <= most, "each that is stopped may cost its own"
             assert all("timed out" in str(error) for error in failed)
@@ -253,8 +252,7 @@ def test_others_than_root_are_limited_too_and_scorers_end_with_the_process_that_
 
     async def ask() -> None:
         pool = RewardPool("addition", EVALUATED, 20.0, 1, name)
-        scores = (pool.score("", response) for response in responses)
-        limits, memory, harmed, written = await asyncio.gather(*scores, return_exceptions=True)
+        limits, memory, harmed, written = await scores_of(pool, *responses)
         assert limits == (1.0, {}) and ": MemoryError" in str(memory)
         assert "temporarily unavailable" in str(harmed)
         assert ("Read-only" if in_namespaces else "File too large") in str(written)
@@ -288,8 +286,7 @@ def test_hostile_text_costs_at_most_its_own_reward_and_time(tmp_path):
 
     async def ask() -> list:
         with contextlib.closing(RewardPool("gsm8k", [], 2.0)) as pool:
-            scores = (pool.score("8", response) for response in (*responses, *good))
-            return await asyncio.gather(*scores, return_exceptions=True)
+            return await scores_of(pool, *responses, *good, answer="8")
 
     *found, six, seven, eight, nine = asyncio.run(ask())
     assert (six, seven, eight, nine) == ((0.0, {}), (0.0, {}), (1.0, {}), (0.0, {}))

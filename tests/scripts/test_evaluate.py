@@ -11,14 +11,8 @@ from scripts.evaluate import choose_options, describe
 
 
 def test_passes_are_counted_by_problem_and_a_failed_response_is_wrong():
-    rewards = [
-        1.0,
-        0.0,
-        0.5,
-        1.0,
-        0.0,
-        0.0,
-    ]  # two samples of three problems; the last but two failed
+    # two samples of three problems; the last but two failed
+    rewards = [1.0, 0.0, 0.5, 1.0, 0.0, 0.0]
     evaluation = Evaluation(0, 6)
     for member, reward in enumerate(rewards):
         reason = "failed" if member == 3 else "stop"
@@ -50,17 +44,8 @@ def test_the_newest_checkpoint_of_a_run_is_sampled_as_the_run_samples(tmp_path):
 def test_cold_samples_of_the_real_engine_pass_all_or_none_and_the_tiny_model_of_a_task_knows_it(
     task,
 ):
-    words = (
-        "--task",
-        task,
-        "--eval-samples",
-        "3",
-        "--eval-problems",
-        "24",
-        "--temperature",
-        "0.01",
-    )
-    output = run_python("scripts/evaluate.py", "tiny", *words)
+    options = f"--task={task} --eval-samples=3 --eval-problems=24 --temperature=0.01"
+    output = run_python("scripts/evaluate.py", "tiny", *options.split())
     rates = dict(re.findall(r"^(mean reward|pass@\d) +(\d\.\d+)", output.stdout, re.MULTILINE))
     assert set(rates) == {"mean reward", "pass@1", "pass@3"}
     assert len({*rates.values()}) == 1 and float(rates["pass@1"]) >= 0.85

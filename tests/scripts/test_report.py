@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from programs import ROOT, run_python
+from programs import ROOT, run_script
 from user_files import write_jsonl
 
 from asyncrl import extras
@@ -153,13 +153,14 @@ def test_a_run_of_one_step_and_nothing_else_has_a_page(run):
     assert {"Held-out accuracy", "Trainer's time, share of each step"} <= {*page["missing"]}
 
 
-def test_the_command_writes_the_page_of_a_run_or_of_several_with_a_line_each_in_every_chart(run):
+def test_the_command_writes_the_page_of_a_run_or_of_several_with_a_line_each_in_every_chart(
+    run, monkeypatch, capsys
+):
     other = ROOT / "results/smollm2/one_digit-s1"
-    written = {"report: {}/report.html\ntrace: {}/trace.json\n": "--trace"}
-    written["comparison: {}/comparison.html\n"] = other
-    for ends, word in written.items():
-        done = run_python("scripts/report.py", run, word)
-        assert done.stdout.endswith(ends.replace("{}", str(run))), done.stderr
+    run_script(monkeypatch, "report.py", run, "--trace")
+    assert capsys.readouterr().out.endswith(f"report: {run}/report.html\ntrace: {run}/trace.json\n")
+    run_script(monkeypatch, "report.py", run, other)
+    assert capsys.readouterr().out.endswith(f"comparison: {run}/comparison.html\n")
     assert json.loads((run / "trace.json").read_text()) == trace_of(load(run))
     assert "<h2>Timeline</h2>" in (run / "report.html").read_text()
     page = report.make_comparison([load(run), load(other)])

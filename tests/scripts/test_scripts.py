@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from programs import ROOT
+from programs import ROOT, run_script
 from test_errors import is_line
 from user_files import write_jsonl
 
@@ -39,11 +38,9 @@ def test_a_mistake_ends_in_its_line_and_writes_nothing(command, tmp_path, monkey
     folders = {"none": tmp_path / "none", "run": RUNS[0], "other": RUNS[1]}
     folders |= {name: tmp_path / name for name in (*texts, "grid")}
     before = sorted(tmp_path.rglob("*"))
-    script, *words = shlex.split(command.format(**folders))
-    monkeypatch.setattr(sys, "argv", [script, *words])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
+        run_script(monkeypatch, *shlex.split(command.format(**folders)))
     text = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err
     assert is_line(text.removesuffix("\n"), "error: " + ERRORS[command].format(**folders)), text
     assert sorted(tmp_path.rglob("*")) == before
@@ -102,7 +99,7 @@ def make_copy(copy, requirement=HAVE, **gpu):
     write_program(copy / "fake/nvidia-smi", NVIDIA_SMI.format(**gpu))
 
 
-def run_script(copy, name, *arguments, **variables):
+def run_shell(copy, name, *arguments, **variables):
     environment = os.environ | {"PATH": f"{copy / 'fake'}:{os.environ['PATH']}"} | variables
     command = ["bash", f"scripts/{name}", *arguments]
     return subprocess.run(
@@ -129,7 +126,7 @@ def test_every_requirement_is_pinned_and_says_why():
 def test_the_installation_says_what_it_does_and_why_it_ends(case, tmp_path):
     make_copy(tmp_path, **case.get("copy", {}))
     for _ in range(case.get("runs", 1)):
-        result = run_script(tmp_path, "install.sh", *case.get("options", ()), **case["variables"])
+        result = run_shell(tmp_path, "install.sh", *case.get("options", ()), **case["variables"])
     text = result.stdout + result.stderr
     assert result.returncode == case.get("status", 0), text
     assert [words for words in case["says"] if words not in text] == [], text
@@ -154,7 +151,7 @@ def test_quickstart_ends_with_the_summary_and_the_tests_with_what_ran_and_what_l
 ):
     make_copy(tmp_path)
     options = ["--steps", "2", "--runs-dir", "my runs", "--run-name", "mine"]
-    result = run_script(tmp_path, "quickstart.sh", *options)
+    result = run_shell(tmp_path, "quickstart.sh", *options)
     assert result.returncode == 0, result.stderr
     assert "install: for the GPU: nvidia-smi lists 1\n" in result.stdout
     given = json.loads(re.search("train_async.py got (.*)", result.stdout)[1])
@@ -166,7 +163,7 @@ def test_quickstart_ends_with_the_summary_and_the_tests_with_what_ran_and_what_l
     (tmp_path / "tests/test_one.py").write_text(TESTS)
     for refused, chosen in (("format", "whole or long"), ("nothing", "bad or whole or gpu")):
         write_program(tmp_path / ".venv/bin/ruff", f'#!/bin/sh\n[ "$1" != {refused} ]\n')
-        result = run_script(tmp_path, "test.sh", "-n", "0", "-k", chosen)
+        result = run_shell(tmp_path, "test.sh", "-n", "0", "-k", chosen)
         assert result.returncode == 1, result.stdout + result.stderr
         assert ("error: ruff format" in result.stderr) == (refused == "format")
     on_gpu, others = result.stdout.splitlines()[-2:]

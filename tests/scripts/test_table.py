@@ -2,7 +2,7 @@
 
 import shutil
 
-from programs import ROOT, run_python
+from programs import ROOT, run_script
 
 from scripts.runs import load
 from scripts.table import table
@@ -10,10 +10,10 @@ from scripts.table import table
 RESULTS = ROOT / "results"
 
 
-def test_the_table_of_the_recorded_runs_is_made_again():
+def test_the_table_of_the_recorded_runs_is_made_again(monkeypatch, capsys):
     runs = sorted(RESULTS.glob("staleness/a*-s*"))
-    done = run_python("scripts/table.py", *runs, "--by", "async_ratio")
-    assert done.stdout == (RESULTS / "staleness/table.md").read_text(), done.stderr
+    run_script(monkeypatch, "table.py", *runs, "--by", "async_ratio")
+    assert capsys.readouterr().out == (RESULTS / "staleness/table.md").read_text()
 
 
 def test_a_row_is_of_the_runs_that_share_its_values_and_made_as_many_steps(tmp_path):

@@ -89,7 +89,7 @@ def test_every_token_of_a_turn_that_an_update_meets_is_what_its_version_would_ha
         for prompt, turn in turns_of(trajectory):
             versions = turn.policy_versions
             num_mixed += len(set(versions)) > 1
-            gap = np.abs(pair.gaps(turn, weights, prompt))
+            gap = pair.gaps(turn, weights, prompt)
             is_behind = (versions > versions[0]) & (mode == "keep")
             gaps.append(gap[~is_behind])
             gaps_behind.append(gap[is_behind])

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from engine_pair import PROMPT, start_pair
+from engine_pair import PROMPT, sequence_of, start_pair
 from tiny_policy import VOCAB, make_config, save_tiny_family
 
-from asyncrl.trainer.packing import TrainSequence, bundle
+from asyncrl.trainer.packing import bundle
 
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 300).tolist())
 """Two whole blocks of the prefix cache and a part of the third."""
@@ -26,18 +26,10 @@ def pair(request, tmp_path_factory):
         yield pair
 
 
-def routed_sequence(prompt, response, experts):
-    """A sequence of which the response is scored."""
-    tokens = np.array([*prompt, *response])
-    unused = np.zeros(len(tokens), np.int32)
-    mask = np.arange(len(tokens)) >= len(prompt)
-    return TrainSequence(tokens, mask, unused, unused, experts=experts)
-
-
 def replayed(pair, prompt, response, experts):
     """[R] nats, the trainer's log-probs of a response with these experts, behind another sequence in its row."""
-    short = routed_sequence([3], [4, 5, 6], np.full((3, 2, 2), [0, 1], np.uint8))
-    sequences = [routed_sequence(prompt, response, experts), short]
+    short = sequence_of([3], [4, 5, 6], np.full((3, 2, 2), [0, 1], np.uint8))
+    sequences = [sequence_of(prompt, response, experts), short]
     batch = pair.policy._pack(bundle(sequences), 0)
     with torch.no_grad():
         logprobs = pair.policy._forward(pair.policy.module, batch).logprobs
@@ -90,10 +82,8 @@ def test_of_an_interrupted_response_the_experts_are_those_of_the_keys_it_ended_w
         version, end = versions[-1], len(tokens) - 1
         if on_update == "keep":
             version, end = versions[0], len(PROMPT) + (versions == versions[0]).sum() - 1
-        now = pair.weights()
-        pair.restore(weights[version])
-        expected = own_choice(pair, tokens)[:end]
-        pair.restore(now)
+        with pair.having(weights[version]):
+            expected = own_choice(pair, tokens)[:end]
         is_other.append((np.sort(completion.experts[:end]) != expected).any(axis=-1))
     assert len(is_other) > 4
     # of all tokens, as rounding decides between equal logits now and then
