@@ -724,19 +724,19 @@ def _can_share(config: Config, machines: int) -> bool:
 
 
 def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Split]:
-    """Trainer and engine on one GPU, all others idle."""
+    """Trainer and engine on one GPU, all others idle. Where they take turns the engine sleeps in a step."""
     update_s = max(4 * job.shape.num_parameters / pool.hbm_bytes_per_s, load_s(job))
-    for colocate in {job.config.colocate, "sleep" if job.config.async_ratio == 0 else "share"}:
-        for savings, tokens in itertools.product(SAVINGS, memory.budgets(job.config)):
-            t = Training(pool, 1, 1, 1, savings, tokens, True)
-            config = replace(t.config(job), colocate=colocate)
-            try:
-                share, _, _ = memory.plan_shared(config, job.shape, pool.device)
-            except ValueError:
-                continue
-            if engine := largest_engine(job, pool, 1, share * pool.device.total_bytes):
-                options = ((Site(pool, 1, 1, True), engine),)
-                yield Split(job, t, training_s(job, cluster, t), update_s, options, colocate)
+    colocate = "sleep" if job.config.async_ratio == 0 else "share"
+    for savings, tokens in itertools.product(SAVINGS, memory.budgets(job.config)):
+        t = Training(pool, 1, 1, 1, savings, tokens, True)
+        config = replace(t.config(job), colocate=colocate)
+        try:
+            share, _, _ = memory.plan_shared(config, job.shape, pool.device)
+        except ValueError:
+            continue
+        if engine := largest_engine(job, pool, 1, share * pool.device.total_bytes):
+            options = ((Site(pool, 1, 1, True), engine),)
+            yield Split(job, t, training_s(job, cluster, t), update_s, options, colocate)
 
 
 def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int = 4) -> list[Plan]:

@@ -45,15 +45,14 @@ GROUPED_OPTIONS = {
 """The same on groups that share their prompts."""
 
 
-def measure(rank: int, path: str, name: str, device: str, result: str) -> None:
+def measure(rank: int, path: str, name: str, result: str) -> None:
     """Body of a spawned rank: train STEPS steps with one of the options, and write what came of it to `result`."""
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     if name == "sdpa":
         asyncrl.trainer.model.choose_attention = lambda *_: "sdpa"
     fixed = {"model": path, "algo": "tis", "lr": 1e-5, "optim": OptimOptions(warmup=0)}
     config = Config(**(fixed | (OPTIONS | GROUPED_OPTIONS)[name]))
-    policy = load_policy(config, path, torch.device(device))
+    policy = load_policy(config, path, torch.device("cuda:0"))
     policy.module.chunk_rows = 1024
     metrics, seconds = [], []
     for step in range(STEPS):
@@ -82,12 +81,12 @@ class Trained:
         self.attention, self.num_parameters = attention, num_parameters
 
 
-def train_all(names, path: str, device: str, folder) -> dict[str, Trained]:
+def train_all(names, path: str, folder) -> dict[str, Trained]:
     """Train with each of these options in a process of its own, so that none inherits another's memory."""
     trained = {}
     for name in names:
         result = os.fspath(folder / name)
-        mp.spawn(measure, args=(path, name, device, result), nprocs=1)
+        mp.spawn(measure, args=(path, name, result), nprocs=1)
         trained[name] = Trained(*torch.load(result))
     return trained
 
@@ -101,12 +100,12 @@ def model_path(needs_gpu, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def trained(model_path, tmp_path_factory) -> dict[str, Trained]:
-    return train_all(OPTIONS, model_path, "cuda:0", tmp_path_factory.mktemp("trained"))
+    return train_all(OPTIONS, model_path, tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture(scope="module")
 def grouped(model_path, tmp_path_factory) -> dict[str, Trained]:
-    return train_all(GROUPED_OPTIONS, model_path, "cuda:0", tmp_path_factory.mktemp("grouped"))
+    return train_all(GROUPED_OPTIONS, model_path, tmp_path_factory.mktemp("grouped"))
 
 
 def assert_same_updates(mine: Trained, expected: Trained) -> None:

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from plan_oracle import drawn, least_seconds, most_seconds
 from written_run import write_run
 
 from asyncrl.cluster.placement import Placement, WorkerPlacement
@@ -38,20 +39,20 @@ HOSTS = RemoteHosts((2.0, 4.0, 1.0, 2.0), 36, 5.0, 1.0, 1)
 """9 responses/s; a step trains 5 s on 36 responses, and weights take 1 s to a host."""
 
 
+CHOICES = {
+    "async_ratio": (0.0, 0.25, 1.0, 3.0),
+    "rollout_devices": range(1, 6),
+    "training_devices": range(1, 6),
+    "unit": ("GPU", "CPU core"),
+    "is_shared": (False, False, True),
+    "decoding_s": (1.1, 4.0, 9.3, 20.0),
+    "training_s": (1.3, 4.7, 8.9, 20.0),
+    "response_max_s": (0.0, 1.0, 8.0),
+    "step_s": (1.7, 4.3, 10.1, 19.0),
+}
+
+
 # Every split and α
-
-
-def least_seconds(generation_s, train_s, tail_s, alpha):
-    """A step's seconds at least; there are 1 + α places for a batch."""
-    return max(generation_s, train_s, (generation_s + train_s + tail_s) / (1 + alpha))
-
-
-def most_seconds(generation_s, train_s, longest_s, alpha):
-    """A step's seconds at most: proposition 2 of the paper, and ours for 0 < α < 1."""
-    if alpha == 0:
-        return generation_s + longest_s + train_s
-    most_s = max(generation_s + longest_s / (1 + alpha), train_s)
-    return most_s if alpha >= 1 else max(most_s, (generation_s + longest_s + train_s) / (1 + alpha))
 
 
 def predictions(m, alpha, rollout, training):
@@ -71,20 +72,7 @@ def expected(m, alpha, rollout, training):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_advice_is_the_best_of_all_splits_and_the_least_alpha_within_a_tenth_of_the_best(seed):
-    draw = random.Random(seed)
-    m = Measured(
-        async_ratio=draw.choice([0.0, 0.25, 1.0, 3.0]),
-        rollout_devices=draw.randint(1, 5),
-        training_devices=draw.randint(1, 5),
-        unit=draw.choice(["GPU", "CPU core"]),
-        is_shared=draw.random() < 0.3,
-        samples=64,
-        decoding_s=draw.uniform(1, 20),
-        training_s=draw.uniform(1, 20),
-        response_mean_s=1.0,
-        response_max_s=draw.choice([0.0, 1.0, 8.0]),
-        step_s=draw.uniform(1, 20),
-    )
+    m = dataclasses.replace(USUAL, **drawn(random.Random(seed), CHOICES))
     now = (m.rollout_devices, m.training_devices)
     splits = [now]
     if not (m.is_shared and m.unit == "GPU"):
@@ -100,39 +88,49 @@ def test_the_advice_is_the_best_of_all_splits_and_the_least_alpha_within_a_tenth
     assert best_alpha(m) == min(near)
 
 
-@pytest.mark.parametrize("case", ADVICE["devices"])
-def test_the_advice_on_devices_is_this_text(case):
-    assert advise(dataclasses.replace(USUAL, **case["changes"])) == case["text"].strip("\n")
-
-
-@pytest.mark.parametrize("case", ADVICE["hosts"])
-def test_the_advice_on_hosts_is_this_text(case):
-    assert advise_on_hosts(dataclasses.replace(HOSTS, **case["changes"])) == case["text"]
+@pytest.mark.parametrize(
+    ("advise", "usual", "case"),
+    [
+        *((advise, USUAL, case) for case in ADVICE["devices"]),
+        *((advise_on_hosts, HOSTS, case) for case in ADVICE["hosts"]),
+    ],
+)
+def test_the_advice_is_this_text(advise, usual, case):
+    assert advise(dataclasses.replace(usual, **case["changes"])) == case["text"].strip("\n")
 
 
 # What is measured
 
 
-def test_measurements_are_means_without_the_first_quarter_and_without_evaluations(tmp_path):
-    """A device is a core, or a GPU whether it is shared or not."""
+@pytest.mark.parametrize(
+    ("ranks", "threads", "engines", "transport", "devices"),
+    [
+        ((0, 1), 4, [WorkerPlacement(i, 2 + i, None, 1, 0.9) for i in range(3)], "nccl", (3, 2)),
+        ((0,), 4, [WorkerPlacement(0, 0, 0, 1, 0.4)], "ipc", (1, 1)),
+        (
+            (None, None),
+            2,
+            [WorkerPlacement(i, None, None, 3, 0.0) for i in range(2)],
+            "shm",
+            (6, 4),
+        ),
+    ],
+)
+def test_measurements_are_means_without_the_first_quarter_and_without_evaluations(
+    ranks, threads, engines, transport, devices, tmp_path
+):
+    """A device is a core, or a GPU whether it is shared or not. A third of the tokens were an evaluation's."""
     run = write_run(tmp_path, 20, evaluation_tokens=1000)
-    config = config_of(run)
-    alone = tuple(WorkerPlacement(i, 2 + i, None, 1, 0.9) for i in range(3))
-    shared = (WorkerPlacement(0, 0, 0, 1, 0.4),)
-    for ranks, engines, transport in (((0, 1), alone, "shm"), ((0,), shared, "ipc")):
-        g = measure(run, config, Placement(ranks, 4, engines, transport))
-        assert (g.rollout_devices, g.training_devices) == (len(engines), len(ranks))
-        assert (g.unit, g.is_shared) == ("GPU", engines is shared)
-    workers = tuple(WorkerPlacement(i, None, None, 3, 0.0) for i in range(2))
-    assert measure(run, config, Placement((None, None), 2, workers, "shm")) == Measured(
+    rollout, training = devices
+    assert measure(run, config_of(run), Placement(ranks, threads, engines, transport)) == Measured(
         async_ratio=1.0,
-        rollout_devices=6,
-        training_devices=4,
-        unit="CPU core",
-        is_shared=True,
+        rollout_devices=rollout,
+        training_devices=training,
+        unit="CPU core" if transport == "shm" else "GPU",
+        is_shared=transport != "nccl",
         samples=4,
-        decoding_s=pytest.approx(0.6 * 6 * 2 / 3),  # a third of the tokens were an evaluation's
-        training_s=pytest.approx(0.4 * 4),
+        decoding_s=pytest.approx(0.6 * rollout * 2 / 3),
+        training_s=pytest.approx(0.4 * training),
         response_mean_s=pytest.approx((0.1 + 0.55) / 2, abs=0.01),
         response_max_s=pytest.approx(0.55, abs=0.01),
         step_s=pytest.approx((5 * 2 + 10 * 1) / 15),
@@ -156,26 +154,22 @@ def test_a_run_gets_advice_or_a_line_that_says_why_not(case, tmp_path):
 # Remote hosts
 
 
-def brute_force_hosts(m):
-    """How many hosts are enough: the fastest first, then more of the median rate; None if a thousand are not."""
-    rates = sorted(m.rates, reverse=True) + [statistics.median(m.rates)] * 1000
-    for count, rate in enumerate(itertools.accumulate(rates), start=1):
-        step_s = m.refresh_lag * m.responses / rate + m.broadcast_s
-        if step_s <= m.refresh_lag * m.train_s * (1 + 1e-9):
-            return count
-    return None
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_hosts_are_enough_from_the_least_number_on_whose_responses_and_weights_fit_into_training(
     seed,
 ):
+    """The fastest hosts come first, then more of the median rate."""
     draw = random.Random(seed)
-    rates = tuple(draw.choice([1.0, 2.0, 4.0]) for _ in range(draw.randint(1, 5)))
+    rates = draw.choices([1.0, 2.0, 4.0], k=draw.randint(1, 5))
     lag, broadcast_s = draw.choice([1, 2, 4]), draw.choice([0.0, 1.0, 4.5, 5.0, 11.0])
-    m = RemoteHosts(rates, draw.choice([8, 16, 36, 48]), 5.0, broadcast_s, lag)
-    enough = brute_force_hosts(m)
-    assert hosts_that_suffice(m) == (math.inf if enough is None else enough)
+    m = RemoteHosts(tuple(rates), draw.choice([8, 16, 36, 48]), 5.0, broadcast_s, lag)
+    hosts = sorted(rates, reverse=True) + [statistics.median(rates)] * 100
+    enough = [
+        count
+        for count, rate in enumerate(itertools.accumulate(hosts), start=1)
+        if lag * m.responses / rate + broadcast_s <= lag * 5.0 * (1 + 1e-9)
+    ]
+    assert hosts_that_suffice(m) == min(enough, default=math.inf)
 
 
 def test_rates_are_of_the_time_in_which_a_worker_has_anything_to_sample(tmp_path):

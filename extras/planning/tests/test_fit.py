@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plan_oracle import drawn
 from qwen3_models import folder_of, shape_of
 from tiny_policy import save_tiny_family
 from transformers import AutoModelForCausalLM
@@ -83,12 +84,13 @@ def host_bytes(config, shape, ranks_here, num_shards):
     return copies * weights + sharded * ranks_here / num_shards
 
 
-def smallest_gib(config, shape, sharing, is_shared, used_gib):
-    """The smallest GPU, if others hold so much of a trainer's and an engine's: 4 % are left, and 10 % by an engine."""
+def smallest_gib(config, shape, placed, sharing, used_gib):
+    """The smallest GPU of a case, if others hold so much of each: 4 % are left, and 10 % by an engine."""
+    num_ranks = len(placed.trainer_gpus)
     resident = resident_bytes(config, shape, sharing.num_shards)
     step = step_bytes(config, shape, sharing.num_shards)
     engine, sequence = engine_bytes(config, shape)
-    if is_shared:
+    if len(used_gib) == 1:
         engine += sequence * (config.max_running_requests // 4 if sharing.is_strict else 1)
         both = resident + step + engine
         if config.colocate == "sleep":
@@ -99,8 +101,19 @@ def smallest_gib(config, shape, sharing, is_shared, used_gib):
     if not sharing.is_strict:  # a quarter may be an error of the estimate
         trainer = max(resident, trainer / 1.25)
     trainer_gib, engine_gib = trainer / GIB, (engine + sequence) / GIB
-    engine_gib = max(engine_gib / 0.9, (engine_gib + used_gib[1]) / 0.96)
-    return max((trainer_gib + used_gib[0]) / 0.96, engine_gib)
+    engine_gib = max(engine_gib / 0.9, (engine_gib + max(used_gib[num_ranks:])) / 0.96)
+    return max((trainer_gib + max(used_gib[:num_ranks])) / 0.96, engine_gib)
+
+
+OPTIONS = {
+    "save_memory": ((), ("activations",), ("head", "activations", "optimizer")),
+    "max_running_requests": (8, 64),
+    "lora_rank": (0, 0, 16),
+    "kl_coef": (0.0, 0.0, 0.1),
+    "publish_delay": (0, 2),
+    "listen": (None, "0.0.0.0:29600"),
+    "weight_sync": ("auto", "auto", "shm"),
+}
 
 
 def draw_case(seed):
@@ -109,16 +122,8 @@ def draw_case(seed):
     Every second node has one GPU, which trainer and engine share.
     """
     draw, is_shared = random.Random(seed), seed % 2 == 0
-    savings = [(), ("activations",), ("head", "activations", "optimizer")]
-    options = {"save_memory": draw.choice(savings), "max_running_requests": draw.choice([8, 64])}
-    options |= draw.choice([{}, {"lora_rank": 16}, {"kl_coef": 0.1}])
-    options |= draw.choice([{}, {"publish_delay": 2}, {"listen": "0.0.0.0:29600"}])
-    options |= draw.choice([{}, {}, {"weight_sync": "shm"}])
-    if is_shared:
-        options |= draw.choice([{}, {"colocate": "sleep", "async_ratio": 0.0}])
-    else:
-        options["rollout_tp"] = draw.choice([1, 2, 16])
-    config = Config(**LONG, **options)
+    more = {"colocate": ("share", "sleep")} if is_shared else {"rollout_tp": (1, 2, 16)}
+    config = Config(**LONG, async_ratio=0.0, **drawn(draw, OPTIONS | more))
     num_ranks, num_gpus = (1, 1) if is_shared else (2, 2 + config.rollout_tp)
     used_gib = [0.0] * num_gpus
     used_gib[draw.randrange(num_gpus)] = draw.choice([0.0, 30.0])
@@ -127,39 +132,38 @@ def draw_case(seed):
     return config, shape_of(draw.choice(["0.6b", "8b"])), placed, sharing, used_gib
 
 
+def planned(case, gib, limits, **options):
+    """What comes of a case on GPUs of so many GiB, with other limits and options."""
+    config, shape, placed, sharing, used_gib = case
+    gpus = [gpu(gib, used) for used in used_gib]
+    config, sharing = replace(config, **options), replace(sharing, **limits)
+    return plan_memory(config, placed, shape, gpus, sharing)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_a_node_is_refused_from_just_below_the_sum_of_all_items(seed):
-    config, shape, placed, sharing, used_gib = draw_case(seed)
-    num_ranks = len(placed.trainer_gpus)
-    needed = host_bytes(config, shape, num_ranks, sharing.num_shards)
-
-    def plan(gib, **limits):
-        gpus = [gpu(gib, used) for used in used_gib]
-        return plan_memory(config, placed, shape, gpus, replace(sharing, **limits))
-
-    is_shared = len(used_gib) == 1
-    used = max(used_gib[:num_ranks]), max(used_gib[num_ranks:], default=0.0)
-    smallest = smallest_gib(config, shape, sharing, is_shared, used)
-    placement, arithmetic = plan(smallest + 0.01, host_bytes=needed + 1)
-    assert is_shared or placement == placed
+    case = config, shape, placed, sharing, used_gib = draw_case(seed)
+    needed = host_bytes(config, shape, len(placed.trainer_gpus), sharing.num_shards)
+    smallest = smallest_gib(*case)
+    placement, arithmetic = planned(case, smallest + 0.01, {"host_bytes": needed + 1})
+    assert len(used_gib) == 1 or placement == placed
     assert ("staging" in arithmetic) == (config.weight_sync != "shm")
     with pytest.raises(ValueError, match=r"^the host has [\d.]+ GiB free"):
-        plan(smallest + 0.01, host_bytes=needed - 1)
+        planned(case, smallest + 0.01, {"host_bytes": needed - 1})
     for too_small in (0.01, 1.0):
         with pytest.raises(ValueError) as refused:
-            plan(smallest - too_small)
+            planned(case, smallest - too_small, {})
         missing = float(re.search(r"fit, ([\d.]+) GiB are missing: ", str(refused.value))[1])
         assert missing == pytest.approx(0.93 * too_small, abs=0.09)
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 2))
 def test_an_engine_that_shares_a_gpu_gets_its_cache_or_what_is_left_and_no_more(seed):
-    config, shape, placed, sharing, (used,) = draw_case(seed)
-    gib = smallest_gib(config, shape, sharing, True, [used]) + random.Random(seed).uniform(0.1, 30)
+    case = config, shape, _, sharing, (used,) = draw_case(seed)
+    gib = smallest_gib(*case) + random.Random(seed).uniform(0.1, 30)
 
     def plan(**options):
-        changed = replace(config, **options)
-        placement, text = plan_memory(changed, placed, shape, [gpu(gib, used)], sharing)
+        placement, text = planned(case, gib, {}, **options)
         (worker,) = placement.workers
         return worker.gpu_memory_utilization, worker.kv_cache_bytes, text
 
@@ -177,8 +181,8 @@ def test_an_engine_that_shares_a_gpu_gets_its_cache_or_what_is_left_and_no_more(
         spare = min(spare, free - step - CONTEXT_AND_GRAPHS)
     assert share == pytest.approx((engine + cache + spare) / gib / GIB, abs=0.002)
     for asked, warns in ((share - 0.002, False), (1.0, True)):
-        assert plan(gpu_memory_utilization=asked)[:2] == (asked, None)
-        assert ("warning" in plan(gpu_memory_utilization=asked)[2]) == warns
+        *chosen, text = plan(gpu_memory_utilization=asked)
+        assert chosen == [asked, None] and ("warning" in text) == warns
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
