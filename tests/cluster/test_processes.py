@@ -87,8 +87,12 @@ processes.STUCK_S = 1.0
 processes.end_if_stuck()
 os.write(1, b"up\\n")
 if sys.argv[1] == "fail":
+    is_stuck = sys.argv[0] + ".stuck"
     if os.environ["RANK"] == "1":
+        while not os.path.exists(is_stuck):
+            time.sleep(0.01)
         processes.end_by(RuntimeError("rank 1 is out of memory"), lambda: None)
+    open(is_stuck, "w").close()
     mutex = ctypes.create_string_buffer(256)
     for _ in range(2):  # in the kernel, as a thread that waits for a GPU is
         ctypes.CDLL(None).pthread_mutex_lock(mutex)

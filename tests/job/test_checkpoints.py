@@ -71,10 +71,11 @@ def start(tmp_path, model, one_rank):
             probe=Probe(config, saved),
             watch=NodeWatch(Cluster(), lambda: "no stacks"),
         )
+        node.run.record("worker_ready", worker=0)
         try:
             return Checkpoints(node, load(config))
-        except ValueError:
-            node.run.close()
+        except ValueError as error:
+            node.run.close(error)
             raise
 
     return make
@@ -154,6 +155,8 @@ def test_a_checkpoint_that_does_not_fit_the_model_leaves_the_run_as_it_was(start
         start(resumed=found, lora_rank=3)
     assert contents(run.path) == before
     accepted = start(resumed=found, lora_rank=2)
+    with pytest.raises(ValueError, match="one is written by a run that has not ended"):
+        start(resumed=found, lora_rank=2)
     accepted.node.run.close()
     assert accepted.node.run.last_metrics() == {"step": 2} and names(accepted) == ["step_2"]
     assert accepted.node.run.run_id == run.run_id
@@ -265,19 +268,23 @@ ENDS = {
     "no room": (r"needs 0\.03\d GB \(0\.00\d of tensors \+ 0\.032\), 0\.001", "never"),
 }
 """What a run that ends so says, and whether its last step is saved."""
-SAVE_EVERY = {"if due": (1, 2), "always": (2, None), "never": (1, 1)}
+SAVE_EVERY = {"if due": (1, 2), "always": (2, None), "never": (1,)}
+CASES = [
+    (end, save_every)
+    for end, (_, is_last_saved) in ENDS.items()
+    for save_every in SAVE_EVERY[is_last_saved]
+]
 
 
-@pytest.mark.parametrize("seed", range(2 * len(ENDS)))
+@pytest.mark.parametrize(("end", "save_every"), CASES)
 def test_however_a_run_ends_its_due_checkpoints_are_whole_and_have_the_weights_of_their_steps(
-    start, at_once, monkeypatch, seed
+    start, at_once, monkeypatch, end, save_every
 ):
     """Each write goes on until it is waited for, and training beside it; the reason of an error comes before that."""
-    rng, end = random.Random(seed), list(ENDS)[seed % len(ENDS)]
+    rng = random.Random(f"{end}, {save_every}")
     line, is_last_saved = ENDS[end]
     number, steps = rng.choice([signal.SIGINT, signal.SIGTERM]), rng.randint(4, 5)
     last = steps if "last step" in end else 3
-    save_every = SAVE_EVERY[is_last_saved][seed // len(ENDS)]
     keep_last = rng.choice([0, 1, 3])
     elapsed_s = time.time() - module.psutil.Process().create_time()
     options = {"save_every": save_every, "keep_last": keep_last, "steps": steps}

@@ -1,6 +1,5 @@
 """What a run may continue with, and from: options, whole checkpoints, and records that are cut back."""
 
-import dataclasses
 import json
 import os
 import random
@@ -183,18 +182,6 @@ def ended(tmp_path):
             resumed = {"step": 1, "records": run.sizes(), "skipped": []}
     run.close(RuntimeError("killed"))
     return config, run.path, resumed
-
-
-def test_a_resume_that_is_refused_leaves_the_records_as_they_were(ended):
-    config, path, resumed = ended
-    before = contents(path)
-    changed = dataclasses.replace(config, resume=str(path), steps=9)
-    refused = RunDirectory(changed, 1, resumed=resumed)
-    refused.record("worker_ready", worker=0)
-    with pytest.raises(ValueError, match="one is written by a run that has not ended"):
-        RunDirectory(changed, 1, resumed=resumed)
-    refused.close(ValueError("it is of another model"))
-    assert contents(path) == before
 
 
 @pytest.mark.parametrize("name", ["metrics", "events", "samples"])

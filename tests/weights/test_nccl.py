@@ -126,8 +126,6 @@ def test_a_worker_that_hangs_and_is_killed_while_it_receives_does_not_hold_up_th
             receive(sent, 1, other, staged)
             assert other.holds(0) and not hung.done() and not hanging.weights
             assert not sent.reserve(), "it is being sent"
-            with pytest.raises(RuntimeError, match="no weight buffer is free"):
-                sent.stage(1, parameters(1))
             sent.drop(0)
             hanging.is_killed = True
             hanging.goes_on.set()
