@@ -244,16 +244,9 @@ def seconds_of_passes(j, t):
     return passes * 2 * used / (t.ranks * flops_per_s)
 
 
-def seconds_of_replicas(j, c, t):
-    """A ring sums each byte of a shard's float32 gradients once an update."""
-    if t.ranks == t.shards:
-        return 0.0
-    gb_per_s = t.pool.gb_per_s
-    if t.machines > 1:
-        gb_per_s = min(gb_per_s, c.same_kind, c.same_kind / min(t.gpus, t.shards))
-    trained = memory.trained_parameters(j.config, j.shape)
-    num_bytes = 2 * 4 * trained / t.shards * (1 - t.shards / t.ranks)
-    return j.config.minibatches * num_bytes / (gb_per_s * 1e9)
+def ring_s(num_bytes, num_gpus, gb_per_s):
+    """Seconds in which a ring of GPUs gathers or reduces: each passes on all but its own part."""
+    return num_bytes * (1 - 1 / num_gpus) / (gb_per_s * 1e9)
 
 
 def seconds_of_training(j, c, t):
@@ -261,30 +254,33 @@ def seconds_of_training(j, c, t):
     update or in each micro-batch; one among replicas an update; AdamW; and the gathering to publish."""
     config, model = j.config, j.shape
     root, trained = model.root_parameters, memory.trained_parameters(config, model)
-    # a ring passes on all but one's own part
-    gb_per_s = t.pool.gb_per_s if t.shards <= t.gpus else min(t.pool.gb_per_s, c.same_kind)
-    others_s = (1 - 1 / t.shards) / (gb_per_s * 1e9)
+    link = t.pool.gb_per_s
+    byte_s = ring_s(1, t.shards, link if t.shards <= t.gpus else min(link, c.same_kind))
     reduced = 0 if config.lora_rank else root
-    gather_s = 2 * (model.num_parameters - root) * others_s
-    reduce_s = 4 * (trained - reduced) * others_s
+    gather_s = 2 * (model.num_parameters - root) * byte_s
+    reduce_s = 4 * (trained - reduced) * byte_s
     budget = t.ranks * t.microbatch
     count = config.minibatches * math.ceil(read_tokens(j) / config.minibatches / budget)
     layers_s = count * ((2 + num_scored(j)) * gather_s + reduce_s)
-    root_s = (2 * root + 4 * reduced) * others_s
+    root_s = (2 * root + 4 * reduced) * byte_s
     if "head" in t.save_memory:
-        root_s = count * (root_s + num_scored(j) * 2 * root * others_s)
+        root_s = count * (root_s + num_scored(j) * 2 * root * byte_s)
     else:
         root_s *= config.minibatches
-        root_s += count * (config.kl_coef > 0 and config.lora_rank == 0) * 2 * root * others_s
+        root_s += count * (config.kl_coef > 0 and config.lora_rank == 0) * 2 * root * byte_s
     hbm = t.pool.hbm_gb_per_s * 1e9 * t.pool.hbm_efficiency
     adamw_s = config.minibatches * 28 * trained / t.shards / hbm
     if "optimizer" in t.save_memory:
         host = 12 * count * model.num_parameters + config.minibatches * 28 * trained
         adamw_s = host / t.shards / 16e9
-    publish_s = 2 * model.num_parameters * others_s
+    publish_s = 2 * model.num_parameters * byte_s
     passes = 3 + num_scored(j) + ("activations" in t.save_memory)
     host_s = 0.0065 * count * model.num_layers * passes / 3
-    once_s = root_s + seconds_of_replicas(j, c, t) + adamw_s + publish_s
+    # the rings through each shard of all replicas share a machine's link, and sum gradients once an update
+    if t.machines > 1:
+        link = min(link, c.same_kind / min(t.gpus, t.shards))
+    replicas_s = config.minibatches * ring_s(2 * 4 * trained / t.shards, t.ranks / t.shards, link)
+    once_s = root_s + replicas_s + adamw_s + publish_s
     return max(seconds_of_passes(j, t), layers_s, host_s) + once_s
 
 
