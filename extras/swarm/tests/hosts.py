@@ -1,22 +1,22 @@
 """A run that hosts join, and hosts whose engines are made up: a real controller, real sockets, and faults between."""
 
+import contextlib
 import dataclasses
-import functools
 import itertools
 import multiprocessing
 import os
 import queue
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import zmq
 from fake_worker import run_fake_worker
 
-from asyncrl.cluster.placement import Placement, WorkerPlacement, WorkerSpec
+from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
 from asyncrl.messages import Finished
@@ -26,7 +26,7 @@ from data.problem import Problem
 from extras.baselines import BaselineTickets
 from extras.swarm.controller import SwarmController
 from extras.swarm.hub import make_key
-from extras.swarm.join import Engine, JoinedHost
+from extras.swarm.join import JoinedHost
 from extras.swarm.link import Link
 from extras.swarm.remote import SwarmWorkers
 from extras.swarm.swarm import Swarm
@@ -100,23 +100,23 @@ class Run:
         return [(event["machine"], event["why"]) for event in left]
 
 
-@contextmanager
+@contextlib.contextmanager
 def running(
     tmp_path,
     num_own=0,
-    eval_answers=(),
+    num_eval=0,
     listen="127.0.0.1:*",
     publishes=True,
     num_floats=4,
     **options,
 ):
-    """A run that listens, with its first weights published, if it `publishes` them."""
+    """A run that listens, with its first weights published, if it `publishes` them. All engines are threads."""
     defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 60.0, "listen": "127.0.0.1:1", "async_ratio": 1.0,
         "runs_dir": str(tmp_path.parent)}  # fmt: skip
     config = Config(**{**defaults, "num_rollout_workers": num_own, **options})
     prompts = PromptSource(
         train_problem=lambda index: Problem(f"p{index}", "ok"),
-        eval_problems=[Problem(f"e{i}", answer) for i, answer in enumerate(eval_answers)],
+        eval_problems=[Problem(f"e{i}", "ok") for i in range(num_eval)],
         encode=lambda problem: [2, 3],
     )
     events, model = [], tmp_path / "model"
@@ -131,52 +131,48 @@ def running(
     swarm = Swarm(config, str(model), listen, make_key(tmp_path / "swarm.key"), directory)
     controller.swarm = swarm
     specs = [ParameterSpec("w", torch.float32, (num_floats,))]
-    try:
-        controller.launch()
-        controller.connect(ShmTransport(specs) if num_own else Transport(specs))
-        run = Run(controller, swarm, tmp_path, events, num_floats)
-        if publishes:
-            run.publish()
-        yield run
-    finally:
-        controller.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("asyncrl.controller.workers", "extras.swarm.join"):
+            patch.setattr(f"{module}.WorkerProcess", ThreadProcess)
+        try:
+            controller.launch()
+            controller.connect(ShmTransport(specs) if num_own else Transport(specs))
+            run = Run(controller, swarm, tmp_path, events, num_floats)
+            if publishes:
+                run.publish()
+            yield run
+        finally:
+            controller.stop()
 
 
 class ThreadProcess:
-    """Stands where a worker's process does: the fake worker runs in a thread."""
+    """Stands where a worker's process does: the worker runs in a thread."""
 
     def __init__(self, spec, main, hear, threads):
+        self.spec, self.started_at = spec, time.monotonic()
         self._near, far = multiprocessing.Pipe()
-        self.started_at, self.send = time.monotonic(), self._near.send
-        threads.submit(self._serve, spec, far)
+        threads.submit(self._serve, main, far)
         self.reading = threads.submit(self._listen, hear)
 
-    def _serve(self, spec, connection):
+    def _serve(self, main, connection):
         with connection:
-            run_fake_worker(spec, connection)
+            main(self.spec, connection)
 
     def _listen(self, hear):
         try:
             while True:
                 hear(self._near.recv())
         except (EOFError, OSError):
-            self._near.close()
+            hear(None)
+
+    def send(self, message):
+        with contextlib.suppress(OSError):  # it has ended
+            self._near.send(message)
 
     def stop(self, timeout_s=0): ...
 
-
-def nothing(message):
-    """Whether to hold a message: none."""
-    return False
-
-
-def is_answer(message):
-    """Whether a message of an engine has what it sampled."""
-    return isinstance(message, Finished)
-
-
-class Killed(Exception):
-    """Ends a host without a word."""
+    def death_report(self):
+        return "the engine has died"
 
 
 class Far(JoinedHost):
@@ -184,19 +180,17 @@ class Far(JoinedHost):
 
     numbers = itertools.count()
 
-    def __init__(self, run, name="far", num_engines=1, main=None, rollout_tp=None):
-        """`run` has an address, a key_path and a folder; engines are processes that run `main`, if that is given."""
-        self.name, self.num_engines, self.ended = name, num_engines, []
-        folder = Path(run.folder) / f"{name[:9].replace('/', '')}_{next(self.numbers)}"
+    def __init__(self, run, name="far", rollout_tp=None):
+        self.name, self.ended = name, []
+        folder = run.folder / f"host_{next(self.numbers)}"
         folder.mkdir()
-        super().__init__(run.address, str(run.key_path), main, folder, rollout_tp)
+        super().__init__(run.address, str(run.key_path), run_fake_worker, folder, rollout_tp)
         self.heard = []
-        self.holds = nothing
-        """Which messages engines say only when the test has them `finish`."""
+        self.holds = ()
+        """Kinds of messages that engines say only when the test has them `finish`."""
         self.held = []
         self.changes = lambda message: [message]
         """What is sent for each message: others, or frames."""
-        self.is_there = True
         self._to_do = queue.SimpleQueue()
         self._say_plainly, self._link.send = self._link.send, self._say
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -229,16 +223,13 @@ class Far(JoinedHost):
     @property
     def held_tickets(self):
         """Ids of tickets of which the answers are held."""
-        answers = [message for _, message in self.held if is_answer(message)]
+        answers = [message for _, message in self.held if isinstance(message, Finished)]
         return {t.ticket_id for answer in answers for t in answer.trajectories}
 
     def leave(self):
         """Leave the run in order, unless it has ended already."""
-        if self.is_there:
-            self.is_there = False
-            self.do(self._raise_killed)
-            self.thread.join(30)
-            self.close()
+        self.do(self._stop)
+        self.thread.join(30)
 
     def die(self):
         """End without a word."""
@@ -268,18 +259,19 @@ class Far(JoinedHost):
             self.ended.append(self.serve())
         except Exception as error:  # whatever it is, the test looks at it
             self.ended.append(error)
+        self.close()
 
-    def _raise_killed(self):
-        raise Killed
+    def _stop(self):
+        raise InterruptedError
 
     def _die(self):
         self._socket.disable_monitor()
         self._socket.close(0)
         self._socket = None
-        raise Killed
+        self._stop()
 
     def _finish(self):
-        self.holds = nothing
+        self.holds = ()
         for engine, message in self.held:
             super()._hear(engine, message)
         self.held.clear()
@@ -288,7 +280,7 @@ class Far(JoinedHost):
         self.do(lambda: self._hold_or_hear(engine, message))
 
     def _hold_or_hear(self, engine, message):
-        if self.holds(message):
+        if isinstance(message, self.holds):
             self.held.append((engine, message))
         else:
             super()._hear(engine, message)
@@ -310,18 +302,6 @@ class Far(JoinedHost):
     def _act(self, engine, message):
         self.heard.append(message)
         return super()._act(engine, message)
-
-    def _start_engines(self):
-        if self.main is not None:
-            super()._start_engines()
-            return
-        config = Config.from_dict(self._welcome.options)
-        for index in range(self.num_engines):
-            placement = WorkerPlacement(index, None, None, 1, 0.0)
-            log = str(self.folder / f"worker_{index}.log")
-            spec = WorkerSpec(config, placement, "fine", "shm", log, str(self.folder))
-            hear = functools.partial(self._hear, index)
-            self.engines.append(Engine(ThreadProcess(spec, None, hear, self._threads)))
 
 
 class Client:

@@ -15,14 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
-from fake_worker import run_fake_worker
-from hosts import MODEL_CONFIG, PROBE, Far, ThreadProcess, is_answer, nothing, running
+from hosts import MODEL_CONFIG, PROBE, Far, running
 from programs import wait_until
 from user_files import write_user_code
 
 import rollout
+from asyncrl.cluster.placement import place
 from asyncrl.config import SwarmOptions
-from asyncrl.messages import Finished
+from asyncrl.messages import Finished, Stop, Update
 from extras.swarm.hub import make_key
 from extras.swarm.wire import SILENCE_S, Join, Pull, read_key
 
@@ -35,18 +35,6 @@ import sys, rollout, fake_worker
 rollout.run_worker = fake_worker.run_fake_worker
 rollout.main()
 """
-
-
-def joins(run):
-    return sum(event["event"] == "machine_joined" for event in run.events)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _others_children():
-    """A controller that stops ends all children of its process, and here those of the host are, too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncrl.controller.workers.kill_session", lambda pid: None)
-        yield
 
 
 class HostWalk:
@@ -62,8 +50,8 @@ class HostWalk:
         """Tickets that hosts had not answered when their session ended."""
 
     def walk(self, num_events):
-        events = [self.join, self.leave, self.die, self.be_slow, self.be_slow, self.finish]
-        events += [self.stall, self.drop, self.drop, self.fall_silent, self.fall_silent]
+        events = [self.join, self.leave, self.die, self.finish]
+        events += 2 * [self.be_slow, self.drop, self.fall_silent]
         for event in self.rng.choices([*events, *[self.step] * 5], k=num_events):
             if not self.hosts:
                 self.join()
@@ -82,8 +70,8 @@ class HostWalk:
     def await_joins(self, number):
         """Wait until so many more have joined, and the run knows of no other engines than those that are there."""
         self.num_joins += number
-        num_engines = sum(host.num_engines for host in self.hosts)
-        wait_until(lambda: joins(self.run) == self.num_joins)
+        num_engines = sum(len(host.engines) for host in self.hosts)
+        wait_until(lambda: self.run.metric("joins") == self.num_joins)
         swarm = self.run.swarm
         wait_until(lambda: (len(swarm._hosts), swarm.num_workers) == (len(self.hosts), num_engines))
         names = {host.name for host in swarm._hosts.values()}
@@ -94,15 +82,13 @@ class HostWalk:
     def join(self):
         if len(self.hosts) == 3:
             return
-        host = Far(self.run, "far", self.rng.choice([1, 2]))
+        host = Far(self.run)
         clock_ahead_s = self.rng.choice([-3600, 3600])
-        host.changes = lambda message: [
-            with_clock_ahead(pull_from_base(host, message), clock_ahead_s)
-        ]
+        host.changes = lambda message: [as_said(host, clock_ahead_s, message)]
         self.hosts.append(self.stack.enter_context(host))
-        self.await_joins(1)
+        wait_until(lambda: host.saw(Update))
         host.first_engines = list(host.engines)
-        wait_until(lambda: host.puller is not None and host.puller.here is not None)
+        self.await_joins(1)
 
     def leave(self):
         self.take_one_out().leave()
@@ -120,16 +106,13 @@ class HostWalk:
     def be_slow(self):
         """The engines of a host say nothing, or answer nothing, until they finish."""
         host = self.rng.choice(self.hosts)
-        if host.holds is nothing:
-            host.holds = self.rng.choice([is_answer, lambda message: True])
+        if not host.holds:
+            host.holds = self.rng.choice([Finished, object])
         last = self.run.version + 30  # the workers of the run may leave it nothing
         wait_until(lambda: self.run.step_if_ready() or host.held or self.run.version >= last)
 
     def finish(self):
         self.rng.choice(self.hosts).finish()
-
-    def stall(self):
-        self.rng.choice(self.hosts).do(lambda: time.sleep(0.1))
 
     def drop(self):
         """A host loses its connection."""
@@ -157,7 +140,7 @@ class HostWalk:
 
     def step(self):
         """Train on a batch, whose times are by the clock of the run. Versions may be equal to the bit."""
-        if all(host.holds is not nothing for host in self.hosts):
+        if all(host.holds for host in self.hosts):
             self.hosts[0].finish()
         self.run.value_of = self.rng.choice([float, lambda version: 7.0])
         for trajectory in itertools.chain(*(group.trajectories for group in self.run.step())):
@@ -183,20 +166,16 @@ class HostWalk:
         assert probed == expected
 
 
-def pull_from_base(host, message):
-    """A message, which asks for no more weights than what has changed since those that are here."""
-    assert not isinstance(message, Pull) or message.base is not None or host.puller.here is None
-    return message
-
-
-def with_clock_ahead(message, seconds):
-    """What a host says whose clock is so far ahead."""
+def as_said(host, clock_ahead_s, message):
+    """What a host says whose clock is so far ahead. It pulls only what has changed since the weights that it has."""
     match message:
+        case Pull(_, None, _):
+            assert host.puller.here is None
         case Join():
-            return replace(message, unix_time=message.unix_time + seconds)
+            return replace(message, unix_time=message.unix_time + clock_ahead_s)
         case Finished((trajectory,)):
-            changes = {name: getattr(trajectory, name) + seconds for name in TIMES}
-            turns = tuple(tuple(at + seconds for at in turn) for turn in trajectory.turns)
+            changes = {name: getattr(trajectory, name) + clock_ahead_s for name in TIMES}
+            turns = tuple(tuple(at + clock_ahead_s for at in turn) for turn in trajectory.turns)
             return Finished([replace(trajectory, turns=turns, **changes)], None)
     return message
 
@@ -208,12 +187,18 @@ def test_hosts_that_come_and_go_and_lose_their_network_keep_their_engines_and_we
     """Nothing that a host had of an earlier session is trained on, and nothing shuts it out."""
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.05)
     monkeypatch.setattr("extras.swarm.join.JOIN_S", 4.0)
-    monkeypatch.setattr("asyncrl.controller.workers.WorkerProcess", ThreadProcess)
+    draw = random.Random(seed)
+
+    def place_some(*given):
+        placement = place(*given)
+        return replace(placement, workers=placement.workers * draw.choice([1, 2]))
+
+    monkeypatch.setattr("extras.swarm.join.place", place_some)
     # how fast they are is noise, and one that hangs may seem the fastest
     monkeypatch.setattr("extras.swarm.leases.FASTER", 1e6)
     options = {"swarm": SwarmOptions(lease_s=1), "max_running_requests": 4}
-    options |= {"eval_answers": ["ok"] * NUM_PROBLEMS}
-    with running(tmp_path, num_own=seed, **options) as run, contextlib.ExitStack() as stack:
+    options |= {"num_own": seed, "num_eval": NUM_PROBLEMS}
+    with running(tmp_path, **options) as run, contextlib.ExitStack() as stack:
         walk = HostWalk(run, seed, stack)
         walk.walk(40)
         walk.join()
@@ -297,12 +282,6 @@ def test_a_key_is_kept_by_a_run_that_goes_on_and_is_the_owners_alone(tmp_path):
     assert first[1].decode() not in (tmp_path / "swarm.key").read_text(), "it is the run's secret"
 
 
-def run_worker_that_tells(spec, connection):
-    config = spec.config
-    Path(spec.log_path).with_name("options").write_text(f"{config.algo} {config.timeout_s:g}")
-    run_fake_worker(spec, connection)
-
-
 def test_a_host_whose_engine_dies_ends_with_its_report_and_the_run_goes_on(tmp_path, monkeypatch):
     """Engines have as many GPUs as the run's own, or as is told. They have user code from the host's folder.
 
@@ -313,17 +292,18 @@ def test_a_host_whose_engine_dies_ends_with_its_report_and_the_run_goes_on(tmp_p
     shutil.copytree(path.parent, here)
     monkeypatch.chdir(here)
     with running(tmp_path, algo=f"{path}:loss", timeout_s=50.0, rollout_tp=2) as run:
-        with Far(run, main=run_worker_that_tells) as far:
+        with Far(run) as far:
             assert "--rollout-tp 2 splits an engine over GPUs" in str(far.end())
             assert not far.engines
-        with Far(run, main=run_worker_that_tells, rollout_tp=1) as far:
+        with Far(run, rollout_tp=1) as far:
             run.step()
             assert (far.folder / "config.json").read_text() == MODEL_CONFIG
-            assert (far.folder / "options").read_text() == f"{here / path.name}:loss 25"
-            (engine,) = far.engines
-            engine.process.process.kill()
-            assert isinstance(far.end(), RuntimeError) and "killed by SIGKILL" in str(far.ended)
-        with Far(run, "other"):
+            process = far.engines[0].process
+            config = process.spec.config
+            assert (config.algo, config.timeout_s) == (f"{here / path.name}:loss", 25)
+            process.send(Stop())
+            assert isinstance(far.end(), RuntimeError) and str(far.end()) == process.death_report()
+        with Far(run, rollout_tp=1):
             for _ in range(2):
                 run.step()
 
@@ -364,6 +344,6 @@ def test_hosts_are_sent_to_the_node_with_the_fewest_workers(tmp_path):
     with running(tmp_path) as first, running(tmp_path) as second:  # of one key
         first.swarm.nodes = [(first.address, 1), (second.address, 0)]
         with Far(first), Far(first):
-            wait_until(lambda: (joins(first), joins(second)) == (1, 1))
+            wait_until(lambda: (first.metric("joins"), second.metric("joins")) == (1, 1))
             first.step()
             second.step()

@@ -1,6 +1,6 @@
 """Which tickets are taken from hosts, and who gets them."""
 
-import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,51 +13,39 @@ from extras.swarm.leases import LeasingDispatcher
 from extras.swarm.remote import RemoteWorker, SwarmBuffer
 
 
-class Outbox:
-    """Stands in for the connection of a worker; sends nothing."""
-
-    def send(self, message): ...
-
-
-def two_hosts(kinds=(RemoteWorker, RemoteWorker), **options):
-    """A dispatcher, two hosts that have had a ticket each for 1000 s, and these tickets."""
-    config = Config(groups_per_step=1, group_size=2, async_ratio=0, listen="127.0.0.1:1", **options)
-    hosts = [kinds[i](i, Outbox(), state="sampling", sent_version=0) for i in range(2)]
+def local_and_two_hosts(**options):
+    """A dispatcher, a local worker and two hosts, and a ticket of each, which they have had for 1000 s."""
+    config = Config(groups_per_step=1, group_size=3, async_ratio=0, listen="127.0.0.1:1", **options)
+    connection = SimpleNamespace(send=[].append)
+    workers = [
+        kind(i, connection, state="sampling", sent_version=0)
+        for i, kind in enumerate((Worker, RemoteWorker, RemoteWorker))
+    ]
     prompts = PromptSource(lambda index: Problem("p", "a"), [], lambda problem: [2, 3])
     tickets = TicketSource(config, prompts)
-    dispatcher = LeasingDispatcher(config, hosts, SwarmBuffer(config), tickets)
+    dispatcher = LeasingDispatcher(config, workers, SwarmBuffer(config), tickets)
+    began = dispatcher.now()
+    for host in workers[1:]:
+        host.now = lambda: began - 1000
     dispatcher.fill()
-    held = [next(iter(host.running.values())) for host in hosts]
-    for host, ticket in zip(hosts, held, strict=True):
-        if isinstance(host, RemoteWorker):
-            host.given_at[ticket.ticket_id] -= 1000
-    return dispatcher, hosts, held
+    return dispatcher, workers, [next(iter(worker.running.values())) for worker in workers]
 
 
 def test_a_ticket_that_holds_the_batch_back_goes_to_a_full_but_much_faster_host_and_not_back():
-    dispatcher, (slow, fast), (ticket, other) = two_hosts(max_running_requests=1)
-    dispatcher.token_s = {0: 0.1, 1: 0.01}
+    dispatcher, (_, slow, fast), (_, ticket, other) = local_and_two_hosts(max_running_requests=1)
+    dispatcher.token_s = {1: 0.1, 2: 0.01}
     assert dispatcher.end_leases() == [ticket], "nobody is much faster than the fast one"
     again = dispatcher.tickets.issue_again(ticket, "moved")
     slow.take_back(ticket.ticket_id)
     fast.take_back(other.ticket_id)
     assert dispatcher.may_start(fast, again) and not dispatcher.may_start(slow, again)
-    dispatcher.token_s[1] = 0.06
+    dispatcher.token_s[2] = 0.06
     assert dispatcher.may_start(slow, again), "what was fast is not so much faster any more"
 
 
-@pytest.mark.parametrize(
-    ("lease_s", "kinds", "is_over"),
-    [
-        (1001, (RemoteWorker, RemoteWorker), [False, False]),
-        (999, (Worker, RemoteWorker), [False, True]),
-    ],
-    ids=["not over", "over"],
-)
-def test_a_ticket_whose_lease_is_over_moves_but_that_of_a_local_worker_never(
-    lease_s, kinds, is_over
-):
+@pytest.mark.parametrize(("lease_s", "num_kept"), [(2000, 3), (500, 1)])
+def test_a_ticket_whose_lease_is_over_moves_but_that_of_a_local_worker_never(lease_s, num_kept):
     swarm = SwarmOptions(lease_s=lease_s)
-    dispatcher, hosts, held = two_hosts(kinds, max_running_requests=2, swarm=swarm)
-    assert dispatcher.end_leases() == list(itertools.compress(held, is_over))
-    assert [host.awaited == [] for host in hosts] == is_over
+    dispatcher, workers, held = local_and_two_hosts(max_running_requests=2, swarm=swarm)
+    assert dispatcher.end_leases() == held[num_kept:]
+    assert [ticket for worker in workers for ticket in worker.awaited] == held[:num_kept]

@@ -6,39 +6,54 @@ import time
 
 import pytest
 import torch
-from hosts import Client, Far, is_answer, running
+from hosts import Client, Far, running
 from programs import wait_until
 
 from asyncrl.config import SwarmOptions
 from asyncrl.controller.workers import WorkerDied
-from asyncrl.messages import Ready, Tickets, Update
+from asyncrl.messages import Finished, Update
 from extras.swarm.delta import digest_of
-from extras.swarm.puller import Puller
 from extras.swarm.wire import Fetch, Piece, Pull, Welcome
 
 
-def test_weights_are_fetched_while_tickets_go_on_and_loaded_only_then(tmp_path, monkeypatch):
-    """The trainer does not wait for a digest. If weights are gone before they were pulled, the newest are fetched."""
+def test_weights_come_slowly_while_tickets_go_on_and_are_loaded_only_then(tmp_path, monkeypatch):
+    """The trainer waits neither for a digest nor for a host, which gets the version that it was told of.
+
+    If that is gone before it was pulled, the newest are fetched.
+    """
     pulls, is_open = [], threading.Event()
-    with running(tmp_path, swarm=SwarmOptions(refresh_lag=1)) as run, Far(run) as far:
+    monkeypatch.setattr("extras.swarm.swarm.PIECE_BYTES", 20)  # of 52
+    options = {"swarm": SwarmOptions(refresh_lag=1)}
+    with running(tmp_path, **options) as run, Far(run, "fast"), Far(run) as far:
         wait_until(lambda: far.saw(Update))
         far.changes = lambda m: pulls.append(m) or [] if type(m) is Pull else [m]
         monkeypatch.setattr(
             "extras.swarm.pull.digest_of", lambda p: is_open.wait(60) and digest_of(p)
         )
+        run.value_of = lambda version: version + 0.25
         run.step()
         assert run.version == 1 and [fetch.version for fetch in far.saw(Fetch)] == [0]
         is_open.set()
+        for number in range(3):
+            wait_until(lambda: len(pulls) > number)  # noqa: B023
+            run.step()
+            assert len(far.saw(Update)) == 1 and pulls[number].version == 1
+            far.say(pulls[number])
+        wait_until(lambda: len(far.saw(Update)) == 2)
+        assert far.puller.here.version == 1 < run.version
+        ((_, weights),) = far.puller.parameters()
+        assert torch.equal(weights, torch.full((4,), 1.25))
+        wait_until(lambda: len(pulls) > 3)
         run.step()
-        wait_until(lambda: pulls and sum(len(m.tickets) for m in far.saw(Tickets)) > 8)
-        assert pulls[0].version == 1 and len(far.saw(Update)) == 1
-        del run.controller.pulled._kept[1]
+        del run.controller.pulled._kept[pulls[3].version]
         far.changes = lambda message: [message]
-        far.say(pulls[0])
-        wait_until(lambda: [update.version for update in far.saw(Update)] == [0, 2])
-        run.step()
+        far.say(pulls[3])
+        wait_until(lambda: len(far.saw(Update)) == 3)
+        assert far.saw(Update)[2].version == run.version > pulls[3].version
     kinds = [type(message) for message in far.heard if isinstance(message, (Fetch, Update, Piece))]
-    assert kinds[:6] == [Fetch, Piece, Update, Fetch, Fetch, Piece]
+    order = [kind for kind, _ in itertools.groupby(kinds)]
+    assert order == [Fetch, Piece, Update, Fetch, Piece, Update, Fetch, Piece, Update]
+    assert kinds.count(Fetch) == 4
 
 
 def test_a_host_fetches_what_has_changed_when_it_is_so_many_versions_behind(tmp_path):
@@ -70,10 +85,12 @@ def test_a_run_whose_last_host_has_left_or_that_none_joins_ends_in_one_line(tmp_
 
 
 def test_a_run_that_is_asked_to_stop_and_has_no_worker_waits_for_nothing(tmp_path):
-    options = {"eval_answers": ["ok"], "publishes": False, "join_timeout_s": 10.0}
+    options = {"num_eval": 1, "publishes": False, "join_timeout_s": 10.0}
     with running(tmp_path, **options) as run:
         with Far(run) as far:
-            far.holds = lambda m: is_answer(m) and m.trajectories[0].is_evaluation
+            far.changes = lambda m: (
+                [] if isinstance(m, Finished) and m.trajectories[0].is_evaluation else [m]
+            )
             run.publish(evaluate=True)
             for _ in range(2):
                 run.step()
@@ -121,32 +138,6 @@ def test_a_host_with_wrong_weights_is_shut_out_and_the_run_is_told_when_it_was_t
             assert run.controller.shuts_out(worker, problem) == has_another
             assert worker in run.swarm.disbelieved
         assert all(problem in str(host.end()) for host in (a, b))
-
-
-def test_a_host_that_reads_slowly_gets_the_announced_version_while_the_trainer_publishes_on(
-    tmp_path,
-):
-    """It takes one piece between two steps, so newer versions are published meanwhile."""
-    with (
-        running(tmp_path, num_floats=3 << 20, publishes=False) as run,
-        Far(run, "fast"),
-        Client(run) as slow,
-    ):
-        run.value_of = lambda version: version + 0.25
-        run.publish()
-        slow.join("slow")
-        slow.send(Ready(0.0), 0)
-        wait_until(lambda: slow.saw(Fetch))
-        (fetch,) = slow.saw(Fetch)
-        puller = Puller(run.controller.pulled.init_info(), slow.send)
-        puller.want(fetch.infos[0])
-        while puller.here is None:
-            wait_until(lambda: len(slow.saw(Piece)) > run.version)
-            puller.take(slow.saw(Piece)[run.version])
-            run.step()
-        assert run.version == len(slow.saw(Piece)) == 3
-    ((_, weights),) = puller.parameters()
-    assert puller.here.version == 0 and torch.equal(weights, torch.full((3 << 20,), 0.25))
 
 
 @pytest.mark.parametrize("function", ["digest_of", "encode_delta"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from hosts import PROBE, Client, Far, is_answer, running
+from hosts import PROBE, Client, Far, running
 from programs import wait_until
 from trajectories import make_trajectory
 
@@ -47,23 +47,18 @@ def lines_of(capsys, name):
     return [line for line in lines if f"swarm: {name} " in line and "has joined" not in line]
 
 
-def changed(**fields):
-    """All trajectories are otherwise."""
+def changed(change):
+    """All trajectories are otherwise, by what `change` makes of each."""
     return lambda finished: [
-        replace(finished, trajectories=[replace(t, **fields) for t in finished.trajectories])
+        replace(finished, trajectories=[replace(t, **change(t)) for t in finished.trajectories])
     ]
 
 
 def of_version(version):
     """All generated tokens are of another version."""
-
-    def lie(finished):
-        masks = [t.loss_mask for t in finished.trajectories]
-        versions = [np.where(mask, version, -1).astype(np.int32) for mask in masks]
-        pairs = zip(finished.trajectories, versions, strict=True)
-        return [Finished([replace(t, policy_versions=column) for t, column in pairs], None)]
-
-    return lie
+    return changed(
+        lambda t: {"policy_versions": np.where(t.loss_mask, np.int32(version), t.policy_versions)}
+    )
 
 
 def probed(scores):
@@ -96,7 +91,7 @@ ATTACKS = [
     (Finished, lambda finished: [finished, finished], "which it has not"),
     (Finished, lambda finished: [replace(finished, trajectories=finished.trajectories[1:])], "not all of them"),
     (Finished, lambda finished: [replace(finished, trajectories=finished.trajectories[:1] * 2)], "not all of them"),
-    (Finished, changed(finish_reason="aborted", reward=math.nan), "as aborted, which it was not"),
+    (Finished, changed(lambda t: {"finish_reason": "aborted", "reward": math.nan}), "as aborted, which it was not"),
     (Finished, of_version(0), "versions 0 … 0, not from"),
     (Finished, of_version(999), "versions 999 … 999, not from"),
 ]  # fmt: skip
@@ -150,7 +145,7 @@ def test_a_message_that_is_too_large_ends_the_connection_and_a_name_is_shown_in_
 
 def test_a_ticket_of_another_host_cannot_be_answered(run):
     with Far(run, "robbed") as robbed, Far(run, "thief") as thief:
-        robbed.holds = is_answer
+        robbed.holds = Finished
         wait_until(lambda: run.step_if_ready() or robbed.held)
         wait_until(lambda: thief.saw(Update))
         thief.say(robbed.held[-1][1], 0)
@@ -185,8 +180,9 @@ def test_messages_out_of_order_and_pulls_of_what_is_not_there_bring_nothing(run,
 
 
 def test_hosts_whose_trajectories_all_fail_are_shut_out_and_do_not_end_the_run(run, capsys):
-    fail = changed(finish_reason="failed", reward=math.nan, failure="x\n" * 400)
-    run.honest.holds = is_answer  # so that nothing succeeds meanwhile
+    failure = {"finish_reason": "failed", "reward": math.nan, "failure": "x\n" * 400}
+    fail = changed(lambda t: failure)
+    run.honest.holds = Finished  # so that nothing succeeds meanwhile
     for _ in range(3):  # together they fail more often than a run may in a row
         with Far(run, "failing") as host:
             host.changes = lambda m: fail(m) if isinstance(m, Finished) else [m]

@@ -113,17 +113,6 @@ def cast(name):
     return lambda t: {name: getattr(t, name).astype(np.float16)}
 
 
-def repeat_last(name):
-    return lambda t: {name: np.append(getattr(t, name), getattr(t, name)[-1:])}
-
-
-def times(*turn):
-    """The first turn is at these times after the start."""
-    return lambda t: {
-        "turns": (tuple(t.started_at + at for at in turn), *t.turns[1:])[: len(t.turns)]
-    }
-
-
 def longer(num, generated):
     """More tokens at its end, generated or not."""
 
@@ -148,7 +137,7 @@ LIES = {
         {"member": 99},
         {"member": 0},
         *map(cast, ARRAYS),
-        *map(repeat_last, ARRAYS),
+        lambda t: {"loss_mask": np.append(t.loss_mask, True)},
         value("tokens", "last", VOCAB),
         value("tokens", "given", -1),
         value("loss_mask", "given", True),
@@ -164,9 +153,7 @@ LIES = {
         longer(101, False),
         lambda t: {"num_turns": t.num_turns + 200},
         lambda t: {"turns": t.turns * 3},
-        times(0.0, -60.0, 0.0),
-        times(0.0, float("nan"), 0.0),
-        times(60.0, 0.0, 60.0),
+        lambda t: {"turns": tuple((end + 60.0, at, end) for _, at, end in t.turns)},
         {"started_at": float("nan")},
         {"ended_at": float("inf")},
         {"ended_at": 0.0},
@@ -192,7 +179,7 @@ LIES = {
         {"reward_parts": {"right": 1.0}},
         {"finish_reason": "stop", "reward": 1.0},
     ],
-    "single": [as_given, longer(2, False), value("tokens", "given", 9)],
+    "single": [value("tokens", "given", 9)],
     "single not ended": [{"finish_reason": "failed", "failure": "no", "num_turns": 0, "turns": ()}],
     "single stop": [{"finish_reason": "length"}],
     "several ended": [{"reward_parts": {"right": 1.0}}],

@@ -32,13 +32,16 @@ def make_config(model, **options):
     return Config(**{"model": model, "temperature": 0.8, "env_timeout_s": 5.0, **options})
 
 
-def sample(config, num, seed=0):
-    """(ticket, trajectory) of `num` honest responses, by transformers' own forward pass one token at a time."""
+def sample(config, num):
+    """(ticket, trajectory) of `num` honest responses, right ones, by worker 5.
+
+    They come by transformers' own forward pass one token at a time.
+    """
     model = AutoModelForCausalLM.from_pretrained(config.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(config.model)
-    rng, pairs = np.random.default_rng(seed), []
+    rng, pairs = np.random.default_rng(0), []
     for i in range(num):
-        tokens, logprobs = list(PROMPT), []
+        tokens, logprobs = list(PROMPT), [0.0] * len(PROMPT)
         for _ in range(int(rng.integers(1, 15))):
             cuts = config.top_p, config.top_k, config.min_p
             with torch.no_grad():
@@ -48,26 +51,22 @@ def sample(config, num, seed=0):
             of_all = torch.log_softmax(logits, dim=-1)
             tokens.append(int(rng.choice(VOCAB, p=torch.softmax(logits.double(), dim=-1).numpy())))
             logprobs.append(float(of_all[tokens[-1]]))
-        pairs.append(make_pair(i, tokens, logprobs, tokenizer))
+        mask = np.arange(len(tokens)) >= len(PROMPT)
+        versions = np.where(mask, VERSION, -1).astype(np.int32)
+        text = tokenizer.decode(tokens[len(PROMPT) :], skip_special_tokens=True)
+        ticket = Ticket(i, i, 0, 1, 0, PROMPT, text, None, 0, VERSION)
+        arrays = (np.array(tokens), mask, np.array(logprobs, np.float32), versions)
+        trajectory = Trajectory(i, i, 0, *arrays, 1.0, "stop", "", 1, 0.0, 1.0, worker=5)
+        pairs.append((ticket, trajectory))
     return pairs
 
 
-def make_pair(i, tokens, logprobs, tokenizer):
-    """A ticket, and a right answer to it by worker 5."""
-    length, mask = len(tokens), np.arange(len(tokens)) >= len(PROMPT)
-    claimed, versions = np.zeros(length, np.float32), np.where(mask, VERSION, -1).astype(np.int32)
-    claimed[mask] = logprobs
-    text = tokenizer.decode(tokens[len(PROMPT) :], skip_special_tokens=True)
-    ticket = Ticket(i, i, 0, 1, 0, PROMPT, text, None, 0, VERSION)
-    arrays = (np.array(tokens), mask, claimed, versions)
-    return ticket, Trajectory(i, i, 0, *arrays, 1.0, "stop", "", 1, 0.0, 1.0, worker=5)
-
-
 def make_verifier(config, share=1.0, cluster=None, **options):
+    """A verifier, which has a tokenizer on leaders alone."""
     config = replace(config, swarm=SwarmOptions(verify_share=share))
-    return Verifier(
-        config, cluster or Cluster(), AutoTokenizer.from_pretrained(config.model), **options
-    )
+    cluster = cluster or Cluster()
+    tokenizer = AutoTokenizer.from_pretrained(config.model) if cluster.is_leader else None
+    return Verifier(config, cluster, tokenizer, **options)
 
 
 def finish_scoring(verifier, policy):
@@ -209,9 +208,7 @@ def verify_on_two_nodes(rank: int, folder: str, config: Config) -> None:
     store = dist.FileStore(f"{folder}/store", 4)
     cluster = form_cluster(peers, rank, store, "gloo", TIMEOUT)
     policy = load(config)
-    config = replace(config, swarm=SwarmOptions(verify_share=1.0))
-    tokenizer = AutoTokenizer.from_pretrained(config.model) if cluster.is_leader else None
-    verifier = Verifier(config, cluster, tokenizer)
+    verifier = make_verifier(config, cluster=cluster)
     pairs = seven_with_a_lie(config)[: (1, 7)[cluster.node]] if cluster.is_leader else []
     mistakes = [verifier.verify(pairs, policy, VERSION), verifier.verify([], policy, VERSION)]
     verifier.close()
