@@ -1,6 +1,7 @@
 """Conversations built turn by turn are what the chat template writes, and no token of the policy's changes."""
 
 import functools
+import itertools
 
 import pytest
 
@@ -37,11 +38,10 @@ TEXT = (
     * 3
 )
 NO_REPLY = "no fixed text between two turns"
-TALK = [
-    ("P__\n_OG", "right"),
-    ("Answer with a number.\n", "I go left,\nthen down: 12"),
-    ("lower", ""),
-]
+TALK = (
+    "P__\n_OG", "right", "Answer with a number.\n", "I go left,\nthen down: 12", "lower", "", "higher",
+)  # fmt: skip
+"""What the user and the assistant say in turn."""
 
 
 @functools.cache
@@ -68,23 +68,18 @@ def tokenizer_with(template, eos="<eos>"):
     )
 
 
-def whole(tokenizer, talk, last_observation) -> list[int]:
-    messages = [
-        {"role": role, "content": content}
-        for turn in talk
-        for role, content in zip(("user", "assistant"), turn, strict=True)
-    ]
-    messages.append({"role": "user", "content": last_observation})
+def whole(tokenizer, talk) -> list[int]:
+    roles = itertools.cycle(("user", "assistant"))
+    messages = [{"role": next(roles), "content": content} for content in talk]
     return tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
 
 
-def built(tokenizer, talk, last_observation, ended) -> list[int]:
+def built(tokenizer, talk, ended) -> list[int]:
     conversation = Conversation(tokenizer)
-    observations = [observation for observation, _ in talk] + [last_observation]
-    tokens = conversation.first(observations[0])
-    for (_, response), observation in zip(talk, observations[1:], strict=True):
+    tokens = conversation.first(talk[0])
+    for response, observation in zip(talk[1::2], talk[2::2], strict=True):
         tokens += tokenizer.encode(response, add_special_tokens=False)
         tokens += [conversation.end_of_turn] * ended
         tokens += conversation.reply(observation, ended)
@@ -95,21 +90,19 @@ def built(tokenizer, talk, last_observation, ended) -> list[int]:
 @pytest.mark.parametrize(("template", "closing"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>")])
 def test_turns_put_together_are_the_template_of_the_whole(template, closing, ended):
     tokenizer = tokenizer_with(template)
-    assert built(tokenizer, TALK, "higher", ended) == whole(tokenizer, TALK, "higher")
+    assert built(tokenizer, TALK, ended) == whole(tokenizer, TALK)
     end_of_turn = Conversation(tokenizer).end_of_turn
     assert tokenizer.convert_ids_to_tokens(end_of_turn) == closing
 
 
 def test_a_template_that_drops_earlier_thoughts_gives_the_same_reply_and_keeps_them_in_the_context():
     tokenizer = tokenizer_with(QWEN3)
-    talk = [("up?", "so\n</think>\n\nup"), ("down?", "hm\n</think>\n\ndown")]
-    tokens = built(tokenizer, talk, "left?", ended=True)
+    talk = ("up?", "so\n</think>\n\nup", "down?", "hm\n</think>\n\ndown", "left?")
     opened = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    expected = "".join(
-        opened.format(said) + answer + "<|im_end|>\n" for said, answer in talk
-    ) + opened.format("left?")
-    assert tokenizer.decode(tokens) == expected
-    assert "so" not in tokenizer.decode(whole(tokenizer, talk, "left?"))
+    pieces = itertools.cycle((opened, "{}<|im_end|>\n"))
+    expected = "".join(next(pieces).format(content) for content in talk)
+    assert tokenizer.decode(built(tokenizer, talk, ended=True)) == expected
+    assert "so" not in tokenizer.decode(whole(tokenizer, talk))
 
 
 def test_a_template_without_generation_prompt_or_system_message_will_do():
