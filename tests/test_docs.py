@@ -13,7 +13,7 @@ from programs import ROOT
 from test_extending import FILES
 
 from asyncrl.config import Config
-from asyncrl.job.command_line import read_options
+from asyncrl.job.command_line import check, read_options
 
 PAGES = [ROOT / "README.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("extras/*/README.md")])]
 COMMANDS, COMMITS, CHANGES = (
@@ -58,7 +58,9 @@ def test_every_job_that_the_pages_show_is_accepted(options, tmp_path, monkeypatc
         (tmp_path / name).write_text(source)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"config": Config().as_dict()}))
-    read_options(shlex.split(options.replace("runs/NAME", str(tmp_path)))).checked()
+    config = read_options(shlex.split(options.replace("runs/NAME", str(tmp_path)))).checked()
+    if " my_" in options:
+        check(config)
 
 
 def anchors_of(page):
