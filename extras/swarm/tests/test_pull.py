@@ -61,16 +61,23 @@ class Trainer:
         return self.info
 
 
-def test_a_delta_that_is_cut_or_would_unpack_to_more_is_refused():
-    base = np.zeros(10_000, np.uint8)
+def delta_of(num_bytes):
+    """A delta from version 3, which is zeros."""
+    base = np.zeros(num_bytes, np.uint8)
     new = base.copy()
     new[::40] = 7
-    delta = encode_delta(3, base, new)
-    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 20))
+    return encode_delta(3, base, new)
+
+
+def test_a_delta_that_is_cut_would_unpack_to_more_or_changes_what_is_not_there_is_refused():
+    delta, bomb = delta_of(10_000), zstandard.ZstdCompressor().compress(bytes(1 << 20))
     bombs = [delta[:16] + struct.pack("<II", num, len(bomb)) + bomb for num in (0, 5, 1 << 31)]
-    for broken in (*(delta[:size] for size in (0, 10, len(delta) - 3)), *bombs):
+    cut = [delta[:size] for size in (0, 10, len(delta) - 3)]
+    for broken in (*cut, *bombs, delta[:16] + delta_of(20_000)[16:]):
         with pytest.raises(ValueError, match="a broken delta"):
-            apply_delta(broken, 3, base.copy())
+            apply_delta(broken, 3, np.zeros(10_000, np.uint8))
+    noise = np.random.default_rng(0).integers(256, size=10_000, dtype=np.uint8)
+    assert encode_delta(3, np.zeros(10_000, np.uint8), noise) is None, "it is smaller whole"
 
 
 @pytest.mark.parametrize("seed", range(8))
