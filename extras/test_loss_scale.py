@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from plain_trainer import PlainTrainer, assert_is_step, randomize, record_gradients, relative_error
+from plain_trainer import PlainTrainer, check_step, make_step, randomize, relative_error
 from ranks import run_group
-from tiny_policy import load, make_config, random_sequences, save_tiny_model
+from tiny_policy import VERSION, load, make_config, random_sequences, save_tiny_model
 
 from asyncrl.config import AdvantageOptions, OptimOptions
 from asyncrl.trainer.checkpoint import file_numbers, restore_training_state, training_state
@@ -18,8 +18,6 @@ from asyncrl.trainer.policy import NotFinite, Policy
 from extras import loss_scale
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-VERSION = 11
-"""The newest version of random sequences."""
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +48,11 @@ def test_the_gradient_and_all_metrics_are_those_without_a_scale(model, options):
     config, sequences = make_config(model, **options), random_sequences(9)
     plain = load(config)
     randomize(plain)
-    expected = PlainTrainer(plain).train_step([sequences], VERSION)
+    metrics, gradients = PlainTrainer(plain).train_step([sequences])
+    metrics |= {"scale": loss_scale.FIRST_SCALE, "skipped_updates": 0}
     parts = (plain.module, plain.reference, plain.loss, plain.device, plain.clock)
     policy = loss_scale.policy_class(Policy)(config, model, *parts)
-    gradients = record_gradients(policy)
-    metrics = step(policy, sequences)
-    assert metrics.pop("scale") == loss_scale.FIRST_SCALE
-    assert metrics.pop("skipped_updates") == 0
-    assert_is_step(metrics, gradients, [sequences], expected)
+    check_step(policy, [sequences], 60, (metrics, gradients))
 
 
 def test_float16_has_the_gradient_of_a_small_loss_by_its_scale_alone(model):
@@ -67,11 +62,10 @@ def test_float16_has_the_gradient_of_a_small_loss_by_its_scale_alone(model):
     errors = {}
     for scale in (loss_scale.FIRST_SCALE, 1.0):
         policy = load(config)
-        _, (expected,) = PlainTrainer(policy).train_step([sequences], VERSION)
+        _, (expected,) = PlainTrainer(policy).train_step([sequences])
         policy.optimizer.param_groups[0]["loss_scale"] = scale
-        gradients = record_gradients(policy)
-        step(policy, sequences)
-        errors[scale] = relative_error(gradients[0], expected)
+        _, (gradient,) = make_step(policy, [sequences], 60)
+        errors[scale] = relative_error(gradient, expected)
     assert errors[loss_scale.FIRST_SCALE] < 0.01 < 0.1 < errors[1.0]
 
 

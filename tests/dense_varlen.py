@@ -8,6 +8,7 @@ import inspect
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
 
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 """Whether torch must be told that keys have fewer heads; 2.11 need not."""
@@ -32,11 +33,10 @@ def attend(
     window: list[int],
 ) -> Tensor:
     """Attention of one row in float32, [L, heads, head_dim]; keys and values may have fewer heads."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.float().repeat_interleave(groups, dim=1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * (scale or query.shape[-1] ** -0.5)
-    p = scores.masked_fill(~visible(bounds, window), float("-inf")).softmax(dim=-1)
-    return torch.einsum("hqk,khd->qhd", p, value)
+    heads = (x.float().transpose(0, 1) for x in (query, key, value))
+    mask = visible(bounds, window)
+    out = scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out.transpose(0, 1)
 
 
 @varlen._varlen_attn.register_kernel("cpu")

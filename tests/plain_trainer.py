@@ -9,7 +9,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny_policy import assert_same_gradient, brute_force_nucleus
+import torch.distributed as dist
+from tiny_policy import VERSION, assert_same_gradient, brute_force_nucleus
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 from torch.func import functional_call
@@ -113,6 +114,7 @@ class PlainTrainer:
         weights = self.weights() if model is None else {}
         columns = []
         for sequence in sequences:
+            self.sequence = sequence
             tokens = torch.from_numpy(sequence.tokens)[None]
             options = {"output_hidden_states": True, "output_router_logits": True}
             output = functional_call(model or self.model, weights, tokens, options)
@@ -150,14 +152,14 @@ class PlainTrainer:
         ]
         return (logits.double() / config.temperature).masked_fill(~torch.stack(kept), MASKED)
 
-    def train_step(self, updates, policy_version):
+    def train_step(self, updates):
         """Make a step. Return its metrics but for those of tokens read, and the gradient of each update by name."""
         num_tokens = sum(len(s.tokens) for update in updates for s in update)
         num_distinct = sum(len(distinct_prefixes(update)) for update in updates)
         metrics = {"tokens/shareable": 1 - num_distinct / num_tokens}
         updates = [[s for s in update if s.num_trained] for update in updates]
-        columns = [columns_of(update, policy_version) for update in updates]
-        order = self.order(len(updates), policy_version)
+        columns = [columns_of(update) for update in updates]
+        order = self.order(len(updates))
         self.choices = []
         with torch.no_grad():
             for update, tokens in zip(updates, columns, strict=True):
@@ -169,7 +171,7 @@ class PlainTrainer:
         results = []
         for num_made, index in enumerate(order):
             progress = num_made / len(order)
-            results.append(self.update(updates[index], columns[index], policy_version, progress))
+            results.append(self.update(updates[index], columns[index], progress))
         of_updates, statistics, gradients = zip(*results, strict=True)
         for name in of_updates[0]:
             metrics[name] = float(np.mean([update[name] for update in of_updates]))
@@ -178,11 +180,11 @@ class PlainTrainer:
             metrics |= self.of_experts()
         return metrics | reduce(statistics), list(gradients)
 
-    def order(self, num_minibatches, policy_version):
+    def order(self, num_minibatches):
         """Return the minibatch of each update: those of later epochs come in an order of seed, version and epoch."""
         order = list(range(num_minibatches))
         for epoch in range(1, self.config.optim.epochs):
-            generator = np.random.default_rng((self.config.seed, policy_version, epoch))
+            generator = np.random.default_rng((self.config.seed, VERSION, epoch))
             order.extend(generator.permutation(num_minibatches))
         return order
 
@@ -212,7 +214,7 @@ class PlainTrainer:
         errors = returns - torch.cat([tokens["value"] for tokens in columns])
         return {"value/explained_variance": float(1 - errors.var() / returns.var())}
 
-    def update(self, sequences, tokens, policy_version, progress):
+    def update(self, sequences, tokens, progress):
         """Make an update. Return its own metrics, its statistics [N] by name, and its gradient by parameter name."""
         config = self.config
         self.routed = []
@@ -246,7 +248,7 @@ class PlainTrainer:
         }
         rows = {name: row.detach().double().numpy() for name, row in rows.items()}
         share = sample_size(sequence_ratios(rows)) if config.optim.by_ess else 1.0
-        lr = learning_rate(config, self.num_updates, policy_version + progress, share)
+        lr = learning_rate(config, self.num_updates, VERSION + progress, share)
         return {"loss": loss.item(), "lr": lr, **self.step(lr)}, rows, self.gradient
 
     def balance(self, chances):
@@ -314,21 +316,22 @@ class PlainTrainer:
         return {"grad_norm": float(norms[0]), "changed_weights": share}
 
 
-def columns_of(sequences, policy_version) -> dict[str, Tensor]:
+def columns_of(sequences) -> dict[str, Tensor]:
     """Return what is known of the N trained tokens, [N] each by name; numbers are float64."""
 
     def column(name):
         rows = [np.broadcast_to(getattr(s, name), s.tokens.shape)[s.loss_mask] for s in sequences]
-        return torch.from_numpy(np.concatenate(rows)).double()
+        return torch.from_numpy(np.concatenate([np.zeros(0), *rows]))
 
-    lengths = torch.tensor([s.num_trained for s in sequences])
+    ids = [number for number, s in enumerate(sequences) for _ in range(s.num_trained)]
     return {
+        "token": column("tokens"),
         "behavior": column("behavior_logprobs"),
         "advantage": column("advantage"),
         "reward": column("reward"),
         "length": column("num_trained"),
-        "lag": policy_version - column("policy_versions"),
-        "id": torch.arange(len(sequences)).repeat_interleave(lengths),
+        "lag": VERSION - column("policy_versions"),
+        "id": torch.tensor(ids, dtype=torch.int64),
     }
 
 
@@ -371,23 +374,22 @@ def sample_size(weights) -> float:
     return weights.sum() ** 2 / (len(weights) * (weights**2).sum())
 
 
-def check_step(policy, updates, budget, policy_version, expected=None, relative=1e-5) -> float:
-    """Have a policy of one rank make a step, and compare it with PlainTrainer's. Return the share of tokens saved.
+def make_step(policy, updates, budget):
+    """Have a policy make a step of sequences that all ranks have. Return its metrics and gradients as PlainTrainer's.
 
     Each update has an empty micro-batch besides, as a rank has where others have more.
     """
-    expected = expected or PlainTrainer(policy).train_step(updates, policy_version)
     gradients = record_gradients(policy)
     sharing, layout = policy.config.share_prefix, policy.module.layout
-    share = distribute(updates, 1, budget, sharing, layout=layout)[0]
-    metrics = policy.train_step([[*update, []] for update in share], policy_version)
-    return assert_is_step(metrics, gradients, updates, expected, relative)
+    shares = distribute(updates, dist.get_world_size(), budget, sharing, layout=layout)
+    share = [[*update, []] for update in shares[dist.get_rank()]]
+    return policy.train_step(share, VERSION), gradients
 
 
-def assert_is_step(metrics, gradients, updates, expected, relative=1e-5) -> float:
+def check_step(policy, updates, budget, expected=None, relative=1e-5) -> float:
     """Compare all metrics of a step, and the gradient of each update, with PlainTrainer's. Return the share saved."""
-    expected_metrics, expected_gradients = expected
-    metrics = dict(metrics)
+    expected_metrics, expected_gradients = expected or PlainTrainer(policy).train_step(updates)
+    metrics, gradients = make_step(policy, updates, budget)
     saved_share = metrics.pop("tokens/saved_share")
     num_tokens = sum(len(s.tokens) for update in updates for s in update)
     assert saved_share == pytest.approx(1 - metrics.pop("tokens/forward") / num_tokens)

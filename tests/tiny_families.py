@@ -115,6 +115,6 @@ def plain_scores(model: PreTrainedModel, sequences: list[TrainSequence]) -> Tens
     scores = []
     for sequence in sequences:
         tokens = torch.from_numpy(sequence.tokens)
-        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(dim=-1)
+        logprobs = model(tokens[None]).logits[0, :-1].double().log_softmax(dim=-1)
         scores.append(logprobs.gather(1, tokens[1:, None])[sequence.loss_mask[1:], 0])
-    return torch.cat(scores)
+    return torch.cat(scores).float()

@@ -8,12 +8,7 @@ import numpy as np
 import torch
 from tiny_families import SIZES, tiny_config, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import Config
@@ -22,6 +17,8 @@ from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy, load_policy
 
 VOCAB = SIZES["vocab_size"]
+VERSION = 11
+"""The newest version of random sequences: some of their tokens have no lag in its step."""
 
 
 def save_tiny_model(path: str, tied: bool = True) -> str:
@@ -58,18 +55,7 @@ def save_byte_llama(path: str) -> str:
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
     )
     fast.save_pretrained(path)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=128,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=0,
-        bos_token_id=None,
-    )
+    config = tiny_config("llama", vocab_size=len(words), eos_token_id=0, pad_token_id=None)
     LlamaForCausalLM(config).save_pretrained(path)
     return path
 
@@ -80,10 +66,10 @@ def make_sequence(
     loss_mask: np.ndarray,
     group_id: int = 0,
 ) -> TrainSequence:
-    """A sequence with random off-policy log-probs, versions below 12, a random advantage and a random reward."""
+    """A sequence with random off-policy log-probs, versions up to VERSION, a random advantage and a random reward."""
     length = len(tokens)
     behavior_logprobs = np.where(loss_mask, -5 + rng.normal(size=length) / 10, 0.0)
-    policy_versions = np.where(loss_mask, rng.integers(0, 12, length), -1)
+    policy_versions = np.where(loss_mask, rng.integers(0, VERSION + 1, length), -1)
     return TrainSequence(
         tokens,
         loss_mask,

@@ -1,4 +1,4 @@
-"""Options and random inputs of losses, and how a test calls a loss."""
+"""Options and random inputs of losses, with the penalties of KL_ESTIMATORS among them, and how a test calls a loss."""
 
 import tomllib
 from collections.abc import Callable
@@ -7,12 +7,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from algos import LOSSES, LossInputs
+from algos import KL_ESTIMATORS, LOSSES, LossInputs
 from algos.inputs import couples_tokens
 
+
+def as_loss(estimator: Callable) -> Callable:
+    """Return a penalty as a loss, whose reference is the proximal policy."""
+
+    def loss(inputs: LossInputs):
+        others = inputs.proximal_logprobs, inputs.behavior_logprobs
+        return estimator(inputs.logprobs, *others), {}
+
+    return loss
+
+
+FUNCTIONS = LOSSES | {name: as_loss(estimator) for name, estimator in KL_ESTIMATORS.items()}
 CASES = tomllib.loads((Path(__file__).parent / "losses.toml").read_text())
 VARIANTS = [
-    (name, options) for name in LOSSES for options in [{}, *CASES.get(name, {}).get("options", [])]
+    (name, options)
+    for name in FUNCTIONS
+    for options in [{}, *CASES.get(name, {}).get("options", [])]
 ]
 """The name of a loss, and its options."""
 

@@ -1,4 +1,4 @@
-"""The formula of every loss, of one token and its sequence in Python's float64.
+"""The formula of every loss and penalty, of one token and its sequence in Python's float64.
 
 An oracle returns the row of the token: its loss, and the stats that the loss reports. Options and defaults are those of
 the loss.
@@ -243,3 +243,20 @@ def vespo(
 def sequence_is(token, sequence, cap=math.inf):
     ratio = math.prod(t.held_ratio for t in sequence)
     return weighted(token, min(ratio, cap), ratio)
+
+
+def k1(token, sequence):
+    return {"loss": token.logprob - token.proximal}
+
+
+def k2(token, sequence):
+    return {"loss": (token.logprob - token.proximal) ** 2 / 2}
+
+
+def k3(token, sequence):
+    log_ratio = token.proximal - token.logprob
+    return {"loss": math.exp(log_ratio) - 1 - log_ratio}
+
+
+def unbiased(token, sequence):
+    return {"loss": token.ratio * k3(token, sequence)["loss"]}

@@ -1,3 +1,4 @@
+import itertools
 import math
 import random
 from statistics import mean, stdev
@@ -35,18 +36,20 @@ def estimate(name, rewards, group_ids):
 @pytest.mark.parametrize("sizes", [(2,), (6, 3), (2, 5, 3, 4)])
 def test_advantages_equal_the_formula_for_groups_of_any_size_and_order(name, sizes):
     rng = random.Random(0)
-    pairs = zip((7, -3, 100, 0), sizes, strict=False)
-    group_ids = [group_id for group_id, size in pairs for _ in range(size)]
-    rng.shuffle(group_ids)
     # no group is all equal
-    rewards = [rng.choice([0.0, 1.0, 0.3, rng.gauss(0, 2)]) + i / 10 for i in range(len(group_ids))]
     groups = [
-        [r for other_id, r in zip(group_ids, rewards, strict=True) if other_id == group_id]
-        for group_id in group_ids
+        [rng.choice([0.0, 1.0, 0.3, rng.gauss(0, 2)]) + i / 10 for i in range(size)]
+        for size in sizes
     ]
-    pairs = list(zip(rewards, groups, strict=True))
-    centered = [reward - mean(group) for reward, group in pairs]
-    expected = [FORMULAS[name](reward, group, rewards, centered) for reward, group in pairs]
+    step = list(itertools.chain(*groups))
+    centered = [reward - mean(group) for group in groups for reward in group]
+    rows = [
+        (reward, group_id, FORMULAS[name](reward, group, step, centered))
+        for group_id, group in zip((7, -3, 100, 0), groups, strict=False)
+        for reward in group
+    ]
+    rng.shuffle(rows)
+    rewards, group_ids, expected = map(list, zip(*rows, strict=True))
     assert estimate(name, rewards, group_ids) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 

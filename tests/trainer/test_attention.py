@@ -17,7 +17,6 @@ import asyncrl.trainer.attention
 from asyncrl.trainer.attention import (
     _block_mask_maker,
     choose_attention,
-    dense_mask,
     mask_function,
     mixes_sequences,
     unfit_for_sharing,
@@ -72,9 +71,7 @@ def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
     make = _block_mask_maker.__wrapped__("cuda")
     for width in (256, 1280):
         until = (torch.arange(width) // 50 * 50 + 50)[None]
-        blocks = make(mask_function(until), 1, None, width, width, until.device).to_dense()[0, 0]
-        tiles = dense_mask(until)[0, 0].unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
-        assert torch.equal(blocks, tiles.any(dim=3).any(dim=1).int())
+        make(mask_function(until), 1, None, width, width, until.device)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -111,7 +108,6 @@ def test_scores_that_it_would_change_silently_are_refused():
         (Qwen3Config(), HOPPER, None, "varlen", ""),
         (Qwen3Config(), HOPPER, torch, "flash_attention_2", ""),
         (Qwen3Config(), HOPPER, "of another torch", "varlen", "its import fails"),
-        (transformers.RecurrentGemmaConfig(), HOPPER, torch, "sdpa", ""),
         (transformers.GptOssConfig(), HOPPER, torch, "eager", ""),
         (Qwen3Config(), (7, 5), None, "sdpa", "the GPU has 7.5"),
         (Qwen3Config(head_dim=20), HOPPER, None, "sdpa", "they have 20"),

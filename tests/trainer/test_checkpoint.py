@@ -203,16 +203,14 @@ def check_resumed(unbroken, resumed, is_equal) -> None:
     """What was trained after the checkpoint is what the unbroken training made."""
     # warm-up begins anew where what was restored is ignored
     assert resumed.num_updates == unbroken.num_updates
-    for name, weight in unbroken.middle.items():
-        torch.testing.assert_close(resumed.middle[name], weight, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(resumed.middle, unbroken.middle, rtol=1e-6, atol=1e-6)
     assert any(
         not torch.equal(unbroken.weights[name], weight) for name, weight in unbroken.middle.items()
     )
     if is_equal:
         assert resumed.measured == unbroken.measured
     tolerance = 0 if is_equal else 1e-3
-    for name, weight in unbroken.weights.items():
-        torch.testing.assert_close(resumed.weights[name], weight, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(resumed.weights, unbroken.weights, rtol=tolerance, atol=tolerance)
 
 
 # What is refused, and what fails
@@ -282,7 +280,6 @@ def test_what_one_of_two_ranks_cannot_do_both_know_in_one_line(tmp_path, model):
 
 def test_what_is_not_finite_is_never_saved_over_a_good_checkpoint():
     good = {"weights.a": torch.ones(3), "step": torch.tensor(4)}
-    check_finite(good)
     message = r"^weights.b is not finite; the checkpoints before it are kept$"
     for bad in (float("nan"), float("-inf")):
         with pytest.raises(OSError, match=message):
@@ -293,18 +290,17 @@ def test_what_is_not_finite_is_never_saved_over_a_good_checkpoint():
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "is_tied", "options"),
     [
-        ("qwen3", {"advantage": "gae"}),
-        ("qwen3", {"lora_rank": RANK, "tied": True}),
-        ("mixtral", {"advantage": "gae", "lora_rank": RANK}),
+        ("qwen3", False, {"advantage": "gae"}),
+        ("qwen3", True, {"lora_rank": RANK}),
+        ("mixtral", False, {"advantage": "gae", "lora_rank": RANK}),
     ],
 )
 def test_a_saved_checkpoint_is_a_plain_model_with_the_scores_of_the_policy(
-    tmp_path, family, options
+    tmp_path, family, is_tied, options
 ):
     """Merged, or with its adapter on the base. A value head is beside the model, and no engine is sent it."""
-    is_tied = options.pop("tied", False)
     path = save_tiny_family(family, str(tmp_path / "model"), tie_word_embeddings=is_tied)
     folder, sequences = tmp_path / "checkpoints" / "step_3", random_sequences(3)
     policy = load(make_config(path, **options))
@@ -323,7 +319,8 @@ def test_a_saved_checkpoint_is_a_plain_model_with_the_scores_of_the_policy(
         found = load(make_config(saved)).score([sequences], raw=True)[0]
         torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-4)
     names = load_file(folder / "model.safetensors").keys()
-    assert names == load_file(os.path.join(path, "model.safetensors")).keys() == {*sent}
+    assert names == load_file(os.path.join(path, "model.safetensors")).keys()
+    assert sorted(names) == sorted(sent)
     assert sent == [spec.name for spec in policy.sent_specs()]
     assert os.listdir(folder.parent) == ["step_3"] and not (folder / "half").exists()
     assert (folder / "tokenizer.json").exists()

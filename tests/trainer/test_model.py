@@ -1,23 +1,16 @@
 """How the model is built: what it is compiled to, in which dtype it computes, the value head, and what is refused."""
 
 import functools
-import json
-import os
 import shutil
 
 import dense_varlen  # noqa: F401  gives varlen_attn a kernel for the CPU
 import pytest
 import torch
-from plain_trainer import (
-    PlainTrainer,
-    check_step,
-    randomize,
-    record_gradients,
-    relative_error,
-)
-from safetensors.torch import load_file, save_file
+from plain_trainer import PlainTrainer, check_step, make_step, randomize, relative_error
+from safetensors.torch import load_file
 from tiny_families import tiny_config
 from tiny_policy import (
+    VERSION,
     grouped_sequences,
     load,
     make_config,
@@ -26,19 +19,17 @@ from tiny_policy import (
     save_tiny_family,
     weights_of,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import asyncrl.trainer.model
 from asyncrl.config import Config, OptimOptions
 from asyncrl.job.node import _check_model
 from asyncrl.trainer.checkpoint import training_state
-from asyncrl.trainer.dealing import distribute
-from asyncrl.trainer.model import _read_model, compiles
+from asyncrl.trainer.model import _read_model, compiles, named_adapters
 from asyncrl.trainer.packing import bundle
 from extras.lora import add_adapters
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-VERSION = 11
 BALANCE = OptimOptions(balance=0.7)
 
 
@@ -102,7 +93,7 @@ def test_compiled_layers_make_the_step_of_the_definition_by_few_graphs(
     policy = load(make_config(path, compile=True, optim=BALANCE, **options))
     randomize(policy)
     updates = [random_sequences(9), random_sequences(9, seed=1)][: policy.config.minibatches]
-    check_step(policy, updates, 40, VERSION, relative=1e-4)
+    check_step(policy, updates, 40, relative=1e-4)
     assert 1 <= len(graphs) <= most_graphs, "of layers and of the head"
     check_inputs(graphs)
 
@@ -155,17 +146,15 @@ def test_bfloat16_computes_about_what_float32_does_and_not_the_same(model, by_bo
     policy.module.attention_of_trees = "sdpa"
     randomize(policy)
     policy.module.chunk_rows = 7
-    plain, gradients = PlainTrainer(policy), record_gradients(policy)
-    sequences = grouped_sequences(6, 4)
+    plain, sequences = PlainTrainer(policy), grouped_sequences(6, 4)
     scores, exact = policy.score([sequences])[0], plain.read(sequences)[0]
     assert scores.dtype == torch.float32
     assert 1e-4 < (scores - exact).abs().mean() < 0.05
-    shares = distribute([sequences], 1, 200, config.share_prefix, layout=policy.module.layout)
-    metrics = policy.train_step(shares[0], VERSION)
-    expected, (gradient,) = plain.train_step([sequences], VERSION)
-    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    metrics, (gradient,) = make_step(policy, [sequences], 200)
+    expected_metrics, (expected,) = plain.train_step([sequences])
+    assert metrics["grad_norm"] == pytest.approx(expected_metrics["grad_norm"], rel=0.05)
     # 8 bits of a mantissa leave this of 2 layers
-    assert relative_error(gradients[0], gradient) < 0.05
+    assert relative_error(gradient, expected) < 0.05
 
 
 def dtypes_of(module):
@@ -210,23 +199,17 @@ def test_what_is_frozen_is_kept_in_the_dtype_of_computing_and_what_is_added_to_i
 # Reading
 
 
-@pytest.mark.parametrize("tied", ["model", "untied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_have_the_names_and_values_of_the_saved_model_each_once(
-    request, tmp_path, tied, dtype
-):
-    """Weights are read in the dtype in which they are stored."""
-    folder = shutil.copytree(request.getfixturevalue(tied), tmp_path / "model")
-    AutoModelForCausalLM.from_pretrained(folder).to(dtype).save_pretrained(folder)
-    read = _read_model(str(folder), torch.float32)
+def test_parameters_have_the_names_and_values_of_the_saved_model(untied, tmp_path, dtype):
+    """Weights are read in the dtype in which they are stored. test_checkpoint.py has a model whose head is tied."""
+    AutoModelForCausalLM.from_pretrained(untied).to(dtype).save_pretrained(tmp_path)
+    read = _read_model(str(tmp_path), torch.float32)
     assert dtypes_of(read) == {dtype} and read.model.rotary_emb.inv_freq.dtype == torch.float32
-    policy = load(make_config(str(folder)))
+    policy = load(make_config(str(tmp_path)))
     policy.score([random_sequences(2)])  # a forward pass must not leave gathered weights behind
-    published = weights_of(policy)
-    saved = load_file(folder / "model.safetensors")
-    assert sorted(published) == sorted(saved)
-    for name, tensor in published.items():
-        assert tensor.dtype == torch.float32 and torch.equal(tensor, saved[name].float())
+    saved = load_file(tmp_path / "model.safetensors")
+    expected = {name: weight.float() for name, weight in saved.items()}
+    torch.testing.assert_close(weights_of(policy), expected, rtol=0, atol=0)
 
 
 def test_a_buffer_that_bfloat16_would_round_is_not_rounded(tmp_path):
@@ -237,59 +220,44 @@ def test_a_buffer_that_bfloat16_would_round_is_not_rounded(tmp_path):
     assert embedding.embed_scale.item() == pytest.approx(40**0.5, abs=1e-6)
 
 
-LINEAR_LAYERS = {
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-}
-
-
 def test_every_linear_layer_of_every_block_has_an_adapter_that_begins_at_zero(model):
     """A is random, by the seed, and B is zero."""
-    first, same, other = (
-        dict(load(make_config(model, lora_rank=2, seed=seed)).module.model.named_parameters())
-        for seed in (0, 0, 1)
-    )
-    for layer in range(2):
-        for part in LINEAR_LAYERS:
-            for letter in "AB":
-                name = f"model.layers.{layer}.{part}.lora_{letter}"
-                adapter, *others = (seed.pop(name).full_tensor() for seed in (first, same, other))
-                bound = 0 if letter == "B" else adapter.shape[1] ** -0.5
-                assert 0.9 * bound <= adapter.abs().max() <= bound
-                assert [torch.equal(adapter, each) for each in others] == [True, letter == "B"]
-    assert not [name for name in first if "lora" in name]
+    policies = [load(make_config(model, lora_rank=2, seed=seed)) for seed in (0, 0, 1)]
+    first, same, other = (dict(named_adapters(policy.module.model)) for policy in policies)
+    blocks = policies[0].module.model.model.layers.named_modules(prefix="model.layers")
+    linear = [name for name, part in blocks if isinstance(part, torch.nn.Linear)]
+    assert len(linear) == 2 * 7
+    assert first.keys() == {f"{name}.lora_{letter}" for name in linear for letter in "AB"}
+    for name, adapter in first.items():
+        is_zero = name.endswith("B")
+        bound = 0 if is_zero else adapter.shape[1] ** -0.5
+        assert 0.9 * bound <= adapter.full_tensor().abs().max() <= bound
+        assert torch.equal(adapter, same[name])
+        assert torch.equal(adapter, other[name]) == is_zero
 
 
 # Models that are refused
 
 
-def rename_a_weight(folder):
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.1.mlp.down"] = weights.pop("model.layers.1.mlp.down_proj.weight")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def change_the_vocabulary(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
-
-
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("change", "line"),
     [
-        (rename_a_weight, "its safetensors lack model.layers.1.mlp.down_proj.weight, which its config"),
         (
-            change_the_vocabulary,
+            {"attention_bias": True},
+            r"its safetensors lack \S+.0.self_attn.k_proj.bias, \S+, \S+, ..., which its config",
+        ),
+        (
+            {"vocab_size": 200},
             r"\S+.weight is \[150, 64\] in its safetensors and \[200, 64\] by its config.json",
         ),
     ],
-    ids=["weight", "vocabulary"],
-)  # fmt: skip
-def test_a_folder_whose_parts_are_not_of_one_model_is_refused(untied, tmp_path, spoil, message):
-    folder = shutil.copytree(untied, tmp_path / "model")
-    spoil(folder)
-    with pytest.raises(ValueError, match=f"--model {os.fspath(folder)}: {message}"):
-        load(make_config(str(folder)))
+    ids=str,
+)
+def test_a_folder_whose_parts_are_not_of_one_model_is_refused(untied, tmp_path, change, line):
+    folder = str(shutil.copytree(untied, tmp_path / "model"))
+    AutoConfig.from_pretrained(folder, **change).save_pretrained(folder)
+    with pytest.raises(ValueError, match=f"--model {folder}: {line}"):
+        load(make_config(folder))
 
 
 def test_a_model_without_linear_layers_has_none_to_adapt_and_one_without_experts_none_to_balance(

@@ -6,26 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from plain_trainer import (
-    PlainTrainer,
-    assert_is_step,
-    check_step,
-    randomize,
-    record_gradients,
-    relative_error,
-)
+from plain_trainer import PlainTrainer, check_step, make_step, randomize, relative_error
 from ranks import run_group
-from tiny_policy import load, make_config, random_sequences, save_tiny_family
+from tiny_policy import VERSION, load, make_config, random_sequences, save_tiny_family
 
-from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import OptimOptions
 from asyncrl.job.node import _check_model
-from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.packing import bundle
 from extras.router_replay.option import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-VERSION = 11
 NUM_EXPERTS, TOP_K, NUM_LAYERS = 4, 2, 2
 
 
@@ -68,37 +58,30 @@ class PlainReplay(PlainTrainer):
 
         def choose(hidden):
             logits, weights, experts = own_choice(hidden)
-            rows, choices = [], experts.tolist()
-            for token, recorded in enumerate(self.experts[:, layer].tolist()):
-                chances = logits[token].double().exp()
-                total = chances[recorded].sum() if normalises else chances.sum()
-                rows.append(chances[recorded] / total)
-                if is_counted and torch.is_grad_enabled():
-                    self.num_new += len({*recorded} - {*choices[token]})
-                    self.num_recorded += TOP_K
-                choices[token] = recorded
-            rows = torch.cat([torch.stack(rows).to(weights.dtype), weights[-1:]])
-            return logits, rows, torch.tensor(choices)
+            recorded = torch.from_numpy(self.sequence.experts[:, layer]).long()
+            chances = logits[:-1].double().exp()
+            chosen = chances.gather(1, recorded)
+            totals = (chosen if normalises else chances).sum(dim=1, keepdim=True)
+            if is_counted and torch.is_grad_enabled():
+                pairs = zip(recorded.tolist(), experts[:-1].tolist(), strict=True)
+                self.num_new += sum(len({*new} - {*own}) for new, own in pairs)
+                self.num_recorded += recorded.numel()
+            # the last token has no record
+            rows = torch.cat([(chosen / totals).to(weights.dtype), weights[-1:]])
+            return logits, rows, torch.cat([recorded, experts[-1:]])
 
         router.forward = choose
 
-    def read(self, sequences, model=None, raw=False):
-        parts = []
-        for sequence in sequences:
-            self.experts = sequence.experts
-            parts.append(super().read([sequence], model, raw))
-        return [torch.cat(columns) for columns in zip(*parts, strict=True)]
-
-    def train_step(self, updates, policy_version):
-        metrics, gradients = super().train_step(updates, policy_version)
+    def train_step(self, updates):
+        metrics, gradients = super().train_step(updates)
         trained = [s for update in updates for s in update if s.num_trained]
         metrics["experts/rerouted"] = self.num_new / self.num_recorded
         metrics["experts/recorded_mib"] = sum(s.experts.nbytes for s in trained) / 2**20
         return metrics, gradients
 
 
-def check_case(rank, num_ranks, path, options):
-    """Compare a step of what the first rank deals to all with the definition."""
+def check_case(rank, path, options):
+    """Compare a step with the definition."""
     policy = load(make_config(path, router_replay=True, **options))
     _check_model(policy.config, path, "cuda")
     randomize(policy)
@@ -107,25 +90,19 @@ def check_case(rank, num_ranks, path, options):
     ]
     (untrained,) = random_sequences(1, seed=7)
     updates[0].append(replace(untrained, loss_mask=np.zeros_like(untrained.loss_mask)))
-    expected = PlainReplay(policy).train_step(updates, VERSION)
-    gradients, shares = record_gradients(policy), None
-    if rank == 0:
-        shares = distribute(updates, num_ranks, 40, layout=policy.module.layout)
-    cluster = Cluster(local_rank=rank, ranks_of_nodes=(tuple(range(num_ranks)),))
-    metrics = policy.train_step(cluster.scatter_on_node(shares), VERSION)
-    assert_is_step(metrics, gradients, updates, expected)
+    check_step(policy, updates, 40, PlainReplay(policy).train_step(updates))
 
 
 @pytest.mark.parametrize(("family", "family_options", "options"), CASES)
 def test_a_step_is_that_of_a_plain_model_whose_routers_weigh_the_recorded_experts(
     family, family_options, options, tmp_path
 ):
-    check_case(0, 1, save_tiny_family(family, str(tmp_path), **family_options), options)
+    check_case(0, save_tiny_family(family, str(tmp_path), **family_options), options)
 
 
-def test_experts_go_to_the_rank_that_their_sequence_goes_to(tmp_path):
+def test_two_ranks_make_that_step_too(tmp_path):
     path = save_tiny_family("qwen3_moe", str(tmp_path))
-    run_group(check_case, 2, 2, path, {"minibatches": 2})
+    run_group(check_case, 2, path, {"minibatches": 2})
 
 
 def test_float16_has_the_gradient_of_a_small_loss_with_the_recorded_experts(tmp_path):
@@ -137,11 +114,9 @@ def test_float16_has_the_gradient_of_a_small_loss_with_the_recorded_experts(tmp_
     policy = load(make_config(path, router_replay=True, dtype="float16", algo="reinforce"))
     sequences = [replace(s, advantage=s.advantage * 1e-5) for s in random_sequences(9)]
     updates = [with_experts(sequences)]
-    expected_metrics, (expected,) = PlainReplay(policy).train_step(updates, VERSION)
-    gradients = record_gradients(policy)
-    shares = distribute(updates, 1, 40, layout=policy.module.layout)
-    metrics = policy.train_step(shares[0], VERSION)
-    assert relative_error(gradients[0], expected) < 0.01
+    expected_metrics, (expected,) = PlainReplay(policy).train_step(updates)
+    metrics, (gradient,) = make_step(policy, updates, 40)
+    assert relative_error(gradient, expected) < 0.01
     assert metrics["skipped_updates"] == 0
     # rounding may decide between two experts of about equal logits
     rerouted = expected_metrics["experts/rerouted"]
@@ -157,7 +132,7 @@ def test_what_is_scored_without_a_record_and_a_policy_without_the_option_choose_
     replaying.train_step([[bundle(routed)]], VERSION)
     scores = [policy.score([random_sequences(3)])[0] for policy in (plain, replaying)]
     torch.testing.assert_close(*scores, rtol=0, atol=1e-6)
-    check_step(plain, [routed], 1000, VERSION)
+    check_step(plain, [routed], 1000)
 
 
 def test_a_record_that_is_missing_or_does_not_fit_ends_in_a_line(tmp_path):
