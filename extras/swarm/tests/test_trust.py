@@ -179,7 +179,7 @@ LIES = {
         {"reward_parts": {"right": 1.0}},
         {"finish_reason": "stop", "reward": 1.0},
     ],
-    "single": [value("tokens", "given", 9)],
+    "single": [longer(2, False), value("tokens", "given", 9)],
     "single not ended": [{"finish_reason": "failed", "failure": "no", "num_turns": 0, "turns": ()}],
     "single stop": [{"finish_reason": "length"}],
     "several ended": [{"reward_parts": {"right": 1.0}}],
