@@ -74,6 +74,11 @@ def test_problems_depend_on_seed_and_index_alone_and_none_that_is_held_out_is_me
 # Addition
 
 
+def test_problems_are_the_same_in_every_process():
+    problems = Addition(7).train_problem(5), Addition(7).eval_problems(3)[2]
+    assert [problem.prompt for problem in problems] == ["a02 b01 c67 =", "a07 b70 ="]
+
+
 def test_addition_asks_for_the_sum_in_labelled_digits_of_a_token_each():
     task, score = Addition(3), score_of("addition")
     tokenizer = load_tokenizer(resolve_model("tiny", "addition"))
