@@ -1,4 +1,4 @@
-"""An engine that samples random tokens under the real proxy, and keeps what it sampled."""
+"""An engine that samples under the real proxy what a test tells it, and keeps what it sampled."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -17,6 +17,11 @@ class Request:
     rows: list[tuple[int, float, int]] = field(default_factory=list)
 
 
+def random_tokens(rng, tokens, eos):
+    """A choice of the next token: one of some, or the end in a fifth of all cases."""
+    return lambda prompt, num_sampled: eos if rng.random() < 0.2 else rng.choice(tokens)
+
+
 class SamplingEngine:
     """The calls of vLLM that the proxy makes. At each turn of the event loop it samples a token of every request.
 
@@ -25,8 +30,9 @@ class SamplingEngine:
 
     errored = False
 
-    def __init__(self, rng, tokens, eos):
-        self.rng, self.tokens, self.eos = rng, tokens, eos
+    def __init__(self, choose, eos):
+        """`choose(prompt, num_sampled)` returns the next token; `eos` ends a response."""
+        self.choose, self.eos = choose, eos
         self.engine_core = self
         self.version, self.loaded, self.state = -1, -1, "resume"
         self.running, self.aborted = set(), set()
@@ -68,13 +74,10 @@ class SamplingEngine:
         if self.state != "resume":
             return None
         self.num_sampled += 1
-        token = self.next_token(request.prompt, len(request.rows))
+        token = self.choose(request.prompt, len(request.rows))
         # a log-prob of its own, which float32 has exactly
         request.rows.append((token, -self.num_sampled / 2**20, self.version))
         return "stop" if token == self.eos else None
-
-    def next_token(self, prompt, num_sampled):
-        return self.eos if self.rng.random() < 0.2 else self.rng.choice(self.tokens)
 
     def requests_of(self, name):
         """What was asked for under a caller's name, in order."""

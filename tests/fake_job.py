@@ -6,7 +6,7 @@ With an async ratio above 0 they take a while.
 import os
 import sys
 
-from fake_worker import TOKEN_S, FakeWorker
+from fake_worker import run_fake_worker
 
 from asyncrl.job.command_line import parse_config
 from train_async import run_job, train
@@ -14,7 +14,7 @@ from train_async import run_job, train
 
 def run_sampler(spec, connection) -> None:
     """Serve a controller."""
-    FakeWorker(spec, connection, TOKEN_S if spec.config.async_ratio > 0 else 0.0).serve()
+    run_fake_worker(spec, connection, token_s=0.02 if spec.config.async_ratio > 0 else 0.0)
 
 
 def run(words: list[str]) -> None:

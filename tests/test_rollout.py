@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from fake_engine import SamplingEngine
+from fake_engine import SamplingEngine, random_tokens
 
 from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
@@ -73,7 +73,8 @@ class Driver:
     def __init__(self, config):
         self.config, self.tokenizer = config, load_tokenizer(resolve_model("tiny", TASK))
         words = self.tokenizer.convert_tokens_to_ids(list(ENVIRONMENTS[TASK].ACTIONS))
-        self.engine = SamplingEngine(random.Random(0), words, self.tokenizer.eos_token_id)
+        eos = self.tokenizer.eos_token_id
+        self.engine = SamplingEngine(random_tokens(random.Random(0), words, eos), eos)
         self.pipe = QueuePipe()
         theirs = QueuePipe(self.pipe.outbox, self.pipe.inbox)
         program = run_latency_worker("constant:0.02")
@@ -167,7 +168,7 @@ class MortalEngine(SamplingEngine):
     """Answers no call for weights, ends no request, and dies once a worker has sent so many messages."""
 
     def __init__(self, pipe, num_messages):
-        super().__init__(None, (), None)
+        super().__init__(None, None)
         self.pipe, self.num_messages, self.dies_at = pipe, num_messages, time.monotonic() + 0.3
         self.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
 

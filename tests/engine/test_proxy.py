@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine_pair import PROMPT, start_pair
-from fake_engine import SamplingEngine
+from fake_engine import SamplingEngine, random_tokens
 from tiny_policy import VOCAB
 
 from asyncrl.config import Config
@@ -189,7 +189,7 @@ class Walk:
     def __init__(self, mode, seed):
         self.rng = random.Random(seed)
         self.mode = mode
-        self.engine = SamplingEngine(self.rng, range(3, 9), EOS)
+        self.engine = SamplingEngine(random_tokens(self.rng, range(3, 9), EOS), EOS)
         self.proxy = LLMProxy(Config(on_update=mode, max_response_tokens=9), self.engine, [EOS])
         self.version = -1
         self.tasks = {}
@@ -294,7 +294,7 @@ def test_every_caller_gets_one_response_whatever_happens_meanwhile(mode):
 
 
 def test_an_update_that_hangs_is_an_error_after_which_nothing_is_sampled():
-    engine = SamplingEngine(None, (), EOS)
+    engine = SamplingEngine(None, EOS)
     load = engine.update_weights
 
     async def hang(request):

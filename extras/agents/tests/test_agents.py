@@ -9,15 +9,9 @@ import httpx
 import openai
 import psutil
 import pytest
+from fake_engine import SamplingEngine
 from programs import wait_until
-from speaking_engine import (
-    KEEP,
-    SpeakingEngine,
-    assert_trained_once,
-    calls_of,
-    make_ticket,
-    make_tokenizer,
-)
+from speech import KEEP, assert_trained_once, calls_of, make_ticket, make_tokenizer, speech
 from user_files import write_user_code
 
 from asyncrl import user_code
@@ -56,7 +50,7 @@ class Room:
         self,
         say=None,
         *,
-        engine=None,
+        choose=None,
         template=KEEP,
         read_reward=lambda reward: reward,
         rewards=None,
@@ -65,8 +59,8 @@ class Room:
         self.tokenizer = make_tokenizer(template)
         sizes = {"max_prompt_tokens": 400, "max_response_tokens": 300, "env_timeout_s": 60.0}
         self.config = Config(task="agent:x", **{**sizes, **options})
-        self.engine = engine or SpeakingEngine(self.tokenizer, say)
         eos = self.tokenizer.eos_token_id
+        self.engine = SamplingEngine(choose or speech(self.tokenizer, say), eos)
         self.proxy = LLMProxy(self.config, self.engine, [eos])
         self.endpoint = Endpoint(self.config)
         assert self.endpoint._socket.getsockname()[0] == "127.0.0.1", "nobody else may call it"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from real_job import assert_ledger_balances, join_host, start_job
-from speaking_engine import DROP
+from speech import DROP
 from test_agents_walk import Walk
 from test_end_to_end_agents import BRANCHES, SIZES
 

@@ -6,7 +6,7 @@ They are slow, as test_agents_walk.py has the same with an engine that is made u
 import numpy as np
 import pytest
 from engine_pair import start_pair
-from speaking_engine import make_ticket
+from speech import make_ticket
 from test_agents import Inline, user
 from tiny_policy import save_byte_llama
 

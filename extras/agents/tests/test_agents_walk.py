@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from fake_engine import SamplingEngine
-from speaking_engine import (
+from fake_engine import random_tokens
+from speech import (
     DROP,
     KEEP,
     LETTERS,
@@ -168,10 +168,10 @@ class Walk(Room):
         self.rng, self.seen, self.num_trained = random.Random(0), Counter(), 0
         self.drops, tokenizer = template == DROP, make_tokenizer(template)
         letters = tokenizer.convert_tokens_to_ids([*LETTERS, "ab"])
-        engine = SamplingEngine(self.rng, letters, tokenizer.eos_token_id)
+        choose = random_tokens(self.rng, letters, tokenizer.eos_token_id)
         limits = {"max_prompt_tokens": CONTEXT - LIMIT, "max_response_tokens": LIMIT}
         limits |= {"env_timeout_s": 1.0, "on_update": on_update}
-        super().__init__(engine=engine, template=template, read_reward=float, **limits)
+        super().__init__(choose=choose, template=template, read_reward=float, **limits)
 
     async def walk(self):
         await self.proxy.update(0, [{"version": 0}])

@@ -1,7 +1,6 @@
-"""An engine that says what it is told, a tokenizer of characters, and what reads what was sampled."""
+"""What an engine says to agents, a tokenizer of characters, and what reads what was sampled."""
 
 import numpy as np
-from fake_engine import SamplingEngine
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -38,17 +37,14 @@ def make_ticket(ticket_id, group_id=0, answer="{}"):
     return Ticket(ticket_id, group_id, 0, 1, 0, (), answer, 0, seed=ticket_id, min_version=0)
 
 
-class SpeakingEngine(SamplingEngine):
-    """Says what a function gives for the text of its prompt, in single letters, and ends."""
+def speech(tokenizer, say):
+    """A choice of the next token: what `say` gives for the text of the prompt, in single letters, and the end."""
 
-    def __init__(self, tokenizer, say):
-        super().__init__(None, None, tokenizer.eos_token_id)
-        self.tokenizer, self.say = tokenizer, say
+    def choose(prompt, num_sampled):
+        letters = tokenizer.convert_tokens_to_ids(list(say(tokenizer.decode(prompt))))
+        return [*letters, tokenizer.eos_token_id][num_sampled]
 
-    def next_token(self, prompt, num_sampled):
-        text = self.say(self.tokenizer.decode(prompt))
-        letters = self.tokenizer.convert_tokens_to_ids(list(text))
-        return [*letters, self.eos][num_sampled]
+    return choose
 
 
 def calls_of(engine, ticket_id, num_calls):
