@@ -176,7 +176,7 @@ class FakeWorker:
         return self.loading is not None and is_idle
 
     def load(self):
-        """Finish loading, and score the probe."""
+        """Finish loading, and score the probe if there is one."""
         update, self.loading = self.loading, None
         self.version, self.stands, self.is_asleep = update.version, False, False
         self.activity.go_on()
@@ -205,7 +205,7 @@ class FakeWorker:
             self._end(episode, "failed")
         elif episode.turn + 1 < episode.num_turns:
             episode.turn, episode.turn_start = episode.turn + 1, len(episode.versions)
-            self._wait_or_go([episode], self.config.scheduling == "lockstep", "ready")
+            self._wait_or_go([episode], "lockstep", "ready")
         else:
             self._end(episode, "length" if self._is_full(episode) else "stop")
 
@@ -237,14 +237,14 @@ class FakeWorker:
         return [e for e in itertools.chain(*self.episodes.values()) if e.state == state]
 
     def _can_move(self, episode):
-        if episode.state == "ended":
-            return False
-        if episode.state == "ready":
-            return not self.stands
-        if episode.is_aborted:
-            return True
-        if episode.state == "sampling":
-            return not self.stands or self.config.on_update == "wait"
+        match episode.state:
+            case "ready":
+                return not self.stands
+            case "sampling":
+                is_running = not self.stands or self.config.on_update == "wait"
+                return is_running or episode.is_aborted
+            case "sampled" | "barrier":
+                return episode.is_aborted
         return episode.state == "scoring"
 
     def _start(self, ticket):
@@ -258,16 +258,17 @@ class FakeWorker:
             episode.tokens = list(ticket.prefix.tokens)
             episode.versions = ticket.prefix.policy_versions.tolist()
             episode.is_whole = ticket.prefix.finish_reason != "aborted"
-        self._wait_or_go(episodes, self.config.scheduling == "lockstep", "ready")
+        self._wait_or_go(episodes, "lockstep", "ready")
 
     def _episode(self, ticket, member):
         rng = random.Random(f"{ticket.seed} {member}")
         is_long = self.config.is_multi_turn and not ticket.is_evaluation
         return Episode(ticket, member, rng, rng.randint(1, 3) if is_long else 1)
 
-    def _wait_or_go(self, episodes, is_barrier, state):
+    def _wait_or_go(self, episodes, scheduling, state):
+        """Go on to a state, under one scheduling when all others have come to the barrier."""
         ticket = episodes[0].ticket
-        waits = is_barrier and not ticket.is_evaluation
+        waits = self.config.scheduling == scheduling and not ticket.is_evaluation
         for episode in episodes:
             episode.state, episode.waits_for = ("barrier", state) if waits else (state, "")
         if waits:
@@ -278,8 +279,7 @@ class FakeWorker:
         episodes = self.episodes[ticket.ticket_id]
         if ticket.num_members > 1 and any(e.state != "sampled" for e in episodes):
             return
-        sampled = [e for e in episodes if e.state == "sampled"]
-        self._wait_or_go(sampled, self.config.scheduling == "batch", "scoring")
+        self._wait_or_go([e for e in episodes if e.state == "sampled"], "batch", "scoring")
 
     def _stand(self, why):
         """Requests freeze, are aborted to go on or start over, or run to their end."""

@@ -192,23 +192,20 @@ def test_thoughts_and_a_tool_call_are_read_by_the_parsers_and_continue_as_they_w
     assert CALL in room.tokenizer.decode(trajectory.tokens)
 
 
-@pytest.mark.parametrize(
-    ("parser", "text"), [("hermes", "<tool_call>{3"), ("internlm", "<|action_start|><|plugin|>{3")]
-)
-def test_a_tool_call_that_cannot_be_read_leaves_the_reply_as_text(parser, text, capsys):
+def test_a_tool_call_that_cannot_be_read_leaves_the_reply_as_text(capsys):
     """Most of vLLM's parsers give it back themselves, and that of internlm raises."""
+    text = "<|action_start|><|plugin|>{3"
 
     async def agent(client):
         answer = await client.chat.completions.create(model="x", messages=[user("2")], tools=TOOLS)
         message = answer.choices[0].message
         return float(message.content == text and not message.tool_calls)
 
-    room = Room(lambda prompt: text, template=WITH_TOOLS, tool_parser=parser)
+    room = Room(lambda prompt: text, template=WITH_TOOLS, tool_parser="internlm")
     (trajectory,) = room.run(Inline(agent))
     assert trajectory.reward == 1.0, trajectory.failure
-    raises = parser == "internlm"
-    assert room.agents.replies.num_unread == raises
-    assert ("1 replies are left as text" in capsys.readouterr().out) == raises
+    assert room.agents.replies.num_unread == 1
+    assert "1 replies are left as text" in capsys.readouterr().out
 
 
 def test_a_dead_engine_ends_the_worker_and_fails_no_trajectory():
