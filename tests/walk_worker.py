@@ -39,6 +39,8 @@ class WatchedWorker(FakeWorker):
         """Whether it knows the transport; and how many versions had been announced when it was sent weights last."""
         self.newest = None
         """Message that was sent to it last."""
+        self.is_told = False
+        """Whether it knows why it has had no ticket since the last one."""
         self.is_suspended = False
         """Whether it was told to stop until the next update."""
         self.sent_version = -1
@@ -64,6 +66,8 @@ class WatchedWorker(FakeWorker):
                 self.newest = previous
             case Hold(reason):
                 assert message != previous, "a worker is told once why it has no ticket"
+                assert not self.given, "and none that has one"
+                self.is_told = True
                 assert reason in (*get_args(HoldReason), "round")
                 has_weights = oracle.announced >= 0 and not oracle.is_resuming
                 assert has_weights or reason in ("weights", "version")
@@ -81,6 +85,7 @@ class WatchedWorker(FakeWorker):
             case Suspend() | Sleep():
                 self.is_suspended = True
             case Tickets(tickets):
+                self.is_told = False
                 self.given |= {ticket.ticket_id: ticket for ticket in tickets}
                 oracle.given(tickets, self.sent_version)
                 if self.config.scheduling == "batch":

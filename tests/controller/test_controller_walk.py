@@ -196,7 +196,9 @@ class Walk:
         """After every event. Who still has a ticket of a group that has ended was told to abort it; any other ticket
         that it was told to abort is issued again."""
         self.oracle.check()
-        for process in (worker.process for worker in self.controller.workers):
+        for worker in self.controller.workers:
+            process = worker.process
+            assert process.given or process.is_told or not worker.is_up
             for ticket_id, ticket in process.given.items():
                 has_ended, is_aborted = (
                     ticket.group_id in self.oracle.closed,
