@@ -25,15 +25,11 @@ PLACEMENT = WorkerPlacement(0, None, None, 1, 0.0)
 
 @contextmanager
 def start_pair(config, *arguments, patches=()):
-    """Yield a Pair, which ends with its process group. Each of the patches is called before the engine is forked.
-
-    What vLLM asks of a class of models that it has not met it asks here. A process of its own imports all of vLLM.
-    """
+    """Yield a Pair, which ends with its process group. Each of the patches is called before the engine is forked."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in worker_environment(PLACEMENT).items():
             patch.setenv(name, value)
-        patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda call: call())
         for apply in patches:
             apply(patch)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -91,15 +91,21 @@ def start_engine(spec: WorkerSpec):
     """Start vLLM's AsyncLLM, in a running event loop, with weights that mean nothing until the first update."""
     import torch
     from vllm import AsyncEngineArgs
+    from vllm.model_executor.models import registry
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = AsyncEngineArgs(**engine_options(spec))
-    if spec.placement.gpu is None and arguments.create_model_config().is_hybrid:
-        # vLLM keeps states of recurrent layers only where it computes prompts in parts; see engine_options
-        arguments.enable_prefix_caching = False
+    on_cpu = spec.placement.gpu is None
+    if on_cpu:
+        # At a class of models that it has not met, vLLM looks in a process of its own, lest CUDA is called here. That
+        # process imports all of vLLM, 9 s.
+        registry._run_in_subprocess = lambda look: look()
+        if arguments.create_model_config().is_hybrid:
+            # vLLM keeps states of recurrent layers only where it computes prompts in parts; see engine_options
+            arguments.enable_prefix_caching = False
     engine_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    if spec.placement.gpu is None:
+    if on_cpu:
         # On the CPU vLLM has just chosen to spawn; a forked engine need not import all of vLLM again, 9 s. It
         # inherits torch's threads, which the environment decides only if torch was not imported before.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
