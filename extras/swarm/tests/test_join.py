@@ -22,7 +22,7 @@ from user_files import write_user_code
 import rollout
 from asyncrl.cluster.placement import place
 from asyncrl.config import SwarmOptions
-from asyncrl.messages import Finished, Stop, Update
+from asyncrl.messages import Finished, Stop, Stopped, Update
 from extras.swarm.hub import make_key
 from extras.swarm.wire import SILENCE_S, Join, Pull, read_key
 
@@ -301,6 +301,7 @@ def test_a_host_whose_engine_dies_ends_with_its_report_and_the_run_goes_on(tmp_p
             process = far.engines[0].process
             config = process.spec.config
             assert (config.algo, config.timeout_s) == (f"{here / path.name}:loss", 25)
+            far.holds = Stopped  # one that dies says nothing
             process.send(Stop())
             assert isinstance(far.end(), RuntimeError) and str(far.end()) == process.death_report()
         with Far(run, rollout_tp=1):
