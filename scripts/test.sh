@@ -3,8 +3,8 @@
 # Without a word all tests but those marked slow, with --slow these alone, with --all both; with --study those
 # alone that take minutes each, and mostly make a table of results/. CI runs it without a word.
 # All parts run, and one that fails is the status, as is a choice of no test at all. What needs a GPU runs alone where there
-# is one; all else three files at a time, as whole jobs wait now and then. At the end stand once more the closing lines of
-# the parts that ran any test.
+# is one; all else two files at a time, as a third makes all slower on two cores. At the end stand once more the closing
+# lines of the parts that ran any test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -34,7 +34,7 @@ if [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -gt 0 ]; then
 fi
 export OMP_NUM_THREADS=1 # two threads on a busy core wait for each other
 # Files in the order of tests/shared_fixtures.py, the long ones first, and not by how many tests they have.
-run_tests -m "$chosen" -n 3 --dist loadfile --no-loadscope-reorder "$@"
+run_tests -m "$chosen" -n 2 --dist loadfile --no-loadscope-reorder "$@"
 for command in "${refused[@]}"; do echo "error: $command fails; what it says is above the tests" >&2; done
 grep -E '^(=+ )?[0-9]+ (failed|passed|errors?)\b' "$log" || { status=1 && echo "error: no test was run" >&2; }
 exit "$status"
