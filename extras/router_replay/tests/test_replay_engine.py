@@ -22,8 +22,18 @@ FAMILIES = (
 def pair(request, tmp_path_factory):
     path = save_tiny_family(request.param, str(tmp_path_factory.mktemp(request.param)))
     config = make_config(path, router_replay=True, max_prompt_tokens=310)
-    with start_pair(config) as pair:
+    with start_pair(config, patches=[put_back_later]) as pair:
         yield pair
+
+
+def put_back_later(patch):
+    """Engines that other tests fork from this process are to have vLLM's own runner again."""
+    from vllm.config import VllmConfig
+    from vllm.v1.worker import cpu_worker
+
+    changed = ((cpu_worker, "CPUModelRunner"), (VllmConfig, "_verify_aux_output_compatibility"))
+    for owner, name in changed:
+        patch.setattr(owner, name, getattr(owner, name))
 
 
 def replayed(pair, prompt, response, experts):
