@@ -181,8 +181,8 @@ def test_an_engine_that_shares_a_gpu_gets_its_cache_or_what_is_left_and_no_more(
         spare = min(spare, free - step - CONTEXT_AND_GRAPHS)
     assert share == pytest.approx((engine + cache + spare) / gib / GIB, abs=0.002)
     for asked, warns in ((share - 0.002, False), (1.0, True)):
-        *chosen, text = plan(gpu_memory_utilization=asked)
-        assert chosen == [asked, None] and ("warning" in text) == warns
+        *settings, text = plan(gpu_memory_utilization=asked)
+        assert settings == [asked, None] and ("warning" in text) == warns
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -82,8 +82,8 @@ def test_the_plans_of_our_examples_can_be_run(path):
     wanted = 0.85 * fastest.split.job.tokens / fastest.step_s
     slower, _, _ = plan(Arguments(path, tokens_per_s=wanted), GIVEN)
     assert slower.cost_per_hour <= fastest.cost_per_hour
-    for chosen in (fastest, slower):
-        config = check_plan(chosen, cluster)
+    for candidate in (fastest, slower):
+        config = check_plan(candidate, cluster)
         assert config == dataclasses.replace(config, **OPTIONS)
 
 

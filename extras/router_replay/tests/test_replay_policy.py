@@ -60,14 +60,14 @@ class PlainReplay(PlainTrainer):
             logits, weights, experts = own_choice(hidden)
             recorded = torch.from_numpy(self.sequence.experts[:, layer]).long()
             chances = logits[:-1].double().exp()
-            chosen = chances.gather(1, recorded)
-            totals = (chosen if normalises else chances).sum(dim=1, keepdim=True)
+            recorded_chances = chances.gather(1, recorded)
+            totals = (recorded_chances if normalises else chances).sum(dim=1, keepdim=True)
             if is_counted and torch.is_grad_enabled():
                 pairs = zip(recorded.tolist(), experts[:-1].tolist(), strict=True)
                 self.num_new += sum(len({*new} - {*own}) for new, own in pairs)
                 self.num_recorded += recorded.numel()
             # the last token has no record
-            rows = torch.cat([(chosen / totals).to(weights.dtype), weights[-1:]])
+            rows = torch.cat([(recorded_chances / totals).to(weights.dtype), weights[-1:]])
             return logits, rows, torch.cat([recorded, experts[-1:]])
 
         router.forward = choose
