@@ -103,19 +103,19 @@ class Verifier:
         `answered` is of leaders, and passed `mistake_in`; `version` is that of the weights now. Returns, on leaders,
         the worker of each lie and what it is; false rewards by a later call than the one that they came with.
         """
-        chosen = [(ticket, t) for ticket, t in answered if self.chooses(t)]
-        in_time = [t for _, t in chosen if (t.policy_versions[t.loss_mask] == version).all()]
-        self.counts.update(verified=len(in_time), too_late=len(chosen) - len(in_time))
-        found = [*self._false_rewards()]
-        self._begin_to_score(chosen)
+        drawn_pairs = [(ticket, t) for ticket, t in answered if self.chooses(t)]
+        in_time = [t for _, t in drawn_pairs if (t.policy_versions[t.loss_mask] == version).all()]
+        self.counts.update(verified=len(in_time), too_late=len(drawn_pairs) - len(in_time))
+        lies = [*self._false_rewards()]
+        self._begin_to_score(drawn_pairs)
         allowed = allowed_distance(self.config, compute_dtype(self.config, policy.device))
         for i, far in distances(in_time, policy, self.cluster).items():
             self.largest = max(self.largest, far)
             if not far <= allowed:  # or NaN
                 what = f"log-probs of ticket {in_time[i].ticket_id} are {far:.3g} nats from the trainer's at version"
-                found.append((in_time[i].worker, f"{what} {version}, {allowed:g} are allowed"))
-        self.counts.update(verify_failed=len(found))
-        return found
+                lies.append((in_time[i].worker, f"{what} {version}, {allowed:g} are allowed"))
+        self.counts.update(verify_failed=len(lies))
+        return lies
 
     def chooses(self, t: Trajectory) -> bool:
         """Whether a response is checked, which only this process can know; vLLM's log-probs of greedy ones are raw."""
@@ -125,12 +125,12 @@ class Verifier:
         is_sampled = t.finish_reason in ("stop", "length") and t.group_id != GREEDY_GROUP
         return is_sampled and int.from_bytes(digest) < self.config.swarm.verify_share * 2**64
 
-    def _begin_to_score(self, chosen: list[tuple[Ticket, Trajectory]]) -> None:
+    def _begin_to_score(self, pairs: list[tuple[Ticket, Trajectory]]) -> None:
         """Have responses scored in the background, one by one, in a process that starts at first use."""
         if not self._can_score or len(self._scoring) > MAX_SCORING:
-            self.counts.update(rewards_unverified=len(chosen))
+            self.counts.update(rewards_unverified=len(pairs))
             return
-        for ticket, t in chosen:
+        for ticket, t in pairs:
             if self._pool is None:
                 self._pool = RewardPool(
                     *self._score_by, self.config.env_timeout_s, title="rewards verifier"
