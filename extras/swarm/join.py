@@ -127,6 +127,7 @@ class JoinedHost:
         self._joined_at = time.monotonic()
         self._asked: int | None = None  # version of which a piece is due
         self._num_failed = 0  # handshakes
+        self._is_stopped = False
 
     # Its connection
 
@@ -173,7 +174,7 @@ class JoinedHost:
         Raises ValueError if the run refuses this host, or was never reached, and RuntimeError if an engine died.
         """
         self._join()
-        while True:
+        while not self._is_stopped:
             poller = zmq.Poller()
             poller.register(self._socket, zmq.POLLIN)
             poller.register(self._wake, zmq.POLLIN)
@@ -188,6 +189,15 @@ class JoinedHost:
                     return why
             if (why := self._keep_in_touch()) is not None:
                 return why
+        return "stopped here"
+
+    def stop(self) -> None:
+        """Have `serve` return soon; a signal's handler may call this.
+
+        It only asks: an exception there could end a message, or the start of an engine, in its middle.
+        """
+        self._is_stopped = True
+        os.eventfd_write(self._wake, 1)
 
     def _keep_in_touch(self) -> str | None:
         """Give a sign of life, and join again if there was none from the run. Returns why to end, if it is time to."""
@@ -406,22 +416,15 @@ def main(worker_main: Callable) -> None:
         sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")
     if given.rollout_tp is not None and given.rollout_tp < 1:
         sys.exit(f"error: --rollout-tp must be at least 1, got {given.rollout_tp}")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
         try:
             host = JoinedHost(given.join, given.key, worker_main, Path(folder), given.rollout_tp)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: host.stop())
             try:
                 print(f"left: {host.serve()}")
             finally:
                 ignore_signals()
                 host.close()
-        except KeyboardInterrupt:
-            print("left: stopped here")
         except (ValueError, RuntimeError, OSError) as error:
             sys.exit(f"error: {error}")
-
-
-def _interrupt(number: int, frame) -> None:
-    ignore_signals()
-    raise KeyboardInterrupt

@@ -228,7 +228,7 @@ class Far(JoinedHost):
 
     def leave(self):
         """Leave the run in order, unless it has ended already."""
-        self.do(self._stop)
+        self.stop()
         self.thread.join(30)
 
     def die(self):
@@ -261,14 +261,11 @@ class Far(JoinedHost):
             self.ended.append(error)
         self.close()
 
-    def _stop(self):
-        raise InterruptedError
-
     def _die(self):
         self._socket.disable_monitor()
         self._socket.close(0)
         self._socket = None
-        self._stop()
+        raise InterruptedError
 
     def _finish(self):
         self.holds = ()

@@ -31,10 +31,19 @@ NUM_PROBLEMS = 12
 """Of an evaluation."""
 OTHER = zmq.curve_keypair()
 PROGRAM = """
-import sys, rollout, fake_worker
+import os, signal, rollout, fake_worker, zmq
+
+def send_frame(socket, frame, flags=0, **rest):
+    sent = send(socket, frame, flags, **rest)
+    if flags & zmq.SNDMORE and os.path.exists(f"{os.environ['TMPDIR']}/is_due"):
+        signal.raise_signal(signal.SIGINT)
+    return sent
+
+send, zmq.Socket.send = zmq.Socket.send, send_frame
 rollout.run_worker = fake_worker.run_fake_worker
 rollout.main()
 """
+"""A host that is interrupted in the middle of each message, once a file says so."""
 
 
 class HostWalk:
@@ -317,13 +326,14 @@ def test_a_host_that_is_stopped_again_and_again_leaves_in_order(tmp_path):
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         run.step()
         engines = psutil.Process(process.pid).children(recursive=True)
+        (tmp_path / "is_due").touch()
+        wait_until(run.left)
         for number in itertools.cycle((signal.SIGTERM, signal.SIGINT)):
             if process.poll() is not None:
                 break
             process.send_signal(number)
             time.sleep(0.01)
         assert process.returncode == 0
-        wait_until(run.left)
         ((_, why),) = run.left()
         # Its connection may be gone before its last word is read.
         assert why in ("has left", "cannot be reached (Host unreachable)")
