@@ -56,8 +56,7 @@ def train_on(node: "Leader | Follower") -> None:
 
 def main() -> None:
     """Parse and train."""
-    config = parse_config()
-    run_job(lambda: train(config))
+    run_job(lambda: train(parse_config()))
 
 
 if __name__ == "__main__":

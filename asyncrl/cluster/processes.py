@@ -41,8 +41,11 @@ TORCHRUN_NAMES = (
 )
 
 
-class Interrupted(Exception):
-    """Somebody asked the run to stop: what to say, and its exit status."""
+class Interrupted(BaseException):
+    """Somebody asked the run to stop: what to say, and its exit status.
+
+    No Exception: a signal may come while code of others runs, which catches those, and no second one is heard.
+    """
 
     def __str__(self) -> str:
         return self.args[0]

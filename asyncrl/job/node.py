@@ -215,7 +215,7 @@ def start_rank(config: Config) -> Iterator[Rank]:
         placement, device = _take_device(config, cluster)
         yield Rank(config, cluster, placement, device, clock, on_end, watch, resumed)
         watch.finish()
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, Interrupted) as error:
         # Whatever ends this node, also an exit by user code, may follow from the end of another node.
         ignore_signals()
         raise watch.explain(error) from error.__cause__

@@ -4,7 +4,7 @@ import time
 
 import psutil
 import pytest
-from programs import ROOT, start_python, wait_until
+from programs import ROOT, run_python, start_python, wait_until
 
 from asyncrl.cluster.processes import Interrupted, kill_session, status_of, without_torchrun
 
@@ -44,6 +44,18 @@ def test_a_process_ends_with_its_parent_also_if_that_ends_while_it_still_imports
 )
 def test_a_run_that_an_error_ends_has_its_status_and_never_that_of_a_finished_one(error, status):
     assert status_of(error) == status
+
+
+def test_a_signal_ends_a_run_while_it_reads_its_options_also_where_code_of_others_catches_errors():
+    code = (
+        "import signal, train_async\n"
+        "def read():\n"
+        "    try: signal.raise_signal(signal.SIGINT)\n"
+        "    except Exception: pass\n"
+        "train_async.parse_config = read; train_async.main()"
+    )
+    run = run_python("-c", code)
+    assert (run.returncode, run.stderr) == (130, "error: stopped by SIGINT\n")
 
 
 def test_a_rank_of_several_says_why_it_ends_and_shows_where_if_the_code_is_at_fault():
