@@ -109,10 +109,8 @@ class Checkpoints:
         if cluster.is_leader:
             self.node.controller.is_asked_to_stop = True
             name = signal.Signals(number).name
-            print(
-                f"{name}: saves and ends after this step; a second signal ends the run at once",
-                flush=True,
-            )
+            line = f"{name}: saves and ends after this step; a second signal ends the run at once\n"
+            os.write(1, line.encode())  # the signal may have come in the middle of a print
 
     @contextmanager
     def keep_what_fails(self, step: int, groups: list[Group] | None) -> Iterator[None]:

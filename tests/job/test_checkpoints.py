@@ -1,6 +1,7 @@
 """When a run is saved, what is left of it whatever happens meanwhile, and how signals and a limit of time end it."""
 
 import dataclasses
+import io
 import json
 import os
 import queue
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -301,7 +302,7 @@ def test_however_a_run_ends_its_due_checkpoints_are_whole_and_have_the_weights_o
 
     delay_writing(checkpoints, wait)
     ended = (
-        pytest.raises(Exception, match=line.format(signal=number.name, last=last))
+        pytest.raises(BaseException, match=line.format(signal=number.name, last=last))
         if line
         else nullcontext()
     )
@@ -334,6 +335,21 @@ def test_however_a_run_ends_its_due_checkpoints_are_whole_and_have_the_weights_o
         signal.raise_signal(number)
 
 
+class Interrupting(io.RawIOBase):
+    """A file whose first write a signal interrupts."""
+
+    def __init__(self, number):
+        self.numbers = [number]
+
+    def writable(self):
+        return True
+
+    def write(self, text):
+        while self.numbers:
+            signal.raise_signal(self.numbers.pop())
+        return len(text)
+
+
 def begin_to_end(end, checkpoints, number, monkeypatch) -> None:
     """Do what ends a run, before its last step is saved."""
     if end == "a signal and a lost node":
@@ -341,7 +357,8 @@ def begin_to_end(end, checkpoints, number, monkeypatch) -> None:
     if end == "a signal and a lost rank":
         monkeypatch.setattr(module, "has_lost_a_rank", lambda: True)
     if "signal" in end and "nobody" not in end:
-        signal.raise_signal(number)
+        with redirect_stdout(io.TextIOWrapper(io.BufferedWriter(Interrupting(number)))):
+            print("step", flush=True)
     checkpoints.writer.wait()
     match end:
         case "out of time":
