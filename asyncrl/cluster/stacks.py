@@ -56,26 +56,27 @@ def dump_stacks(pid: int | None = None) -> str:
 
     Only processes that registered a handler for SIGUSR1 are asked: the signal would end the others. This process dumps
     its stacks while it holds the interpreter's lock: a signal's handler would walk frames that may be changing.
-    Returns, for an error line, where the stacks are.
+    Returns, for an error line, where the stacks are. Whoever asks has a reason to end, so nothing is raised if the file
+    cannot be written.
     """
     name = os.environ.get(STACKS_FILE)
     with (
-        contextlib.suppress(psutil.NoSuchProcess),
+        contextlib.suppress(psutil.NoSuchProcess, OSError),
         open(name, "a") if name else os.fdopen(os.dup(2), "w") as file,
     ):
         root = run_root() if pid is None else psutil.Process(pid)
         for member in [root, *root.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
                 print(
                     f"\n=== {title(member)}, {member.status()}, {time.strftime('%H:%M:%S')}",
                     file=file,
                     flush=True,
                 )
-            if member.pid == os.getpid():
-                faulthandler.dump_traceback(file=file, all_threads=True)
-            elif _handles_sigusr1(member.pid):
-                os.kill(member.pid, signal.SIGUSR1)
-                time.sleep(DUMP_S)
+                if member.pid == os.getpid():
+                    faulthandler.dump_traceback(file=file, all_threads=True)
+                elif _handles_sigusr1(member.pid):
+                    os.kill(member.pid, signal.SIGUSR1)
+                    time.sleep(DUMP_S)
     return (
         f"stacks of all processes are in {name}"
         if name
@@ -84,9 +85,6 @@ def dump_stacks(pid: int | None = None) -> str:
 
 
 def _handles_sigusr1(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/status") as status:
-            caught = next(line for line in status if line.startswith("SigCgt:"))
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    with open(f"/proc/{pid}/status") as status:
+        caught = next(line for line in status if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)

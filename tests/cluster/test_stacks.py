@@ -4,7 +4,7 @@ import os
 import signal
 
 import psutil
-from programs import start_python, wait_until
+from programs import run_python, start_python, wait_until
 
 ROOT_OF_TWO = (
     "import multiprocessing, os, subprocess, sys, time\n"
@@ -44,3 +44,9 @@ def test_the_stacks_of_all_processes_that_have_some_go_to_one_file_and_a_stopped
     for pid in (child, deaf):
         os.kill(pid, signal.SIGKILL)
     root.kill()
+
+
+def test_where_stacks_cannot_be_written_the_reason_to_end_is_not_replaced(tmp_path):
+    for path in (tmp_path / "gone" / "stacks.txt", "/dev/full"):
+        code = "from asyncrl.cluster.stacks import dump_stacks; dump_stacks()"
+        assert not run_python("-c", code, ASYNC_RL_STACKS=str(path)).stderr
