@@ -44,9 +44,10 @@ class WorkerProcess:
         self.process.start()
         theirs.close()  # so that the pipe reads as closed as soon as the worker is gone
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
-        threads.submit(self._write, ours)
+        # First the one that ends the other: a signal may come between the two.
         self.reading: Future = threads.submit(self._read, ours, on_message)
         """Ends with the process; holds the error if `on_message` raised one."""
+        threads.submit(self._write, ours)
 
     def send(self, message) -> None:
         """Queue a message; never waits."""

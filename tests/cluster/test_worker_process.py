@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from asyncrl.cluster.worker_process import WorkerProcess
 
 
@@ -26,14 +28,14 @@ class SlowToWrite:
         return SlowToWrite, ()
 
 
+SPEC = SimpleNamespace(log_path=os.devnull, placement=SimpleNamespace(worker=0))
+
+
 def open_sockets() -> set[int]:
     return {int(fd.name) for fd in Path("/proc/self/fd").iterdir() if fd.is_socket()}
 
 
-def test_the_pipe_of_a_dead_worker_keeps_its_number_while_a_message_to_it_is_being_written(
-    tmp_path,
-):
-    spec = SimpleNamespace(log_path=tmp_path / "log", placement=SimpleNamespace(worker=0))
+def test_the_pipe_of_a_dead_worker_keeps_its_number_while_a_message_to_it_is_being_written():
     message, opened_since, before = SlowToWrite(), [], open_sockets()
 
     def on_message(told):
@@ -43,7 +45,7 @@ def test_the_pipe_of_a_dead_worker_keeps_its_number_while_a_message_to_it_is_bei
         message.go_on.set()
 
     with ThreadPoolExecutor(4) as threads:
-        worker = WorkerProcess(spec, end_at_once, on_message, threads)
+        worker = WorkerProcess(SPEC, end_at_once, on_message, threads)
         [ours] = open_sockets() - before
         worker.send(message)
         worker.reading.result(timeout=60)
@@ -51,3 +53,11 @@ def test_the_pipe_of_a_dead_worker_keeps_its_number_while_a_message_to_it_is_bei
     for one in opened_since:
         one.close()
     assert ours not in open_sockets()  # closed, once nobody writes any more
+
+
+def test_a_start_that_is_interrupted_between_its_two_threads_leaves_none_that_waits():
+    with ThreadPoolExecutor(2) as threads:
+        first = iter([threads.submit])
+        interrupted = SimpleNamespace(submit=lambda *call: next(first)(*call))
+        with pytest.raises(StopIteration):
+            WorkerProcess(SPEC, end_at_once, lambda message: None, interrupted)
