@@ -5,6 +5,7 @@ of groups that is fresh enough, makes one step on it, and publishes the new weig
 --help answers at once, and every process that is spawned imports this file.
 """
 
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,10 @@ def train_on(node: "Leader | Follower") -> None:
 
 def main() -> None:
     """Parse and train."""
-    run_job(lambda: train(parse_config()))
+    # At once, without a word: among imports, code in C may clear an exception.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    config = parse_config()
+    run_job(lambda: train(config))
 
 
 if __name__ == "__main__":

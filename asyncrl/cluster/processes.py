@@ -44,7 +44,7 @@ TORCHRUN_NAMES = (
 class Interrupted(BaseException):
     """Somebody asked the run to stop: what to say, and its exit status.
 
-    No Exception: a signal may come while code of others runs, which catches those, and no second one is heard.
+    No Exception: a signal may come while code of others runs, which catches those.
     """
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ def status_of(error: BaseException) -> int:
 
 
 def _interrupt(number: int, frame) -> None:
-    ignore_signals()
+    # What runs may lose the exception, so the next signal is heard until somebody has caught one.
     raise Interrupted(f"stopped by {signal.Signals(number).name}", 128 + number)
 
 

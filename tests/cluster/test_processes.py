@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import time
 
@@ -46,13 +47,22 @@ def test_a_run_that_an_error_ends_has_its_status_and_never_that_of_a_finished_on
     assert status_of(error) == status
 
 
-def test_a_signal_ends_a_run_while_it_reads_its_options_also_where_code_of_others_catches_errors():
+def test_a_signal_ends_a_run_at_once_while_it_reads_its_options():
     code = (
-        "import signal, train_async\n"
-        "def read():\n"
-        "    try: signal.raise_signal(signal.SIGINT)\n"
-        "    except Exception: pass\n"
-        "train_async.parse_config = read; train_async.main()"
+        "train_async.parse_config = lambda: signal.raise_signal(signal.SIGINT); train_async.main()"
+    )
+    run = run_python("-c", f"import signal, train_async; {code}")
+    assert (run.returncode, run.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_signal_ends_a_run_also_where_code_of_others_catches_errors_or_has_caught_the_first_one():
+    code = (
+        "import signal; from asyncrl.cluster.processes import run_job\n"
+        "def job():\n"
+        "    for caught in (BaseException, Exception):\n"
+        "        try: signal.raise_signal(signal.SIGINT)\n"
+        "        except caught: pass\n"
+        "run_job(job)"
     )
     run = run_python("-c", code)
     assert (run.returncode, run.stderr) == (130, "error: stopped by SIGINT\n")
