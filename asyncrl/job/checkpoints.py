@@ -109,8 +109,9 @@ class Checkpoints:
         if cluster.is_leader:
             self.node.controller.is_asked_to_stop = True
             name = signal.Signals(number).name
-            line = f"{name}: saves and ends after this step; a second signal ends the run at once\n"
-            os.write(1, line.encode())  # the signal may have come in the middle of a print
+            line = f"{name}: saves and ends after this step; a second signal ends the run at once"
+            # the signal may have come in the middle of a print, and a terminal shows ^C or a bar
+            os.write(1, f"\n{line}\n".encode())
 
     @contextmanager
     def keep_what_fails(self, step: int, groups: list[Group] | None) -> Iterator[None]:
