@@ -77,11 +77,7 @@ def dump_stacks(pid: int | None = None) -> str:
                 elif _handles_sigusr1(member.pid):
                     os.kill(member.pid, signal.SIGUSR1)
                     time.sleep(DUMP_S)
-    return (
-        f"stacks of all processes are in {name}"
-        if name
-        else "stacks are in what this process printed"
-    )
+    return f"stacks of all processes are in {name or 'what this process printed'}"
 
 
 def _handles_sigusr1(pid: int) -> bool:

@@ -319,10 +319,12 @@ def _load(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup | None
 
 
 def reason_of(error: CheckpointException | RuntimeError) -> str:
-    """Return what went wrong, on the first rank that failed, in one line."""
+    """Return what went wrong, on the first rank that failed, in one line. Raises what a signal's handler raised."""
     rank, cause = "", error
     if isinstance(error, CheckpointException):
         number, (cause, _) = next(iter(error.failures.items()))
+        if not isinstance(cause, Exception):
+            raise cause
         rank = f"rank {number}: "
     return f"{rank}{type(cause).__name__}: {' '.join(str(cause).split())}"
 

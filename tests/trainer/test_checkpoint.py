@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 from user_files import write_user_code
 
+from asyncrl.cluster.processes import Interrupted
 from asyncrl.config import OptimOptions
 from asyncrl.trainer.checkpoint import (
     check_finite,
@@ -232,6 +233,17 @@ def test_an_optimizer_continues_with_its_new_options_and_state_of_another_is_ref
     line = r"has optimizer.momentum_buffer.model.embed_tokens.weight of \(150, 64\), the run's is None: "
     with pytest.raises(ValueError, match=line):
         restore_training_state(load(make_config(model)), str(tmp_path), group)
+
+
+def test_a_signal_while_shards_are_read_is_no_failure_to_read_them(tmp_path, model, monkeypatch):
+    def interrupt(*_):
+        raise Interrupted("stopped by SIGTERM", 143)
+
+    group, policy = dist.new_group(backend="gloo"), load(make_config(model))
+    write_shards(training_state(policy), str(tmp_path), group)
+    monkeypatch.setattr(dcp.HuggingFaceStorageReader, "read_data", interrupt)
+    with pytest.raises(Interrupted):
+        restore_training_state(policy, str(tmp_path), group)
 
 
 def limit_file_size(num_bytes: int) -> None:
