@@ -285,7 +285,7 @@ def test_hostile_text_costs_at_most_its_own_reward_and_time(tmp_path):
     good = [f"\\boxed{{{number}}}" for number in range(6, 10)]
 
     async def ask() -> list:
-        with contextlib.closing(RewardPool("gsm8k", [], 2.0)) as pool:
+        with contextlib.closing(RewardPool("gsm8k", [], 5.0)) as pool:
             return await scores_of(pool, *responses, *good, answer="8")
 
     *found, six, seven, eight, nine = asyncio.run(ask())
