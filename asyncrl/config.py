@@ -390,6 +390,8 @@ class Config:
             "--lora-rank": self.lora_rank,
             "--advantage gae": self.advantage == "gae",
             "--optim.balance": self.optim.balance,
+            # it counts what could be shared without the option, too
+            "--share-prefix": self.share_prefix != "off" or extras.find("--share-prefix"),
             "--router-replay": self.router_replay,
             "--dtype float16": self.dtype == "float16",
             "--record": self.record,

@@ -17,6 +17,7 @@ MODULES = {
     "--lora-rank": "extras.lora",
     "--advantage gae": "extras.gae",
     "--optim.balance": "extras.moe",
+    "--share-prefix": "extras.trees.option",
     "--router-replay": "extras.router_replay.option",
     "--dtype float16": "extras.loss_scale",
     "--record": "extras.recording",

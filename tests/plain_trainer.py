@@ -5,6 +5,7 @@ Nothing here packs, shares, shards or chunks. Everything behind the logits is co
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -380,8 +381,9 @@ def make_step(policy, updates, budget):
     Each update has an empty micro-batch besides, as a rank has where others have more.
     """
     gradients = record_gradients(policy)
-    sharing, layout = policy.config.share_prefix, policy.module.layout
-    shares = distribute(updates, dist.get_world_size(), budget, sharing, layout=layout)
+    policy.config = replace(policy.config, max_tokens_per_microbatch=budget)
+    num_ranks, layout = dist.get_world_size(), policy.module.layout
+    shares = distribute(updates, num_ranks, budget, layout, policy.deal_update)
     share = [[*update, []] for update in shares[dist.get_rank()]]
     return policy.train_step(share, VERSION), gradients
 

@@ -27,7 +27,7 @@ FLOORS = (
     {"rollout"},
     {"train_async"},
     {"extras"},
-    {"extras.agents", "extras.planning", "extras.router_replay", "extras.swarm"},
+    {"extras.agents", "extras.planning", "extras.router_replay", "extras.swarm", "extras.trees"},
     {"extras.simulation"},
     {"scripts"},
 )

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from asyncrl.config import Sharing
 from asyncrl.trainer.attention import choose_attention
 from asyncrl.trainer.logprobs import TokenLogprobs
-from asyncrl.trainer.packing import Layout, TrainSequence, bundle, pack
+from asyncrl.trainer.packing import Bundle, Layout, TrainSequence, pack
 from asyncrl.trainer.sampling import Sampling
+from extras.trees.attention import attention_mask
 
 SIZES = {
     "vocab_size": 150, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -100,13 +100,14 @@ def tiny_model(config: PreTrainedConfig, attention: str | None = None) -> PreTra
 
 
 @torch.no_grad()
-def packed_scores(
-    module: TokenLogprobs, sequences: list[TrainSequence], layout: Layout, sharing: Sharing = "off"
-) -> Tensor:
-    """Return log-probs of the trained tokens, [N] nats, the sequences packed in the order that bundle gives them."""
-    batch = pack(bundle(sequences, sharing), layout)
+def packed_scores(module: TokenLogprobs, bundles: list[Bundle], layout: Layout) -> Tensor:
+    """Return log-probs of the trained tokens, [N] nats, one bundle after the other."""
+    batch = pack(bundles, layout)
+    seen = None
+    if batch.visible_until is not None:
+        seen = {"attention_mask": attention_mask(module.attention, batch.visible_until)}
     inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())
-    return module(*inputs, batch.visible_until).logprobs
+    return module(*inputs, seen).logprobs
 
 
 @torch.no_grad()

@@ -398,7 +398,7 @@ def _check_model(config: Config, model_path: str, device: str) -> None:
     """Raise ValueError if the model would be trained wrongly, or a token or a whole sequence does not fit it."""
     from asyncrl.trainer.families import BFLOAT16_ON_CPU, read_config
 
-    model = read_config(model_path, config.share_prefix)
+    model = read_config(model_path)
     for check in config.of_extras("check"):
         check(config, model)
     in_float32 = device == "cpu" and config.dtype != "bfloat16"

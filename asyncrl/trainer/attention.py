@@ -1,13 +1,9 @@
 """Which attention the trainer computes with, and what tells it which tokens of a packed row see which.
 
 Sequences by themselves need no mask of ours: on a GPU torch's `varlen_attn` or flash-attn takes their bounds, and for
-torch's other attention transformers makes a causal mask with a block wherever positions restart. A shared prefix is
-seen by several branches, which bounds cannot say: a GPU then computes with FlexAttention, which skips empty blocks of
-the mask, and the CPU with torch's own attention and a mask [R, 1, L, L].
+torch's other attention transformers makes a causal mask with a block wherever positions restart.
 """
 
-import functools
-from collections.abc import Callable
 from inspect import signature
 
 import torch
@@ -17,16 +13,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
-from asyncrl.trainer.packing import first_fit_decreasing
-
 BY_BOUNDS = ("varlen", "flash_attention_2")
 """Implementations that take the bounds of sequences; `varlen` is ours, registered below."""
-ONE_ROW = (*BY_BOUNDS, "flex_attention")
-"""Implementations that skip what is masked, so that a micro-batch is best packed into one row."""
-COLUMNS_PER_HIDDEN = 4
-"""Cost of all but attention for a token, in columns of a dense attention mask, over the model's hidden size. On a CPU
-steps with short and long rows gave 3.7, 4.3 and 5.1 for the tiny model, 3.0 and 4.7 for SmolLM2-135M in bfloat16. By
-operations it is 6."""
 _WITHIN_A_SEQUENCE = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 """The kinds of layers that transformers names which see no other sequence of a packed row."""
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "gpt_oss", "opt")
@@ -38,8 +26,7 @@ _CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
 
 
 def choose_attention(device: torch.device, config: PreTrainedConfig) -> str:
-    """Return transformers' name of the attention of sequences that share no prefix: sdpa (torch's own) on the CPU, or
-    eager for families without.
+    """Return transformers' name of the attention: sdpa (torch's own) on the CPU, or eager for families without.
 
     On a GPU flash_attention_2 where flash-attn is there, else varlen. What that cannot compute, and where each sequence
     has a row of its own, is as on the CPU.
@@ -159,71 +146,9 @@ def mixes_sequences(config: PreTrainedConfig) -> bool:
     )
 
 
-def unfit_for_sharing(config: PreTrainedConfig) -> list[str]:
-    """Return what keeps a model from reading a prefix once for several sequences; empty if nothing does.
-
-    A recurrent layer has one state after it. A window counts columns of the row, which are not the positions of a
-    sequence behind the prefix.
-    """
-    window = getattr(config.get_text_config(), "sliding_window", None)
-    kinds = layer_kinds(config)
-    unfit = sorted(kinds - {"attention", "full_attention"})
-    if not kinds and window:
-        unfit = [f"sliding_window {window}"]
-    return unfit or [f"the mask of {config.model_type}"] * mixes_sequences(config)
-
-
-def mask_function(visible_until: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention's mask_mod, which says whether a token of a row sees another: itself and those above it in
-    the tree, which stand before it in the row and whose subtrees have not ended; `visible_until` as in MicroBatch."""
-
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < visible_until[row, key])
-
-    return sees
-
-
-def dense_mask(visible_until: Tensor) -> Tensor:
-    """The mask function's values as a mask [R, 1, L, L] bool of queries × keys."""
-    num_rows, width = visible_until.shape
-    columns = torch.arange(width, device=visible_until.device)
-    rows = torch.arange(num_rows, device=visible_until.device)[:, None, None, None]
-    return mask_function(visible_until)(rows, rows, columns[:, None], columns)
-
-
-def dense_cost(lengths: list[int], hidden_size: int) -> int:
-    """Cost to compute a rank's bundles of `lengths` tokens in rows, in columns of a dense attention mask."""
-    width = max(lengths, default=0)
-    return (
-        len(first_fit_decreasing(lengths, width))
-        * width
-        * (COLUMNS_PER_HIDDEN * hidden_size + width)
-    )
-
-
-def attention_inputs(
-    implementation: str, position_ids: Tensor, visible_until: Tensor | None
-) -> dict:
-    """Arguments that tell the model, besides positions, which tokens see which; tensors as in MicroBatch."""
-    if visible_until is None:
-        return varlen_bounds(position_ids) if implementation in BY_BOUNDS else {}
-    if implementation != "flex_attention":
-        return {"attention_mask": dense_mask(visible_until)}
-    (num_rows, width), sees = visible_until.shape, mask_function(visible_until)
-    make = _block_mask_maker(visible_until.device.type)
-    return {"attention_mask": make(sees, num_rows, None, width, width, visible_until.device)}
-
-
-@functools.cache
-def _block_mask_maker(device_type: str) -> Callable:
-    """FlexAttention's create_block_mask; compiled on a GPU, where it then never holds the mask's L² entries itself."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return (
-        torch.compile(create_block_mask, dynamic=True)
-        if device_type == "cuda"
-        else create_block_mask
-    )
+def attention_inputs(implementation: str, position_ids: Tensor) -> dict:
+    """Arguments that tell the model, besides positions, which tokens see which; `position_ids` as in MicroBatch."""
+    return varlen_bounds(position_ids) if implementation in BY_BOUNDS else {}
 
 
 def varlen_bounds(position_ids: Tensor) -> dict:

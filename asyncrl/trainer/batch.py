@@ -31,9 +31,8 @@ def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
             make_updates(groups, policy.config, cluster, step),
             len(cluster.local_ranks),
             policy.config.max_tokens_per_microbatch,
-            policy.config.share_prefix if policy.module.can_share else "off",
-            policy.module.cost,
             policy.module.layout,
+            policy.deal_update,
         )
     return cluster.scatter_on_node(shares)
 

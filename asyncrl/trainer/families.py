@@ -2,9 +2,6 @@
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from asyncrl.config import Sharing
-from asyncrl.trainer.attention import unfit_for_sharing
-
 COMPARED = (
     "arcee", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
     "exaone_moe", "falcon_h1", "flex_olmo", "gemma", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
@@ -22,21 +19,15 @@ BFLOAT16_ON_CPU = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Of them, those whose kernels for a CPU vLLM has in bfloat16 only: gated delta rules."""
 
 
-def read_config(path: str, share_prefix: Sharing) -> PreTrainedConfig:
+def read_config(path: str) -> PreTrainedConfig:
     """Read a model's config.json. Raises ValueError, in one line, for a model that would be trained wrongly.
 
-    That is one of a family that vLLM and the trainer do not compute alike, as far as is known, or one that cannot share
-    prefixes as it must.
+    That is one of a family that vLLM and the trainer do not compute alike, as far as is known.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if config.model_type not in COMPARED:
         raise ValueError(
             f"--model {path} is a {config.model_type}: vLLM computes other log-probs than the trainer, or nobody has "
             f"compared them (asyncrl/trainer/families.py); take one of {', '.join(COMPARED)}"
-        )
-    unfit = unfit_for_sharing(config)
-    if unfit and share_prefix in ("prompt", "tree"):
-        raise ValueError(
-            f"--share-prefix needs full attention in every layer, {path} has {', '.join(unfit)}; leave the option out"
         )
     return config

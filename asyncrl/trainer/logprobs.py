@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from asyncrl.trainer.attention import (
-    ONE_ROW,
-    attention_inputs,
-    dense_cost,
-    mixes_sequences,
-    unfit_for_sharing,
-)
+from asyncrl.trainer.attention import BY_BOUNDS, attention_inputs, mixes_sequences
 from asyncrl.trainer.packing import Layout
 from asyncrl.trainer.sampling import Sampling, sampling_logits
 
@@ -53,21 +47,11 @@ class TokenLogprobs(nn.Module):
         self.chunk_rows = chunk_rows
         self.attention = model.config._attn_implementation
         """As transformers names it; asyncrl/trainer/attention.py chooses it."""
-        self.attention_of_trees = self.attention
-        """That of micro-batches with a shared prefix; FlexAttention on a GPU."""
         self.trains_entropy = trains_entropy
-        self.layout: Layout = "one_row" if self.attention in ONE_ROW else "short_rows"
+        self.layout: Layout = "one_row" if self.attention in BY_BOUNDS else "short_rows"
         """How that wants a micro-batch packed."""
         if mixes_sequences(model.config):
             self.layout = "row_each"
-        self.can_share = not unfit_for_sharing(model.config)
-        """Whether several sequences can read a prefix once."""
-
-    def cost(self, lengths: list[int]) -> int:
-        """Return the cost of computing bundles of `lengths` tokens; its unit depends on the attention."""
-        if self.layout == "one_row":
-            return sum(lengths)
-        return dense_cost(lengths, self.model.config.get_text_config().hidden_size)
 
     def forward(
         self,
@@ -76,27 +60,22 @@ class TokenLogprobs(nn.Module):
         sources: Tensor,
         targets: Tensor,
         sampling: Sampling,
-        visible_until: Tensor | None = None,
+        seen: dict | None = None,
     ) -> Scored:
         """Return the scores of the targets, [N] each.
 
-        Tensors as in MicroBatch. The head runs on `chunk_rows` tokens at a time and again in the backward pass, once
-        for all branches that train a token of a shared prefix. Beside the head's weight and its gradient, the most
-        memory that takes is chunk_rows · vocabulary · 4 bytes times 3 (logits and their gradient in and out of the
-        softmax), or times 6 where top_p < 1 (the sorted logits and their int64 order), times 4 where only top_k or
-        min_p cut, or times 2 and the gradient again, which each chunk adds to. With 1024 rows and a vocabulary of
-        151 936 that is 1.9 GB, or 3.7 GB, 2.5 GB, or 2.5 GB with a hidden size of 4096, for any number of tokens.
+        Tensors as in MicroBatch. `seen` are the arguments that say which tokens see which, where positions do not. The
+        head runs on `chunk_rows` tokens at a time and again in the backward pass. Beside the head's weight and its
+        gradient, the most memory that takes is chunk_rows · vocabulary · 4 bytes times 3 (logits and their gradient in
+        and out of the softmax), or times 6 where top_p < 1 (the sorted logits and their int64 order), times 4 where
+        only top_k or min_p cut, or times 2 and the gradient again, which each chunk adds to. With 1024 rows and a
+        vocabulary of 151 936 that is 1.9 GB, or 3.7 GB, 2.5 GB, or 2.5 GB with a hidden size of 4096, for any number of
+        tokens.
         """
-        places = None
-        # what several branches train is computed once; sources and targets are below 2³¹
-        if visible_until is not None:
-            pairs, places = (sources << 32 | targets).unique(return_inverse=True)
-            sources, targets = pairs >> 32, pairs & 0x7FFFFFFF
         if self.layout == "row_each":  # also at padding, or transformers sees other sequences there
             position_ids = torch.ones_like(position_ids).cumsum(dim=1) - 1
-        attention = self.attention if visible_until is None else self.attention_of_trees
-        self.model.config._attn_implementation = attention
-        seen = attention_inputs(attention, position_ids, visible_until)
+        if seen is None:
+            seen = attention_inputs(self.attention, position_ids)
         outputs = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen
         )
@@ -112,8 +91,7 @@ class TokenLogprobs(nn.Module):
         if self.value_head is not None:
             values = self.value_head(rows)
         logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-        scored = Scored(logprobs, entropy, values)
-        return scored if places is None else Scored(*(column[places] for column in scored))
+        return Scored(logprobs, entropy, values)
 
     def score_rows(
         self, hidden: Tensor, targets: Tensor, sampling: Sampling

@@ -75,7 +75,7 @@ def load_model(
 
     What is not trained, as a reference or below adapters, is kept in the dtype of computing.
     """
-    hf_config = read_config(path, config.share_prefix)
+    hf_config = read_config(path)
     dtype = compute_dtype(config, device) if config.lora_rank or not is_trained else torch.float32
     with torch.device("meta"):
         attention = choose_attention(device, hf_config)
@@ -83,8 +83,6 @@ def load_model(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     module = TokenLogprobs(model.eval(), trains_entropy=config.optim.entropy > 0)
-    if device.type == "cuda":
-        module.attention_of_trees = "flex_attention"
     offload = "optimizer" in config.save_memory
     if is_trained and config.advantage == "gae":
         hidden_size = model.get_output_embeddings().in_features

@@ -1,24 +1,18 @@
-"""From sequences to rows: bundle them, pack bundles without waste, and weigh each token once for the whole update.
-
-A *bundle* is one sequence, or, where prefixes are shared, a tree of several, depth first: each adds what follows the
-tokens that it shares with the one before (Tree Training, arXiv 2511.00413; PrefixGrouper, 2506.05433, of prompts). Of G
-responses of R tokens to a prompt of P, P + G·R tokens are read instead of G·(P + R).
+"""From sequences to rows: pack them without waste, and weigh each token once for the whole update.
 
 There is no model here, so everything can be checked by hand.
 """
 
-import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config import Config, Sharing
+from asyncrl.config import Config
 
 ATTENTION_BLOCK = 128
 """Tokens of a block of FlexAttention's mask: rows of whole blocks are of one kind, for which one kernel is compiled."""
@@ -58,29 +52,36 @@ class TrainSequence:
         """Number of tokens that carry a loss."""
         return int(np.count_nonzero(self.loss_mask))
 
+    # A sequence is the simplest bundle.
 
-@dataclass(frozen=True)
-class Bundle:
-    """Sequences that are read together in one row, depth first."""
-
-    sequences: tuple[TrainSequence, ...]
-    shared: tuple[int, ...]
-    """[S − 1] tokens that each but the first begins with as the one before it, and that are read there."""
-    num_distinct: int
-    """Tokens that they add to one tree of the whole update, which has the sum over all bundles."""
+    @property
+    def sequences(self) -> tuple["TrainSequence", ...]:
+        return (self,)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to read."""
-        return sum(len(s.tokens) for s in self.sequences) - sum(self.shared)
+        return len(self.tokens)
+
+    def places(self, start: int) -> list[np.ndarray]:
+        return [np.arange(start, start + self.num_tokens)]
+
+
+class Bundle(Protocol):
+    """What is read as one piece of a row: a sequence, or several that begin alike (extras/trees)."""
+
+    sequences: tuple[TrainSequence, ...]
+    num_tokens: int
+    """Tokens to read."""
+
+    def places(self, start: int) -> list[np.ndarray]:
+        """Return where the tokens [T] of each sequence are read, if the bundle begins at the place `start`."""
+        ...
 
 
 Updates = list[list[list[Bundle]]]
 """A rank's share of a step: [update][micro-batch] → bundles."""
 _NO_TOKENS = np.zeros(2, dtype=np.int64)
-_NOTHING_TO_TRAIN = Bundle(
-    (TrainSequence.to_score(_NO_TOKENS, _NO_TOKENS > 0),), shared=(), num_distinct=0
-)
+_NOTHING_TO_TRAIN = TrainSequence.to_score(_NO_TOKENS, _NO_TOKENS > 0)
 """What a rank reads that only keeps the others company: of one token there would be a kernel of its own."""
 
 
@@ -146,72 +147,6 @@ def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]
     return bins
 
 
-def common_prefix(first: TrainSequence, second: TrainSequence, share_prefix: Sharing) -> int:
-    """Count the tokens that both begin with; of prompts alone, in one group and before a trained token of either."""
-    length = min(len(first.tokens), len(second.tokens))
-    if share_prefix == "prompt":
-        untrained = [
-            int(s.loss_mask.argmax()) if s.num_trained else length for s in (first, second)
-        ]
-        length = min(length, *untrained) if first.group_id == second.group_id else 0
-    differs = first.tokens[:length] != second.tokens[:length]
-    return int(differs.argmax()) if differs.any() else length
-
-
-def bundle(
-    sequences: list[TrainSequence], share_prefix: Sharing = "off", max_tokens: float = math.inf
-) -> list[Bundle]:
-    """Join the sequences of an update that begin alike, and leave every other one by itself.
-
-    A tree of more than `max_tokens`, or the longest sequence, is cut, and each part reads the shared prefix again. The
-    cut is greedy and deepest first. Where branches part, they are packed into the room behind their prefix. If two
-    parts do not fit together here, they do not fit together higher up: there they also need their shared prefix.
-    """
-    # By bytes, in which equal beginnings stand together: depth first, and a sequence before those that it begins.
-    order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.tobytes())
-    depths = _shared_with_next([sequences[i] for i in order], "tree")
-    singles = {
-        i: Bundle((sequences[i],), (), len(sequences[i].tokens) - depth)
-        for i, depth in zip(order, depths, strict=True)
-    }
-    if share_prefix == "off":
-        return [singles[i] for i in range(len(sequences))]
-    if share_prefix == "prompt":
-        order.sort(key=lambda i: sequences[i].group_id)
-        depths = _shared_with_next([sequences[i] for i in order], "prompt")
-    max_tokens = max([max_tokens, *(len(sequence.tokens) for sequence in sequences)])
-    # The nodes of the path from the root: depth, and the bundles that ended below it.
-    path: list[tuple[int, list[Bundle]]] = [(0, [])]
-    for i, depth in zip(order, depths, strict=True):
-        below = [singles[i]]
-        while path[-1][0] > depth:
-            prefix, bundles = path.pop()
-            below = _joined([*bundles, *below], prefix, max_tokens)
-        if path[-1][0] < depth:
-            path.append((depth, []))
-        path[-1][1].extend(below)
-    return path[0][1]
-
-
-def _shared_with_next(sequences: list[TrainSequence], share_prefix: Sharing) -> list[int]:
-    """Count the tokens that each sequence shares with the next one; 0 for the last."""
-    shared = [common_prefix(*pair, share_prefix) for pair in itertools.pairwise(sequences)]
-    return [*shared, 0][: len(sequences)]
-
-
-def _joined(parts: list[Bundle], prefix: int, max_tokens: float) -> list[Bundle]:
-    """Read parts that begin with the same `prefix` tokens together, as many as fit."""
-    bins = first_fit_decreasing([part.num_tokens - prefix for part in parts], max_tokens - prefix)
-    bundles = []
-    for members in bins:
-        together = [parts[index] for index in sorted(members)]
-        sequences = itertools.chain(*(part.sequences for part in together))
-        shared = itertools.chain(*((prefix, *part.shared) for part in together))
-        num_distinct = sum(part.num_distinct for part in together)
-        bundles.append(Bundle(tuple(sequences), tuple(shared)[1:], num_distinct))
-    return bundles
-
-
 class UpdateTotals(NamedTuple):
     """What the sequences of one optimizer update add up to, on all ranks."""
 
@@ -236,21 +171,10 @@ def token_weights(lengths: Tensor, totals: UpdateTotals, config: Config) -> Tens
     return weights.float()
 
 
-def tokens_read(updates: Updates, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Return the tokens that a pass over the step reads on all ranks, and the shares that sharing prefixes saves.
-
-    `saved_share` is what this step saved, `shareable` what one tree of each update would save, of all sequences' tokens
-    (ERR and POR of Tree Training, arXiv 2511.00413).
-    """
+def tokens_read(updates: Updates) -> Tensor:
+    """Count the tokens that a pass over a rank's share of a step reads, [] float64."""
     bundles = [bundle for update in updates for microbatch in update for bundle in microbatch]
-    counts = [(b.num_tokens, b.num_tokens + sum(b.shared), b.num_distinct) for b in bundles]
-    sums = torch.tensor([(0, 0, 0), *counts], dtype=torch.float64).sum(0)
-    num_read, num_all, num_distinct = sum_over_ranks(sums).tolist()
-    return {
-        "tokens/forward": num_read,
-        "tokens/saved_share": 1 - num_read / num_all,
-        "tokens/shareable": 1 - num_distinct / num_all,
-    }
+    return torch.tensor(sum(bundle.num_tokens for bundle in bundles), dtype=torch.float64)
 
 
 def with_equal_counts(updates: Updates) -> Updates:
@@ -275,7 +199,7 @@ def pack(bundles: list[Bundle], layout: Layout) -> MicroBatch:
     bundles = bundles or [_NOTHING_TO_TRAIN]
     lengths = [bundle.num_tokens for bundle in bundles]
     width = sum(lengths) if layout == "one_row" else max(lengths)
-    is_shared = any(bundle.shared for bundle in bundles)
+    is_shared = any(len(bundle.sequences) > 1 for bundle in bundles)
     if layout == "one_row" and is_shared:
         width = math.ceil(width / ATTENTION_BLOCK) * ATTENTION_BLOCK
     rows = [[member] for member in range(len(bundles))]
@@ -288,46 +212,25 @@ def pack(bundles: list[Bundle], layout: Layout) -> MicroBatch:
             starts[member] = start
             start += lengths[member]
     # input_ids, position_ids and visible_until, flat
-    places = np.zeros((3, len(rows) * width), dtype=np.int64)
-    places[2] = np.arange(len(rows) * width) + 1
+    columns = np.zeros((3, len(rows) * width), dtype=np.int64)
+    columns[2] = np.arange(len(rows) * width) + 1
     sources = []
-    for member, tree in enumerate(bundles):
-        sources += _place(tree, starts[member], *places)
-    input_ids, position_ids, visible_until = torch.from_numpy(places).view(3, -1, width)
+    for member, item in enumerate(bundles):
+        for sequence, places in zip(item.sequences, item.places(starts[member]), strict=True):
+            columns[0, places] = sequence.tokens
+            columns[1, places] = np.arange(len(places))
+            # what later sequences begin with as well is seen until the last of them
+            columns[2, places] = places[-1] + 1
+            sources.append(places[:-1][sequence.loss_mask[1:]])
+    input_ids, position_ids, visible_until = torch.from_numpy(columns).view(3, -1, width)
     visible_until -= width * torch.arange(len(rows))[:, None]
-    sequences = [sequence for tree in bundles for sequence in tree.sequences]
     return MicroBatch(
         input_ids,
         position_ids,
         visible_until if is_shared else None,
         torch.from_numpy(np.concatenate(sources)),
-        **_trained_columns(sequences),
+        **_trained_columns([sequence for item in bundles for sequence in item.sequences]),
     )
-
-
-def _place(
-    tree: Bundle,
-    start: int,
-    input_ids: np.ndarray,
-    position_ids: np.ndarray,
-    visible_until: np.ndarray,
-) -> list[np.ndarray]:
-    """Place a bundle in rows, flat [R·L], from `start` on.
-
-    Returns the places of what predicts the trained tokens of each of its sequences.
-    """
-    path = np.zeros(0, dtype=np.int64)  # places of the tokens of one sequence
-    sources = []
-    for sequence, shared in zip(tree.sequences, (0, *tree.shared), strict=True):
-        end = start + len(sequence.tokens) - shared
-        visible_until[path[shared:]] = start
-        input_ids[start:end] = sequence.tokens[shared:]
-        position_ids[start:end] = np.arange(shared, len(sequence.tokens))
-        path = np.concatenate([path[:shared], np.arange(start, end)])
-        sources.append(path[:-1][sequence.loss_mask[1:]])
-        start = end
-    visible_until[path] = start
-    return sources
 
 
 def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:

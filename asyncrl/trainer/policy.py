@@ -20,6 +20,7 @@ from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.checkpoint import trained_names
+from asyncrl.trainer.dealing import balance
 from asyncrl.trainer.lag_stats import TokenStats, on_all_ranks
 from asyncrl.trainer.logprobs import Scored, TokenLogprobs
 from asyncrl.trainer.loss import choose_loss
@@ -37,7 +38,6 @@ from asyncrl.trainer.packing import (
     TrainSequence,
     Updates,
     UpdateTotals,
-    bundle,
     pack,
     token_weights,
     tokens_read,
@@ -72,20 +72,25 @@ class Policy(WholeWeights):
         moe = extras.find("--optim.balance")
         self._routing = moe and moe.watch(self.module.model, self.config)
 
+    def deal_update(self, sequences: list[TrainSequence], num_ranks: int) -> list[list[Bundle]]:
+        """Deal the sequences of an update to ranks: [rank] → bundles, about equal tokens each."""
+        return balance(sequences, num_ranks)
+
     def train_step(self, updates: Updates, policy_version: int) -> dict[str, float]:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
 
         `policy_version` is that of the weights now. Each of several epochs makes the same updates, those after the
         first in a random order of seed, version and epoch. Proximal log-probs and values are those before the first.
         Returns, equal on all ranks: `loss`, `grad_norm` (before clipping) and `changed_weights` (share that an update
-        changes in bfloat16), means over the updates; `lr` of the last; what `tokens_read` counts; with a value head
-        what estimate_step of extras/gae.py says of it; and the means of TokenStats over all trained tokens.
+        changes in bfloat16), means over the updates; `lr` of the last; `tokens/forward`, those that a pass over the
+        step reads; with a value head what estimate_step of extras/gae.py says of it; and the means of TokenStats over
+        all trained tokens.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
         """
         self.clock.enter("forward_backward")
         order = self._order(len(updates), policy_version)
-        metrics = tokens_read(updates, self._sum_over_ranks)
+        metrics = {"tokens/forward": float(self._sum_over_ranks(tokens_read(updates)))}
         batches = [
             [self._pack(bundles, policy_version) for bundles in update]
             for update in with_equal_counts(updates)
@@ -138,8 +143,8 @@ class Policy(WholeWeights):
 
         Token order is that of the sequences given. `raw` leaves the sampling transform out.
         """
-        (padded,) = with_equal_counts([[bundle(sequences) for sequences in microbatches]])
-        batches = [pack(bundles, self.module.layout).to(self.device) for bundles in padded]
+        (padded,) = with_equal_counts([microbatches])
+        batches = [pack(sequences, self.module.layout).to(self.device) for sequences in padded]
         scores = [self._forward(self.module, batch, raw).logprobs.cpu() for batch in batches]
         # FSDP keeps the root's weights gathered, for a backward pass that does not come
         self.module.reshard()
@@ -156,8 +161,15 @@ class Policy(WholeWeights):
         lags = policy_version - batch.policy_versions
         return replace(batch, lags=lags).to(self.device)
 
-    def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> Scored:
-        """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out."""
+    def _forward(
+        self,
+        module: TokenLogprobs,
+        batch: MicroBatch,
+        raw: bool = False,
+        seen: dict | None = None,
+    ) -> Scored:
+        """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out, `seen` as in
+        TokenLogprobs."""
         config = self.config
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
         return module(
@@ -166,7 +178,7 @@ class Policy(WholeWeights):
             batch.sources,
             batch.targets,
             Sampling() if raw else sampling,
-            batch.visible_until,
+            seen,
         )
 
     def _update(

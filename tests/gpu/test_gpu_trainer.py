@@ -59,7 +59,7 @@ def measure(rank: int, path: str, name: str, result: str) -> None:
         sequences = random_sequences(64, step, 64, 256)
         if name in GROUPED_OPTIONS:
             sequences = grouped_sequences(8, 8, seed=step, max_prompt=400)
-        share = distribute([sequences], 1, 16384, config.share_prefix)[0]
+        share = distribute([sequences], 1, 16384, policy.module.layout, policy.deal_update)[0]
         start = time.perf_counter()
         metrics.append(policy.train_step(share, policy_version=12))
         seconds.append(round(time.perf_counter() - start, 3))

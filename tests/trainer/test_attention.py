@@ -1,6 +1,5 @@
 """Which attention is chosen, and that each gives what single sequences give, in every family of models."""
 
-import functools
 import sys
 from types import SimpleNamespace
 
@@ -15,16 +14,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import asyncrl.trainer.attention
 from asyncrl.trainer.attention import (
-    _block_mask_maker,
     choose_attention,
-    mask_function,
     mixes_sequences,
-    unfit_for_sharing,
     unfit_for_varlen,
 )
 from asyncrl.trainer.families import COMPARED, read_config
 from asyncrl.trainer.logprobs import TokenLogprobs
-from asyncrl.trainer.packing import bundle
+from extras.trees.attention import unfit_for_sharing
+from extras.trees.tree import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 HOPPER = (9, 0)
@@ -39,40 +36,6 @@ A_ROW_EACH = {
 """Families whose sequences would see each other in a packed row, and why; transformers calls every recurrent layer
 linear_attention."""
 SCALED = {"cohere2": {"logit_scale": 0.2}, "falcon_h1": {"lm_head_multiplier": 0.3}}
-
-
-# By masks: shared prefixes
-
-
-# slower, but the same mask
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@torch.no_grad()
-def test_flex_attention_has_the_scores_of_single_sequences_and_each_token_meets_the_head_once():
-    config, rows = tiny_config("qwen3"), []
-    module = TokenLogprobs(tiny_model(config, "flex_attention"))
-    module.model.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
-    bundles = bundle(random_tree(20, seed=5, system=0), "tree")
-    sequences = [s for b in bundles for s in b.sequences]
-    with torch.compiler.set_stance("force_eager"):
-        logprobs = packed_scores(module, sequences, module.layout, "tree")
-    expected = plain_scores(tiny_model(config, "sdpa"), sequences)
-    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
-    trained = {tuple(s.tokens[: t + 1]) for s in sequences for t in s.loss_mask.nonzero()[0]}
-    assert module.layout == "one_row" and len(bundles) == 3
-    assert sum(rows) == len(trained) < len(logprobs)
-
-
-@pytest.mark.slow
-def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
-    """On a GPU. Here by dynamo alone, which makes the graphs that inductor would compile."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    make = _block_mask_maker.__wrapped__("cuda")
-    for width in (256, 1280):
-        until = (torch.arange(width) // 50 * 50 + 50)[None]
-        make(mask_function(until), 1, None, width, width, until.device)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 # By bounds: varlen_attn, with a dense kernel on the CPU
@@ -147,9 +110,9 @@ def test_a_sequence_has_a_row_of_its_own_exactly_if_it_would_change_another_in_a
     torch.testing.assert_close(in_layout, alone, rtol=1e-5, atol=1e-5)
     unfit = unfit_for_sharing(config)
     assert not changes or unfit == [A_ROW_EACH[family]]
-    tree = bundle(random_tree(6, system=8, vocabulary=9), "tree")[0].sequences
-    shared = packed_scores(module, tree, module.layout, "tree")
-    can_share = torch.allclose(shared, plain_scores(module.model, tree), atol=1e-4)
+    tree = bundle(random_tree(6, system=8, vocabulary=9), "tree")[0]
+    shared = packed_scores(module, [tree], module.layout)
+    can_share = torch.allclose(shared, plain_scores(module.model, tree.sequences), atol=1e-4)
     # the windows of many families are wider than these trees
     assert can_share != bool(unfit) or unfit == ["sliding_attention"]
     if unfit_for_varlen(config, HOPPER) is None and not changes:
@@ -157,21 +120,15 @@ def test_a_sequence_has_a_row_of_its_own_exactly_if_it_would_change_another_in_a
         torch.testing.assert_close(by_bounds, alone, rtol=1e-4, atol=1e-4)
 
 
-def test_a_family_that_was_not_compared_or_that_cannot_share_as_it_must_is_refused_in_one_line(
-    monkeypatch,
-):
-    def read(config, sharing):
+def test_a_family_that_was_not_compared_is_refused_in_one_line(monkeypatch):
+    def read(config):
         monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: config)
-        return read_config("m", sharing)
+        return read_config("m")
 
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
     assert set(COMPARED) <= known
     for family in known - set(COMPARED):
         line = f"^--model m is a {family}: vLLM computes other .+qwen3[^\\n]*$"
         with pytest.raises(ValueError, match=line):
-            read(SimpleNamespace(model_type=family), "off")
-    config = MistralConfig(sliding_window=64)
-    assert read(config, "auto") == config
-    line = "^--share-prefix needs full attention in every layer, m has sliding_window 64; leave the opt"
-    with pytest.raises(ValueError, match=line):
-        read(config, "tree")
+            read(SimpleNamespace(model_type=family))
+    assert read(MistralConfig()) == MistralConfig()

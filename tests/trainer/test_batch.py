@@ -13,7 +13,7 @@ from asyncrl.config import AdvantageOptions, Config
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.batch import deal, make_updates
-from asyncrl.trainer.dealing import distribute
+from asyncrl.trainer.dealing import balance, distribute
 
 STEP = 6
 OTHER_NODE = [(50.0, 100, 0), (10.0, 100, 0), (7.0, 101, 0), (3.0, 101, 0)]
@@ -95,21 +95,27 @@ class UnsentShares(Cluster):
         return shares
 
 
-@pytest.mark.parametrize("can_share", [True, False])
-def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_deal(can_share):
-    """Nothing is shared where the model cannot."""
+def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_deal():
     config = Config(
         groups_per_step=8, group_size=3, minibatches=2, max_prompt_tokens=2, max_response_tokens=10,
-        max_tokens_per_microbatch=12, share_prefix="auto",
+        max_tokens_per_microbatch=12,
     )  # fmt: skip
     groups = make_groups() * 2
-    module = SimpleNamespace(cost=sum, layout="row_each", can_share=can_share)
-    policy = SimpleNamespace(config=config, clock=TrainerClock(), module=module)
+
+    def deal_update(sequences, num_ranks):
+        return balance(sequences[::-1], num_ranks)
+
+    policy = SimpleNamespace(
+        config=config,
+        clock=TrainerClock(),
+        module=SimpleNamespace(layout="row_each"),
+        deal_update=deal_update,
+    )
     cluster = UnsentShares(ranks_of_nodes=((0, 1),))
     shares = deal(groups, 3, policy, cluster)
     updates = make_updates(groups, config, cluster, 3)
-    sharing = "auto" if can_share else "off"
-    assert repr(shares) == repr(distribute(updates, 2, 12, sharing, sum, "row_each"))
+    assert repr(shares) == repr(distribute(updates, 2, 12, "row_each", deal_update))
+    assert repr(shares) != repr(distribute(updates, 2, 12, "row_each"))
     assert policy.clock.take().spans[-1][0] == "gather"
     assert deal(None, 3, policy, cluster) is None
 

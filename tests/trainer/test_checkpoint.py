@@ -39,7 +39,6 @@ from asyncrl.trainer.checkpoint import (
     training_state,
 )
 from asyncrl.trainer.dealing import distribute
-from asyncrl.trainer.packing import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 STEPS = 4
@@ -263,7 +262,7 @@ def fail_on_two_ranks(rank, folder, model, plain_optimizer) -> dict[str, str]:
     save_weights(policy, os.path.join(folder, "saved"))
     errors["exists"] = error_of(save_weights, policy, os.path.join(folder, "saved"))
     broken = replace(random_sequences(1)[0], advantage=float("nan"))
-    share = [[bundle([broken])]] if rank == 0 else [[]]
+    share = [[[broken]]] if rank == 0 else [[]]
     errors["not finite"] = error_of(policy.train_step, share, 12)
     if rank == 1:
         limit_file_size(10_000)
@@ -317,7 +316,7 @@ def test_a_saved_checkpoint_is_a_plain_model_with_the_scores_of_the_policy(
     folder, sequences = tmp_path / "checkpoints" / "step_3", random_sequences(3)
     policy = load(make_config(path, **options))
     randomize(policy)
-    policy.train_step([[bundle(sequences)]], policy_version=12)
+    policy.train_step([[sequences]], policy_version=12)
     left_by_a_save_that_was_killed = tmp_path / "checkpoints" / "step_3.tmp" / "half"
     left_by_a_save_that_was_killed.mkdir(parents=True)
     sent = [name for name, _ in policy.sent_parameters()]

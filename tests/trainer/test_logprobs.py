@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.trainer.lag_stats import TokenStats
 from asyncrl.trainer.logprobs import Scored, TokenLogprobs
-from asyncrl.trainer.packing import bundle, pack
+from asyncrl.trainer.packing import pack
 from asyncrl.trainer.sampling import Sampling, sampling_logits
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -65,7 +65,7 @@ def test_weights_beyond_a_floats_range_have_an_effective_sample_size():
     """The longest sequence outweighs the others."""
     huge = math.exp(50)  # its square overflows float32
     assert reduced([0, 0], ratio=[huge, 0.0])["ess"] == pytest.approx(0.5)
-    batch = pack(bundle(random_sequences(5)), "short_rows")
+    batch = pack(random_sequences(5), "short_rows")
     batch = replace(batch, lags=torch.zeros_like(batch.targets))
     logprobs = (batch.behavior_logprobs + 300).requires_grad_()
     stats = TokenStats()

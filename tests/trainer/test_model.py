@@ -26,8 +26,8 @@ from asyncrl.config import Config, OptimOptions
 from asyncrl.job.node import _check_model
 from asyncrl.trainer.checkpoint import training_state
 from asyncrl.trainer.model import _read_model, compiles, named_adapters
-from asyncrl.trainer.packing import bundle
 from extras.lora import add_adapters
+from extras.trees.tree import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 BALANCE = OptimOptions(balance=0.7)
@@ -100,7 +100,7 @@ def test_compiled_layers_make_the_step_of_the_definition_by_few_graphs(
 
 def test_layers_are_compiled_for_trees_of_all_sizes(untied, graphs):
     policy = load(make_config(untied, compile=True, temperature=0.8, share_prefix="tree"))
-    policy.module.attention_of_trees = "flex_attention"
+    policy.attention_of_trees = "flex_attention"
     for num in (2, 60):
         batch = policy._pack(bundle(random_tree(num, num, vocabulary=20), "tree"), 12)
         for raw in (False, True):
@@ -143,7 +143,7 @@ def test_bfloat16_computes_about_what_float32_does_and_not_the_same(model, by_bo
     """As a GPU computes, by chunks of the head; tolerance 5 % of the gradient, and 0.05 nats of the mean log-prob."""
     config = make_config(model, dtype="bfloat16", **options)
     policy = load(config)
-    policy.module.attention_of_trees = "sdpa"
+    policy.attention_of_trees = "sdpa"
     randomize(policy)
     policy.module.chunk_rows = 7
     plain, sequences = PlainTrainer(policy), grouped_sequences(6, 4)
@@ -166,7 +166,7 @@ def test_what_is_trained_and_kept_stays_float32(model):
     config = make_config(model, dtype="bfloat16", optimizer="adamw", lr=1e-6, optim=optim)
     policy = load(config)
     before = weights_of(policy)["model.layers.0.mlp.up_proj.weight"]
-    policy.train_step([[bundle(random_sequences(8))]], VERSION)
+    policy.train_step([[random_sequences(8)]], VERSION)
     after = weights_of(policy)["model.layers.0.mlp.up_proj.weight"]
     state = training_state(policy)
     assert {state[name].dtype for name in state if "exp_avg" in name} == {torch.float32}

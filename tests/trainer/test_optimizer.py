@@ -8,7 +8,6 @@ from user_files import write_user_code
 
 from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.optimizer import learning_rate, make_optimizer, try_optimizer
-from asyncrl.trainer.packing import bundle
 
 SHARES = np.arange(1, 9) / 8
 """Of the updates after warm-up, how many are made."""
@@ -64,6 +63,6 @@ def test_groups_of_a_users_optimizer_keep_their_share_of_the_learning_rate(tmp_p
     path = write_user_code(tmp_path, HALVED)
     optim = OptimOptions(warmup=2, args=("share=0.25",))
     policy = load(make_config(model, lr=0.5, optimizer=f"{path}:halved", optim=optim))
-    measured = policy.train_step([[bundle(random_sequences(4))]], policy_version=11)
+    measured = policy.train_step([[random_sequences(4)]], policy_version=11)
     assert measured["lr"] == 0.5 / 2, "the first of two updates of warm-up"
     assert [group["lr"] for group in policy.optimizer.param_groups] == [0.25 * 0.5 / 2]

@@ -31,7 +31,6 @@ import asyncrl.trainer.model
 from asyncrl.config import AdvantageOptions, OptimOptions
 from asyncrl.trainer.attention import varlen_bounds
 from asyncrl.trainer.lag_stats import TokenStats
-from asyncrl.trainer.packing import bundle
 from asyncrl.trainer.policy import Policy
 from extras import gae
 
@@ -148,8 +147,7 @@ def test_an_update_makes_no_tensor_elsewhere_than_its_micro_batches_are_and_none
 def load_random(config):
     """A policy of which all that is trained is random, and that reads trees by a mask."""
     policy = load(config)
-    for module in {policy.module, policy.reference or policy.module}:
-        module.attention_of_trees = "sdpa"
+    policy.attention_of_trees = "sdpa"
     randomize(policy)
     return policy
 
@@ -233,6 +231,7 @@ def check_on_two_ranks(rank, models):
         policy = load(config)
         randomize(policy)
         policy.module.chunk_rows = 7
+        policy._cost = sum  # as where attention takes bounds
         has_few = name == "ranks without sequences"
         updates = minibatches_of(
             random_sequences(3) if has_few else grouped_sequences(5, 3), config
@@ -319,7 +318,7 @@ def test_a_step_reads_no_sequence_more_often_than_its_loss_needs(model, options,
     policy, passes, entered = load(make_config(model, **options)), [], []
     policy.module.model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
     policy.clock.enter = lambda state: entered.append((state, policy.num_updates))
-    policy.train_step([[bundle(random_sequences(3))]], VERSION)
+    policy.train_step([[random_sequences(3)]], VERSION)
     assert len(passes) == num_passes
     assert entered[::2] == [("forward_backward", n) for n in range(policy.num_updates + 1)]
     assert entered[1::2] == [("optimizer", n) for n in range(policy.num_updates)]
@@ -349,5 +348,5 @@ def test_what_cannot_be_trained_ends_the_run_and_touches_no_weight(model, change
     before = weights_of(policy)
     others = [] if "loss_mask" in changes else SEQUENCES[1:]
     with pytest.raises(RuntimeError, match=line):
-        policy.train_step([[bundle([replace(FIRST, **changes), *others])]], VERSION)
+        policy.train_step([[[replace(FIRST, **changes), *others]]], VERSION)
     torch.testing.assert_close(weights_of(policy), before, rtol=0, atol=0)

@@ -70,7 +70,7 @@ def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(tmp_path, m
     (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it was asked about"))
     with pytest.raises(ValueError, match="custom code"):
-        read_config(folder, "off")
+        read_config(folder)
 
 
 # The model that comes from the package index

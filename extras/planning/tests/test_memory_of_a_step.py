@@ -52,7 +52,7 @@ def fake_ranks():
 def bounds_of_eight(monkeypatch):
     """Eight sequences of one length in each micro-batch."""
 
-    def attention_inputs(_, position_ids, visible_until):
+    def attention_inputs(_, position_ids):
         return bounds_of(NUM_TOKENS, NUM_TOKENS // 8)
 
     monkeypatch.setattr(asyncrl.trainer.logprobs, "attention_inputs", attention_inputs)

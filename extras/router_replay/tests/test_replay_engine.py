@@ -6,8 +6,6 @@ import torch
 from engine_pair import PROMPT, sequence_of, start_pair
 from tiny_policy import VOCAB, make_config, save_tiny_family
 
-from asyncrl.trainer.packing import bundle
-
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 300).tolist())
 """Two whole blocks of the prefix cache and a part of the third."""
 
@@ -40,7 +38,7 @@ def replayed(pair, prompt, response, experts):
     """[R] nats, the trainer's log-probs of a response with these experts, behind another sequence in its row."""
     short = sequence_of([3], [4, 5, 6], np.full((3, 2, 2), [0, 1], np.uint8))
     sequences = [sequence_of(prompt, response, experts), short]
-    batch = pair.policy._pack(bundle(sequences), 0)
+    batch = pair.policy._pack(sequences, 0)
     with torch.no_grad():
         logprobs = pair.policy._forward(pair.policy.module, batch).logprobs
     pair.policy.module.reshard()

@@ -12,7 +12,6 @@ from tiny_policy import VERSION, load, make_config, random_sequences, save_tiny_
 
 from asyncrl.config import OptimOptions
 from asyncrl.job.node import _check_model
-from asyncrl.trainer.packing import bundle
 from extras.router_replay.option import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -129,7 +128,7 @@ def test_what_is_scored_without_a_record_and_a_policy_without_the_option_choose_
     path, routed = save_tiny_family("qwen3_moe", str(tmp_path)), with_experts(random_sequences(5))
     plain = load(make_config(path))
     replaying = load(make_config(path, router_replay=True, lr=1e-12))
-    replaying.train_step([[bundle(routed)]], VERSION)
+    replaying.train_step([[routed]], VERSION)
     scores = [policy.score([random_sequences(3)])[0] for policy in (plain, replaying)]
     torch.testing.assert_close(*scores, rtol=0, atol=1e-6)
     check_step(plain, [routed], 1000)
@@ -140,7 +139,7 @@ def test_a_record_that_is_missing_or_does_not_fit_ends_in_a_line(tmp_path):
     (sequence,) = random_sequences(1)
 
     def step(experts):
-        return policy.train_step([[bundle([replace(sequence, experts=experts)])]], VERSION)
+        return policy.train_step([[[replace(sequence, experts=experts)]]], VERSION)
 
     with pytest.raises(ValueError, match=r"^--router-replay got a response without experts: its "):
         step(None)

@@ -1,0 +1,151 @@
+"""Trees of sequences that begin alike: each adds what follows the tokens that it shares with the one before.
+
+Of G responses of R tokens to a prompt of P, P + G·R tokens are read instead of G·(P + R) (Tree Training, arXiv
+2511.00413; PrefixGrouper, 2506.05433, of prompts). There is no model here, so everything can be checked by hand.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.config import Sharing
+from asyncrl.trainer.dealing import balance
+from asyncrl.trainer.packing import Bundle, TrainSequence, first_fit_decreasing
+
+WORTH_SHARING = 0.1
+"""Least share of an update's cost for which `auto` shares prefixes. The cost is a rough estimate. On a GPU sharing
+takes another kernel of attention, which nobody has timed."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Sequences that are read together in one row, depth first; often it is only one."""
+
+    sequences: tuple[TrainSequence, ...]
+    shared: tuple[int, ...]
+    """[S − 1] tokens that each but the first begins with as the one before it, and that are read there."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to read."""
+        return sum(len(s.tokens) for s in self.sequences) - sum(self.shared)
+
+    def places(self, start: int) -> list[np.ndarray]:
+        """Return where the tokens [T] of each sequence are read, if the tree begins at the place `start`."""
+        path = np.zeros(0, dtype=np.int64)
+        paths = []
+        for sequence, shared in zip(self.sequences, (0, *self.shared), strict=True):
+            end = start + len(sequence.tokens) - shared
+            path = np.concatenate([path[:shared], np.arange(start, end)])
+            paths.append(path)
+            start = end
+        return paths
+
+
+def common_prefix(first: TrainSequence, second: TrainSequence, share_prefix: Sharing) -> int:
+    """Count the tokens that both begin with; of prompts alone, in one group and before a trained token of either."""
+    length = min(len(first.tokens), len(second.tokens))
+    if share_prefix == "prompt":
+        untrained = [
+            int(s.loss_mask.argmax()) if s.num_trained else length for s in (first, second)
+        ]
+        length = min(length, *untrained) if first.group_id == second.group_id else 0
+    differs = first.tokens[:length] != second.tokens[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def bundle(
+    sequences: list[TrainSequence], share_prefix: Sharing = "off", max_tokens: float = math.inf
+) -> list[Tree]:
+    """Join the sequences of an update that begin alike, and leave every other one by itself.
+
+    A tree of more than `max_tokens`, or the longest sequence, is cut, and each part reads the shared prefix again. The
+    cut is greedy and deepest first. Where branches part, they are packed into the room behind their prefix. If two
+    parts do not fit together here, they do not fit together higher up: there they also need their shared prefix.
+    """
+    if share_prefix == "off":
+        return [Tree((sequence,), ()) for sequence in sequences]
+    ordered = depth_first(sequences)
+    if share_prefix == "prompt":
+        ordered.sort(key=lambda sequence: sequence.group_id)
+    max_tokens = max([max_tokens, *(len(sequence.tokens) for sequence in sequences)])
+    # The nodes of the path from the root: depth, and the bundles that ended below it.
+    path: list[tuple[int, list[Tree]]] = [(0, [])]
+    for sequence, depth in zip(ordered, shared_with_next(ordered, share_prefix), strict=True):
+        below = [Tree((sequence,), ())]
+        while path[-1][0] > depth:
+            prefix, bundles = path.pop()
+            below = _joined([*bundles, *below], prefix, max_tokens)
+        if path[-1][0] < depth:
+            path.append((depth, []))
+        path[-1][1].extend(below)
+    return path[0][1]
+
+
+def depth_first(sequences: list[TrainSequence]) -> list[TrainSequence]:
+    """Return sequences as the tree of them has them: by bytes, in which equal beginnings stand together, and a sequence
+    before those that it begins."""
+    return sorted(sequences, key=lambda sequence: sequence.tokens.tobytes())
+
+
+def shared_with_next(sequences: list[TrainSequence], share_prefix: Sharing) -> list[int]:
+    """Count the tokens that each sequence shares with the next one; 0 for the last."""
+    shared = [common_prefix(*pair, share_prefix) for pair in itertools.pairwise(sequences)]
+    return [*shared, 0][: len(sequences)]
+
+
+def _joined(parts: list[Tree], prefix: int, max_tokens: float) -> list[Tree]:
+    """Read parts that begin with the same `prefix` tokens together, as many as fit."""
+    bins = first_fit_decreasing([part.num_tokens - prefix for part in parts], max_tokens - prefix)
+    bundles = []
+    for members in bins:
+        together = [parts[index] for index in sorted(members)]
+        sequences = itertools.chain(*(part.sequences for part in together))
+        shared = itertools.chain(*((prefix, *part.shared) for part in together))
+        bundles.append(Tree(tuple(sequences), tuple(shared)[1:]))
+    return bundles
+
+
+def choose_bundles(
+    sequences: list[TrainSequence],
+    num_ranks: int,
+    max_tokens: int,
+    share_prefix: Sharing,
+    cost: Callable[[list[int]], float],
+) -> list[list[Bundle]]:
+    """Bundle the sequences of an update so that the rank with the most to compute has as little as may be: [rank] →
+    bundles, about equal tokens each.
+
+    Whole trees save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
+    for its square; so trees are cut at half the limit, and half of that, while this helps. `auto` takes prompts or
+    trees, whichever costs less, if that saves WORTH_SHARING of the cost. `cost` is that of computing bundles of these
+    lengths on one rank.
+    """
+
+    def costliest(deal: list[list[Bundle]]) -> float:
+        return max(cost([item.num_tokens for item in bundles]) for bundles in deal)
+
+    if share_prefix == "auto":
+        apart, *shared = (
+            choose_bundles(sequences, num_ranks, max_tokens, kind, cost)
+            for kind in ("off", "prompt", "tree")
+        )
+        best = min(shared, key=costliest)
+        return best if costliest(best) < (1 - WORTH_SHARING) * costliest(apart) else apart
+    longest = max((len(sequence.tokens) for sequence in sequences), default=1)
+    limits = [max_tokens]
+    while share_prefix != "off" and limits[-1] > longest:
+        limits.append(limits[-1] // 2)
+    deals = (balance(bundle(sequences, share_prefix, limit), num_ranks) for limit in limits)
+    return min(deals, key=costliest)
+
+
+def count_tokens(sequences: list[TrainSequence], deal: list[list[Bundle]]) -> np.ndarray:
+    """Count tokens of an update that is dealt: of all its sequences, those to read, and those of one tree of all."""
+    num_all = sum(sequence.num_tokens for sequence in sequences)
+    num_read = sum(bundle.num_tokens for bundles in deal for bundle in bundles)
+    num_shareable = sum(shared_with_next(depth_first(sequences), "tree"))
+    return np.array([num_all, num_read, num_all - num_shareable])
