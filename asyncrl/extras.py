@@ -1,7 +1,7 @@
 """The one place where the system names optional systems: a table from option to module of extras/.
 
 A module is imported when its option is used. Its folder may be deleted: then the option ends in one line that says so.
-The last seven modules have no option. Every run uses them if they are there.
+The last eight modules have no option. Every run uses them if they are there, and it has a use for them.
 """
 
 import importlib
@@ -23,9 +23,11 @@ MODULES = {
     "--record": "extras.recording",
     "--wandb": "extras.wandb_mirror",
     "--task agent": "extras.agents.worker",
+    "--task environment": "extras.environments.option",
     "--resume on another number of nodes": "extras.redistribute",
     "planning": "extras.planning.fit",
     "advice": "extras.planning.advice",
+    "conversation": "extras.conversation",
     "fingerprint": "extras.fingerprint",
     "containment": "extras.containment",
     "cores": "extras.cores",

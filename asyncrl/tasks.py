@@ -3,8 +3,7 @@
 import functools
 import inspect
 import multiprocessing
-import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import islice
 from multiprocessing.pool import ThreadPool
 from typing import Any
@@ -12,10 +11,9 @@ from typing import Any
 from asyncrl import extras, user_code
 from asyncrl.config import AGENT, Config, flag, is_environment, read_arguments
 from data.addition import Addition
-from data.conversation import Conversation
 from data.gsm8k import Gsm8k
 from data.jsonl import Jsonl
-from data.problem import Candidate, DrawnTask, Problem, Task
+from data.problem import Problem, Task
 from data.reasoning_gym import ReasoningGym
 from data.sums import Sums
 
@@ -52,27 +50,15 @@ def prepare_task(
     if name.startswith(AGENT):
         return extras.load("--task agent").prepare_task(name, seed, data_path, task_args)
     if is_environment(name):
-        return functools.partial(EnvironmentTask, name, seed, prepare_environment(name, task_args))
+        return extras.load("--task environment").prepare_task(name, seed, task_args)
     task_class = _task_class(name)
     given = {"seed": seed, "data_path": data_path}
     if user_code.is_user_code(name):
-        return functools.partial(
-            UserTask, name, _with_arguments(task_class, name, task_args, given)
-        )
-    return _with_arguments(task_class, name, task_args, given | {"name": name.partition(":")[2]})
+        return functools.partial(UserTask, name, with_arguments(task_class, name, task_args, given))
+    return with_arguments(task_class, name, task_args, given | {"name": name.partition(":")[2]})
 
 
-def prepare_environment(name: str, task_args: Iterable[str] = ()) -> Callable[[], Any]:
-    """A function that makes gymnasium environments of that name, or of `environment:FILE.py:CLASS`.
-
-    Raises ValueError for an unknown name and for an argument that the class does not take.
-    """
-    from data.environments import ENVIRONMENTS
-
-    return _with_arguments(user_code.load(name, "--task", ENVIRONMENTS), name, task_args, {})
-
-
-def _with_arguments(
+def with_arguments(
     make: Callable, name: str, task_args: Iterable[str], given: dict[str, Any]
 ) -> functools.partial:
     """`make` with arguments from --task-args, and with those of the `given` ones that it takes.
@@ -203,45 +189,3 @@ class LimitedTask(Task):
                 f"--task {user_code.typed(self._config.task)}: {what} is not there after {limit_s:g} s; fix it, or "
                 f"raise --{flag(option)} if it is only slow"
             ) from None
-
-
-class EnvironmentTask(DrawnTask):
-    """A task that is an environment. A problem is no more than the seed of a reset.
-
-    If the first observation shows what the seed drew (frozen_lake), no held-out one appears in training. If it hides it
-    (guess_number, where every game begins alike), the splits can only differ in their seeds. Two problems of one split
-    may begin alike.
-    """
-
-    def __init__(self, name: str, seed: int, make_environment: Callable[[], Any]) -> None:
-        super().__init__(seed)
-        self._name = name
-        with user_code.blamed(name):
-            self._environment = make_environment()
-        self._seed_shows = getattr(self._environment, "seed_shows", False)
-        self._conversation = functools.cache(Conversation)
-
-    def first_observation(self, problem: Problem) -> str:
-        """What the environment asks. Raises ValueError, in one line, if user code does not give a text."""
-        with user_code.blamed(self._name):
-            observation, _ = self._environment.reset(seed=problem.environment_seed)
-        if not isinstance(observation, str):
-            raise ValueError(
-                f"--task {user_code.typed(self._name)}: reset gives {type(observation).__name__} to observe; give a str"
-            )
-        return observation
-
-    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
-        """Token ids of the first observation. Raises ValueError for a tokenizer without a fitting chat template."""
-        return self._conversation(tokenizer).first(self.first_observation(problem))
-
-    def candidates(self, rng: random.Random) -> Iterator[Candidate]:
-        """Seeds without end."""
-        while True:
-            problem = Problem("", "", rng.getrandbits(31))
-            yield (
-                self.first_observation(problem)
-                if self._seed_shows
-                else str(problem.environment_seed),
-                problem,
-            )

@@ -27,7 +27,14 @@ FLOORS = (
     {"rollout"},
     {"train_async"},
     {"extras"},
-    {"extras.agents", "extras.planning", "extras.router_replay", "extras.swarm", "extras.trees"},
+    {
+        "extras.agents",
+        "extras.environments",
+        "extras.planning",
+        "extras.router_replay",
+        "extras.swarm",
+        "extras.trees",
+    },
     {"extras.simulation"},
     {"scripts"},
 )

@@ -32,9 +32,9 @@ from asyncrl.messages import (
 )
 from asyncrl.records import EVALUATION_GROUP, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
-from data.conversation import Conversation
 from data.environments import ENVIRONMENTS
 from extras.baselines import Proceed, Waiting
+from extras.conversation import Conversation
 from rollout import start_worker
 from scripts.latency import run_latency_worker
 

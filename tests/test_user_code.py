@@ -9,8 +9,9 @@ from user_files import ENVIRONMENT, TASK, chat_tokenizer, write_jsonl, write_use
 
 from asyncrl import user_code
 from asyncrl.config import Config
-from asyncrl.tasks import load_task, prepare_environment, score_of, task_of
+from asyncrl.tasks import load_task, score_of, task_of
 from data.problem import Problem
+from extras.environments.task import prepare_environment
 
 
 def test_an_object_is_loaded_once_and_its_module_is_called_as_its_file(tmp_path):

@@ -1,0 +1,1 @@
+"""Trees: what several sequences of an update begin with is read once."""

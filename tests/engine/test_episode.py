@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config import Config
-from asyncrl.engine.environments import EnvironmentPool, MultiTurn, SingleTurn
+from asyncrl.engine.environments import SingleTurn
 from asyncrl.engine.episode import Episode
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Completion, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import GuessNumber
+from extras.environments.multi_turn import EnvironmentPool, MultiTurn
 
 TOKENIZER = load_tokenizer(resolve_model("tiny", "guess_number"))
 EOS = TOKENIZER.eos_token_id

@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.engine.environments import EnvironmentPool, MultiTurn, SingleTurn
+from asyncrl.engine.environments import SingleTurn
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.score import MAX_REWARD, Failed
 from asyncrl.messages import Finished
 from asyncrl.records import Completion, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import ENVIRONMENTS
+from extras.environments.multi_turn import EnvironmentPool, MultiTurn
 from extras.swarm.trust import mistake_in
 from extras.swarm.wire import Codec
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from data.conversation import Conversation
+from extras.conversation import Conversation
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -1,0 +1,1 @@
+"""Environments of several turns: text in, text out, by gymnasium's API."""

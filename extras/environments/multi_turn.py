@@ -1,0 +1,143 @@
+"""Environments of several turns, by gymnasium's API: they run off the event loop with a timeout.
+
+Whatever such an environment does fails only its own trajectory.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncrl.cluster.placement import WorkerSpec
+from asyncrl.engine.environments import Environments, Step
+from asyncrl.engine.score import Failed, brief, number_of, one_line
+from extras.conversation import Conversation
+from extras.environments.task import prepare_environment
+
+MAX_OBSERVATION = 100_000  # characters: fast to tokenise, and a thousand of them may be remembered
+
+
+@dataclass(eq=False)
+class MultiTurn:
+    """A gymnasium environment of text, called off the event loop and with a timeout.
+
+    What it returns is checked and tokenised in the same call: a fault of its own is no fault of ours, and a long
+    observation keeps nobody waiting.
+    """
+
+    pool: "EnvironmentPool"
+    seed: int
+    environment: Any = None
+
+    async def reset(self) -> list[int]:
+        return await call_in_thread(self._reset, timeout_s=self.pool.timeout_s)
+
+    def _reset(self) -> list[int]:
+        self.environment = self.pool.take()
+        observation, _ = _items(
+            self.environment.reset(seed=self.seed), "reset", "observation, info"
+        )
+        return self.pool.conversation.first(_text(observation))
+
+    async def step(self, tokens: list[int]) -> Step:
+        response = self.pool.tokenizer.decode(tokens, skip_special_tokens=True)
+        ended_turn = tokens[-1:] == [self.pool.conversation.end_of_turn]
+        step = await call_in_thread(self._step, response, ended_turn, timeout_s=self.pool.timeout_s)
+        if step.ended:
+            self.pool.idle.append(self.environment)
+        return step
+
+    def _step(self, response: str, ended_turn: bool) -> Step:
+        names = "observation, reward, terminated, truncated, info"
+        observation, reward, terminated, truncated, _ = _items(
+            self.environment.step(response), "step", names
+        )
+        reward = number_of(reward, "the step's reward")
+        if _flag(terminated, "terminated") | _flag(truncated, "truncated"):
+            return Step([], reward, ended=True)  # nobody reads the last observation
+        return Step(
+            self.pool.conversation.reply(_text(observation), ended_turn), reward, ended=False
+        )
+
+
+def _items(returned: Any, method: str, names: str) -> tuple | list:
+    if isinstance(returned, tuple | list) and len(returned) == names.count(",") + 1:
+        return returned
+    raise Failed(f"{method} returned {brief(returned)}, expected ({names})")
+
+
+def _text(observation: Any) -> str:
+    if not isinstance(observation, str):
+        raise Failed(f"the observation is {brief(observation)}, expected a str")
+    if len(observation) > MAX_OBSERVATION:
+        raise Failed(
+            f"the observation has {len(observation)} characters, at most {MAX_OBSERVATION} fit"
+        )
+    try:
+        observation.encode()
+    except UnicodeEncodeError as error:
+        where = f"{observation[error.start]!r} at character {error.start}"
+        raise Failed(
+            f"the observation has {where}, expected text without lone surrogates"
+        ) from None
+    return observation
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise Failed(f"{name} is {brief(value)}, expected True or False")
+    return bool(value)
+
+
+class EnvironmentPool:
+    """Environments of one kind. One that ended is used again; one that failed, hangs or was left is not."""
+
+    def __init__(self, make: Callable[[], Any], tokenizer, timeout_s: float):
+        """`make()` returns a new environment. Raises ValueError for a tokenizer that cannot hold a conversation."""
+        self.tokenizer, self.timeout_s = tokenizer, timeout_s
+        self.conversation = Conversation(tokenizer)
+        self.idle: list = []
+        """Environments for the next episodes."""
+        self._make = make
+
+    def take(self):
+        """Return an environment that nobody else uses. Any thread may call it, as making one is foreign code too."""
+        try:
+            return self.idle.pop()
+        except IndexError:
+            return self._make()
+
+
+def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
+    """The environments of a worker's task."""
+    config = spec.config
+    make = prepare_environment(config.task, config.task_args)
+    pool = EnvironmentPool(make, tokenizer, config.env_timeout_s)
+    return Environments(lambda ticket, member: MultiTurn(pool, ticket.environment_seed))
+
+
+async def call_in_thread(function: Callable, *arguments, timeout_s: float) -> Any:
+    """Return the function's result, off the event loop, in a daemon thread: one that hangs stops nobody, not even at
+    exit.
+
+    Raises Failed if the function raises anything at all, or takes too long.
+    """
+    result: Future = Future()
+    result.set_running_or_notify_cancel()  # from here on nobody can stop it, only wait no longer
+
+    def run() -> None:
+        try:
+            result.set_result(function(*arguments))
+        except BaseException as error:  # foreign code may raise anything
+            result.set_exception(Failed(one_line(error)))
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(result)
+    except TimeoutError:
+        raise Failed(f"timed out after {timeout_s:g} s") from None

@@ -1,0 +1,67 @@
+"""A task that is an environment of several turns; its problems are seeds."""
+
+import functools
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from asyncrl import user_code
+from asyncrl.tasks import with_arguments
+from data.environments import ENVIRONMENTS
+from data.problem import Candidate, DrawnTask, Problem, Task
+from extras.conversation import Conversation
+
+
+def prepare_task(name: str, seed: int, task_args: Iterable[str] = ()) -> Callable[[], Task]:
+    """A function that makes the task. Raises ValueError for a wrong name or argument."""
+    return functools.partial(EnvironmentTask, name, seed, prepare_environment(name, task_args))
+
+
+def prepare_environment(name: str, task_args: Iterable[str] = ()) -> Callable[[], Any]:
+    """A function that makes gymnasium environments of that name, or of `environment:FILE.py:CLASS`.
+
+    Raises ValueError for an unknown name and for an argument that the class does not take.
+    """
+    return with_arguments(user_code.load(name, "--task", ENVIRONMENTS), name, task_args, {})
+
+
+class EnvironmentTask(DrawnTask):
+    """A task that is an environment. A problem is no more than the seed of a reset.
+
+    If the first observation shows what the seed drew (frozen_lake), no held-out one appears in training. If it hides it
+    (guess_number, where every game begins alike), the splits can only differ in their seeds. Two problems of one split
+    may begin alike.
+    """
+
+    def __init__(self, name: str, seed: int, make_environment: Callable[[], Any]) -> None:
+        super().__init__(seed)
+        self._name = name
+        with user_code.blamed(name):
+            self._environment = make_environment()
+        self._seed_shows = getattr(self._environment, "seed_shows", False)
+        self._conversation = functools.cache(Conversation)
+
+    def first_observation(self, problem: Problem) -> str:
+        """What the environment asks. Raises ValueError, in one line, if user code does not give a text."""
+        with user_code.blamed(self._name):
+            observation, _ = self._environment.reset(seed=problem.environment_seed)
+        if not isinstance(observation, str):
+            raise ValueError(
+                f"--task {user_code.typed(self._name)}: reset gives {type(observation).__name__} to observe; give a str"
+            )
+        return observation
+
+    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
+        """Token ids of the first observation. Raises ValueError for a tokenizer without a fitting chat template."""
+        return self._conversation(tokenizer).first(self.first_observation(problem))
+
+    def candidates(self, rng: random.Random) -> Iterator[Candidate]:
+        """Seeds without end."""
+        while True:
+            problem = Problem("", "", rng.getrandbits(31))
+            yield (
+                self.first_observation(problem)
+                if self._seed_shows
+                else str(problem.environment_seed),
+                problem,
+            )
