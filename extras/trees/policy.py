@@ -57,17 +57,17 @@ class Sharing:
             "tokens/shareable": 1 - num_distinct / num_all,
         }
 
-    def _forward(self, module: TokenLogprobs, batch: MicroBatch, *arguments, **options) -> Scored:
+    def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> Scored:
         """Score the trained tokens of a micro-batch. What several branches train is computed once."""
         is_shared = batch.visible_until is not None
         attention = self.attention_of_trees if is_shared else module.attention
         # not set back: where layers are computed again on the way back, they read it then
         module.model.config._attn_implementation = attention
         if not is_shared:
-            return super()._forward(module, batch, *arguments, **options)
+            return super()._forward(module, batch, raw)
         # sources and targets are below 2³¹
         pairs, places = (batch.sources << 32 | batch.targets).unique(return_inverse=True)
         distinct = replace(batch, sources=pairs >> 32, targets=pairs & 0x7FFFFFFF)
         mask = {"attention_mask": attention_mask(attention, batch.visible_until)}
-        scored = super()._forward(module, distinct, *arguments, seen=mask, **options)
+        scored = super()._forward(module, distinct, raw, seen=mask)
         return Scored(*(column[places] for column in scored))
