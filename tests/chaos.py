@@ -48,6 +48,8 @@ ACCURACY = 0.9
 AGENT = "agent"
 VICTIMS = ("trainer ", "rollout ", "engine ", "rewards ", AGENT)
 """What ps calls the process that is hit; the agent is the one that was started."""
+RESTARTED = ("rollout ", "engine ")
+"""Those without which the run goes on once their worker is started again."""
 
 
 @dataclass
@@ -133,9 +135,10 @@ def hit(run: Run, victim: str, number: signal.Signals, delay_s: float | None) ->
         assert run.job.process.returncode == 0, run.job.output()[-3000:]
         return row | {"outcome": "had finished before"}
     began, num_steps, num_printed = time.monotonic(), run.job.num_steps(), len(run.job.output())
+    num_ready = len(run.job.events("worker_ready")) + (victim in RESTARTED)
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    outcome = wait_until(lambda: outcome_of(run, process, num_steps), LIMIT_S)
+    outcome = wait_until(lambda: outcome_of(run, process, num_steps, num_ready), LIMIT_S)
     row |= {"step": num_steps, "outcome": outcome, "took_s": time.monotonic() - began}
     if outcome == "ended":
         row["cause"] = cause_of_end(run, number, run.job.output()[num_printed:])
@@ -143,15 +146,19 @@ def hit(run: Run, victim: str, number: signal.Signals, delay_s: float | None) ->
     return row
 
 
-def outcome_of(run: Run, process: psutil.Process, num_steps: int) -> str | None:
-    """How the run has come out of a fault: it ended, or the process is gone and steps were made without it."""
+def outcome_of(run: Run, process: psutil.Process, num_steps: int, num_ready: int) -> str | None:
+    """How the run has come out of a fault: it ended, or the process is gone and steps were made without it.
+
+    Steps alone may be made of groups that are in the buffer. So workers must have become ready so often by then.
+    """
     run.look()
     if run.has_ended():
         return "ended" if run.job.process.returncode else "finished"
     if process.pid == run.job.process.pid:
         return None  # gone, and some of its threads not yet: the run ends with it
     is_over = not _has_not_ended(process) and run.job.num_steps() >= num_steps + 3
-    return "recovered" if is_over else None
+    is_back = len(run.job.events("worker_ready")) >= num_ready
+    return "recovered" if is_over and is_back else None
 
 
 def cause_of_end(run: Run, number: signal.Signals, text: str) -> str:
