@@ -50,7 +50,8 @@ def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_repli
     updates = make_updates(groups_of_node(0) + groups_of_node(1), alone, Cluster(), step=1)
     policy = load(alone)
     gradients = record_gradients(policy)
-    expected = policy.train_step(distribute(updates, 1, 100_000)[0], policy_version=12)
+    (share,) = distribute(updates, 1, 100_000, policy.module.layout, policy.deal_update)
+    expected = policy.train_step(share, policy_version=12)
     of_ranks = [of_rank[case] for of_rank in found]
     whole = of_ranks[0][2]
     for metrics, (gradient,), weights, _, _ in of_ranks:
