@@ -96,12 +96,13 @@ class PullTransport(Transport):
             is_new = known is None or known.digest != snapshot.digest
             if is_new:
                 self._kept[version] = snapshot
-                self._forget()
+                self._forget(version)
         if is_new and self.writer is not None:
             self.writer.write(snapshot)
         self.on_kept()
 
-    def _forget(self) -> None:
+    def _forget(self, new: int) -> None:
+        """Forget old snapshots that nobody reads, and answers that are wrong or of no use once a version is new."""
         old = [
             version
             for version in sorted(self._kept)[: -self.num_kept]
@@ -111,7 +112,9 @@ class PullTransport(Transport):
         for version in set(old) - set(read):
             del self._kept[version]
         self._answers = {
-            pair: answer for pair, answer in self._answers.items() if pair[1] in self._kept
+            pair: answer
+            for pair, answer in self._answers.items()
+            if pair[1] in self._kept and new not in pair
         }
 
     def is_kept(self, version: int) -> bool:
@@ -151,7 +154,7 @@ class PullTransport(Transport):
         delta = encode_delta(base, old.payload, new.payload)
         answer = (False, new.payload) if delta is None else (True, delta)
         with self._lock:
-            if version in self._kept:  # it may have gone meanwhile
+            if self._kept.get(version) is new:  # it may have gone meanwhile
                 self._answers[base, version] = answer
         return answer
 

@@ -159,8 +159,11 @@ class SnapshotWriter:
     def _keep(self, num_anchors: int) -> None:
         """Remove all files but those since the last anchors."""
         while len(self._generations) > num_anchors:
-            for name in self._generations.pop(0):
-                self._folder.fs.rm_file(self._folder.path(name))
+            for name in self._generations[0]:
+                with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+                    self._folder.fs.rm_file(self._folder.path(name))
+            # only now: what an error leaves there is removed the next time
+            del self._generations[0]
 
 
 def read_snapshot(info: dict, base: Snapshot | None, num_bytes: int) -> Snapshot:
