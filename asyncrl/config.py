@@ -160,7 +160,8 @@ class SwarmOptions:
     """Versions that a host may be behind before it fetches the newest (Δ); raises the bound on staleness by as much.
     0: it fetches each one, and starts nothing new until it has it."""
     lease_s: Annotated[float, Meta(ge=1, le=10**6), RESUME] = 1800.0
-    """Longest time that a host may have a ticket while another could take it, seconds."""
+    """Longest time that a host may have a ticket while another could take it, seconds. It doubles each time that the
+    ticket moves."""
     verify_share: Annotated[Share, RESUME] = 0.05
     """Share of a host's responses whose log-probs and rewards are computed again by the trainer."""
     snapshots: Annotated[str, RESUME] = ""

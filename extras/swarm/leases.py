@@ -16,8 +16,7 @@ from extras.swarm.remote import RemoteWorker
 FASTER = 2.0
 """Times as fast that another worker must be to be given a ticket which has begun on a host."""
 PATIENCE = 2.0
-"""Mean responses that this other worker could have sampled meanwhile; twice as many each time that the ticket moves, as
-a long response is as long on any worker: so no ticket moves in circles."""
+"""Mean responses that this other worker could have sampled meanwhile."""
 STALLED = 2.0
 """Times what the longest response takes on a host, after which another worker as slow may have the ticket."""
 LOOK_S = 2.0
@@ -96,7 +95,8 @@ class LeasingDispatcher(Dispatcher):
 
     def end_leases(self) -> list[Ticket]:
         """Take from hosts, and return, tickets that they have had for `lease_s`, or, where the next batch waits for
-        them, for longer than `_urgent_lease_s`.
+        them, for longer than `_urgent_lease_s`. Both double each time that the ticket moves: a long response is as long
+        on any worker, and would move in circles.
 
         Another worker has a slot for each, or is so much faster that one is free there at once.
         """
@@ -121,7 +121,7 @@ class LeasingDispatcher(Dispatcher):
                 if taker is None:
                     continue
                 is_urgent = ticket.is_evaluation or ticket.group_id in holding_back
-                if had_s > self._lease_s(worker, taker, ticket if is_urgent else None):
+                if had_s > self._lease_s(worker, taker, ticket, is_urgent):
                     slots[taker.index] -= ticket.num_members
                     self._take_away(worker, ticket)
                     ended.append(ticket)
@@ -140,13 +140,12 @@ class LeasingDispatcher(Dispatcher):
             return False
         return slots[other.index] >= ticket.num_members or self._is_faster(other, worker)
 
-    def _lease_s(self, worker: Worker, taker: Worker, urgent: Ticket | None) -> float:
-        """Time for which a worker may have a ticket, seconds; `urgent` is a ticket that the trainer waits for."""
+    def _lease_s(self, worker: Worker, taker: Worker, ticket: Ticket, is_urgent: bool) -> float:
+        """Time for which a worker may have a ticket, seconds; `is_urgent` if the trainer waits for it."""
         lease_s = self.config.swarm.lease_s
-        if urgent is None:
-            return lease_s
-        num_moves = len(self._taken_from.get(_key(urgent), ()))
-        return min(lease_s, self._urgent_lease_s(worker, taker) * 2**num_moves)
+        if is_urgent:
+            lease_s = min(lease_s, self._urgent_lease_s(worker, taker))
+        return lease_s * 2 ** len(self._taken_from.get(_key(ticket), ()))
 
     def _take_away(self, worker: Worker, ticket: Ticket) -> None:
         self._taken_from.setdefault(_key(ticket), []).append(worker)
