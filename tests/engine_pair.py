@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import gc
 from contextlib import closing, contextmanager
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -28,8 +27,8 @@ PLACEMENT = WorkerPlacement(0, None, None, 1, 0.0)
 def start_pair(config, *arguments, patches=()):
     """Yield a Pair, which ends with its process group. Each of the patches is called before the engine is forked."""
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(prefix="vllm-") as folder:
-        for name, value in worker_environment(PLACEMENT, folder).items():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in worker_environment(PLACEMENT).items():
             patch.setenv(name, value)
         for apply in patches:
             apply(patch)
