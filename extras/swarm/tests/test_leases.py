@@ -19,8 +19,8 @@ class WatchedDispatcher(LeasingDispatcher):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.speeds_s, self.mean_tokens, self.num_noted = {}, 0.0, 0
-        self.losers, self.moved_at = defaultdict(list), {}
+        self.token_times_s, self.mean_tokens, self.num_noted = {}, 0.0, 0
+        self.former_hosts, self.moved_at = defaultdict(list), {}
         """Hosts that each response was taken from, in order, and when each ticket was taken, seconds."""
 
     def take_back(self, worker, trajectories):
@@ -39,12 +39,12 @@ class WatchedDispatcher(LeasingDispatcher):
         self.num_noted = min(self.num_noted + 1, self._most_noted)
         self.mean_tokens += (num_tokens - self.mean_tokens) / self.num_noted
         if num_tokens:
-            known_s = self.speeds_s.get(worker, took_s / num_tokens)
-            self.speeds_s[worker] = known_s + 0.1 * (took_s / num_tokens - known_s)
+            known_s = self.token_times_s.get(worker, took_s / num_tokens)
+            self.token_times_s[worker] = known_s + 0.1 * (took_s / num_tokens - known_s)
 
     def may_start(self, worker, ticket):
         """Who was the last to lose a ticket does not get it back while another is much faster."""
-        has_lost = self.losers[response_of(ticket)][-1:] == [worker.index]
+        has_lost = self.former_hosts[response_of(ticket)][-1:] == [worker.index]
         is_slow = any(self.is_much_faster(other, worker) for other in self.workers)
         may_start = Dispatcher.may_start(self, worker, ticket) and not (has_lost and is_slow)
         assert super().may_start(worker, ticket) == may_start
@@ -52,16 +52,16 @@ class WatchedDispatcher(LeasingDispatcher):
 
     def end_leases(self):
         """All tickets that are due are taken, and no other."""
-        due = list(self.due())
+        due = list(self.due_tickets())
         assert super().end_leases() == [ticket for _, ticket in due]
         for host, ticket in due:
-            self.losers[response_of(ticket)].append(host.index)
+            self.former_hosts[response_of(ticket)].append(host.index)
             self.moved_at[ticket.ticket_id] = self.now()
         groups = {group_id for group_id, _, _ in self._taken_from}
         assert groups <= {*filter(self.buffer.is_running, groups)}, "it is kept for ever"
         return [ticket for _, ticket in due]
 
-    def due(self):
+    def due_tickets(self):
         """Tickets that another worker is to have, each with its host. Who is to have one has a slot less."""
         most = self.config.max_running_requests
         slots = {worker.index: most - worker.num_running for worker in self.workers}
@@ -76,30 +76,32 @@ class WatchedDispatcher(LeasingDispatcher):
                         slots[other.index] >= ticket.num_members or self.is_much_faster(other, host)
                     )
                 ]
-                taker = min(takers, key=self.speed_s, default=None)
+                taker = min(takers, key=self.token_s_of, default=None)
                 is_here = ticket.ticket_id not in self.moved_at
                 if not taker or not is_here or not self.buffer.is_running(ticket.group_id):
                     continue
                 had_s = self.now() - host.given_at[ticket.ticket_id]
-                if had_s > self.longest_s(host, taker, ticket):
+                if had_s > self.lease_s_of(host, taker, ticket):
                     slots[taker.index] -= ticket.num_members
                     yield host, ticket
 
-    def longest_s(self, host, taker, ticket):
+    def lease_s_of(self, host, taker, ticket):
         """For how long a host may have a ticket: less if the next batch waits for it, twice as long after each move."""
         if self.is_much_faster(taker, host):
-            short_s = 2 * self.mean_tokens * self.speed_s(taker)
+            short_s = 2 * self.mean_tokens * self.token_s_of(taker)
         else:
-            short_s = 2 * self.config.max_response_tokens * self.speed_s(host)
+            short_s = 2 * self.config.max_response_tokens * self.token_s_of(host)
         is_urgent = ticket.group_id in self.buffer.holding_back()
         lease_s = min(self.config.swarm.lease_s, short_s if is_urgent else math.inf)
-        return lease_s * 2 ** len(self.losers[response_of(ticket)])
+        return lease_s * 2 ** len(self.former_hosts[response_of(ticket)])
 
     def is_much_faster(self, one, other):
-        return one.index in self.speeds_s and 2 * self.speed_s(one) <= self.speed_s(other)
+        return one.index in self.token_times_s and 2 * self.token_s_of(one) <= self.token_s_of(
+            other
+        )
 
-    def speed_s(self, worker):
-        return self.speeds_s.get(worker.index, math.inf)
+    def token_s_of(self, worker):
+        return self.token_times_s.get(worker.index, math.inf)
 
 
 def response_of(ticket):
