@@ -169,7 +169,8 @@ class SnapshotWriter:
 def read_snapshot(info: dict, base: Snapshot | None, num_bytes: int) -> Snapshot:
     """A version from files, by the update info of its announcement: from `base` or an anchor, whichever is less.
 
-    Waits until the trainer has written it. Raises ValueError if it is missing or broken, or what the file system does.
+    Waits until the trainer has written it. Raises ValueError if it is missing, ValueError or ZstdError if it is broken,
+    or what the file system raises.
     """
     folder = Folder(info["snapshots"])
     files = _await_files(folder, info, base)
