@@ -7,7 +7,11 @@ from real_job import copy_without
 from asyncrl import extras
 from asyncrl.job.command_line import parse_config
 
-OPTIONS_OF_LINES = {"--no-replicate-prompts": "--scheduling", "--advantage gae": "--advantage gae"}
+OPTIONS_OF_LINES = {
+    "--no-replicate-prompts": "--scheduling",
+    "--advantage gae": "--advantage gae",
+    "--task guess_number": "--task environment",
+}
 """Lines whose option in the table is not their first word."""
 
 
@@ -36,6 +40,8 @@ def test_an_option_whose_module_is_missing_is_refused_in_one_line(monkeypatch, m
         "--lora-rank 2",
         "--advantage gae",
         "--optim.balance 0.01",
+        "--share-prefix tree",
+        "--task guess_number",
         "--record",
         "--wandb offline",
         "--listen 127.0.0.1:1",
