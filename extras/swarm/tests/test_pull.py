@@ -286,7 +286,7 @@ class Files(Trainer):
 
     @property
     def expected_names(self):
-        """Of all files that must be there, but for one of nobody."""
+        """Files that must be there, except the one that is nobody's."""
         return {*itertools.chain(*self.generations)} - self.removed
 
     def write(self):
@@ -328,9 +328,9 @@ class Files(Trainer):
 
     def read(self, snapshot, base):
         info = {"version": snapshot.version, "digest": snapshot.digest, "snapshots": self.url}
-        found = read_snapshot(info, base, len(snapshot.payload))
-        assert (found.version, found.digest) == (snapshot.version, snapshot.digest)
-        assert np.array_equal(found.payload, snapshot.payload)
+        copy = read_snapshot(info, base, len(snapshot.payload))
+        assert (copy.version, copy.digest) == (snapshot.version, snapshot.digest)
+        assert np.array_equal(copy.payload, snapshot.payload)
 
     def read_again(self):
         """What can be read is read, by the fewest bytes."""

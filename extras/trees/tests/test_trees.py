@@ -101,10 +101,10 @@ def test_groups_are_read_together_as_far_as_it_costs_less(
     for number in range(16):
         tokens = np.repeat([0, 1 + number], [prompt, response])
         groups.append(make_sequence(rng, tokens, tokens > 0, group_id=number // 8))
-    chosen = choose_bundles(groups, ranks, 16384, sharing, cost)
-    assert [[len(b.sequences) for b in bundles] for bundles in chosen] == [sizes] * ranks
+    deal = choose_bundles(groups, ranks, 16384, sharing, cost)
+    assert [[len(b.sequences) for b in bundles] for bundles in deal] == [sizes] * ranks
     if sharing == "auto" and len(sizes) > 2:
-        assert repr(chosen) == repr(choose_bundles(groups, ranks, 16384, "off", cost))
+        assert repr(deal) == repr(choose_bundles(groups, ranks, 16384, "off", cost))
 
 
 # Attention
