@@ -24,6 +24,10 @@ def from_1(sequences):
     return [replace(s, tokens=s.tokens + 1) for s in sequences]
 
 
+UPDATES = st.lists(GROUPS | TREES, max_size=2)
+NUM_RANKS = st.integers(1, 5)
+MOST_TOKENS = st.integers(75, 160)
+"""Of a micro-batch; no sequence has more."""
 SEQUENCES = (TREES | GROUPS | SINGLES).map(from_1)
 
 

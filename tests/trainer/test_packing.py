@@ -6,8 +6,16 @@ extras/trees/tests has what is true where sequences share what they begin with.
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from packed_rows import GROUPS, LAYOUTS, SEQUENCES, TREES, check_columns, check_rows, check_shares
+from packed_rows import (
+    LAYOUTS,
+    MOST_TOKENS,
+    NUM_RANKS,
+    SEQUENCES,
+    UPDATES,
+    check_columns,
+    check_rows,
+    check_shares,
+)
 from tiny_policy import make_sequence, random_sequences
 
 from asyncrl.trainer.dealing import distribute, fill_microbatches
@@ -47,12 +55,7 @@ def test_a_trained_first_token_is_refused():
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    st.lists(GROUPS | TREES, max_size=2),
-    st.integers(1, 5),
-    st.integers(75, 160),
-    LAYOUTS,
-)
+@given(UPDATES, NUM_RANKS, MOST_TOKENS, LAYOUTS)
 def test_ranks_get_every_sequence_once_in_micro_batches_within_the_budget_and_about_equal_tokens(
     updates, ranks, budget, layout
 ):

@@ -10,7 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_rows import GROUPS, LAYOUTS, SEQUENCES, TREES, check_rows, check_shares
+from packed_rows import (
+    LAYOUTS,
+    MOST_TOKENS,
+    NUM_RANKS,
+    SEQUENCES,
+    UPDATES,
+    check_rows,
+    check_shares,
+)
 from plain_trainer import distinct_prefixes
 from tiny_families import plain_scores
 from tiny_policy import load, make_config, make_sequence, random_tree, save_tiny_family
@@ -63,13 +71,7 @@ def test_what_may_be_read_together_is_read_once_and_seen_by_its_own_branches_alo
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    st.lists(GROUPS | TREES, max_size=2),
-    st.integers(1, 5),
-    st.integers(75, 160),
-    LAYOUTS,
-    st.sampled_from(get_args(Sharing)),
-)
+@given(UPDATES, NUM_RANKS, MOST_TOKENS, LAYOUTS, st.sampled_from(get_args(Sharing)))
 def test_bundles_are_dealt_to_ranks_as_sequences_are(updates, ranks, budget, layout, sharing):
     cost = sum if layout == "one_row" else dense_of_64
     limits = {"max_tokens": budget, "share_prefix": sharing, "cost": cost}
