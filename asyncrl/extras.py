@@ -1,7 +1,7 @@
 """The one place where the system names optional systems: a table from option to module of extras/.
 
 A module is imported when its option is used. Its folder may be deleted: then the option ends in one line that says so.
-The last eight modules have no option. Every run uses them if they are there, and it has a use for them.
+The last eight modules have no option. A run uses those that are there and that it needs.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What a policy does besides where sequences of an update that begin alike are read once (--share-prefix)."""
+"""The policy of --share-prefix: sequences of an update that begin alike are read once."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from extras.trees.tree import choose_bundles, count_tokens
 
 
 class Sharing:
-    """A class of policies is to come behind this one."""
+    """What a policy does besides where it shares prefixes; a class of policies is to come behind this one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
