@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from asyncrl import extras
 from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.cluster.processes import freeze_garbage
+from asyncrl.cluster.streams import keep_printing
 from asyncrl.engine.environments import Environments, start_environments, turn_ends
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.in_flight import read_in_flight, settle
@@ -254,6 +255,7 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
 
 def main() -> None:
     """Sample for a run on another host: `python rollout.py --join HOST:PORT --key FILE`."""
+    keep_printing()
     try:
         extras.load("--join").main(run_worker)
     except ValueError as error:

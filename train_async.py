@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asyncrl.cluster.processes import run_job
+from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import Config
 from asyncrl.job.command_line import parse_config
 
@@ -59,6 +60,7 @@ def main() -> None:
     """Parse and train."""
     # At once, without a word: among imports, code in C may clear an exception.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    keep_printing()
     config = parse_config()
     run_job(lambda: train(config))
 

@@ -47,7 +47,8 @@ def _look_for_stopped(root: psutil.Process, parent: int, limit_s: float) -> None
     A `root` that goes on without its rank, and is not stopped, is left alone: it is not the agent, if that was killed
     before this began. Time is that which was waited here, not the clock's: this process may have been stopped, too.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     setproctitle("watch for stopped processes")
     poll_s, alone_s, stopped_s = max(0.1, min(2.0, limit_s / 10)), 0.0, Counter()
     while _status(root) not in (None, psutil.STATUS_ZOMBIE) and alone_s < ALONE_S:

@@ -29,6 +29,7 @@ from pathlib import Path
 import tyro
 
 from asyncrl import user_code
+from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import OPTIONS, Config, flag, nearest, switch
 from asyncrl.job.command_line import check, read_options
 from scripts.grids import key, loss, read_records, record_of, report, setting
@@ -301,6 +302,7 @@ def run_grid(arguments: Arguments, cells: list[dict], out: Path) -> None:
 
 def main() -> None:
     """Read the command line, run what is missing, report."""
+    keep_printing()
     try:
         arguments = read_arguments(sys.argv[1:])
         is_study = arguments.study is not None

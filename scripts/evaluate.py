@@ -13,6 +13,7 @@ import numpy as np
 import tyro
 
 from asyncrl.cluster.processes import run_job
+from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import OPTIONS, Config, May, flag, options_for
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.job.command_line import check, read_options
@@ -102,6 +103,7 @@ class Arguments:
 
 def main() -> None:
     """Read the command line and evaluate."""
+    keep_printing(BrokenPipeError)
     given, words = tyro.cli(Arguments, description=__doc__, return_unknown_args=True)
 
     def job() -> None:

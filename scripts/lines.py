@@ -8,6 +8,8 @@ from pathlib import Path
 
 import tyro
 
+from asyncrl.cluster.streams import keep_printing
+
 
 def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
     """Return the records of a JSON-lines file in their order; none if there is neither this file nor NAME.gz.
@@ -43,6 +45,7 @@ def markdown(heading: Iterable[object], rows: Iterable[Sequence[object]]) -> lis
 
 def run_command(main: Callable[..., None]) -> None:
     """Read the command line into the arguments of `main`, and call it. A user's mistake ends it with one line."""
+    keep_printing(BrokenPipeError)
     try:
         tyro.cli(main)
     except (OSError, ValueError) as error:

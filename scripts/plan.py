@@ -20,6 +20,7 @@ from pathlib import Path
 
 import tyro
 
+from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import flag
 from asyncrl.job.command_line import read_options
 from extras.planning import planner
@@ -50,6 +51,7 @@ class Arguments:
 
 def main(args: list[str] | None = None) -> None:
     """Read the command line and print the plan."""
+    keep_printing(BrokenPipeError)
     given, options = tyro.cli(Arguments, description=__doc__, args=args, return_unknown_args=True)
     try:
         start = time.perf_counter()

@@ -26,6 +26,7 @@ from pathlib import Path
 import tyro
 
 from asyncrl.cluster.processes import run_job
+from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import OPTIONS, Config, May, Option, options_for
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import recorded
@@ -228,6 +229,7 @@ class Arguments:
 
 def main() -> None:
     """Read the command line and replay."""
+    keep_printing()
     given, options = tyro.cli(Arguments, description=__doc__, return_unknown_args=True)
 
     def job() -> None:

@@ -37,6 +37,18 @@ def run_forked(variables: dict[str, str], output_path: str, words: list[str]) ->
     run(words)
 
 
+def run_unread(variables: dict[str, str], output_path: str, words: list[str]) -> None:
+    """The same where nobody reads what it prints: stdout is closed, and the reader of stderr is gone."""
+    os.setsid()
+    reader, writer = os.pipe()
+    os.dup2(writer, sys.stderr.fileno())
+    for descriptor in (reader, writer, sys.stdout.fileno()):
+        os.close(descriptor)
+    sys.stdout = sys.__stdout__ = None  # as Python begins without it
+    os.environ |= variables
+    run(words)
+
+
 def run_failing(failing_rank: int, *arguments) -> None:
     """The same, but one rank fails in its first step, in which the others stay; groups are destroyed by all together.
 

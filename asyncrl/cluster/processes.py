@@ -41,6 +41,12 @@ TORCHRUN_NAMES = (
 )
 
 
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+"""Signals that ask a run to stop. nohup has SIGHUP, the end of a terminal, ignored: then it stays so."""
+if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    STOP_SIGNALS.append(signal.SIGHUP)
+
+
 class Interrupted(BaseException):
     """Somebody asked the run to stop: what to say, and its exit status.
 
@@ -57,7 +63,7 @@ EXPECTED = (Interrupted, ValueError, OSError, RuntimeError)
 
 def run_job(job: Callable[[], None]) -> None:
     """Run a job, and turn every way to end into one line and an exit status: 0 is for a finished job only."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, _interrupt)
     try:
         job()
@@ -85,7 +91,8 @@ def say_why(reason: str) -> None:
     print(f"error: {reason}", file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": f"error: {reason}", "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))
+        with contextlib.suppress(OSError):  # the disk may be full
+            Path(path).write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))
 
 
 def end_by(error: BaseException, take_down: Callable[[], None]) -> NoReturn:
@@ -95,9 +102,7 @@ def end_by(error: BaseException, take_down: Callable[[], None]) -> NoReturn:
     """
     is_expected = isinstance(error, EXPECTED)
     try:
-        # the disk may be full, and nobody may read what is printed
-        with contextlib.suppress(OSError):
-            say_why(str(error) if is_expected else repr(error))
+        say_why(str(error) if is_expected else repr(error))
         if not is_expected:
             traceback.print_exception(error)
         take_down()
@@ -143,7 +148,7 @@ def end_if_stuck() -> None:
 
 def ignore_signals() -> None:
     """Let the way down not be interrupted again: processes would be left behind."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

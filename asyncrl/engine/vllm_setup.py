@@ -4,7 +4,6 @@ Imports vllm inside functions; importing this costs nothing.
 """
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from asyncrl.cluster.processes import (
     without_torchrun,
 )
 from asyncrl.cluster.stacks import write_stacks_to
+from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import Config
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -31,8 +31,9 @@ ENGINE_STEP_TOKENS = 8192
 def set_up_process(spec: WorkerSpec) -> None:
     """Make this process that of a rollout worker. Everything it and its engine print goes to the log."""
     log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, sys.stdout.fileno())
-    os.dup2(log, sys.stderr.fileno())
+    for standard in (1, 2):
+        os.dup2(log, standard)
+    keep_printing()
     # out of the terminal's reach, so that Ctrl-C goes to the trainer alone; and one group to kill
     os.setsid()
     write_stacks_to(Path(spec.log_path).with_name("stacks.txt"))

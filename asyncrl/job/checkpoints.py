@@ -5,11 +5,11 @@ copies its part of the trainer's state to host memory, and every leader what its
 asyncrl/trainer/checkpoint.py writes it while training continues, and asyncrl/job/resume.py continues from it.
 """
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from asyncrl import extras
 from asyncrl.cluster.cluster import on_first_rank
-from asyncrl.cluster.processes import Interrupted, has_lost_a_rank
+from asyncrl.cluster.processes import STOP_SIGNALS, Interrupted, has_lost_a_rank
 from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
 from asyncrl.records import Group
@@ -85,7 +85,7 @@ class Checkpoints:
         return run / "checkpoints", not is_elsewhere
 
     def __enter__(self) -> "Checkpoints":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             self._handlers[number] = signal.signal(number, self._ask)
         self._step_ended = time.monotonic()
         return self
@@ -104,16 +104,18 @@ class Checkpoints:
         """Have the run stop after the running step; a second signal, or a lost node or rank, ends it at once."""
         cluster, watch = self.node.cluster, self.node.watch
         if self._asked_by or watch.reason is not None or has_lost_a_rank():
-            self._handlers[number](number, frame)
+            signal.signal(number, self._handlers[number])
+            signal.raise_signal(number)
         self._asked_by = number
         if cluster.is_leader:
             self.node.controller.is_asked_to_stop = True
             name = signal.Signals(number).name
             line = f"{name}: saves and ends after this step; a second signal ends the run at once"
-            # the signal may have come in the middle of a print, and a terminal shows ^C or a bar
-            os.write(1, f"\n{line}\n".encode())
+            # The signal may have come in the middle of a print, and a terminal shows ^C or a bar, or is gone.
+            with contextlib.suppress(OSError):
+                os.write(1, f"\n{line}\n".encode())
 
-    @contextmanager
+    @contextlib.contextmanager
     def keep_what_fails(self, step: int, groups: list[Group] | None) -> Iterator[None]:
         """Train a step inside. If a loss or gradient is not finite, its batch, of which leaders have `groups`, and the
         weights before that update are kept, and the error says where.

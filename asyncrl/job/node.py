@@ -30,6 +30,7 @@ from asyncrl.cluster.processes import (
     keep_freed_memory,
 )
 from asyncrl.cluster.stacks import dump_stacks, write_stacks_to
+from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.cut import ControllerState
@@ -267,6 +268,7 @@ def _parts(rank: Rank) -> dict[str, Any]:
 
 def _prepare_process(config: Config, on_end: ExitStack) -> None:
     """Have this process show its stacks when asked, and end with whoever has started it."""
+    keep_printing()  # also in a script of the user's
     write_stacks_to()
     watchdog = extras.find("watchdog")
     if watchdog is not None:  # it forks: there must be no thread yet

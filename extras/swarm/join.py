@@ -31,7 +31,7 @@ from zmq.utils.monitor import recv_monitor_message
 from asyncrl import extras
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import WorkerSpec, available_cores, place
-from asyncrl.cluster.processes import ignore_signals
+from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
 from asyncrl.messages import Abort, Connect, Finished, Probed, Ready, Stop, Tickets, Update, Updated
@@ -419,7 +419,7 @@ def main(worker_main: Callable) -> None:
     with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
         try:
             host = JoinedHost(given.join, given.key, worker_main, Path(folder), given.rollout_tp)
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in STOP_SIGNALS:
                 signal.signal(number, lambda *_: host.stop())
             try:
                 print(f"left: {host.serve()}")

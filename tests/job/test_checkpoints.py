@@ -24,7 +24,7 @@ from user_files import contents
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.node_watch import NodeWatch
-from asyncrl.cluster.processes import Interrupted
+from asyncrl.cluster.processes import STOP_SIGNALS, Interrupted
 from asyncrl.config import Config
 from asyncrl.job import checkpoints as module
 from asyncrl.job.checkpoints import Checkpoints
@@ -238,12 +238,12 @@ def test_a_disk_that_hangs_ends_the_run_with_its_stacks_and_does_not_keep_the_pr
 
 @pytest.fixture
 def at_once():
-    """Handlers of both signals that end at once, as a run has before its first step."""
+    """Handlers of all signals that end at once, as a run has before its first step."""
 
     def end(number, frame):
         raise Interrupted("at once", 128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, end) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -284,7 +284,7 @@ def test_however_a_run_ends_its_due_checkpoints_are_whole_and_have_the_weights_o
     """Each write goes on until it is waited for, and training beside it; the reason of an error comes before that."""
     rng = random.Random(f"{end}, {save_every}")
     line, is_last_saved = ENDS[end]
-    number, steps = rng.choice([signal.SIGINT, signal.SIGTERM]), rng.randint(4, 5)
+    number, steps = rng.choice(STOP_SIGNALS), rng.randint(4, 5)
     last = steps if "last step" in end else 3
     keep_last = rng.choice([0, 1, 3])
     elapsed_s = time.time() - module.psutil.Process().create_time()

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_job import run_failing, run_forked
+from fake_job import run_failing, run_forked, run_unread
 from ranks import ForkedProcess, forkserver, torchrun_variables
 from real_job import (
     ROOT,
@@ -133,6 +133,17 @@ def test_with_alpha_0_a_run_that_is_stopped_killed_and_out_of_time_is_the_unbrok
     assert len(header["resumed"]) == len(job.events("run_resumed")) == 3
     samples = [read(run.run_path / "samples.jsonl") for run in (job, unbroken)]
     assert samples[0] == samples[1] and samples[0][-1]["step"] == 24
+
+
+def test_a_run_that_nobody_reads_continues_and_is_saved_when_its_terminal_ends(tmp_path):
+    words = [f"--runs-dir={tmp_path}", "--run-name=run", *words_of(OPTIONS | {"steps": 100_000})]
+    job = begin(tmp_path / "run", [*words, "--save-every=0"], {}, run_unread)
+    job.wait_until(lambda: job.num_steps() >= 3)
+    os.kill(job.process.pid, signal.SIGHUP)
+    assert job.wait() == 128 + signal.SIGHUP
+    assert newest_checkpoint(job.run_path).step == job.num_steps()
+    assert job.events("run_ended")[0]["reason"].startswith("Interrupted: stopped by SIGHUP after")
+    assert all(path.read_text().startswith("{") for path in job.run_path.glob("*.jsonl"))
 
 
 def test_two_nodes_are_stopped_together_and_one_continues_with_what_both_had(tmp_path):
