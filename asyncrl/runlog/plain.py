@@ -6,6 +6,7 @@ bytes, and of the dtypes that records have. All else is a ValueError.
 
 import functools
 import math
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -16,7 +17,27 @@ DTYPES = ("<i8", "|b1", "<f4", "<i4", "|u1", "<u2")
 
 def encode(value: object) -> bytes:
     """A record as bytes. Raises TypeError for what it does not know, as an array of another dtype."""
-    return msgspec.msgpack.encode(value, enc_hook=_plain)
+    try:
+        return msgspec.msgpack.encode(value, enc_hook=_plain)
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode(escaped(value, _plain))
+
+
+def escaped(value: object, enc_hook: Callable[[object], object]) -> object:
+    """Return a record as plain values. Of its texts, code points that UTF-8 lacks are written as in JSON: \\ud83d.
+
+    Half of a character may be in a user's data, in the message of an error, or in a path. It must not end a run.
+    `enc_hook` makes a plain value of one that msgspec does not know.
+    """
+    plain = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=enc_hook)
+    match plain:
+        case str():
+            return plain.encode(errors="backslashreplace").decode()
+        case dict():
+            return {escaped(key, enc_hook): escaped(item, enc_hook) for key, item in plain.items()}
+        case list() | tuple():
+            return [escaped(item, enc_hook) for item in plain]
+    return plain
 
 
 def decode(kind: type, data: bytes) -> object:

@@ -7,8 +7,20 @@ from pathlib import Path
 
 import msgspec
 
-_ENCODER = msgspec.json.Encoder(enc_hook=lambda value: value.item())
-"""Writes NaN and infinities as null, and numpy's scalars as numbers."""
+from asyncrl.runlog.plain import escaped
+
+
+def _number(scalar) -> int | float | bool:
+    """Return numpy's scalar as Python's number."""
+    return scalar.item()
+
+
+def _line(record: dict) -> bytes:
+    """Return a record as a line of JSON, with null for NaN and infinities."""
+    try:
+        return msgspec.json.encode(record, enc_hook=_number) + b"\n"
+    except UnicodeEncodeError:
+        return msgspec.json.encode(escaped(record, _number)) + b"\n"
 
 
 class RecordFile:
@@ -26,7 +38,7 @@ class RecordFile:
 
         Raises OSError, with the path, if the record cannot be kept.
         """
-        line = _ENCODER.encode(record) + b"\n"
+        line = _line(record)
         with self._lock:
             if self._held is None:
                 self._write(line)

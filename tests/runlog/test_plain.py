@@ -1,5 +1,6 @@
 """Records as bytes: what is written is read again, dtypes and all, and nothing else is."""
 
+import json
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +36,16 @@ def test_dataclasses_in_one_another_come_back_with_their_arrays_and_keys_that_ar
         assert inner.counts == {3: 4}
         assert (inner.tokens.dtype, inner.tokens.shape) == (array.dtype, array.shape)
         assert inner.tokens.tobytes() == array.tobytes()
+
+
+def test_half_a_character_is_written_as_in_json_and_what_stands_beside_it_as_ever():
+    row = {"id": 7, "text": "half \ud83d of 😀"}
+    answer = json.dumps(row, ensure_ascii=False)
+    inner = Inner({3: 4}, np.arange(3))
+    read = decode(Outer, encode(Outer([inner], (1, answer), {"\udcff", "α"})))
+    assert json.loads(read.pair[1]) == row
+    assert read.names == {"\\udcff", "α"}
+    assert read.inners[0].counts == {3: 4} and read.inners[0].tokens.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

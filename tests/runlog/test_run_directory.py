@@ -61,6 +61,15 @@ def test_a_run_records_how_it_was_made_and_ended_and_every_line_is_json_on_disk_
     run.record("a record that comes after the end is no error")
 
 
+def test_a_line_with_half_a_character_can_be_read_and_has_all_its_fields(tmp_path):
+    run = make_run(tmp_path)
+    sample = {"failure": "no \ud83d", "reward": np.float32(0.5), "parts": {"\udcff": float("nan")}}
+    run.log_sample(**sample)
+    run.close()
+    (line,) = read(run.path / "samples.jsonl")
+    assert line == {"failure": "no \\ud83d", "reward": 0.5, "parts": {"\\udcff": None}}
+
+
 def test_a_directory_that_is_deleted_under_a_run_and_a_full_disk_end_it_at_the_next_line(tmp_path):
     run, node = make_run(tmp_path), make_run(tmp_path, node_folder="two/node_1")
     for path in tmp_path.iterdir():
