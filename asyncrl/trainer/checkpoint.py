@@ -59,6 +59,10 @@ BYTES_BESIDE_TENSORS = 32e6
 """Room for tokenizer, config and what else is small."""
 SHARD_FILE_BYTES = 1 << 30
 """Size from which a rank's shards go to another file, as each file is put together in memory, bytes."""
+GENERATION_CONFIG = "generation_config.json"
+SMALL_FILES = ("", ".jinja", ".json", ".md", ".model", ".py", ".txt")
+MAX_SMALL_BYTES = 1 << 20
+"""Suffixes and size of the files that a checkpoint copies from the model's folder. Weights and indices have others."""
 KEPT_TO_RESUME = 2
 """Checkpoints that keep what --resume needs where all are kept."""
 VALUE_HEAD = "value_head.weight"
@@ -89,6 +93,11 @@ class WeightWriter:
             name: buffer.to("cpu", copy=True) for name, buffer in named_persistent_buffers(model)
         }
         self._tokenizer = AutoTokenizer.from_pretrained(self._base_path, trust_remote_code=False)
+        # Read now: whatever becomes of that folder, the run can save.
+        self._files = small_files(Path(self._base_path))
+        config = json.loads(Path(self._base_path, "config.json").read_text(encoding="utf-8"))
+        # A class may have an end of sequence that the model's own file does not name.
+        self._skeleton.config.eos_token_id = config.get("eos_token_id")
 
     def write(self, trained: dict[str, Tensor], folder: Path) -> None:
         """Write full trained weights by name to `folder`; adapters merged into the base, and also to `folder`/adapter.
@@ -112,12 +121,29 @@ class WeightWriter:
             full = weight.float()
             frozen[name] = lora.merge(name, full, adapters) if adapters else full
         self._skeleton.save_pretrained(folder, state_dict=weights | frozen | self._buffers)
+        # made of config.json, and not of the model's own
+        (folder / GENERATION_CONFIG).unlink(missing_ok=True)
         self._tokenizer.save_pretrained(folder)
+        for name, data in self._files.items():
+            if not (folder / name).exists():
+                (folder / name).write_bytes(data)
         if VALUE_HEAD in trained:
             (folder / "value_head").mkdir()
             save_file(
                 {VALUE_HEAD: trained[VALUE_HEAD]}, folder / "value_head" / "value_head.safetensors"
             )
+
+
+def small_files(folder: Path) -> dict[str, bytes]:
+    """Return the small files of a model's folder that go with its weights, by name, as generation_config.json."""
+    paths = [path for path in folder.iterdir() if path.suffix in SMALL_FILES and path.is_file()]
+    return {
+        path.name: path.read_bytes()
+        for path in paths
+        if path.stat().st_size <= MAX_SMALL_BYTES
+        and not path.name.startswith((".", "adapter_"))
+        and not path.name.endswith(".index.json")
+    }
 
 
 def gather(names: dict[Tensor, str], device: torch.device) -> dict[str, Tensor]:
