@@ -18,7 +18,7 @@ from asyncrl import extras
 from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.cluster.processes import freeze_garbage
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.engine.environments import Environments, start_environments, turn_ends
+from asyncrl.engine.environments import Environments, start_environments
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.in_flight import read_in_flight, settle
 from asyncrl.engine.proxy import LLMProxy
@@ -43,6 +43,7 @@ from asyncrl.messages import (
 )
 from asyncrl.records import Ticket, Trajectory
 from asyncrl.weights.models import load_tokenizer
+from asyncrl.weights.stop_tokens import stop_token_ids
 
 
 class RolloutWorker:
@@ -225,7 +226,7 @@ async def start_worker(
     """
     tokenizer = load_tokenizer(spec.model_path)
     start = time.monotonic()
-    proxy = await start_proxy(spec, turn_ends(spec, tokenizer))
+    proxy = await start_proxy(spec, stop_token_ids(spec.model_path, tokenizer))
     worker_class = RolloutWorker
     if spec.config.is_baseline:
         worker_class = extras.load("--scheduling").BaselineWorker

@@ -30,6 +30,11 @@ class Completion:
     """[P + R − 1, layers, k] uint8 or uint16, the experts of the prompt's P tokens and of all its own but the last.
     They are those of the engine's keys and values when it sampled the last token; None without --router-replay."""
 
+    @property
+    def text_tokens(self) -> list[int]:
+        """Token ids of the text that rewards and environments get: all but the stop token."""
+        return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
+
 
 @dataclass(frozen=True)
 class Ticket:

@@ -23,8 +23,8 @@ class Conversation:
     """The chat template of a tokenizer, as the two pieces that make up a conversation."""
 
     end_of_turn: int
-    """Id of the token that ends an assistant message. It is not always the tokenizer's eos, so generation must stop at
-    both. If the policy stopped at another token, or was cut, `reply` begins with this one."""
+    """Id of the token that ends an assistant message. If the policy stopped at another token, or was cut, `reply`
+    begins with this one."""
 
     def __init__(self, tokenizer) -> None:
         """Raises ValueError if the tokenizer has no chat template, or one that gives no fixed reply."""

@@ -18,7 +18,7 @@ from asyncrl.cluster.streams import keep_printing
 from asyncrl.engine.environments import Environment, Environments, Step, start_environments
 from asyncrl.engine.score import Failed
 from asyncrl.job.command_line import parse_config
-from asyncrl.records import Ticket
+from asyncrl.records import Completion, Ticket
 from extras.latency_law import LAWS_HINT, LatencyLaw
 from rollout import run_worker, start_worker
 from train_async import train
@@ -34,7 +34,7 @@ class Delayed:
     async def reset(self) -> list[int]:
         return await self.environment.reset()
 
-    async def step(self, tokens: list[int]) -> Step:
+    async def step(self, turn: Completion) -> Step:
         delay = self.law.draw(self._random)
         if delay.failure == "crash":
             raise Failed("simulated crash")
@@ -42,7 +42,7 @@ class Delayed:
             await asyncio.sleep(self.timeout_s)
             raise Failed(f"simulated latency: timed out after {self.timeout_s:g} s")
         await asyncio.sleep(delay.seconds)
-        return await self.environment.step(tokens)
+        return await self.environment.step(turn)
 
 
 def start_delayed(spec: WorkerSpec, tokenizer, law: LatencyLaw) -> Environments:

@@ -42,20 +42,25 @@ def save_tiny_family(family: str, path: str, **options) -> str:
     return path
 
 
-def save_byte_llama(path: str) -> str:
-    """Write a random Llama whose tokenizer knows every text, byte by byte, with a chat template."""
-    torch.manual_seed(0)
+def byte_tokenizer(*first: str, **options) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows every text, byte by byte, behind these first tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {word: i for i, word in enumerate(["<eos>", *alphabet])}
+    words = {word: i for i, word in enumerate([*first, *alphabet])}
     tokenizer = Tokenizer(models.BPE(words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
+def save_byte_llama(path: str) -> str:
+    """Write a random Llama whose tokenizer knows every text, byte by byte, with a chat template."""
+    torch.manual_seed(0)
+    fast = byte_tokenizer("<eos>", eos_token="<eos>")
     fast.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
     )
     fast.save_pretrained(path)
-    config = tiny_config("llama", vocab_size=len(words), eos_token_id=0, pad_token_id=None)
+    config = tiny_config("llama", vocab_size=len(fast), eos_token_id=0, pad_token_id=None)
     LlamaForCausalLM(config).save_pretrained(path)
     return path
 

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from asyncrl import extras
 from asyncrl.cluster.placement import WorkerSpec, available_cores
 from asyncrl.engine.reward_pool import RewardPool
-from asyncrl.records import Ticket
-from asyncrl.weights.models import stop_token_ids
+from asyncrl.records import Completion, Ticket
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Environment(Protocol):
         """Begin. Returns the prompt, token ids."""
         ...
 
-    async def step(self, tokens: list[int]) -> Step:
+    async def step(self, turn: Completion) -> Step:
         """Answer a turn of the policy."""
         ...
 
@@ -58,8 +57,8 @@ class SingleTurn:
     async def reset(self) -> list[int]:
         return list(self.ticket.prompt_tokens)
 
-    async def step(self, tokens: list[int]) -> Step:
-        response = self.tokenizer.decode(tokens, skip_special_tokens=True)
+    async def step(self, turn: Completion) -> Step:
+        response = self.tokenizer.decode(turn.text_tokens)
         reward, parts = await self.rewards.score(self.ticket.answer, response)
         return Step([], reward, ended=True, reward_parts=parts)
 
@@ -77,15 +76,3 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
     return Environments(
         lambda ticket, member: SingleTurn(ticket, tokenizer, rewards), rewards.close
     )
-
-
-def turn_ends(spec: WorkerSpec, tokenizer) -> list[int]:
-    """Tokens that end a turn of the policy: the model's own, and the one that ends its messages in a conversation.
-
-    Raises ValueError for a tokenizer that cannot hold a conversation, if the task is one.
-    """
-    ends = stop_token_ids(spec.model_path, tokenizer)
-    if spec.config.is_multi_turn:
-        conversation = extras.load("conversation").Conversation(tokenizer)
-        ends = sorted({*ends, conversation.end_of_turn})
-    return ends

@@ -98,7 +98,7 @@ class Episode:
             completion = await self.act(max_tokens - len(self._tokens))
             if completion.finish_reason == "aborted" or self.is_aborted:
                 return "aborted"
-            step = await self.environment.step(completion.tokens)
+            step = await self.environment.step(completion)
             self._times.append((*self._sampling_times, time.time()))
             self._reward = number_of(self._reward + step.reward, "the sum of rewards")
             self._reward_parts.update(step.reward_parts)

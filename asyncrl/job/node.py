@@ -52,6 +52,7 @@ from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.shm import ShmTransport
+from asyncrl.weights.stop_tokens import describe_stop_tokens
 from asyncrl.weights.transport import ParameterSpec, Transport
 
 # The policy imports transformers for seconds. It is imported once the workers are starting.
@@ -309,6 +310,9 @@ def start_leader(rank: Rank, worker_main: Callable) -> Leader:
     print(where + rank.placement.table(), flush=True)
     # What is wrong with options and data is said before anything is written or started.
     _check_model(rank.config, model_path, rank.device.type)
+    ends = describe_stop_tokens(model_path, load_tokenizer(model_path))
+    if cluster.is_first:
+        print(ends, flush=True)
     tickets = _make_tickets(rank.config, cluster, model_path)
     tickets.prompts.check(rank.config)
     restored = rank.resumed and controller_of(rank.resumed, model_path, cluster, rank.config)

@@ -137,16 +137,3 @@ def load_tokenizer(model_path: str):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
-
-
-def stop_token_ids(model_path: str, tokenizer) -> list[int]:
-    """Tokens that end a response: the tokenizer's end of sequence and those of the model's generation config."""
-    from transformers import GenerationConfig
-
-    ids = {tokenizer.eos_token_id}
-    try:
-        configured = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:  # a model without generation_config.json
-        configured = None
-    ids.update(configured if isinstance(configured, list) else [configured])
-    return sorted(ids - {None})

@@ -280,19 +280,16 @@ class AgentEpisode(Episode):
         self, call: Call, completion: Completion, hidden: int, request: ChatRequest | TextRequest
     ) -> dict:
         """Note what was sampled for a call, and return the answer to it."""
-        template = self._agents.template
-        said, _ = template.split_end(completion.tokens)
-        visible, text = template.decode_visible(said), call.said
+        text = call.said
         if hidden:
-            whole = template.decode(completion.tokens)
-            visible = text = text[: len(whole) - hidden]
+            text = text[: len(self._agents.template.decode(completion.tokens)) - hidden]
         usage = len(call.tokens), len(completion.tokens)
         model = request.model or self.config.model
         reason = completion.finish_reason
         if isinstance(request, TextRequest):
-            self.calls.answer(call, {"role": "assistant", "content": visible})
-            return text_response(model, visible, reason, usage)
-        message = self._agents.replies.read(text, visible, request)
+            self.calls.answer(call, {"role": "assistant", "content": text})
+            return text_response(model, text, reason, usage)
+        message = self._agents.replies.read(text, request)
         if message.get("tool_calls"):
             reason = "tool_calls"
         self.calls.answer(call, Message.model_validate(message).as_dict())

@@ -47,12 +47,12 @@ class Replies:
                 f"model's page names for vLLM, or leave {option} out"
             ) from None
 
-    def read(self, said: str, visible: str, request: ChatRequest) -> dict:
-        """Return the assistant's message. `said` has special tokens, which parsers look for, and `visible` has none.
+    def read(self, said: str, request: ChatRequest) -> dict:
+        """Return the assistant's message for sampled text, which has its special tokens, but for the stop token.
 
         What a parser cannot read is text: a policy may write anything.
         """
-        message = {"role": "assistant", "content": visible}
+        message = {"role": "assistant", "content": said}
         tools = request.given_tools
         if self._reasoning_parser is None and (self._tool_parser is None or not tools):
             return message

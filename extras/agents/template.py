@@ -48,10 +48,6 @@ class Template:
         """Return the text of tokens, special ones included."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def decode_visible(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens without the special ones."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
-
     def split_end(self, tokens: Sequence[int]) -> tuple[Sequence[int], str]:
         """Return the tokens of a response without the one that ended it, and the text of that one; it may have none."""
         if tokens and tokens[-1] in self._stop_token_ids:

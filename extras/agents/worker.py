@@ -3,9 +3,9 @@
 from asyncrl import user_code
 from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.config import Config
-from asyncrl.engine.environments import turn_ends
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.records import Ticket
+from asyncrl.weights.stop_tokens import stop_token_ids
 from extras.agents import verifiers_task
 from extras.agents.endpoint import Endpoint
 from extras.agents.episode import AgentEpisode, Agents
@@ -52,7 +52,7 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Agents:
     return Agents(
         agent,
         Endpoint(config),
-        Template(tokenizer, turn_ends(spec, tokenizer)),
+        Template(tokenizer, stop_token_ids(spec.model_path, tokenizer)),
         Replies(config, tokenizer),
         last_line_as_reward if isinstance(agent, Programs) else _as_it_is,
         rewards,

@@ -15,6 +15,7 @@ import numpy as np
 from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.engine.environments import Environments, Step
 from asyncrl.engine.score import Failed, brief, number_of, one_line
+from asyncrl.records import Completion
 from extras.conversation import Conversation
 from extras.environments.task import prepare_environment
 
@@ -43,9 +44,9 @@ class MultiTurn:
         )
         return self.pool.conversation.first(_text(observation))
 
-    async def step(self, tokens: list[int]) -> Step:
-        response = self.pool.tokenizer.decode(tokens, skip_special_tokens=True)
-        ended_turn = tokens[-1:] == [self.pool.conversation.end_of_turn]
+    async def step(self, turn: Completion) -> Step:
+        response = self.pool.tokenizer.decode(turn.text_tokens)
+        ended_turn = turn.tokens[-1:] == [self.pool.conversation.end_of_turn]
         step = await call_in_thread(self._step, response, ended_turn, timeout_s=self.pool.timeout_s)
         if step.ended:
             self.pool.idle.append(self.environment)

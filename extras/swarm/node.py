@@ -11,6 +11,7 @@ from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
 from asyncrl.records import Group
 from asyncrl.trainer.policy import Policy
+from asyncrl.weights.stop_tokens import stop_token_ids
 from extras.swarm.controller import SwarmController
 from extras.swarm.remote import SwarmWorkers
 from extras.swarm.swarm import listen
@@ -56,7 +57,8 @@ class SwarmNode:
 
     @functools.cached_property
     def _verifier(self) -> Verifier:
-        verifier = Verifier(self.config, self.cluster, self.tokenizer)
+        ends = stop_token_ids(self.model_path, self.tokenizer) if self.tokenizer else ()
+        verifier = Verifier(self.config, self.cluster, self.tokenizer, stop_tokens=ends)
         self.on_end.callback(verifier.close)
         return verifier
 

@@ -21,7 +21,7 @@ import hashlib
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -79,9 +79,21 @@ def allowed_distance(config: Config, dtype: torch.dtype) -> float:
 class Verifier:
     """Checks a share of the responses of joined hosts. Every trainer rank has one; a leader's has the responses."""
 
-    def __init__(self, config: Config, cluster: Cluster, tokenizer=None, *, key: bytes = b""):
-        """`key` decides which responses are checked; a random one by default, as hosts know the run's seed."""
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        tokenizer=None,
+        *,
+        stop_tokens: Collection[int] = (),
+        key: bytes = b"",
+    ):
+        """`key` decides which responses are checked; a random one by default, as hosts know the run's seed.
+
+        Tokenizer and stop tokens are those of the run's model, on leaders.
+        """
         self.config, self.cluster, self.tokenizer = config, cluster, tokenizer
+        self.stop_tokens = stop_tokens
         self.counts = Counter(
             verified=0, too_late=0, verify_failed=0, rewards_verified=0, rewards_unverified=0
         )
@@ -136,7 +148,9 @@ class Verifier:
                     *self._score_by, self.config.env_timeout_s, title="rewards verifier"
                 )
                 self._thread.start()
-            text = self.tokenizer.decode(t.tokens[t.loss_mask].tolist(), skip_special_tokens=True)
+            tokens = t.tokens[t.loss_mask].tolist()
+            # A host may lie about its end, so the finish reason is not asked.
+            text = self.tokenizer.decode(tokens[:-1] if tokens[-1] in self.stop_tokens else tokens)
             scoring = asyncio.run_coroutine_threadsafe(
                 self._pool.score(ticket.answer, text), self._loop
             )

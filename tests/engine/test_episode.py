@@ -211,6 +211,36 @@ def test_an_abort_ends_a_trajectory_before_its_first_turn_or_in_the_middle_of_a_
     assert trajectory.num_generated == num_turns * 2, "what was sampled is returned"
 
 
+SAID = [(("12<pad>", False), "12<pad>"), (("<pad>3<eos>", True), "<pad>3<eos>")]
+"""What is sampled, and whether it is cut, as in make_episode; and the text of it."""
+
+
+@pytest.mark.parametrize(("response", "text"), SAID)
+def test_rewards_and_environments_get_the_whole_text_but_for_the_token_that_stopped_it(
+    response, text
+):
+    """Special tokens stay, and so does the last token of a response that was cut."""
+    seen = []
+
+    async def score(answer, response):
+        seen.append(response)
+        return 0.0, {}
+
+    class Noting(Scripted):
+        def step(self, action):
+            seen.append(action)
+            return super().step(action)
+
+    single = SingleTurn(TICKET, TOKENIZER, SimpleNamespace(score=score))
+    pool = EnvironmentPool(lambda: Noting((FIRST, {}), stepped(terminated=True)), TOKENIZER, 5.0)
+    for environment in (single, MultiTurn(pool, 0)):
+        trajectory = asyncio.run(make_episode(environment, response).run(0))
+        generated = trajectory.tokens[trajectory.loss_mask].tolist()
+        whole = TOKENIZER.encode(response[0]) + [EOS] * (not response[1])
+        assert generated == whole, "the token that stopped it is trained"
+    assert [action.replace(" ", "") for action in seen if action] == [text, text]
+
+
 def test_a_task_of_one_turn_scores_the_whole_response():
     async def score(answer, response):
         return float((answer, response) == ("six", "12")), {"length": 1.0}

