@@ -16,9 +16,13 @@ from asyncrl.runlog.metrics import (
 from asyncrl.runlog.progress import Progress
 from asyncrl.runlog.samples import readable_samples
 from asyncrl.runlog.time_ledger import describe, seconds
+from asyncrl.weights.stop_tokens import describe_stop_tokens
 
 STEPS_WITHOUT_SIGNAL = 3
 """Steps from the first in which every group's rewards were equal, after which the run says so."""
+
+CUT_SHARE = 0.9
+"""Share of the first batch's responses that reach the length limit, from which on the run says so."""
 
 
 class StepLog:
@@ -81,6 +85,7 @@ class StepLog:
         num_new = metrics["tokens/generated"] - self.tokens_before
         metrics["rollout/tokens_per_s"] = num_new / metrics["time/step_s"]
         self.warn_of_equal_rewards(step, metrics)
+        self.warn_of_cut_responses(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
         for sample in readable_samples(
@@ -109,6 +114,20 @@ class StepLog:
             print(
                 f"warning: in {step} steps no group had unequal rewards (mean {metrics['reward/mean']:g}): nothing is "
                 f"learnt; look at the responses in {self.node.run.path}/samples.jsonl, and at --task and its reward",
+                flush=True,
+            )
+
+    def warn_of_cut_responses(self, step: int, metrics: dict[str, float]) -> None:
+        """Warn once if hardly a response of the first batch has ended, and say what ends one."""
+        config, share = self.node.config, metrics["response/cut"]
+        if step == 1 and share >= CUT_SHARE:
+            num_responses = config.groups_per_step * config.group_size
+            ends = describe_stop_tokens(self.node.model_path, self.node.tokenizer)
+            print(
+                f"warning: {round(share * num_responses)} of {num_responses} responses of the first batch reached "
+                f"--max-response-tokens {config.max_response_tokens}; {ends}; raise that limit, or, if "
+                f"{self.node.run.path}/samples.jsonl shows another end, add it to eos_token_id in the model's "
+                "generation_config.json",
                 flush=True,
             )
 

@@ -8,8 +8,10 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.job.step_log import StepLog
 from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.weights.models import load_tokenizer, resolve_model
 
 RUN = SimpleNamespace(path=Path("runs/one"))
+MODEL = resolve_model("tiny", "addition")
 
 
 @pytest.mark.parametrize(
@@ -36,3 +38,28 @@ def test_a_run_whose_groups_all_had_equal_rewards_says_once_that_it_learns_nothi
     if num_steps:
         assert f"in {num_steps} steps no group had unequal rewards" in text
         assert "runs/one/samples.jsonl" in text
+
+
+@pytest.mark.parametrize(
+    ("shares", "num_cut"), [([0.9, 0.0], 36), ([1.0, 1.0], 40), ([0.875, 1.0], 0)]
+)
+def test_a_run_whose_first_responses_hardly_end_says_once_what_ends_one(shares, num_cut, capsys):
+    config = Config(groups_per_step=10, group_size=4, max_response_tokens=17)
+    node = SimpleNamespace(
+        config=config,
+        clock=TrainerClock(),
+        run=RUN,
+        model_path=MODEL,
+        tokenizer=load_tokenizer(MODEL),
+    )
+    log = StepLog(node)
+    for step, share in enumerate(shares, start=1):
+        log.warn_of_cut_responses(step, {"response/cut": share})
+    text = capsys.readouterr().out
+    assert text.count("\n") == bool(num_cut)
+    if num_cut:
+        begin = f"warning: {num_cut} of 40 responses of the first batch reached --max-response-tokens 17; "
+        ends = (
+            "a response ends at '<eos>' (1: tokenizer, generation_config.json, config.json); raise"
+        )
+        assert text.startswith(begin + ends) and "runs/one/samples.jsonl" in text
