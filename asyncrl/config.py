@@ -209,8 +209,9 @@ class Config:
     """Responses sampled per prompt (G)."""
     async_ratio: Annotated[float, Meta(ge=0, le=1000)] = 1.0
     """At most ⌊(1 + async_ratio)·groups_per_step⌋ groups are outstanding (α, may be fractional; 0 is synchronous)."""
-    lr: Annotated[Positive, RESUME, HOST, REPLAY] = 1e-3
-    """Learning rate after warm-up."""
+    lr: Annotated[Positive | None, RESUME, HOST, REPLAY] = None
+    """Learning rate after warm-up. Unset takes the one that fits AdamW and the number of parameters: 1e-3 below 10
+    million, 4e-5 below 400 million, 1e-6 from there on, and 10 times that with lora_rank."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Seed of prompts, sampling and initialisation."""
     eval_every: Annotated[Count, RESUME, HOST] = 10
@@ -284,7 +285,7 @@ class Config:
     """Gradient norm above which the gradient is scaled down."""
     optimizer: Annotated[str, REPLAY] = "adamw"
     """`adamw`, `adam`, `sgd`, `rmsprop`, `adafactor`, or your own: FILE.py:NAME, a class of torch.optim.Optimizer, or a
-    function that makes one of parameter groups."""
+    function that makes one of parameter groups. All but the first two need lr."""
     lora_rank: Annotated[Count, REPLAY] = 0
     """Rank of adapters on all linear layers of the decoder, the only trained ones (LoRA, alpha = 2·rank); 0: none."""
     max_tokens_per_microbatch: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 16384

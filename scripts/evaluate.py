@@ -63,7 +63,7 @@ def sample(config: Config, num_samples: int) -> Evaluation:
     with start_rank(config) as rank, start_node(rank, run_worker) as node:
         problems = node.controller.tickets.prompts.eval_problems
         problems[:] = [problem for problem in problems for _ in range(num_samples)]
-        policy = load_policy(config, node.model_path, node.device, node.clock)
+        policy = load_policy(node.config, node.model_path, node.device, node.clock)
         publisher = node.make_publisher(policy)
         publisher.publish(node.first_version)
         node.controller.finish_evaluations()

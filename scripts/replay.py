@@ -124,8 +124,9 @@ def replay(recording: Recording, config: Config, evaluate: bool) -> None:
     """Run the whole replay; every trainer rank calls this."""
     from asyncrl.cluster.stacks import write_stacks_to
     from asyncrl.job.node import follow, open_records, start_node, start_rank
+    from asyncrl.trainer.optimizer import choose_lr
     from asyncrl.trainer.policy import load_policy
-    from asyncrl.weights.models import resolve_model
+    from asyncrl.weights.models import num_parameters, resolve_model
 
     with start_rank(config) as rank, ExitStack() as stack:
         if rank.cluster.num_nodes > 1:
@@ -140,6 +141,8 @@ def replay(recording: Recording, config: Config, evaluate: bool) -> None:
             node = stack.enter_context(start_node(rank, run_worker))
             run = node.run if rank.cluster.is_leader else None
         else:
+            config, _ = choose_lr(config, num_parameters(model_path))
+            rank = replace(rank, config=config)
             run = open_records(rank, model_path) if rank.cluster.is_leader else None
             shared = rank.cluster.broadcast_on_node(run and (run.config, run.path / "stacks.txt"))
             run_config, stacks_path = shared

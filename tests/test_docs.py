@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import tomllib
+from dataclasses import replace
 
 import pytest
 from cogapp import Cog
@@ -14,6 +15,7 @@ from test_extending import FILES
 
 from asyncrl.config import Config
 from asyncrl.job.command_line import check, read_options
+from asyncrl.trainer.optimizer import choose_lr
 
 PAGES = [ROOT / "README.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("extras/*/README.md")])]
 COMMANDS, COMMITS, CHANGES = (
@@ -22,6 +24,11 @@ COMMANDS, COMMITS, CHANGES = (
     ("dirty", "git_dirty", "git_diff"),
 )
 """Keys under which a record says how it was made. The cell of a grid has the options of its train_async.py."""
+SIZES = {
+    "tiny": [120_000], "data/tiny/guess_number": [120_000], "smollm2": [134_515_008],
+    "Qwen/Qwen3-8B-Base": [8_190_735_360], "PATH": [134_515_008, 8_190_735_360],
+}  # fmt: skip
+"""Parameters of the models that the pages name. PATH or FOLDER may have any number."""
 BESIDE_RUN_JSON = ("metrics.jsonl", "events.jsonl", "events.jsonl.gz", "samples.jsonl")
 
 
@@ -59,6 +66,11 @@ def test_every_job_that_the_pages_show_is_accepted(options, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"config": Config().as_dict()}))
     config = read_options(shlex.split(options.replace("runs/NAME", str(tmp_path)))).checked()
+    for size in SIZES.get(config.model.removesuffix("-tools"), SIZES["PATH"]):
+        fitting, _ = choose_lr(replace(config, lr=None, optimizer="adamw"), size)
+        chosen, line = choose_lr(config, size)
+        assert "warning" not in line
+        assert fitting.lr / 10 <= chosen.lr <= fitting.lr * 10
     if " my_" in options:
         check(config)
 

@@ -27,6 +27,10 @@ JOIN_TIMEOUT_S = 180.0
 """Longest wait for the ranks of all nodes. torchrun starts them together, so this is for their imports only."""
 
 
+DOWNLOAD_S = 86400.0
+"""Longest wait for the model of all nodes, which may have to be downloaded, seconds."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The place of this rank among those of all nodes. By default it is alone, and needs no process group."""
@@ -99,6 +103,22 @@ class Cluster:
                 "takes that long, raise --timeout-s, of which this is twice"
             ) from None
         return [pickle.loads(value) for value in values]
+
+    def wait_for_models(self) -> None:
+        """Wait until all nodes have their model; collective over ranks.
+
+        A signal interrupts the wait, which --timeout-s does not limit. Raises RuntimeError after DOWNLOAD_S.
+        """
+        if self.num_ranks == 1:
+            return
+        store = dist.PrefixStore("models", self.store)
+        gathering = Gathering(store, dist.get_rank(), self.num_ranks, DOWNLOAD_S, poll_s=0.1)
+        try:
+            gathering.gather(b"")
+        except TimeoutError as ranks:
+            raise RuntimeError(
+                f"timed out: ranks {ranks} wait for their model after {DOWNLOAD_S:g} s"
+            ) from None
 
     def max_over_ranks(self, counts: list[int]) -> list[int]:
         """The largest of each count on any rank of any node; collective over ranks."""

@@ -4,7 +4,6 @@ import time
 
 import torch.distributed as dist
 
-_POLL_S = 0.002
 _PIECE_BYTES = 4 << 20
 """The store refuses a value of more than 8 MiB."""
 
@@ -12,9 +11,17 @@ _PIECE_BYTES = 4 << 20
 class Gathering:
     """One of several members that exchange values."""
 
-    def __init__(self, store: dist.Store, member: int, num_members: int, timeout_s: float):
-        """`store` has nothing else in it; each member counts the rounds by itself."""
+    def __init__(
+        self,
+        store: dist.Store,
+        member: int,
+        num_members: int,
+        timeout_s: float,
+        poll_s: float = 0.002,
+    ):
+        """`store` has nothing else in it; each member counts the rounds by itself, and looks every `poll_s` seconds."""
         self.timeout_s = timeout_s
+        self._poll_s = poll_s
         self._store = store
         self._member, self._num_members = member, num_members
         self._round = 0
@@ -35,7 +42,7 @@ class Gathering:
             if time.monotonic() > deadline:
                 missing = [i for i, key in enumerate(keys) if not self._store.check([key])]
                 raise TimeoutError(", ".join(map(str, missing)))
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
         values = [self._read(key) for key in keys]
         # All members have come to this round, so all have read the one before.
         for key in read_keys:

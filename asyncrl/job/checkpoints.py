@@ -56,14 +56,7 @@ class Checkpoints:
             if node.cluster.is_leader:
                 node.run.cut_back()
         # The first copy makes host memory, which takes long. So it is made while the engines start.
-        state = training_state(policy)
-        self.writer.stager.stage(state)
-        if node.cluster.is_first and node.config.save_every is not None:
-            size_gb = sum(tensor.nbytes for tensor in self.writer.written(state)) / 1e9
-            print(
-                f"checkpoints: {size_gb:.2g} GB each, and the optimizer state; --keep-last N deletes older ones",
-                flush=True,
-            )
+        self.writer.stager.stage(training_state(policy))
         self._handlers: dict[int, Any] = {}
         self._asked_by = 0  # number of the signal that asks the run to stop
         # The last step that this start of the run has made.

@@ -38,6 +38,7 @@ from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Workers
 from asyncrl.engine.score import load_score
+from asyncrl.job.disk import check_room, checkpoint_bytes
 from asyncrl.job.probe import Probe
 from asyncrl.job.resume import controller_of, find_checkpoint, how_to_go_on
 from asyncrl.records import Group
@@ -47,9 +48,10 @@ from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.tasks import encode, task_of
 from asyncrl.trainer.advantage import choose_estimator
 from asyncrl.trainer.loss import choose_loss
+from asyncrl.trainer.optimizer import choose_lr
 from asyncrl.user_code import texts_of
 from asyncrl.weights.ipc import IpcTransport
-from asyncrl.weights.models import load_tokenizer, resolve_model
+from asyncrl.weights.models import load_tokenizer, num_parameters, resolve_model
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.stop_tokens import describe_stop_tokens
@@ -239,8 +241,12 @@ def start_node(rank: Rank, worker_main: Callable) -> Iterator[Leader | Follower]
     cluster = rank.cluster
     run = rank.config.resume and Path(rank.config.resume)
     try:
+        model_path = ""
         if cluster.is_leader:
-            node = start_leader(rank, worker_main)
+            model_path = resolve_model(rank.config.model, rank.config.task)
+        cluster.wait_for_models()
+        if cluster.is_leader:
+            node = start_leader(rank, model_path, worker_main)
             run = run or node.run.path
             stacks = node.run.path / "stacks.txt"
             cluster.broadcast_on_node((node.config, node.model_path, stacks))
@@ -298,11 +304,10 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
     return placement, torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
-def start_leader(rank: Rank, worker_main: Callable) -> Leader:
-    """Make a leader: resolve the model, open the records and start the node's rollout workers."""
+def start_leader(rank: Rank, model_path: str, worker_main: Callable) -> Leader:
+    """Make a leader: open the records and start the node's rollout workers."""
     cluster = rank.cluster
-    model_path = resolve_model(rank.config.model, rank.config.task)
-    rank = _fit_memory(rank, model_path)
+    rank = _fit_memory(_fit_model(rank, model_path), model_path)
     cores = extras.find("cores")
     if cores is not None:
         rank = replace(rank, placement=cores.claim_cores(rank.placement, rank.on_end))
@@ -335,6 +340,20 @@ def start_leader(rank: Rank, worker_main: Callable) -> Leader:
     )
     leader.launch()
     return leader
+
+
+def _fit_model(rank: Rank, model_path: str) -> Rank:
+    """Return the rank with a learning rate that fits the number of parameters, and look at the disk on rank 0.
+
+    Raises ValueError if there is no room for checkpoints.
+    """
+    size = num_parameters(model_path)
+    config, line = choose_lr(rank.config, size)
+    if rank.cluster.is_first:
+        print(line, flush=True)
+        sizes = checkpoint_bytes(config, size, rank.device.type)
+        print(check_room(config, sizes, rank.first_version), flush=True)
+    return replace(rank, config=config)
 
 
 def _fit_memory(rank: Rank, model_path: str) -> Rank:

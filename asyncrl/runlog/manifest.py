@@ -20,6 +20,8 @@ FORMAT = 5
 """Of checkpoints; those of another are not read."""
 PART, MANIFEST = "resume", "manifest.json"
 """Folder in a checkpoint of what only --resume needs, and the file there."""
+KEPT_TO_RESUME = 2
+"""Checkpoints that keep what --resume needs where all are kept."""
 
 
 @dataclass(frozen=True)

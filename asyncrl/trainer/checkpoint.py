@@ -36,6 +36,7 @@ from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster, on_first_rank
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.runlog.manifest import (
+    KEPT_TO_RESUME,
     PART,
     checkpoints_in,
     digest_of,
@@ -63,8 +64,6 @@ GENERATION_CONFIG = "generation_config.json"
 SMALL_FILES = ("", ".jinja", ".json", ".md", ".model", ".py", ".txt")
 MAX_SMALL_BYTES = 1 << 20
 """Suffixes and size of the files that a checkpoint copies from the model's folder. Weights and indices have others."""
-KEPT_TO_RESUME = 2
-"""Checkpoints that keep what --resume needs where all are kept."""
 VALUE_HEAD = "value_head.weight"
 """Name of the value head's weight, where there is one, which is none of the model's."""
 VALUES = "values"

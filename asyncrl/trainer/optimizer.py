@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,42 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 """Values of --optimizer that come with this code."""
 _NO_OPTIONS = ("lr", "fused", "foreach", "capturable", "differentiable", "maximize")
 """Arguments of torch's optimizers that --optim.args may not set: --lr does, or they say how torch computes."""
+
+FITTING_LRS = {10e6: 1e-3, 400e6: 4e-5, math.inf: 1e-6}
+"""Learning rates of Adam and AdamW, each for models of fewer parameters than its key.
+
+The first was measured with 0.12 million (docs/staleness.md), and the second with 135 million (results/smollm2). Twice
+the second made replies empty (results/environments/verifiers.toml). The third is the default of TRL's GRPOConfig."""
+LORA_FACTOR = 10
+"""Learning rate of adapters, over that of all weights: https://thinkingmachines.ai/blog/lora."""
+FAR = 10
+"""Factor by which a learning rate may be above the one that fits before a run warns."""
+
+
+def choose_lr(config: Config, num_parameters: int) -> tuple[Config, str]:
+    """Return the options with a learning rate for a model of `num_parameters`, and a line about it.
+
+    Adam and AdamW move each weight by about the learning rate, whatever the gradient. Others do not, so no learning
+    rate is known for them. Raises ValueError if one of them has none.
+    """
+    if config.optimizer not in ("adamw", "adam"):
+        if config.lr is None:
+            raise ValueError(
+                f"--optimizer {config.optimizer} needs --lr: its default is for adamw and adam; add --lr"
+            )
+        return config, f"lr: {config.lr:g}"
+    fitting = next(lr for limit, lr in FITTING_LRS.items() if num_parameters < limit)
+    if config.lora_rank:
+        fitting *= LORA_FACTOR
+    size = f"{num_parameters:,} parameters{' below adapters' * (config.lora_rank > 0)}"
+    if config.lr is None:
+        return replace(config, lr=fitting), f"lr: {fitting:g}, the default for {size}"
+    if config.lr > FAR * fitting * (1 + 1e-9):
+        return config, (
+            f"warning: --lr {config.lr:g} is {config.lr / fitting:.0f} times {fitting:g}, which fits {size}; the "
+            "model may forget all it knows within a few steps; leave --lr out, or lower it"
+        )
+    return config, f"lr: {config.lr:g}"
 
 
 def learning_rate(
@@ -152,13 +189,15 @@ def _in_bfloat16(parameter: DTensor) -> Tensor:
 def try_optimizer(config: Config) -> None:
     """Make one update of a small matrix. Raises ValueError, in one line, if that fails, or saving the state does."""
     matrix = nn.Parameter(torch.ones(2, 2))
-    optimizer = make_optimizer(config, [{"params": [matrix], "lr": config.lr}])
+    given = replace(config, lr=config.lr or 1.0)
+    optimizer = make_optimizer(given, [{"params": [matrix], "lr": given.lr}])
     state = OptimizerState(optimizer, {matrix: "matrix"})
     matrix.grad = torch.ones(2, 2)
     with user_code.blamed(config.optimizer, "--optimizer"):
         optimizer.step()
         state.tensors()
         json.dumps(state.values())
+    choose_lr(config, matrix.numel())
 
 
 def _check_is_shared(name: str, tensor: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ SMOLLM2 = ROOT / ".cache" / "smollm2"
 """Where scripts/get_smollm2.py puts the model on first use, wherever a run is started from."""
 MADE_HERE = ("tiny", "smollm2")
 
+_INDEX = "model.safetensors.index.json"
 _ALLOWED = "give a folder with config.json and *.safetensors, or a Hugging Face name such as Qwen/Qwen3-8B-Base"
 
 
@@ -61,17 +64,31 @@ def _smollm2() -> Path:
     return SMOLLM2
 
 
-def _snapshot(model: str) -> str:
-    """The local folder of a Hugging Face name, downloaded if it is not cached."""
+def cached_folder(model: str) -> str:
+    """Return the snapshot of a Hugging Face name in the hub's cache. Raises ValueError unless a whole one is there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return snapshot_download(model, local_files_only=True)
+        folder = snapshot_download(model, local_files_only=True)
+    except LocalEntryNotFoundError:
+        raise ValueError(f"--model {model}: no such folder, not cached") from None
+    # a part is left by whoever has read the config alone, or was interrupted
+    _check_is_whole(model, folder)
+    return folder
+
+
+def _snapshot(model: str) -> str:
+    """The local folder of a Hugging Face name, downloaded if it is not cached as a whole."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return cached_folder(model)
     except HFValidationError:
         raise ValueError(f"--model {model}: no such folder; {_ALLOWED}") from None
-    except LocalEntryNotFoundError:
-        pass
+    except ValueError as error:
+        lacks = str(error)
     try:
         return snapshot_download(
             model, etag_timeout=10, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]
@@ -79,33 +96,69 @@ def _snapshot(model: str) -> str:
     except OSError as error:
         # all of the hub's own errors are OSErrors: offline, unreachable, not found, gated
         reason = str(error).strip().split("\n")[0]
-        what = (
-            f"no such folder, not cached, and the hub says: {reason}; {_ALLOWED}, tiny or smollm2"
-        )
-        raise ValueError(f"--model {model}: {what}{nearest(model, MADE_HERE)}") from None
+        what = f"{lacks}, and the hub says: {reason}; {_ALLOWED}, tiny or smollm2"
+        raise ValueError(f"{what}{nearest(model, MADE_HERE)}") from None
+
+
+def weight_files(folder: str) -> list[str]:
+    """Return the names of the files that a model's weights are in, whether they are there or not; empty if unknown."""
+    names = sorted(os.listdir(folder))
+    weights = [name for name in names if name.endswith(".safetensors")]
+    if "model.safetensors" in names:  # transformers looks for it first
+        return ["model.safetensors"]
+    if _INDEX in names:
+        with open(os.path.join(folder, _INDEX), encoding="utf-8") as file:
+            return sorted(set(json.load(file)["weight_map"].values()))
+    if any(re.search(r"-of-\d+\.", name) for name in weights):
+        return [_INDEX]
+    return weights
+
+
+def num_parameters(folder: str) -> int:
+    """Return how many weights the files of a model have. Nothing but their headers is read."""
+    from safetensors import safe_open
+
+    count = 0
+    for name in weight_files(folder):
+        with safe_open(os.path.join(folder, name), "np") as tensors:
+            shapes = [tensors.get_slice(key).get_shape() for key in tensors.keys()]  # noqa: SIM118
+        count += sum(map(math.prod, shapes))
+    return count
 
 
 def _check_folder(model: str, folder: str) -> None:
     """Raise ValueError for a folder that would fail only after a minute, or in the middle of a library."""
     from safetensors import SafetensorError, safe_open
 
-    names = sorted(os.listdir(folder))
+    _check_is_whole(model, folder)
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(file, "np"):
+                pass  # opening reads the header, which has the length of the file
+        except SafetensorError as error:
+            raise ValueError(
+                f"--model {model}: {file.name} is cut off or broken ({error}); fetch it again"
+            ) from None
+    _check_needs_no_code(model, folder)
+
+
+def _check_is_whole(model: str, folder: str) -> None:
+    """Raise ValueError for a folder that lacks config, weights or tokenizer, or a part of the weights."""
+    names = os.listdir(folder)
     if "config.json" not in names:
         raise ValueError(f"--model {model}: its folder has no config.json; {_ALLOWED}")
-    weights = [name for name in names if name.endswith(".safetensors")]
+    weights = weight_files(folder)
     if not weights:
         raise ValueError(
             f"--model {model}: its folder has no *.safetensors, and weights of other formats are not read, as a "
             "pickle can run code; convert them with save_pretrained of transformers"
         )
-    for name in weights:
-        try:
-            with safe_open(os.path.join(folder, name), "np"):
-                pass  # opening reads the header, which has the length of the file
-        except SafetensorError as error:
-            raise ValueError(
-                f"--model {model}: {name} is cut off or broken ({error}); fetch it again"
-            ) from None
+    missing = [name for name in weights if not os.path.isfile(os.path.join(folder, name))]
+    if missing:
+        raise ValueError(
+            f"--model {model}: its folder lacks {missing[0]}, and {len(missing) - 1} more of its files of weights; "
+            "fetch the model again"
+        )
     if not any(
         name.startswith(("tokenizer.", "vocab.", "tekken."))
         or name.endswith((".model", ".tiktoken"))
@@ -114,7 +167,6 @@ def _check_folder(model: str, folder: str) -> None:
         raise ValueError(
             f"--model {model}: its folder has no tokenizer (tokenizer.json or the like); put it there"
         )
-    _check_needs_no_code(model, folder)
 
 
 def _check_needs_no_code(model: str, folder: str) -> None:

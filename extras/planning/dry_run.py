@@ -1,42 +1,44 @@
 """What a run would do on GPUs that are not here: it is placed and its memory planned as a run's, its step predicted by
 the planner's arithmetic (extras/planning/README.md). Nothing is started, and of the model its config.json is enough."""
 
+import math
 import os
 import re
+import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from asyncrl.cluster.cluster import check_shares
 from asyncrl.cluster.gpus import visible_gpus
-from asyncrl.cluster.placement import available_cores, place
+from asyncrl.cluster.placement import Placement, available_cores, place
 from asyncrl.config import Config, nearest
-from asyncrl.weights.models import MADE_HERE, resolve_model
+from asyncrl.job.disk import bytes_after, checkpoint_bytes, num_checkpoints, shown_bytes
+from asyncrl.trainer.optimizer import choose_lr
+from asyncrl.weights.models import MADE_HERE, cached_folder, resolve_model
 from extras.planning import planner
 from extras.planning.fit import first_that_fits, plan_memory
 from extras.planning.memory import Sharing, ways_to_fit
+from extras.planning.plan import options_of, torchrun
 from extras.planning.planner import Cluster, Job, Lengths, Plan, Pool
-from extras.planning.shape import read_shape
+from extras.planning.shape import ModelShape, read_shape
 
 BETWEEN_MACHINES, WORTH_A_CHANGE = 25.0, 1.1
 """GB/s one way that a link between machines is taken for, InfiniBand of 200 Gbit/s; and by which factor a split of the
 GPUs must be predicted to be faster to be recommended."""
 
 
-def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
+def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
     """Lines that say what the run would do on `gpus`, as in 8xH100 or 2x8xH100, or on those of this machine, with
     torchrun's --nproc-per-node, or the best number, of trainer ranks on each machine.
 
     Raises ValueError, in one line, for GPUs that are not known, and for a model that does not fit.
     """
     pool = read_pool(gpus)
-    shape = read_shape(
-        resolve_model(config.model, config.task) if config.model in MADE_HERE else config.model
-    )
-    job = Job(
-        config,
-        shape,
-        Lengths.lognormal(config.max_prompt_tokens, config.max_response_tokens / 4, 0.8, config),
-    )
+    is_made_here = given.model in MADE_HERE
+    shape = read_shape(resolve_model(given.model, given.task) if is_made_here else given.model)
+    lengths = Lengths.lognormal(given.max_prompt_tokens, given.max_response_tokens / 4, 0.8, given)
+    job = Job(given, shape, lengths)
     cluster = Cluster((pool,), BETWEEN_MACHINES, BETWEEN_MACHINES)
     best = planner.plan(job, cluster)[0]
     per_machine = int(
@@ -46,38 +48,84 @@ def dry_run(config: Config, gpus: str | None) -> Iterator[str]:
         raise ValueError(
             f"--gpus {gpus}: for several machines use torchrun --nproc-per-node N, or scripts/plan.py"
         )
-    placed = place(config, pool.gpus, available_cores(), per_machine)
-    ways, num_ranks = ways_to_fit(config), per_machine * pool.count
-    check_shares(config, pool.count, num_ranks)
-    fits = (
-        placed,
-        shape,
-        [pool.device] * pool.gpus,
-        Sharing(num_ranks, num_ranks // config.replicas),
-    )
-    config = ways[first_that_fits(ways, *fits)]
-    placement, arithmetic = plan_memory(config, *fits)
+    config, placement, arithmetic = _fit(given, pool, shape, per_machine)
     yield f"dry run on {pool.count} × {pool.gpus} {pool.name}: nothing is started"
     yield f"{placement.table()}\n{arithmetic}"
-    saved = " ".join(["--save-memory", *config.save_memory, "--max-tokens-per-microbatch"])
-    yield f"so: {saved} {config.max_tokens_per_microbatch}, weights by {placement.transport}"
-    if not placement.workers:
-        return
-    now = planner.of_placement(replace(job, config=config), cluster, placement)
-    yield from _describe_step(now, best, pool, job.lengths)
+    tokens = config.max_tokens_per_microbatch
+    saved = f"nothing to save: fits with micro-batches of {tokens} tokens"
+    if config.save_memory:
+        saved = (
+            f"so: --save-memory {' '.join(config.save_memory)} --max-tokens-per-microbatch {tokens}"
+        )
+    yield f"{saved}, weights by {placement.transport}"
+    yield choose_lr(config, shape.num_parameters)[1]
+    yield _describe_staleness(config)
+    yield _describe_disk(config, shape.num_parameters)
+    if placement.workers:
+        now = planner.of_placement(replace(job, config=config), cluster, placement)
+        yield from _describe_step(now, best, pool, job)
+    words = shlex.join([*torchrun(pool.count, per_machine), *options_of(given)])
+    yield f"to start it, without --dry-run: {words}"
 
 
-def _describe_step(now: Plan, best: Plan, pool: Pool, lengths: Lengths) -> Iterator[str]:
-    """Lines that say how long a step takes as placed `now`, and how the `best` plan differs if it is much faster."""
+def _fit(
+    given: Config, pool: Pool, shape: ModelShape, per_machine: int
+) -> tuple[Config, Placement, str]:
+    """Return the options and the placement of a machine of a pool that fit its memory, and the arithmetic."""
+    placed = place(given, pool.gpus, available_cores(), per_machine)
+    ways, num_ranks = ways_to_fit(given), per_machine * pool.count
+    check_shares(given, pool.count, num_ranks)
+    sharing = Sharing(num_ranks, num_ranks // given.replicas)
+    fits = (placed, shape, [pool.device] * pool.gpus, sharing)
+    config = ways[first_that_fits(ways, *fits)]
+    return config, *plan_memory(config, *fits)
+
+
+def _describe_staleness(config: Config) -> str:
+    """Return a line on how old a trained token may be."""
+    if config.stale_policy == "gate":
+        return "staleness: no bound for a token, as --stale-policy gate bounds the mean only"
+    parts = {
+        "⌈α⌉": math.ceil(config.async_ratio - 1e-9),
+        "--publish-delay": config.publish_delay,
+        "--swarm.refresh-lag": config.swarm.refresh_lag,
+    }
+    parts["resumes of a partial rollout"] = config.max_staleness - sum(parts.values())
+    terms = " + ".join(f"{name} {steps}" for name, steps in parts.items() if steps)
+    return f"staleness: no trained token is older than {config.max_staleness} steps = {terms or 0}"
+
+
+def _describe_disk(config: Config, num_parameters: int) -> str:
+    """Return a line on the bytes that the run's checkpoints need, and those of a model that is to be downloaded."""
+    sizes = checkpoint_bytes(config, num_parameters, "cuda")
+    num_saved = num_checkpoints(config)
+    line = (
+        f"disk: checkpoints of {shown_bytes(sum(sizes))}, {num_saved} in all; at most "
+        f"{shown_bytes(bytes_after(config, num_saved, sizes))} at a time"
+    )
+    if config.model in MADE_HERE or os.path.isdir(config.model):
+        return line
+    with suppress(ValueError):
+        cached_folder(config.model)
+        return line
+    return f"{line}; about {shown_bytes(2 * num_parameters)} of --model are to be downloaded"
+
+
+def _describe_step(now: Plan, best: Plan, pool: Pool, job: Job) -> Iterator[str]:
+    """Lines that say how long steps take as placed `now`, and how the `best` plan differs if it is much faster."""
     split = now.split
     alpha = split.alpha
+    lengths = job.lengths
     yield (
         f"step: about {now.step_s:.1f} s; training {split.training_s:.1f}, sampling {now.generation_s:.1f}, weights "
-        f"{split.update_s:.1f} s, {'one after the other' if alpha == 0 else f'which overlap at α = {alpha:g}'}"
+        f"{split.update_s:.2g} s, {'one after the other' if alpha == 0 else f'which overlap at α = {alpha:g}'}"
     )
+    num_steps = job.config.steps
+    yield f"{num_steps} steps: about {num_steps * now.step_s / 3600:.2g} hours, without evaluations and checkpoints"
     yield (
-        f"predicted with mfu {pool.mfu:g}, {pool.hbm_efficiency:.0%} of memory's bandwidth, prompts of "
-        f"{lengths.prompt:.0f} tokens and responses of {lengths.response:.0f} on average; nothing was measured"
+        f"predicted with mfu {planner.reached_mfu(split.job, split.training):.2g}, {pool.hbm_efficiency:.0%} of "
+        f"memory's bandwidth, prompts of {lengths.prompt:.0f} tokens and responses of {lengths.response:.0f} on "
+        "average; nothing was measured"
     )
     if now.step_s > WORTH_A_CHANGE * best.step_s and pool.count == 1:
         to_sample = " + ".join(f"{count} engines of {e.tp} GPUs" for _, e, count in best.engines)

@@ -395,6 +395,7 @@ def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing)
         f"  trainer rank 0, in a step: {_listed(step)}",
     ]
     needed, error = total([*resident, *step]), 0.0 if sharing.is_strict else ERROR
+    lines.append(f"  together: {needed / GIB:.2f} of {available_bytes(gpu) / GIB:.2f} GiB")
     if (short := max(total(resident), needed / (1 + error)) - available_bytes(gpu)) > 0:
         raise ValueError(_refusal(config, gpu, lines, short))
     if needed > available_bytes(gpu):

@@ -56,15 +56,20 @@ def options_of(config: Config) -> list[str]:
     return words
 
 
+def torchrun(machines: int, gpus: int) -> list[str]:
+    """Return the words that start trainer ranks on each of some machines."""
+    words = ["torchrun", "--nproc-per-node", str(gpus)]
+    if machines > 1:
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", RENDEZVOUS, "--rdzv-id", "plan"]
+        words += ["--nnodes", str(machines), *rendezvous]
+    return [*words, "train_async.py"]
+
+
 def commands(plan: Plan) -> list[dict[str, str]]:
     """The command of every machine, those that have the same together."""
     training = plan.split.training
     config = planned_config(plan)
-    torchrun = ["torchrun", "--nproc-per-node", str(training.gpus)]
-    if training.machines > 1:
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", RENDEZVOUS, "--rdzv-id", "plan"]
-        torchrun += ["--nnodes", str(training.machines), *rendezvous]
-    trains = shlex.join([*torchrun, "train_async.py", *options_of(config)])
+    trains = shlex.join([*torchrun(training.machines, training.gpus), *options_of(config)])
     shared = _visible(1, training.pool.gpus) if plan.split.colocate else ""
     lines = [(training.pool, training.machines, shared + trains)]
     for site, engine, count in plan.engines:

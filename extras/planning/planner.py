@@ -260,9 +260,14 @@ def compute_s(job: Job, t: Training) -> float:
     in_layers = shape.num_layers * shape.layer_parameters - shape.idle_parameters
     used = in_layers * job.read_tokens + shape.vocab_size * shape.hidden_size * job.tokens
     passes = num_passes(job, t) - (config.lora_rank > 0)
-    tokens = min(t.microbatch, job.read_tokens / (t.ranks * config.minibatches))
-    reached = t.pool.flops_per_s * (SHORT_MFU if tokens < SHORT_TOKENS else 1)
+    reached = t.pool.tflops * 1e12 * reached_mfu(job, t)
     return passes * 2 * (used + squares) / (t.ranks * reached)
+
+
+def reached_mfu(job: Job, t: Training) -> float:
+    """Share of the data sheet's FLOP/s that matrix products of the trainer reach, which is less in short passes."""
+    tokens = min(t.microbatch, job.read_tokens / (t.ranks * job.config.minibatches))
+    return t.pool.mfu * (SHORT_MFU if tokens < SHORT_TOKENS else 1)
 
 
 def num_passes(job: Job, t: Training) -> int:

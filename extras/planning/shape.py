@@ -1,8 +1,10 @@
 """The shape of a causal LM, from its config.json: nothing is loaded."""
 
 import itertools
+import os
 import re
 import statistics
+import tempfile
 from dataclasses import dataclass
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
@@ -47,24 +49,43 @@ class ModelShape:
         return self.num_parameters - self.expert_parameters * (1 - self.expert_share) ** tokens
 
 
+def read_text_config(model: str):
+    """Return transformers' config of the text part of a model, of a folder or of a Hugging Face name.
+
+    The cache of the hub stays as it is: a part of a snapshot, or another revision, would change what the next run
+    finds there. Raises ValueError, in one line, if no config can be had.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from transformers import AutoConfig
+
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            folder = model
+            if not os.path.isdir(model):
+                file = try_to_load_from_cache(model, "config.json")
+                if not isinstance(file, str):
+                    file = hf_hub_download(model, "config.json", cache_dir=cache, etag_timeout=10)
+                folder = os.path.dirname(file)
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+        except (OSError, ValueError) as error:  # all of the hub's own errors are one of both
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"--model {model}: neither a folder with a config.json nor to be had: {reason}"
+            ) from None
+
+
 def read_shape(model_path: str) -> ModelShape:
     """Read the shape of the model in a folder, or of a Hugging Face name, built from its config on no device.
 
     Raises ValueError, in one line, if no config can be had.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from asyncrl.trainer.attention import head_sizes
     from asyncrl.trainer.model import as_in_files, named_persistent_buffers
 
-    try:
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
-    except OSError as error:  # all of the hub's own errors are
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"--model {model_path}: neither a folder with a config.json nor to be had: {reason}"
-        ) from None
+    config = read_text_config(model_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}

@@ -22,6 +22,7 @@ from asyncrl.job.node import Leader, Rank, start_leader
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.weights.ipc import IpcTransport
+from asyncrl.weights.models import resolve_model
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec
 from scripts.bench.workloads import NO_LEARNING
@@ -80,7 +81,7 @@ def running(
 
     `folder` is made, for records and logs.
     """
-    endless = {"lr": NO_LEARNING, "steps": 10**9, "eval_every": 0}
+    endless = {"lr": NO_LEARNING, "steps": 10**9, "eval_every": 0, "save_every": None}
     config = replace(config, **endless, runs_dir=str(folder.parent), run_name=folder.name)
     cluster, clock, here = Cluster(), TrainerClock(), torch.device(device)
     placement = place(config, int(here.type == "cuda"), available_cores(), 1)
@@ -88,7 +89,7 @@ def running(
     with ExitStack() as on_end:
         rank = Rank(config, cluster, placement, here, clock, on_end, watch, None)
         with quiet():
-            node = start_leader(rank, worker_main)
+            node = start_leader(rank, resolve_model(config.model, config.task), worker_main)
         torch.set_num_threads(node.placement.trainer_threads)
         yield node
 

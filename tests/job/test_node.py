@@ -1,18 +1,24 @@
 """Which parts a node is made of."""
 
+import datetime
+import time
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from tiny_policy import VOCAB, save_tiny_family, save_tiny_model
 from transformers import AutoTokenizer, Qwen3Config
 from user_files import write_jsonl
 
-from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
 from asyncrl.cluster.placement import Placement, WorkerPlacement, place
 from asyncrl.config import Config
-from asyncrl.job.node import Rank, _check_model, _make_tickets, start_leader
+from asyncrl.job import node
+from asyncrl.job.node import Rank, _check_model, _make_tickets, start_leader, start_node
 from asyncrl.weights.models import resolve_model
 
 
@@ -102,5 +108,42 @@ def test_prompts_that_do_not_fit_end_a_run_before_anything_is_written_or_started
     line = "has 9 tokens, --max-prompt-tokens is 4; raise it to at least 9"
     with ExitStack() as on_end, pytest.raises(ValueError, match=line):
         surroundings = place(config, 0, 2, 1), torch.device("cpu"), None, on_end, None, None
-        start_leader(Rank(config, Cluster(), *surroundings), worker_main=None)
+        rank = Rank(config, Cluster(), *surroundings)
+        start_leader(rank, resolve_model("tiny", "jsonl"), worker_main=None)
     assert not (tmp_path / "runs").exists()
+
+
+LIMIT_S = 3.0
+"""Longest wait in a collective, and less than the download of a model takes, seconds."""
+
+
+def wait_for_a_download(rank: int, folder: str, nodes: list[int]) -> None:
+    """Start a rank of these nodes whose leaders need longer for the model than a collective may last."""
+
+    def resolve_model(model, task):
+        time.sleep(LIMIT_S * (1.5 + nodes[rank]) if nodes[rank] == nodes[-1] else 0)
+        return folder
+
+    def start_leader(rank, model_path, worker_main):
+        run = SimpleNamespace(path=Path(folder))
+        return SimpleNamespace(
+            config=rank.config, model_path=model_path, run=run, use_device=lambda: None
+        )
+
+    node.resolve_model, node.start_leader = resolve_model, start_leader
+    store = dist.FileStore(f"{folder}/store", len(nodes))
+    peers = [Peer(number, f"host{number}") for number in nodes]
+    limit = datetime.timedelta(seconds=LIMIT_S)
+    cluster = form_cluster(peers, rank, store, "gloo", limit)
+    surroundings = (None, torch.device("cpu"), None, ExitStack(), None, None)
+    with start_node(Rank(Config(), cluster, *surroundings), None) as started:
+        assert started.model_path == folder
+        assert cluster.gather(0) == [0] * (cluster.num_nodes if cluster.is_leader else 1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1]], ids=["one node", "two nodes"])
+def test_ranks_wait_for_a_download_however_long_it_takes(nodes, tmp_path):
+    (tmp_path / "stacks.txt").touch()
+    assert run_ranks(wait_for_a_download, len(nodes), str(tmp_path), nodes) == [0] * len(nodes)

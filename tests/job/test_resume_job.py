@@ -85,7 +85,12 @@ def test_with_alpha_0_a_run_that_is_stopped_killed_and_out_of_time_is_the_unbrok
     folders = [tmp_path / "unbroken", tmp_path / "broken"]
     optimizer = tmp_path / "my_optimizer.py"
     optimizer.write_text(USER_OPTIMIZER)
-    options = {"async_ratio": 0, "advantage": "gae", "optimizer": f"{optimizer}:SignMomentum"}
+    options = {
+        "async_ratio": 0,
+        "advantage": "gae",
+        "optimizer": f"{optimizer}:SignMomentum",
+        "lr": 1e-3,
+    }
     unbroken, job = (start(folder, steps=24, **options) for folder in folders)
     for run in (unbroken, job):
         run.wait_until(lambda run=run: "user code: " in run.output())

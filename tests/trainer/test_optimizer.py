@@ -7,7 +7,7 @@ from tiny_policy import load, make_config, random_sequences
 from user_files import write_user_code
 
 from asyncrl.config import Config, OptimOptions
-from asyncrl.trainer.optimizer import learning_rate, make_optimizer, try_optimizer
+from asyncrl.trainer.optimizer import choose_lr, learning_rate, make_optimizer, try_optimizer
 
 SHARES = np.arange(1, 9) / 8
 """Of the updates after warm-up, how many are made."""
@@ -47,6 +47,40 @@ def test_each_optimizer_gets_its_options_by_the_names_of_its_signature(optimizer
     try_optimizer(config)
     groups = [{"params": [torch.ones(2, 2, requires_grad=True)], "lr": 0.25}]
     assert (expected | {"lr": 0.25}).items() <= make_optimizer(config, groups).defaults.items()
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "options", "lr", "is_far"),
+    [
+        (120_000, {}, 1e-3, False),
+        (134_515_008, {}, 4e-5, False),
+        (10**9, {}, 1e-6, False),
+        (8_190_735_360, {}, 1e-6, False),
+        (8_190_735_360, {"optimizer": "adam"}, 1e-6, False),
+        (8_190_735_360, {"lora_rank": 8}, 1e-5, False),
+        (8_190_735_360, {"lr": 1e-5}, 1e-5, False),
+        (8_190_735_360, {"lr": 1.1e-5}, 1.1e-5, True),
+        (8_190_735_360, {"lr": 1e-4, "lora_rank": 8}, 1e-4, False),
+        (8_190_735_360, {"lr": 1e-3, "lora_rank": 8}, 1e-3, True),
+        (8_190_735_360, {"lr": 1e-3, "optimizer": "adam"}, 1e-3, True),
+        (8_190_735_360, {"lr": 1.0, "optimizer": "sgd"}, 1.0, False),
+        (134_515_008, {"lr": 1e-3}, 1e-3, True),
+        (134_515_008, {"lr": 1e-9}, 1e-9, False),
+        (120_000, {"lr": 0.01}, 0.01, False),
+    ],
+)
+def test_the_learning_rate_fits_the_number_of_parameters(num_parameters, options, lr, is_far):
+    config, line = choose_lr(Config(**options), num_parameters)
+    assert config.lr == pytest.approx(lr)
+    assert line.startswith("warning: --lr" if is_far else f"lr: {lr:g}")
+    assert ("the default for" in line) == ("lr" not in options)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", "adafactor"])
+def test_an_optimizer_whose_updates_are_of_another_size_needs_a_learning_rate(optimizer):
+    try_optimizer(Config(optimizer=optimizer, lr=1.0))
+    with pytest.raises(ValueError, match=f"^--optimizer {optimizer} needs --lr: .*add --lr$"):
+        try_optimizer(Config(optimizer=optimizer))
 
 
 HALVED = """

@@ -8,7 +8,10 @@ import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.numpy import save_file
 from tiny_policy import save_tiny_model
 
 from asyncrl.trainer.families import read_config
@@ -32,6 +35,13 @@ def cut_weights(folder):
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
+def one_shard_of_two(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    index = {"weight_map": dict(enumerate(names))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def no_tokenizer(folder):
     for path in folder.glob("tokenizer*"):
         path.unlink()
@@ -47,6 +57,7 @@ def its_own_code(folder):
         (lambda folder: (folder / "config.json").unlink(), "its folder has no config.json"),
         (only_a_pickle, "no *.safetensors, and weights of other formats are not read"),
         (cut_weights, "model.safetensors is cut off or broken"),
+        (one_shard_of_two, "its folder lacks model-00002-of-00002.safetensors, and 0 more"),
         (no_tokenizer, "no tokenizer (tokenizer.json or the like)"),
         (its_own_code, "it brings its own code (auto_map in config.json), which is not run here"),
     ],
@@ -61,6 +72,80 @@ def test_a_model_that_cannot_be_used_is_refused_in_one_line_that_says_what_to_do
         resolve_model(folder, "addition")
     line = str(caught.value)
     assert message in line and folder in line and "\n" not in line
+
+
+# Names of the hub
+
+HUB_FILES = ("config.json", "tokenizer.json", "model.safetensors.index.json")
+SHARDS = tuple(f"model-{number:05}-of-00005.safetensors" for number in range(1, 6))
+
+
+def put_parts(folder, names):
+    """Write files of a model of five shards to a folder; each shard has ten weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    index = {"weight_map": {f"weight_{shard}": shard for shard in SHARDS}}
+    for name in names:
+        text = json.dumps(index if "index" in name else {"model_type": "qwen3"})
+        (folder / name).write_text(text)
+        if name in SHARDS:
+            save_file({f"weight_{name}": np.ones((2, 5), np.float32)}, folder / name)
+
+
+@pytest.mark.parametrize(
+    ("cached", "is_whole"),
+    [
+        ((), False),
+        (HUB_FILES[:1], False),
+        (HUB_FILES, False),
+        ((*HUB_FILES, SHARDS[0]), False),
+        ((*HUB_FILES[:2], *SHARDS), False),
+        ((*HUB_FILES[::2], *SHARDS), False),
+        ((*HUB_FILES[:2], "model.safetensors"), True),
+        ((*HUB_FILES, *SHARDS), True),
+    ],
+    ids=[
+        "nothing",
+        "config",
+        "index",
+        "one of five",
+        "no index",
+        "no tokenizer",
+        "one file",
+        "all",
+    ],
+)
+def test_what_is_cached_in_part_is_downloaded(cached, is_whole, tmp_path, monkeypatch):
+    """Somebody has read the config alone, or a download was interrupted."""
+    calls = []
+
+    def snapshot_download(name, local_files_only=False, **options):
+        calls.append(local_files_only)
+        if not local_files_only:
+            put_parts(tmp_path / "snapshot", (*HUB_FILES, *SHARDS))
+        elif not cached:
+            raise LocalEntryNotFoundError("nothing is cached")
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    put_parts(tmp_path / "snapshot", cached)
+    if "model.safetensors" in cached:
+        save_file({"weight": np.ones(3, np.float32)}, tmp_path / "snapshot" / "model.safetensors")
+    folder = resolve_model("Name/Model", "gsm8k")
+    assert calls == ([True] if is_whole else [True, False])
+    assert models.num_parameters(folder) == (3 if "model.safetensors" in cached else 50)
+
+
+def test_what_is_cached_in_part_and_what_the_hub_says_are_in_one_line(tmp_path, monkeypatch):
+    def snapshot_download(name, local_files_only=False, **options):
+        if not local_files_only:
+            raise OSError("no route to the hub\nmore")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    put_parts(tmp_path, (*HUB_FILES, *SHARDS[:3]))
+    line = rf"^--model Name/Model: .* lacks {SHARDS[3]}, and 1 more .*the hub says: no route to the hub; give"
+    with pytest.raises(ValueError, match=line):
+        resolve_model("Name/Model", "gsm8k")
 
 
 def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+from pathlib import Path
 
 import pytest
 from qwen3_models import folder_of
@@ -10,6 +12,7 @@ from real_job import ROOT
 from asyncrl.config import Config
 from asyncrl.job.command_line import parse_config, read_options
 from extras.planning.dry_run import dry_run
+from extras.planning.shape import read_shape
 
 NAMED = "Qwen/Qwen3-8B-Base"
 LONG = {"max_prompt_tokens": 512, "max_response_tokens": 2048}
@@ -42,8 +45,19 @@ def check_command(command, monkeypatch):
     given = dict(re.findall(r"--(nnodes|nproc-per-node) (\d+)", torchrun))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", given["nproc-per-node"])
     config = read_options(shlex.split(options.replace(NAMED, folder_of("8b"))))
-    lines = "\n".join(dry_run(config.checked(), f"{given.get('nnodes', 1)}x8xH100"))
+    num_machines = int(given.get("nnodes", 1))
+    lines = "\n".join(dry_run(config.checked(), f"{num_machines}x8xH100"))
     assert "warning" not in lines
+    assert "\nlr: 1e-06, the default for 8,190,735,360 parameters\n" in lines
+    assert "\nstaleness: no trained token is older than 2 steps = ⌈α⌉ 2\n" in lines
+    assert "\ndisk: checkpoints of 131 GB, 1 in all; at most 131 GB at a time\n" in lines
+    assert "  together: 73.81 of 76.42 GiB" in lines or num_machines > 1
+    assert re.search(r"^80 steps: about [\d.]+ hours", lines, re.M)
+    assert "predicted with mfu 0.35, 70% of memory's bandwidth" in lines
+    start, _, words = lines.splitlines()[-1].partition(" train_async.py ")
+    assert start.startswith("to start it, without --dry-run: torchrun --nproc-per-node 4")
+    assert ("--nnodes 2 " in start) == (num_machines == 2)
+    assert read_options(shlex.split(words)) == config
     assert "so: --save-memory head --max-tokens-per-microbatch 4096" in lines
     assert re.search(
         r"^step: about [\d.]+ s; training [\d.]+, sampling [\d.]+, weights", lines, re.M
@@ -57,6 +71,8 @@ def test_the_command_line_prints_the_plan_and_starts_nothing(capsys):
     text = capsys.readouterr().out
     assert text.startswith("dry run on 1 × 1 H100 SXM: nothing is started\nplacement (weights")
     assert "shared with trainer rank 0" in text and "one after the other" in text
+    assert "\nnothing to save: fits with micro-batches of 16384 tokens, weights by ipc\n" in text
+    assert "predicted with mfu 0.4, " in text
 
 
 def test_without_torchrun_the_fastest_split_is_taken_and_a_slower_one_is_told_of_it(monkeypatch):
@@ -77,3 +93,50 @@ def test_several_machines_need_the_number_of_ranks():
     config = Config(model=folder_of("0.6b"), **LONG)
     with pytest.raises(ValueError, match="--gpus 2x1xH100: for several machines use torchrun"):
         list(dry_run(config, "2x1xH100"))
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"async_ratio": 0}, "no trained token is older than 0 steps = 0"),
+        (
+            {"async_ratio": 1.5, "publish_delay": 3},
+            "older than 5 steps = ⌈α⌉ 2 + --publish-delay 3",
+        ),
+        ({"async_ratio": 0, "over_sampling": 2}, "4 steps = resumes of a partial rollout 4"),
+        ({"stale_policy": "gate"}, "no bound for a token, as --stale-policy gate bounds the mean"),
+    ],
+)
+def test_the_bound_on_staleness_is_printed_with_its_parts(options, line):
+    lines = list(dry_run(Config(model=folder_of("0.6b"), **LONG | options), "8xH100"))
+    assert [line in text for text in lines if text.startswith("staleness: ")] == [True]
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({"lr": 1e-3}, ["warning: --lr 0.001 is 1000 times 1e-06, which fits 8,190,735,360 param"]),
+        ({"lora_rank": 8}, ["lr: 1e-05, the default for ", "disk: checkpoints of 32.8 GB, 1 in"]),
+        ({"save_every": 10}, ["disk: checkpoints of 131 GB, 8 in all; at most 557 GB at a time"]),
+        ({"save_every": 10, "keep_last": 1}, ["8 in all; at most 262 GB at a time"]),
+    ],
+)
+def test_what_does_not_fit_is_said_before_gpus_are_there(options, lines):
+    text = "\n".join(dry_run(Config(model=folder_of("8b"), **LONG | options), "8xH100"))
+    assert all(line in text for line in lines), text
+
+
+def test_a_dry_run_of_a_name_leaves_the_cache_of_the_hub_as_it_is(tmp_path, monkeypatch):
+    """The next run would take a folder with the config alone for the model."""
+
+    def hf_hub_download(name, file, cache_dir=None, **options):
+        folder = Path(cache_dir or tmp_path) / "snapshots"
+        shutil.copytree(folder_of("8b"), folder)
+        return str(folder / file)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
+    lines = "\n".join(dry_run(Config(model=NAMED, **LONG), "8xH100"))
+    assert "; about 16.4 GB of --model are to be downloaded\n" in lines
+    assert read_shape(NAMED).num_parameters == 8_190_735_360
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,77 @@
+"""Whether the disk has room for the checkpoints of a run, which is asked before it starts."""
+
+import math
+import shutil
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.runlog.manifest import KEPT_TO_RESUME
+
+WEIGHTS_BYTES = 4
+"""Bytes per parameter of the weights for people, which are float32."""
+TRAINED_BYTES = 12
+"""Bytes per trained parameter of the shards to continue from: the weight and the two moments of AdamW."""
+
+
+def checkpoint_bytes(config: Config, num_parameters: int, device: str) -> tuple[int, int]:
+    """Return the bytes of a checkpoint: weights for people, and what --resume needs.
+
+    Adapters are not counted. Every optimizer is taken for AdamW.
+    """
+    engine_bytes = 4 if config.dtype_on(device) == "float32" else 2
+    to_resume = config.publish_delay * engine_bytes + (0 if config.lora_rank else TRAINED_BYTES)
+    return WEIGHTS_BYTES * num_parameters, to_resume * num_parameters
+
+
+def num_checkpoints(config: Config, first_version: int = 0) -> int:
+    """Return how many checkpoints a run writes from a version on, or 1 if only a signal makes it write one."""
+    num_steps = config.steps - first_version
+    return math.ceil(num_steps / config.save_every) if config.save_every else 1
+
+
+def bytes_after(config: Config, num_saved: int, sizes: tuple[int, int]) -> int:
+    """Return the most bytes that checkpoints have on disk until `num_saved` are written.
+
+    A new one is written beside those that are kept.
+    """
+    weights, to_resume = sizes
+    num_whole = min(num_saved, (config.keep_last or KEPT_TO_RESUME) + 1)
+    num_weights = num_whole if config.keep_last else num_saved
+    return num_weights * weights + num_whole * to_resume
+
+
+def check_room(config: Config, sizes: tuple[int, int], first_version: int) -> str:
+    """Return a line on the disk and the checkpoints that a run writes after version `first_version`.
+
+    Raises ValueError, in one line, if the disk has no room for the first two, or for the only one.
+    """
+    folder = Path(config.runs_dir).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    num_saved = num_checkpoints(config, first_version)
+    # a checkpoint that a resumed run continues from is there already
+    at_first = bytes_after(config, min(num_saved, 1 if first_version else 2), sizes)
+    at_last = bytes_after(config, num_saved, sizes)
+    each = f"checkpoints: {shown_bytes(sum(sizes))} each"
+    room = f"{shown_bytes(free)} are free in {config.runs_dir}"
+    if at_first > free and config.save_every is not None:
+        beside = ", as the second is written beside the first" * (num_saved > 1)
+        raise ValueError(
+            f"{each}, {shown_bytes(at_first)} at first{beside}, and {room}; make room, or change --runs-dir; with "
+            "--save-every 0 only the last step is saved, with None no step unless the run is stopped"
+        )
+    if at_last > free:
+        return (
+            f"warning: {each}, {shown_bytes(at_last)} in the end, and {room}; the run ends when one does not fit; "
+            "--keep-last N deletes older ones"
+        )
+    return (
+        f"{each}, {shown_bytes(at_last)} in the end, and {room}; --keep-last N deletes older ones"
+    )
+
+
+def shown_bytes(num_bytes: float) -> str:
+    """Return a size in MB, GB or TB, as 131 GB."""
+    power = min(4, max(2, int(math.log(max(1, num_bytes), 1000))))
+    return f"{num_bytes / 1000**power:.3g} {'MGT'[power - 2]}B"
