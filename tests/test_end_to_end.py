@@ -4,6 +4,8 @@ test_several_nodes.py has one of two nodes. Variants are slow if their parts hav
 """
 
 import os
+import re
+import shlex
 import signal
 import tempfile
 
@@ -14,17 +16,23 @@ from programs import run_python
 from real_job import (
     ROOT,
     SMALL,
+    TORCHRUN,
     Job,
     assert_every_group_is_consumed_once,
     assert_ledger_balances,
     assert_nothing_is_left,
     copy_without,
+    launch,
     resume_job,
     run_job,
     start_job,
     without_times,
 )
+from safetensors.numpy import load_file
+from tiny_policy import save_base_qwen3
+from user_files import write_jsonl
 
+from asyncrl.runlog.header import read_header
 from asyncrl.runlog.manifest import newest_checkpoint, weights_sha256
 from extras.planning.advice import advice_of
 from scripts.lines import read
@@ -229,3 +237,35 @@ def test_with_alpha_0_a_killed_run_goes_on_to_the_bit_of_the_unbroken_one(tmp_pa
     last = "checkpoints/step_9"
     assert weights_sha256(unbroken.run_path / last) == weights_sha256(job.run_path / last)
     assert_every_group_is_consumed_once(job, 9, 8)
+
+
+@pytest.mark.slow
+def test_the_first_command_for_eight_gpus_starts_and_changes_the_weights_by_its_learning_rate(
+    tmp_path,
+):
+    """As README has it, on the CPU, with a small random model of that family in the place of the weights."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = re.findall(r"^\S*torchrun .*--model Qwen/Qwen3-8B-Base.*", readme, re.MULTILINE)
+    _, *words = shlex.split(line.partition("  # ")[0])
+    model = save_base_qwen3(str(tmp_path / "model"))
+    words[words.index("Qwen/Qwen3-8B-Base")] = model
+    rows = [
+        {"question": f"{i} + 7 - {i} = ?", "answer": "The result is 7.\n#### 7"} for i in range(200)
+    ]
+    data_path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    words += [f"--runs-dir={tmp_path}", "--run-name=run", "--steps=3", f"--data-path={data_path}"]
+    job = launch([*TORCHRUN, "--standalone", *words], tmp_path / "run")
+    assert job.wait(1500) == 0, job.output()[-4000:]
+    before = load_file(f"{model}/model.safetensors")
+    after = load_file(job.run_path / "checkpoints/step_3/model.safetensors")
+    size = sum(weight.size for weight in before.values())
+    assert f"\nlr: 0.001, the default for {size:,} parameters\n" in f"\n{job.output()}"
+    ends = "a response ends at '<|endoftext|>' (0: tokenizer, generation_config.json, config.json), '<|im_end|>' (2: "
+    assert ends in job.output()
+    lrs = job.values("lr")
+    assert lrs == pytest.approx([0.2e-3, 0.4e-3, 0.6e-3])
+    assert read_header(job.run_path)["config"]["lr"] == 0.001
+    largest = max(abs(after[name] - weight).max() for name, weight in before.items())
+    assert 0 < largest < 1.1 * sum(lrs), "AdamW moves no weight by more than its rate"
+    assert max(job.values("drift/k3")) < 0.01 and max(job.values("staleness/max")) <= 2
+    assert max(job.values("grad_norm")) > 0

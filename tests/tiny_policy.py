@@ -65,6 +65,25 @@ def save_byte_llama(path: str) -> str:
     return path
 
 
+def save_base_qwen3(path: str) -> str:
+    """Write a random Qwen3 with the ends of Qwen3-8B-Base: <|endoftext|> of a text, <|im_end|> of a message."""
+    torch.manual_seed(0)
+    fast = byte_tokenizer(
+        *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        eos_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    fast.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    fast.save_pretrained(path)
+    sizes = {"vocab_size": len(fast), "max_position_embeddings": 4096}
+    config = tiny_config("qwen3", eos_token_id=0, pad_token_id=None, **sizes)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
 def make_sequence(
     rng: np.random.Generator,
     tokens: np.ndarray,

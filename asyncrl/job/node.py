@@ -345,14 +345,21 @@ def start_leader(rank: Rank, model_path: str, worker_main: Callable) -> Leader:
 def _fit_model(rank: Rank, model_path: str) -> Rank:
     """Return the rank with a learning rate that fits the number of parameters, and look at the disk on rank 0.
 
-    Raises ValueError if there is no room for checkpoints.
+    Raises ValueError if there is no room for checkpoints. Several nodes are only warned: if they do not share the
+    folder, checkpoints have the weights alone.
     """
     size = num_parameters(model_path)
     config, line = choose_lr(rank.config, size)
     if rank.cluster.is_first:
         print(line, flush=True)
         sizes = checkpoint_bytes(config, size, rank.device.type)
-        print(check_room(config, sizes, rank.first_version), flush=True)
+        try:
+            line = check_room(config, sizes, rank.first_version)
+        except ValueError as error:
+            if rank.cluster.num_nodes == 1:
+                raise
+            line = f"warning: {error}"
+        print(line, flush=True)
     return replace(rank, config=config)
 
 
