@@ -159,14 +159,19 @@ def _check_is_whole(model: str, folder: str) -> None:
             f"--model {model}: its folder lacks {missing[0]}, and {len(missing) - 1} more of its files of weights; "
             "fetch the model again"
         )
-    if not any(
-        name.startswith(("tokenizer.", "vocab.", "tekken."))
-        or name.endswith((".model", ".tiktoken"))
-        for name in names
-    ):
+    if not has_tokenizer(folder):
         raise ValueError(
             f"--model {model}: its folder has no tokenizer (tokenizer.json or the like); put it there"
         )
+
+
+def has_tokenizer(folder: str) -> bool:
+    """Whether a folder has files of a tokenizer. Without them transformers makes an empty one."""
+    return any(
+        name.startswith(("tokenizer.", "vocab.", "tekken."))
+        or name.endswith((".model", ".tiktoken"))
+        for name in os.listdir(folder)
+    )
 
 
 def _check_needs_no_code(model: str, folder: str) -> None:

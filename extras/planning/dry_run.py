@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +16,14 @@ from asyncrl.cluster.placement import Placement, available_cores, place
 from asyncrl.config import Config, nearest
 from asyncrl.job.disk import bytes_after, checkpoint_bytes, num_checkpoints, shown_bytes
 from asyncrl.trainer.optimizer import choose_lr
-from asyncrl.weights.models import MADE_HERE, cached_folder, resolve_model
+from asyncrl.weights.models import (
+    MADE_HERE,
+    cached_folder,
+    has_tokenizer,
+    load_tokenizer,
+    resolve_model,
+)
+from asyncrl.weights.stop_tokens import describe_stop_tokens
 from extras.planning import planner
 from extras.planning.fit import first_that_fits, plan_memory
 from extras.planning.memory import Sharing, ways_to_fit
@@ -26,6 +34,9 @@ from extras.planning.shape import ModelShape, read_shape
 BETWEEN_MACHINES, WORTH_A_CHANGE = 25.0, 1.1
 """GB/s one way that a link between machines is taken for, InfiniBand of 200 Gbit/s; and by which factor a split of the
 GPUs must be predicted to be faster to be recommended."""
+
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Files of a hub's model that say what its tokens are."""
 
 
 def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
@@ -59,6 +70,7 @@ def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
         )
     yield f"{saved}, weights by {placement.transport}"
     yield choose_lr(config, shape.num_parameters)[1]
+    yield _describe_ends(given)
     yield _describe_staleness(config)
     yield _describe_disk(config, shape.num_parameters)
     if placement.workers:
@@ -79,6 +91,30 @@ def _fit(
     fits = (placed, shape, [pool.device] * pool.gpus, sharing)
     config = ways[first_that_fits(ways, *fits)]
     return config, *plan_memory(config, *fits)
+
+
+def _describe_ends(config: Config) -> str:
+    """Return a line on the tokens that end a response, by the small files of the model; the hub's cache stays as it is.
+
+    Raises ValueError if no token does.
+    """
+    from huggingface_hub import snapshot_download
+
+    unknown = "where a response ends is not known, as no tokenizer of --model is here"
+    with tempfile.TemporaryDirectory() as cache:
+        folder = config.model
+        if folder in MADE_HERE:
+            folder = resolve_model(folder, config.task)
+        elif not os.path.isdir(folder):
+            options = {"cache_dir": cache, "allow_patterns": SMALL_FILES, "etag_timeout": 10}
+            try:
+                folder = snapshot_download(folder, **options)
+            except OSError as error:  # all of the hub's own errors are
+                reason = str(error).strip().split("\n")[0]
+                return f"{unknown}: {reason}"
+        if not has_tokenizer(folder):
+            return unknown
+        return describe_stop_tokens(folder, load_tokenizer(folder))
 
 
 def _describe_staleness(config: Config) -> str:

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from qwen3_models import folder_of
 from real_job import ROOT
+from tiny_policy import byte_tokenizer
 
 from asyncrl.config import Config
 from asyncrl.job.command_line import parse_config, read_options
@@ -49,6 +51,7 @@ def check_command(command, monkeypatch):
     lines = "\n".join(dry_run(config.checked(), f"{num_machines}x8xH100"))
     assert "warning" not in lines
     assert "\nlr: 1e-06, the default for 8,190,735,360 parameters\n" in lines
+    assert "\nwhere a response ends is not known, as no tokenizer of --model is here\n" in lines
     assert "\nstaleness: no trained token is older than 2 steps = ⌈α⌉ 2\n" in lines
     assert "\ndisk: checkpoints of 131 GB, 1 in all; at most 131 GB at a time\n" in lines
     assert "  together: 73.81 of 76.42 GiB" in lines or num_machines > 1
@@ -129,14 +132,24 @@ def test_what_does_not_fit_is_said_before_gpus_are_there(options, lines):
 def test_a_dry_run_of_a_name_leaves_the_cache_of_the_hub_as_it_is(tmp_path, monkeypatch):
     """The next run would take a folder with the config alone for the model."""
 
+    tokenizer = byte_tokenizer("<eos>", eos_token="<eos>")
+
     def hf_hub_download(name, file, cache_dir=None, **options):
         folder = Path(cache_dir or tmp_path) / "snapshots"
         shutil.copytree(folder_of("8b"), folder)
+        tokenizer.save_pretrained(folder)
         return str(folder / file)
+
+    def snapshot_download(name, local_files_only=False, **options):
+        if local_files_only:
+            raise LocalEntryNotFoundError("nothing is cached")
+        return str(Path(hf_hub_download(name, "", **options)))
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     lines = "\n".join(dry_run(Config(model=NAMED, **LONG), "8xH100"))
     assert "; about 16.4 GB of --model are to be downloaded\n" in lines
+    assert "\na response ends at '<eos>' (0: tokenizer)\n" in lines
     assert read_shape(NAMED).num_parameters == 8_190_735_360
     assert not list(tmp_path.iterdir())
