@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from asyncrl.cluster.processes import run_job
 from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import Config
+from asyncrl.job.caller import checked_caller
 from asyncrl.job.command_line import parse_config
 
 if TYPE_CHECKING:
     from asyncrl.job.node import Follower, Leader
 
 
+@checked_caller()
 def train(config: Config, worker_main: Callable | None = None) -> None:
     """Run the whole job; every process that torchrun starts calls this.
 

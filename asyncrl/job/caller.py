@@ -1,0 +1,63 @@
+"""The program that calls train(): whether the processes of a run can import it, and how it ends."""
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.cluster.processes import EXPECTED, say_why
+
+_UNGUARDED = (
+    "this program calls train() whenever it is imported, as each process of a run does; put the call under "
+    '`if __name__ == "__main__":`'
+)
+
+
+@contextlib.contextmanager
+def checked_caller() -> Iterator[None]:
+    """Refuse a caller from which no run can start. An expected error that nobody catches ends a program in one line."""
+    try:
+        _check_caller()
+        yield
+    except EXPECTED as error:
+        _end_in_one_line(error)
+        raise
+
+
+def _end_in_one_line(error: BaseException) -> None:
+    show, show_in_thread = sys.excepthook, threading.excepthook
+
+    def end(kind, value, trace) -> None:
+        say_why(str(value)) if value is error else show(kind, value, trace)
+
+    def end_thread(ended) -> None:
+        say_why(str(error)) if ended.exc_value is error else show_in_thread(ended)
+
+    sys.excepthook, threading.excepthook = end, end_thread
+
+
+def _check_caller() -> None:
+    """Raise ValueError, in one line, unless processes can import the program, and signals can be handled."""
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        raise ValueError(
+            f"train() was called in thread {thread.name}, where no signal can be handled; call it in the main thread"
+        )
+    if getattr(
+        multiprocessing.current_process(), "_inheriting", False
+    ):  # a process of a run is importing the program
+        raise ValueError(_UNGUARDED)
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    name = getattr(getattr(main, "__spec__", None), "name", "")
+    if file is None or name.endswith("__main__"):  # a notebook, or a package: nothing is imported
+        return
+    if not os.path.isfile(file):
+        raise ValueError(
+            f"train() was called by the program {file}, which no other process can import; save it as a file"
+        )
+    if "_main__" not in Path(file).read_text(errors="replace"):
+        raise ValueError(_UNGUARDED)
