@@ -388,6 +388,7 @@ class Config:
         """Whether each option that only an optional system knows is used, by its name in asyncrl/extras.py."""
         return {
             "--scheduling": self.is_baseline,
+            "--task agent": self.is_agent,
             "--listen": self.listen,
             "--lora-rank": self.lora_rank,
             "--advantage gae": self.advantage == "gae",

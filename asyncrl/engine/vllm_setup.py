@@ -54,7 +54,13 @@ def worker_environment(
     placement: WorkerPlacement, sockets_path: str | None = None
 ) -> dict[str, str]:
     """Environment variables that vLLM reads at import: device, threads, no telemetry."""
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if direct != "*":  # which some clients know only if it is alone
+        direct = ",".join(filter(None, [direct, "127.0.0.1", "localhost"]))
     environment = {
+        # An agent's or a judge's client reaches this host without a proxy.
+        "NO_PROXY": direct,
+        "no_proxy": direct,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         # CUDA IPC handles, from our own trainer over a local pipe

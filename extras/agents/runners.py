@@ -113,13 +113,7 @@ class Programs:
 
     async def run(self, endpoint: Endpoint, key: str, problem: dict) -> str:
         """Run the program, and return what it printed. All that it started is gone when this returns or raises."""
-        direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))
-        own = {
-            "OPENAI_BASE_URL": endpoint.url,
-            "OPENAI_API_KEY": key,
-            "NO_PROXY": direct,
-            "no_proxy": direct,
-        }
+        own = {"OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": key}
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._words,

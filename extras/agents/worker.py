@@ -9,13 +9,14 @@ from asyncrl.weights.stop_tokens import stop_token_ids
 from extras.agents import verifiers_task
 from extras.agents.endpoint import Endpoint
 from extras.agents.episode import AgentEpisode, Agents
+from extras.agents.parsers import RULES
 from extras.agents.replies import Replies
 from extras.agents.runners import Agent, Coroutines, Programs, last_line_as_reward
 from extras.agents.task import prepare_task
 from extras.agents.template import Template
 from rollout import RolloutWorker
 
-__all__ = ["AgentWorker", "prepare_task", "start_environments"]
+__all__ = ["RULES", "AgentWorker", "prepare_task", "start_environments"]
 REWARD_PROCESSES = 4
 
 
