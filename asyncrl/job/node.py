@@ -38,6 +38,7 @@ from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Workers
 from asyncrl.engine.score import load_score
+from asyncrl.job import command_line
 from asyncrl.job.disk import check_room, checkpoint_bytes
 from asyncrl.job.probe import Probe
 from asyncrl.job.resume import controller_of, find_checkpoint, how_to_go_on
@@ -323,6 +324,8 @@ def start_leader(rank: Rank, model_path: str, worker_main: Callable) -> Leader:
     restored = rank.resumed and controller_of(rank.resumed, model_path, cluster, rank.config)
     run = open_records(rank, model_path)
     config = run.config
+    if not rank.resumed:
+        _try_copies(config)
     rank = replace(rank, config=config)
     write_stacks_to(run.path / "stacks.txt")
     kind, _ = node_kinds(config)
@@ -361,6 +364,20 @@ def _fit_model(rank: Rank, model_path: str) -> Rank:
             line = f"warning: {error}"
         print(line, flush=True)
     return replace(rank, config=config)
+
+
+def _try_copies(config: Config) -> None:
+    """Load user code as all processes of the run will. Raises ValueError if it needs more than was copied."""
+    texts = texts_of(config)
+    try:
+        if texts:
+            command_line.check(config)
+        if config.task in texts:
+            task_of(config).train_problem(0)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; a run loads copies of user code, and data beside it are not copied: give their absolute paths"
+        ) from None
 
 
 def _fit_memory(rank: Rank, model_path: str) -> Rank:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tiny_policy import VOCAB, save_tiny_family, save_tiny_model
 from transformers import AutoTokenizer, Qwen3Config
-from user_files import write_jsonl
+from user_files import TASK, write_jsonl, write_user_code
 
 from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
 from asyncrl.cluster.placement import Placement, WorkerPlacement, place
@@ -147,3 +147,34 @@ def wait_for_a_download(rank: int, folder: str, nodes: list[int]) -> None:
 def test_ranks_wait_for_a_download_however_long_it_takes(nodes, tmp_path):
     (tmp_path / "stacks.txt").touch()
     assert run_ranks(wait_for_a_download, len(nodes), str(tmp_path), nodes) == [0] * len(nodes)
+
+
+READS = "open(__file__.replace('.py', '.txt'))\n"
+"""A line that reads a file beside the one that it is in."""
+
+
+@pytest.mark.parametrize(
+    ("source", "option"),
+    [
+        (f"{READS}def score(response): return 1.0\n", "reward"),
+        (TASK.replace("words, data_path\n", f"words, data_path\n        {READS}"), "task"),
+        (
+            TASK.replace("return self._problem(2 *", f"{READS}        return self._problem(2 *"),
+            "task",
+        ),
+    ],
+    ids=["at import", "when made", "when asked"],
+)
+def test_user_code_whose_copies_lack_what_it_reads_ends_a_run_before_a_worker_starts(
+    source, option, tmp_path
+):
+    path = write_user_code(tmp_path, source)
+    path.with_suffix(".txt").write_text("")
+    value = (f"{path}:score",) if option == "reward" else f"{path}:Double"
+    task_args = ("words=a{} b{} =",) if option == "task" else ()
+    config = Config(**{option: value}, task_args=task_args, runs_dir=str(tmp_path / "runs"))
+    line = f"--{option} .*/code/{path.stem}.py:.*FileNotFoundError: .*; a run loads copies of user code, "
+    with ExitStack() as on_end, pytest.raises(ValueError, match=line):
+        surroundings = place(config, 0, 2, 1), torch.device("cpu"), None, on_end, None, None
+        model_path = resolve_model(config.model, config.task)
+        start_leader(Rank(config, Cluster(), *surroundings), model_path, worker_main=None)
