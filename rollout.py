@@ -227,6 +227,7 @@ async def start_worker(
     tokenizer = load_tokenizer(spec.model_path)
     start = time.monotonic()
     proxy = await start_proxy(spec, stop_token_ids(spec.model_path, tokenizer))
+    os.environ.pop("PYTHONSAFEPATH", None)  # programs of user code import what lies beside them
     worker_class = RolloutWorker
     if spec.config.is_baseline:
         worker_class = extras.load("--scheduling").BaselineWorker

@@ -5,8 +5,10 @@ The last eight modules have no option. A run uses those that are there and that 
 """
 
 import importlib
-import importlib.util
+from pathlib import Path
 from types import ModuleType
+
+from asyncrl import ROOT
 
 MODULES = {
     "--listen": "extras.swarm.node",
@@ -50,8 +52,5 @@ def load(option: str) -> ModuleType:
 def find(option: str) -> ModuleType | None:
     """Return the module of an option; None if this copy of the code lacks it."""
     name = MODULES[option]
-    try:
-        is_there = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # a folder above it is missing
-        is_there = False
+    is_there = Path(ROOT, name.replace(".", "/") + ".py").is_file()
     return importlib.import_module(name) if is_there else None

@@ -103,7 +103,12 @@ def _task_class(name: str) -> type:
     task_class = TASKS.get(name.partition(":")[0]) or user_code.load(name, "--task", TASKS)
     if not isinstance(task_class, type):
         raise ValueError(
-            f"--task {name} is a {type(task_class).__name__}; give a class with train_problem and eval_problems"
+            f"--task {name} is a {type(task_class).__name__}; give a class with train_problem and eval_problems, or an "
+            "environment: a subclass of gymnasium.Env"
+        )
+    if hasattr(task_class, "step"):
+        raise ValueError(
+            f"--task {name} has a method step, as environments have, and is no subclass of gymnasium.Env; make it one"
         )
     return task_class
 

@@ -5,10 +5,12 @@ beside them that they import. Trainer ranks, rollout workers and resumes load th
 files. Of several nodes, each leader copies the files at the same paths to its node's folder of the run. Before that,
 the fingerprints of nodes compare them (extras/fingerprint.py).
 
-Only the text FILE.py:NAME travels between processes. Each process imports the file as a module of the file's name, with
-its folder on the import path. So the name of an installed module, or of this code, is refused.
+Only the text FILE.py:NAME travels between processes. Each process imports the file as a module of the file's name. Of
+the files beside it, those that it imports are found, and no others: they would hide modules of Python or of libraries.
+So the name of an installed module is refused.
 """
 
+import ast
 import contextlib
 import functools
 import importlib
@@ -25,12 +27,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from asyncrl import OUR_MODULES, PLACES
 from asyncrl.config import USER_CODE, Config, nearest
 
-OUR_MODULES = {"algos", "asyncrl", "data", "extras", "rollout", "train_async"}
 _MAX_REASON = 300  # characters
-_FOLDERS: dict[str, str] = {}
-"""The folder from which this process imports a module of the user, by the module's name."""
 
 
 def is_user_code(text: str) -> bool:
@@ -71,7 +71,7 @@ def located(config: Config, folder: Path | None = None) -> Config:
 
     def locate(match: re.Match) -> str:
         file = Path(match["file"])
-        path = os.path.abspath((folder or file.parent) / file.name)
+        path = os.path.abspath(file if folder is None else folder / _place(file))
         return f"{match['kind'] or ''}{path}:{match['name']}{match['weight'] or ''}"
 
     options = {
@@ -90,6 +90,11 @@ def copied(config: Config, folder: Path) -> Config:
     return located(config, folder)
 
 
+def _place(file: Path) -> str:
+    """Return the name of a file's copy: its module's, which has no dots."""
+    return file.stem.replace(".", "_") + file.suffix
+
+
 def files(texts: Iterable[str]) -> dict[str, Path]:
     """Files of user code by their place in their folder: those that are named, and what they import from there.
 
@@ -98,7 +103,7 @@ def files(texts: Iterable[str]) -> dict[str, Path]:
     paths: dict[str, Path] = {}
     waiting = [(file_of(text).parent, file_of(text)) for text in texts]
     for folder, path in waiting:
-        place = path.relative_to(folder).as_posix()
+        place = path.relative_to(folder).with_name(_place(path)).as_posix()
         if paths.setdefault(place, path) != path:
             raise ValueError(
                 f"{path} and {paths[place]} would be one module; rename one of the two"
@@ -110,10 +115,18 @@ def files(texts: Iterable[str]) -> dict[str, Path]:
 
 
 def _imported(path: Path, folder: Path) -> Iterator[Path]:
-    """Files of a folder that a file may import: those that its lines of imports name."""
-    source = path.read_text(encoding="utf-8", errors="replace")
-    imports = " ".join(re.findall(r"^\s*(?:import|from)\s(.*)", source, re.MULTILINE))
-    for name in set(re.findall(r"\w+", imports)) - OUR_MODULES:
+    """Files of a folder that a file imports, also inside functions."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # whoever loads it says so
+        return
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module)
+    for name in sorted({name.partition(".")[0] for name in names} - set(OUR_MODULES)):
         file = folder / f"{name}.py"
         yield from [file] if file.is_file() else sorted((folder / name).rglob("*.py"))
 
@@ -152,22 +165,23 @@ def _module(text: str, option: str) -> ModuleType:
     folder = str(file.parent)
     if not file.is_file():
         raise ValueError(f"{option} {typed(text)}: there is no file {file}; give FILE.py:NAME")
-    names = {Path(place).parts[0].removesuffix(".py") for place in files([text])}
-    for name in names:
-        if name in OUR_MODULES | sys.stdlib_module_names or PathFinder.find_spec(
-            name, site.getsitepackages()
-        ):
+    places = {  # of a package, the folder that it is in
+        place.partition("/")[0].removesuffix(".py"): folder if "/" in place else str(path)
+        for place, path in files([text]).items()
+    }
+    taken = {*OUR_MODULES, *sys.stdlib_module_names, "__main__"}
+    for name in places:
+        if name in taken or PathFinder.find_spec(name, site.getsitepackages()):
             raise ValueError(
                 f"{option} {folder}/{name}.py has the name of another module; rename it"
             )
-    moved = {name for name in names if _FOLDERS.get(name, folder) != folder}
-    for name in [name for name in sys.modules if name.partition(".")[0] in moved]:
-        del sys.modules[name]
-    _FOLDERS.update(dict.fromkeys(names, folder))
-    sys.path.insert(0, folder)
+    moved = {name for name, place in places.items() if PLACES.get(name) != place}
+    for module in [module for module in sys.modules if module.partition(".")[0] in moved]:
+        del sys.modules[module]
+    PLACES.update(places)
     importlib.invalidate_caches()
     with blamed(text, option):
-        return importlib.import_module(file.stem)
+        return importlib.import_module(Path(_place(file)).stem)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import itertools
 import queue
 import random
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -162,6 +163,28 @@ def test_an_engine_sees_its_own_gpus_and_no_other_by_uuids_in_full(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     environment = worker_environment(WorkerPlacement(0, gpu, None, 1, 0.9, num_gpus))
     assert environment["CUDA_VISIBLE_DEVICES"] == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "127.0.0.1,localhost"),
+        ({"NO_PROXY": "corp"}, "corp,127.0.0.1,localhost"),
+        ({"NO_PROXY": "corp", "no_proxy": "lab"}, "lab,127.0.0.1,localhost"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_a_worker_reaches_its_own_host_past_a_proxy(monkeypatch, given, expected):
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, hosts in given.items():
+        monkeypatch.setenv(variable, hosts)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    environment = worker_environment(WorkerPlacement(0, None, None, 1, 0.0))
+    assert environment["NO_PROXY"] == environment["no_proxy"] == expected
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert urllib.request.proxy_bypass("127.0.0.1:8000")
 
 
 class MortalEngine(SamplingEngine):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from programs import ROOT
+from programs import ROOT, run_python
 from user_files import ENVIRONMENT, TASK, chat_tokenizer, write_jsonl, write_user_code
 
 from asyncrl import user_code
@@ -34,6 +34,71 @@ def test_the_files_are_those_that_are_named_and_what_they_import_from_their_fold
     files = user_code.files([f"{tmp_path}/main_of_mine.py:loss*2"])
     assert list(files) == list(sources)[:3]
     assert list(user_code.files([f"{ROOT}/rollout.py:main"])) == ["rollout.py"], "not our modules"
+
+
+NEIGHBOURS = (
+    "algos", "data", "extras", "rollout", "train_async",
+    "json", "types", "queue", "random", "signal", "socket", "struct", "string", "token", "importlib", "warnings",
+    "concurrent", "torch", "numpy", "transformers", "vllm", "msgspec", "psutil",
+)  # fmt: skip
+"""Names of files beside a reward and beside a script. A reward may also have an asyncrl.py, and a script may not."""
+SCRIPT = """
+from asyncrl.cluster.worker_process import WorkerProcess
+from asyncrl.engine.reward_pool import RewardPool
+from train_async import train
+
+
+def report(spec, connection):
+    import rollout, extras.containment, numpy, queue
+    from asyncrl.user_code import load
+
+    assert load(REWARD, "--reward")("a") == 2.0
+    connection.send([module.__file__ for module in (rollout, extras.containment, numpy, queue)])
+
+
+REWARD = "reward.v2.py:score"
+if __name__ == "__main__":
+    import asyncio, os, sys
+    from concurrent.futures import ThreadPoolExecutor
+    from types import SimpleNamespace
+
+    pool = RewardPool("addition", [REWARD], 60.0, 1)
+    print(asyncio.run(pool.score("4", "an answer")))
+    pool.close()
+    spec = SimpleNamespace(log_path=os.devnull, placement=SimpleNamespace(worker=0))
+    with ThreadPoolExecutor(2) as threads:
+        worker = WorkerProcess(spec, report, lambda files: files and print(*files), threads)
+        worker.reading.result(timeout=120)
+"""
+
+
+def test_files_beside_a_reward_or_a_script_hide_no_other_module_in_any_process(tmp_path):
+    """A script, a worker's process, and the process that scores; each would meet a neighbour on its path."""
+    beside_reward, beside_script = tmp_path / "reward", tmp_path / "script"
+    for folder, names in ((beside_reward, ("asyncrl", *NEIGHBOURS)), (beside_script, NEIGHBOURS)):
+        folder.mkdir()
+        for name in names:
+            (folder / f"{name}.py").write_text(f"raise RuntimeError({name!r})\n")
+    (beside_script / "script.py").write_text(SCRIPT)
+    reward = "def score(response):\n    from helper import worth\n    return worth\n"
+    (beside_reward / "reward.v2.py").write_text(reward)
+    (beside_reward / "helper.py").write_text("worth = 2.0\n")
+    script = beside_script / "script.py"
+    ended = run_python(script, cwd=beside_reward, PYTHONPATH=str(ROOT))
+    assert "(2.0, {})" in ended.stdout, ended.stdout + ended.stderr
+    files = ended.stdout.splitlines()[-1].split()
+    assert files[:2] == [f"{ROOT}/rollout.py", f"{ROOT}/extras/containment.py"]
+    assert all(str(tmp_path) not in file for file in files) and len(files) == 4
+    assert "extras/containment.py is missing" not in ended.stdout
+
+
+def test_a_module_of_a_user_under_a_name_of_ours_is_refused_by_its_file(tmp_path):
+    (tmp_path / "data.py").write_text("")
+    script = tmp_path / "script.py"
+    script.write_text("import data\nimport asyncrl\n")
+    ended = run_python(script, PYTHONPATH=str(ROOT))
+    line = f"ImportError: {tmp_path}/data.py has the name of a module of {ROOT}; rename it"
+    assert ended.stderr.splitlines()[-1] == line
 
 
 # Tasks

@@ -6,11 +6,13 @@ trainer wait. Processes share no queue: one that is killed while it holds a shar
 
 import contextlib
 import multiprocessing
+import os
 import queue
 import re
 import signal
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,10 +40,11 @@ class WorkerProcess:
         self._log_start = self._log_path.stat().st_size  # a restarted worker appends
         # Not a daemon process: those may have no children, and the engine is one.
         self.process = context.Process(
-            target=main, args=(spec, theirs), name=f"rollout-worker-{spec.placement.worker}"
+            target=_run, args=(main, spec, theirs), name=f"rollout-worker-{spec.placement.worker}"
         )
         self.started_at = time.monotonic()
-        self.process.start()
+        with _safe_path():
+            self.process.start()
         theirs.close()  # so that the pipe reads as closed as soon as the worker is gone
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         # First the one that ends the other: a signal may come between the two.
@@ -103,6 +106,30 @@ class WorkerProcess:
         return (
             f"{who} {how}; its last log lines and its first error, from {self._log_path}:\n{shown}"
         )
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Have processes that are started, and those of vLLM, not look in the current folder for Python's own modules."""
+    given = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if given is None:
+            os.environ.pop("PYTHONSAFEPATH", None)
+
+
+def _run(main: Callable, spec: WorkerSpec, connection) -> None:
+    """Run a worker in its process. Whatever it raises ends the process at once.
+
+    multiprocessing would first wait for the engine, which nobody ends, and print the error afterwards.
+    """
+    try:
+        main(spec, connection)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _receive(connection):

@@ -318,7 +318,8 @@ class _Template:
             descriptor = template_end.fileno()
             arguments = json.dumps([sys.path, descriptor, *self._arguments])
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _TEMPLATE, arguments],
+                # -P: `-c` would look for modules in the current folder first
+                [sys.executable, "-P", "-c", _TEMPLATE, arguments],
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
             )

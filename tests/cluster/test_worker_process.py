@@ -1,8 +1,11 @@
 """A worker's process and its pipe."""
 
+import multiprocessing
 import os
 import socket
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,3 +64,23 @@ def test_a_start_that_is_interrupted_between_its_two_threads_leaves_none_that_wa
         interrupted = SimpleNamespace(submit=lambda *call: next(first)(*call))
         with pytest.raises(StopIteration):
             WorkerProcess(SPEC, end_at_once, lambda message: None, interrupted)
+
+
+def fail_beside_a_child(spec, connection):
+    """Be a worker that fails once its engine, a child that nobody ends, is up."""
+    os.setsid()
+    log = os.open(spec.log_path, os.O_WRONLY)
+    os.dup2(log, sys.stderr.fileno())
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+    raise FileNotFoundError("words.json")
+
+
+def test_a_worker_that_fails_beside_its_engine_ends_at_once_and_its_log_says_why(tmp_path):
+    spec = SimpleNamespace(log_path=str(tmp_path / "log"), placement=SPEC.placement)
+    told = []
+    with ThreadPoolExecutor(2) as threads:
+        worker = WorkerProcess(spec, fail_beside_a_child, told.append, threads)
+        worker.process.join(timeout=60)
+        worker.stop()
+    assert told == [None] and worker.exit_code == 1
+    assert "FileNotFoundError: words.json" in worker.death_report()
