@@ -149,6 +149,20 @@ def test_a_plain_client_in_a_thread_and_a_stream_say_what_the_async_one_does():
     assert trajectory.num_turns == 4 and len(trajectory.segment_lengths) == 3
 
 
+def test_an_agent_gets_the_special_tokens_that_the_policy_wrote_but_for_the_one_that_ends_it():
+    async def agent(client):
+        answer = await client.chat.completions.create(model="x", messages=[user("hi")])
+        text = await client.completions.create(model="x", prompt="<user>hi<assistant>")
+        said = {answer.choices[0].message.content, text.choices[0].text}
+        return float(said == {"a<tool>b"})
+
+    sampled = make_tokenizer().convert_tokens_to_ids(["a", "<tool>", "b", "<eos>"])
+    room = Room(choose=lambda prompt, num_sampled: sampled[num_sampled])
+    (trajectory,) = room.run(Inline(agent))
+    assert trajectory.reward == 1.0, trajectory.failure
+    assert room.tokenizer.decode(trajectory.tokens).count("a<tool>b<eos>") == 2
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_thoughts_and_a_tool_call_are_read_by_the_parsers_and_continue_as_they_were_written(
     streams,
