@@ -67,7 +67,7 @@ def record_gradients(policy) -> list[dict[str, Tensor]]:
             {
                 name.removeprefix("model."): parameter.grad.full_tensor().clone()
                 for name, parameter in policy.module.named_parameters()
-                if parameter.requires_grad
+                if parameter.grad is not None
             }
         )
 

@@ -8,6 +8,7 @@ asyncrl/trainer/attention.py says with which attention.
 import itertools
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
@@ -91,12 +93,12 @@ def load_model(
     layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
     if config.lora_rank:
         extras.load("--lora-rank").add_adapters(model, layers, config.lora_rank)
-    if "activations" in config.save_memory:
-        recompute_layers(model, layers)
     if is_trained and compiles(config, device):
         compile_layers(layers)
         # Logits in float32 are written once in a pass then, and not for each operation on them.
         module.score_rows = compiled(module.score_rows)
+    if is_trained and "activations" in config.save_memory:
+        recompute_layers(layers)
     parts = [*layers, *embedding_apart(config, model), module]
     shard(parts, mesh, compute_dtype(config, device), offload)
     module.to_empty(device="cpu" if offload else device)
@@ -240,12 +242,15 @@ def _stored_dtypes(path: str) -> set[str]:
     return dtypes
 
 
-def recompute_layers(model: PreTrainedModel, layers: list[nn.Module]) -> None:
-    """Keep only each layer's input for the backward pass and compute the rest again: memory for time."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+def recompute_layers(layers: list[nn.Module]) -> None:
+    """Keep only each layer's input for the backward pass and compute the rest again: memory for time.
+
+    Layers stay in eval mode. transformers' own way puts them in training mode, which turns dropout on in some families.
+    """
     for layer in layers:
-        # transformers asks this flag of the layer; its children stay in eval mode: no dropout
-        layer.training = True
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 def compiles(config: Config, device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from host_waits import HostWaits
-from plain_trainer import PlainTrainer, check_step, make_step, randomize
+from plain_trainer import PlainTrainer, check_step, make_step, randomize, relative_error
 from ranks import run_group
 from tiny_policy import (
     VERSION,
@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_iter
 import asyncrl.trainer.model
 from asyncrl.config import AdvantageOptions, OptimOptions
 from asyncrl.trainer.attention import varlen_bounds
+from asyncrl.trainer.families import COMPARED
 from asyncrl.trainer.lag_stats import TokenStats
 from asyncrl.trainer.policy import Policy
 from extras import gae
@@ -88,6 +89,9 @@ FAMILIES = {
 }  # fmt: skip
 """Options of a model of each of these families, with names and sizes of experts as published models have them, and of
 a step."""
+
+QUICK = ("gpt2", "opt", "qwen3_moe")
+"""Families of a test of all families that every run of the tests has: two with dropout, and a mixture."""
 
 
 def loss_by_lag(inputs):
@@ -178,6 +182,20 @@ def test_a_step_of_another_family_is_that_of_the_definition(family, tmp_path):
     config = make_config(save_tiny_family(family, str(tmp_path), **model_options), **options)
     updates = minibatches_of(random_sequences(9), config)
     check_step(load_random(config), updates, 40, relative=1e-4)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in COMPARED],
+)
+def test_to_save_memory_leaves_the_gradient_of_each_family_as_it_is(family, tmp_path):
+    """Some families have dropout, which is off."""
+    path = save_tiny_family(family, str(tmp_path), **FAMILIES.get(family, [{}])[0])
+    updates, gradients = [random_sequences(5)], []
+    for save_memory in ((), ALL_SAVED):
+        _, (gradient,) = make_step(load(make_config(path, save_memory=save_memory)), updates, 40)
+        gradients.append(gradient)
+    assert relative_error(*gradients) < 1e-5
 
 
 # Several ranks

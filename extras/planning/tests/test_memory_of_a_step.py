@@ -78,7 +78,7 @@ def sharded(model_config, config: Config, mesh) -> TokenLogprobs:
     ).eval()
     layers = list(model.model.layers)
     if "activations" in config.save_memory:
-        recompute_layers(model, layers)
+        recompute_layers(layers)
     module = TokenLogprobs(model)
     parts = [*layers, *embedding_apart(config, model), module]
     shard(parts, mesh, torch.bfloat16, False)
