@@ -63,6 +63,12 @@ CHANGES = {
     "youtu": LATENT,
 }  # fmt: skip
 """What a family needs besides; None leaves a size out."""
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
+    "original_max_position_embeddings": 24,
+}  # fmt: skip
+"""Rotary embeddings that change beyond 24 tokens."""
+LONG_PHI3 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24}
 GAIN = 4
 """Factor of the matrices that transformers makes: log-probs are then far from equal, and an error in any shows."""
 

@@ -445,7 +445,7 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
 
 def _check_model(config: Config, model_path: str, device: str) -> None:
     """Raise ValueError if the model would be trained wrongly, or a token or a whole sequence does not fit it."""
-    from asyncrl.trainer.families import BFLOAT16_ON_CPU, read_config
+    from asyncrl.trainer.families import BFLOAT16_ON_CPU, longest_sequence, read_config
 
     model = read_config(model_path)
     for check in config.of_extras("check"):
@@ -466,9 +466,10 @@ def _check_model(config: Config, model_path: str, device: str) -> None:
                 f"--model {config.model}: its tokenizer writes {token!r} as {index}, and its config.json has a "
                 f"vocabulary of {model.vocab_size}; take that model's own tokenizer, or resize its embeddings"
             )
-    window = getattr(model, "max_position_embeddings", None)
-    if window is not None and config.max_sequence_tokens > window:
+    limit = longest_sequence(model)
+    if limit is not None and config.max_sequence_tokens > limit:
         raise ValueError(
             f"--max-prompt-tokens {config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "
-            f"{config.max_sequence_tokens} tokens, {config.model} has positions for {window}; lower one of the two"
+            f"{config.max_sequence_tokens} tokens, and a sequence of {config.model} may have {limit}: its positions "
+            "end there, or its longrope changes there; lower one of the two"
         )

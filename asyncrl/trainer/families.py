@@ -31,3 +31,17 @@ def read_config(path: str) -> PreTrainedConfig:
             f"compared them (asyncrl/trainer/families.py); take one of {', '.join(COMPARED)}"
         )
     return config
+
+
+def longest_sequence(config: PreTrainedConfig) -> int | None:
+    """Return the most tokens of a sequence that trainer and engine compute alike; None if there is no limit.
+
+    A model with `longrope` has other factors beyond its original context. transformers chooses them by the longest
+    sequence of a micro-batch, and vLLM by the longest sequence that is allowed.
+    """
+    limits = [getattr(config, "max_position_embeddings", None)]
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            limits.append(rope["original_max_position_embeddings"])
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -3,6 +3,7 @@
 import datetime
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tiny_families import LONG_PHI3, LONGROPE, tiny_config
 from tiny_policy import VOCAB, save_tiny_family, save_tiny_model
 from transformers import AutoTokenizer, Qwen3Config
 from user_files import TASK, write_jsonl, write_user_code
@@ -19,6 +21,7 @@ from asyncrl.cluster.placement import Placement, WorkerPlacement, place
 from asyncrl.config import Config
 from asyncrl.job import node
 from asyncrl.job.node import Rank, _check_model, _make_tickets, start_leader, start_node
+from asyncrl.trainer.families import longest_sequence
 from asyncrl.weights.models import resolve_model
 
 
@@ -70,6 +73,37 @@ def test_a_model_that_vllm_computes_on_a_cpu_in_bfloat16_only_is_refused_in_floa
         _check_model(Config(model=path, **options), path, device)
     with pytest.raises(ValueError, match=r"is a qwen3_next, of which .*; add --dtype bfloat16$"):
         _check_model(Config(model=path), path, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "limit"),
+    [
+        ("qwen3", {}, 512),
+        ("phi3", LONG_PHI3, 24),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "full_attention": LONGROPE,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            24,
+        ),
+    ],
+)
+def test_a_sequence_is_no_longer_than_trainer_and_engine_compute_alike(family, options, limit):
+    """With longrope, a longer sequence of a micro-batch would change the shorter ones."""
+    assert longest_sequence(tiny_config(family, **options)) == limit
+
+
+def test_a_longer_sequence_is_refused(tmp_path):
+    path = save_tiny_family("phi3", str(tmp_path), **LONG_PHI3)
+    fitting = Config(model=path, max_prompt_tokens=4, max_response_tokens=20)
+    _check_model(fitting, path, "cpu")
+    line = r"4 \+ --max-response-tokens 21 = 25 tokens, and a sequence of .* may have 24: .*; lower one of the two$"
+    with pytest.raises(ValueError, match=line):
+        _check_model(replace(fitting, max_response_tokens=21), path, "cpu")
 
 
 @pytest.mark.parametrize(

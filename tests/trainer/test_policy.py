@@ -12,6 +12,7 @@ import torch.distributed as dist
 from host_waits import HostWaits
 from plain_trainer import PlainTrainer, check_step, make_step, randomize, relative_error
 from ranks import run_group
+from tiny_families import LONG_PHI3
 from tiny_policy import (
     VERSION,
     VOCAB,
@@ -85,6 +86,7 @@ FAMILIES = {
         {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
         BALANCE,
     ),
+    "phi3": (LONG_PHI3, {"minibatches": 2}),
     "hunyuan_v1_moe": ({"num_experts_per_tok": [2, 1], "moe_intermediate_size": [192, 192]}, BALANCE),
 }  # fmt: skip
 """Options of a model of each of these families, with names and sizes of experts as published models have them, and of
