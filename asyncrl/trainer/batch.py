@@ -5,6 +5,7 @@ whole step.
 """
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
 from asyncrl.trainer.advantage import choose_estimator
 from asyncrl.trainer.dealing import distribute
+from asyncrl.trainer.loss import reads_sequences
 from asyncrl.trainer.packing import TrainSequence, Updates
 from asyncrl.trainer.policy import Policy
 
@@ -27,6 +29,7 @@ def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
     policy.clock.enter("gather")
     shares = None
     if groups is not None:
+        check_segments(groups, policy.config, policy.loss)
         shares = distribute(
             make_updates(groups, policy.config, cluster, step),
             len(cluster.local_ranks),
@@ -35,6 +38,20 @@ def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
             policy.deal_update,
         )
     return cluster.scatter_on_node(shares)
+
+
+def check_segments(groups: list[Group], config: Config, loss: Callable) -> None:
+    """Raise ValueError for a trajectory of several segments whose loss or values need it whole."""
+    num_segments = max(len(t.segments) for group in groups for t in group.trajectories)
+    needy = f"--algo {config.algo}" if num_segments > 1 and reads_sequences(loss) else None
+    if num_segments > 1 and config.advantage == "gae":
+        needy = "--advantage gae"
+    if needy is not None:
+        raise ValueError(
+            f"a trajectory of --task {config.task} has {num_segments} segments, as its agent's messages branch, and "
+            f"{needy} needs whole responses; take a loss that weighs tokens one by one, as grpo or tis, and another "
+            "advantage than gae, or let each call of the agent extend the one before"
+        )
 
 
 def make_updates(
@@ -61,6 +78,7 @@ def make_updates(
 
 def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
     """Return what the trainer reads of a trajectory: each segment as a sequence with the trajectory's advantage."""
+    num_trained = trajectory.num_generated if len(trajectory.segments) > 1 else None
     return [
         TrainSequence(
             trajectory.tokens[segment],
@@ -71,6 +89,7 @@ def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
             trajectory.reward,
             trajectory.group_id,
             trajectory.experts,
+            num_trained,
         )
         for segment in trajectory.segments
     ]

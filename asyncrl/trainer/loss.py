@@ -20,6 +20,11 @@ _MUST_TRAIN = {
 """Tokens that a loss must train some of, by how far they moved, nats: clips and bands are to be wider than what engine
 and trainer differ by at one version."""
 
+_SEQUENCES = (torch.arange(6) // 3, torch.arange(6))
+_MOVES = ((1.0, -0.7, -0.3, -1.0, 0.4, 0.6), (1.0, -0.7, -0.3, -3.0, 0.4, 0.6))
+"""Log-ratios of six tokens, nats. A mask or clip cuts some of them, and none of two sequences whose means are 0; or it
+cuts the second sequence, and not all of its tokens."""
+
 
 def choose_loss(config: Config) -> Callable:
     """Return the loss of a run as a function of the inputs alone.
@@ -114,6 +119,27 @@ def try_loss(loss: Callable) -> None:
         if not (losses.isfinite().all() and slopes.isfinite().all() and slopes.any()):
             got = f"the losses {losses.tolist()} and the gradient {slopes.tolist()}"
             raise ValueError(f"{which}, have {got}: nothing would be trained; take other arguments")
+
+
+def reads_sequences(loss: Callable) -> bool:
+    """Return whether a loss depends on which tokens are of one sequence, as one with a ratio per sequence does.
+
+    It is tried on six tokens as two sequences, a good and a bad one, and on the same tokens as six sequences.
+    """
+    return any(
+        not torch.allclose(*(_slopes(loss, scale * torch.tensor(moves), ids) for ids in _SEQUENCES))
+        for moves in _MOVES
+        for scale in (0.1, 1.0, 10.0)
+    )
+
+
+def _slopes(loss: Callable, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Return the slopes [6] of a loss by the log-probs of three good tokens and three bad ones."""
+    logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
+    now = logprobs.detach()
+    advantages = 1.0 - 2 * (torch.arange(6) // 3)
+    inputs = LossInputs(logprobs, now - log_ratios, now, advantages, advantages, sequence_ids)
+    return torch.autograd.grad(_call(loss, inputs)[0].sum(), logprobs)[0]
 
 
 def _call(loss: Callable, inputs: LossInputs) -> Any:

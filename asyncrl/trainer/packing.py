@@ -40,6 +40,8 @@ class TrainSequence:
     """Group whose sequences may share their prompt."""
     experts: np.ndarray | None = None
     """As in Trajectory."""
+    trained_in_trajectory: int | None = None
+    """Trained tokens of all segments of its trajectory; None where the sequence is the whole trajectory."""
 
     @classmethod
     def to_score(cls, tokens: np.ndarray, loss_mask: np.ndarray) -> "TrainSequence":
@@ -111,9 +113,11 @@ class MicroBatch:
     rewards: Tensor
     """[N] float32."""
     lengths: Tensor
-    """[N] int64, trained tokens of the token's sequence."""
+    """[N] int64, trained tokens of the token's trajectory: of its sequence, or of several segments."""
     num_sequences: int
     """Number of sequences that have a trained token, S."""
+    num_trajectories: float
+    """Number of their trajectories; a segment counts as the share of trained tokens that it has."""
     lags: Tensor | None = None
     """[N] int64, the trainer's version − the token's, steps; None where nothing is trained."""
     proximal_logprobs: Tensor | None = None
@@ -154,6 +158,8 @@ class UpdateTotals(NamedTuple):
     """Trained tokens."""
     sequences: float
     """Sequences that have a trained token."""
+    trajectories: float
+    """Trajectories that have a trained token; as many, unless some have several segments."""
 
 
 def token_weights(lengths: Tensor, totals: UpdateTotals, config: Config) -> Tensor:
@@ -164,8 +170,8 @@ def token_weights(lengths: Tensor, totals: UpdateTotals, config: Config) -> Tens
     """
     divisors = {
         "token_mean": totals.tokens,
-        "sequence_mean": totals.sequences * lengths.double(),
-        "constant": totals.sequences * config.max_response_tokens,
+        "sequence_mean": totals.trajectories * lengths.double(),
+        "constant": totals.trajectories * config.max_response_tokens,
     }
     weights = torch.ones_like(lengths, dtype=torch.float64) / divisors[config.loss_aggregation]
     return weights.float()
@@ -246,6 +252,9 @@ def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
         return torch.from_numpy(np.concatenate(values, dtype=dtype))
 
     lengths = torch.tensor([sequence.num_trained for sequence in sequences])
+    in_trajectories = [
+        sequence.trained_in_trajectory or sequence.num_trained for sequence in sequences
+    ]
 
     def of_sequences(values: list | Tensor) -> Tensor:
         return torch.as_tensor(values).repeat_interleave(lengths)
@@ -257,6 +266,11 @@ def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
         "policy_versions": of_tokens("policy_versions", np.int64),
         "advantages": of_sequences([sequence.advantage for sequence in sequences]).float(),
         "rewards": of_sequences([sequence.reward for sequence in sequences]).float(),
-        "lengths": of_sequences(lengths),
+        "lengths": of_sequences(in_trajectories),
         "num_sequences": int((lengths > 0).sum()),
+        "num_trajectories": sum(
+            sequence.num_trained / length
+            for sequence, length in zip(sequences, in_trajectories, strict=True)
+            if length
+        ),
     }

@@ -217,9 +217,12 @@ class Policy(WholeWeights):
         return self._step(float(self._sum_over_ranks(loss)), lr)
 
     def _totals(self, batches: list[MicroBatch]) -> UpdateTotals:
-        """Count the trained tokens and sequences of an update, on all ranks; collective."""
-        counts = torch.tensor([[len(batch.targets), batch.num_sequences] for batch in batches])
-        return UpdateTotals(*self._sum_over_ranks(counts.sum(0)).tolist())
+        """Count the trained tokens, sequences and trajectories of an update, on all ranks; collective."""
+        counts = [
+            (len(batch.targets), batch.num_sequences, batch.num_trajectories) for batch in batches
+        ]
+        totals = torch.tensor(counts, dtype=torch.float64).sum(0)
+        return UpdateTotals(*self._sum_over_ranks(totals).tolist())
 
     def _per_token_loss(
         self,

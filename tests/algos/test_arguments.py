@@ -12,7 +12,7 @@ from loss_inputs import VARIANTS, evaluate, gradient, random_inputs
 
 from algos import LOSSES
 from asyncrl.config import Config
-from asyncrl.trainer.loss import choose_loss, keywords_of, try_loss
+from asyncrl.trainer.loss import choose_loss, keywords_of, reads_sequences, try_loss
 
 EXTREMES = (
     "0", "1e-300", "1e-30", "1e-6", "0.5", "1", "1.0000001", "2", "1e6", "1e9", "1e30", "1e300", "-1",
@@ -42,6 +42,19 @@ def test_options_and_defaults_of_every_loss_are_read_and_none_is_left_untried(al
     assert {name: formula[name].default for name in given} == given
     for options in [given, *options_of(algo)]:
         assert chosen(algo, *as_items(options)).keywords == options
+
+
+RATIO_OF_SEQUENCES = ("gmpo", "gspo", "opsm", "sequence_is", "vespo")
+LEVELS = ("sequence", "geometric")
+"""Options of other losses with which they have a ratio for each sequence, too."""
+
+
+@pytest.mark.parametrize("algo", LOSSES)
+def test_a_loss_that_takes_ratios_of_sequences_is_known_by_what_it_does(algo):
+    """Any other loss reads token by token, with any of its options."""
+    for options in [*options_of(algo), {}]:
+        found = reads_sequences(chosen(algo, *as_items(options)))
+        assert found == (algo in RATIO_OF_SEQUENCES or options.get("level") in LEVELS), options
 
 
 def test_an_argument_without_annotation_has_the_type_of_its_default(monkeypatch):

@@ -1,5 +1,6 @@
 """Advantages of a whole step, its updates, and shares of ranks that are about equal."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,13 +8,14 @@ import numpy as np
 import pytest
 from trajectories import make_trajectory
 
-from algos import ADVANTAGES
+from algos import ADVANTAGES, LOSSES
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import AdvantageOptions, Config
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer.batch import deal, make_updates
+from asyncrl.trainer.batch import check_segments, deal, make_updates
 from asyncrl.trainer.dealing import balance, distribute
+from asyncrl.trainer.packing import UpdateTotals, pack, token_weights
 
 STEP = 6
 OTHER_NODE = [(50.0, 100, 0), (10.0, 100, 0), (7.0, 101, 0), (3.0, 101, 0)]
@@ -110,6 +112,7 @@ def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_d
         clock=TrainerClock(),
         module=SimpleNamespace(layout="row_each"),
         deal_update=deal_update,
+        loss=LOSSES["grpo"],
     )
     cluster = UnsentShares(ranks_of_nodes=((0, 1),))
     shares = deal(groups, 3, policy, cluster)
@@ -124,3 +127,35 @@ def test_a_users_advantage_that_is_not_finite_ends_in_a_line(tmp_path):
     (tmp_path / "mine.py").write_text("def f(rewards):\n    return rewards / 0.0")
     with pytest.raises(ValueError, match=r"mine\.py:f gave tensor\(\[inf, .* for 12 responses"):
         updates_of(make_groups(), advantage=f"{tmp_path}/mine.py:f")
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_a_trajectory_weighs_as_much_in_several_segments_as_in_one(aggregation):
+    config = Config(loss_aggregation=aggregation, max_response_tokens=100)
+    whole = replace(make_trajectory(0, 0, (0,) * 9), tokens=np.arange(10))
+    loss_mask = np.array([0, 1, 1, 0, 1, 1, 1, 0, 1, 1], dtype=bool)
+    whole = replace(whole, loss_mask=loss_mask, reward=1.0)
+    parts = replace(whole, segment_lengths=(3, 4, 3))
+    (sequences,) = updates_of([Group(0, (whole, parts, whole))], advantage="reinforce")
+    assert len(sequences) == 5
+    # a micro-batch for each sequence, as their order is not that of trajectories
+    batches = [pack([sequence], "short_rows") for sequence in sequences]
+    counts = [(len(b.targets), b.num_sequences, b.num_trajectories) for b in batches]
+    totals = UpdateTotals(*map(sum, zip(*counts, strict=True)))
+    assert totals == pytest.approx((21, 5, 3))
+    sums = [float(token_weights(batch.lengths, totals, config).sum()) for batch in batches]
+    each = 7 / 300 if aggregation == "constant" else 1 / 3
+    assert [sums[0], sum(sums[1:4]), sums[4]] == pytest.approx([each] * 3)
+
+
+def test_branches_of_an_agent_are_refused_by_what_needs_whole_responses():
+    groups = make_groups()
+    for config, name, refused in (
+        (Config(), "grpo", ""),
+        (Config(algo="gspo"), "gspo", "--algo gspo"),
+        (Config(advantage="gae"), "grpo", "--advantage gae"),
+    ):
+        check_segments(groups[-1:], config, LOSSES[name])
+        line = f"of --task addition has 3 segments, .* {refused} needs whole responses; take a loss"
+        with pytest.raises(ValueError, match=line) if refused else nullcontext():
+            check_segments(groups, config, LOSSES[name])
