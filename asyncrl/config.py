@@ -208,7 +208,8 @@ class Config:
     group_size: Outstanding = 8
     """Responses sampled per prompt (G)."""
     async_ratio: Annotated[float, Meta(ge=0, le=1000)] = 1.0
-    """At most ⌊(1 + async_ratio)·groups_per_step⌋ groups are outstanding (α, may be fractional; 0 is synchronous)."""
+    """Batches that rollout may be ahead of the trainer (α, may be fractional; 0 is synchronous). No trained token is
+    older than ⌈α⌉ + publish_delay steps, as at most ⌊(1 + α)·groups_per_step⌋ groups are outstanding."""
     lr: Annotated[Positive | None, RESUME, HOST, REPLAY] = None
     """Learning rate after warm-up. Unset takes the one that fits AdamW and the number of parameters: 1e-3 below 10
     million, 4e-5 below 400 million, 1e-6 from there on, and 10 times that with lora_rank."""
@@ -232,7 +233,8 @@ class Config:
     aborts and continues from what was written. `restart` starts over (as old as its first start). `wait` drains
     first."""
     publish_delay: Count = 0
-    """Publish weights this many steps late (K): with async_ratio 0 every token is K steps stale, from step K + 1 on."""
+    """Publish weights this many steps late (K). With async_ratio 0 every token is exactly K steps stale from step K + 1
+    on; with α it is K to K + ⌈α⌉ steps stale."""
 
     # Rollout
     scheduling: Literal["queue", "batch", "lockstep"] = "queue"
@@ -442,6 +444,19 @@ class Config:
             + self.swarm.refresh_lag
             + resumes
         )
+
+    def freshness(self) -> str:
+        """Return the bound on staleness, for people."""
+        options = f"--async-ratio {self.async_ratio:g} rounded up"
+        if self.publish_delay:
+            options += f" + --publish-delay {self.publish_delay}"
+        if self.stale_policy == "gate":
+            return f"freshness: --stale-policy gate bounds the mean staleness by {options}, and no maximum"
+        if self.over_sampling > 1:
+            options += f" + {MAX_RESUMES} resumes of a partial rollout"
+        if self.swarm.refresh_lag:
+            options += f" + --swarm.refresh-lag {self.swarm.refresh_lag}"
+        return f"freshness: no trained token is older than {self.max_staleness} steps ({options})"
 
     @property
     def is_multi_turn(self) -> bool:

@@ -6,7 +6,7 @@ from option_words import words_that_change
 from programs import run_python
 
 from algos import ADVANTAGES, LOSSES
-from asyncrl.config import OPTIONS, Config, allowed_values
+from asyncrl.config import OPTIONS, Config, SwarmOptions, allowed_values
 from asyncrl.job.command_line import parse_config, read_options
 from asyncrl.trainer.optimizer import OPTIMIZERS
 
@@ -98,3 +98,29 @@ def test_help_answers_within_two_seconds_of_cpu_time_and_without_heavy_imports()
 def test_lengths_that_are_not_given_suit_what_is_no_toy(words, lengths):
     config = parse_config(words.split())
     assert (config.max_prompt_tokens, config.max_response_tokens) == lengths
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({}, "no trained token is older than 1 steps (--async-ratio 1 rounded up)"),
+        (
+            {"async_ratio": 0.5, "publish_delay": 3},
+            "no trained token is older than 4 steps (--async-ratio 0.5 rounded up + --publish-delay 3)",
+        ),
+        (
+            {"async_ratio": 0.0, "over_sampling": 2.0},
+            "no trained token is older than 4 steps (--async-ratio 0 rounded up + 4 resumes of a partial rollout)",
+        ),
+        (
+            {"swarm": SwarmOptions(refresh_lag=2)},
+            "no trained token is older than 3 steps (--async-ratio 1 rounded up + --swarm.refresh-lag 2)",
+        ),
+        (
+            {"stale_policy": "gate"},
+            "--stale-policy gate bounds the mean staleness by --async-ratio 1 rounded up, and no maximum",
+        ),
+    ],
+)
+def test_a_run_says_at_its_start_how_old_a_trained_token_may_be(options, line):
+    assert Config(**options).freshness() == f"freshness: {line}"

@@ -46,6 +46,23 @@ class Command:
     """GPUs to plan for, as 8xH100; unset takes those of this machine."""
 
 
+OF_OTHERS = {
+    "staleness": "--async-ratio N for at most N steps, or --async-ratio 0 --publish-delay N for exactly N",
+    "lag": "--async-ratio N for at most N steps, or --async-ratio 0 --publish-delay N for exactly N",
+    "max-staleness": "--async-ratio N, which is that bound in steps",
+    "max-async-level": "--async-ratio N, the batches that rollout may be ahead",
+    "max-off-policy-steps": "--async-ratio N, which is that bound in steps",
+    "batch-size": "--groups-per-step PROMPTS and --group-size RESPONSES of each",
+    "train-batch-size": "--groups-per-step PROMPTS and --group-size RESPONSES of each",
+    "num-generations": "--group-size N",
+    "beta": "--kl-coef VALUE",
+    "learning-rate": "--lr VALUE",
+    "max-new-tokens": "--max-response-tokens N",
+    "max-completion-length": "--max-response-tokens N",
+    "ppo": "--algo grpo, or decoupled_ppo with a proximal policy",
+    "dataset": "--task NAME, and --data-path FILE for rows of your own",
+}
+"""What is written here for an option that another project has."""
 ALL = OPTIONS | {option.name: option for option in options_of(Command)}
 
 
@@ -201,6 +218,8 @@ def _unknown(token: str) -> str:
             hint = f"; write {option.flag} VALUE"
         if f"`{word.replace('-', '_')}=" in text:
             hint = f"; write {option.flag} {word.replace('-', '_')}=VALUE"
+    if word in OF_OTHERS:
+        hint = f"; write {OF_OTHERS[word]}"
     return f"{name} is no option{hint} (--help lists all)"
 
 

@@ -308,6 +308,8 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
 def start_leader(rank: Rank, model_path: str, worker_main: Callable) -> Leader:
     """Make a leader: open the records and start the node's rollout workers."""
     cluster = rank.cluster
+    if cluster.is_first:
+        print(rank.config.freshness(), flush=True)
     rank = _fit_memory(_fit_model(rank, model_path), model_path)
     cores = extras.find("cores")
     if cores is not None:
