@@ -57,6 +57,14 @@ class Interrupted(BaseException):
         return self.args[0]
 
 
+class RolloutEnded(RuntimeError):
+    """No more can be sampled, by no fault of this code. The state of the run is as it should be, and can be saved."""
+
+
+class CannotContinue(RuntimeError):
+    """Rollout has ended on a node. All ranks raise it together, between two steps, so they can save the run."""
+
+
 EXPECTED = (Interrupted, ValueError, OSError, RuntimeError)
 """Errors that end a run in one line; any other is a fault of the code, and shows where."""
 

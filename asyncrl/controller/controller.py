@@ -5,11 +5,13 @@ trainer's thread meet at one lock, which guards all state. No wait is without en
 state of all.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from asyncrl.cluster.processes import RolloutEnded
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.config import Config
 from asyncrl.controller.announcements import Announcements
@@ -72,6 +74,8 @@ class Controller:
         self._stopping = False
         self.is_asked_to_stop = False
         """Whether the run is to end after this step."""
+        self.ended_by: RolloutEnded | None = None
+        """Why no group is admitted any more. Who waits for a batch raises it, so a step that runs comes to its end."""
         if restored is not None:
             restore(self, restored)
 
@@ -91,7 +95,8 @@ class Controller:
 
     def wait_until_ready(self) -> None:
         """Wait until all engines are up. Raises WorkerDied, with its last log lines, if one ends or takes too long."""
-        self.wait_until(lambda: not self.workers.starting, "workers to start")
+        self.wait_until(lambda: self.ended_by or not self.workers.starting, "workers to start")
+        self._check_end()
 
     def connect(self, transport: Transport) -> None:
         """Give the engines the weight transport, when all are up."""
@@ -107,7 +112,8 @@ class Controller:
             match message:
                 case None:
                     if not self._stopping:
-                        self.on_death(worker)
+                        with self._noting_end():
+                            self.on_death(worker)
                 case Ready(startup_s):
                     worker.state = "sampling"
                     self.journal.record("worker_ready", worker=worker.index, startup_s=startup_s)
@@ -152,7 +158,8 @@ class Controller:
         self.workers.have_worked = True
         self.journal.trajectory(trajectory)
         if not trajectory.is_evaluation:
-            self.dispatcher.add(trajectory)
+            with self._noting_end():
+                self.dispatcher.add(trajectory)
         elif self.evaluation.add(trajectory):
             ended, self.evaluation = self.evaluation, None
             self.ended_evaluations.append(ended)
@@ -160,11 +167,27 @@ class Controller:
             if deferred := self.announcements.take_deferred():
                 self.announce(deferred)
 
+    @contextlib.contextmanager
+    def _noting_end(self) -> Iterator[None]:
+        """Note what ends rollout inside. What follows from the same message is done all the same."""
+        try:
+            yield
+        except RolloutEnded as error:
+            self.ended_by = self.ended_by or error
+
+    def _check_end(self) -> None:
+        """Raise what ended rollout."""
+        if self.ended_by is not None:
+            raise self.ended_by
+
     def fill(self) -> None:
         """Start what can start, but nothing before the first weights. Send idle workers the reason."""
         why_full: HoldReason = "weights"
         if self.announcements.newest is not None:
-            self.dispatcher.fill()
+            if self.ended_by is None:
+                with self._noting_end():
+                    self.dispatcher.admit_groups()
+            self.dispatcher.send_out()
             why_full = "bound" if self.announcements.deferred is None else "evaluation"
         self.dispatcher.hold_idle(why_full)
 
@@ -173,9 +196,14 @@ class Controller:
     def take_batch(self) -> list[Group]:
         """Wait for the next batch and consume it.
 
-        Raises what ended rollout, RuntimeError if no batch comes or can come.
+        Raises RolloutEnded if rollout has ended, and RuntimeError if no batch can come.
         """
         return self.wait_for_batch(self.take_batch_if_ready)
+
+    def has_batch(self) -> bool:
+        """Whether the next batch need not be waited for."""
+        with self.lock:
+            return self.find_batch() is not None
 
     def wait_for_batch(self, done: Callable[[], Any]) -> Any:
         """Wait until `done()`, if need be for a batch, and return its result. Raises as `take_batch`."""
@@ -211,7 +239,9 @@ class Controller:
         return groups
 
     def _can_get_batch(self) -> bool:
-        """Whether the next batch can come before the next weights: something runs, or may start."""
+        """Whether the next batch can come before the next weights: something runs, or may start. Raises what ended
+        rollout."""
+        self._check_end()
         weights = self.announcements
         return weights.newest is None or weights.deferred is not None or self.dispatcher.can_go_on()
 
@@ -281,8 +311,8 @@ class Controller:
         self.wait_until(have_probed, "a probe")
 
     def has_evaluated(self) -> bool:
-        """Whether no evaluation is to be waited for."""
-        return self.evaluation is None
+        """Whether no evaluation is to be waited for: none runs, or rollout has ended."""
+        return self.evaluation is None or self.ended_by is not None
 
     def cut(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
         """Take all that a resumed run needs of this node's rollout, as of one instant between `publish` and
@@ -298,14 +328,15 @@ class Controller:
         """Wait until `done()` is true and return its value. It is called after every change, under the lock.
 
         A worker that starts or joins has a timeout of its own; this one begins anew when the worker is there. Raises
-        what went wrong in the background. Raises RuntimeError after the timeout, or as soon as `can_come()` is false
-        and nothing changes.
+        what went wrong in the background. Raises RolloutEnded after the timeout, and RuntimeError as soon as
+        `can_come()` is false and nothing changes.
         """
         deadline = time.monotonic() + self.config.timeout_s
         with self.lock:
             try:
                 while True:
-                    self.workers.check()
+                    with self._noting_end():
+                        self.workers.check()
                     self.announcements.transport.check()
                     if result := done():
                         return result
@@ -316,13 +347,14 @@ class Controller:
                             f"{what} can never come: nothing runs, and nothing may start before the next weights are "
                             f"published; state: {self.dispatcher.describe()}"
                         )
-                    if self.workers.are_coming:
+                    if self.workers.are_coming and self.ended_by is None:
                         deadline = time.monotonic() + self.config.timeout_s
                     elif time.monotonic() > deadline:
                         raise TimeoutError(f"waited {self.config.timeout_s:.0f} s for {what}")
             except TimeoutError as error:
                 state = self.dispatcher.describe()
-                raise RuntimeError(f"{error}; {dump_stacks()}; state: {state}") from None
+                self.ended_by = RolloutEnded(f"{error}; {dump_stacks()}; state: {state}")
+                raise self.ended_by from None
 
     # What was measured
 
@@ -330,7 +362,8 @@ class Controller:
         """Take what was measured since the last call, and the ledger."""
         with self.lock:
             # what ended a reading thread is the reason if the ledger does not balance
-            self.workers.check()
+            with self._noting_end():
+                self.workers.check()
             return {
                 **ledger_metrics(self.buffer.balance()),
                 **self.journal.take_metrics(),

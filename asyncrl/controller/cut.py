@@ -50,13 +50,14 @@ def continues_responses(config: Config) -> bool:
 def cut(controller: "Controller", measure: Callable[[], dict[str, int]]) -> ControllerState:
     """Return the state of a node's rollout, at an instant in which the caller holds the controller's lock.
 
-    Weights that wait for an evaluation are announced first, unless no worker is there to end it. Where responses
+    Weights that wait for an evaluation are announced first, unless it cannot end any more. Where responses
     continue from their tokens, the workers report how far these are. The instant is that of the last report.
     `measure()` gives the lengths of the records.
     """
     workers, announcements = controller.workers, controller.announcements
     controller.wait_until(
-        lambda: announcements.deferred is None or not any(workers), "an evaluation"
+        lambda: announcements.deferred is None or controller.ended_by or not any(workers),
+        "an evaluation",
     )
     if continues_responses(controller.config):
         controller.wait_until(workers.ask(), "what is in flight")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from asyncrl.cluster.processes import RolloutEnded
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.ledger import DropReason
@@ -41,7 +42,7 @@ class Dispatcher:
     # Groups
 
     def add(self, trajectory: Trajectory) -> None:
-        """Take in a trajectory of a training group. Raises RuntimeError if nothing succeeds any more."""
+        """Take in a trajectory of a training group. Raises RolloutEnded if nothing succeeds any more."""
         if trajectory.finish_reason == "failed":
             if not self.buffer.add_failed(trajectory):
                 self.on_failed_group(trajectory)
@@ -55,14 +56,14 @@ class Dispatcher:
     def on_failed_group(self, trajectory: Trajectory) -> None:
         """Drop a group too many of whose trajectories failed; `trajectory` is the last. Raises as `add`."""
         self.failed_in_a_row += 1
+        self.drop(trajectory.group_id, "failed")
         if self.failed_in_a_row > max(
             MIN_FAILED_IN_A_ROW, self.buffer.config.max_outstanding_groups
         ):
-            raise RuntimeError(
+            raise RolloutEnded(
                 f"the last {self.failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
                 "fix the environment or reward, or raise --env-timeout-s if it is only slow"
             )
-        self.drop(trajectory.group_id, "failed")
 
     def drop_expired(self) -> None:
         """Drop, under `drop`, the groups that are too old for every later batch."""
@@ -117,17 +118,16 @@ class Dispatcher:
         tickets = itertools.chain(self.queue, *(worker.running.values() for worker in active))
         return bool(active) and any(not ticket.is_evaluation for ticket in tickets)
 
-    def fill(self) -> None:
-        """Admit groups, and send out what can start."""
-        self.admit_groups()
-        self.send_out()
-
     def admit_groups(self) -> None:
-        """Admit groups while there are places for them."""
+        """Admit groups while there are places for them. Raises RolloutEnded if a prompt cannot be made."""
         while self.buffer.num_free_places() > 0:
             group_id, problem = self.tickets.next_group()
             min_version = self.buffer.admit(group_id, problem)
-            self.queue.extend(self.tickets.for_group(group_id, problem, min_version))
+            try:
+                self.queue.extend(self.tickets.for_group(group_id, problem, min_version))
+            except RolloutEnded:
+                self.drop(group_id, "aborted")  # a resumed run meets the problem again
+                raise
 
     def assign(self) -> Iterator[tuple[Worker, Ticket]]:
         """Take out the tickets that can start now, each with its worker; the caller adds it to the worker's load.

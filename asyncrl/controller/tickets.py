@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from asyncrl.cluster.processes import RolloutEnded
 from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Completion, Group, Ticket
@@ -52,13 +53,13 @@ class TicketSource:
         return self.state.next_group - 1, self.state.put_back.pop(0)
 
     def for_group(self, group_id: int, problem_index: int, min_version: int) -> list[Ticket]:
-        """Make the tickets of a new group, one for each member."""
+        """Make the tickets of a new group, one for each member. Raises RolloutEnded if its prompt cannot be made."""
         try:
             problem = self.prompts.train_problem(problem_index)
             tokens = self.prompts.tokens_of(problem, self.config)
         except ValueError as error:
             # of the run, and not of the host whose message made room for the group
-            raise RuntimeError(str(error)) from error
+            raise RolloutEnded(str(error)) from error
         return [
             self._ticket(group_id, member, problem, tokens, min_version)
             for member in range(self.config.group_size + self.config.extra_members)

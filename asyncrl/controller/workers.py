@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from asyncrl.cluster.placement import Placement, WorkerSpec
-from asyncrl.cluster.processes import kill_session
+from asyncrl.cluster.processes import RolloutEnded, kill_session
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
@@ -41,7 +41,7 @@ STOP_TIMEOUT_S = 10.0
 """Time that all workers together have to end by themselves."""
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(RolloutEnded):
     """A rollout worker could not be started, died more often than MAX_RESTARTS allows, or there is none at all."""
 
 
@@ -60,8 +60,11 @@ class Worker:
     """What brings weights to the worker; one that does nothing until `connect`."""
     order: float = 0.0
     """Of equally loaded workers the one with the lowest order gets a ticket; all workers of this node are alike."""
-    state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep"] = "starting"
-    """What it was asked to do last; `asleep` once it has answered. Only new weights end `suspended` and `asleep`."""
+    state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep", "dead"] = (
+        "starting"
+    )
+    """What it was asked to do last; `asleep` once it has answered. Only new weights end `suspended` and `asleep`.
+    `dead` is not started again."""
     sent_version: int = -1
     """Newest version sent."""
     loading: Announcement | None = None
@@ -86,7 +89,7 @@ class Worker:
     @property
     def is_up(self) -> bool:
         """Whether the engine has started."""
-        return self.state != "starting"
+        return self.state not in ("starting", "dead")
 
     @property
     def is_paused(self) -> bool:
@@ -194,7 +197,7 @@ class Workers:
     @property
     def starting(self) -> list[Worker]:
         """Workers whose engines are not up yet."""
-        return [worker for worker in self if not worker.is_up]
+        return [worker for worker in self if worker.state == "starting"]
 
     @property
     def are_coming(self) -> bool:
@@ -240,12 +243,9 @@ class Workers:
         """
         worker.process.stop()
         report = worker.process.death_report()
-        if not self.have_worked and (not worker.is_up or worker.process.exit_code > 0):
-            what = (
-                "was up, and died before any response came back"
-                if worker.is_up
-                else "could not start"
-            )
+        was_up, worker.state = worker.is_up, "dead"
+        if not self.have_worked and (not was_up or worker.process.exit_code > 0):
+            what = "was up, and died before any response came back" if was_up else "could not start"
             raise WorkerDied(f"rollout worker {worker.index} {what}: {report}")
         if worker.num_restarts == MAX_RESTARTS:
             raise WorkerDied(
@@ -274,7 +274,7 @@ class Workers:
             if worker.state in ("sampling", "suspended") and not worker.is_due:
                 worker.state = "falling_asleep"
                 worker.process.send(Sleep())
-        return all(worker.state == "asleep" for worker in self)
+        return all(worker.state in ("asleep", "dead") for worker in self)
 
     def ask(self) -> Callable[[], bool]:
         """Ask this node's workers how far their responses are. Returns a function: whether no answer is waited for."""

@@ -18,9 +18,15 @@ import torch.distributed as dist
 
 from asyncrl import extras
 from asyncrl.cluster.cluster import on_first_rank
-from asyncrl.cluster.processes import STOP_SIGNALS, Interrupted, has_lost_a_rank
+from asyncrl.cluster.processes import (
+    STOP_SIGNALS,
+    CannotContinue,
+    Interrupted,
+    has_lost_a_rank,
+)
 from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
+from asyncrl.job.resume import how_to_go_on
 from asyncrl.records import Group
 from asyncrl.runlog.manifest import set_aside
 from asyncrl.trainer.checkpoint import (
@@ -87,6 +93,8 @@ class Checkpoints:
         try:
             if isinstance(error, NobodySamples):
                 self._stop(*self.node.cluster.max_over_ranks([self._asked_by]))
+            elif isinstance(error, CannotContinue):
+                self._save_before_end(error)
             elif error is None:
                 self.writer.wait()  # however long the last takes; a first signal does not end it
         finally:
@@ -157,6 +165,22 @@ class Checkpoints:
         self.writer.wait()
         self.node.watch.finish()  # all nodes stop here: none is another's cause
         raise Interrupted(f"stopped by {reason}", status)
+
+    def _save_before_end(self, error: CannotContinue) -> None:
+        """Save the last step, if it was not saved, before an error ends the run, and add to the error how to continue;
+        collective. A checkpoint that cannot be written is named beside the error."""
+        if self._last is None:
+            return  # nothing was trained, or --resume has it
+        separator = "\n" if "\n" in str(error) else "; "  # a dead worker's error ends with its log
+        try:
+            if not self._is_saved and self._last[0] < self.node.config.steps:
+                self._save(*self._last)
+            self.writer.wait()
+        except (OSError, RuntimeError) as failure:
+            error.args = (f"{error}{separator}{failure}",)
+        if self.node.cluster.is_first:
+            error.args = (f"{error}{separator}{how_to_go_on(self.node.run.path)}",)
+        self.node.watch.finish()  # as in `_stop`
 
     def _is_out_of_time(self) -> bool:
         """Whether one more step and its checkpoint may end after `stop_after_s`, if each takes as long as ever."""

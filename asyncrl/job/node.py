@@ -22,7 +22,9 @@ from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.cluster.placement import Placement, available_cores, place
 from asyncrl.cluster.processes import (
+    CannotContinue,
     Interrupted,
+    RolloutEnded,
     end_by,
     end_if_stuck,
     exit_with_parent,
@@ -112,6 +114,23 @@ class Rank:
             if planning is not None:
                 planning.leave_room(self)
 
+    def wait_together(self, wait: Callable[[], Any]) -> Any:
+        """Return what `wait()` gives on a leader; collective.
+
+        Raises CannotContinue on all ranks, with the reason of the first node, where it raises RolloutEnded on one.
+        """
+        result, reason = None, ""
+        if self.cluster.is_leader:
+            try:
+                result = wait()
+            except RolloutEnded as error:
+                reason = str(error)
+            reason = next(filter(None, self.cluster.gather(reason)), "")
+        reason = self.cluster.broadcast_on_node(reason)
+        if reason:
+            raise CannotContinue(reason)
+        return result
+
 
 @dataclass(frozen=True)
 class Follower(Rank):
@@ -126,7 +145,8 @@ class Follower(Rank):
         return Publisher(self, policy)
 
     def take_batch(self, step: int, publisher: "Publisher") -> None:
-        """Return None: the leader alone has the groups of a step."""
+        """Wait with the leader, who alone has the groups of a step; see Leader."""
+        self.wait_together(list)
 
 
 @dataclass(frozen=True)
@@ -179,8 +199,12 @@ class Leader(Rank):
         return LeadingPublisher(self, policy)
 
     def take_batch(self, step: int, publisher: "Publisher") -> list[Group]:
-        """Wait for the groups that this node trains on in a step, and compare the engines by then."""
+        """Wait for the groups that this node trains on in a step, and compare the engines by then; collective.
+
+        Raises CannotContinue, on all ranks, if rollout has ended on a node. No node has then taken groups out.
+        """
         self.clock.enter("wait")
+        self.wait_together(lambda: self.controller.wait_for_batch(self.controller.has_batch))
         groups = self.controller.take_batch()
         publisher.check_engines(step)
         self.record_batch(step, groups)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.cluster.processes import CannotContinue
 from asyncrl.job.probe import EngineCheck
 from asyncrl.records import Group
 from asyncrl.trainer.checkpoint import differing_names
@@ -93,11 +94,17 @@ class LeadingPublisher(Publisher):
         self._engine_check.check(step)
 
     def check_last(self) -> None:
-        """Compare the engines at the last version, with which the last evaluation was sampled."""
+        """Compare the engines at the last version, with which the last evaluation was sampled.
+
+        Raises CannotContinue if that evaluation could not end.
+        """
         last = self.config.steps
         if self.node.probe.tokens_at(last):
             self.node.controller.finish_probes(last)
         self.check_engines(last)
+        controller = self.node.controller
+        if controller.evaluation is not None and controller.ended_by is not None:
+            raise CannotContinue(f"{controller.ended_by}; the last evaluation has not ended")
 
     @property
     def delayed(self) -> dict[int, Weights]:

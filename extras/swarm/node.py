@@ -38,12 +38,13 @@ class SwarmNode:
         """Wait for a batch that every node believes; see Leader. Collective.
 
         A batch with a response of a host that is not believed is refused, and all groups of that host are dropped.
-        Raises NobodySamples, on all ranks, if the run is asked to stop and a node has no worker.
+        Raises, on all ranks, NobodySamples if the run is asked to stop and a node has no worker, and CannotContinue.
         """
         is_believed = False
         while not is_believed:
             self.clock.enter("wait")
-            has_batch = not self.cluster.is_leader or bool(self.controller.hold_batch())
+            held = self.wait_together(lambda: self.controller.hold_batch())
+            has_batch = not self.cluster.is_leader or bool(held)
             if self.cluster.max_over_ranks([int(not has_batch)]) == [1]:
                 raise NobodySamples
             publisher.check_engines(step)

@@ -3,6 +3,7 @@
 The walk's controller and workers are used. Their events are chosen, and the clock is moved by hand.
 """
 
+import functools
 import math
 import os
 import random
@@ -13,7 +14,9 @@ import pytest
 from test_controller_walk import Walk
 
 from asyncrl.cluster.placement import Placement, WorkerPlacement
+from asyncrl.cluster.processes import RolloutEnded
 from asyncrl.config import Config
+from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import CUT_S, MAX_RESTARTS, WorkerDied, Workers
 
 PLACEMENT = Placement((None,), 1, (WorkerPlacement(0, None, 0, 1, 0.0),), "shm")
@@ -64,14 +67,14 @@ def test_a_batch_that_cannot_come_before_weights_are_published_ends_the_run_at_o
 @pytest.mark.parametrize(
     ("acts_at", "ended_at", "message"),
     [
-        (99, 199, r"waited 100 s for an engine; stacks .*worker 0 .*groups_issued"),
+        (99, 199, r"waited 100 s for a batch; stacks .*worker 0 .*groups_issued"),
         (math.inf, 100, "worker 0 was not ready 100 s after its start"),
     ],
 )
 def test_a_wait_has_all_its_time_after_a_worker_has_come(run, acts_at, ended_at, message, capfd):
     run.acts_at = acts_at
-    with pytest.raises((RuntimeError, WorkerDied), match=message):
-        run.controller.wait_until(lambda: False, "an engine")
+    with pytest.raises(RolloutEnded, match=message):
+        run.controller.wait_for_batch(lambda: False)
     assert run.now == pytest.approx(ended_at, abs=3)
     assert "thread 0x" in capfd.readouterr().err, "stacks of the trainer"
 
@@ -102,8 +105,40 @@ def test_a_worker_that_dies_too_often_or_before_it_has_worked_ends_the_run(
         worker.process.exit_code = exit_code
         if death < num_deaths - 1:
             run.controller.on_message(worker, None)
+    run.controller.on_message(worker, None)
     with pytest.raises(WorkerDied, match=message):
-        run.controller.on_message(worker, None)
+        run.controller.wait_until_ready()
+    with pytest.raises(WorkerDied, match=message):
+        run.controller.take_batch()
+    assert worker.awaited == [] and run.controller.has_evaluated()
+
+
+def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is_met_again(
+    run, monkeypatch
+):
+    """What is finished is trained on first. No step that runs is broken off."""
+    tickets = run.controller.tickets
+    make = tickets.for_group
+
+    def for_group(group_id, problem, min_version):
+        if problem == 3:
+            raise RolloutEnded("problem 3 is too long")
+        return make(group_id, problem, min_version)
+
+    monkeypatch.setattr(tickets, "for_group", for_group)
+    monkeypatch.setattr(run.oracle, "check", lambda: None)  # to it each free place is taken
+    monkeypatch.setattr(tickets, "put_back", functools.partial(TicketSource.put_back, tickets))
+    run.begin()
+    run.controller.wait_until(run.controller.has_batch, "groups")
+    trained = [group.problem for group in run.controller.take_batch()]
+    with pytest.raises(RolloutEnded, match="problem 3 is too long"):
+        run.controller.take_batch()
+    state = run.controller.cut()
+    assert state.buffer.trainer_version == 1
+    left = [resident.problem for resident in state.buffer.residents.values()]
+    assert sorted(trained + left) == [0, 1, 2] and len(trained) == 2
+    assert state.tickets.put_back == [3] and state.tickets.next_problem == 4
+    assert run.controller.take_metrics()
 
 
 def test_a_silent_worker_holds_the_cut_up_for_a_while_and_is_named(run, capsys):

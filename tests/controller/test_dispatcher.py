@@ -78,4 +78,4 @@ def test_more_groups_that_all_fail_than_a_run_may_have_end_it_with_the_newest_fa
             buffer.admit(group_id, group_id)
             trajectory = make_trajectory(group_id, 0, finish_reason=reason)
             dispatcher.add(replace(trajectory, failure=f"number {group_id}"))
-    assert group_id == len(reasons) - 1 and buffer.balance()["groups_dropped_failed"] == 21
+    assert group_id == len(reasons) - 1 and buffer.balance()["groups_dropped_failed"] == 22

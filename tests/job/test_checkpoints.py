@@ -24,7 +24,7 @@ from user_files import contents
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.node_watch import NodeWatch
-from asyncrl.cluster.processes import STOP_SIGNALS, Interrupted
+from asyncrl.cluster.processes import STOP_SIGNALS, CannotContinue, Interrupted
 from asyncrl.config import Config
 from asyncrl.job import checkpoints as module
 from asyncrl.job.checkpoints import Checkpoints
@@ -265,6 +265,11 @@ ENDS = {
     "out of time": ("--stop-after-s .+ nearly over, after step {last}, which is saved", "always"),
     "an error": ("not finite", "if due"),
     "a full disk": ("step_{last} was not written: .+No space left on device$", "never"),
+    "rollout": ("no worker is left; continue from step {last}: .+ --resume ", "always"),
+    "rollout and a full disk": (
+        "no worker is left; checkpoint .+step_{last} was not written: .+No space left on device; ",
+        "never",
+    ),
     "a bug": ("step_{last} was not written: rank 0: KeyError: 'bug'$", "never"),
     "no room": (r"needs 0\.03\d GB \(0\.00\d of tensors \+ 0\.032\), 0\.001", "never"),
 }
@@ -319,6 +324,8 @@ def test_however_a_run_ends_its_due_checkpoints_are_whole_and_have_the_weights_o
             raise NobodySamples
         if end == "an error":
             raise RuntimeError("not finite")
+        if "rollout" in end:
+            raise CannotContinue("no worker is left")
     is_due = {s: save_every and (s % save_every == 0 or s == steps) for s in weights}
     is_due[last] = is_due[last] if is_last_saved == "if due" else is_last_saved == "always"
     saved = [step for step in weights if is_due[step]]
@@ -365,7 +372,7 @@ def begin_to_end(end, checkpoints, number, monkeypatch) -> None:
             checkpoints.writer.longest_s = 650
         case "no room":
             monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1e6))
-        case "a full disk":
+        case "a full disk" | "rollout and a full disk":
             checkpoints.writer.weights.write = raise_full
         case "a bug":
             checkpoints.writer.weights.write = lambda *_: {}["bug"]

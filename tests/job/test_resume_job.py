@@ -151,6 +151,46 @@ def test_a_run_that_nobody_reads_continues_and_is_saved_when_its_terminal_ends(t
     assert all(path.read_text().startswith("{") for path in job.run_path.glob("*.jsonl"))
 
 
+FAILING_TASK = """
+from pathlib import Path
+
+from data.problem import Problem
+
+
+class Numbers:
+    def train_problem(self, index):
+        if Path("{path}").exists():
+            raise IndexError(f"there is no problem {{index}}")
+        return Problem("a1 b2 =", str(index))
+
+    def eval_problems(self, count):
+        return [Problem("a1 b2 =", "3")] * count
+
+    @staticmethod
+    def score(answer, response):
+        return float(answer == response)
+"""
+
+
+def test_a_problem_that_is_not_there_ends_all_ranks_after_the_last_step_which_is_saved(tmp_path):
+    file, end = tmp_path / "my_task.py", tmp_path / "end"
+    file.write_text(FAILING_TASK.format(path=end))
+    options = {"task": f"{file}:Numbers", "steps": 100_000, "async_ratio": 1, "save_every": 0}
+    job, other = (start(tmp_path, place, **options) for place in torchrun_variables([0, 0]))
+    job.wait_until(lambda: job.num_steps() >= 2)
+    end.touch()
+    assert job.wait() == other.wait() == 1
+    num_steps = job.num_steps()
+    assert newest_checkpoint(job.run_path).step == num_steps
+    line = r"error: .*my_task.py, line 10: IndexError: there is no problem \d+"
+    assert re.search(rf"^{line}; continue from step {num_steps}: ", job.output(), re.MULTILINE)
+    assert re.search(rf"^{line}$", other.output(), re.MULTILINE)
+    end.unlink()
+    job = resume(job, steps=num_steps + 4)
+    assert job.wait() == 0, job.output()[-3000:]
+    assert_every_group_is_consumed_once(job, num_steps + 4, GROUPS, may_drop=True)
+
+
 def test_two_nodes_are_stopped_together_and_one_continues_with_what_both_had(tmp_path):
     job, other = (
         start(tmp_path, place, steps=40, async_ratio=1) for place in torchrun_variables([0, 1])
