@@ -41,8 +41,11 @@ class TicketSource:
         """All that a resumed run needs of it."""
 
     def answer(self, group: Group) -> str:
-        """The right answer to the problem of a consumed group; empty where an environment asks."""
-        return self.prompts.train_problem(group.problem).answer
+        """The right answer to the problem of a consumed group; empty where an environment asks, or the task fails."""
+        try:
+            return self.prompts.train_problem(group.problem).answer
+        except ValueError:
+            return ""  # what is only shown ends no run
 
     def next_group(self) -> tuple[int, int]:
         """Give out the id of a new group, and the index of its problem: of one that was put back, or of the next."""

@@ -73,9 +73,12 @@ def test_a_host_fetches_what_has_changed_when_it_is_so_many_versions_behind(tmp_
 
 def test_a_run_whose_last_host_has_left_or_that_none_joins_ends_in_one_line(tmp_path):
     line = r"^no host has sampled for this run for 0 s, .* --join-timeout-s$"
+    with (
+        running(tmp_path, join_timeout_s=0.5) as run,
+        pytest.raises(WorkerDied, match=line),
+    ):
+        run.step()
     with running(tmp_path, join_timeout_s=0.5) as run:
-        with pytest.raises(WorkerDied, match=line):
-            run.step()
         with Far(run, "far"):
             wait_until(lambda: run.workers_of("far"))
             run.step()
