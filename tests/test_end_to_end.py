@@ -262,10 +262,10 @@ def test_the_first_command_for_eight_gpus_starts_and_changes_the_weights_by_its_
     assert f"\nlr: 0.001, the default for {size:,} parameters\n" in f"\n{job.output()}"
     ends = "a response ends at '<|endoftext|>' (0: tokenizer, generation_config.json, config.json), '<|im_end|>' (2: "
     assert ends in job.output()
-    lrs = job.values("lr")
+    lrs = job.values("loss/lr")
     assert lrs == pytest.approx([0.2e-3, 0.4e-3, 0.6e-3])
     assert read_header(job.run_path)["config"]["lr"] == 0.001
     largest = max(abs(after[name] - weight).max() for name, weight in before.items())
     assert 0 < largest < 1.1 * sum(lrs), "AdamW moves no weight by more than its rate"
-    assert max(job.values("drift/k3")) < 0.01 and max(job.values("staleness/max")) <= 2
-    assert max(job.values("grad_norm")) > 0
+    assert max(job.values("drift/k3")) < 0.02 and max(job.values("staleness/max")) <= 2
+    assert max(job.values("loss/grad_norm")) > 0
