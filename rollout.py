@@ -40,6 +40,7 @@ from asyncrl.messages import (
     Tickets,
     Update,
     Updated,
+    decoded_lengths,
 )
 from asyncrl.records import Ticket, Trajectory
 from asyncrl.weights.models import load_tokenizer
@@ -166,8 +167,11 @@ class RolloutWorker:
         self._probing = [self._start(self._score_probe(update))] if update.probe else []
 
     async def _score_probe(self, update: Update) -> None:
-        scores = await asyncio.gather(*(self.proxy.score(tokens) for tokens in update.probe))
-        self.connection.send(Probed(update.version, tuple(scores)))
+        scores = await asyncio.gather(*map(self.proxy.score, update.probe))
+        lengths = decoded_lengths(update.probe)
+        # a layer below a CUDA graph may keep old weights that no prompt meets
+        decoded = await asyncio.gather(*map(self.proxy.decode, update.probe, lengths))
+        self.connection.send(Probed(update.version, tuple(scores), tuple(decoded)))
 
     async def _abort(self, ticket_ids: list[int]) -> None:
         """End these tickets' trajectories; they come back as `aborted`. Those that have ended are passed over."""

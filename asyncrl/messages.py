@@ -11,8 +11,15 @@ HoldReason = Literal["weights", "version", "bound", "evaluation"]
 
 TokenSequences = tuple[tuple[int, ...], ...]
 """Token ids of each sequence."""
-ProbedVersions = dict[int, dict[int, tuple[np.ndarray, ...]]]
-"""Version -> worker -> its log-probs of the probe, as `Probed` has them."""
+MAX_DECODED = 4, 16
+"""Sequences of a probe from which an engine samples, and tokens that it samples from each, at most."""
+
+
+def decoded_lengths(probe: TokenSequences) -> list[int]:
+    """Return how many last tokens of the first sequences an engine replaces by tokens that it samples."""
+    num_sequences, num_tokens = MAX_DECODED
+    return [min(num_tokens, len(tokens) - 1) for tokens in probe[:num_sequences]]
+
 
 # What they carry
 
@@ -142,6 +149,12 @@ class Probed:
     version: int
     logprobs: tuple[np.ndarray, ...]
     """[T − 1] float32, nats, of each sequence's tokens from the second on, at temperature 1."""
+    decoded: tuple[np.ndarray, ...]
+    """[2, n] float32, nats, of n sampled tokens as in `decoded_lengths`: as they were sampled, and as a prompt."""
+
+
+ProbedVersions = dict[int, dict[int, Probed]]
+"""Version -> worker -> its scores."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from asyncrl.messages import (
     Tickets,
     Update,
     Updated,
+    decoded_lengths,
 )
 from asyncrl.records import Completion, Ticket
 from asyncrl.runlog.time_ledger import Activity
@@ -184,7 +185,8 @@ class FakeWorker:
         self.outbox.append(Updated(self.version, 0.001, sampled, self.activity.report()))
         if update.probe:
             logprobs = tuple(np.full(len(tokens) - 1, -1, np.float32) for tokens in update.probe)
-            self.outbox.append(Probed(self.version, logprobs))
+            decoded = tuple(np.full((2, n), -1, np.float32) for n in decoded_lengths(update.probe))
+            self.outbox.append(Probed(self.version, logprobs, decoded))
 
     def movable(self):
         """Trajectories to which something may happen."""

@@ -27,6 +27,7 @@ from real_job import (
     run_job,
     start_job,
     without_times,
+    words_of,
 )
 from safetensors.numpy import load_file
 from tiny_policy import save_base_qwen3
@@ -128,6 +129,17 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_though_engine_and_traine
     new = set(os.listdir(temporary)) - left
     assert [name for name in new if not name.startswith(kept)] == []
     assert_nothing_is_left([], shared_memory)
+
+
+@pytest.mark.slow
+def test_a_transport_that_brings_each_version_late_ends_the_run(tmp_path):
+    """In bfloat16, in which a version changes log-probs less than rounding does."""
+    options = {"dtype": "bfloat16", "lr": 1e-4, "steps": 12, "group_size": 8, "groups_per_step": 32}
+    words = [f"--runs-dir={tmp_path}", "--run-name=run", *words_of(SMALL | options)]
+    job = launch(["tests/late_job.py", "3", *words], tmp_path / "run")
+    assert job.wait() == 1
+    assert "error: worker 0 has older weights than it says: at version " in job.output()
+    assert job.num_steps() <= 8
 
 
 @pytest.mark.slow

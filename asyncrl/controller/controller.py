@@ -131,8 +131,8 @@ class Controller:
                     self.announcements.on_updated(worker)
                 case Asleep():
                     worker.state = "asleep"
-                case Probed(version, logprobs):
-                    self.journal.probed(worker.index, version, logprobs)
+                case Probed():
+                    self.journal.probed(worker.index, message)
                 case InFlight():
                     worker.is_asked = False
                     worker.in_flight = message
@@ -375,7 +375,7 @@ class Controller:
         return False
 
     def take_probes(self) -> ProbedVersions:
-        """Take the engines' log-probs of the probe by version and worker, as far as they have come since."""
+        """Take what engines scored of the probe by version and worker, as far as it has come since."""
         with self.lock:
             return self.journal.take_probes()
 

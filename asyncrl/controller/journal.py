@@ -4,10 +4,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import numpy as np
-
 from asyncrl.controller.workers import Worker
-from asyncrl.messages import ActivityReport, ProbedVersions, Updated
+from asyncrl.messages import ActivityReport, Probed, ProbedVersions, Updated
 from asyncrl.records import Trajectory
 from asyncrl.runlog.metrics import Mean, Measured, Sum, together
 from asyncrl.runlog.time_ledger import WORKER_STATES, TimeLedger, seconds, unix_ns
@@ -102,9 +100,9 @@ class Journal:
             broadcast_s=broadcast_s,
         )
 
-    def probed(self, worker: int, version: int, logprobs: tuple[np.ndarray, ...]) -> None:
+    def probed(self, worker: int, message: Probed) -> None:
         """A worker has scored the probe."""
-        self._probes.setdefault(version, {})[worker] = logprobs
+        self._probes.setdefault(message.version, {})[worker] = message
 
     def has_probed(self, worker: int, version: int) -> bool:
         """Whether a worker has scored the probe at a version, and nobody has taken that."""
@@ -130,7 +128,7 @@ class Journal:
         return spent
 
     def take_probes(self) -> ProbedVersions:
-        """Take the engines' log-probs of the probe by version and worker, as far as they have come since."""
+        """Take what engines scored of the probe by version and worker, as far as it has come since."""
         probes, self._probes = self._probes, {}
         return probes
 

@@ -163,6 +163,23 @@ class LLMProxy:
         pairs = zip(final.prompt_logprobs[1:], tokens[1:], strict=True)
         return np.array([position[token].logprob for position, token in pairs], dtype=np.float32)
 
+    async def decode(self, tokens: tuple[int, ...], num_tokens: int) -> np.ndarray:
+        """Sample other tokens in the place of the last ones. Returns their log-probs at temperature 1, [2, num_tokens]
+        float32, nats: as they were sampled, and as a prompt has them."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=num_tokens, seed=0, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        prompt = list(tokens[:-num_tokens])
+        final = await self.ask(f"decode-{next(self._score_numbers)}", prompt, params)
+        (output,) = final.outputs
+        sampled = list(output.token_ids)
+        pairs = zip(output.logprobs, sampled, strict=True)
+        decoded = [position[token].logprob for position, token in pairs]
+        read = await self.score((*prompt, *sampled))
+        return np.stack([np.array(decoded, np.float32), read[-num_tokens:]])
+
     async def abort(self, request_ids: Iterable[str | None]) -> None:
         """End requests; each returns what it has, with finish reason `aborted`. Unknown ids are passed over."""
         requests = [self.requests[name] for name in request_ids if name in self.requests]

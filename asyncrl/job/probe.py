@@ -1,11 +1,13 @@
 """Whether the engines have the trainer's weights: both score the same probe at every publish, and must agree.
 
 A weight that never arrived shows nowhere else: rewards still come in, and the loss is still finite. So the first
-weights of a run end it if they are wrong, and later ones are warned of once.
+weights of a run end it if they differ by more than rounding, and later ones are warned of once. An engine that surely
+has older weights than it says ends the run at any time.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +15,8 @@ import torch
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
-from asyncrl.messages import ProbedVersions, TokenSequences
+from asyncrl.job.arrival import SURE, Arrivals
+from asyncrl.messages import Probed, ProbedVersions, TokenSequences
 from asyncrl.records import Group
 from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.packing import TrainSequence
@@ -22,12 +25,14 @@ if TYPE_CHECKING:
     from asyncrl.job.node import Leader
     from asyncrl.trainer.policy import Policy
 
-NUM_SEQUENCES = 4
+NUM_SEQUENCES = 64
+NUM_TOKENS = 1024
+"""Tokens of all sequences together, at most."""
 MAX_TOKENS = 256
 """Longest sequence. It is also one below the engine's context length, as an engine must have room to sample a token."""
 NUM_VERSIONS = 64
 """Versions, besides those of publish_delay, whose log-probs are kept: a slow worker loads a version late."""
-ALLOWED_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.3, torch.float16: 0.1}
+ALLOWED_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.02}
 """Largest mean difference of an engine that has the trainer's weights, nats per token, by the dtype of computing.
 
 In float32 on a CPU the tiny model has 2e-6 on random tokens. In bfloat16 on a CPU it has 0.03, and SmolLM2-135M has
@@ -48,22 +53,35 @@ class Mismatch:
     """Mean of |difference|, nats."""
     abs_max: float
     """Largest |difference|, nats."""
+    decoded: float
+    """Mean of |difference| within the engine, of tokens as they were sampled and as a prompt has them, nats."""
 
     @classmethod
-    def measure(
-        cls, worker: int, version: int, trainer: np.ndarray, engine: np.ndarray
-    ) -> "Mismatch":
-        """Return how log-probs [N] float32 nats of the same tokens differ."""
-        gap = trainer.astype(np.float64) - engine.astype(np.float64)
+    def measure(cls, worker: int, probed: Probed, trainer: np.ndarray) -> "Mismatch":
+        """Return how what an engine scored differs from the trainer's log-probs [N] float32 nats of the same tokens."""
+        gap = trainer.astype(np.float64) - np.concatenate(probed.logprobs)
         k3 = float(np.mean(np.expm1(gap) - gap))
-        return cls(worker, version, k3, float(np.abs(gap).mean()), float(np.abs(gap).max()))
+        sampled, read = np.concatenate(probed.decoded, axis=1)
+        decoded = float(np.abs(sampled - read).mean())
+        size = np.abs(gap)
+        return cls(worker, probed.version, k3, float(size.mean()), float(size.max()), decoded)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics `mismatch/*`."""
-        return {f"mismatch/{name}": getattr(self, name) for name in ("k3", "abs_mean", "abs_max")}
+        names = ("k3", "abs_mean", "abs_max", "decoded")
+        return {f"mismatch/{name}": getattr(self, name) for name in names}
 
-    def describe(self, allowed: float, transport: str) -> str:
+    def describe(self, allowed: float, transport: str) -> str | None:
         """Return what is wrong, and the likely causes, in one line; `allowed` is of ALLOWED_MISMATCH."""
+        if self.abs_mean <= allowed and self.decoded <= allowed:  # NaN is not
+            return None
+        if self.abs_mean <= allowed:
+            return (
+                f"worker {self.worker} samples with other weights than it reads prompts with: at version "
+                f"{self.version} its log-probs of the same tokens differ by {self.decoded:.3g} nats on average, "
+                f"{allowed:g} is allowed. Likely causes: a layer whose CUDA graph keeps old weights, or a kernel that "
+                "decodes in another way; try another --model"
+            )
         return (
             f"worker {self.worker} does not have the trainer's weights: at version {self.version} their log-probs of "
             f"the same tokens differ by {self.abs_mean:.3g} nats on average, {allowed:g} is allowed. Likely causes: "
@@ -95,7 +113,11 @@ class Probe:
             version: Scores(_as_tokens(tokens), np.array(logprobs, np.float32))
             for version, tokens, logprobs in saved["scores"]
         }
-        self._newest: dict[int, Mismatch] = {}
+        self._newest: dict[int, dict[str, float]] = {}
+        self.arrivals: dict[int, Arrivals] = defaultdict(Arrivals)
+        """What is known of each worker's weights."""
+        self._waiting: dict[tuple[int, int], np.ndarray] = {}
+        """Version and worker -> the engine's log-probs, until the trainer has scored the version after."""
 
     def state(self, versions: Iterable[int]) -> dict:
         """Return the sequences, and the trainer's scores at versions that are still to be announced, in plain data."""
@@ -115,11 +137,11 @@ class Probe:
     def choose(self, groups: list[Group] | None, cluster: Cluster) -> None:
         """Take the first trajectories of a node's batch, if none are there yet; collective on the node."""
         if not self.tokens:
-            first = [
-                group.trajectories[0].tokens[: self._length]
-                for group in (groups or [])[:NUM_SEQUENCES]
-            ]
-            self.tokens = cluster.broadcast_on_node(_as_tokens(tokens.tolist() for tokens in first))
+            first = [group.trajectories[0].tokens for group in (groups or [])[:NUM_SEQUENCES]]
+            sizes = np.cumsum([min(len(tokens), self._length) for tokens in first])
+            first = first[: max(1, int((sizes <= NUM_TOKENS).sum()))]
+            chosen = _as_tokens(tokens[: self._length].tolist() for tokens in first)
+            self.tokens = cluster.broadcast_on_node(chosen)
 
     def score(self, policy: "Policy", version: int) -> None:
         """Have the trainer score the probe at a version; collective."""
@@ -134,25 +156,44 @@ class Probe:
         """Return token ids from the whole vocabulary, the same on all ranks."""
         vocab_size = policy.module.model.config.get_text_config().vocab_size
         generator = np.random.default_rng(self._config.seed)
-        return _as_tokens(generator.integers(0, vocab_size, (NUM_SEQUENCES, self._length)).tolist())
+        shape = (NUM_TOKENS // MAX_TOKENS, self._length)
+        return _as_tokens(generator.integers(0, vocab_size, shape).tolist())
 
-    def compare(self, engine_logprobs: ProbedVersions) -> list[Mismatch]:
-        """Compare the engines' log-probs with the trainer's.
+    def compare(self, probed: ProbedVersions) -> list[Mismatch]:
+        """Compare what engines scored with the trainer's scores.
 
         Returns the mismatch of each worker at each version that both have scored, oldest version first.
         """
         mismatches = [
-            Mismatch.measure(
-                worker, version, self._scores[version].logprobs, np.concatenate(logprobs)
-            )
-            for version in sorted(self._scores.keys() & engine_logprobs.keys())
-            for worker, logprobs in engine_logprobs[version].items()
+            Mismatch.measure(worker, message, self._scores[version].logprobs)
+            for version in sorted(self._scores.keys() & probed.keys())
+            for worker, message in probed[version].items()
         ]
-        self._newest |= {mismatch.worker: mismatch for mismatch in mismatches}
+        for mismatch in mismatches:
+            version, worker = mismatch.version, mismatch.worker
+            self._newest[worker] = mismatch.metrics()
+            self._waiting[version, worker] = np.concatenate(probed[version][worker].logprobs)
         return mismatches
 
-    def take_newest(self) -> list[Mismatch]:
-        """Take the newest mismatch of each worker that was compared since the last call."""
+    def follow(self) -> list[tuple[int, int]]:
+        """Compare engines with the trainer's versions before and after, too. Returns each new version and worker."""
+        followed = []
+        for version, worker in sorted(key for key in self._waiting if key[0] + 1 in self._scores):
+            engine = self._waiting.pop((version, worker))
+            scores = [self._scores.get(version + step) for step in (-2, -1, 0, 1)]
+            if None in scores or len({score.tokens for score in scores}) > 1:
+                continue
+            is_new = _is_new(scores[0].tokens)
+            arrivals = self.arrivals[worker]
+            arrivals.add(version, engine[is_new], [score.logprobs[is_new] for score in scores])
+            if lag := arrivals.whole:
+                metrics = {"mismatch/lag": lag.lag, "mismatch/lag_error": lag.lag_error}
+                self._newest.setdefault(worker, {}).update(metrics)
+                followed.append((version, worker))
+        return followed
+
+    def take_newest(self) -> list[dict[str, float]]:
+        """Take the newest metrics of each worker that was compared since the last call."""
         newest, self._newest = self._newest, {}
         return list(newest.values())
 
@@ -181,10 +222,8 @@ class EngineCheck:
             )
             if self._first_version is None:
                 self._first_version = mismatch.version
-            if mismatch.abs_mean <= self._allowed:  # NaN is not
-                continue
             problem = mismatch.describe(self._allowed, node.placement.transport)
-            if node.controller.shuts_out(mismatch.worker, problem):
+            if problem is None or node.controller.shuts_out(mismatch.worker, problem):
                 continue
             if mismatch.version == self._first_version:
                 raise RuntimeError(problem)
@@ -192,6 +231,48 @@ class EngineCheck:
                 self._has_warned = True
                 node.run.record("warning", text=f"step {step}: {problem}")
                 print(f"warning: step {step}: {problem}", flush=True)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Look whether engines have older weights than they say. Raises RuntimeError if one surely has."""
+        node = self._node
+        for version, worker in node.probe.follow():
+            arrivals = node.probe.arrivals[worker]
+            node.run.record("lag", worker=worker, version=version, **asdict(arrivals.whole))
+            lag = arrivals.recent
+            if not lag.behind > SURE:
+                continue
+            problem = (
+                f"worker {worker} has older weights than it says: at version {version} its log-probs of the probe lie "
+                f"{lag.lag:.2g} ± {lag.lag_error:.1g} versions behind, and {lag.lead:.2g} ahead of the version before. "
+                f"Every staleness is then recorded wrongly. Likely cause: --weight-sync {node.placement.transport} "
+                "brings weights late, or only some of them; try another --weight-sync"
+            )
+            if not node.controller.shuts_out(worker, problem):
+                raise RuntimeError(problem)
+
+    def finish(self) -> None:
+        """Print it if the probe could not tell whether all workers had their version, or the one before."""
+        lags = [arrivals.whole for arrivals in self._node.probe.arrivals.values()]
+        sure = [lag.right if lag else 0.0 for lag in lags] or [0.0]
+        if not min(sure) > SURE:
+            print(
+                "the probe cannot tell whether weights came in time or a version late: in this run a version changed "
+                f"log-probs too little beside rounding, or was compared too seldom ({min(sure):.1f} standard errors, "
+                f"{SURE:g} are needed); more steps or --dtype float32 may tell",
+                flush=True,
+            )
+
+
+def _is_new(tokens: TokenSequences) -> np.ndarray:
+    """Return whether each scored token [N] follows others than in an earlier sequence: else it adds no knowledge."""
+    prefixes: set[tuple[int, ...]] = set()
+    is_new = []
+    for sequence in tokens:
+        for end in range(2, len(sequence) + 1):
+            is_new.append(sequence[:end] not in prefixes)
+            prefixes.add(sequence[:end])
+    return np.array(is_new, bool)
 
 
 def _as_tokens(sequences: Iterable[Iterable[int]]) -> TokenSequences:

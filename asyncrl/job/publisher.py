@@ -101,7 +101,8 @@ class LeadingPublisher(Publisher):
         last = self.config.steps
         if self.node.probe.tokens_at(last):
             self.node.controller.finish_probes(last)
-        self.check_engines(last)
+            self.check_engines(last)
+            self._engine_check.finish()
         controller = self.node.controller
         if controller.evaluation is not None and controller.ended_by is not None:
             raise CannotContinue(f"{controller.ended_by}; the last evaluation has not ended")

@@ -11,6 +11,7 @@ from asyncrl.runlog.metrics import (
     batch_metrics,
     over_nodes,
     time_metrics,
+    together,
     training_metrics,
 )
 from asyncrl.runlog.progress import Progress
@@ -98,10 +99,11 @@ class StepLog:
         """Return this node's part of the metrics of all nodes."""
         node = self.node
         measured = batch_metrics(groups, step - 1, node.config, node.cluster.num_nodes)
-        mismatches = [mismatch.metrics() for mismatch in node.probe.take_newest()]
-        for name in mismatches[0] if mismatches else ():
-            measured[name] = Max(max(mismatch[name] for mismatch in mismatches))
-        return measured | node.controller.take_metrics()
+        worst = together(
+            {name: Max(value) for name, value in metrics.items()}
+            for metrics in node.probe.take_newest()
+        )
+        return measured | worst | node.controller.take_metrics()
 
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
         """Warn once if the run has learnt nothing from its first steps, and say where to look."""

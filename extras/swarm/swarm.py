@@ -23,7 +23,7 @@ import numpy as np
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.config import Config, May, options_for
 from asyncrl.controller.workers import Worker
-from asyncrl.messages import Finished, Probed, Ready, Update, Updated
+from asyncrl.messages import Finished, Probed, Ready, Update, Updated, decoded_lengths
 from asyncrl.records import Ticket, Trajectory
 from asyncrl.runlog.metrics import Measured, Sum
 from asyncrl.runlog.run_directory import RunDirectory
@@ -77,27 +77,29 @@ class RemoteProcess:
     def __init__(self, post: Callable[[object], None], name: str):
         self._post, self.name = post, name
         self.started_at = time.monotonic()
-        # answer and version -> lengths of what is to be in it
-        self._due: dict[tuple[type, int], list[int]] = {}
+        # answer and version -> shapes of the arrays that are to be in it
+        self._due: dict[tuple[type, int], list[tuple[int, ...]]] = {}
 
     def send(self, message: object) -> None:
         """Queue a message; never waits."""
         match message:
             case Fetch(version):  # in place of one that is gone, if it has not come
                 self._due = {
-                    due: lengths for due, lengths in self._due.items() if due[0] is not Fetched
+                    due: shapes for due, shapes in self._due.items() if due[0] is not Fetched
                 }
                 self._due[Fetched, version] = []
             case Update(version, _, probe):
                 self._due[Updated, version] = []
                 if probe:
-                    self._due[Probed, version] = [len(tokens) - 1 for tokens in probe]
+                    lengths = decoded_lengths(probe)
+                    shapes = [(len(tokens) - 1,) for tokens in probe]
+                    self._due[Probed, version] = shapes + [(2, length) for length in lengths]
         self._post(message)
 
     def check_answer(self, message: Fetched | Updated | Probed) -> None:
         """Raise ValueError for an answer to what was not asked."""
-        lengths = self._due.pop((type(message), message.version), None)
-        if lengths is None:
+        shapes = self._due.pop((type(message), message.version), None)
+        if shapes is None:
             raise ValueError(
                 f"{type(message).__name__} of version {message.version}, which it was not asked for"
             )
@@ -106,11 +108,11 @@ class RemoteProcess:
             if not (0 <= message.pause_s < 1e6 and min(counts) >= 0 and max(counts) < 1e12):
                 raise ValueError(f"an update of {message.pause_s:.4g} s with {message.sampled}")
         elif isinstance(message, Probed):
-            if [scores.shape for scores in message.logprobs] != [(n,) for n in lengths]:
-                raise ValueError(f"log-probs of a probe of {lengths} tokens in other shapes")
+            arrays = [*message.logprobs, *message.decoded]
+            if [scores.shape for scores in arrays] != shapes:
+                raise ValueError("log-probs of a probe in other shapes than its tokens")
             if not all(
-                scores.dtype == np.float32 and np.isfinite(scores).all()
-                for scores in message.logprobs
+                scores.dtype == np.float32 and np.isfinite(scores).all() for scores in arrays
             ):
                 raise ValueError("log-probs of a probe that are not finite float32")
 

@@ -31,6 +31,7 @@ from asyncrl.job.checkpoints import Checkpoints
 from asyncrl.job.node import NobodySamples
 from asyncrl.job.probe import Probe
 from asyncrl.job.publisher import LeadingPublisher
+from asyncrl.messages import Probed
 from asyncrl.runlog.manifest import Checkpoint, checkpoints_in, newest_checkpoint
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
@@ -197,7 +198,9 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
     files = {str(path.relative_to(found.path)) for path in contents(found.path)}
     assert files == manifest["files"].keys() | {"resume/manifest.json"}
     node = start(resumed=found, publish_delay=3, steps=9).node
-    engines = {v: {0: (probe._scores[v].logprobs - np.float32(0.5),)} for v in held}
+    scores = {v: probe._scores[v].logprobs - np.float32(0.5) for v in held}
+    nothing = np.zeros((2, 1), np.float32)
+    engines = {v: {0: Probed(v, (scores[v],), (nothing,))} for v in held}
     mismatches = [(seen.version, seen.abs_mean) for seen in node.probe.compare(engines)]
     assert mismatches == [(version, pytest.approx(0.5)) for version in (1, 2)]
     vars(node).update(ENGINES)

@@ -3,6 +3,7 @@
 import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from cpu_transports import CHUNK_BYTES, TRANSPORTS
@@ -11,6 +12,7 @@ from tiny_policy import save_tiny_family
 
 from asyncrl.config import Config
 from asyncrl.job.probe import ALLOWED_MISMATCH, EngineCheck, Probe
+from asyncrl.messages import Probed, decoded_lengths
 
 LARGEST_GAP = 1e-5
 """Nats per token between the two sides, where they have the same weights."""
@@ -55,14 +57,26 @@ class Leader:
         self.events = []
         self.engine_check = EngineCheck(self)
 
-    def load(self, version, parameters, worker=0):
-        """Have the engine load these parameters as a version, and check what it scores then."""
+    def load(self, version, parameters, worker=0, decoded=None):
+        """Have the engine load these parameters as a version, and check what it scores then.
+
+        `decoded` are the log-probs of sampled tokens, if they are other weights'.
+        """
         self.pair.load(version, parameters)
         self.probe.score(self.pair.policy, version)
         tokens = self.probe.tokens_at(version)
         scores = tuple(self.pair.run(self.pair.proxy.score(sequence)) for sequence in tokens)
-        self.take_probes = lambda: {version: {worker: scores}}
+        decoded = decoded or self.decode(tokens)
+        self.take_probes = lambda: {version: {worker: Probed(version, scores, decoded)}}
         self.engine_check.check(version + 1)
+
+    def decode(self, tokens):
+        """What the engine samples now."""
+        lengths = decoded_lengths(tokens)
+        proxy = self.pair.proxy
+        return tuple(
+            self.pair.run(proxy.decode(*pair)) for pair in zip(tokens, lengths, strict=False)
+        )
 
     def shuts_out(self, worker, problem):
         return worker == JOINED
@@ -85,6 +99,46 @@ def assert_ends_the_run(pair, version, parameters):
 
 def sent(pair):
     return [(name, tensor.clone()) for name, tensor in pair.policy.sent_parameters()]
+
+
+@pytest.mark.parametrize("pair", ["shm"], indirect=True)
+def test_an_engine_that_is_a_version_late_ends_the_run_and_one_that_is_not_is_surely_right(
+    pair, capsys
+):
+    leader = Leader(pair)
+    for version in range(6):
+        leader.load(version, sent(pair))
+        pair.perturb()
+    leader.engine_check.finish()
+    assert capsys.readouterr().out == ""
+    assert leader.probe.arrivals[0].whole.lead > 0.5
+    leader, before = Leader(pair), sent(pair)
+    leader.engine_check._allowed = 1e9  # as if rounding were large
+    with pytest.raises(RuntimeError, match=r"^worker 0 has older weights .+ at version \d its"):
+        for version in range(6):
+            leader.load(version, before)
+            before = sent(pair)
+            pair.perturb()
+    Leader(pair).engine_check.finish()
+    assert "the probe cannot tell whether weights came in time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pair", ["shm"], indirect=True)
+def test_an_engine_that_decodes_with_older_weights_than_it_reads_with_ends_the_run(pair):
+    """As below a CUDA graph that keeps them. Tokens are sampled by old weights here, and read by new ones."""
+    leader = Leader(pair)
+    leader.load(0, sent(pair))
+    tokens = leader.probe.tokens_at(0)
+    sampled = leader.decode(tokens)
+    assert max(abs(old - read).max() for old, read in sampled) < LARGEST_GAP
+    pair.perturb()
+    pair.load(1, sent(pair))
+    stale = [
+        np.stack([old, new])
+        for (old, _), (_, new) in zip(sampled, leader.decode(tokens), strict=True)
+    ]
+    with pytest.raises(RuntimeError, match=r"^worker 0 samples with other weights than it reads"):
+        Leader(pair).load(1, sent(pair), decoded=tuple(stale))
 
 
 def test_the_same_weights_are_no_mismatch_and_those_of_the_version_before_are(pair):

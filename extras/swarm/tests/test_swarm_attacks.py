@@ -86,6 +86,7 @@ ATTACKS = [
     (Updated, lambda update: [replace(update, sampled=SampledTokens(new=-1))], "an update of"),
     (Updated, lambda update: [replace(update, sampled=SampledTokens(new=2**62))], "an update of"),
     (Probed, probed(np.zeros((1, 2), "f")), "in other shapes"),
+    (Probed, lambda message: [replace(message, decoded=())], "in other shapes"),
     (Probed, probed(np.full(2, math.nan, "f")), "not finite"),
     (Probed, probed(np.zeros(2, np.int64)), "not finite float32"),
     (Finished, lambda finished: [finished, finished], "which it has not"),
@@ -126,7 +127,7 @@ def test_a_host_that_sends_what_no_honest_one_can_is_shut_out(run, capsys, kind,
 )
 def test_bytes_that_are_no_array_are_refused_before_memory_is_taken(array):
     with pytest.raises(ValueError, match=r"as many bytes|a broken Probed"):
-        Codec((Probed,)).decode(b"Probed", pack({"version": 1, "logprobs": [array]}))
+        Codec((Probed,)).decode(b"Probed", pack({"version": 1, "logprobs": [array], "decoded": []}))
 
 
 def test_a_message_that_is_too_large_ends_the_connection_and_a_name_is_shown_in_one_line(

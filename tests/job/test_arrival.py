@@ -1,0 +1,160 @@
+"""An engine that is late, or lacks some tensors, is told from one that rounds in another way, in each dtype.
+
+Trainer and engine are one tiny model twice: in one dtype, but with attention that rounds in other ways. The weights are
+those of Adam, in float32. What an engine scores follows from its weights alone, so a late engine is an index.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from tiny_families import tiny_config
+from transformers import Qwen3ForCausalLM
+
+from asyncrl.job.arrival import SURE, Arrivals, measure_lag
+
+DTYPES = ["float32", "bfloat16", "float16"]
+NUM_SEQUENCES, LENGTH = 32, 17
+FIRST = 3
+"""The first version that is wrong."""
+
+
+def make_model(attention: str) -> Qwen3ForCausalLM:
+    config = tiny_config("qwen3", hidden_size=64, initializer_range=0.1)
+    config._attn_implementation = attention
+    return Qwen3ForCausalLM(config)
+
+
+@torch.no_grad()
+def score(model, weights, tokens, dtype):
+    """Log-probs [N] of all tokens but the first of each sequence."""
+    model.load_state_dict(weights)
+    model.to(getattr(torch, dtype))
+    logprobs = model(tokens).logits.float().log_softmax(dim=-1)
+    return logprobs[:, :-1].gather(2, tokens[:, 1:, None]).flatten().numpy()
+
+
+@functools.cache
+def scores_of(dtype: str, num_versions: int, lr: float = 1e-4):
+    """The trainer's scores by version, the engine's, and those of an engine that has every other tensor of the version
+    before."""
+    torch.manual_seed(0)
+    trained, trainer, engine = make_model("sdpa"), make_model("sdpa"), make_model("eager")
+    optimizer = torch.optim.Adam(trained.parameters(), lr=lr)
+    tokens = torch.randint(0, 150, (NUM_SEQUENCES, LENGTH))
+    right, whole, half = [], [], []
+    before = None
+    for _ in range(num_versions):
+        weights = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+        mixed = weights | {name: (before or weights)[name] for name in list(weights)[::2]}
+        right.append(score(trainer, weights, tokens, dtype))
+        whole.append(score(engine, weights, tokens, dtype))
+        half.append(score(engine, mixed, tokens, dtype))
+        before = weights
+        batch = tokens[torch.randint(0, NUM_SEQUENCES, (16,))]
+        trained(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return right, whole, half
+
+
+def arrivals_of(trainer, engine) -> Arrivals:
+    """What is known after all versions that have neighbours."""
+    arrivals = Arrivals()
+    for version in range(2, len(trainer) - 1):
+        arrivals.add(version, engine[version], trainer[version - 2 : version + 2])
+    return arrivals
+
+
+def first_alarm(trainer, engine) -> int | None:
+    """The publish at which an engine is surely behind: that after the last version that was compared."""
+    arrivals = Arrivals()
+    for version in range(2, len(trainer) - 1):
+        arrivals.add(version, engine[version], trainer[version - 2 : version + 2])
+        if arrivals.recent is not None and arrivals.recent.behind > SURE:
+            return version + 1
+    return None
+
+
+FAULTS = {
+    "one version late": lambda whole, half, version: whole[version - 1],
+    "one version skipped": lambda whole, half, version: whole[version - (version == FIRST)],
+    "stale for good": lambda whole, half, version: whole[FIRST - 1],
+    "half of the tensors a version late": lambda whole, half, version: half[version],
+}
+"""What an engine scores from version FIRST on."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_sure_within_five_publishes_at_a_learning_rate_of_1e_4(dtype, fault):
+    trainer, whole, half = scores_of(dtype, 9)
+    wrong = [FAULTS[fault](whole, half, version) for version in range(FIRST, len(whole))]
+    assert first_alarm(trainer, whole[:FIRST] + wrong) <= FIRST + 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_engine_that_has_its_versions_is_never_behind_and_surely_right(dtype):
+    trainer, whole, _ = scores_of(dtype, 9)
+    assert first_alarm(trainer, whole) is None
+    lag = arrivals_of(trainer, whole).whole
+    assert lag.right > SURE and abs(lag.lag) < 0.05 < 0.8 < lag.lead < 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lr", [1e-6, 1e-5, 1e-4])
+def test_no_honest_run_of_300_publishes_is_behind(lr):
+    trainer, whole, _ = scores_of("bfloat16", 300, lr)
+    assert first_alarm(trainer, whole) is None
+
+
+def test_a_fault_after_many_versions_that_were_right_is_not_diluted():
+    rng = np.random.default_rng(0)
+    weights = rng.normal(0, 0.01, (400, 1000)).cumsum(axis=0)
+    trainer, engine = (weights + rng.normal(0, 0.01, weights.shape) for _ in range(2))
+    assert first_alarm(trainer, engine) is None
+    late = np.concatenate([engine[:300], engine[299:-1]])
+    assert 300 < first_alarm(trainer, late) <= 305
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_without_a_change_nothing_can_be_told(noise):
+    """Also if the trainer rounds at random, as kernels on a GPU do."""
+    rng = np.random.default_rng(0)
+    trainer = [rng.normal(0, noise, 1000) for _ in range(30)]
+    engine = [rng.normal(0, noise, 1000) for _ in range(30)]
+    assert first_alarm(trainer, engine) is None
+    lag = arrivals_of(trainer, engine).whole
+    assert lag is None if noise == 0 else lag.right < SURE
+
+
+def test_a_constant_difference_between_trainer_and_engine_is_no_lag():
+    """Of whatever size, and however long it is seen: a log-prob moves in one direction for good here."""
+    rng = np.random.default_rng(0)
+    speed, offset = rng.normal(0, 0.01, 1000), rng.normal(0, 0.1, 1000)
+    trainer = [version * speed for version in range(300)]
+    assert first_alarm(trainer, [scores + offset for scores in trainer]) is None
+
+
+def test_slopes_and_their_errors_are_those_of_least_squares():
+    """By the sandwich formula of White, with each token as one cluster."""
+    rng = np.random.default_rng(0)
+    changes = rng.normal(size=(5, 40))
+    distances = 0.3 * changes + rng.normal(size=(5, 40))
+    products, squares = (changes * distances).sum(axis=0), (changes**2).sum(axis=0)
+    slope = np.linalg.lstsq(changes.reshape(-1, 1), distances.flatten())[0][0]
+    meat = sum((changes[:, i] @ (distances[:, i] - slope * changes[:, i])) ** 2 for i in range(40))
+    lag = measure_lag(np.stack([products, products]), np.stack([squares, squares]))
+    assert lag.lag == lag.lead == pytest.approx(slope)
+    assert lag.lag_error == pytest.approx(meat**0.5 / (changes**2).sum())
+    assert lag.behind == pytest.approx(lag.lag / lag.lag_error) and lag.right == pytest.approx(0)
+    assert measure_lag(np.zeros((2, 40)), np.zeros((2, 40))) is None
+
+
+def test_a_version_that_is_scored_again_counts_once():
+    trainer, whole, _ = scores_of("float32", 9)
+    arrivals = Arrivals()
+    for _ in range(3):
+        arrivals.add(2, whole[2], trainer[:4])
+    assert arrivals.whole == arrivals_of(trainer[:4], whole).whole
