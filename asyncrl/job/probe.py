@@ -37,8 +37,8 @@ ALLOWED_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.
 
 In float32 on a CPU the tiny model has 2e-6 on random tokens. In bfloat16 on a CPU it has 0.03, and SmolLM2-135M has
 0.07, or 0.12 where a sequence has 16 tokens; 0.063 is the largest of 239 versions of its stored runs. In float16 on a
-CPU the tiny model has 0.003 on random tokens. One norm of the tiny model that is not sent makes 0.4 and more. On a GPU
-nothing is measured yet."""
+CPU the tiny model has 0.003 on random tokens. One norm of the tiny model that is not sent makes 0.4 and more. On an
+H200, means over steps of SmolLM2-135M are 0.043 to 0.052 in bfloat16, and 0.005 to 0.007 in float16."""
 
 
 @dataclass(frozen=True)
