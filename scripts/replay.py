@@ -165,6 +165,7 @@ def train(recording: Recording, node, policy, run, evaluate: bool) -> None:
     from asyncrl.trainer.checkpoint import save_weights
 
     config, clock = node.config, node.clock
+    num_samples = (recording.first_step - 1) * config.groups_per_step * config.group_size
     if run is not None:
         run.record("replay", of=str(recording.path), weights_sha256=recording.weights_sha256)
     clock.enter("other")
@@ -175,12 +176,14 @@ def train(recording: Recording, node, policy, run, evaluate: bool) -> None:
             groups = read_batch(batch_path(recording.path, step), step) if run else None
             updates = batch.deal(groups, step, policy, node.cluster)
             stats = policy.train_step(updates, policy_version=step - 1)
+            num_samples += stats["samples"]
             clock.enter("evaluate")
             evaluated = evaluate_last(node, policy) if evaluate and step == config.steps else {}
             clock.enter("other")
             if run is not None:
                 account = clock.take()
                 metrics = metrics_of(config, step, groups, stats, evaluated, account)
+                metrics["samples"] = num_samples
                 run.record("step", step=step, spans=account.spans_s)
                 run.log_metrics(metrics)
                 progress.show(metrics)
@@ -211,7 +214,6 @@ def metrics_of(
     return {
         "step": step,
         "policy_version": step,
-        "samples": step * config.groups_per_step * config.group_size,
         **over_nodes([batch_metrics(groups, step - 1, config)]),
         **evaluated,
         "tokens/generated": 0,

@@ -161,6 +161,14 @@ class PlainTrainer:
         updates = [[s for s in update if s.num_trained] for update in updates]
         columns = [columns_of(update) for update in updates]
         order = self.order(len(updates))
+        lags = np.concatenate([tokens["lag"] for tokens in columns])
+        stale = [VERSION - s.oldest_version for update in updates for s in update]
+        metrics |= {
+            "samples": len(stale),
+            "staleness/mean": np.mean(stale),
+            "staleness/max": max(stale),
+            "staleness/token_mean": lags.mean(),
+        }
         self.choices = []
         with torch.no_grad():
             for update, tokens in zip(updates, columns, strict=True):

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 
+import pytest
 from programs import ROOT, run_python
 
 from scripts.lines import read
@@ -18,6 +19,7 @@ OPTIONS = (
     "--advantage=../my_advantage.py:fresher",
     "--optimizer=../my_optimizer.py:SignMomentum",
     "--steps=3",
+    "--async-ratio=0",
     "--groups-per-step=4",
     "--group-size=4",
     "--max-response-tokens=24",
@@ -44,3 +46,8 @@ def test_every_diff_applies_alone_and_all_train_together_with_loss_advantage_and
     assert job.returncode == 0, job.stderr[-1500:]
     metrics = read(copy / "runs/run/metrics.jsonl")
     assert len(metrics) == 3 and all("loss/weight" in line for line in metrics)
+    # From step 2 on there is one replayed group of four responses beside four new groups.
+    assert [line["samples"] for line in metrics] == [16, 36, 56]
+    assert [line["staleness/max"] for line in metrics[:2]] == [0, 1]
+    for line in metrics:
+        assert line["staleness/mean"] == pytest.approx(line["staleness/max"] / 5)

@@ -102,6 +102,7 @@ def make_sequence(
         advantage=float(rng.normal()),
         reward=float(rng.random()),
         group_id=group_id,
+        oldest_version=int(policy_versions[loss_mask].min()) if loss_mask.any() else None,
     )
 
 

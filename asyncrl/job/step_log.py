@@ -35,6 +35,8 @@ class StepLog:
         self.progress: Progress | None = None
         self.tokens_before = 0
         """Tokens that were generated until the last step."""
+        self.num_samples = 0
+        """Trajectories that were trained on until the last step."""
         self.has_signal = False
         """Whether any group so far had unequal rewards, without which no gradient says what is better."""
 
@@ -43,7 +45,9 @@ class StepLog:
         if self.node.cluster.is_first:
             self.progress = Progress(self.node.config.steps)
             if self.node.first_version:
-                self.tokens_before = self.node.run.last_metrics().get("tokens/generated", 0)
+                last = self.node.run.last_metrics()
+                self.tokens_before = last.get("tokens/generated", 0)
+                self.num_samples = last.get("samples", 0)
                 self.has_signal = True
         self.clock.enter("other")
         freeze_garbage()
@@ -77,12 +81,13 @@ class StepLog:
         metrics = {
             "step": step,
             "policy_version": step,
-            "samples": step * config.groups_per_step * config.group_size,
             **over_nodes(nodes),
             **self.node.controller.take_evaluation(),
             **training_metrics(stats),
             **time_metrics(account.spent),
         }
+        metrics["samples"] += self.num_samples
+        self.num_samples = metrics["samples"]
         num_new = metrics["tokens/generated"] - self.tokens_before
         metrics["rollout/tokens_per_s"] = num_new / metrics["time/step_s"]
         self.warn_of_equal_rewards(step, metrics)

@@ -116,10 +116,10 @@ def batch_metrics(
     """Return metrics of a node's part of the batch that is consumed at the trainer's `policy_version`.
 
     The parts of all nodes have equally many trajectories. The published weights are publish_delay steps older.
+    Staleness is in the policy's stats, as the loop may mix in other groups.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = [trajectory.reward for trajectory in trajectories]
-    staleness = [policy_version - trajectory.min_version for trajectory in trajectories]
     lengths = [trajectory.num_generated for trajectory in trajectories]
     versions = [trajectory.policy_versions[trajectory.loss_mask] for trajectory in trajectories]
     token_versions = np.concatenate(versions)
@@ -132,8 +132,6 @@ def batch_metrics(
         "response/turns_mean": [trajectory.num_turns for trajectory in trajectories],
         "response/inherited_share": token_versions < published,
         "response/mixed_versions": [len(np.unique(column)) > 1 for column in versions],
-        "staleness/mean": staleness,
-        "staleness/token_mean": policy_version - token_versions,
     }
     overlong = config.advantage_options.overlong
     if overlong:
@@ -144,7 +142,6 @@ def batch_metrics(
     metrics: Measured = {name: Mean.over(numbers) for name, numbers in means.items()}
     metrics["reward/std"] = Deviation(tuple(rewards))
     metrics["response/length_max"] = Max(max(lengths))
-    metrics["staleness/max"] = Max(max(staleness))
     for name in dict.fromkeys(
         name for trajectory in trajectories for name in trajectory.reward_parts
     ):
@@ -154,6 +151,10 @@ def batch_metrics(
     return metrics
 
 
+NAMED = ("drift/", "experts/", "memory/", "samples", "staleness/", "tokens/", "value/")
+"""Beginnings of the policy's stats that have their name in the log already."""
+
+
 def training_metrics(stats: dict[str, float]) -> dict[str, float]:
     """The policy's stats under the names of the log: loss/*, but for those that have a group of their own."""
     renamed = {"loss": "loss/total", "tokens": "tokens/trained"}
@@ -161,7 +162,7 @@ def training_metrics(stats: dict[str, float]) -> dict[str, float]:
     for name, value in stats.items():
         if name.startswith("tokens/lag_"):
             name = name.replace("tokens/", "tokens/trained_")
-        elif not name.startswith(("drift/", "experts/", "memory/", "tokens/", "value/")):
+        elif not name.startswith(NAMED):
             name = renamed.get(name, f"loss/{name}")
         metrics[name] = value
     return metrics

@@ -59,7 +59,8 @@ def make_updates(
 ) -> list[list[TrainSequence]]:
     """Give every trajectory its advantage and deal whole groups to the step's minibatches.
 
-    Groups come sorted by age, and so by length: several minibatches get them in a random order of seed and step.
+    Groups come sorted by age, and so by length: several minibatches get them in a random order of seed and step. Where
+    their number is no multiple, minibatches differ by one group.
     Advantages are estimated over the whole step, on all nodes; what is returned is this node's: [update][sequence].
     Collective over leaders. Raises RuntimeError for a reward that is not a finite number.
     """
@@ -67,13 +68,13 @@ def make_updates(
         order = np.random.default_rng((config.seed, step)).permutation(len(groups))
         groups = [groups[index] for index in order]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    advantages = _advantages(trajectories, config, cluster, step)
-    segments = list(map(_segments, trajectories, advantages))
-    size = len(segments) // config.minibatches
-    return [
-        list(itertools.chain(*segments[start : start + size]))
-        for start in range(0, len(segments), size)
-    ]
+    advantages = iter(_advantages(trajectories, config, cluster, step))
+    updates: list[list[TrainSequence]] = [[] for _ in range(config.minibatches)]
+    for index, group in enumerate(groups):
+        update = updates[index * config.minibatches // len(groups)]
+        for trajectory in group.trajectories:
+            update += _segments(trajectory, next(advantages))
+    return updates
 
 
 def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
@@ -88,6 +89,7 @@ def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
             advantage,
             trajectory.reward,
             trajectory.group_id,
+            trajectory.min_version if segment.start == 0 else None,
             trajectory.experts,
             num_trained,
         )

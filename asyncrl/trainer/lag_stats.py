@@ -1,5 +1,6 @@
 """Per-token training statistics, averaged overall and by lag: how many steps old a token was when it was trained on."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from algos.kl import k3
 from algos.ratio import importance_ratio
 from asyncrl.trainer.logprobs import Scored
-from asyncrl.trainer.packing import MicroBatch
+from asyncrl.trainer.packing import MicroBatch, Updates
 
 T = TypeVar("T")
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
@@ -132,6 +133,32 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     if sums.get(WEIGHT_SQUARED):
         means["ess"] = sums[WEIGHT] ** 2 / (num_tokens * sums[WEIGHT_SQUARED])
     return means | {"tokens": num_tokens}
+
+
+def trained_on(updates: Updates, policy_version: int) -> dict[str, float]:
+    """Return how many trajectories a step trains on and how stale they are, on all ranks; collective.
+
+    `samples` counts them, once for all epochs. `staleness/mean` and `max` are over them, and `token_mean` over their
+    tokens, in steps behind `policy_version`; absent where no trajectory is known.
+    """
+    oldest, versions = [], [np.zeros(0, dtype=np.int64)]
+    for bundle in itertools.chain(*itertools.chain(*updates)):
+        for sequence in bundle.sequences:
+            oldest.append(sequence.oldest_version)
+            versions.append(sequence.policy_versions[sequence.loss_mask])
+    ranks = on_all_ranks(
+        ([version for version in oldest if version is not None], np.concatenate(versions))
+    )
+    oldest_of_ranks, versions_of_ranks = zip(*ranks, strict=True)
+    staleness = policy_version - np.concatenate(oldest_of_ranks)
+    if not len(staleness):
+        return {"samples": 0}
+    return {
+        "samples": len(staleness),
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": int(staleness.max()),
+        "staleness/token_mean": float((policy_version - np.concatenate(versions_of_ranks)).mean()),
+    }
 
 
 def on_all_ranks(value: T) -> list[T]:

@@ -38,6 +38,8 @@ class TrainSequence:
     """Reward that the task gave."""
     group_id: int = 0
     """Group whose sequences may share their prompt."""
+    oldest_version: int | None = None
+    """That of its trajectory, steps; None on the later segments of an agent, whose trajectory counts once."""
     experts: np.ndarray | None = None
     """As in Trajectory."""
     trained_in_trajectory: int | None = None

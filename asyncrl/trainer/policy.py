@@ -21,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.checkpoint import trained_names
 from asyncrl.trainer.dealing import balance
-from asyncrl.trainer.lag_stats import TokenStats, on_all_ranks
+from asyncrl.trainer.lag_stats import TokenStats, on_all_ranks, trained_on
 from asyncrl.trainer.logprobs import Scored, TokenLogprobs
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.trainer.model import WholeWeights, load_model, trainer_mesh
@@ -83,14 +83,15 @@ class Policy(WholeWeights):
         first in a random order of seed, version and epoch. Proximal log-probs and values are those before the first.
         Returns, equal on all ranks: `loss`, `grad_norm` (before clipping) and `changed_weights` (share that an update
         changes in bfloat16), means over the updates; `lr` of the last; `tokens/forward`, those that a pass over the
-        step reads; with a value head what estimate_step of extras/gae.py says of it; and the means of TokenStats over
-        all trained tokens.
+        step reads; what trained_on returns; with a value head what estimate_step of extras/gae.py says of it; and the
+        means of TokenStats over all trained tokens.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
         """
         self.clock.enter("forward_backward")
         order = self._order(len(updates), policy_version)
-        metrics = {"tokens/forward": float(self._sum_over_ranks(tokens_read(updates)))}
+        metrics = trained_on(updates, policy_version)
+        metrics["tokens/forward"] = float(self._sum_over_ranks(tokens_read(updates)))
         batches = [
             [self._pack(bundles, policy_version) for bundles in update]
             for update in with_equal_counts(updates)

@@ -39,7 +39,6 @@ def formula(groups):
     versions = [[v for v in t.policy_versions.tolist() if v >= 0] for t in members]
     lengths = [len(column) for column in versions]
     tokens = [version for column in versions for version in column]
-    lags = [VERSION - min(column) for column in versions]
     equal = [len({t.reward for t in group.trajectories}) == 1 for group in groups]
     free = MAX_TOKENS - OVERLONG
     parts = {name: [t.reward_parts.get(name, 0) for t in members] for name in ("climax", "rare")}
@@ -55,9 +54,6 @@ def formula(groups):
         "response/turns_mean": fmean(t.num_turns for t in members),
         "response/inherited_share": fmean(version < VERSION - DELAY for version in tokens),
         "response/mixed_versions": fmean(len(set(column)) > 1 for column in versions),
-        "staleness/mean": fmean(lags),
-        "staleness/max": max(lags),
-        "staleness/token_mean": fmean(VERSION - version for version in tokens),
     }
 
 

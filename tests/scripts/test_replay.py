@@ -92,6 +92,7 @@ def test_a_replay_gives_the_bits_of_the_run_itself_and_another_loss_other_weight
     save_weights(policy, str(tmp_path / "by_hand"))
     assert weights_sha256(tmp_path / "by_hand") == weights != recording.weights_sha256
     expected = runs.frame([training_metrics(of_step) for of_step in stats])
+    expected["samples"] = expected["samples"].cumsum()
     assert "loss/total" in expected and metrics[[*expected]].equals(expected)
     changes = ("--algo=tis", "--lr=0.01", "--advantage=gae", "--advantage.lam=0.9")
     other, other_weights = replay_to_end(recording, "other", *changes)

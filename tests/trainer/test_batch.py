@@ -15,6 +15,7 @@ from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.batch import check_segments, deal, make_updates
 from asyncrl.trainer.dealing import balance, distribute
+from asyncrl.trainer.lag_stats import trained_on
 from asyncrl.trainer.packing import UpdateTotals, pack, token_weights
 
 STEP = 6
@@ -159,3 +160,44 @@ def test_branches_of_an_agent_are_refused_by_what_needs_whole_responses():
         line = f"of --task addition has 3 segments, .* {refused} needs whole responses; take a loss"
         with pytest.raises(ValueError, match=line) if refused else nullcontext():
             check_segments(groups, config, LOSSES[name])
+
+
+@pytest.mark.parametrize(("num_groups", "minibatches"), [(10, 4), (5, 2), (9, 4), (3, 4)])
+def test_groups_that_do_not_divide_are_dealt_whole_and_minibatches_differ_by_one(
+    num_groups, minibatches
+):
+    groups = [
+        Group(i, tuple(replace(t, group_id=i) for t in group.trajectories))
+        for i, group in enumerate((make_groups() * 3)[:num_groups])
+    ]
+    config = Config(group_size=3, max_response_tokens=6, minibatches=minibatches)
+    updates = make_updates(groups, config, Cluster(), STEP)
+    ids = [{sequence.group_id for sequence in update} for update in updates]
+    assert len(updates) == minibatches and sum(map(len, ids)) == num_groups
+    assert set.union(*ids) == {*range(num_groups)}
+    assert max(map(len, ids)) - min(map(len, ids)) <= 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_a_step_trains_on_is_counted_by_trajectory_also_what_the_loop_mixes_in():
+    """The oldest token of an agent's trajectory is in a segment that is not its first."""
+    late = make_trajectory(7, 0, (5, 5, 2))
+    groups = make_groups()
+    mixed = [*groups, groups[1], Group(7, (replace(late, segment_lengths=(2, 2)),))]
+    policy = SimpleNamespace(
+        config=Config(minibatches=2),
+        clock=TrainerClock(),
+        module=SimpleNamespace(layout="row_each"),
+        deal_update=balance,
+    )
+    for batch in (groups, mixed):
+        members = [t for group in batch for t in group.trajectories]
+        tokens = [v for t in members for v in t.policy_versions.tolist() if v >= 0]
+        staleness = [STEP - 1 - t.min_version for t in members]
+        assert trained_on(deal(batch, STEP, policy, Cluster()), STEP - 1) == {
+            "samples": len(members),
+            "staleness/mean": pytest.approx(np.mean(staleness)),
+            "staleness/max": max(staleness),
+            "staleness/token_mean": pytest.approx(STEP - 1 - np.mean(tokens)),
+        }
+    assert trained_on([], 3) == {"samples": 0}

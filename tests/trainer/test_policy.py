@@ -104,7 +104,7 @@ def loss_by_lag(inputs):
 def minibatches_of(sequences, config):
     """The sequences, and one of which nothing is trained."""
     untrained = np.zeros_like(sequences[0].loss_mask)
-    sequences = [*sequences, replace(sequences[0], loss_mask=untrained)]
+    sequences = [*sequences, replace(sequences[0], loss_mask=untrained, oldest_version=None)]
     return [sequences[i :: config.minibatches] for i in range(config.minibatches)]
 
 
