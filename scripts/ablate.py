@@ -7,8 +7,8 @@
 
 Every combination is one cell: one `torchrun train_async.py`, all with the same number of steps. A finished cell is a
 line of OUT/cells.jsonl and is not run again: the same --out continues where it stopped. What follows `--` is given to
-every run. A part of --study is what study.toml says, in OUT/PART. grids.py says what is kept, and makes table.md,
-paired.md, cells.csv and curves.png of it.
+every run. A part of --study is what study.toml says, in OUT/PART. grids.py says what is kept, and makes of it
+table.md, paired.md (stale less fresh data), against.md (each loss less the baseline), cells.csv and curves.png.
 """
 
 import itertools
@@ -70,6 +70,9 @@ class Arguments:
     """Runs at a time; above 1, times mean less."""
     report: bool = False
     """Run nothing, make the tables and the figure of --out again."""
+    baseline: str | None = None
+    """Loss that against.md compares the others with, as the tables name it; unset takes the first of --algos, and with
+    --report grpo, or the first loss of the table."""
     extra: tyro.conf.Suppress[tuple[str, ...]] = ()
     """Options of every run."""
 
@@ -295,9 +298,11 @@ def run_grid(arguments: Arguments, cells: list[dict], out: Path) -> None:
         command = [*REPLAY, str(recorded[cell["of"]]), "--evaluate"] if recorded else TRAIN
         return run_cell(cell, [*command, *options(cell, arguments.extra)], keep_in)
 
+    baseline = arguments.baseline
     if not arguments.report:
         run_missing(cells, out / "cells.jsonl", run, arguments.extra, arguments.parallel)
-    report(out)
+        baseline = baseline or loss(cells[0])
+    report(out, baseline)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from asyncrl.trainer.loss import keywords_of
 from extras.simulation import report as simulation_report
 from scripts.bench import gpu as gpu_bench
 from scripts.bench import rollout as rollout_bench
-from scripts.bench.harness import rounds
+from scripts.bench.harness import gain_text, rounds
 from scripts.lines import markdown, read
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -121,16 +121,15 @@ def machines(part: str) -> str:
 
 
 def mechanisms() -> str:
-    """Return the gain of each mechanism of rollout over its baseline, by medians: steps, or trained tokens."""
+    """Return how many times the trained tokens/s of its baseline each mechanism of rollout makes, round by round."""
     records, rows = records_of("rollout"), []
     for comparison in rollout_bench.COMPARISONS:
         settings = rounds(records, "arm", comparison=comparison.name)
-        # With over-sampling steps are not alike.
-        column = comparison.columns[comparison.name == "over-sampling"]
+        (column,) = (c for c in comparison.columns if c.key == "trained_tokens_per_s")
         for setting, (option, baseline, paper, against) in comparison.mechanisms.items():
-            gain = column.gain(column.values(settings[setting]), column.values(settings[against]))
-            rows.append([option, baseline, paper, f"{gain:.2f}×"])
-    return table("option | baseline | paper | gain", rows)
+            gain = gain_text(column.gains(settings[setting], settings[against]))
+            rows.append([option, baseline, paper, gain.replace(" [", "× [")])
+    return table("option | baseline | paper | gain in trained tokens/s [range]", rows)
 
 
 def simulation() -> str:

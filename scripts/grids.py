@@ -3,21 +3,23 @@
 OUT/cells.jsonl has a line per run: its `cell` (loss, seed and the other options that vary: its *setting*), how it was
 made, and its curves. A run that ended with an error is in no mean.
 
-Runs of one seed share problems, first weights and sampling seeds. So a loss on stale data is compared with the same
-loss and seed on fresh data (async_ratio 0, publish_delay 0), not mean with mean. Both are compared at the same version
-that *sampled* a batch: a policy is no worse because its reward is seen later.
+Runs of one seed share problems, first weights and sampling seeds. So runs are compared in pairs of one seed, not mean
+with mean: a loss on stale data with the same loss on fresh data (async_ratio 0, publish_delay 0), and each loss with
+the *baseline* in the same setting. Both are compared at the same version that *sampled* a batch: a policy is no worse
+because its reward is seen later.
 """
 
 import json
 import math
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from scipy import stats
-from statsmodels.stats.multitest import multipletests
 
 from algos import LOSSES
 from scripts.lines import markdown, read
@@ -35,8 +37,8 @@ LATE_COLUMNS = {
 }  # fmt: skip
 """Columns of means over the last tenth of the steps."""
 MEASURES = {
-    "level": "Level: mean training reward from the version of half of the steps to the last that sampled in all runs",
-    "area": "Area: mean training reward of all versions up to that one, however many batches each sampled",
+    "level": "Level: mean training reward of versions {start} to {end}",
+    "area": "Area: mean training reward of versions 0 to {end}, each once, however many batches it sampled",
     "oscillation": "Oscillation: standard deviation of the reward around a straight line through the versions of level",
     "final": "Final: held-out accuracy of the last weights",
 }
@@ -45,7 +47,11 @@ trend out; the largest drop from a running maximum would rest on two points, and
 MIN_SEEDS = 3
 """Fewer show nothing: two that happen to be alike make an interval of no width."""
 MIN_VERSIONS = 5
-"""Versions from half of the steps on that level and oscillation need."""
+"""Versions in the second half of the steps that level and oscillation need."""
+COLOURS = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]
+"""Colours of losses, strong ones first."""
+DASHES = "-", "--", ":", "-."
+"""Styles of lines. A colour comes again with another style."""
 
 
 # Records
@@ -108,7 +114,8 @@ def setting(cell: dict) -> dict:
 def runs_of(records: list[dict]) -> pd.DataFrame:
     """Return a row per run, in order of setting and loss: its options, setting and loss, and the record.
 
-    Settings are in the order of their values. Losses are in that of LOSSES, and other losses are last.
+    Settings are in the order of their values. Losses are in that of LOSSES, and other losses are last. A loss of a file
+    has the whole path if another file gives the same name.
     """
 
     def place(record: dict) -> tuple:
@@ -121,7 +128,10 @@ def runs_of(records: list[dict]) -> pd.DataFrame:
         cell = record["cell"]
         text = ", ".join(f"`{name}` {show(value)}" for name, value in setting(cell).items())
         rows.append({**cell, "setting": text, "loss": loss(cell), "record": record})
-    return pd.DataFrame(rows)
+    runs = pd.DataFrame(rows)
+    is_shared = runs.groupby("loss")["algo"].transform("nunique") > 1
+    runs["loss"] = runs["loss"].mask(is_shared, runs["algo"])
+    return runs
 
 
 def summaries(runs: pd.DataFrame) -> pd.DataFrame:
@@ -137,8 +147,12 @@ def summaries(runs: pd.DataFrame) -> pd.DataFrame:
 
 def table(runs: pd.DataFrame) -> list[str]:
     """Return the table of a grid: a row per setting and loss. Runs that failed have rows of their own."""
-    columns = {"samples": SUMMARY["samples"], **COLUMNS, **LATE_COLUMNS}
-    shown = grouped(runs.join(summaries(runs)), ["setting", "loss", "error"], columns)
+    columns = {name: SUMMARY[name] for name in ("samples", "reward_first", "reward_last")}
+    shown = grouped(
+        runs.join(summaries(runs)),
+        ["setting", "loss", "error"],
+        {**columns, **COLUMNS, **LATE_COLUMNS},
+    )
     shown = shown.loc[:, (shown != MISSING).any()]
     if (shown["error"] == "").all():
         shown = shown.drop(columns="error")
@@ -161,12 +175,16 @@ def reward_by_version(record: dict) -> pd.Series:
 
 
 def measures_of(records: list[dict]) -> pd.DataFrame:
-    """Return `runs_of` with the MEASURES of each run, by the versions that sampled in all of them up to `end`.
+    """Return `runs_of` with the MEASURES of each run that did not fail, by the versions that sampled in all, to `end`.
 
-    `rewards` has the mean reward by version.
+    `rewards` has the mean reward by version. The index has the key of each cell.
     NaN says that fewer than MIN_VERSIONS are left from version `start` on, or that the last weights were not evaluated.
+    Empty if all failed.
     """
-    runs = runs_of(records)
+    finished = [record for record in records if "error" not in record]
+    if not finished:
+        return pd.DataFrame(columns=["loss", "record"])
+    runs = runs_of(finished)
     rewards = [reward_by_version(record) for record in runs["record"]]
     rewards = pd.concat(rewards, axis="columns", join="inner", keys=runs.index)
     steps = [len(record["series"]["reward"]) for record in runs["record"]]
@@ -182,7 +200,7 @@ def measures_of(records: list[dict]) -> pd.DataFrame:
     if len(late) >= MIN_VERSIONS:
         squares = np.polyfit(late.index, late, 1, full=True)[1]
         runs["level"], runs["oscillation"] = late.mean(), np.sqrt(squares / (len(late) - 2))
-    return runs
+    return runs.set_axis([key(record["cell"]) for record in runs["record"]])
 
 
 def fresh_cell(record: dict, cells: pd.Index) -> str:
@@ -198,28 +216,48 @@ def fresh_cell(record: dict, cells: pd.Index) -> str:
     return key(fresh | {"algo": "grpo"})
 
 
-def differences(records: list[dict]) -> pd.DataFrame:
-    """Return a row per run on stale data: MEASURES less those of its `fresh_cell`, and the noise of two of them.
+def differences(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return a row per run of `measures_of` on stale data: MEASURES less those of its `fresh_cell`, as `less` does."""
+    return less(runs, [fresh_cell(record, runs.index) for record in runs["record"]])
+
+
+def against(runs: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """Return a row per run of another loss: MEASURES less the baseline's of its seed and setting, as `less` does.
+
+    The runs are those of `measures_of`.
+    """
+    keys = {}
+    for cell_key, run in runs[runs["loss"] == baseline].iterrows():
+        keys[run["setting"], seed_of(run["record"]["cell"])] = cell_key
+    places = [(run.setting, seed_of(run.record["cell"])) for run in runs.itertuples()]
+    return less(runs, [keys.get(place, "") for place in places])
+
+
+def seed_of(cell: dict) -> str:
+    """Return what runs of a pair share beside their setting: the seed, or the recorded run of a replay."""
+    return str(cell.get("seed", cell.get("of")))
+
+
+def less(runs: pd.DataFrame, partners: Sequence[str]) -> pd.DataFrame:
+    """Return a row per run of `measures_of` that has another run as partner: MEASURES less the partner's, and noise.
 
     All are compared up to one version, the last that sampled in every run: later ones are of runs with less lag alone.
-    Empty if the grid has no such pairs.
+    Replays train on the recorded rewards, so only what they evaluate differs.
     """
-    finished = [record for record in records if "error" not in record]
-    if not finished:
-        return pd.DataFrame()
-    runs = measures_of(finished)
-    runs.index = pd.Index([key(record["cell"]) for record in runs["record"]])
-    partners = pd.Index([fresh_cell(record, runs.index) for record in runs["record"]])
-    fresh = runs.reindex(partners).set_axis(runs.index)
-    change = runs[[*MEASURES]] - fresh[[*MEASURES]]
+    if runs.empty:
+        return runs
+    partner = runs.reindex(partners).set_axis(runs.index)
+    change = runs[[*MEASURES]] - partner[[*MEASURES]]
+    if "of" in runs:
+        change[["level", "area", "oscillation"]] = math.nan
     rows = runs[["loss", "setting", "start", "end"]].join(change)
-    by_version = runs["rewards"] - fresh["rewards"]
+    by_version = runs["rewards"] - partner["rewards"]
     rows["area_noise"] = [error_of_mean(rewards) for rewards in by_version]
     rows["level_noise"] = [
         error_of_mean(rewards.loc[start:])
         for rewards, start in zip(by_version, rows["start"], strict=True)
     ]
-    return rows[fresh["loss"].notna() & (runs.index != partners)]
+    return rows[partner["loss"].notna().to_numpy() & (runs.index != pd.Index(partners))]
 
 
 def error_of_mean(values: pd.Series) -> float:
@@ -242,7 +280,8 @@ def compare(rows: pd.DataFrame, measure: str = "level") -> pd.DataFrame:
     compared[["mean", "low", "high", "p"]] = [
         interval(group[measure], group["noise"]) for _, group in groups
     ]
-    compared["stays"] = multipletests(compared["p"], alpha=0.05, method="holm")[0]
+    by_p = compared["p"].sort_values()
+    compared["stays"] = (by_p * range(len(by_p), 0, -1)).cummax() <= 0.05
     texts = compared.apply(shown, axis="columns")
     compared["text"] = texts.where(~compared["stays"], "**" + texts + "**")
     return compared
@@ -281,82 +320,179 @@ def compact(compared: pd.DataFrame) -> list[str]:
     texts = compared.pivot(index="loss", columns="setting", values="text").fillna(MISSING)
     texts = texts.loc[compared["loss"].unique(), compared["setting"].unique()]
     texts = texts.rename("`{}`".format).reset_index()
-    n = " to ".join(map(str, sorted({compared["count"].min(), compared["count"].max()})))
-    caption = (
-        f"n = {n} seeds; mean (95 % t-interval), bold after Holm's correction over {len(compared)}."
-    )
-    return [*markdown(texts, texts.to_numpy()), "", caption]
+    fewest, most = compared["count"].min(), compared["count"].max()
+    n = " to ".join(map(str, sorted({fewest, most})))
+    caption = f"n = {n} seeds; mean"
+    if most >= MIN_SEEDS:
+        caption += f" (95 % t-interval), bold after Holm's correction over {len(compared)}"
+    if fewest < MIN_SEEDS:
+        caption += f". An interval needs {MIN_SEEDS} seeds"
+    return [*markdown(texts, texts.to_numpy()), "", f"{caption}."]
+
+
+def measure_tables(rows: pd.DataFrame) -> list[str]:
+    """Return a table for each measure of differences, with what it is, and a line for what there is none of."""
+    page = []
+    for name, text in MEASURES.items():
+        if rows[name].notna().any():
+            heading = text.format(start=rows["start"].max(), end=rows["end"].max())
+            page += ["", f"**{heading}.**", "", *compact(compare(rows, name))]
+    for line in absent(rows):
+        page += ["", line]
+    return page
+
+
+def absent(rows: pd.DataFrame) -> list[str]:
+    """Return a line for each of MEASURES that differences have not, and why."""
+    lines = []
+    if rows["level"].isna().all() and rows["area"].notna().any():
+        num_versions = max(0, rows["end"].max() - rows["start"].max() + 1)
+        lines.append(
+            f"There is no level and no oscillation. They need at least {MIN_VERSIONS} versions, from half of the steps "
+            f"on, that sampled in all runs. This grid has {num_versions}: make more steps."
+        )
+    if rows["final"].isna().all():
+        lines.append(
+            "There is no final accuracy. It needs an evaluation of the last weights: set `--eval-every`."
+        )
+    return lines
 
 
 def paired_page(rows: pd.DataFrame) -> list[str]:
     """Return a table for each measure of the `differences` of a grid, with what it is; nothing if there are none."""
     if rows.empty:
         return []
-    page = [
+    return [
         "A loss on stale data less the same loss and seed on fresh data (`async_ratio` and `publish_delay` 0), by the "
         "policy version that sampled. Runs of a seed share first weights, sampling seeds, and the problems of a step. "
         "Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run where that "
         "is larger. Where a loss has no fresh run, `grpo`'s serves: with one update a step "
-        "they have one gradient there. "
-        f"Half of the steps is version {rows['start'].max()}, the last that sampled in all runs {rows['end'].max()}."
+        "they have one gradient there.",
+        *measure_tables(rows),
     ]
-    for name, text in MEASURES.items():
-        if rows[name].notna().any():
-            page += ["", f"**{text}.**", "", *compact(compare(rows, name))]
-    return page
+
+
+def against_page(rows: pd.DataFrame, baseline: str) -> list[str]:
+    """Return a table for each measure of what `against` returns; nothing if no loss is beside the baseline."""
+    if rows.empty:
+        return []
+    return [
+        f"A loss less `{baseline}` with the same seed and setting, so at the same lag. Above zero the loss is better, "
+        "but for oscillation. Intervals take differences as normal. Their spread is that of the seeds, or the noise "
+        "within a run where that is larger.",
+        *measure_tables(rows),
+    ]
 
 
 # Report
 
 
-def report(out: Path) -> None:
-    """Write the tables and the figure of a grid, print the first table and where everything is.
+def report(out: Path, baseline: str | None = None) -> None:
+    """Write the tables and the figure of a grid, print what they say and where everything is.
 
-    Raises ValueError if nothing is finished.
+    The baseline is a loss as in the tables; unset takes grpo, or the first loss if there is no grpo.
+    Raises ValueError if nothing is finished, or no run has the baseline.
     """
     records = read_records(out / "cells.jsonl")
     if not records:
         what = f"has no finished cell; scripts/ablate.py --out {out} makes it"
         raise ValueError(f"{out / 'cells.jsonl'} {what}")
     runs = runs_of(records)
+    losses = runs["loss"].unique().tolist()
+    baseline = baseline or ("grpo" if "grpo" in losses else losses[0])
+    if baseline not in losses:
+        raise ValueError(
+            f"--baseline {baseline} is no loss of {out}; choose one of {', '.join(losses)}"
+        )
     csv = runs.drop(columns=["setting", "loss", "record"]).join(summaries(runs).round(5))
     csv.to_csv(out / "cells.csv", index=False)
-    draw(runs, out / "curves.png")
-    tables = {"table.md": table(runs), "paired.md": paired_page(differences(records))}
+    measured = measures_of(records)
+    rows, pairs = differences(measured), against(measured, baseline)
+    notes = [*draw(runs, out / "curves.png"), *missing(runs, rows, pairs, baseline)]
+    tables = {
+        "table.md": [*table(runs), *(line for note in notes for line in ("", note))],
+        "paired.md": paired_page(rows),
+        "against.md": against_page(pairs, baseline),
+    }
     for name, lines in tables.items():
+        (out / name).unlink(
+            missing_ok=True
+        )  # of a report with fewer runs, or with another baseline
         if lines:
             (out / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(tables["table.md"]))
     print(*sorted(path for path in out.iterdir() if path.is_file()), sep="\n")
 
 
-def draw(runs: pd.DataFrame, path: Path) -> None:
-    """Draw held-out accuracy over samples, a panel per setting: means of the seeds that did not fail."""
-    curves = []
-    for run in runs.itertuples():
-        accuracy = accuracy_over_samples(run.record).rename("accuracy").rename_axis("samples")
-        curves.append(accuracy.reset_index().assign(setting=run.setting, loss=run.loss))
+def missing(
+    runs: pd.DataFrame, rows: pd.DataFrame, pairs: pd.DataFrame, baseline: str
+) -> Iterator[str]:
+    """Yield a line for each thing that a reader may look for in the tables of a grid, and does not find."""
+    is_failed = runs["record"].map(lambda record: "error" in record)
+    if is_failed.any():
+        yield f"Of {len(runs)} runs {is_failed.sum()} failed. No figure, difference or interval has them."
+    cells = runs["record"].map(lambda record: record["cell"])
+    is_fresh = cells.map(lambda cell: not (cell.get("async_ratio") or cell.get("publish_delay")))
+    is_paired = cells.map(key).isin(rows.index)
+    alone = runs.loc[~is_failed & ~is_fresh & ~is_paired, "loss"].unique()
+    seeds = cells.map(seed_of)
+    if seeds.nunique() < MIN_SEEDS:
+        yield f"An interval needs {MIN_SEEDS} seeds, and this grid has {seeds.nunique()}: differences are means alone."
+    if rows.empty:
+        yield "There is no paired.md: no run on stale data has its run on fresh data (async_ratio and publish_delay 0)."
+    elif alone:
+        yield f"Not in paired.md, for want of a run on fresh data with its options and seed: {', '.join(alone)}."
+    for table_rows in (rows, pairs):
+        if not table_rows.empty:
+            yield from absent(table_rows)
+            break
+    if pairs.empty:
+        yield f"There is no against.md: no other loss ran in a setting and with a seed of `{baseline}`."
+
+
+def draw(runs: pd.DataFrame, path: Path) -> list[str]:
+    """Draw held-out accuracy over samples, a panel per setting: means of the seeds that did not fail.
+
+    If a run has fewer than two accuracies, training reward is drawn of all. Returns a line that says so.
+    """
+    sound = runs[runs["record"].map(lambda record: "error" not in record)]
+    curves = {run.Index: accuracy_over_samples(run.record) for run in sound.itertuples()}
+    what, notes = "held-out accuracy", []
+    if any(len(curve) < 2 for curve in curves.values()):
+        what = "training reward"
+        notes = [
+            "curves.png shows training reward: not every run has two evaluations (`--eval-every`)."
+        ]
+        curves = {run.Index: reward_over_samples(run.record) for run in sound.itertuples()}
     settings = runs["setting"].unique()
     figure = Figure(figsize=(4 * len(settings) + 4, 4), layout="constrained")
     axes = figure.subplots(1, len(settings), sharex=True, sharey=True, squeeze=False)[0]
     panels = dict(zip(settings, axes, strict=True))
-    colors = {name: f"C{number}" for number, name in enumerate(runs["loss"].unique())}
-    for (name, loss_name), points in pd.concat(curves).groupby(["setting", "loss"], sort=False):
-        means = points.groupby("samples")["accuracy"].mean()
-        panels[name].plot(means, marker=".", label=loss_name, color=colors[loss_name])
-        panels[name].legend()
+    lines = {}
+    for number, name in enumerate(runs["loss"].unique()):
+        dashes = DASHES[(number + number // len(COLOURS)) % len(DASHES)]
+        style = {"color": COLOURS[number % len(COLOURS)], "ls": dashes}
+        for setting_name, group in sound[sound["loss"] == name].groupby("setting", sort=False):
+            points = pd.concat([curves[run] for run in group.index])
+            means = points.groupby(level=0).mean()
+            (lines[name],) = panels[setting_name].plot(means, marker=".", **style)
     for name, panel in panels.items():
         panel.set(title=name.replace("`", ""), xlabel="samples trained on")
         panel.grid(alpha=0.3)
-    axes[0].set_ylabel("held-out accuracy")
+    axes[0].set_ylabel(what)
+    figure.legend(lines.values(), lines, loc="outside right upper")
     figure.savefig(path, dpi=100)
+    return notes
+
+
+def reward_over_samples(record: dict) -> pd.Series:
+    """Return the mean training reward of each step over the samples trained on."""
+    return pd.Series(record["series"]["reward"], record["series"]["samples"])
 
 
 def accuracy_over_samples(record: dict) -> pd.Series:
-    """Return held-out accuracy over the samples that its version had been trained on; none of a run that failed."""
+    """Return held-out accuracy over the samples that its version had been trained on."""
     metrics = metrics_of(record)
     accuracy = evaluations(metrics).groupby(level=0).last()
-    if "error" in record:
-        accuracy = accuracy.iloc[:0]
     points = progress(metrics).assign(accuracy=accuracy)
     return points.set_index("samples")["accuracy"].dropna()

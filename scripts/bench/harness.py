@@ -216,15 +216,13 @@ def run_process(
 class Column:
     """A number of each record: its key, a heading with its unit, how it is shown, and the factor to that unit.
 
-    `better` is 1 where more is better, and −1 where less is. `against` heads a column beside it: how many times better
-    a row is than the first.
+    `against` heads a column beside it: how many times as much as the first row a row has, by pairs of one round.
     """
 
     key: str
     heading: str
     form: str = ".2f"
     factor: float = 1.0
-    better: int = 1
     against: str = ""
 
     @property
@@ -236,12 +234,17 @@ class Column:
         """Return the numbers of the records that have one, in the unit shown."""
         return [r[self.key] * self.factor for r in records if r.get(self.key) is not None]
 
-    def gain(self, values: Sequence[float], baseline: Sequence[float]) -> float:
-        """Return how many times better than the baseline, by medians."""
-        return (statistics.median(values) / statistics.median(baseline)) ** self.better
+    def gains(self, records: list[dict], baseline: list[dict]) -> list[float]:
+        """Return how many times as much as the baseline the records have, in each round in which both took turns."""
+        rounds_of_baseline = {r["repeat"]: r[self.key] for r in baseline if r.get(self.key)}
+        return [
+            r[self.key] / rounds_of_baseline[r["repeat"]]
+            for r in records
+            if r.get(self.key) is not None and r["repeat"] in rounds_of_baseline
+        ]
 
     def cells(self, records: list[dict], first: list[dict]) -> list[str]:
-        """Return median [minimum–maximum] of a row, and how many times better than the first row it is."""
+        """Return median [minimum–maximum] of a row, and of its ratios to the first row."""
         values = self.values(records)
         if not values:
             return ["–"] * len(self.headings)
@@ -250,9 +253,7 @@ class Column:
             number += f", n = {len(values)}"
         if not self.against:
             return [number]
-        baseline = self.values(first)
-        gains = [self.gain([a], [b]) for a, b in zip(values, baseline, strict=False)]
-        return [number, f"{self.gain(values, baseline):.2f} [{min(gains):.2f}–{max(gains):.2f}]"]
+        return [number, gain_text(self.gains(records, first))]
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -261,6 +262,12 @@ def spread(values: Sequence[float], form: str) -> str:
     if min(values) == max(values):
         return median
     return f"{median} [{min(values):{form}}–{max(values):{form}}]"
+
+
+def gain_text(gains: Sequence[float]) -> str:
+    """Return median [minimum–maximum] of ratios, and whether 1 is within: then more or less cannot be told."""
+    within = ", 1 is within" if min(gains) <= 1 <= max(gains) and len({*gains}) > 1 else ""
+    return spread(gains, ".2f") + within
 
 
 def rounds(records: Iterable[dict], key: str, **where) -> dict[str, list[dict]]:

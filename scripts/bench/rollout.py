@@ -152,8 +152,8 @@ def table(records: list[dict], comparison: Comparison) -> list[str]:
 def report(records: list[dict]) -> Iterator[str]:
     """Yield the paragraphs of the page."""
     yield (
-        "Options of every arm are in `scripts/bench/rollout.toml`. How many times better an arm is than the first is a "
-        "ratio of medians, in brackets the least and the most of a round."
+        "Options of every arm are in `scripts/bench/rollout.toml`. How many times more an arm has than the first "
+        "is the median of the ratios of its rounds [least–most]. Tokens count, as some options choose by length."
     )
     measured = harness.rounds(records, "comparison")
     for comparison in COMPARISONS:

@@ -33,12 +33,44 @@ def make_record(algo="grpo", delay=0, seed=0, *, ratio=0.0, steps=40, error=None
 
 def test_grpos_fresh_run_serves_a_loss_without_one_where_both_have_one_gradient():
     fresh, stale = make_record(), make_record("m2po", 4)
-    assert len(grids.differences([fresh, stale])) == 1
-    assert grids.paired_page(grids.differences([make_record("tis"), stale])) == []
+    assert len(differences_of([fresh, stale])) == 1
+    assert grids.paired_page(differences_of([make_record("tis"), stale])) == []
     broken = make_record("m2po", 4, error="it broke")
     several = [make_record("grpo", minibatches=4), make_record("m2po", 4, minibatches=4)]
     for records in ([fresh, broken], [fresh, make_record("my_loss.py:loss", 4)], several):
-        assert grids.differences(records).empty
+        assert differences_of(records).empty
+    assert differences_of([broken]).empty
+
+
+def differences_of(records):
+    return grids.differences(grids.measures_of(records))
+
+
+def test_a_loss_is_compared_with_the_baseline_of_its_seed_and_setting_by_plain_loops():
+    losses = {"grpo": {}, "tis": {}, "mine.py:loss": {"algo_args": ["narrow=1"]}}
+    records = [
+        make_record(algo, delay, seed, **options)
+        for algo, options in losses.items()
+        for delay in (0, 4)
+        for seed in range(3)
+    ]
+    records[-1]["error"] = "it broke"
+    measured = grids.measures_of(records)
+    rows = grids.against(measured, "tis")
+    assert len(rows) == 11 and "tis" not in {*rows["loss"]}
+    levels = {}
+    for record in records[:-1]:
+        cell, rewards = record["cell"], record["series"]["reward"]
+        lag = cell["publish_delay"]
+        by_version = [np.mean(rewards[: lag + 1]), *rewards[lag + 1 :]]
+        levels[cell["algo"], lag, cell["seed"]] = np.mean(by_version[20:36])
+    for cell_key, row in rows.iterrows():
+        cell = next(r["cell"] for r in records if grids.key(r["cell"]) == cell_key)
+        place = cell["publish_delay"], cell["seed"]
+        difference = levels[cell["algo"], *place] - levels["tis", *place]
+        assert row["level"] == pytest.approx(difference)
+    page = "\n".join(grids.against_page(rows, "tis"))
+    assert "versions 20 to 35" in page and "| `mine.py:loss:narrow=1` |" in page
 
 
 def expected_interval(values, noise):
@@ -78,7 +110,8 @@ def test_intervals_and_p_are_students_and_holms_correction_is_that_of_its_defini
         assert (row["stays"], row["text"]) == (holds, f"**{text}**" if holds else text)
     by_bonferroni = (compared["p"] <= 0.05 / len(seeds)).sum()
     assert 0 < by_bonferroni < compared["stays"].sum() < len(seeds)
-    assert grids.compact(compared.reset_index())[-1].startswith("n = 1 to 6 seeds; mean (95 %")
+    caption = grids.compact(compared.reset_index())[-1]
+    assert caption.startswith("n = 1 to 6 seeds; mean (95 %") and "needs 3 seeds" in caption
     error = grids.error_of_mean(pd.Series(rng.normal(0.5, 0.06, 4000)))
     assert error == pytest.approx(0.06 / math.sqrt(4000), rel=0.1)
 
@@ -104,12 +137,71 @@ def test_a_report_writes_the_tables_the_csv_and_a_figure_that_shows_something(tm
             record["series"]["reward"] = [(step + seed) / 64 for step in range(40)]
             records.append(record | {"evaluations": [[0, 0.25], [40, (delay + seed) / 32]]})
     write_jsonl(tmp_path / "cells.jsonl", records)
-    grids.report(tmp_path)
+    grids.report(tmp_path, "tis")
     golden = Path(__file__).with_name("grids.txt").read_text()
-    names = ("table.md", "cells.csv", "paired.md")
+    names = ("table.md", "cells.csv", "paired.md", "against.md")
     assert "\n".join((tmp_path / name).read_text() for name in names) == golden
     printed = capsys.readouterr().out
     assert (tmp_path / "table.md").read_text() in printed
     assert str(tmp_path / "curves.png") in printed
     pixels = imread(tmp_path / "curves.png")
     assert pixels.shape[1] >= 800 and 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.5
+    with pytest.raises(ValueError, match=r"--baseline ppo is no loss of .* one of grpo, tis$"):
+        grids.report(tmp_path, "ppo")
+
+
+NOTES = {
+    "two seeds, no evaluation, few steps": (
+        [make_record(a, k, s, steps=8) for a in ("grpo", "tis") for k in (0, 4) for s in (0, 1)],
+        ["training reward", "3 seeds, and this grid has 2", "at least 5 versions", "has 0", "no final accuracy"],
+    ),
+    "one loss": ([make_record("tis", 0, seed) for seed in range(3)], ["no paired.md", "no other loss ran"]),
+    "all failed": ([make_record(error="it broke")], ["Of 1 runs 1 failed", "no paired.md"]),
+    "a loss without fresh runs": (
+        [make_record(a, k, s) for a, k in (("grpo", 0), ("grpo", 4), ("my.py:f", 4)) for s in range(3)],
+        ["Not in paired.md", "my.py:f"],
+    ),
+    "runs of unequal length": ([make_record(steps=steps, seed=steps) for steps in (9, 40, 31)], ["no paired.md"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_a_report_says_what_it_has_not_and_shows_reward_in_the_place_of_accuracy(
+    name, tmp_path, capsys
+):
+    records, notes = NOTES[name]
+    if "no evaluation" in name:
+        records = [record | {"evaluations": []} for record in records]
+    write_jsonl(tmp_path / "cells.jsonl", records)
+    grids.report(tmp_path)
+    printed = capsys.readouterr().out
+    assert all(note in printed for note in notes), printed
+    assert "reward, last tenth" in printed
+    for page in tmp_path.glob("*ed.md"):
+        text = page.read_text()
+        assert "t-interval" in text or "An interval needs 3 seeds" in text
+
+
+def test_thirty_losses_have_lines_that_differ_and_a_legend_outside_of_the_panels(
+    tmp_path, monkeypatch
+):
+    figures = []
+
+    class Kept(grids.Figure):
+        def savefig(self, *args, **options):
+            figures.append(self)
+            super().savefig(*args, **options)
+
+    monkeypatch.setattr(grids, "Figure", Kept)
+    records = [make_record(f"loss{number}.py:f") for number in range(30)]
+    grids.draw(grids.runs_of(records), tmp_path / "curves.png")
+    (panel,), (legend,) = figures[0].axes, figures[0].legends
+    lines = [(line.get_color(), line.get_linestyle()) for line in panel.lines]
+    assert len({*lines}) == len(legend.get_texts()) == 30
+    assert len({color for color, _ in lines[:20]}) == 20
+    assert legend.get_window_extent().x0 >= panel.get_window_extent().x1
+
+
+def test_losses_of_two_files_of_one_name_are_two_losses():
+    records = [make_record(f"/{folder}/my.py:f") for folder in "ab"]
+    assert [*grids.runs_of(records)["loss"]] == ["/a/my.py:f", "/b/my.py:f"]
