@@ -83,8 +83,7 @@ class Policy(WholeWeights):
         first in a random order of seed, version and epoch. Proximal log-probs and values are those before the first.
         Returns, equal on all ranks: `loss`, `grad_norm` (before clipping) and `changed_weights` (share that an update
         changes in bfloat16), means over the updates; `lr` of the last; `tokens/forward`, those that a pass over the
-        step reads; what trained_on returns; with a value head what estimate_step of extras/gae.py says of it; and the
-        means of TokenStats over all trained tokens.
+        step reads; what trained_on, TokenStats and, with a value head, estimate_step of extras/gae.py return.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
         """
