@@ -189,6 +189,7 @@ def test_what_a_step_trains_on_is_counted_by_trajectory_also_what_the_loop_mixes
         clock=TrainerClock(),
         module=SimpleNamespace(layout="row_each"),
         deal_update=balance,
+        loss=LOSSES["grpo"],
     )
     for batch in (groups, mixed):
         members = [t for group in batch for t in group.trajectories]
