@@ -1,7 +1,6 @@
 """What a run would do on GPUs that are not here: it is placed and its memory planned as a run's, its step predicted by
 the planner's arithmetic (extras/planning/README.md). Nothing is started, and of the model its config.json is enough."""
 
-import math
 import os
 import re
 import shlex
@@ -71,7 +70,7 @@ def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
     yield f"{saved}, weights by {placement.transport}"
     yield choose_lr(config, shape.num_parameters)[1]
     yield _describe_ends(given)
-    yield _describe_staleness(config)
+    yield config.freshness()
     yield _describe_disk(config, shape.num_parameters)
     if placement.workers:
         now = planner.of_placement(replace(job, config=config), cluster, placement)
@@ -115,20 +114,6 @@ def _describe_ends(config: Config) -> str:
         if not has_tokenizer(folder):
             return unknown
         return describe_stop_tokens(folder, load_tokenizer(folder))
-
-
-def _describe_staleness(config: Config) -> str:
-    """Return a line on how old a trained token may be."""
-    if config.stale_policy == "gate":
-        return "staleness: no bound for a token, as --stale-policy gate bounds the mean only"
-    parts = {
-        "⌈α⌉": math.ceil(config.async_ratio - 1e-9),
-        "--publish-delay": config.publish_delay,
-        "--swarm.refresh-lag": config.swarm.refresh_lag,
-    }
-    parts["resumes of a partial rollout"] = config.max_staleness - sum(parts.values())
-    terms = " + ".join(f"{name} {steps}" for name, steps in parts.items() if steps)
-    return f"staleness: no trained token is older than {config.max_staleness} steps = {terms or 0}"
 
 
 def _describe_disk(config: Config, num_parameters: int) -> str:
