@@ -16,6 +16,7 @@ from data.jsonl import Jsonl
 from data.problem import Problem, Task
 from data.reasoning_gym import ReasoningGym
 from data.sums import Sums
+from data.tables import RowTask
 
 TASKS = {
     "addition": Addition,
@@ -25,6 +26,8 @@ TASKS = {
     "sums": Sums,
 }
 """Single-turn tasks. One that takes a `name` is chosen as TASK:NAME."""
+MAX_REASON = 300
+"""Characters that an error quotes of foreign code's."""
 
 
 def load_task(
@@ -114,17 +117,22 @@ def _task_class(name: str) -> type:
 
 
 def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]:
-    """Token ids of a prompt. Raises ValueError if the tokenizer does not know its words, as a tiny model's may not."""
+    """Token ids of a prompt. Raises ValueError, with the problem's place, for what a template or a tokenizer refuses.
+
+    A tiny model's tokenizer, say, may not know the words.
+    """
+    place = f"{problem.place}: " * bool(problem.place)
     try:
         return task.encode_prompt(problem, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{place}{' '.join(str(error).splitlines())}") from error
     except Exception as error:
-        # The library tokenizers raises a plain Exception for a word that it does not know. All else is raised again.
-        if type(error) is not Exception:
-            raise
+        # A template is foreign code, and the library tokenizers raises a plain Exception for an unknown word.
+        reason = " ".join(f"{type(error).__name__}: {error}".removeprefix("Exception: ").split())
         raise ValueError(
-            f"--model {config.model}: its tokenizer cannot encode {str(problem.prompt)[:60]!r} of --task {config.task} "
-            f"({error}); give another --model, as smollm2"
-        ) from None
+            f"{place}--model {config.model}: its tokenizer or chat template refuses {str(problem.prompt)[:60]!r} of "
+            f"--task {config.task} ({reason[:MAX_REASON]}); change prompt or system message, or take another --model"
+        ) from error
 
 
 class UserTask(Task):
@@ -134,6 +142,8 @@ class UserTask(Task):
         self._name = name
         with user_code.blamed(name):
             self._task = make()
+        if isinstance(self._task, RowTask):
+            self.rows, self.summary = self._task.rows, self._task.summary
 
     def train_problem(self, index: int) -> Problem:
         with user_code.blamed(self._name):
@@ -158,6 +168,7 @@ def _checked(problem: Any, method: str) -> Problem:
         raise TypeError(
             f"{method} gave {str(problem)[:80]!r}; give data.problem.Problem(prompt, answer), answer a str"
         )
+    f"{problem.prompt}{problem.answer}".encode()  # half of a character could not be written to the records
     return problem
 
 
@@ -169,6 +180,7 @@ class LimitedTask(Task):
 
     def __init__(self, config: Config, task: Task) -> None:
         self._config, self._task = config, task
+        self.rows, self.summary = task.rows, task.summary
         # A daemon thread: one that hangs keeps no process from ending.
         self._thread = ThreadPool(1)
 

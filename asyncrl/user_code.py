@@ -67,7 +67,10 @@ def texts_of(config: Config) -> list[str]:
 
 
 def located(config: Config, folder: Path | None = None) -> Config:
-    """Return the options with absolute paths of user code, which is in that folder, or else where the options say."""
+    """Return the options with absolute paths of user code, which is in that folder, or else where the options say.
+
+    Paths of rows become absolute, too, so that a run resumed in another folder has the same.
+    """
 
     def locate(match: re.Match) -> str:
         file = Path(match["file"])
@@ -79,6 +82,13 @@ def located(config: Config, folder: Path | None = None) -> Config:
         for name in ("algo", "advantage", "task", "optimizer")
     }
     rewards = tuple(re.sub(USER_CODE, locate, reward) for reward in config.reward)
+    if config.data_path:
+        options["data_path"] = os.path.abspath(config.data_path)
+    if config.task == "jsonl":
+        options["task_args"] = tuple(
+            f"test={os.path.abspath(text[5:])}" if text.startswith("test=") else text
+            for text in config.task_args
+        )
     return replace(config, **options, reward=rewards)
 
 

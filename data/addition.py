@@ -8,7 +8,7 @@ import random
 import string
 from collections.abc import Iterable, Iterator
 
-from data.problem import Candidate, DrawnTask, Problem
+from data.problem import Candidate, DrawnTask, Problem, encode_text
 
 LABELS = string.ascii_lowercase
 MIN_COLUMNS = 2
@@ -23,7 +23,7 @@ class Addition(DrawnTask):
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
         """Token ids of the prompt, as plain text."""
-        return tokenizer.encode(problem.prompt)
+        return encode_text(problem.prompt, tokenizer)
 
     def candidates(self, rng: random.Random) -> Iterator[Candidate]:
         """Problems of one length. It is drawn before a split rejects anything, so both splits have the same law."""

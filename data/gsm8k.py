@@ -1,10 +1,14 @@
 """Grade-school word problems (Cobbe et al. 2021, arXiv 2110.14168)."""
 
+import re
+
 from data.problem import HELD_OUT_SHARE, Problem
 from data.tables import RowTask, load_splits
 
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+NUMBER = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)"
+"""A final answer that the score can read."""
 
 
 class Gsm8k(RowTask):
@@ -37,8 +41,10 @@ def read_row(row: dict, place: str) -> Problem:
                 f"{place} has no text as its {name}: {str(row)[:80]}; fix the row or leave it out"
             )
     _, marker, final = row["answer"].rpartition("####")
-    if not marker or not final.strip():
+    number = final.strip().replace(",", "")
+    if not marker or not re.fullmatch(NUMBER, number):
         raise ValueError(
-            f"{place} has an answer without a final number after ####: {row['answer'][-80:]!r}"
+            f"{place} has an answer without a final number after ####: {row['answer'][-80:]!r}; fix the row, or "
+            "use --task jsonl with a --reward that reads such answers"
         )
-    return Problem(f"{row['question']}\n{INSTRUCTION}", final.strip().replace(",", ""))
+    return Problem(f"{row['question']}\n{INSTRUCTION}", number)

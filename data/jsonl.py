@@ -18,7 +18,7 @@ class Jsonl(RowTask):
         seed: int,
         data_path: str,
         *,
-        prompt: str = "prompt",
+        prompt: str = "",
         system: str = "",
         test: str = "",
         held_out: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.1,
@@ -27,34 +27,44 @@ class Jsonl(RowTask):
     ) -> None:
         """Read the rows.
 
-        `prompt` names the column that asks, `system` is a system message before it, and `template` has options of the
-        chat template, as JSON. `test` is a file of held-out rows; without it a hash holds out the share `held_out`.
+        `prompt` names the column that asks; unset it is `prompt`, or `messages` in a row without a prompt. `system` is
+        a system message before it. `template` has options of the chat template, as JSON. `test` is a file of held-out
+        rows; without it a hash holds out the share `held_out`.
         """
         self.system = system
         self.template = json_object(template)
         splits = load_splits(data_path)
         if test:
-            splits = {"train": all_rows(splits), "test": all_rows(load_splits(test))}
+            train = splits.get("train", splits.get("", []))
+            splits = {"train": train, "test": all_rows(load_splits(test))}
         read = functools.partial(read_row, column=prompt)
         super().__init__(seed, splits, read, source=data_path, held_out=held_out, shuffle=shuffle)
 
     @staticmethod
     def score(answer: str, response: str) -> float:
         """1 if the response is the row's column `answer`, apart from spaces around both. It is for runs without
-        --reward."""
-        return float(response.strip() == str(json.loads(answer)["answer"]).strip())
+        --reward. Raises ValueError if no response can be."""
+        expected = json.loads(answer)["answer"]
+        is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
+        if not (is_number or isinstance(expected, str)) or not str(expected).strip():
+            raise ValueError(
+                f"the answer is {json.dumps(expected)[:80]}; give a text or a number, or a --reward that reads it"
+            )
+        return float(response.strip() == str(expected).strip())
 
 
-def read_row(row: dict, place: str, column: str) -> Problem:
+def read_row(row: dict, place: str, column: str = "") -> Problem:
     """The problem of a row whose prompt is in a column.
 
     Raises ValueError, with the row's place, if the prompt is none or the row cannot reach a reward function.
     """
+    column = column or ("messages" if "messages" in row and "prompt" not in row else "prompt")
     prompt = row.get(column)
     if not is_prompt(prompt):
+        what = f"as its {column} {prompt!r:.80}" if column in row else f"no column {column}"
         raise ValueError(
-            f"{place} has as its {column} {str(prompt)[:80]!r}, neither a text nor a list of chat messages with role "
-            f"and content; name another column of {sorted(row)}: --task-args prompt=COLUMN, or fix the row"
+            f"{place} has {what}; the prompt is a text or a list of chat messages with role and content: name another "
+            f"column of {sorted(row)} by --task-args prompt=COLUMN, or fix the row"
         )
     try:
         return Problem(prompt, json.dumps(row, ensure_ascii=False))
@@ -66,11 +76,14 @@ def read_row(row: dict, place: str, column: str) -> Problem:
 
 def is_prompt(value: object) -> bool:
     """Whether a value is a text, or a list of chat messages, in which something is said."""
-    messages = value if isinstance(value, list) and value else [{"content": value}]
-    contents = [
-        message.get("content") if isinstance(message, dict) else None for message in messages
+    if not isinstance(value, list):
+        return isinstance(value, str) and bool(value.strip())
+    texts = [
+        message.get(name) if isinstance(message, dict) else None
+        for message in value
+        for name in ("role", "content")
     ]
-    return all(isinstance(content, str) and content.strip() for content in contents)
+    return bool(texts) and all(isinstance(text, str) and text.strip() for text in texts)
 
 
 def json_object(text: str) -> dict:

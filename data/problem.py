@@ -8,8 +8,9 @@ prompts.
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 HELD_OUT_SEED = "held-out"
@@ -17,6 +18,15 @@ HELD_OUT_SEED = "held-out"
 HELD_OUT_SHARE = 1 / 8
 ATTEMPTS = 64
 """Draws for each problem that is asked for, after which a task counts as having no more."""
+CONTINUE = "continue_final_message"
+"""Option of transformers: the policy continues a last message of the assistant."""
+OPTIONS_OF_ALL_TEMPLATES = (
+    CONTINUE,
+    "add_generation_prompt",
+    "chat_template",
+    "tools",
+    "documents",
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,8 @@ class Problem:
     """In the task's own form, read by its score: JSON for reasoning_gym and jsonl."""
     environment_seed: int | None = None
     """Seed of the environment that asks; None for single-turn tasks. With a seed, prompt and answer are empty."""
+    place: str = field(default="", compare=False)
+    """Where the problem is from, as a file and the number of a row; errors begin with it."""
 
 
 Candidate = tuple[str, Problem]
@@ -42,6 +54,10 @@ class Task:
     """What the system says before each prompt."""
     template: ClassVar[dict] = {}
     """Options of the chat template."""
+    rows: Sequence[Problem] = ()
+    """All problems, if they are rows of a table."""
+    summary = ""
+    """How many rows are trained on and held out, for people."""
 
     def train_problem(self, index: int) -> Problem:
         """Problem number `index` ≥ 0 of the training split."""
@@ -54,7 +70,8 @@ class Task:
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
         """Token ids of the prompt.
 
-        Raises ValueError for chat messages without a chat template, and for options that the template does not have.
+        Raises ValueError for chat messages without a chat template, for messages that a template leaves out, for a last
+        message of the assistant that is not to be continued, and for options that the template does not have.
         """
         prompt = problem.prompt
         if tokenizer.chat_template is None:
@@ -62,22 +79,64 @@ class Task:
                 raise ValueError(
                     "prompts of chat messages need a chat template; give texts, or a --model that has one"
                 )
-            return tokenizer.encode(f"{self.system}\n\n{prompt}" if self.system else prompt)
-        for name in self.template:
-            if name not in tokenizer.chat_template:
-                raise ValueError(
-                    f"--task-args template: the model's chat template has no {name}; correct it, or leave it out"
-                )
+            return encode_text(f"{self.system}\n\n{prompt}" if self.system else prompt, tokenizer)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.system:
             messages = [{"role": "system", "content": self.system}, *messages]
-        options = {
-            "add_generation_prompt": True,
-            "tokenize": True,
-            "return_dict": False,
-            **self.template,
-        }
-        return tokenizer.apply_chat_template(messages, **options)
+        if self.template:
+            check_options(self.template, tokenizer)
+        last = messages[-1]
+        is_continued = last["role"] == "assistant"
+        if is_continued and not self.template.get(CONTINUE):
+            raise ValueError(
+                f"the last message is the assistant's, {str(last.get('content'))[-40:]!r}; leave out an answer; a "
+                f"beginning is continued with --task-args 'template={{\"{CONTINUE}\": true}}'"
+            )
+        options = {"add_generation_prompt": True, **self.template, CONTINUE: is_continued}
+        if self.template.get(CONTINUE):
+            options["add_generation_prompt"] = not is_continued
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        check_written(messages, text, is_continued)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+
+def check_options(options: dict, tokenizer) -> None:
+    """Raise ValueError for an option that neither the chat template nor transformers has."""
+    template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+    known = {*re.findall(r"\w+", template), *OPTIONS_OF_ALL_TEMPLATES}
+    for name in options.keys() - known:
+        raise ValueError(
+            f"--task-args template: the model's chat template has no {name}; correct it, or leave it out"
+        )
+
+
+def check_written(messages: list[dict], text: str, is_continued: bool) -> None:
+    """Raise ValueError for a message that a chat template has left out of a text, or whose end it has changed.
+
+    Earlier messages of the assistant are often shortened: of them nothing is asked.
+    """
+    for message in messages:
+        content = message.get("content")
+        is_asked = isinstance(content, str) and message["role"] not in ("assistant", "tool")
+        if is_asked and content.strip() not in text:
+            raise ValueError(
+                f"the model's chat template leaves out or changes the message of role {message['role']}, "
+                f"{content[:40]!r}; give another role, or another --model"
+            )
+    if is_continued and not text.endswith(messages[-1]["content"]):
+        raise ValueError(
+            f"the model's chat template changes the end of the last message, {messages[-1]['content'][-40:]!r}; leave "
+            "out spaces there, or the message"
+        )
+
+
+def encode_text(text: str, tokenizer) -> list[int]:
+    """Token ids of a text, with what the tokenizer puts before a text, and without what it puts behind."""
+    encoded = tokenizer(text, return_special_tokens_mask=True)
+    tokens, is_added = encoded["input_ids"], encoded["special_tokens_mask"]
+    while tokens and is_added[len(tokens) - 1]:
+        tokens.pop()
+    return tokens
 
 
 class DrawnTask(Task):

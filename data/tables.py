@@ -1,4 +1,4 @@
-"""Tasks of rows: jsonl and parquet files, folders that `datasets` can load, or the hub; and how rows are split.
+"""Tasks of rows: jsonl, parquet, json and csv files, folders of them, or the hub; and how rows are split.
 
 Rows of .jsonl files are read as they are: `datasets` would give each row the columns of all others, also inside them.
 """
@@ -8,22 +8,37 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from data.problem import HELD_OUT_SEED, Problem, Task, distinct, prompt_key, split_hash
 
 FORMS = (
-    "a folder of parquet or jsonl files (train*, test*), one such file, "
+    "a folder of parquet or jsonl files (train*, test*) of one configuration, one such file, "
     "or a folder that datasets' save_to_disk wrote"
 )
-TEST_SPLITS = ("test", "validation")
+SPLIT_WORDS = {
+    "train": {"train", "training"},
+    "test": {"test", "testing", "eval", "evaluation"},
+    "validation": {"validation", "valid", "val", "dev", "heldout", "held", "holdout"},
+}
+"""Words that say in the name of a file or of a split what its rows are for. Those of validation are held out where no
+part is called test."""
+READABLE = (".jsonl", ".parquet", ".json", ".csv")
+UNREADABLE = (".ndjson", ".tsv", ".arrow", ".gz", ".zst", ".bz2", ".xz", ".zip")
+"""Files of rows, too, that must not be passed over in a folder."""
+NO_ROWS = ("dataset_info.json", "dataset_infos.json")
 HUB_PROBE_S = 5.0
 """Longest wait for the hub to answer at all, seconds."""
 
+Rows = list[tuple[str, dict]]
+"""Rows, each after its place, which its errors name."""
 
-def load_splits(path: str | None, hub_name: str = "", hub_part: str = "") -> dict[str, list[dict]]:
-    """Split name to rows, of a local copy, or without one of a dataset of the hub.
+
+def load_splits(path: str | None, hub_name: str = "", hub_part: str = "") -> dict[str, Rows]:
+    """Rows by split (see split_of) of a local copy, or without one of a dataset of the hub.
 
     Raises ValueError if they cannot be read, in seconds also without a network. It says how to use a local copy.
     """
@@ -32,14 +47,50 @@ def load_splits(path: str | None, hub_name: str = "", hub_part: str = "") -> dic
     hint = f"--data-path takes {f'a local copy of {hub_name}' if hub_name else 'rows'}: {FORMS}"
     if path is not None and not os.path.exists(path):
         raise ValueError(f"--data-path {path} does not exist; {hint}")
+    source = path or hub_name
     try:
-        loaded = _load_from_hub(hub_name, hub_part) if path is None else _load_from_disk(Path(path))
-        splits = loaded if isinstance(loaded, Mapping) else {"all": loaded}
-        return {name: list(rows) for name, rows in splits.items()}
+        parts = _read(_hub_folder(hub_name, hub_part) if path is None else Path(path))
+        if not any(parts.values()):
+            raise ValueError("no rows")
+        return _by_split(parts, source)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
-        # For an empty file datasets raises a StopIteration without words.
-        reason = (str(error).splitlines() or ["no rows"])[0]
-        raise ValueError(f"dataset {path or hub_name} cannot be had ({reason}); {hint}") from error
+        # For an empty file datasets raises a StopIteration without words. Its own errors name a cause that says why.
+        is_wrapped = isinstance(error, datasets.exceptions.DatasetGenerationError)
+        reason = str(error.__cause__ if is_wrapped and error.__cause__ else error) or "no rows"
+        reason = " ".join(reason.splitlines()[:2])
+        raise ValueError(f"dataset {source} cannot be had ({reason}); {hint}") from error
+
+
+def placed(rows: Iterable[dict], source: str, part: str = "") -> Rows:
+    """Rows after their places: their numbers from 0 in a part of a source."""
+    behind = f" of {part}" * bool(part)
+    return [(f"{source}, row {number}{behind}", row) for number, row in enumerate(rows)]
+
+
+def split_of(part: str) -> str:
+    """`train`, `test` or `validation`, by the words in the name of a file or split; empty if it has none of them.
+
+    Raises ValueError for a name that says two of them.
+    """
+    words = set(re.findall(r"[a-z]+", part.lower()))
+    splits = [split for split, known in SPLIT_WORDS.items() if words & known]
+    if len(splits) > 1:
+        raise ValueError(f"{part} is called {' and '.join(splits)}; rename it")
+    return splits[0] if splits else ""
+
+
+def _by_split(parts: dict[str, list[dict]], source: str) -> dict[str, Rows]:
+    """Rows by what their parts are called. Raises ValueError if some parts are called so, and others are not."""
+    splits: dict[str, Rows] = {}
+    for part, rows in parts.items():
+        splits.setdefault(split_of(part), []).extend(placed(rows, source, part))
+    if "" in splits and len(splits) > 1:
+        unknown = ", ".join(part for part in parts if not split_of(part))
+        known = ", ".join(sorted(set().union(*SPLIT_WORDS.values())))
+        raise ValueError(
+            f"other names say what rows are for, and {unknown} does not; rename it by one of {known}"
+        )
+    return splits
 
 
 class RowTask(Task):
@@ -48,65 +99,79 @@ class RowTask(Task):
     def __init__(
         self,
         seed: int,
-        splits: dict[str, list[dict]],
+        splits: dict[str, Rows],
         read_row: Callable[[dict, str], Problem],
         *,
         source: str,
         held_out: float,
         shuffle: bool = True,
     ) -> None:
-        """`read_row(row, place)` makes the problem of a row; `place` names the row in its errors, after `source`.
+        """`read_row(row, place)` makes the problem of a row; its errors begin with the `place`.
 
-        Raises ValueError if nothing is left to train on, or nothing is held out.
+        Raises ValueError if a row is not Unicode, nothing is left to train on, or nothing is held out.
         """
         self._seed = seed
         self._shuffle = shuffle
-        problems = {
-            name: [
-                read_row(row, f"{source}, row {number} of {name},")
-                for number, row in enumerate(rows)
-            ]
-            for name, rows in splits.items()
-        }
-        self._train, self._test = hold_out(problems, held_out)
-        if not self._train or not self._test:
+        self.train, self.held_out = hold_out(
+            {
+                split: [_read_problem(read_row, row, place) for place, row in rows]
+                for split, rows in splits.items()
+            },
+            held_out,
+        )
+        if not self.train or not self.held_out:
             raise ValueError(
-                f"{source} gives {len(self._train)} training and {len(self._test)} held-out problems; give both: "
-                "more rows, or held-out ones as a part called test"
+                f"{source} gives {len(self.train)} training and {len(self.held_out)} held-out problems; give both: "
+                "more rows, parts called train and test, or a single file, of which a share is held out"
             )
+        self.rows = [*self.train, *self.held_out]
+        parts = ", ".join(f"{len(rows)} {split}".strip() for split, rows in splits.items())
+        counts = f"{len(self.train)} are trained on, {len(self.held_out)} are held out"
+        self.summary = f"rows of {source}: {parts}; {counts}"
 
     def train_problem(self, index: int) -> Problem:
         """Problem number `index` ≥ 0. Each epoch has every training problem once."""
-        epoch, position = divmod(index, len(self._train))
+        epoch, position = divmod(index, len(self.train))
         if self._shuffle:
-            position = shuffled(len(self._train), f"{self._seed}/{epoch}")[position]
-        return self._train[position]
+            position = shuffled(len(self.train), f"{self._seed}/{epoch}")[position]
+        return self.train[position]
 
     def eval_problems(self, count: int) -> list[Problem]:
         """`count` distinct held-out problems, the same for every seed. Fewer if there are fewer."""
-        return distinct((self._test[i] for i in shuffled(len(self._test), HELD_OUT_SEED)), count)
+        return distinct(
+            (self.held_out[i] for i in shuffled(len(self.held_out), HELD_OUT_SEED)), count
+        )
 
 
-def hold_out(
-    problems: dict[str, list[Problem]], share: float
-) -> tuple[list[Problem], list[Problem]]:
+def _read_problem(read_row: Callable[[dict, str], Problem], row: dict, place: str) -> Problem:
+    """The problem of a row, with its place. Raises ValueError for half of a character, which no file can have."""
+    try:
+        problem = read_row(row, place)
+        f"{prompt_key(problem.prompt)}{problem.answer}".encode()
+    except UnicodeEncodeError as error:
+        text = ascii(error.object[max(0, error.start - 30) : error.end])
+        raise ValueError(
+            f"{place}: {text} ends with half of a character, which is no Unicode; fix the row or leave it out"
+        ) from None
+    return replace(problem, place=place)
+
+
+def hold_out(splits: dict[str, list[Problem]], share: float) -> tuple[list[Problem], list[Problem]]:
     """Problems to train on and problems held out, of which none has a prompt of the other part.
 
-    The split that is called so (TEST_SPLITS) is held out. Without one it is a `share` by hash of the prompts, or at
-    least one.
+    The split test is held out, or else validation. Without them it is a `share` by hash of the prompts, or at least
+    one.
     """
-    name = next((name for name in TEST_SPLITS if name in problems and "train" in problems), None)
-    if name:
-        train, test = problems["train"], problems[name]
-    else:
-        train = all_rows(problems)
+    train = splits.get("train", splits.get("", []))
+    test = splits.get("test", splits.get("validation"))
+    if test is None:
         least = min((split_hash(problem.prompt) for problem in train), default=0.0)
         test = [problem for problem in train if split_hash(problem.prompt) <= max(share, least)]
     held_out = {prompt_key(problem.prompt) for problem in test}
     return [problem for problem in train if prompt_key(problem.prompt) not in held_out], test
 
 
-def all_rows(splits: dict[str, list]) -> list:
+def all_rows(splits: dict[str, Rows]) -> Rows:
     """The rows of all splits."""
     return list(itertools.chain.from_iterable(splits.values()))
 
@@ -119,49 +184,79 @@ def shuffled(length: int, seed: str) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _load_from_hub(name: str, part: str):
-    """A part of a dataset of the hub: downloaded, or as it is in the local cache if the hub does not answer."""
-    import datasets
+def _hub_folder(name: str, part: str) -> Path:
+    """The folder of a part of a dataset of the hub: downloaded, or in the local cache if the hub does not answer."""
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
         name, repo_type="dataset", allow_patterns=f"{part}/*", etag_timeout=HUB_PROBE_S
     )
-    return datasets.load_dataset(os.path.join(folder, part))
+    return Path(folder, part)
 
 
-def _load_from_disk(path: Path):
-    """What a file or folder holds: rows, or splits of rows."""
+def _read(path: Path) -> dict[str, list[dict]]:
+    """Rows of a file or folder by part: the names of its splits or files; a single part has no name."""
     import datasets
 
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    if files and all(file.suffix == ".jsonl" for file in files):
-        return _read_jsonl(files)
     if path.is_file():
-        if path.suffix not in (".parquet", ".json"):
-            raise ValueError("a single file must end in .parquet, .jsonl or .json")
-        return datasets.load_dataset(path.suffix[1:], data_files=str(path))
+        return {"": _read_file(path)}
+    loaded = None
     if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
-        return datasets.load_from_disk(str(path))
-    return datasets.load_dataset(str(path))
+        loaded = datasets.load_from_disk(str(path))
+    elif (path / "README.md").exists() and "\nconfigs:" in (path / "README.md").read_text("utf-8"):
+        # The card of a dataset says which files are which split.
+        loaded = datasets.load_dataset(str(path))
+    if loaded is None:
+        return {str(file.relative_to(path)): _read_file(file) for file in _files(path)}
+    parts = loaded if isinstance(loaded, dict) else {"": loaded}
+    return {name: list(rows) for name, rows in parts.items()}
 
 
-def _read_jsonl(files: Iterable[Path]) -> dict[str, list[dict]]:
-    """Rows of files by split. A file's name begins with its split; without one it is for training."""
-    splits: dict[str, list[dict]] = {}
-    for file in files:
-        name = next((name for name in TEST_SPLITS if file.name.startswith(name)), "train")
-        rows = splits.setdefault(name, [])
-        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError(f"{line[:60]!r} is no JSON object")
-            except ValueError as error:
-                raise ValueError(f"{file.name}, line {number}: {error}") from None
-            rows.append(row)
-    if not any(splits.values()):
-        raise ValueError("no rows")
-    return splits
+def _files(path: Path) -> list[Path]:
+    """Files of rows in a folder, and in those folders in it that are called as splits, or in the only one.
+
+    Raises ValueError for files of several forms or in several folders.
+    """
+    found = [
+        file
+        for file in sorted([*path.glob("*"), *path.glob("*/*")])
+        if file.suffix.lower() in READABLE + UNREADABLE
+        and file.is_file()
+        and file.name not in NO_ROWS
+        and not re.search(r"(^|/)[._]", str(file.relative_to(path)))
+    ]
+    others = {
+        file.parent for file in found if file.parent != path and not split_of(file.parent.name)
+    }
+    if any(file.parent == path for file in found):
+        found = [file for file in found if file.parent not in others]
+    elif len(others) > 1:
+        names = ", ".join(sorted(folder.name for folder in others))
+        raise ValueError(f"it has the folders {names}; give one of them, as {min(others)}")
+    forms = sorted({file.suffix.lower() for file in found})
+    if len(forms) > 1:
+        raise ValueError(f"it has files of several forms, {', '.join(forms)}; leave those of one")
+    return found
+
+
+def _read_file(file: Path) -> list[dict]:
+    """Rows of a file."""
+    import datasets
+
+    form = file.suffix.lower()
+    if form not in READABLE:
+        raise ValueError(f"{file.name} must end in {', '.join(READABLE)}")
+    if form != ".jsonl":
+        return list(datasets.load_dataset(form[1:], data_files=str(file), split="train"))
+    rows = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"{line[:60]!r} is no JSON object")
+        except ValueError as error:
+            raise ValueError(f"{file.name}, line {number}: {error}") from None
+        rows.append(row)
+    return rows

@@ -52,7 +52,7 @@ def test_a_mistake_in_a_call_raises_its_line(error):
 def test_a_mistake_in_user_code_ends_in_its_line(error, tmp_path, monkeypatch, capsys):
     for name, source in error.get("files", {}).items():
         path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         source = getattr(user_files, source, source)
         for old, new in error.get("changes", []):
             source = source.replace(old, new)

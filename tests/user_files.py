@@ -1,5 +1,6 @@
 """Files of users, each under a name of its own, as a process knows one module of a name; and a chat tokenizer."""
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -51,21 +52,29 @@ def ask_task(
 ) -> None:
     """Make a task, its prompts, and a score, as a run does. Raises ValueError."""
     from asyncrl.config import Config
+    from asyncrl.controller.prompts import PromptSource
     from asyncrl.engine.score import load_score
     from asyncrl.tasks import encode, load_task, task_of
     from asyncrl.user_code import located
 
     options = {"task_args": tuple(task_args), "data_path": data_path, "reward": tuple(reward)}
-    config = Config(task=task, **options)
+    config = Config(task=task, **options, max_prompt_tokens=512)
     config = located(config)
     made = task_of(config)
     problems = [*(made.train_problem(index) for index in range(6)), *made.eval_problems(3)]
     if config.is_multi_turn:
         load_task(config.task, 0, None, task_args).first_observation(problems[0])
         return
-    for problem in problems:
-        encode(config, made, chat_tokenizer(), problem)
-    load_score(config.task, config.reward).check(problems[0].answer)
+    prompts = PromptSource(
+        made.train_problem,
+        made.eval_problems(3),
+        functools.partial(encode, config, made, chat_tokenizer()),
+        made.rows,
+    )
+    prompts.check(config)
+    score = load_score(config.task, config.reward)
+    for problem in made.rows or problems[:1]:
+        score.check(problem)
 
 
 TASK = """

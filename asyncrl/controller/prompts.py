@@ -1,13 +1,19 @@
 """Prompts of the run's task as token ids, of which each must fit."""
 
-from collections.abc import Callable
+import functools
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config import Config
-from data.problem import Problem
+from data.problem import Problem, prompt_key
 
 NUM_CHECKED = 512
-"""Training prompts whose length is checked before anything starts; the others are when their turn comes."""
+"""Training prompts that are checked before anything starts, of a task that makes them; rows of a table all are."""
+CHECK_S = 60.0
+"""Longest time for that, seconds; 100,000 rows of 100 tokens take about that on one core."""
 
 
 @dataclass(frozen=True)
@@ -17,26 +23,82 @@ class PromptSource:
     train_problem: Callable[[int], Problem]
     eval_problems: list[Problem]
     encode: Callable[[Problem], list[int]]
+    rows: Sequence[Problem] = ()
+    """All problems, if they are rows of a table."""
+    vocab_size: int = sys.maxsize
+    """Of the model: its embeddings have no others."""
+
+    @functools.cached_property
+    def first(self) -> Sequence[Problem]:
+        """The rows, or the first training problems of a task that makes them."""
+        return self.rows or [self.train_problem(index) for index in range(NUM_CHECKED)]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The BLAKE2 of the rows, or of the first problems, by which a resumed run knows them again."""
+        digest = hashlib.blake2b(digest_size=16)
+        for problem in self.first:
+            seed = problem.environment_seed
+            digest.update(repr((prompt_key(problem.prompt), problem.answer, seed)).encode())
+        return digest.hexdigest()
 
     def tokens_of(self, problem: Problem, config: Config) -> tuple[int, ...]:
         """Return the prompt, token ids; none where an environment makes its own.
 
-        Raises ValueError if it is too long.
+        Raises ValueError if it is too long, empty, or has a token that the model lacks.
         """
-        return () if problem.environment_seed is not None else self._encode(problem, config)
+        if problem.environment_seed is not None:
+            return ()
+        tokens = self._tokens(problem)
+        self._check_length(problem, len(tokens), config)
+        return tokens
 
     def check(self, config: Config) -> None:
-        """Raise ValueError if a held-out prompt or one of the first training prompts does not fit."""
-        checked = [*self.eval_problems, *map(self.train_problem, range(NUM_CHECKED))]
-        longest = max(checked, key=lambda problem: len(self.encode(problem)))
-        self._encode(longest, config)
+        """Raise ValueError if a held-out prompt, a row or one of the first training prompts does not fit.
 
-    def _encode(self, problem: Problem, config: Config) -> tuple[int, ...]:
+        The longest texts come first. If all take longer than CHECK_S, the others are checked when their turn comes.
+        """
+        problems = [*self.first, *([] if self.rows else self.eval_problems)]
+        problems.sort(key=lambda problem: len(str(problem.prompt)), reverse=True)
+        ends_at = time.monotonic() + CHECK_S
+        lengths: list[int] = []
+        for problem in problems:
+            lengths.append(len(self._tokens(problem)))
+            if time.monotonic() > ends_at:
+                print(
+                    f"prompts: {len(lengths)} of {len(problems)} were checked in {CHECK_S:g} s, longest texts first; "
+                    "the others are checked when their turn comes",
+                    flush=True,
+                )
+                break
+        longest = max(lengths)
+        num_longer = sum(length > config.max_prompt_tokens for length in lengths)
+        note = f" ({num_longer} of {len(problems)} prompts are too long)"
+        self._check_length(problems[lengths.index(longest)], longest, config, note)
+
+    def _tokens(self, problem: Problem) -> tuple[int, ...]:
+        """Return the prompt, token ids. Raises ValueError if there are none, or some that the model lacks."""
         tokens = tuple(self.encode(problem))
-        if len(tokens) > config.max_prompt_tokens:
+        if not tokens and problem.environment_seed is None:
             raise ValueError(
-                f"a prompt of {config.task} has {len(tokens)} tokens, --max-prompt-tokens is "
-                f"{config.max_prompt_tokens}; raise it to at least {len(tokens)}. "
-                f"The prompt begins {problem.prompt[:60]!r}"
+                f"{_begin(problem)} has no tokens; give another prompt, or another --model"
+            )
+        missing = max(tokens, default=0)
+        if missing >= self.vocab_size:
+            raise ValueError(
+                f"{_begin(problem)} has the token {missing}, and the model's config.json has a vocabulary of "
+                f"{self.vocab_size}; resize its embeddings, or leave the text of that token out"
             )
         return tokens
+
+    def _check_length(self, problem: Problem, length: int, config: Config, note: str = "") -> None:
+        if length > config.max_prompt_tokens:
+            raise ValueError(
+                f"{_begin(problem)} has {length} tokens, --max-prompt-tokens is {config.max_prompt_tokens}{note}; "
+                f"raise it to at least {length}, or leave out longer ones"
+            )
+
+
+def _begin(problem: Problem) -> str:
+    """Return the place of a problem and the beginning of its prompt."""
+    return f"{problem.place or 'the task'}: the prompt {str(problem.prompt)[:60]!r}"

@@ -21,6 +21,7 @@ from typing import Any
 from asyncrl.config import nearest
 from asyncrl.tasks import score_of
 from asyncrl.user_code import is_user_code, load
+from data.problem import Problem
 
 Scored = tuple[float, dict[str, float]]
 """A reward, and its parts by name, which are logged as reward/NAME."""
@@ -111,15 +112,30 @@ class Score:
         """The user's functions, as the beginning of a message about all of them; empty for a shipped task."""
         return "".join(f"{function.text}: " for function in self.functions if function.text)
 
-    def check(self, answer: str) -> None:
-        """Raise ValueError if a function needs more than a response and the columns of a problem with this answer."""
-        given = {"response", *_row(answer)}
+    def check(self, problem: Problem) -> None:
+        """Raise ValueError for a problem that cannot be scored, whatever the response is.
+
+        It lacks a column that a function needs, or the score of a shipped task refuses its answer.
+        """
+        row = {"response": "", **_row(problem.answer)}
+        place = f"{problem.place}: " * bool(problem.place)
         for function in self.functions:
-            for name in set(function.needed) - given:
-                what = f"--reward {function.text}" if function.text else "a row without --reward"
-                raise ValueError(
-                    f"{what} needs {name}, and has {', '.join(sorted(given))}; rename it{nearest(name, given)}"
-                )
+            what = f"--reward {function.text}" if function.text else "a row without --reward"
+            for name in function.needed:
+                if name not in row:
+                    raise ValueError(
+                        f"{place}{what} needs {name}, and has {', '.join(sorted(row))}; rename it{nearest(name, row)}"
+                    )
+                if row[name] is None:
+                    raise ValueError(
+                        f"{place}{what} needs {name}, and there it is null; fill it or leave the row out"
+                        f"{', or give the parameter a default' * bool(function.text)}"
+                    )
+            if not function.text:
+                try:
+                    function.call(problem.answer, "")
+                except ValueError as error:
+                    raise ValueError(f"{place}{error}") from None
 
     def __call__(self, answer: str, response: str) -> Scored:
         """Return reward and parts by plain functions. Raises Failed, whatever they raise."""

@@ -207,5 +207,9 @@ class Checkpoints:
         if node.cluster.is_leader:
             delayed = publisher.delayed
             rollout = node.controller.cut(node.run.sizes)
-            facts = {"records": rollout.records, "probe": node.probe.state(delayed)}
+            facts = {
+                "records": rollout.records,
+                "probe": node.probe.state(delayed),
+                "problems": node.controller.tickets.prompts.digest,
+            }
         self.writer.start(training_state(self.policy), step, delayed, rollout, facts)

@@ -59,6 +59,7 @@ from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.stop_tokens import describe_stop_tokens
 from asyncrl.weights.transport import ParameterSpec, Transport
+from data.problem import Task
 
 # The policy imports transformers for seconds. It is imported once the workers are starting.
 if TYPE_CHECKING:
@@ -266,12 +267,14 @@ def start_node(rank: Rank, worker_main: Callable) -> Iterator[Leader | Follower]
     cluster = rank.cluster
     run = rank.config.resume and Path(rank.config.resume)
     try:
-        model_path = ""
+        model_path, task = "", None
         if cluster.is_leader:
+            # Rows come first: what is wrong with them is reported before a model is fetched.
+            task = read_task(rank.config, cluster)
             model_path = resolve_model(rank.config.model, rank.config.task)
         cluster.wait_for_models()
         if cluster.is_leader:
-            node = start_leader(rank, model_path, worker_main)
+            node = start_leader(rank, model_path, task, worker_main)
             run = run or node.run.path
             stacks = node.run.path / "stacks.txt"
             cluster.broadcast_on_node((node.config, node.model_path, stacks))
@@ -329,7 +332,7 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
     return placement, torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
-def start_leader(rank: Rank, model_path: str, worker_main: Callable) -> Leader:
+def start_leader(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Leader:
     """Make a leader: open the records and start the node's rollout workers."""
     cluster = rank.cluster
     if cluster.is_first:
@@ -345,9 +348,10 @@ def start_leader(rank: Rank, model_path: str, worker_main: Callable) -> Leader:
     ends = describe_stop_tokens(model_path, load_tokenizer(model_path))
     if cluster.is_first:
         print(ends, flush=True)
-    tickets = _make_tickets(rank.config, cluster, model_path)
-    tickets.prompts.check(rank.config)
-    restored = rank.resumed and controller_of(rank.resumed, model_path, cluster, rank.config)
+    tickets = _make_tickets(rank.config, cluster, model_path, task)
+    restored = rank.resumed and controller_of(
+        rank.resumed, model_path, cluster, rank.config, tickets.prompts.digest
+    )
     run = open_records(rank, model_path)
     config = run.config
     if not rank.resumed:
@@ -448,11 +452,25 @@ def open_records(rank: Rank, model_path: str) -> RunDirectory:
     return run
 
 
-def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSource:
-    """The node's own share of the prompts; on the first also the held-out ones."""
+def read_task(config: Config, cluster: Cluster) -> Task:
+    """The task, of which each row can be scored."""
     task = task_of(config)
+    if task.summary and cluster.is_first:
+        print(task.summary, flush=True)
     if config.reward or config.task == "jsonl":
-        load_score(config.task, config.reward).check(task.train_problem(0).answer)
+        score = load_score(config.task, config.reward)
+        for problem in task.rows or [task.train_problem(0)]:
+            score.check(problem)
+    return task
+
+
+def _make_tickets(config: Config, cluster: Cluster, model_path: str, task: Task) -> TicketSource:
+    """The node's own share of the prompts; on the first also the held-out ones.
+
+    Raises ValueError if one does not fit, or the nodes have different ones.
+    """
+    from asyncrl.trainer.families import read_config
+
     held_out = []
     if config.eval_every and cluster.is_first:
         held_out = task.eval_problems(config.eval_problems)
@@ -464,7 +482,12 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str) -> TicketSo
         train_problem=task.train_problem,
         eval_problems=held_out,
         encode=functools.partial(encode, config, task, load_tokenizer(model_path)),
+        rows=task.rows,
+        vocab_size=read_config(model_path).vocab_size,
     )
+    prompts.check(config)
+    if any(digest != prompts.digest for digest in cluster.gather(prompts.digest)):
+        raise ValueError("the nodes have different rows; give all the same by --data-path")
     kind = extras.load("--scheduling").BaselineTickets if config.is_baseline else TicketSource
     return kind(config, prompts, cluster.node, cluster.num_nodes)
 

@@ -115,12 +115,18 @@ def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
 
 
 def controller_of(
-    checkpoint: Checkpoint, model_path: str, cluster: Cluster, config: Config
+    checkpoint: Checkpoint, model_path: str, cluster: Cluster, config: Config, problems: str
 ) -> ControllerState:
-    """What a leader's controller continues from, whatever the number of nodes was.
+    """What a leader's controller continues from, whatever the number of nodes was. `problems` is the digest of the
+    task's.
 
-    Raises ValueError if the weights of the model that are not in the checkpoint have changed.
+    Raises ValueError if these have changed, or the weights of the model that are not in the checkpoint.
     """
+    if checkpoint.nodes[0].get("problems", problems) != problems:
+        raise ValueError(
+            f"--resume {config.resume}: the rows or problems of {config.data_path or config.task} have changed since "
+            "it began; give the old ones (--data-path may name another place), or begin a new run"
+        )
     if checkpoint.frozen_sha256 and checkpoint.frozen_sha256 != weights_sha256(model_path):
         raise ValueError(
             f"--resume {config.resume}: the weights in {model_path} are not those that it began with"

@@ -36,7 +36,8 @@ class Checkpoint:
     frozen_sha256: str
     """Of the files of the weights that are not trained (LoRA, reference), which it does not have; empty without."""
     nodes: list[dict]
-    """Of each node the state of its `probe`, and how many bytes of each of its `records` count."""
+    """Of each node the state of its `probe`, how many bytes of each of its `records` count, and the digest of its
+    `problems`."""
     delayed: list[int]
     """Versions whose weights are in delayed/VERSION.safetensors."""
 

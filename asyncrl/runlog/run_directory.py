@@ -23,7 +23,7 @@ from asyncrl.config import Config
 from asyncrl.runlog.header import new_header, write_header
 from asyncrl.runlog.manifest import id_of
 from asyncrl.runlog.record_file import RecordFile
-from asyncrl.user_code import copied, title
+from asyncrl.user_code import copied, located, title
 
 
 class RunDirectory:
@@ -70,7 +70,7 @@ class RunDirectory:
             run_id = secrets.token_hex(8)
         self.run_id = run_id if resumed is None else self._check(run_id)
         """Also in each of its checkpoints, which are no other run's."""
-        self._header = {"run_id": self.run_id} | new_header(config, num_ranks, gpus)
+        self._header = {"run_id": self.run_id} | new_header(located(config), num_ranks, gpus)
         self._header |= {} if weights_sha256 is None else {"weights_sha256": weights_sha256}
         if resumed is None:
             self._begin()

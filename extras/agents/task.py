@@ -14,7 +14,7 @@ from msgspec import Meta
 from asyncrl import user_code
 from asyncrl.config import read_arguments
 from data.problem import Problem, Task
-from data.tables import RowTask, load_splits
+from data.tables import Rows, RowTask, load_splits, placed
 from extras.agents import verifiers_task
 
 MAX_PROBLEMS = 100_000
@@ -27,7 +27,7 @@ class AgentTask(RowTask):
     def __init__(
         self,
         seed: int,
-        splits: dict[str, list[dict]],
+        splits: dict[str, Rows],
         source: str,
         *,
         held_out: Annotated[float, Meta(gt=0, lt=1)] = 0.1,
@@ -64,7 +64,7 @@ def prepare_task(
     if name.startswith(verifiers_task.PREFIX):
         environment = verifiers_task.load_environment(name, task_args)
         return functools.partial(
-            AgentTask, seed, verifiers_task.splits_of(environment), f"rows of {name}"
+            AgentTask, seed, verifiers_task.splits_of(environment, name), f"rows of {name}"
         )
     make_problems = None
     if user_code.is_user_code(name):
@@ -100,4 +100,6 @@ def _read(
         return AgentTask(seed, load_splits(data_path), data_path, **arguments)
     with user_code.blamed(name):
         rows = list(itertools.islice(make_problems(seed), MAX_PROBLEMS))
-    return AgentTask(seed, {"all": rows}, f"problems of {name}", **arguments)
+    return AgentTask(
+        seed, {"": placed(rows, f"problems of {name}")}, f"problems of {name}", **arguments
+    )

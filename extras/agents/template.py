@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterable, Sequence
 
+from data.problem import encode_text
 from extras.agents.protocol import RequestError
 
 
@@ -34,7 +35,7 @@ class Template:
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the tokens of a text without a template, with those that the tokenizer puts before each text."""
-        return self._tokenizer.encode(text)
+        return encode_text(text, self._tokenizer)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise RequestError for token ids that the tokenizer does not have: they would end the engine."""

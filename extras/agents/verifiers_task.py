@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.config import read_arguments
 from asyncrl.engine.score import Failed, one_line
+from data.tables import Rows, placed
 
 PREFIX = "verifiers:"
 INSTALL = "pip install verifiers==0.3.1"
@@ -71,14 +72,14 @@ def _read_arguments(
     return read_arguments("task-args", plain, f"--task {task}", parameters) | arguments
 
 
-def splits_of(environment: Any) -> dict[str, list[dict]]:
+def splits_of(environment: Any, name: str) -> dict[str, Rows]:
     """Return the rows of an environment: those to train on, and those to evaluate on. One of the two may be missing."""
     rows, held_out = environment.build_dataset(), environment.build_eval_dataset()
     if rows is None:  # a benchmark; some of its rows are then held out
-        return {"train": list(held_out)}
-    splits = {"train": list(rows)}
+        return {"": placed(held_out, name)}
+    splits = {"train": placed(rows, name, "train")}
     if held_out is not None:
-        splits["test"] = list(held_out)
+        splits["test"] = placed(held_out, name, "test")
     return splits
 
 

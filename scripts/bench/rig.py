@@ -18,7 +18,7 @@ from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.cluster.placement import available_cores, place
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.config import Config
-from asyncrl.job.node import Leader, Rank, start_leader
+from asyncrl.job.node import Leader, Rank, read_task, start_leader
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.weights.ipc import IpcTransport
@@ -89,7 +89,9 @@ def running(
     with ExitStack() as on_end:
         rank = Rank(config, cluster, placement, here, clock, on_end, watch, None)
         with quiet():
-            node = start_leader(rank, resolve_model(config.model, config.task), worker_main)
+            task = read_task(config, rank.cluster)
+            model_path = resolve_model(config.model, config.task)
+            node = start_leader(rank, model_path, task, worker_main)
         torch.set_num_threads(node.placement.trainer_threads)
         yield node
 

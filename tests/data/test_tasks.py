@@ -3,10 +3,13 @@
 import json
 import re
 import time
+from collections import Counter
 
 import pytest
+from datasets import Dataset, DatasetDict
 from programs import run_python
-from user_files import write_jsonl
+from tokenizers.processors import TemplateProcessing
+from user_files import chat_tokenizer, write_jsonl
 
 from asyncrl.tasks import load_task, score_of
 from asyncrl.weights.models import load_tokenizer, resolve_model
@@ -109,6 +112,155 @@ def test_rows_are_met_once_an_epoch_in_a_new_order_and_ask_for_their_number(tmp_
     for problem in epochs[0]:
         assert problem.prompt.endswith(INSTRUCTION)
         assert int(problem.answer) == 2 * int(problem.prompt.split()[2])
+
+
+# Names of parts, and how many rows of each are trained on: all forms of a table are read by one rule.
+PARTS = {
+    ("train", "val"): [40, 0],
+    ("train", "dev"): [40, 0],
+    ("train", "valid"): [40, 0],
+    ("train", "eval"): [40, 0],
+    ("train", "held_out"): [40, 0],
+    ("my_train", "my_TEST"): [40, 0],
+    ("train_sft", "test_sft"): [40, 0],
+    ("train", "test", "validation"): [40, 0, 0],
+    ("train_a", "train_b", "validation_matched"): [40, 20, 0],
+    ("contest", "latest"): None,
+}
+
+
+def write_jsonl_folder(folder, parts):
+    for name, rows in parts.items():
+        write_jsonl(folder / f"{name}.jsonl", rows)
+
+
+def write_parquet_folder(folder, parts):
+    folder.mkdir()
+    for name, rows in parts.items():
+        Dataset.from_list(rows).to_parquet(folder / f"{name}-00000-of-00001.parquet")
+
+
+def write_folders(folder, parts):
+    for name, rows in parts.items():
+        write_jsonl(folder / name / "0.jsonl", rows)
+
+
+def save_to_disk(folder, parts):
+    DatasetDict({name: Dataset.from_list(rows) for name, rows in parts.items()}).save_to_disk(
+        folder
+    )
+
+
+@pytest.mark.parametrize(
+    "write", [write_jsonl_folder, write_parquet_folder, write_folders, save_to_disk]
+)
+def test_rows_that_a_name_calls_held_out_are_never_trained_on_in_any_form(write, tmp_path):
+    for number, (names, num_trained) in enumerate(PARTS.items()):
+        counts = num_trained or [40, 20]
+        parts = {
+            name: [{"prompt": f"{name} {i}", "answer": "1"} for i in range(count or 20)]
+            for name, count in zip(names, counts, strict=True)
+        }
+        folder = tmp_path / str(number)
+        write(folder, parts)
+        if num_trained is None and write is write_folders:
+            with pytest.raises(ValueError, match="it has the folders contest, latest; give one"):
+                load_task("jsonl", 0, str(folder))
+            continue
+        task = load_task("jsonl", 0, str(folder))
+        trained = Counter(problem.prompt.rpartition(" ")[0] for problem in task.train)
+        if num_trained is not None:
+            assert [trained[name] for name in names] == num_trained
+            expected = names[1] if names[1].startswith("test") else names[-1]
+            assert {problem.prompt.rpartition(" ")[0] for problem in task.held_out} == {expected}
+        else:  # no name says anything: a hash holds out a tenth
+            assert sum(trained.values()) + len(task.held_out) == 60
+        counts = f"{len(task.train)} are trained on, {len(task.held_out)} are held out"
+        assert task.summary.endswith(counts)
+
+
+def test_a_file_of_held_out_rows_replaces_those_of_the_table_and_is_what_its_option_says(tmp_path):
+    for name in ("train", "val"):
+        write_jsonl(
+            tmp_path / "d" / f"{name}.jsonl",
+            [{"prompt": f"{name} {i}", "answer": "1"} for i in range(5)],
+        )
+    file = write_jsonl(tmp_path / "train_too.jsonl", [{"prompt": "other", "answer": "1"}])
+    task = load_task("jsonl", 0, str(tmp_path / "d"), [f"test={file}"])
+    assert {problem.prompt for problem in task.train} == {f"train {i}" for i in range(5)}
+    assert [problem.place for problem in task.held_out] == [f"{file}, row 0"]
+    alone = load_task("jsonl", 0, str(tmp_path / "d" / "val.jsonl"))
+    assert len(alone.rows) == 5 and alone.train[0].place.startswith(f"{tmp_path}/d/val.jsonl, row ")
+
+
+# Prompts
+
+
+def encoded(tmp_path, row, *task_args, change=None):
+    """The text of the prompt of a row, and its tokens."""
+    rows = [{"prompt": "other", "answer": "1"}] * 3 + [{"answer": "1"} | row]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    task = load_task("jsonl", 0, str(path), task_args)
+    tokenizer = chat_tokenizer()
+    if change is not None:
+        change(tokenizer)
+    problem = next(problem for problem in task.rows if problem.place.endswith("row 3"))
+    return tokenizer.decode(task.encode_prompt(problem, tokenizer))
+
+
+USER = {"role": "user", "content": "Hi"}
+BEGUN = {"role": "assistant", "content": "so <think>\n"}
+CONTINUES = '"continue_final_message": true'
+
+
+@pytest.mark.parametrize(
+    ("row", "task_args", "text"),
+    [
+        ({"messages": [USER]}, (), "[user]Hi[assistant]"),
+        ({"messages": [USER], "prompt": "Ho"}, (), "[user]Ho[assistant]"),
+        (
+            {"prompt": [USER, BEGUN]},
+            [f"template={{{CONTINUES}}}"],
+            "[user]Hi[assistant]so <think>\n",
+        ),
+        (
+            {"messages": [USER, BEGUN]},
+            [f'template={{{CONTINUES}, "add_generation_prompt": false}}', "system=S"],
+            "[system]S[user]Hi[assistant]so <think>\n",
+        ),
+        ({"prompt": [USER]}, [f"template={{{CONTINUES}}}"], "[user]Hi[assistant]"),
+        ({"prompt": "Hi"}, ['template={"add_generation_prompt": false}'], "[user]Hi"),
+    ],
+)
+def test_the_policy_continues_what_the_row_says(row, task_args, text, tmp_path):
+    assert encoded(tmp_path, row, *task_args) == text
+
+
+def test_one_of_several_templates_is_taken_with_its_options_and_by_its_name(tmp_path):
+    plain = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    templates = {"default": "{{ enable_thinking }}" + plain, "rag": "rag " + plain}
+
+    def change(tokenizer):
+        tokenizer.chat_template = templates
+
+    row = {"prompt": "Hi"}
+    assert encoded(tmp_path, row, 'template={"enable_thinking": 1}', change=change) == "1Hi"
+    assert encoded(tmp_path, row, 'template={"chat_template": "rag"}', change=change) == "rag Hi"
+    with pytest.raises(ValueError, match="has no enable_thinking"):
+        options = 'template={"chat_template": "rag", "enable_thinking": 1}'
+        encoded(tmp_path, row, options, change=change)
+
+
+@pytest.mark.parametrize(("row", "text"), [("Hi", "<eos>Hi"), ("Hi<eos>", "<eos>Hi<eos>")])
+def test_a_plain_prompt_ends_as_the_row_does_whatever_the_tokenizer_puts_behind_texts(
+    row, text, tmp_path
+):
+    def change(tokenizer):
+        around = TemplateProcessing(single="<eos> $A <eos>", special_tokens=[("<eos>", 0)])
+        tokenizer.backend_tokenizer.post_processor = around
+        tokenizer.chat_template = None
+
+    assert encoded(tmp_path, {"prompt": row}, change=change) == text
 
 
 OFFLINE = """

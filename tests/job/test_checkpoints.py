@@ -14,6 +14,7 @@ import traceback
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -48,6 +49,7 @@ class Rollout:
     """A controller of which there is only what is saved."""
 
     records: dict[str, int] = dataclasses.field(default_factory=dict)
+    tickets: ClassVar = SimpleNamespace(prompts=SimpleNamespace(digest="of the rows"))
 
     def cut(self, measure):
         return Rollout(measure())

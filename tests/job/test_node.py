@@ -20,7 +20,9 @@ from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
 from asyncrl.cluster.placement import Placement, WorkerPlacement, place
 from asyncrl.config import Config
 from asyncrl.job import node
-from asyncrl.job.node import Rank, _check_model, _make_tickets, start_leader, start_node
+from asyncrl.job.node import Rank, _check_model, _make_tickets, start_node
+from asyncrl.runlog.manifest import Checkpoint
+from asyncrl.tasks import task_of
 from asyncrl.trainer.families import longest_sequence
 from asyncrl.weights.models import resolve_model
 
@@ -29,7 +31,7 @@ from asyncrl.weights.models import resolve_model
 def test_a_group_is_one_ticket_exactly_without_replication(replicate_prompts):
     config = Config(replicate_prompts=replicate_prompts, group_size=3)
     model_path = resolve_model(config.model, config.task)
-    tickets = _make_tickets(config, Cluster(), model_path).for_group(0, 0, 0)
+    tickets = _make_tickets(config, Cluster(), model_path, task_of(config)).for_group(0, 0, 0)
     assert [ticket.num_members for ticket in tickets] == ([1, 1, 1] if replicate_prompts else [3])
 
 
@@ -133,18 +135,99 @@ def test_a_model_that_lacks_a_token_of_its_tokenizer_is_refused_unless_it_is_nev
         _check_model(Config(model=path), path, "cpu")
 
 
-def test_prompts_that_do_not_fit_end_a_run_before_anything_is_written_or_started(tmp_path):
-    prompts = ("a12 =", "b13 =", "a14 =", "a11 b22 c33 d44 =")
-    rows = [{"prompt": prompt, "answer": "x"} for prompt in prompts]
+def rows_with(row, number=630):
+    """700 rows that fit the tiny model of the task, with another one among them."""
+    rows = [{"prompt": f"a{i % 90:02d} b{i // 90:02d} =", "answer": "x"} for i in range(700)]
+    return [*rows[:number], row, *rows[number:]]
+
+
+def start_on_rows(tmp_path, rows, resumed=None, **options):
+    """What a leader ends with on these rows, before it writes or starts anything."""
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    options = {"data_path": str(path), "max_prompt_tokens": 4, "runs_dir": str(tmp_path / "runs")}
-    config = Config(task="jsonl", **options)
-    line = "has 9 tokens, --max-prompt-tokens is 4; raise it to at least 9"
-    with ExitStack() as on_end, pytest.raises(ValueError, match=line):
-        surroundings = place(config, 0, 2, 1), torch.device("cpu"), None, on_end, None, None
-        rank = Rank(config, Cluster(), *surroundings)
-        start_leader(rank, resolve_model("tiny", "jsonl"), worker_main=None)
+    config = Config(
+        task="jsonl", data_path=str(path), runs_dir=str(tmp_path / "runs"), resume="RUN", **options
+    )
+    with ExitStack() as on_end, pytest.raises(ValueError) as caught:
+        surroundings = place(config, 0, 2, 1), torch.device("cpu"), None, on_end, None, resumed
+        with start_node(Rank(config, Cluster(), *surroundings), worker_main=None):
+            pass
     assert not (tmp_path / "runs").exists()
+    return str(caught.value).replace(str(path), "FILE")
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "line"),
+    [
+        (
+            {"prompt": "a11 b22 c33 d44 =", "answer": "x"},
+            {"max_prompt_tokens": 5},
+            ": the prompt 'a11 b22 c33 d44 =' has 9 tokens, --max-prompt-tokens is 5 (1 of 701 prompts are too long)",
+        ),
+        (
+            {"prompt": "a11 \u00fc =", "answer": "x"},
+            {},
+            ": --model tiny: its tokenizer or chat template refuses 'a11 \u00fc =' of --task jsonl (WordLevel error",
+        ),
+        # These are found before there is a model.
+        (
+            {"prompt": "a11 =", "response": "x"},
+            {"model": "/nowhere"},
+            ": a row without --reward needs answer",
+        ),
+        (
+            {"question": "a11 =", "answer": "x"},
+            {"model": "/nowhere"},
+            " has no column prompt; ",
+        ),
+        (
+            {"prompt": "a11 =", "answer": "x", "note": "\ud83d"},
+            {"model": "/nowhere"},
+            ': \'1 =", "answer": "x", "note": "\\ud83d\' ends with half of a character',
+        ),
+    ],
+)
+def test_any_row_that_cannot_be_used_ends_a_run_before_anything_is_written_or_started(
+    row, options, line, tmp_path
+):
+    assert start_on_rows(tmp_path, rows_with(row), **options).startswith(f"FILE, row 630{line}")
+
+
+@pytest.mark.parametrize("where", ["prompt", "system"])
+def test_a_token_beyond_the_models_vocabulary_is_refused_where_a_prompt_has_it(where, tmp_path):
+    model = save_tiny_model(str(tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>"]})
+    tokenizer.save_pretrained(model)
+    rows = [{"prompt": f"t{i}", "answer": "x"} for i in range(20)]
+    task_args = ()
+    if where == "prompt":
+        rows[7]["prompt"] = "t1 <answer>"
+    else:
+        task_args = ("system=<answer>",)
+    options = {"max_prompt_tokens": 16, "max_response_tokens": 16, "task_args": task_args}
+    line = start_on_rows(tmp_path, rows, model=model, **options)
+    place = "FILE, row 7: the prompt 't1 <answer>'" if where == "prompt" else "FILE, row "
+    assert line.startswith(place) and line.endswith(
+        f"has the token {VOCAB}, and the model's config.json has a vocabulary of {VOCAB}; resize its embeddings, "
+        "or leave the text of that token out"
+    )
+
+
+def test_a_resumed_run_takes_the_rows_that_it_began_with_from_anywhere_and_no_others(tmp_path):
+    rows = [{"prompt": f"a{i:02d} =", "answer": "x"} for i in range(40)]
+    config = Config(task="jsonl", data_path=str(write_jsonl(tmp_path / "begun.jsonl", rows)))
+    model_path = resolve_model(config.model, config.task)
+    begun = _make_tickets(config, Cluster(), model_path, task_of(config)).prompts.digest
+    nodes = [{"probe": {}, "records": {}, "problems": begun}]
+    resumed = Checkpoint(tmp_path, [], "id", 3, "a digest", nodes, [])
+    changed = [rows[0] | {"answer": "y"}, *rows[1:]]
+    for others in ([*rows, rows[0]], rows[::-1], changed, rows[1:]):
+        line = start_on_rows(tmp_path, others, resumed)
+        assert line == (
+            "--resume RUN: the rows or problems of FILE have changed since it began; give the old ones (--data-path "
+            "may name another place), or begin a new run"
+        )
+    assert start_on_rows(tmp_path, rows, resumed).startswith("--resume RUN: the weights in ")
 
 
 LIMIT_S = 3.0
@@ -158,7 +241,7 @@ def wait_for_a_download(rank: int, folder: str, nodes: list[int]) -> None:
         time.sleep(LIMIT_S * (1.5 + nodes[rank]) if nodes[rank] == nodes[-1] else 0)
         return folder
 
-    def start_leader(rank, model_path, worker_main):
+    def start_leader(rank, model_path, task, worker_main):
         run = SimpleNamespace(path=Path(folder))
         return SimpleNamespace(
             config=rank.config, model_path=model_path, run=run, use_device=lambda: None

@@ -81,6 +81,23 @@ def test_a_run_continues_with_its_own_options_where_it_is_now_however_that_is_na
         assert config.resume == name
 
 
+def test_the_rows_of_a_run_are_found_from_any_folder(tmp_path, monkeypatch):
+    rows = {
+        "data_path": "rows.jsonl",
+        "task": "jsonl",
+        "task_args": ("test=held.jsonl", "system=test=a"),
+    }
+    monkeypatch.chdir(tmp_path)
+    words = ["--resume", str(make_run(tmp_path, **rows))]
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    config = read_options(words)
+    assert config.data_path == str(tmp_path / "rows.jsonl")
+    assert config.task_args == (f"test={tmp_path}/held.jsonl", "system=test=a")
+    moved = read_options([*words, "--data-path", "../rows.jsonl"])
+    assert moved.data_path == config.data_path
+
+
 # Checkpoints
 
 
