@@ -293,5 +293,5 @@ def test_user_code_whose_copies_lack_what_it_reads_ends_a_run_before_a_worker_st
     line = f"--{option} .*/code/{path.stem}.py:.*FileNotFoundError: .*; a run loads copies of user code, "
     with ExitStack() as on_end, pytest.raises(ValueError, match=line):
         surroundings = place(config, 0, 2, 1), torch.device("cpu"), None, on_end, None, None
-        model_path = resolve_model(config.model, config.task)
-        start_leader(Rank(config, Cluster(), *surroundings), model_path, worker_main=None)
+        with start_node(Rank(config, Cluster(), *surroundings), worker_main=None):
+            pass
