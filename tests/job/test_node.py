@@ -196,7 +196,7 @@ def test_any_row_that_cannot_be_used_ends_a_run_before_anything_is_written_or_st
 def test_a_token_beyond_the_models_vocabulary_is_refused_where_a_prompt_has_it(where, tmp_path):
     model = save_tiny_model(str(tmp_path / "model"))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>"], "eos_token": "t149"})
     tokenizer.save_pretrained(model)
     rows = [{"prompt": f"t{i}", "answer": "x"} for i in range(20)]
     task_args = ()
