@@ -19,6 +19,7 @@ OPTIONS = (
     "--advantage=../my_advantage.py:fresher",
     "--optimizer=../my_optimizer.py:SignMomentum",
     "--steps=3",
+    "--lr=0.001",
     "--async-ratio=0",
     "--groups-per-step=4",
     "--group-size=4",
