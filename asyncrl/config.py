@@ -227,7 +227,7 @@ class Config:
     # Freshness
     stale_policy: Literal["wait", "drop", "gate"] = "wait"
     """How the bound on staleness is kept: `wait` blocks for groups that expire first, `drop` drops and re-issues what
-    expired, `gate` only counts submissions (AReaL), which bounds the mean."""
+    expired, `gate` only counts submissions and takes the oldest groups (AReaL), which bounds the mean."""
     on_update: Literal["keep", "recompute", "resume", "restart", "wait"] = "keep"
     """Running requests at a weight update: `keep` continues with the old KV cache, `recompute` with a new one. `resume`
     aborts and continues from what was written. `restart` starts over (as old as its first start). `wait` drains
@@ -245,7 +245,7 @@ class Config:
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal, which teach nothing within a group, and start others in their place."""
     extra_groups: Annotated[int, Meta(ge=0, le=MAX_OUTSTANDING)] = 0
-    """Groups kept in flight beyond the capacity; those that are left over when a batch is full are aborted."""
+    """Groups outstanding beyond the capacity; for each batch at most so many that would come too late are aborted."""
     extra_members: Annotated[int, Meta(ge=0, le=MAX_OUTSTANDING)] = 0
     """Responses started beyond group_size; the first group_size to finish make the group, the others are aborted."""
     over_sampling: Annotated[float, Meta(ge=1, le=1000)] = 1.0
@@ -261,6 +261,8 @@ class Config:
     env_timeout_s: Annotated[Seconds, RESUME, EVALUATION] = 10.0
     """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed. An
     agent may take as long between two calls. A problem of your own task that takes longer ends the run."""
+    max_failed_share: Annotated[Share, RESUME, HOST] = 0.5
+    """Share of the newest groups that may fail, of 20 or as many as are outstanding; above it the run ends."""
 
     tool_parser: str = ""
     """vLLM's parser of the tool calls that an agent's policy writes, as `hermes`; empty: it calls none."""

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from asyncrl.controller.cut import ControllerState
+from asyncrl.controller.failures import Failures
 from asyncrl.controller.tickets import IDS_PER_NODE, TicketState
 
 
@@ -50,7 +51,21 @@ def _merge(states: list[ControllerState]) -> ControllerState:
         evaluates=any(state.evaluates for state in states),
         evaluations=[evaluation for state in states for evaluation in state.evaluations],
         num_restarts=sum(state.num_restarts for state in states),
+        failures=_sum_of([state.failures for state in states]),
         records={},
+    )
+
+
+def _sum_of(parts: list[Failures]) -> Failures:
+    """Return what all nodes counted. No group is among the newest: each node saw its own."""
+    reasons = Counter()
+    for failures in parts:
+        reasons.update(failures.reasons)
+    return Failures(
+        sum(failures.num_responses for failures in parts),
+        sum(failures.num_groups for failures in parts),
+        sum(failures.num_failed_groups for failures in parts),
+        dict(reasons),
     )
 
 
@@ -79,4 +94,5 @@ def _share(whole: ControllerState, order: list[int], node: int, num_nodes: int) 
         evaluates=whole.evaluates and is_first,
         evaluations=whole.evaluations if is_first else [],
         num_restarts=whole.num_restarts if is_first else 0,
+        failures=whole.failures if is_first else Failures(),
     )

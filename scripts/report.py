@@ -27,7 +27,7 @@ from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TRAINER_STATES, WORKER_STATES
 from scripts.lines import run_command
-from scripts.runs import Run, evaluations, load, names, progress, readable_summary
+from scripts.runs import Run, evaluations, failures, load, names, progress, readable_summary
 from scripts.table import differing, options_of, show
 from scripts.timeline import trace_of
 
@@ -77,7 +77,8 @@ def make_comparison(runs: list[Run]) -> dict:
     for name, run, values in zip(names(runs), runs, options.to_dict("records"), strict=True):
         parts = [f"{option} = {values[option]}" for option in differing(options)]
         steps = f"{run.metrics['step'].iloc[-1]} of {run.info['config']['steps']} steps"
-        facts[name] = ", ".join([*parts, steps])
+        failed = [f"{what}: {text}" for what, text in failures(run).items()]
+        facts[name] = ", ".join([*parts, steps, *failed])
         for chart in charts(run.metrics):
             for series in chart["series"]:
                 title = f"{chart['title']}: {series['name'].replace('_', ' ')}"
@@ -142,6 +143,7 @@ def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
     for record in run.records:
         if record["event"] == "warning":
             shown["warning"] = record["text"]
+    shown |= failures(run)
     if run.cut:
         shown["left out"] = f"the last line of {', '.join(run.cut)}, which is half written"
     return shown
@@ -329,6 +331,9 @@ def main(runs: Positional[list[Path]], trace: bool = False) -> None:
         raise ValueError("--trace is of one run; leave it out, or give one")
     loaded = [load(path) for path in runs]
     print(summaries(loaded).to_string())
+    for name, run in zip(names(loaded), loaded, strict=True):
+        for what, text in failures(run).items():
+            print(f"{name}, {what}: {text}")
     folder = loaded[0].path
     if len(loaded) > 1:
         texts = {"comparison.html": render(make_comparison(loaded))}

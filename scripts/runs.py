@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from asyncrl.controller.failures import Failures
 from asyncrl.runlog.header import read_header
 from scripts.lines import read
 
@@ -167,6 +168,23 @@ def summarise(metrics: pd.DataFrame) -> dict[str, float]:
         "tokens_per_s": rollout["tokens/generated"].iloc[-1] / seconds,
         "wait_share": rollout["time/wait_s"].sum(min_count=1) / seconds,
     }
+
+
+def failures(run: Run) -> dict[str, str]:
+    """Return what share of training's and of evaluation's responses failed and why, by what they are of; empty if none
+    did."""
+    counts = {"failures": Failures(), "failures in evaluations": Failures()}
+    for record in run.records:
+        if record["event"] == "trajectory" and record["finish_reason"] != "aborted":
+            what = "failures" if record["group"] >= 0 else "failures in evaluations"
+            counts[what].count(record.get("failure", ""))
+    last = run.metrics.iloc[-1]
+    share = last.get("rollout/failed_groups") or 0.0
+    if share > 0:
+        num_failed = int(last["ledger/groups_dropped_failed"])
+        counts["failures"].num_failed_groups = num_failed
+        counts["failures"].num_groups = round(num_failed / share)
+    return {what: str(count) for what, count in counts.items() if count.reasons}
 
 
 def readable_summary(metrics: pd.DataFrame) -> dict[str, str]:

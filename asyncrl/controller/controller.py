@@ -6,6 +6,7 @@ state of all.
 """
 
 import contextlib
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.cut import ControllerState, cut, restore
 from asyncrl.controller.dispatcher import Dispatcher
 from asyncrl.controller.evaluation import Evaluation
+from asyncrl.controller.failures import Failures
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.ledger import ledger_metrics
 from asyncrl.controller.tickets import Loss, TicketSource
@@ -36,7 +38,7 @@ from asyncrl.messages import (
     Updated,
 )
 from asyncrl.records import Group, Ticket, Trajectory
-from asyncrl.runlog.metrics import Measured, Sum
+from asyncrl.runlog.metrics import Mean, Measured, Sum
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.weights.transport import Announcement, Staged, Transport, Weights
 
@@ -158,12 +160,21 @@ class Controller:
         self.workers.have_worked = True
         self.journal.trajectory(trajectory)
         if not trajectory.is_evaluation:
+            is_first_failure = trajectory.failure and not self.dispatcher.failures.reasons
+            if is_first_failure:
+                rule = "its group is dropped unless --extra-members covers it"
+                print(f"warning: a response failed: {trajectory.failure}; {rule}", flush=True)
             with self._noting_end():
                 self.dispatcher.add(trajectory)
         elif self.evaluation.add(trajectory):
             ended, self.evaluation = self.evaluation, None
             self.ended_evaluations.append(ended)
             self.journal.record("evaluation", version=ended.version, accuracy=ended.accuracy())
+            if ended.failures().is_reported:
+                print(
+                    f"warning: evaluation of version {ended.version}: {ended.failures()}",
+                    flush=True,
+                )
             if deferred := self.announcements.take_deferred():
                 self.announce(deferred)
 
@@ -364,11 +375,19 @@ class Controller:
             # what ended a reading thread is the reason if the ledger does not balance
             with self._noting_end():
                 self.workers.check()
+            failures = self.dispatcher.failures
             return {
                 **ledger_metrics(self.buffer.balance()),
                 **self.journal.take_metrics(),
                 "rollout/restarts": Sum(self.workers.num_restarts),
+                "rollout/failed_groups": Mean(failures.num_failed_groups, failures.num_groups),
+                "rollout/failed_responses": Mean(failures.num_failed, failures.num_responses),
             }
+
+    def failures(self) -> Failures:
+        """Return a copy of the count of failures in training."""
+        with self.lock:
+            return copy.deepcopy(self.dispatcher.failures)
 
     def shuts_out(self, worker: int, problem: str) -> bool:
         """Whether a worker whose weights are wrong is done without; one of this node is not."""

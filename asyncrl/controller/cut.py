@@ -6,12 +6,13 @@ the frontier is what was consumed, and never what was handed out.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from asyncrl.config import Config
 from asyncrl.controller.buffer import BufferState
 from asyncrl.controller.evaluation import Evaluation
+from asyncrl.controller.failures import Failures
 from asyncrl.controller.tickets import TicketState
 from asyncrl.records import Ticket
 
@@ -36,6 +37,7 @@ class ControllerState:
     num_restarts: int
     records: dict[str, int]
     """Length of each record at the cut, bytes."""
+    failures: Failures = field(default_factory=Failures)
 
 
 def continues_responses(config: Config) -> bool:
@@ -86,6 +88,7 @@ def cut(controller: "Controller", measure: Callable[[], dict[str, int]]) -> Cont
         evaluations=list(controller.ended_evaluations),
         num_restarts=workers.num_restarts,
         records=measure(),
+        failures=copy.deepcopy(controller.dispatcher.failures),
     )
 
 
@@ -99,4 +102,5 @@ def restore(controller: "Controller", state: ControllerState) -> None:
     controller.tickets.state = copy.deepcopy(state.tickets)
     controller.dispatcher.queue.extend(state.queue)
     controller.workers.num_restarts = state.num_restarts
+    controller.dispatcher.failures = copy.deepcopy(state.failures)
     controller.ended_evaluations = list(state.evaluations)

@@ -15,14 +15,16 @@ import numpy as np
 from asyncrl.cluster.processes import RolloutEnded
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
+from asyncrl.controller.failures import Failures
 from asyncrl.controller.ledger import DropReason
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import Abort, Hold, HoldReason, Tickets
 from asyncrl.records import Ticket, Trajectory
 
-MIN_FAILED_IN_A_ROW = 20
-"""Groups that may fail one after the other, however few are outstanding, before the run is taken for broken."""
+MIN_GROUPS = 20
+"""Newest groups of which a run looks at the share that failed. It looks at more if more may be outstanding: groups that
+fail end earlier than others."""
 
 
 @dataclass(eq=False)
@@ -36,33 +38,43 @@ class Dispatcher:
     tickets: TicketSource
     queue: deque[Ticket] = field(default_factory=deque)
     """Tickets that no worker has yet, in order."""
-    failed_in_a_row: int = 0
-    """Groups that failed since the last one that did not."""
+    failures: Failures = field(default_factory=Failures)
+    """Responses and groups of training that ended so far."""
+    newest_failed: list[bool] = field(default_factory=list)
+    """Whether each of the newest groups failed, oldest first. A resumed run begins anew: its reward may be fixed."""
 
     # Groups
 
     def add(self, trajectory: Trajectory) -> None:
-        """Take in a trajectory of a training group. Raises RolloutEnded if nothing succeeds any more."""
+        """Take in a trajectory of a training group. Raises RolloutEnded if too many groups fail."""
+        if trajectory.finish_reason != "aborted":
+            self.failures.count(trajectory.failure)
         if trajectory.finish_reason == "failed":
             if not self.buffer.add_failed(trajectory):
                 self.on_failed_group(trajectory)
         elif group := self.buffer.add(trajectory):
-            self.failed_in_a_row = 0
             if self.config.drop_zero_variance and np.ptp(group.rewards) == 0:
                 self.drop(group.group_id, "filtered")
             elif self.config.extra_members:
                 self._abort(group.group_id)
+            self.on_ended_group(is_failed=False)
 
     def on_failed_group(self, trajectory: Trajectory) -> None:
         """Drop a group too many of whose trajectories failed; `trajectory` is the last. Raises as `add`."""
-        self.failed_in_a_row += 1
         self.drop(trajectory.group_id, "failed")
-        if self.failed_in_a_row > max(
-            MIN_FAILED_IN_A_ROW, self.buffer.config.max_outstanding_groups
-        ):
+        self.on_ended_group(is_failed=True)
+
+    def on_ended_group(self, is_failed: bool) -> None:
+        """Count a group that was finished or failed. Raises as `add`."""
+        self.failures.count_group(is_failed)
+        window = max(MIN_GROUPS, self.buffer.config.max_outstanding_groups)
+        self.newest_failed = [*self.newest_failed, is_failed][-window:]
+        num_failed, allowed = sum(self.newest_failed), self.config.max_failed_share
+        if len(self.newest_failed) == window and num_failed > allowed * window:
             raise RolloutEnded(
-                f"the last {self.failed_in_a_row} groups all failed, the newest with: {trajectory.failure}; "
-                "fix the environment or reward, or raise --env-timeout-s if it is only slow"
+                f"{num_failed} of the last {window} groups failed, --max-failed-share allows {allowed:g}; most often: "
+                f"{self.failures.commonest}; fix the environment or reward, raise --env-timeout-s if it is only slow, "
+                "or raise --max-failed-share"
             )
 
     def drop_expired(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from asyncrl.controller.failures import Failures
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Trajectory
 
 
@@ -30,6 +31,13 @@ class Evaluation:
             )
         self.trajectories.append(trajectory)
         return len(self.trajectories) == self.num_asked
+
+    def failures(self) -> Failures:
+        """Return the count of its responses that failed, and why. Those of training are not among them."""
+        failures = Failures()
+        for trajectory in self.trajectories:
+            failures.count(trajectory.failure)
+        return failures
 
     @property
     def num_failed(self) -> int:

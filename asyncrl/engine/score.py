@@ -41,7 +41,7 @@ class Failed(Exception):
     def __init__(self, reason: str):
         # foreign code may quote lone surrogates
         text = reason.encode(errors="backslashreplace").decode()
-        super().__init__(" ".join(text[:MAX_FAILURE].split()))
+        super().__init__(" ".join(text[:MAX_FAILURE].split()) or "no reason was given")
 
 
 @dataclass(frozen=True)

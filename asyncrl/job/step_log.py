@@ -3,6 +3,7 @@
 from asyncrl import extras
 from asyncrl.cluster.processes import freeze_garbage
 from asyncrl.config import GROUP_ADVANTAGES
+from asyncrl.controller.failures import Failures
 from asyncrl.job.node import Follower, Leader
 from asyncrl.records import Group
 from asyncrl.runlog.metrics import (
@@ -19,6 +20,8 @@ from asyncrl.runlog.samples import readable_samples
 from asyncrl.runlog.time_ledger import describe, seconds
 from asyncrl.weights.stop_tokens import describe_stop_tokens
 
+STEPS_OF_FAILURES = 10
+"""Steps between two reports of failures."""
 STEPS_WITHOUT_SIGNAL = 3
 """Steps from the first in which every group's rewards were equal, after which the run says so."""
 
@@ -37,6 +40,8 @@ class StepLog:
         """Tokens that were generated until the last step."""
         self.num_samples = 0
         """Trajectories that were trained on until the last step."""
+        self.reported = Failures()
+        """Failures until the last look at them."""
         self.has_signal = False
         """Whether any group so far had unequal rewards, without which no gradient says what is better."""
 
@@ -49,12 +54,16 @@ class StepLog:
                 self.tokens_before = last.get("tokens/generated", 0)
                 self.num_samples = last.get("samples", 0)
                 self.has_signal = True
+        if self.node.cluster.is_leader:
+            self.reported = self.node.controller.failures()
         self.clock.enter("other")
         freeze_garbage()
         self.clock.take()
         return self
 
     def __exit__(self, *_) -> None:
+        if self.node.cluster.is_leader:
+            self.print_failures("in the whole run", self.node.controller.failures())
         if self.progress is not None:
             self.progress.close()
             self.clock.take()
@@ -68,6 +77,8 @@ class StepLog:
         if not self.node.cluster.is_leader:
             return
         measured = self._measure(step, groups)
+        if step % STEPS_OF_FAILURES == 0:
+            self.report_failures()
         if step == config.steps:
             self.node.controller.finish_evaluations()
             self.clock.enter("evaluate")  # also where another node's is waited for
@@ -109,6 +120,21 @@ class StepLog:
             for metrics in node.probe.take_newest()
         )
         return measured | worst | node.controller.take_metrics()
+
+    def report_failures(self) -> None:
+        """Print, on each leader, what failed since the last call, if that is more than a few responses."""
+        failures = self.node.controller.failures()
+        newest = failures.since(self.reported)
+        self.reported = failures
+        if newest.is_reported:
+            self.print_failures(f"in the last {STEPS_OF_FAILURES} steps", newest)
+
+    def print_failures(self, when: str, failures: Failures) -> None:
+        """Print, on each leader, the failures of its node, if there are any."""
+        cluster = self.node.cluster
+        where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
+        if failures.reasons:
+            print(f"warning: {where}{when} {failures}", flush=True)
 
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
         """Warn once if the run has learnt nothing from its first steps, and say where to look."""

@@ -5,6 +5,7 @@ Whatever such an environment does fails only its own trajectory.
 
 import asyncio
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -134,7 +135,9 @@ async def call_in_thread(function: Callable, *arguments, timeout_s: float) -> An
         try:
             result.set_result(function(*arguments))
         except BaseException as error:  # foreign code may raise anything
-            result.set_exception(Failed(one_line(error)))
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = "" if type(error) is Failed else f"{frame.filename}, line {frame.lineno}: "
+            result.set_exception(Failed(f"{place}{one_line(error)}"))
 
     threading.Thread(target=run, name="environment", daemon=True).start()
     try:

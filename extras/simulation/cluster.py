@@ -7,7 +7,7 @@ the trainer's staging. Nothing else of a run is there: no evaluation, no checkpo
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from asyncrl.config import Config
@@ -137,7 +137,9 @@ class Simulation:
     """One case, run to its end."""
 
     def __init__(self, case: Case):
-        self.case, self.clock, self.config = case, Clock(), case.config
+        self.case, self.clock = case, Clock()
+        # failures are the workload's law, and end no simulated run
+        self.config = replace(case.config, max_failed_share=1.0)
         has_swarm = case.cluster.swarm is not None
         kinds = (SimulatedWorkers, BaselineController if self.config.is_baseline else Controller)
         if has_swarm:

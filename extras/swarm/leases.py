@@ -77,6 +77,7 @@ class LeasingDispatcher(Dispatcher):
         """Drop a failed group; a host that fails again and again is shut out, and does not end the run."""
         if isinstance(self.workers[trajectory.worker], RemoteWorker):
             self.drop(trajectory.group_id, "failed")
+            self.failures.count_group(is_failed=True)
         else:
             super().on_failed_group(trajectory)
 

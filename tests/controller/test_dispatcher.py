@@ -5,9 +5,10 @@ import pytest
 from test_tickets import make_source
 from trajectories import make_trajectory
 
+from asyncrl.cluster.processes import RolloutEnded
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
-from asyncrl.controller.dispatcher import MIN_FAILED_IN_A_ROW, Dispatcher
+from asyncrl.controller.dispatcher import MIN_GROUPS, Dispatcher
 from asyncrl.controller.workers import Worker
 from asyncrl.records import Ticket
 
@@ -65,17 +66,65 @@ def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_
         assert list(dispatcher.queue) == tickets[len(given) :]
 
 
-def test_more_groups_that_all_fail_than_a_run_may_have_end_it_with_the_newest_failure():
-    config = Config(groups_per_step=1, group_size=1)
-    buffer, source = SampleBuffer(config), make_source()
-    dispatcher = Dispatcher(config, [], buffer, source)
-    reasons = ["failed", "stop", *["failed"] * (MIN_FAILED_IN_A_ROW + 1)]
-    message = (
-        f"the last {MIN_FAILED_IN_A_ROW + 1} groups all failed, the newest with: number 22; fix"
-    )
-    with pytest.raises(RuntimeError, match=f"^{message}"):
-        for group_id, reason in enumerate(reasons):
-            buffer.admit(group_id, group_id)
-            trajectory = make_trajectory(group_id, 0, finish_reason=reason)
-            dispatcher.add(replace(trajectory, failure=f"number {group_id}"))
-    assert group_id == len(reasons) - 1 and buffer.balance()["groups_dropped_failed"] == 22
+FAIL, OK = "failed", "stop"
+
+
+def end_groups(config, reasons):
+    """Have groups of one member end one after the other. Returns the dispatcher and the error that ends the run."""
+    buffer = SampleBuffer(config)
+    dispatcher = Dispatcher(config, [], buffer, make_source())
+    for group_id, reason in enumerate(reasons):
+        buffer.admit(group_id, group_id)
+        trajectory = make_trajectory(group_id, 0, finish_reason=reason)
+        failure = f"a.py:f, line 3: KeyError: {group_id}" if reason == FAIL else ""
+        try:
+            dispatcher.add(replace(trajectory, failure=failure))
+        except RolloutEnded as error:
+            return dispatcher, str(error)
+    return dispatcher, ""
+
+
+@pytest.mark.parametrize(
+    ("options", "reasons", "num_groups", "num_failed"),
+    [
+        ({}, [FAIL] * 40, MIN_GROUPS, MIN_GROUPS),
+        ({}, [*[OK] * 100, *[FAIL] * 40], 111, 11),
+        ({}, [FAIL, OK] * 40, None, 10),
+        ({}, [FAIL, FAIL, OK, FAIL] * 40, MIN_GROUPS, 15),
+        ({"max_failed_share": 0.0}, [*[OK] * 30, *[FAIL] * 40], 31, 1),
+        ({"max_failed_share": 1.0}, [FAIL] * 400, None, 400),
+        # as many groups as may be outstanding: those that fail end first
+        ({"groups_per_step": 32}, [FAIL] * 80, 64, 64),
+        ({"groups_per_step": 32}, [*[FAIL] * 30, *[OK] * 80], None, 30),
+    ],
+)
+def test_a_run_ends_when_too_large_a_share_of_the_newest_groups_failed(
+    options, reasons, num_groups, num_failed
+):
+    config = Config(**{"groups_per_step": 1, "group_size": 1} | options)
+    dispatcher, error = end_groups(config, reasons)
+    ended = dispatcher.failures
+    assert ended.num_groups == ended.num_responses == (num_groups or len(reasons))
+    assert dispatcher.buffer.balance()["groups_dropped_failed"] == ended.num_failed_groups
+    if num_groups is not None:
+        window = max(MIN_GROUPS, config.max_outstanding_groups)
+        assert error.startswith(
+            f"{num_failed} of the last {window} groups failed, --max-failed-share allows "
+            f"{config.max_failed_share:g}; most often: a.py:f, line 3: KeyError: "
+        )
+        assert "\n" not in error and "raise --max-failed-share" in error
+
+
+def test_a_spare_member_covers_one_that_failed_and_its_group_counts_as_finished():
+    config = Config(groups_per_step=1, group_size=1, extra_members=1, max_failed_share=0.0)
+    buffer = SampleBuffer(config)
+    dispatcher = Dispatcher(config, [], buffer, make_source())
+    for group_id in range(30):
+        buffer.admit(group_id, group_id)
+        failed = make_trajectory(group_id, 0, finish_reason=FAIL)
+        for member in (replace(failed, failure="timed out"), make_trajectory(group_id, 1)):
+            dispatcher.add(member)
+    ended = dispatcher.failures
+    assert (ended.num_groups, ended.num_failed_groups) == (30, 0)
+    assert (ended.num_responses, ended.reasons) == (60, {"timed out": 30})
+    assert ended.is_reported

@@ -1,11 +1,13 @@
 """What a run says while it goes."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.controller.failures import Failures
 from asyncrl.job.step_log import StepLog
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.weights.models import load_tokenizer, resolve_model
@@ -63,3 +65,22 @@ def test_a_run_whose_first_responses_hardly_end_says_once_what_ends_one(shares, 
             "a response ends at '<eos>' (1: tokenizer, generation_config.json, config.json); raise"
         )
         assert text.startswith(begin + ends) and "runs/one/samples.jsonl" in text
+
+
+@pytest.mark.parametrize(("num_nodes", "where"), [(1, ""), (2, "node 1 (h): ")])
+def test_failures_are_reported_while_they_are_more_than_a_few(num_nodes, where, capsys):
+    """Each leader reports those of its node, of the steps since the last report."""
+    failures = Failures()
+    controller = SimpleNamespace(failures=lambda: replace(failures, reasons={**failures.reasons}))
+    cluster = SimpleNamespace(num_nodes=num_nodes, node=1, name="node {} (h)".format)
+    log = StepLog(SimpleNamespace(controller=controller, cluster=cluster, clock=TrainerClock()))
+    for num_failed in (0, 5, 0, 1):
+        for number in range(100):
+            failures.count("judge is down" if number < num_failed else "")
+        log.report_failures()
+    log.print_failures("in the whole run", failures)
+    often = "failed; most often"
+    assert capsys.readouterr().out.splitlines() == [
+        f"warning: {where}in the last 10 steps 5 of 100 responses (5.0%) {often} (5): judge is down",
+        f"warning: {where}in the whole run 6 of 400 responses (1.5%) {often} (6): judge is down",
+    ]

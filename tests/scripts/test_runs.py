@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from user_files import write_jsonl
 
-from scripts.runs import frame, load, names, progress, summarise
+from scripts.runs import failures, frame, load, names, progress, summarise
 
 RECORDED = Path(__file__).parents[2] / "results/smollm2/one_digit-s0"
 
@@ -52,3 +52,22 @@ def test_events_are_frames_by_kind_whose_ids_stay_whole_numbers(path):
     assert again.records == run.records and again.samples["prompt"].tolist() == ["p"]
     assert len(again.metrics) == 1 and again.cut == cut
     assert frame([{"a": None, "b": [1]}, {"b": [2]}]).columns.tolist() == ["a", "b"]
+
+
+def test_failures_of_training_and_of_evaluations_are_told_apart(path):
+    fields = {"rollout/failed_groups": 0.2, "ledger/groups_dropped_failed": 2}
+    write_jsonl(path / "metrics.jsonl", [{"step": 1}, {"step": 2} | fields])
+    reasons = [("stop", ""), ("failed", "judge is down"), ("aborted", ""), ("length", "")]
+    events = [
+        trajectory(i, i, group=group, finish_reason=reason, failure=failure)
+        for group in (7, -1)
+        for i, (reason, failure) in enumerate(reasons[: 4 if group > 0 else 2])
+    ]
+    write_jsonl(path / "events.jsonl", events)
+    for node in (10, 2):
+        write_jsonl(path / f"node_{node}" / "events.jsonl", [])
+    often = "failed; most often (1): judge is down"
+    assert failures(load(path)) == {
+        "failures": f"2 of 10 groups (20.0%) and 1 of 3 responses (33.3%) {often}",
+        "failures in evaluations": f"1 of 2 responses (50.0%) {often}",
+    }
