@@ -54,7 +54,7 @@ class Oracle:
         self.trainer_version = 0
         self.announced, self.announced_trainer_version, self.num_announced = -1, -1, 0
         self.groups, self.problems, self.problem_of = {}, {}, {}
-        """Groups in the order in which they were issued; those that have finished come last, in the order of that."""
+        """Groups in the order in which they were issued."""
         self.seeds = {}
         """Group, member and version of an evaluation -> sampling seed."""
         self.uses = {}
@@ -71,6 +71,8 @@ class Oracle:
         self.evaluating, self.evaluated_version, self.num_evaluations = set(), -1, 0
         self.evaluations = []
         """Those that have ended and were reported."""
+        self.asked, self.asked_again = [], []
+        """Versions that were published to be evaluated; those of a cut that a resumed run publishes again."""
         self.is_evaluation_due = False
         """Whether the next weights that are announced are to be evaluated."""
         self.prefixes = {}
@@ -102,6 +104,8 @@ class Oracle:
         assert state.evaluates == bool(self.evaluating)
         self.is_evaluation_due = state.evaluates
         self.evaluating = set()
+        for version in self.asked_again:
+            self.asked.remove(version)
         self.discard(sum(self.lost.get(ticket.ticket_id, 0) for ticket in state.queue))
         residents = self.resident()
         assert residents.keys() == state.buffer.residents.keys()
@@ -234,6 +238,8 @@ class Oracle:
             return
         self.tokens["generated"] += trajectory.num_generated
         self._check_prefix(trajectory)
+        self.count["responses"] += trajectory.finish_reason != "aborted"
+        self.count["failed responses"] += trajectory.finish_reason == "failed"
         group = self.groups[trajectory.group_id]
         if trajectory.group_id in self.closed:
             self.tokens[self.closed[trajectory.group_id]] += trajectory.num_generated
@@ -267,8 +273,8 @@ class Oracle:
         group.members[trajectory.member] = trajectory
         if len(group.members) < self.config.group_size:
             return
+        self.count["finished"] += 1
         group.state, group.oldest = "finished", min(t.min_version for t in group.members.values())
-        self.groups[trajectory.group_id] = self.groups.pop(trajectory.group_id)
         if self.config.extra_members:
             self.closed[trajectory.group_id] = "aborted"  # what the others still bring
         if self.config.drop_zero_variance and len({t.reward for t in group.members.values()}) == 1:
@@ -302,8 +308,7 @@ class Oracle:
         """The trainer is about to ask for a batch."""
         config, resident = self.config, self.resident()
         finished = [group_id for group_id, group in resident.items() if group.state == "finished"]
-        if config.stale_policy != "gate":
-            finished.sort(key=lambda group_id: (resident[group_id].oldest, group_id))
+        finished.sort(key=lambda group_id: (resident[group_id].oldest, group_id))
         batch = finished[: config.groups_per_step]
         deadlines = [group.oldest + self.bound for i, group in resident.items() if i not in batch]
         num_too_many = 0
@@ -406,12 +411,22 @@ class Oracle:
             expected |= {f"groups_{name}": self.count[fate], f"tokens_{name}": self.tokens[fate]}
         assert ledger == pytest.approx(expected | self.sums, abs=1e-9)
 
+    def check_failures(self, failures):
+        """Groups and responses that ended, those before a resume included, and those that failed."""
+        count = self.count
+        assert failures.num_groups == count["finished"] + count["failed"]
+        assert failures.num_failed_groups == count["failed"]
+        assert failures.num_responses == count["responses"]
+        assert failures.num_failed == count["failed responses"]
+
     def check_end(self, ledger, put_back):
         """`put_back`: problems that wait to be issued again."""
         self.check_ledger(ledger)
         num_asked = self.num_eval_problems * (1 + self.config.eval_greedy)
         answered = [len(evaluation.trajectories) for evaluation in self.evaluations]
         assert not self.evaluating and answered == [num_asked] * self.num_evaluations
+        evaluated = [evaluation.version for evaluation in self.evaluations]
+        assert evaluated == (self.asked if num_asked else []), "an evaluation is lost at a cut"
         assert sorted(self.problems) == list(range(len(self.problems)))
         missing = [problem for problem, state in self.problems.items() if state == "put back"]
         assert sorted(put_back) == sorted(missing)

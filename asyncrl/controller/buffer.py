@@ -45,8 +45,7 @@ class BufferState:
     trainer_version: int
     """All steps until it were published."""
     residents: dict[int, Resident]
-    """Finished groups in the order in which they finished. Groups may be more than there are places for on this node;
-    then nothing new is admitted until they are consumed."""
+    """They may be more than there are places for on this node. Nothing new is admitted until they are consumed."""
     ledger: dict[str, int | float]
 
 
@@ -56,7 +55,7 @@ class SampleBuffer:
     At most `max_outstanding_groups` hold a place: running, finished, or consumed and not yet published. Every group
     consumed at version t has min_version ≥ t − max_staleness; `stale_policy` says what is done about those that would
     come too late: `wait` holds batches back until they are in, `drop` reports them as expired, and `gate` consumes
-    groups as they finish, however old, so that places are all there is (AReaL, arXiv 2505.24298). If an update
+    the oldest finished groups, however old, so that places are all there is (AReaL, arXiv 2505.24298). If an update
     restarts a group's responses, the group keeps the age of its first start. This can waste tokens, but it never breaks
     the bound.
     `extra_groups` of them are there to be given up when a batch is full; `extra_members` of a group run so that the
@@ -69,7 +68,6 @@ class SampleBuffer:
         self.trainer_version = 0
         self._last_published = 0
         """Trainer version until which all consumed groups have given back their places."""
-        # finished groups come in the order in which they finished
         self._residents: dict[int, Resident] = {}
         # Groups whose other members are only counted, and as what; kept for good, as members may return late.
         self._closed: dict[int, DropReason] = {}
@@ -149,8 +147,6 @@ class SampleBuffer:
         resident.members[trajectory.member] = trajectory
         if not self._is_finished(resident):
             return None
-        # to the end of those that have finished
-        self._residents[trajectory.group_id] = self._residents.pop(trajectory.group_id)
         self._may_have_batch = True
         if self.config.extra_members:
             self._closed[trajectory.group_id] = "aborted"
@@ -231,9 +227,7 @@ class SampleBuffer:
         ]
         if len(finished) < self.config.groups_per_step:
             return None
-        if self._is_bounded:
-            finished.sort(key=self._age)
-        return finished[: self.config.groups_per_step]
+        return sorted(finished, key=self._age)[: self.config.groups_per_step]
 
     def _age(self, group_id: int) -> tuple[int, int]:
         """Return what sorts groups by age, the oldest first."""

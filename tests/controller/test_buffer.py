@@ -53,6 +53,16 @@ def test_a_batch_that_would_break_the_bound_is_an_error_with_the_numbers():
         buffer.find_batch()
 
 
+@pytest.mark.parametrize("stale_policy", ["wait", "drop", "gate"])
+def test_the_oldest_finished_groups_come_first(stale_policy):
+    """As AReaL has it; those that finish first are often short."""
+    buffer = make_buffer(4, async_ratio=3.0, stale_policy=stale_policy)
+    for group_id in (3, 1, 2):
+        finish(buffer, group_id)
+    batches = [buffer.consume(buffer.find_batch()) for _ in range(3)]
+    assert [group.group_id for (group,) in batches] == [1, 2, 3]
+
+
 def test_a_running_group_is_given_up_before_a_finished_one():
     buffer = make_buffer(3, async_ratio=1.0, extra_groups=1)
     finish(buffer, 0)

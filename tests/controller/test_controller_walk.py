@@ -266,6 +266,11 @@ class Walk:
         self.cuts_left = max(0, self.cuts_left - 1)
         self.oracle.lost, self.oracle.is_last = {}, self.version == self.steps
         state = self.controller.cut(lambda: {"events": self.oracle.num_events})
+        deferred = self.controller.announcements.deferred
+        # without a worker no evaluation ends, and what waits for one is published again
+        self.oracle.asked_again = [state.announced] * state.evaluates
+        if deferred is not None and deferred.evaluate and not [*self.controller.workers]:
+            self.oracle.asked_again.append(deferred.version)
         assert not any(worker.process.is_asked for worker in self.controller.workers)
         self.saved = plain.encode(state), pickle.dumps(self.oracle)
 
@@ -388,7 +393,9 @@ class Walk:
         every, is_last = self.config.eval_every, self.version == self.steps
         self.evaluate = every > 0 and (is_last or self.version % every == 0)
         self.oracle.is_evaluation_due |= self.evaluate
-        self.evaluate |= self.controller.withdraw()
+        if self.controller.withdraw():
+            self.evaluate = True
+            self.oracle.asked.pop()
         self.trainer = "publishing"
 
     def _stage(self):
@@ -403,6 +410,7 @@ class Walk:
     def _publish(self):
         info = self.staged.messages[0]
         info |= {"trainer_version": self.version, "evaluate": self.evaluate}
+        self.oracle.asked += [info["version"]] * self.evaluate
         self.controller.publish(
             Announcement(info["version"], self.version, self.staged, (), self.evaluate)
         )
@@ -411,6 +419,7 @@ class Walk:
     def _check_end(self):
         self._take_evaluations()
         assert self.version == self.steps
+        self.oracle.check_failures(self.controller.failures())
         put_back = self.controller.tickets.state.put_back
         self.oracle.check_end(self.controller.buffer.balance(), put_back)
 
