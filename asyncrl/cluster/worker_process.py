@@ -88,7 +88,7 @@ class WorkerProcess:
         self.process.join()
 
     def death_report(self) -> str:
-        """Who died and how, then the last lines of the log, and at the end its first error."""
+        """Return who died, how and why, as far as that is known, and the last lines of the log."""
         code = self.exit_code
         if code is None:
             how = "is still running and did not answer"
@@ -99,13 +99,23 @@ class WorkerProcess:
                 else f"exited with code {code}"
             )
         log = self._log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
-        # The engine's own error comes first; then everybody who waited for it says so, at length.
-        causes = [line for line in log if re.search(r"\w+(Error|Exception): ", line)]
-        shown = "\n".join(f"  | {line}" for line in log[-LOG_LINES_SHOWN:] + causes[:1])
+        shown = "".join(f"\n  | {line}" for line in log[-LOG_LINES_SHOWN:])
         who = f"{self.process.name.replace('-', ' ')} (pid {self.process.pid})"
-        return (
-            f"{who} {how}; its last log lines and its first error, from {self._log_path}:\n{shown}"
-        )
+        return f"{who} {how}{cause_in(log)}; its last log lines, from {self._log_path}:{shown}"
+
+
+def cause_in(log: list[str]) -> str:
+    """Return the first error in the lines of a worker's log; empty without one.
+
+    Everybody who waits for an engine says that it is dead. These errors are no cause.
+    """
+    errors = [
+        match[0] for line in log if (match := re.search(r"[\w.]+(Error|Exception): .+", line))
+    ]
+    for error in errors:
+        if not re.search(r"EngineDeadError|the engine is dead", error):
+            return f": {error}"
+    return ": its engine was killed, most likely for want of memory" if errors else ""
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ DUMP_S = 1.0
 
 def death_of(engine: Any) -> RuntimeError | None:
     """Return the error of a dead engine; None while it is alive. vLLM has logged what it knows of the death."""
-    why = "the engine is dead; if nothing above says why, it was killed, most likely for want of memory"
-    return RuntimeError(why) if engine.errored else None
+    return RuntimeError("the engine is dead") if engine.errored else None
 
 
 async def watch(engine: Any, timeout_s: float) -> None:

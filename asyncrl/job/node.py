@@ -494,18 +494,19 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str, task: Task)
 
 def _check_model(config: Config, model_path: str, device: str) -> None:
     """Raise ValueError if the model would be trained wrongly, or a token or a whole sequence does not fit it."""
-    from asyncrl.trainer.families import BFLOAT16_ON_CPU, longest_sequence, read_config
+    from asyncrl.trainer.families import check_engine, longest_sequence, read_config
 
     model = read_config(model_path)
     for check in config.of_extras("check"):
         check(config, model)
-    in_float32 = device == "cpu" and config.dtype != "bfloat16"
-    if in_float32 and model.model_type in BFLOAT16_ON_CPU:
-        raise ValueError(
-            f"--model {config.model} is a {model.model_type}, of which vLLM has kernels for a CPU in bfloat16 only; "
-            "add --dtype bfloat16"
-        )
+    check_engine(config, model, device)
     tokenizer = load_tokenizer(model_path)
+    if config.tool_parser and "tools" not in str(tokenizer.chat_template):
+        print(
+            f"warning: --tool-parser {config.tool_parser} reads calls of tools, and the chat template of --model "
+            f"{config.model} shows the policy no tools; describe them in a message, or change the template",
+            flush=True,
+        )
     special = set(tokenizer.all_special_ids)
     for token, index in tokenizer.get_vocab().items():
         # Gemma's text models lack the token of an image, which no template writes.

@@ -1,6 +1,10 @@
 """Which families of models are trained: those of which vLLM and the trainer compute the same log-probs."""
 
+import importlib
+
 from transformers import AutoConfig, PreTrainedConfig
+
+from asyncrl.config import Config
 
 COMPARED = (
     "arcee", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
@@ -17,6 +21,10 @@ tests/engine/test_family_logprobs.py compares each of them, and says how to try 
 """
 BFLOAT16_ON_CPU = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Of them, those whose kernels for a CPU vLLM has in bfloat16 only: gated delta rules."""
+WITH_TORCHVISION = ("qwen3_5_moe_text", "qwen3_5_text")
+"""Of them, those whose module of vLLM imports torchvision."""
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Dimensions of an attention head for which vLLM has kernels for a CPU."""
 
 
 def read_config(path: str) -> PreTrainedConfig:
@@ -45,3 +53,28 @@ def longest_sequence(config: PreTrainedConfig) -> int | None:
         if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
             limits.append(rope["original_max_position_embeddings"])
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def check_engine(config: Config, model: PreTrainedConfig, device: str) -> None:
+    """Raise ValueError, in one line, for a model of which vLLM has no kernels for a device, `cpu` or `cuda`, or that
+    needs a package that is missing."""
+    name = f"--model {config.model} is a {model.model_type}"
+    if device == "cpu":
+        size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+        if size not in CPU_HEAD_SIZES:
+            sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+            raise ValueError(
+                f"{name} with attention heads of {size}, and on a CPU vLLM has kernels for {sizes}; take a model with "
+                "one of them, or a GPU"
+            )
+        if config.dtype != "bfloat16" and model.model_type in BFLOAT16_ON_CPU:
+            raise ValueError(
+                f"{name}, of which vLLM has kernels for a CPU in bfloat16 only; add --dtype bfloat16"
+            )
+    if model.model_type in WITH_TORCHVISION:
+        try:
+            importlib.import_module("torchvision")
+        except (ImportError, RuntimeError) as error:  # the latter of a build for another torch
+            raise ValueError(
+                f"{name}, which vLLM cannot load without torchvision ({error}); docs/devices.md says how to install it"
+            ) from None

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.cluster.worker_process import WorkerProcess
+from asyncrl.cluster.worker_process import WorkerProcess, cause_in
 
 
 def end_at_once(spec, connection):
@@ -84,3 +84,30 @@ def test_a_worker_that_fails_beside_its_engine_ends_at_once_and_its_log_says_why
         worker.stop()
     assert told == [None] and worker.exit_code == 1
     assert "FileNotFoundError: words.json" in worker.death_report()
+
+
+CONSEQUENCE = "ERROR 11-28 [core.py:9] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ([], ""),
+        (["no error here", "an Error without a colon"], ""),
+        (["  ValueError: first", "KeyError: second"], ": ValueError: first"),
+        (
+            [
+                CONSEQUENCE,
+                "(EngineCore pid=7) ERROR [core.py:3] RuntimeError: no head_dim=16",
+                "OSError: x",
+            ],
+            ": RuntimeError: no head_dim=16",
+        ),
+        (
+            [CONSEQUENCE, "RuntimeError: the engine is dead"],
+            ": its engine was killed, most likely for want of memory",
+        ),
+    ],
+)
+def test_the_cause_of_a_death_is_its_first_error_and_that_an_engine_is_dead_is_none(log, cause):
+    assert cause_in(log) == cause

@@ -1,6 +1,7 @@
 """Which parts a node is made of."""
 
 import datetime
+import importlib
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tiny_families import LONG_PHI3, LONGROPE, tiny_config
 from tiny_policy import VOCAB, save_tiny_family, save_tiny_model
-from transformers import AutoTokenizer, Qwen3Config
+from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 from user_files import TASK, write_jsonl, write_user_code
 
 from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
@@ -23,7 +24,7 @@ from asyncrl.job import node
 from asyncrl.job.node import Rank, _check_model, _make_tickets, start_node
 from asyncrl.runlog.manifest import Checkpoint
 from asyncrl.tasks import task_of
-from asyncrl.trainer.families import longest_sequence
+from asyncrl.trainer.families import CPU_HEAD_SIZES, check_engine, longest_sequence
 from asyncrl.weights.models import resolve_model
 
 
@@ -69,12 +70,68 @@ def test_segments_grow_unless_an_engine_opens_them_and_never_into_its_part_of_th
     assert made == calls
 
 
-def test_a_model_that_vllm_computes_on_a_cpu_in_bfloat16_only_is_refused_in_float32(tmp_path):
-    path = save_tiny_family("qwen3_next", str(tmp_path))
-    for options, device in (({"dtype": "bfloat16"}, "cpu"), ({}, "cuda")):
-        _check_model(Config(model=path, **options), path, device)
-    with pytest.raises(ValueError, match=r"is a qwen3_next, of which .*; add --dtype bfloat16$"):
-        _check_model(Config(model=path), path, "cpu")
+@pytest.mark.parametrize(
+    ("family", "changes", "device", "dtype", "line"),
+    [
+        ("qwen3_next", {}, "cpu", "auto", r"is a qwen3_next, of which .*; add --dtype bfloat16$"),
+        ("qwen3_next", {}, "cpu", "bfloat16", None),
+        ("qwen3_next", {}, "cuda", "auto", None),
+        ("llama", {"head_dim": 16}, "cpu", "auto", r"with attention heads of 16, .* for 32, 64, "),
+        ("llama", {"head_dim": 16}, "cuda", "auto", None),
+        ("llama", {"head_dim": 80}, "cpu", "auto", None),
+        ("gpt2", {"n_head": 8, "n_embd": 64}, "cpu", "auto", r"heads of 8, .*or a GPU$"),
+    ],
+)
+def test_a_model_that_vllm_cannot_compute_on_a_device_is_refused_before_a_worker_starts(
+    family, changes, device, dtype, line, tmp_path
+):
+    model = AutoConfig.for_model(family, **changes)
+    if line is None:
+        check_engine(Config(dtype=dtype), model, device)
+        return
+    with pytest.raises(ValueError, match=line):
+        check_engine(Config(dtype=dtype), model, device)
+
+
+@pytest.mark.parametrize("error", [None, ImportError("none"), RuntimeError("operator nms")])
+def test_a_model_that_needs_torchvision_is_refused_without_it(error, monkeypatch):
+    def find(name):
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(importlib, "import_module", find)
+    model = AutoConfig.for_model("qwen3_5_text")
+    config = Config(dtype="bfloat16")
+    if error is None:
+        check_engine(config, model, "cuda")
+        return
+    with pytest.raises(ValueError, match=rf"without torchvision \({error}\); docs/devices.md"):
+        check_engine(config, model, "cuda")
+
+
+def test_sizes_of_heads_are_those_of_vllm():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "is_warned"),
+    [
+        ("{{ messages }}", "hermes", True),
+        ("{{ messages }}", "", False),
+        ("{% if tools %}{{ tools }}{% endif %}{{ messages }}", "hermes", False),
+    ],
+)
+def test_an_agent_whose_tools_the_template_does_not_show_is_warned_of_it(
+    template, parser, is_warned, tmp_path, capsys
+):
+    path = save_tiny_model(str(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    _check_model(Config(model=path, tool_parser=parser), path, "cuda")
+    assert ("shows the policy no tools" in capsys.readouterr().out) is is_warned
 
 
 @pytest.mark.parametrize(
