@@ -11,6 +11,7 @@ import enum
 import inspect
 import math
 import operator
+import os
 import re
 import sys
 import typing
@@ -334,6 +335,8 @@ class Config:
         "disabled"
     )
     """Mirror the metrics to Weights & Biases."""
+    wandb_project: Annotated[str, RESUME, HOST, REPLAY, NOT_COPIED] = "async-rl"
+    """Project there."""
 
     # Devices and hosts
     num_rollout_workers: Annotated[Count | None, RESUME, NODE, HOST, EVALUATION, NOT_COPIED] = None
@@ -781,6 +784,12 @@ def is_environment(task: str) -> bool:
 def flag(name: str) -> str:
     """An option as the command line has it, without its dashes."""
     return name.replace("_", "-")
+
+
+def at_home(words: Iterable[str]) -> list[str]:
+    """Return words of a command line with the home folder for `~`, as a shell has it but for what is behind `=`."""
+    pattern = r"\A((?:[\w.-]+[=:])*)(~[\w.-]*)(?=/|\Z)"
+    return [re.sub(pattern, lambda m: m[1] + os.path.expanduser(m[2]), word) for word in words]
 
 
 def switch(name: str, is_on: bool) -> str:

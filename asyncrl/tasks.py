@@ -2,10 +2,11 @@
 
 import functools
 import inspect
-import multiprocessing
+import queue
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from itertools import islice
-from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from asyncrl import extras, user_code
@@ -181,8 +182,9 @@ class LimitedTask(Task):
     def __init__(self, config: Config, task: Task) -> None:
         self._config, self._task = config, task
         self.rows, self.summary = task.rows, task.summary
+        self._calls = queue.SimpleQueue()
         # A daemon thread: one that hangs keeps no process from ending.
-        self._thread = ThreadPool(1)
+        threading.Thread(target=_answer, args=(self._calls,), name="task", daemon=True).start()
 
     def train_problem(self, index: int) -> Problem:
         what = f"problem {index}"
@@ -199,10 +201,22 @@ class LimitedTask(Task):
     def _within(self, option: str, what: str, function: Callable, *arguments) -> Any:
         """Return what a function returns within the seconds of an option. Raises ValueError after that time."""
         limit_s = getattr(self._config, option)
+        result: Future = Future()
+        self._calls.put((result, function, arguments))
         try:
-            return self._thread.apply_async(function, arguments).get(limit_s)
-        except multiprocessing.TimeoutError:
+            return result.result(limit_s)
+        except TimeoutError:
             raise ValueError(
                 f"--task {user_code.typed(self._config.task)}: {what} is not there after {limit_s:g} s; fix it, or "
                 f"raise --{flag(option)} if it is only slow"
             ) from None
+
+
+def _answer(calls: queue.SimpleQueue) -> None:
+    """Answer calls of user code one after the other, for ever."""
+    while True:
+        result, function, arguments = calls.get()
+        try:
+            result.set_result(function(*arguments))
+        except BaseException as error:  # foreign code may raise anything
+            result.set_exception(error)

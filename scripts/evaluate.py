@@ -5,6 +5,7 @@ and the options of sampling. The engine is a run's, and gets its weights as a ru
 of train_async.py.
 """
 
+import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import tyro
 
 from asyncrl.cluster.processes import run_job
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.config import OPTIONS, Config, May, flag, options_for
+from asyncrl.config import OPTIONS, Config, May, at_home, flag, options_for
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.job.command_line import check, read_options
 from asyncrl.job.resume import resumed_options
@@ -104,7 +105,9 @@ class Arguments:
 def main() -> None:
     """Read the command line and evaluate."""
     keep_printing(BrokenPipeError)
-    given, words = tyro.cli(Arguments, description=__doc__, return_unknown_args=True)
+    given, words = tyro.cli(
+        Arguments, args=at_home(sys.argv[1:]), description=__doc__, return_unknown_args=True
+    )
 
     def job() -> None:
         if given.eval_samples < 1:

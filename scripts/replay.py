@@ -18,6 +18,7 @@ that is in the last line of metrics.jsonl.
 """
 
 import os
+import sys
 import time
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ import tyro
 
 from asyncrl.cluster.processes import run_job
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.config import OPTIONS, Config, May, Option, options_for
+from asyncrl.config import OPTIONS, Config, May, Option, at_home, options_for
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import recorded
 from asyncrl.runlog.manifest import weights_sha256
@@ -235,7 +236,9 @@ class Arguments:
 def main() -> None:
     """Read the command line and replay."""
     keep_printing()
-    given, options = tyro.cli(Arguments, description=__doc__, return_unknown_args=True)
+    given, options = tyro.cli(
+        Arguments, args=at_home(sys.argv[1:]), description=__doc__, return_unknown_args=True
+    )
 
     def job() -> None:
         recording = Recording.open(given.run)

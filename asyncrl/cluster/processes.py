@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,6 +26,8 @@ gc.set_threshold(GARBAGE_THRESHOLD)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BYTES, LARGEST_KEPT = 1 << 30, 32 << 20
 """Freed memory that malloc keeps at the top of its heap; largest piece that it takes from there, the most it allows."""
+LONGEST_TMPDIR = 50
+"""Bytes of a path to which a folder, 14, and a socket, 37, can be added. A socket has at most 107."""
 FIRST_PARENT = os.getppid()
 """Of this process, if it was not forked: an orphan has another one by the time that torch and the rest are imported."""
 STUCK_S = 4.0
@@ -117,6 +120,13 @@ def end_by(error: BaseException, take_down: Callable[[], None]) -> NoReturn:
         sys.stdout.flush()
     finally:
         os._exit(status_of(error))
+
+
+def folder_of_sockets() -> tempfile.TemporaryDirectory:
+    """Make a temporary folder for the files of engines, in /tmp if the path of a socket in TMPDIR would be too long."""
+    folder = tempfile.gettempdir()
+    place = folder if len(os.fsencode(folder)) <= LONGEST_TMPDIR else "/tmp"
+    return tempfile.TemporaryDirectory(prefix="vllm-", dir=place, ignore_cleanup_errors=True)
 
 
 def exit_with_parent(poll_s: float = 1.0) -> None:

@@ -3,7 +3,6 @@
 import functools
 import multiprocessing
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +13,7 @@ from typing import Literal
 import torch
 
 from asyncrl.cluster.placement import Placement, WorkerSpec
-from asyncrl.cluster.processes import RolloutEnded, kill_session
+from asyncrl.cluster.processes import RolloutEnded, folder_of_sockets, kill_session
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
@@ -180,7 +179,7 @@ class Workers:
         self._readings: list[Future] = []
         # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
-        self._temporary = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
+        self._temporary = folder_of_sockets()
         self._threads = ThreadPoolExecutor(4 * len(placement.workers) or 1)
 
     def __iter__(self) -> Iterator[Worker]:

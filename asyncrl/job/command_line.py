@@ -22,6 +22,7 @@ from asyncrl.config import (
     Config,
     Option,
     allowed_values,
+    at_home,
     flag,
     nearest,
     options_of,
@@ -115,7 +116,7 @@ def _read(args: list[str] | None) -> dict[str, Any]:
 
     A switch is a truth and not a text. Raises ValueError, in one line, for what is no option.
     """
-    args = sys.argv[1:] if args is None else args
+    args = at_home(sys.argv[1:] if args is None else args)
     words = [_as_text(word) for word in args if word not in ("-h", "--help")]
     names = [flag(word.partition("=")[0]) for word in words]
     for option in ALL.values():

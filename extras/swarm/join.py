@@ -33,7 +33,7 @@ from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import WorkerSpec, available_cores, place
 from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals
 from asyncrl.cluster.worker_process import WorkerProcess
-from asyncrl.config import Config
+from asyncrl.config import Config, at_home
 from asyncrl.messages import Abort, Connect, Finished, Probed, Ready, Stop, Tickets, Update, Updated
 from asyncrl.user_code import located, texts_of
 from asyncrl.weights.shm import ShmTransport
@@ -410,7 +410,7 @@ def main(worker_main: Callable) -> None:
         metavar="GPUS",
         help="of an engine here; by default as the run's own",
     )
-    given = parser.parse_args()
+    given = parser.parse_args(at_home(sys.argv[1:]))
     match = re.fullmatch(r"(?a)[\w.-]+:(\d{1,5})", given.join)
     if match is None or not 0 < int(match[1]) < 2**16:
         sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")

@@ -1,13 +1,23 @@
 import os
 import signal
+import socket
 import subprocess
+import tempfile
 import time
+import uuid
+from pathlib import Path
 
 import psutil
 import pytest
 from programs import ROOT, run_python, start_python, wait_until
 
-from asyncrl.cluster.processes import Interrupted, kill_session, status_of, without_torchrun
+from asyncrl.cluster.processes import (
+    Interrupted,
+    folder_of_sockets,
+    kill_session,
+    status_of,
+    without_torchrun,
+)
 
 
 def test_torchruns_variables_are_taken_out_and_nothing_else():
@@ -163,3 +173,17 @@ def test_memory_that_is_freed_and_taken_again_costs_no_page_faults():
     )
     given_back, kept = start_python("-c", faults).communicate(timeout=60)[0].split()
     assert int(kept) < 100 < int(given_back)
+
+
+@pytest.mark.parametrize("length", [20, 50, 51, 150])
+def test_engines_have_room_for_their_sockets_however_long_the_temporary_folder_is(
+    length, monkeypatch
+):
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as short:
+        folder = Path(short.ljust(length, "x"))
+        folder.mkdir(exist_ok=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with folder_of_sockets() as path, socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"{path}/{uuid.uuid4()}")
+            assert Path(path).parent == (folder if length <= 50 else Path("/tmp"))
+        folder.rmdir()

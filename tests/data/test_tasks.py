@@ -1,8 +1,11 @@
 """Tasks: splits, determinism, the law of lengths, local datasets, and errors a user can act on."""
 
+import gc
 import json
 import re
+import sys
 import time
+import warnings
 from collections import Counter
 
 import pytest
@@ -11,7 +14,8 @@ from programs import run_python
 from tokenizers.processors import TemplateProcessing
 from user_files import chat_tokenizer, write_jsonl
 
-from asyncrl.tasks import load_task, score_of
+from asyncrl.config import Config
+from asyncrl.tasks import LimitedTask, load_task, score_of
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.addition import LABELS, Addition
 from data.gsm8k import INSTRUCTION
@@ -334,3 +338,16 @@ def test_reasoning_gym_scores_what_stands_between_its_tags():
         right = json.loads(problem.answer)["answer"]
         assert score(problem.answer, f"so <answer>{right}</answer>") == 1.0
         assert score(problem.answer, "no tags") == 0.0
+
+
+def test_a_task_that_is_given_up_leaves_nothing_to_tidy_up(monkeypatch):
+    """What the interpreter collects at its end may not raise there."""
+    raised = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    task = LimitedTask(Config(), Addition(0))
+    assert task.train_problem(3) == Addition(0).train_problem(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del task
+        gc.collect()
+    assert not raised

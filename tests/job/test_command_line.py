@@ -9,7 +9,7 @@ import pytest
 from user_files import ENVIRONMENT, LOSS, TASK, write_user_code
 
 from asyncrl import user_code
-from asyncrl.config import Config
+from asyncrl.config import Config, at_home
 from asyncrl.job.command_line import parse_config, read_options
 from asyncrl.runlog.run_directory import RunDirectory
 from extras.fingerprint import check_same, fingerprint
@@ -117,3 +117,44 @@ def test_nodes_with_other_user_code_are_refused_by_name(user_run):
     line = rf"{loss} \w+ instead of \w+; .*start all nodes from one commit"
     with pytest.raises(ValueError, match=line):
         check_same({"node 0": first, "node 1": fingerprint(config)})
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        (["--runs-dir=~/x"], "runs_dir"),
+        (["--runs-dir", "~/x"], "runs_dir"),
+        (["--data-path=~/x"], "data_path"),
+        (["--model=~/x"], "model"),
+        (["--swarm.snapshots=~/x"], "swarm.snapshots"),
+    ],
+)
+def test_a_path_may_begin_at_home_also_behind_an_equals_sign(words, path, tmp_path, monkeypatch):
+    """There a shell does not know that it is a path."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_options(words).as_dict()[path] == f"{tmp_path}/x"
+
+
+@pytest.mark.parametrize("option", ["--resume", "--like"])
+def test_a_run_may_be_below_home(option, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ValueError, match=f"^{option} {tmp_path}/runs/one: no run is there"):
+        read_options([f"{option}=~/runs/one"])
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--task=agent:~/a.py:run", "--task=agent:HOME/a.py:run"),
+        ("--reward=~/a.py:f*0.5", "--reward=HOME/a.py:f*0.5"),
+        ("system=~/prompt.txt", "system=HOME/prompt.txt"),
+        ("--out=~", "--out=HOME"),
+        ("system=about ~/x", "system=about ~/x"),
+        ("--task=agent:python ~/a.py", "--task=agent:python ~/a.py"),
+        ("a~/b", "a~/b"),
+        ("--run-name=~x~", "--run-name=~x~"),
+    ],
+)
+def test_home_is_put_where_a_path_begins_and_nowhere_else(word, expected, monkeypatch):
+    monkeypatch.setenv("HOME", "HOME")
+    assert at_home([word]) == [expected]

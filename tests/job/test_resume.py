@@ -249,6 +249,15 @@ def test_weights_and_biases_continue_in_the_same_run(tmp_path):
     assert ids == {json.loads((run.path / "run.json").read_text())["wandb_id"]}
 
 
+def test_weights_and_biases_without_a_key_are_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    config = Config(runs_dir=str(tmp_path), wandb="online", wandb_project="mine")
+    with pytest.raises(ValueError, match=r"^--wandb online: .*; run `wandb login`") as refusal:
+        RunDirectory(config)
+    assert "\n" not in str(refusal.value)
+
+
 def test_a_run_that_was_stopped_says_what_to_type_from_any_folder(tmp_path, monkeypatch):
     run = tmp_path / "my run"
     line = "nothing is saved yet; --save-every N saves on the way"
