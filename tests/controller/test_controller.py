@@ -18,6 +18,7 @@ from asyncrl.cluster.processes import RolloutEnded
 from asyncrl.config import Config
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import CUT_S, MAX_RESTARTS, WorkerDied, Workers
+from asyncrl.weights.transport import Announcement
 
 PLACEMENT = Placement((None,), 1, (WorkerPlacement(0, None, 0, 1, 0.0),), "shm")
 """One worker, on the trainer's GPU."""
@@ -26,10 +27,10 @@ PLACEMENT = Placement((None,), 1, (WorkerPlacement(0, None, 0, 1, 0.0),), "shm")
 class Run(Walk):
     """A walk of one worker, which acts from `acts_at` on while the trainer waits. Each wait takes a second."""
 
-    def __init__(self):
+    def __init__(self, num_eval_problems):
         self.now, self.acts_at = 0.0, 0.0
         config = Config(groups_per_step=2, group_size=2, timeout_s=100.0)
-        super().__init__(config, 1, 0, random.Random(0))
+        super().__init__(config, 1, num_eval_problems, random.Random(0))
         self.deaths_left = 0
         self.controller.workers.placement = PLACEMENT
 
@@ -48,8 +49,8 @@ class Run(Walk):
 
 
 @pytest.fixture
-def run(monkeypatch):
-    run = Run()
+def run(monkeypatch, request):
+    run = Run(num_eval_problems=getattr(request, "param", 0))
     run.controller.workers[0].process.started_at = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: run.now)
     return run
@@ -139,6 +140,22 @@ def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is
     assert sorted(trained + left) == [0, 1, 2] and len(trained) == 2
     assert state.tickets.put_back == [3] and state.tickets.next_problem == 4
     assert run.controller.take_metrics()
+
+
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_a_cut_waits_for_weights_that_an_evaluation_holds_back(run):
+    """Else a resumed run would not evaluate both versions."""
+    run.begin()
+    assert run.controller.evaluation.version == 0
+    run.controller.buffer.trainer_version = run.oracle.trainer_version = 1
+    run.oracle.is_evaluation_due = True
+    staged = run.controller.stage(1, [])
+    staged.messages[0] |= {"trainer_version": 1, "evaluate": True}
+    run.controller.publish(Announcement(1, 1, staged, (), evaluate=True))
+    assert run.controller.announcements.deferred is not None
+    state = run.controller.cut(dict)
+    assert [evaluation.version for evaluation in state.evaluations] == [0]
+    assert (state.announced, state.evaluates) == (1, True)
 
 
 def test_a_silent_worker_holds_the_cut_up_for_a_while_and_is_named(run, capsys):
