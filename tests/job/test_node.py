@@ -1,7 +1,7 @@
 """Which parts a node is made of."""
 
 import datetime
-import importlib
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -93,17 +93,25 @@ def test_a_model_that_vllm_cannot_compute_on_a_device_is_refused_before_a_worker
         check_engine(Config(dtype=dtype), model, device)
 
 
-@pytest.mark.parametrize("error", [None, ImportError("none"), RuntimeError("operator nms")])
-def test_a_model_that_needs_torchvision_is_refused_without_it(error, monkeypatch):
-    def find(name):
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(importlib, "import_module", find)
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        ("", None),
+        ("raise ImportError('not installed')", "not installed"),
+        ("raise RuntimeError('operator torchvision::nms does not exist')", "operator .* not exist"),
+    ],
+)
+def test_a_model_that_needs_torchvision_is_refused_without_a_sound_one(
+    module, error, tmp_path, monkeypatch
+):
+    (tmp_path / "torchvision.py").write_text(module)
     model = AutoConfig.for_model("qwen3_5_text")
     config = Config(dtype="bfloat16")
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
     if error is None:
         check_engine(config, model, "cuda")
+        monkeypatch.delitem(sys.modules, "torchvision")
         return
     with pytest.raises(ValueError, match=rf"without torchvision \({error}\); docs/devices.md"):
         check_engine(config, model, "cuda")
