@@ -26,7 +26,7 @@ def start(config: Config, path: Path, run_id: str, resumed_from: int | None):
     try:
         return wandb.init(mode=config.wandb, **settings, **run)
     except wandb.Error as error:
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
-            f"--wandb {config.wandb}: {' '.join(str(error).split())}; run `wandb login`, set WANDB_API_KEY, or use "
-            "--wandb offline"
+            f"--wandb {config.wandb}: {reason}; run `wandb login`, set WANDB_API_KEY, or use --wandb offline"
         ) from None
