@@ -185,7 +185,9 @@ def _module(text: str, option: str) -> ModuleType:
             raise ValueError(
                 f"{option} {folder}/{name}.py has the name of another module; rename it"
             )
-    moved = {name for name, place in places.items() if PLACES.get(name) != place}
+    # A program may have imported its own file before: what it has made of it must not be another module's.
+    loaded = {name: getattr(sys.modules.get(name), "__file__", None) for name in places}
+    moved = {name for name, place in places.items() if PLACES.get(name, loaded[name]) != place}
     for module in [module for module in sys.modules if module.partition(".")[0] in moved]:
         del sys.modules[module]
     PLACES.update(places)

@@ -20,6 +20,11 @@ def test_an_object_is_loaded_once_and_its_module_is_called_as_its_file(tmp_path)
     assert mine is user_code.load(f"{path}:Mine") and mine.__module__ == path.stem
 
 
+def test_a_file_that_the_program_has_imported_itself_is_loaded_from_there():
+    assert user_code.load(f"{__file__}:Problem") is Problem
+    assert user_code.load(f"{__file__}:NEIGHBOURS") is NEIGHBOURS
+
+
 def test_the_files_are_those_that_are_named_and_what_they_import_from_their_folder(tmp_path):
     """A file with a sibling, a package, and a neighbour that it does not import."""
     sources = {
