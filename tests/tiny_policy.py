@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -191,7 +192,8 @@ def make_config(model: str, **options) -> Config:
 
 
 def load(config: Config, clock: TrainerClock | None = None) -> Policy:
-    """The policy of config.model on the CPU."""
+    """The policy of config.model on the CPU; without a learning rate it has that of the tiny model."""
+    config = replace(config, lr=config.lr or 1e-3)
     return load_policy(config, config.model, torch.device("cpu"), clock)
 
 
