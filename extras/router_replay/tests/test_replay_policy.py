@@ -88,7 +88,8 @@ def check_case(rank, path, options):
         with_experts(random_sequences(9, seed), seed) for seed in range(policy.config.minibatches)
     ]
     (untrained,) = random_sequences(1, seed=7)
-    updates[0].append(replace(untrained, loss_mask=np.zeros_like(untrained.loss_mask)))
+    nothing = np.zeros_like(untrained.loss_mask)
+    updates[0].append(replace(untrained, loss_mask=nothing, oldest_version=None))
     check_step(policy, updates, 40, PlainReplay(policy).train_step(updates))
 
 
