@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncrl.cluster.processes import exit_with_parent
 from asyncrl.cluster.worker_process import WorkerProcess, cause_in
 
 
@@ -66,12 +67,18 @@ def test_a_start_that_is_interrupted_between_its_two_threads_leaves_none_that_wa
             WorkerProcess(SPEC, end_at_once, lambda message: None, interrupted)
 
 
+def wait_for_parent():
+    """Be an engine, which ends with its worker alone."""
+    exit_with_parent()
+    time.sleep(600)
+
+
 def fail_beside_a_child(spec, connection):
-    """Be a worker that fails once its engine, a child that nobody ends, is up."""
+    """Be a worker that fails once its engine is up."""
     os.setsid()
     log = os.open(spec.log_path, os.O_WRONLY)
     os.dup2(log, sys.stderr.fileno())
-    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+    multiprocessing.get_context("fork").Process(target=wait_for_parent).start()
     raise FileNotFoundError("words.json")
 
 
