@@ -461,7 +461,8 @@ class Config:
             options += f" + {MAX_RESUMES} resumes of a partial rollout"
         if self.swarm.refresh_lag:
             options += f" + --swarm.refresh-lag {self.swarm.refresh_lag}"
-        return f"freshness: no trained token is older than {self.max_staleness} steps ({options})"
+        steps = "step" if self.max_staleness == 1 else "steps"
+        return f"freshness: no trained token is older than {self.max_staleness} {steps} ({options})"
 
     @property
     def is_multi_turn(self) -> bool:

@@ -103,7 +103,7 @@ def test_lengths_that_are_not_given_suit_what_is_no_toy(words, lengths):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({}, "no trained token is older than 1 steps (--async-ratio 1 rounded up)"),
+        ({}, "no trained token is older than 1 step (--async-ratio 1 rounded up)"),
         (
             {"async_ratio": 0.5, "publish_delay": 3},
             "no trained token is older than 4 steps (--async-ratio 0.5 rounded up + --publish-delay 3)",
