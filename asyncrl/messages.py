@@ -11,7 +11,7 @@ HoldReason = Literal["weights", "version", "bound", "evaluation"]
 
 TokenSequences = tuple[tuple[int, ...], ...]
 """Token ids of each sequence."""
-MAX_DECODED = 4, 16
+MAX_DECODED = 1, 16
 """Sequences of a probe from which an engine samples, and tokens that it samples from each, at most."""
 
 

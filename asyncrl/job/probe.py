@@ -5,6 +5,7 @@ weights of a run end it if they differ by more than rounding, and later ones are
 has older weights than it says ends the run at any time.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
     from asyncrl.job.node import Leader
     from asyncrl.trainer.policy import Policy
 
-NUM_SEQUENCES = 64
-NUM_TOKENS = 1024
+NUM_RANDOM = 4
+"""Sequences of random tokens, before the first batch."""
+NUM_SEQUENCES = {torch.float32: 4, torch.bfloat16: 128, torch.float16: 128}
+"""Sequences at most: many where rounding hides what a version changes. A request of the engine costs milliseconds."""
+NUM_TOKENS = 2048
 """Tokens of all sequences together, at most."""
 MAX_TOKENS = 256
 """Longest sequence. It is also one below the engine's context length, as an engine must have room to sample a token."""
@@ -134,13 +138,18 @@ class Probe:
         """Return the sequences that the trainer has scored at a version; none if it has not, or long ago."""
         return self._scores[version].tokens if version in self._scores else ()
 
-    def choose(self, groups: list[Group] | None, cluster: Cluster) -> None:
-        """Take the first trajectories of a node's batch, if none are there yet; collective on the node."""
+    def choose(self, groups: list[Group] | None, policy: "Policy", cluster: Cluster) -> None:
+        """Take trajectories of a node's batch, if none are there yet; collective on the node.
+
+        The first member of each group comes first, as members begin alike.
+        """
         if not self.tokens:
-            first = [group.trajectories[0].tokens for group in (groups or [])[:NUM_SEQUENCES]]
-            sizes = np.cumsum([min(len(tokens), self._length) for tokens in first])
-            first = first[: max(1, int((sizes <= NUM_TOKENS).sum()))]
-            chosen = _as_tokens(tokens[: self._length].tolist() for tokens in first)
+            members = zip(*(group.trajectories for group in groups or []), strict=False)
+            tokens = [t.tokens[: self._length] for t in itertools.chain(*members)]
+            tokens = tokens[: NUM_SEQUENCES[compute_dtype(self._config, policy.device)]]
+            most = min(NUM_TOKENS, self._config.max_tokens_per_microbatch)
+            fits = np.cumsum([len(ids) for ids in tokens]) <= most
+            chosen = _as_tokens(ids.tolist() for ids in tokens[: max(1, int(fits.sum()))])
             self.tokens = cluster.broadcast_on_node(chosen)
 
     def score(self, policy: "Policy", version: int) -> None:
@@ -156,7 +165,7 @@ class Probe:
         """Return token ids from the whole vocabulary, the same on all ranks."""
         vocab_size = policy.module.model.config.get_text_config().vocab_size
         generator = np.random.default_rng(self._config.seed)
-        shape = (NUM_TOKENS // MAX_TOKENS, self._length)
+        shape = (NUM_RANDOM, self._length)
         return _as_tokens(generator.integers(0, vocab_size, shape).tolist())
 
     def compare(self, probed: ProbedVersions) -> list[Mismatch]:

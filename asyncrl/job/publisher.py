@@ -37,7 +37,7 @@ class Publisher:
         probe = self.node.probe
         self.node.clock.enter("publish")
         if step:
-            probe.choose(groups, self.node.cluster)
+            probe.choose(groups, self.policy, self.node.cluster)
         probe.score(self.policy, step)
         self.check_engines(step)
         self.send(step, self.policy.sent_parameters())
