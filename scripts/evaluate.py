@@ -52,7 +52,7 @@ def choose_options(model: str, words: list[str]) -> Config:
         config = read_options(["--model", model, *words])
     sampling = {name: OPTIONS[name].value_in(config) for name in OF_EVALUATION}
     fixed = {"steps": 1, "eval_every": 1, "groups_per_step": 1, "group_size": 2, "async_ratio": 0.0}
-    return Config(**sampling | fixed).checked()
+    return Config(**sampling | fixed, save_every=None).checked()  # an evaluation needs no room
 
 
 def sample(config: Config, num_samples: int) -> Evaluation:
