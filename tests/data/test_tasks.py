@@ -1,5 +1,6 @@
 """Tasks: splits, determinism, the law of lengths, local datasets, and errors a user can act on."""
 
+import csv
 import gc
 import json
 import re
@@ -181,6 +182,29 @@ def test_rows_that_a_name_calls_held_out_are_never_trained_on_in_any_form(write,
             assert sum(trained.values()) + len(task.held_out) == 60
         counts = f"{len(task.train)} are trained on, {len(task.held_out)} are held out"
         assert task.summary.endswith(counts)
+
+
+# Answers of a file, and what a reward gets: no value depends on the values of other rows.
+ANSWERS = [
+    ("rows.csv", "prompt,answer\na,007\nb,2.50\nc,None\nd,1e5\ne,12345678901234567890123\n"),
+    ("rows.json", '[{"prompt": "a", "answer": "2024-01-02"}, {"prompt": "b", "answer": 1},'
+     ' {"prompt": "c", "answer": 2.5, "least": 3}]'),
+    ("rows.json", '{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2.5}\n'),
+    ("rows.jsonl", '{"prompt": "a", "answer": "2024-01-02"}\n{"prompt": "b", "answer": 1, "least": 3}\n'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), ANSWERS)
+def test_a_reward_gets_what_the_file_has(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    given = [json.loads(p.answer) for p in load_task("jsonl", 0, str(tmp_path / name)).rows]
+    if name.endswith("csv"):
+        expected = list(csv.DictReader(text.splitlines()))
+    elif text.startswith("["):
+        expected = json.loads(text)
+    else:
+        expected = list(map(json.loads, text.splitlines()))
+    assert sorted(given, key=lambda row: row["prompt"]) == expected
 
 
 def test_a_file_of_held_out_rows_replaces_those_of_the_table_and_is_what_its_option_says(tmp_path):
