@@ -200,6 +200,11 @@ def _fill_from_rank_0(
     """
     is_reader = dist.get_rank() == 0
     full = _read_model(path, dtype) if is_reader else None
+    if is_reader and _is_tied(model) and not _is_tied(full):
+        raise ValueError(
+            f"--model {path}: its config.json says that head and embedding are one (tie_word_embeddings), and its "
+            'safetensors have two that differ; write "tie_word_embeddings": false there'
+        )
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state = full.state_dict() | adapters if is_reader else {}
     set_model_state_dict(model, state, options=options)
@@ -208,6 +213,11 @@ def _fill_from_rank_0(
         if is_reader:
             buffer.copy_(full.get_buffer(name))
         dist.broadcast(buffer, src=0)
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    """Whether the head is the embedding."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -288,9 +298,8 @@ def embedding_apart(config: Config, model: PreTrainedModel) -> list[nn.Module]:
     The head stays with what is outside of layers. Its recomputation in the backward pass finds whole weights because
     that group, the root's, is kept gathered, and its gradient is reduced at the very end, when activations are gone.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_apart = "head" in config.save_memory and embedding.weight is not head.weight
-    return [embedding] if is_apart else []
+    is_apart = "head" in config.save_memory and not _is_tied(model)
+    return [model.get_input_embeddings()] if is_apart else []
 
 
 def shard(

@@ -250,6 +250,10 @@ def test_every_linear_layer_of_every_block_has_an_adapter_that_begins_at_zero(mo
             {"vocab_size": 200},
             r"\S+.weight is \[150, 64\] in its safetensors and \[200, 64\] by its config.json",
         ),
+        (
+            {"tie_word_embeddings": True},
+            r"its config.json says that head and embedding are one \(tie_word_embeddings\), and its safetensors have",
+        ),
     ],
     ids=str,
 )
