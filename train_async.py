@@ -55,7 +55,7 @@ def train_on(node: "Leader | Follower") -> None:
             publisher.publish(step, groups)
             log.write(step, groups, stats)
             checkpoints.save_if_due(step, publisher)
-        publisher.check_last()
+        publisher.check_last(config.steps)
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def sample(config: Config, num_samples: int) -> Evaluation:
         publisher = node.make_publisher(policy)
         publisher.publish(node.first_version)
         node.controller.finish_evaluations()
-        publisher.check_last()
+        publisher.check_last(node.first_version)
         return node.controller.ended_evaluations[-1]
 
 

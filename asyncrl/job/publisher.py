@@ -50,8 +50,8 @@ class Publisher:
     def check_engines(self, step: int) -> None:
         """Compare what engines have scored with the trainer's scores; a leader does."""
 
-    def check_last(self) -> None:
-        """Compare the engines at the last version; a leader does."""
+    def check_last(self, version: int) -> None:
+        """Compare the engines at the last version that is published; a leader does."""
 
 
 class LeadingPublisher(Publisher):
@@ -93,17 +93,17 @@ class LeadingPublisher(Publisher):
     def check_engines(self, step: int) -> None:
         self._engine_check.check(step)
 
-    def check_last(self) -> None:
+    def check_last(self, version: int) -> None:
         """Compare the engines at the last version, with which the last evaluation was sampled.
 
         Raises CannotContinue if that evaluation could not end.
         """
-        last = self.config.steps
-        if self.node.probe.tokens_at(last):
-            self.node.controller.finish_probes(last)
-            self.check_engines(last)
-            self._engine_check.finish()
         controller = self.node.controller
+        if self.node.probe.tokens_at(version):
+            controller.finish_probes(version)
+            self.check_engines(version)
+            if version > self.node.first_version:
+                self._engine_check.finish()
         if controller.evaluation is not None and controller.ended_by is not None:
             raise CannotContinue(f"{controller.ended_by}; the last evaluation has not ended")
 

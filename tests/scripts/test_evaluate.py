@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from programs import run_python
+from programs import ROOT, run_python
 
 from asyncrl.controller.evaluation import Evaluation
 from scripts.evaluate import choose_options, describe
@@ -36,6 +36,7 @@ def test_the_newest_checkpoint_of_a_run_is_sampled_as_the_run_samples(tmp_path):
     config = choose_options(str(run), ["--eval-problems", "9"])
     assert config.model == str(run / "checkpoints" / "step_10")
     assert (config.temperature, config.eval_problems, config.algo) == (0.7, 9, "grpo")
+    assert config.save_every is None  # so no room for checkpoints is asked for
 
 
 @pytest.mark.e2e
@@ -49,3 +50,31 @@ def test_cold_samples_of_the_real_engine_pass_all_or_none_and_the_tiny_model_of_
     rates = dict(re.findall(r"^(mean reward|pass@\d) +(\d\.\d+)", output.stdout, re.MULTILINE))
     assert set(rates) == {"mean reward", "pass@1", "pass@3"}
     assert len({*rates.values()}) == 1 and float(rates["pass@1"]) >= 0.85
+
+
+WRONG_WEIGHTS = """import sys
+
+from asyncrl.job import node
+from asyncrl.weights.shm import ShmTransport
+from scripts.evaluate import main
+
+
+class Doubling(ShmTransport):
+    def stage(self, version, parameters):
+        return super().stage(version, [(name, 2 * tensor) for name, tensor in parameters])
+
+
+if __name__ == "__main__":
+    node.ShmTransport = Doubling
+    main()
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_an_engine_that_has_other_weights_than_the_model_ends_an_evaluation(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WRONG_WEIGHTS)
+    ended = run_python(script, "tiny", "--eval-problems=2", PYTHONPATH=str(ROOT))
+    assert ended.returncode == 1
+    assert "error: worker 0 does not have the trainer's weights: at version 0" in ended.stderr
