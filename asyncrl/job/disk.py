@@ -55,7 +55,7 @@ def check_room(config: Config, sizes: tuple[int, int], first_version: int) -> st
     at_last = bytes_after(config, num_saved, sizes)
     each = f"checkpoints: {shown_bytes(sum(sizes))} each"
     room = f"{shown_bytes(free)} are free in {config.runs_dir}"
-    if at_first > free and config.save_every is not None:
+    if at_first > free:
         beside = ", as the second is written beside the first" * (num_saved > 1)
         raise ValueError(
             f"{each}, {shown_bytes(at_first)} at first{beside}, and {room}; make room, or change --runs-dir; with "

@@ -385,6 +385,7 @@ def _fit_model(rank: Rank, model_path: str) -> Rank:
     config, line = choose_lr(rank.config, size)
     if rank.cluster.is_first:
         print(line, flush=True)
+    if rank.cluster.is_first and config.save_every is not None:
         sizes = checkpoint_bytes(config, size, rank.device.type)
         try:
             line = check_room(config, sizes, rank.first_version)

@@ -20,11 +20,6 @@ SIZE = 8 * 10**9
             "checkpoints: 128 GB each, 128 GB in the end, and 128 GB are free in RUNS; --keep",
         ),
         ({}, 127, None),
-        (
-            {"save_every": None},
-            127,
-            "warning: checkpoints: 128 GB each, 128 GB in the end, and 127",
-        ),
         ({"save_every": 40}, 256, "checkpoints: 128 GB each, 256 GB in the end"),
         ({"save_every": 40}, 255, None),
         ({"save_every": 80}, 128, "checkpoints: 128 GB each, 128 GB in the end"),
