@@ -196,14 +196,18 @@ def train(recording: Recording, node, policy, run, evaluate: bool) -> None:
 def evaluate_last(node, policy) -> dict[str, float]:
     """Publish the last weights and sample the held-out problems with them; collective. Nothing but on rank 0.
 
+    Raises what ended rollout before the evaluation.
     Seeds of sampling follow from version and problem, so a replay and its run are sampled alike. Training prompts
     start behind the held-out ones, as in a run; nobody takes them.
     """
     node.make_publisher(policy).publish(node.config.steps)
     if not node.cluster.is_leader:
         return {}
-    node.controller.finish_evaluations()
-    return node.controller.take_evaluation()
+    controller = node.controller
+    controller.finish_evaluations()
+    if controller.evaluation is not None:
+        raise controller.ended_by
+    return controller.take_evaluation()
 
 
 def metrics_of(
