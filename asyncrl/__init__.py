@@ -31,9 +31,9 @@ class FindByPlace:
 
 def _check_names() -> None:
     """Raise ImportError if a module of a user was imported under the name of one of ours."""
-    for name in OUR_MODULES:
-        file = getattr(sys.modules.get(name), "__file__", ROOT) or name
-        if not os.path.abspath(file).startswith(ROOT):
+    for name in sys.modules.keys() & OUR_MODULES:
+        file = getattr(sys.modules[name], "__file__", None) or name
+        if not os.path.abspath(file).startswith(os.path.join(ROOT, "")):
             raise ImportError(f"{file} has the name of a module of {ROOT}; rename it")
 
 

@@ -98,11 +98,15 @@ def test_files_beside_a_reward_or_a_script_hide_no_other_module_in_any_process(t
 
 
 def test_a_module_of_a_user_under_a_name_of_ours_is_refused_by_its_file(tmp_path):
-    (tmp_path / "data.py").write_text("")
-    script = tmp_path / "script.py"
+    """Also in a folder whose path begins as that of the repository."""
+    repository, folder = tmp_path / "rl", tmp_path / "rl-mine"
+    repository.symlink_to(ROOT)
+    folder.mkdir()
+    (folder / "data.py").write_text("")
+    script = folder / "script.py"
     script.write_text("import data\nimport asyncrl\n")
-    ended = run_python(script, PYTHONPATH=str(ROOT))
-    line = f"ImportError: {tmp_path}/data.py has the name of a module of {ROOT}; rename it"
+    ended = run_python(script, PYTHONPATH=str(repository))
+    line = f"ImportError: {folder}/data.py has the name of a module of {repository}; rename it"
     assert ended.stderr.splitlines()[-1] == line
 
 
