@@ -57,7 +57,7 @@ def _merge(states: list[ControllerState]) -> ControllerState:
 
 
 def _sum_of(parts: list[Failures]) -> Failures:
-    """Return what all nodes counted. No group is among the newest: each node saw its own."""
+    """Return the sum of what nodes counted."""
     reasons = Counter()
     for failures in parts:
         reasons.update(failures.reasons)

@@ -254,7 +254,7 @@ class Workers:
         if self.placement.workers[worker.index].shared_with_rank is not None:
             torch.cuda.empty_cache()  # the engine needs the room that the trainer's last step took
         print(
-            f"warning: {report.partition(';')[0]}; its {len(worker.running)} tickets are issued again",
+            f"warning: {report.partition('; its last log')[0]}; its {len(worker.running)} tickets are issued again",
             flush=True,
         )
         self._workers[worker.index] = self._start(worker.index, worker.num_restarts + 1)

@@ -46,9 +46,8 @@ def _check_caller() -> None:
         raise ValueError(
             f"train() was called in thread {thread.name}, where no signal can be handled; call it in the main thread"
         )
-    if getattr(
-        multiprocessing.current_process(), "_inheriting", False
-    ):  # a process of a run is importing the program
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):  # a process of a run is importing the program
         raise ValueError(_UNGUARDED)
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
