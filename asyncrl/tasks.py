@@ -14,7 +14,7 @@ from asyncrl.config import AGENT, Config, flag, is_environment, read_arguments
 from data.addition import Addition
 from data.gsm8k import Gsm8k
 from data.jsonl import Jsonl
-from data.problem import Problem, Task
+from data.problem import Problem, Task, check_unicode
 from data.reasoning_gym import ReasoningGym
 from data.sums import Sums
 from data.tables import RowTask
@@ -164,12 +164,12 @@ class UserTask(Task):
 
 
 def _checked(problem: Any, method: str) -> Problem:
-    """The problem that a method of user code gave. Raises TypeError if it is none."""
+    """The problem that a method of user code gave. Raises TypeError if it is none, ValueError as `check_unicode`."""
     if not isinstance(problem, Problem) or not isinstance(problem.answer, str):
         raise TypeError(
             f"{method} gave {str(problem)[:80]!r}; give data.problem.Problem(prompt, answer), answer a str"
         )
-    f"{problem.prompt}{problem.answer}".encode()  # half of a character could not be written to the records
+    check_unicode(problem)
     return problem
 
 

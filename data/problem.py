@@ -185,6 +185,20 @@ def prompt_key(prompt: str | list) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
 
 
+def check_unicode(problem: Problem) -> None:
+    """Raise ValueError if prompt or answer has half of a character, which no file can have."""
+    prompt = problem.prompt
+    if not isinstance(prompt, str):
+        prompt = json.dumps(prompt, ensure_ascii=False)
+    try:
+        f"{prompt}{problem.answer}".encode()
+    except UnicodeEncodeError as error:
+        text = ascii(error.object[max(0, error.start - 30) : error.end])
+        raise ValueError(
+            f"{text} ends with half of a character, which is no Unicode; fix the row or leave it out"
+        ) from None
+
+
 def split_hash(prompt: str | list) -> float:
     """A number in [0, 1) that depends on the prompt only. (Python's own hash differs between processes.)"""
     digest = hashlib.blake2b(prompt_key(prompt).encode(), digest_size=8).digest()

@@ -17,7 +17,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from data.problem import HELD_OUT_SEED, Problem, Task, distinct, prompt_key, split_hash
+from data.problem import (
+    HELD_OUT_SEED,
+    Problem,
+    Task,
+    check_unicode,
+    distinct,
+    prompt_key,
+    split_hash,
+)
 
 FORMS = (
     "a folder of parquet or jsonl files (train*, test*) of one configuration, one such file, "
@@ -148,15 +156,12 @@ class RowTask(Task):
 
 
 def _read_problem(read_row: Callable[[dict, str], Problem], row: dict, place: str) -> Problem:
-    """The problem of a row, with its place. Raises ValueError for half of a character, which no file can have."""
+    """The problem of a row, with its place. Raises ValueError for half of a character."""
+    problem = read_row(row, place)
     try:
-        problem = read_row(row, place)
-        f"{prompt_key(problem.prompt)}{problem.answer}".encode()
-    except UnicodeEncodeError as error:
-        text = ascii(error.object[max(0, error.start - 30) : error.end])
-        raise ValueError(
-            f"{place}: {text} ends with half of a character, which is no Unicode; fix the row or leave it out"
-        ) from None
+        check_unicode(problem)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
     return replace(problem, place=place)
 
 
