@@ -393,6 +393,10 @@ class Controller:
         """Whether a worker whose weights are wrong is done without; one of this node is not."""
         return False
 
+    def is_believed(self, worker: int) -> bool:
+        """Whether a worker was not shut out."""
+        return True
+
     def take_probes(self) -> ProbedVersions:
         """Take what engines scored of the probe by version and worker, as far as it has come since."""
         with self.lock:

@@ -261,14 +261,22 @@ class EngineCheck:
                 raise RuntimeError(problem)
 
     def finish(self) -> None:
-        """Print it if the probe could not tell whether all workers had their version, or the one before."""
-        lags = [arrivals.whole for arrivals in self._node.probe.arrivals.values()]
-        sure = [lag.right if lag else 0.0 for lag in lags] or [0.0]
-        if not min(sure) > SURE:
+        """Print of which worker the probe could not tell whether it had its version, or the one before.
+
+        A worker that was shut out is not asked for.
+        """
+        controller = self._node.controller
+        surety = [
+            (arrivals.whole.right if arrivals.whole else 0.0, worker)
+            for worker, arrivals in self._node.probe.arrivals.items()
+            if controller.is_believed(worker)
+        ]
+        least, worker = min(surety, default=(0.0, 0))
+        if not least > SURE:
             print(
-                "the probe cannot tell whether weights came in time or a version late: in this run a version changed "
-                f"log-probs too little beside rounding, or was compared too seldom ({min(sure):.1f} standard errors, "
-                f"{SURE:g} are needed); more steps or --dtype float32 may tell",
+                f"the probe cannot tell whether weights came to worker {worker} in time or a version late: in this run "
+                "a version changed log-probs too little beside rounding, or was compared too seldom "
+                f"({least:.1f} standard errors, {SURE:g} are needed); more steps or --dtype float32 may tell",
                 flush=True,
             )
 

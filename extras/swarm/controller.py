@@ -171,7 +171,11 @@ class SwarmController(Controller):
         if worker < self.workers.num_workers:
             return False
         self.swarm.shut_out(worker, problem)
-        return any(other.index not in self.swarm.disbelieved for other in self.workers)
+        return any(self.is_believed(other.index) for other in self.workers)
+
+    def is_believed(self, worker: int) -> bool:
+        """Whether the host of a worker was not shut out."""
+        return worker not in self.swarm.disbelieved
 
     def stop(self) -> None:
         """Tell hosts that the run has ended, and end all workers of this node."""
