@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import os
 import queue
 import random
 import time
@@ -238,7 +239,11 @@ def said_in(pipe):
     return [type(pipe.outbox.get()) for _ in range(pipe.outbox.qsize())]
 
 
-def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before_the_worker_is_ready():
+def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before_the_worker_is_ready(
+    monkeypatch,
+):
+    """A PYTHONSAFEPATH of the user's stays."""
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
     placement, model = WorkerPlacement(0, None, None, 1, 0.0), resolve_model("tiny", TASK)
     steps, pipe = [], QueuePipe()
 
@@ -251,4 +256,5 @@ def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before
     spec = WorkerSpec(Config(), placement, model, "shm", "")
     asyncio.run(start_worker(spec, pipe, start_proxy, start_environments))
     assert steps == ["engine", "environments, then 0 messages"]
+    assert os.environ["PYTHONSAFEPATH"] == "1"
     assert said_in(pipe) == [Ready]

@@ -21,6 +21,8 @@ from asyncrl.cluster.processes import kill_session
 
 LOG_LINES_SHOWN = 15
 JOIN_TIMEOUT_S = 10.0
+SAFE_PATH = "by the run"
+"""PYTHONSAFEPATH of a worker while its engine starts. Any text but the empty one turns it on."""
 
 
 class WorkerProcess:
@@ -122,12 +124,19 @@ def cause_in(log: list[str]) -> str:
 def _safe_path() -> Iterator[None]:
     """Have processes that are started, and those of vLLM, not look in the current folder for Python's own modules."""
     given = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ["PYTHONSAFEPATH"] = given or SAFE_PATH
     try:
         yield
     finally:
-        if given is None:
-            os.environ.pop("PYTHONSAFEPATH", None)
+        del os.environ["PYTHONSAFEPATH"]
+        if given is not None:
+            os.environ["PYTHONSAFEPATH"] = given
+
+
+def end_safe_path() -> None:
+    """Let programs that a worker starts import what lies beside them, unless the user has set PYTHONSAFEPATH."""
+    if os.environ.get("PYTHONSAFEPATH") == SAFE_PATH:
+        del os.environ["PYTHONSAFEPATH"]
 
 
 def _run(main: Callable, spec: WorkerSpec, connection) -> None:
