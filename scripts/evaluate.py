@@ -61,7 +61,7 @@ def sample(config: Config, num_samples: int) -> Evaluation:
     from asyncrl.trainer.policy import load_policy
     from rollout import run_worker
 
-    with start_rank(config) as rank, start_node(rank, run_worker) as node:
+    with start_rank(config, trains=False) as rank, start_node(rank, run_worker) as node:
         problems = node.controller.tickets.prompts.eval_problems
         problems[:] = [problem for problem in problems for _ in range(num_samples)]
         policy = load_policy(node.config, node.model_path, node.device, node.clock)

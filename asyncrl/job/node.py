@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -86,6 +86,8 @@ class Rank:
     watch: NodeWatch
     resumed: Checkpoint | None
     """What the run continues from; None for a new one."""
+    trains: bool = field(default=True, kw_only=True)
+    """Whether there are steps, else the first weights are only evaluated."""
 
     @property
     def first_version(self) -> int:
@@ -225,7 +227,7 @@ def node_kinds(config: Config) -> tuple[type[Leader], type[Follower]]:
 
 
 @contextmanager
-def start_rank(config: Config) -> Iterator[Rank]:
+def start_rank(config: Config, trains: bool = True) -> Iterator[Rank]:
     """Set up this rank, yield it, and take everything down, whatever happened.
 
     Raises ValueError for what the user can fix, RuntimeError if another node ends.
@@ -243,7 +245,7 @@ def start_rank(config: Config) -> Iterator[Rank]:
     watch = watch_class(cluster, dump_stacks)
     try:
         placement, device = _take_device(config, cluster)
-        yield Rank(config, cluster, placement, device, clock, on_end, watch, resumed)
+        yield Rank(config, cluster, placement, device, clock, on_end, watch, resumed, trains=trains)
         watch.finish()
     except (Exception, SystemExit, Interrupted) as error:
         # Whatever ends this node, also an exit by user code, may follow from the end of another node.
@@ -335,8 +337,6 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
 def start_leader(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Leader:
     """Make a leader: open the records and start the node's rollout workers."""
     cluster = rank.cluster
-    if cluster.is_first:
-        print(rank.config.freshness(), flush=True)
     rank = _fit_memory(_fit_model(rank, model_path), model_path)
     cores = extras.find("cores")
     if cores is not None:
@@ -383,8 +383,8 @@ def _fit_model(rank: Rank, model_path: str) -> Rank:
     """
     size = num_parameters(model_path)
     config, line = choose_lr(rank.config, size)
-    if rank.cluster.is_first:
-        print(line, flush=True)
+    if rank.cluster.is_first and rank.trains:
+        print(config.freshness(), line, sep="\n", flush=True)
     if rank.cluster.is_first and config.save_every is not None:
         sizes = checkpoint_bytes(config, size, rank.device.type)
         try:
@@ -443,7 +443,8 @@ def open_records(rank: Rank, model_path: str) -> RunDirectory:
     run = None
     if cluster.is_first:
         run = open_directory(weights_sha256=weights_sha256(model_path) if config.record else None)
-        print(f"run directory: {run.path}", flush=True)
+        if rank.trains:
+            print(f"run directory: {run.path}", flush=True)
         texts = texts_of(run.config)
         if texts:
             print(f"user code: {', '.join(texts)}", flush=True)

@@ -50,6 +50,8 @@ def test_cold_samples_of_the_real_engine_pass_all_or_none_and_the_tiny_model_of_
     rates = dict(re.findall(r"^(mean reward|pass@\d) +(\d\.\d+)", output.stdout, re.MULTILINE))
     assert set(rates) == {"mean reward", "pass@1", "pass@3"}
     assert len({*rates.values()}) == 1 and float(rates["pass@1"]) >= 0.85
+    for word in ("freshness", "lr: ", "run directory"):
+        assert word not in output.stdout, "it trains nothing"
 
 
 WRONG_WEIGHTS = """import sys
