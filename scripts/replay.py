@@ -205,7 +205,7 @@ def evaluate_last(node, policy) -> dict[str, float]:
         return {}
     controller = node.controller
     controller.finish_evaluations()
-    if controller.evaluation is not None:
+    if controller.evaluation is not None or controller.announcements.newest is None:
         raise controller.ended_by
     return controller.take_evaluation()
 

@@ -76,5 +76,14 @@ def run_failing(failing_rank: int, *arguments) -> None:
     run_forked(*arguments)
 
 
+def run_without_buffers(end: str, *arguments) -> None:
+    """The same, but once there is a file `end`, no weights can be staged any more."""
+    from asyncrl.weights.shm import ShmTransport
+
+    reserve = ShmTransport.reserve
+    ShmTransport.reserve = lambda transport: not os.path.exists(end) and reserve(transport)
+    run_forked(*arguments)
+
+
 if __name__ == "__main__":
     run(sys.argv[1:])

@@ -78,6 +78,7 @@ class Controller:
         """Whether the run is to end after this step."""
         self.ended_by: RolloutEnded | None = None
         """Why no group is admitted any more. Who waits for a batch raises it, so a step that runs comes to its end."""
+        self._has_waited_in_vain = False
         if restored is not None:
             restore(self, restored)
 
@@ -217,7 +218,10 @@ class Controller:
             return self.find_batch() is not None
 
     def wait_for_batch(self, done: Callable[[], Any]) -> Any:
-        """Wait until `done()`, if need be for a batch, and return its result. Raises as `take_batch`."""
+        """Wait until `done()`, if need be for a batch, and return its result. Raises as `take_batch`, and what an
+        earlier wait has raised."""
+        if self._has_waited_in_vain:
+            self._check_end()
         what = (
             "a batch of groups with unequal rewards"
             if self.config.drop_zero_variance
@@ -264,7 +268,10 @@ class Controller:
     # Weights and evaluation
 
     def stage(self, version: int, parameters: Weights) -> Staged:
-        """Copy weights into a buffer of the transport that no worker reads, when there is one."""
+        """Copy weights into a buffer of the transport that no worker reads, when there is one.
+
+        Raises RolloutEnded, and has read no weights, if there is none in time.
+        """
         transport = self.announcements.transport
         if not transport.keeps_announced:
             self.finish_evaluations()  # a worker that dies needs its weights again
@@ -301,14 +308,16 @@ class Controller:
         self.fill()
 
     def finish_evaluations(self) -> None:
-        """Wait until no evaluation runs, nor weights wait for one. The clock is then in the state it was in."""
+        """Wait until no evaluation runs, nor weights wait for one, or rollout has ended. The clock is then in the state
+        it was in."""
         # the lock: one that ends just now may not have announced the weights that waited for it
         with self.lock:
             if self.evaluation is None:
                 return
             state = self.clock.state
             self.clock.enter("evaluate")
-            self.wait_until(self.has_evaluated, "an evaluation")
+            with contextlib.suppress(RolloutEnded):  # the next batch raises it
+                self.wait_until(self.has_evaluated, "an evaluation")
             self.clock.enter(state)
 
     def finish_probes(self, version: int) -> None:
@@ -364,6 +373,7 @@ class Controller:
                         raise TimeoutError(f"waited {self.config.timeout_s:.0f} s for {what}")
             except TimeoutError as error:
                 state = self.dispatcher.describe()
+                self._has_waited_in_vain = True
                 self.ended_by = RolloutEnded(f"{error}; {dump_stacks()}; state: {state}")
                 raise self.ended_by from None
 

@@ -4,11 +4,13 @@ Keyed by problem: each problem that was handed out is resident, put back, or don
 the frontier is what was consumed, and never what was handed out.
 """
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from asyncrl.cluster.processes import RolloutEnded
 from asyncrl.config import Config
 from asyncrl.controller.buffer import BufferState
 from asyncrl.controller.evaluation import Evaluation
@@ -57,12 +59,14 @@ def cut(controller: "Controller", measure: Callable[[], dict[str, int]]) -> Cont
     `measure()` gives the lengths of the records.
     """
     workers, announcements = controller.workers, controller.announcements
-    controller.wait_until(
-        lambda: announcements.deferred is None or controller.ended_by or not any(workers),
-        "an evaluation",
-    )
+    with contextlib.suppress(RolloutEnded):  # the state can be saved, and the next batch raises it
+        controller.wait_until(
+            lambda: announcements.deferred is None or controller.ended_by or not any(workers),
+            "an evaluation",
+        )
     if continues_responses(controller.config):
-        controller.wait_until(workers.ask(), "what is in flight")
+        with contextlib.suppress(RolloutEnded):
+            controller.wait_until(workers.ask(), "responses in flight")
     partials, lost, given = {}, {}, []
     for worker in workers:
         given += worker.awaited

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.cluster.processes import CannotContinue
+from asyncrl.cluster.processes import CannotContinue, RolloutEnded
 from asyncrl.job.probe import EngineCheck
 from asyncrl.records import Group
 from asyncrl.trainer.checkpoint import differing_names
@@ -81,9 +81,15 @@ class LeadingPublisher(Publisher):
         every = self.config.eval_every
         evaluates = every > 0 and self.config.is_due(step, every)
         if step and step == self.node.first_version:
-            evaluates = self.node.restored.evaluates
+            restored = self.node.restored
+            evaluates = restored.evaluates or (evaluates and restored.announced < version)
         evaluates = controller.withdraw() or evaluates
-        staged = controller.stage(version, weights)
+        try:
+            staged = controller.stage(version, weights)
+        except RolloutEnded:
+            # The step can be saved, and the next batch raises the error. Gathering is collective.
+            super().send(step, weights)
+            return
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
         controller.publish(
@@ -96,16 +102,21 @@ class LeadingPublisher(Publisher):
     def check_last(self, version: int) -> None:
         """Compare the engines at the last version, with which the last evaluation was sampled.
 
-        Raises CannotContinue if that evaluation could not end.
+        Raises CannotContinue if rollout has ended before.
         """
         controller = self.node.controller
-        if self.node.probe.tokens_at(version):
-            controller.finish_probes(version)
-            self.check_engines(version)
-            if version > self.node.first_version:
-                self._engine_check.finish()
-        if controller.evaluation is not None and controller.ended_by is not None:
-            raise CannotContinue(f"{controller.ended_by}; the last evaluation has not ended")
+        newest = controller.announcements.newest
+        has_version = newest is not None and newest.version == version
+        try:
+            if controller.ended_by is not None and (controller.evaluation or not has_version):
+                raise controller.ended_by
+            if self.node.probe.tokens_at(version):
+                controller.finish_probes(version)
+                self.check_engines(version)
+                if version > self.node.first_version:
+                    self._engine_check.finish()
+        except RolloutEnded as error:
+            raise CannotContinue(f"{error}; the last evaluation has not ended") from None
 
     @property
     def delayed(self) -> dict[int, Weights]:

@@ -158,6 +158,40 @@ def test_a_cut_waits_for_weights_that_an_evaluation_holds_back(run):
     assert (state.announced, state.evaluates) == (1, True)
 
 
+def begin_to_evaluate(run):
+    """Publish the first weights, which are evaluated by a worker that says nothing from now on."""
+    run.oracle.check = lambda: None  # it knows no run that ends
+    run.begin()
+    run.acts_at = math.inf
+
+
+@pytest.mark.parametrize("run", [2], indirect=True)
+@pytest.mark.parametrize("wait", ["an evaluation", "a cut", "a buffer"])
+def test_a_wait_in_vain_leaves_a_state_to_save_and_is_raised_by_the_next_batch(run, wait, capfd):
+    begin_to_evaluate(run)
+    controller = run.controller
+    if wait == "an evaluation":
+        controller.finish_evaluations()
+    elif wait == "a cut":
+        staged = controller.announcements.newest.staged
+        controller.announcements.deferred = Announcement(1, 1, staged, (), evaluate=True)
+        controller.cut()
+    else:
+        run.transport.reserve = lambda: False
+        read = []
+        with pytest.raises(RolloutEnded, match="waited 100 s for a free weight buffer"):
+            controller.stage(1, (read.append(name) for name in "abc"))
+        assert not read, "a rank gathers what the others gather"
+    ended_at = run.now
+    state = controller.cut()
+    assert state.evaluates and len(state.queue) == len(controller.workers[0].awaited) - 2
+    run.acts_at = run.now
+    controller.buffer.find_batch = lambda: [0, 1]
+    with pytest.raises(RolloutEnded, match=r"waited 100 s for an? (evaluation|free weight)"):
+        controller.wait_for_batch(controller.has_batch)
+    assert run.now == pytest.approx(ended_at, abs=CUT_S + 2)
+
+
 def test_a_silent_worker_holds_the_cut_up_for_a_while_and_is_named(run, capsys):
     """No thread can write a record of what the state has not: records are measured while the lock is held."""
     run.begin()

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_job import run_failing, run_forked, run_unread
+from fake_job import run_failing, run_forked, run_unread, run_without_buffers
 from ranks import ForkedProcess, forkserver, torchrun_variables
 from real_job import (
     ROOT,
@@ -172,17 +172,35 @@ class Numbers:
 """
 
 
-def test_a_problem_that_is_not_there_ends_all_ranks_after_the_last_step_which_is_saved(tmp_path):
+ENDS_OF_ROLLOUT = {
+    r".*my_task.py, line 10: IndexError: there is no problem \d+": {},
+    r"waited 8 s for a free weight buffer; .*": {"timeout_s": 8, "eval_every": 0},
+}
+"""Options by what ends rollout."""
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        pytest.param(reason, marks=[pytest.mark.slow] * ("buffer" in reason))
+        for reason in ENDS_OF_ROLLOUT
+    ],
+)
+def test_what_ends_rollout_ends_all_ranks_after_the_last_step_which_is_saved(tmp_path, reason):
     file, end = tmp_path / "my_task.py", tmp_path / "end"
-    file.write_text(FAILING_TASK.format(path=end))
-    options = {"task": f"{file}:Numbers", "steps": 100_000, "async_ratio": 1, "save_every": 0}
-    job, other = (start(tmp_path, place, **options) for place in torchrun_variables([0, 0]))
+    options = {"steps": 100_000, "async_ratio": 1, "save_every": 0} | ENDS_OF_ROLLOUT[reason]
+    body = [run_without_buffers, str(end)] if "buffer" in reason else []
+    if not body:
+        file.write_text(FAILING_TASK.format(path=end))
+        options["task"] = f"{file}:Numbers"
+    places = torchrun_variables([0, 0])
+    job, other = (start(tmp_path, place, *body, **options) for place in places)
     job.wait_until(lambda: job.num_steps() >= 2)
     end.touch()
     assert job.wait() == other.wait() == 1
     num_steps = job.num_steps()
     assert newest_checkpoint(job.run_path).step == num_steps
-    line = r"error: .*my_task.py, line 10: IndexError: there is no problem \d+"
+    line = f"error: {reason}"
     assert re.search(rf"^{line}; continue from step {num_steps}: ", job.output(), re.MULTILINE)
     assert re.search(rf"^{line}$", other.output(), re.MULTILINE)
     end.unlink()
