@@ -8,6 +8,7 @@ other, and so do those of the optional systems in use.
 import dataclasses
 import difflib
 import enum
+import functools
 import inspect
 import math
 import operator
@@ -438,29 +439,28 @@ class Config:
             math.ceil((self.max_outstanding_groups - self.extra_groups) / self.groups_per_step) - 1
         )
 
-    @property
+    @functools.cached_property
+    def _staleness_parts(self) -> dict[str, int]:
+        """Steps that are added to the bound on staleness, after what adds them."""
+        return {
+            f"--async-ratio {self.async_ratio:g} rounded up": math.ceil(self.async_ratio - 1e-9),
+            f"--publish-delay {self.publish_delay}": self.publish_delay,
+            f"{MAX_RESUMES} resumes of a partial rollout": MAX_RESUMES * (self.over_sampling > 1),
+            f"--swarm.refresh-lag {self.swarm.refresh_lag}": self.swarm.refresh_lag,
+        }
+
+    @functools.cached_property
     def max_staleness(self) -> int:
         """Oldest version of a trained token, steps behind: ⌈α⌉ + publish_delay + refresh_lag, and MAX_RESUMES when
         over-sampling."""
-        resumes = MAX_RESUMES if self.over_sampling > 1 else 0
-        return (
-            math.ceil(self.async_ratio - 1e-9)
-            + self.publish_delay
-            + self.swarm.refresh_lag
-            + resumes
-        )
+        return sum(self._staleness_parts.values())
 
     def freshness(self) -> str:
         """Return the bound on staleness, for people."""
-        options = f"--async-ratio {self.async_ratio:g} rounded up"
-        if self.publish_delay:
-            options += f" + --publish-delay {self.publish_delay}"
+        first, *others = self._staleness_parts
+        options = " + ".join([first, *(part for part in others if self._staleness_parts[part])])
         if self.stale_policy == "gate":
             return f"freshness: --stale-policy gate bounds the mean staleness by {options}, and no maximum"
-        if self.over_sampling > 1:
-            options += f" + {MAX_RESUMES} resumes of a partial rollout"
-        if self.swarm.refresh_lag:
-            options += f" + --swarm.refresh-lag {self.swarm.refresh_lag}"
         steps = "step" if self.max_staleness == 1 else "steps"
         return f"freshness: no trained token is older than {self.max_staleness} {steps} ({options})"
 

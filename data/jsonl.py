@@ -35,8 +35,7 @@ class Jsonl(RowTask):
         self.template = json_object(template)
         splits = load_splits(data_path)
         if test:
-            train = splits.get("train", splits.get("", []))
-            splits = {"train": train, "test": all_rows(load_splits(test))}
+            splits["test"] = all_rows(load_splits(test))
         read = functools.partial(read_row, column=prompt)
         super().__init__(seed, splits, read, source=data_path, held_out=held_out, shuffle=shuffle)
 

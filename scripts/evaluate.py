@@ -85,7 +85,8 @@ def describe(evaluation: Evaluation, num_samples: int) -> list[str]:
     is_right = rewards >= 1
     rows = {"mean reward": rewards.mean(1), "pass@1": is_right.mean(1)}
     rows[f"pass@{num_samples}"] = is_right.max(1)
-    lines = [f"{len(rewards)} problems, {num_samples} samples each, {evaluation.num_failed} failed"]
+    num_failed = evaluation.failures().num_failed
+    lines = [f"{len(rewards)} problems, {num_samples} samples each, {num_failed} failed"]
     for name, values in rows.items():
         error = values.std(ddof=1) / len(values) ** 0.5
         lines.append(f"{name:12}{values.mean():.3f} ± {error:.3f}")

@@ -39,11 +39,6 @@ class Evaluation:
             failures.count(trajectory.failure)
         return failures
 
-    @property
-    def num_failed(self) -> int:
-        """Trajectories that failed."""
-        return sum(trajectory.finish_reason == "failed" for trajectory in self.trajectories)
-
     def accuracy(self, group_id: int = EVALUATION_GROUP) -> float:
         """Return the mean reward over all problems asked, sampled or greedily.
 
@@ -58,11 +53,12 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of an evaluation that has ended."""
+        num_failed = self.failures().num_failed
         metrics = {
             "eval/accuracy": self.accuracy(),
             "eval/policy_version": self.version,
-            "eval/problems": self.num_asked - self.num_failed,
-            "eval/failed": self.num_failed,
+            "eval/problems": self.num_asked - num_failed,
+            "eval/failed": num_failed,
         }
         greedy = self.accuracy(GREEDY_GROUP)
         return metrics if math.isnan(greedy) else metrics | {"eval/greedy_accuracy": greedy}

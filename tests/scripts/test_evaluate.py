@@ -17,7 +17,9 @@ def test_passes_are_counted_by_problem_and_a_failed_response_is_wrong():
     for member, reward in enumerate(rewards):
         reason = "failed" if member == 3 else "stop"
         evaluation.trajectories.append(
-            SimpleNamespace(member=member, reward=reward, finish_reason=reason)
+            SimpleNamespace(
+                member=member, reward=reward, finish_reason=reason, failure="no" * (member == 3)
+            )
         )
     assert describe(evaluation, 2) == [
         "3 problems, 2 samples each, 1 failed",
