@@ -9,15 +9,17 @@ import os
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from test_controller_walk import Walk
 
 from asyncrl.cluster.placement import Placement, WorkerPlacement
-from asyncrl.cluster.processes import RolloutEnded
+from asyncrl.cluster.processes import CannotContinue, RolloutEnded
 from asyncrl.config import Config
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import CUT_S, MAX_RESTARTS, WorkerDied, Workers
+from asyncrl.job.publisher import LeadingPublisher
 from asyncrl.weights.transport import Announcement
 
 PLACEMENT = Placement((None,), 1, (WorkerPlacement(0, None, 0, 1, 0.0),), "shm")
@@ -189,7 +191,12 @@ def test_a_wait_in_vain_leaves_a_state_to_save_and_is_raised_by_the_next_batch(r
     controller.buffer.find_batch = lambda: [0, 1]
     with pytest.raises(RolloutEnded, match=r"waited 100 s for an? (evaluation|free weight)"):
         controller.wait_for_batch(controller.has_batch)
-    assert run.now == pytest.approx(ended_at, abs=CUT_S + 2)
+    node = SimpleNamespace(
+        controller=controller, probe=SimpleNamespace(tokens_at=lambda _: ((1, 2),))
+    )
+    with pytest.raises(CannotContinue, match="the last evaluation has not ended"):
+        LeadingPublisher.check_last(SimpleNamespace(node=node), 1)
+    assert run.now == pytest.approx(ended_at, abs=CUT_S + 2), "nothing is waited for once more"
 
 
 def test_a_silent_worker_holds_the_cut_up_for_a_while_and_is_named(run, capsys):
