@@ -174,7 +174,7 @@ class Numbers:
 
 ENDS_OF_ROLLOUT = {
     r".*my_task.py, line 10: IndexError: there is no problem \d+": {},
-    r"waited 8 s for a free weight buffer; .*": {"timeout_s": 8, "eval_every": 0},
+    r"waited 20 s for a free weight buffer; .*": {"timeout_s": 20, "eval_every": 0},
 }
 """Options by what ends rollout."""
 
