@@ -77,10 +77,6 @@ def _text_type(option: Option) -> Any:
     return Annotated[kind, tyro.conf.arg(name=option.flag.removeprefix("--"))]
 
 
-# An option that is not given has no key here, so defaults that depend on other options can be chosen later.
-GIVEN = TypedDict("GIVEN", {name: _text_type(option) for name, option in ALL.items()}, total=False)
-
-
 def parse_config(args: list[str] | None = None) -> Config:
     """Read the command line (`args`, or sys.argv) into a checked Config.
 
@@ -122,8 +118,15 @@ def _read(args: list[str] | None) -> dict[str, Any]:
     for option in ALL.values():
         if option.is_list and names.count(option.flag) > 1:
             raise ValueError(f"{option.flag} is given twice; put all its values behind one")
+    # Only options that are given have a key, so defaults that depend on other options can be chosen later. tyro takes
+    # long to describe all of them.
+    kinds = {
+        name: _text_type(option)
+        for name, option in ALL.items()
+        if option.flag in names or switch(name, False) in names
+    }
     with parse_errors.on_parse_error(_refuse):
-        texts = tyro.cli(GIVEN, args=words, add_help=False)
+        texts = tyro.cli(TypedDict("GIVEN", kinds, total=False), args=words, add_help=False)
     given = {name: None if text == "None" else text for name, text in texts.items()}
     if len(words) < len(args):
         print(_help_for(given.get("algo")))

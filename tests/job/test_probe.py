@@ -34,7 +34,14 @@ def sent_twice(parameters, name):
     return list((tensors | {twin: tensors[name]}).items())
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        # of NCCL tests/weights/test_nccl.py has the same with an engine of several ranks
+        pytest.param(name, marks=[pytest.mark.slow] if name == "nccl" else [])
+        for name in TRANSPORTS
+    ],
+)
 def pair(request, tmp_path_factory):
     """A trainer and an engine, joined by each transport in turn; each layer of the model has a persistent buffer."""
     read_by, make, patch_transport = TRANSPORTS[request.param]

@@ -126,7 +126,7 @@ def num_bytes(memory: MemTracker, state: str) -> int:
     [
         ("8b", (1, 2), {}, 0.05),
         ("8b", (2,), RECOMPUTED | FEW_SEQUENCES, 0.05),
-        ("0.6b", (2,), {"top_k": 20, "min_p": 0.1}, 0.08),
+        pytest.param("0.6b", (2,), {"top_k": 20, "min_p": 0.1}, 0.08, marks=pytest.mark.slow),
         pytest.param("0.6b", (2,), {"top_p": 0.9}, 0.05, marks=pytest.mark.slow),
         pytest.param("8b", (36,), RECOMPUTED, 0.05, marks=pytest.mark.study),
     ],
