@@ -133,7 +133,7 @@ def start_job(
     folder: Path, num_ranks: int = 1, agent: Sequence[str] | None = None, **options
 ) -> Job:
     """Start a run with the small settings, changed by `options`, by torchrun or another agent."""
-    words = [*(agent or torchrun(num_ranks)), "train_async.py"]
+    words = [*(torchrun(num_ranks) if agent is None else agent), "train_async.py"]
     words += [f"--runs-dir={folder}", "--run-name=run", *words_of(SMALL | options)]
     return launch(words, folder / "run")
 

@@ -6,7 +6,6 @@ import pytest
 
 LONG = (
     "test_end_to_end.py",
-    "../extras/agents/tests/test_end_to_end_agents.py",
     "job/test_resume_job.py",
     "test_several_nodes.py",
     "engine/test_proxy.py",

@@ -1,9 +1,10 @@
 """A whole job on two nodes: two torchrun agents on one machine, each with a trainer rank and a vLLM worker."""
 
 import itertools
+import re
 
 import pytest
-from real_job import assert_ledger_balances, start_nodes
+from real_job import ROOT, assert_ledger_balances, start_nodes
 
 from asyncrl.controller.tickets import IDS_PER_NODE
 from asyncrl.runlog.manifest import id_of
@@ -12,9 +13,24 @@ from scripts.lines import read
 pytestmark = pytest.mark.e2e
 
 
-def test_two_nodes_train_one_policy_of_several_turns_each_on_samples_of_its_own(tmp_path):
+PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+AGENT = re.search(r"```python\n(.+?)```", PAGE, re.DOTALL)[1]
+TASKS = {
+    "agent": {
+        "task": "agent:guess.py:run",
+        "model": "data/tiny/guess_number",
+        "max_prompt_tokens": 8,
+        "max_response_tokens": 24,
+    },
+    "environment": {"task": "frozen_lake", "max_prompt_tokens": 64, "max_response_tokens": 128},
+}
+
+
+@pytest.mark.parametrize("kind", ["agent", pytest.param("environment", marks=pytest.mark.slow)])
+def test_two_nodes_train_one_policy_of_several_turns_each_on_samples_of_its_own(tmp_path, kind):
     """Spare members are aborted when a group is whole, and an update interrupts responses."""
-    task = {"task": "frozen_lake", "max_prompt_tokens": 64, "max_response_tokens": 128}
+    (tmp_path / "guess.py").write_text(AGENT)
+    task = TASKS[kind] | {"task": TASKS[kind]["task"].replace("guess.py", f"{tmp_path}/guess.py")}
     options = {"extra_members": 1, "stale_policy": "drop", "on_update": "resume", "eval_every": 4}
     jobs = start_nodes(tmp_path, 2, steps=4, async_ratio=1, **task, **options)
     assert [job.wait() for job in jobs] == [0, 0], "".join(job.output()[-3000:] for job in jobs)
@@ -30,7 +46,7 @@ def test_two_nodes_train_one_policy_of_several_turns_each_on_samples_of_its_own(
     assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6, (
         "what was sampled is trained"
     )
-    assert metrics[-1]["eval/problems"] == 32
+    assert metrics[-1]["eval/problems"] == (2 if kind == "agent" else 32)
     assert {0, 4} <= {*jobs[0].values("eval/policy_version")}
     assert_ledger_balances(metrics)
     of_nodes = [

@@ -281,9 +281,11 @@ ENDS = {
 """What a run that ends so says, and whether its last step is saved."""
 SAVE_EVERY = {"if due": (1, 2), "always": (2, None), "never": (1,)}
 CASES = [
-    (end, save_every)
-    for end, (_, is_last_saved) in ENDS.items()
-    for save_every in SAVE_EVERY[is_last_saved]
+    # of the two values of an end each in turn in every run, and the other one before a release
+    pytest.param(end, save_every, marks=[pytest.mark.slow] if (place + i) % 2 and has_two else [])
+    for place, (end, (_, is_last_saved)) in enumerate(ENDS.items())
+    for has_two in [len(SAVE_EVERY[is_last_saved]) == 2]
+    for i, save_every in enumerate(SAVE_EVERY[is_last_saved])
 ]
 
 

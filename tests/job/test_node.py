@@ -325,7 +325,9 @@ def wait_for_a_download(rank: int, folder: str, nodes: list[int]) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("nodes", [[0, 0], [0, 1]], ids=["one node", "two nodes"])
+@pytest.mark.parametrize(
+    "nodes", [pytest.param([0, 0], marks=pytest.mark.slow), [0, 1]], ids=["one node", "two nodes"]
+)
 def test_ranks_wait_for_a_download_however_long_it_takes(nodes, tmp_path):
     (tmp_path / "stacks.txt").touch()
     assert run_ranks(wait_for_a_download, len(nodes), str(tmp_path), nodes) == [0] * len(nodes)

@@ -185,7 +185,10 @@ def browser():
         browser.close()
 
 
-@pytest.mark.parametrize(("scheme", "widths"), [("light", (1280, 400)), ("dark", (400, 1280))])
+@pytest.mark.parametrize(
+    ("scheme", "widths"),
+    [("light", (1280, 400)), pytest.param("dark", (400, 1280), marks=pytest.mark.slow)],
+)
 def test_a_browser_draws_the_page_and_names_what_is_under_the_pointer(run, browser, scheme, widths):
     page = page_of(run)
     file = run / "page.html"

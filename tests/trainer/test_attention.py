@@ -35,6 +35,8 @@ A_ROW_EACH = {
 }
 """Families whose sequences would see each other in a packed row, and why; transformers calls every recurrent layer
 linear_attention."""
+USUAL = ("gemma3_text", "gpt2", "llama", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+"""Tried in every run beside the families that differ in packed rows or in their logits."""
 SCALED = {"cohere2": {"logit_scale": 0.2}, "falcon_h1": {"lm_head_multiplier": 0.3}}
 
 
@@ -94,7 +96,13 @@ def test_a_gpu_takes_flash_attn_where_it_works_else_varlen_or_else_a_mask_and_a_
 # Families
 
 
-@pytest.mark.parametrize("family", sorted({*COMPARED, *A_ROW_EACH}))
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in {*A_ROW_EACH, *SCALED, *USUAL} else pytest.mark.slow)
+        for name in sorted({*COMPARED, *A_ROW_EACH})
+    ],
+)
 def test_a_sequence_has_a_row_of_its_own_exactly_if_it_would_change_another_in_a_packed_row(family):
     """Logits are scaled and capped as the family does, in rows of both kinds. A tree can be read if no layer minds.
 

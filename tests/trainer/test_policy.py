@@ -242,11 +242,12 @@ class Exchanged(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def check_on_two_ranks(rank, models):
-    """Make a step by each of ON_TWO_RANKS, whose head runs in chunks of 7 rows, and gather weights to be sent."""
+def check_on_two_ranks(rank, models, names):
+    """Make a step by each of these names, whose head runs in chunks of 7 rows, and gather weights to be sent."""
     exchanges = {}
-    for name, options in ON_TWO_RANKS.items():
+    for name in names:
         print(name)
+        options = ON_TWO_RANKS[name]
         config = make_config(models[name.startswith("untied")], **options)
         policy = load(config)
         randomize(policy)
@@ -264,10 +265,11 @@ def check_on_two_ranks(rank, models):
             saved_share = check_step(policy, updates, 40, *expected)
         assert (saved_share > 0.1) == (config.share_prefix != "off")
         exchanges[name] = exchanged.counts
-    check_sums_of_replicas(exchanges["replicas"])
-    check_head_and_embedding(exchanges["untied"], exchanges["untied, head apart"])
-    for lora_rank in (0, 4):
-        check_sent(load(make_config(models[0], dtype="bfloat16", lora_rank=lora_rank)))
+    if "replicas" in names:
+        check_sums_of_replicas(exchanges["replicas"])
+        check_head_and_embedding(exchanges["untied"], exchanges["untied, head apart"])
+        for lora_rank in (0, 4):
+            check_sent(load(make_config(models[0], dtype="bfloat16", lora_rank=lora_rank)))
 
 
 def check_sums_of_replicas(counts):
@@ -315,10 +317,15 @@ def check_sent(policy):
         assert num_bytes == sum(tensor.nbytes for tensor in sent.values()) / 2, "of a rank"
 
 
+@pytest.mark.parametrize(
+    "are_shared", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["apart", "shared"]
+)
 def test_two_ranks_make_the_steps_of_the_definition_and_exchange_no_more_than_they_must(
-    model, untied
+    model, untied, are_shared
 ):
-    run_group(check_on_two_ranks, 2, (model, untied))
+    """Prefixes are shared on one rank in the tests above, and on two in the slow one."""
+    names = [name for name, row in ON_TWO_RANKS.items() if ("share_prefix" in row) == are_shared]
+    run_group(check_on_two_ranks, 2, (model, untied), names)
 
 
 # What a step does besides

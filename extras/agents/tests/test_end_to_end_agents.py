@@ -1,6 +1,7 @@
 """Whole jobs whose trajectories are agents: real processes, the real engine, and OpenAI's client.
 
-All but one are slow, as test_agents.py and test_agents_walk.py have the same with an engine that is made up.
+All are slow. tests/test_several_nodes.py has the agent of the page in every run, and test_agents.py and
+test_agents_walk.py have the rest with an engine that is made up.
 """
 
 import re
@@ -8,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from real_job import ROOT, assert_ledger_balances, resume_job, run_job, start_job
+from real_job import ROOT, assert_ledger_balances, resume_job, start_job
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 PAGE = (ROOT / "docs" / "agents.md").read_text()
 GUESS = re.search(r"```python\n(.+?)```", PAGE, re.DOTALL)[1]
 SIZES = {
@@ -21,7 +22,10 @@ SIZES = {
 
 
 def run_agent(tmp_path, task, **options):
-    job = run_job(tmp_path, task=task, **{**SIZES, "on_update": "resume", **options})
+    """Run a job to its end by `python train_async.py`, without torchrun."""
+    options = {**SIZES, "on_update": "resume", **options}
+    job = start_job(tmp_path, agent=(), task=task, **options)
+    assert job.wait() == 0, job.output()[-4000:]
     metrics = job.metrics()
     assert max(line["mismatch/abs_max"] for line in metrics if "mismatch/abs_max" in line) < 1e-4
     assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6, (
@@ -74,7 +78,6 @@ def test_a_lag_of_exactly_k_with_branches_failures_and_a_shared_tree(tmp_path):
     assert metrics[-1]["tokens/saved_share"] > 0.3
 
 
-@pytest.mark.slow
 def test_the_agent_of_the_page_starts_again_when_its_engine_is_killed_and_when_the_run_is_resumed(
     tmp_path,
 ):
@@ -115,7 +118,6 @@ print(float(text > answer.content))
 '''  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_program_is_trained_by_partial_rollouts(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     rows = "".join(
