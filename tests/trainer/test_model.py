@@ -135,7 +135,10 @@ def test_layers_are_compiled_and_compute_in_16_bits_on_gpus_unless_told_otherwis
     "options",
     [
         {"share_prefix": "tree", "save_memory": ("activations",), "advantage": "gae"},
-        {"lora_rank": 4, "kl_coef": 0.1, "save_memory": ("activations", "optimizer")},
+        pytest.param(
+            {"lora_rank": 4, "kl_coef": 0.1, "save_memory": ("activations", "optimizer")},
+            marks=pytest.mark.slow,
+        ),
         {"temperature": 0.7, "algo": "gspo", "loss_aggregation": "sequence_mean"},
     ],
 )

@@ -74,7 +74,14 @@ def refusal(*args):
     return caught.value.code
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[] if place == 0 else pytest.mark.slow)
+        for place, path in enumerate(sorted(EXAMPLES.glob("*.toml")))
+    ],
+    ids=lambda path: path.stem,
+)
 def test_the_plans_of_our_examples_can_be_run(path):
     """The fastest plan, and a slower one for which GPUs stay idle."""
     cluster, _ = read_cluster(path)

@@ -217,7 +217,7 @@ def test_every_arm_in_the_file_of_comparisons_is_a_valid_run():
 
 SIMULATED_AGAIN = [
     "own bench, environments normal(10,5)",
-    "own bench, over-sampling",
+    pytest.param("own bench, over-sampling", marks=pytest.mark.slow),
     "own bench, replication 8x8",
     pytest.param("own bench, redundancy", marks=pytest.mark.slow),
 ]

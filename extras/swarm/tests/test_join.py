@@ -189,7 +189,7 @@ def as_said(host, clock_ahead_s, message):
     return message
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_hosts_that_come_and_go_and_lose_their_network_keep_their_engines_and_weights(
     tmp_path, monkeypatch, seed
 ):
