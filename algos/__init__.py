@@ -1,7 +1,11 @@
 """Policy losses, advantage and KL estimators by name. To add a loss, write its file and add its name here."""
 
+import functools
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
+
+import msgspec
 
 from algos import advantages, kl
 from algos.inputs import LossInputs as LossInputs
@@ -26,3 +30,24 @@ ADVANTAGES: dict[str, Callable] = {
 }
 
 KL_ESTIMATORS = kl.ESTIMATORS
+
+
+def make_loss(name: str, arguments: Iterable[str] = ()) -> Callable:
+    """Return a loss of LOSSES with arguments, NAME=VALUE each.
+
+    Raises ValueError, one line, for an unknown name and for a value out of its range.
+    """
+    if name not in LOSSES:
+        raise ValueError(f"--algo must be one of {', '.join(LOSSES)}, got {name}")
+    _, *options = inspect.signature(LOSSES[name]).parameters.values()
+    kinds = {option.name: option.annotation for option in options if option.name != "update"}
+    values = {}
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        if key not in kinds:
+            raise ValueError(f"--algo-args {argument}: {name} takes {', '.join(kinds) or 'none'}")
+        try:
+            values[key] = msgspec.convert(text, kinds[key], strict=False)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"--algo-args {argument}: {error}") from None
+    return functools.partial(LOSSES[name], **values)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated
 
 import torch
+import torch.distributed as dist
 from msgspec import Meta
 from torch import Tensor
 
@@ -91,3 +92,10 @@ def joined(parts: Sequence[LossInputs]) -> LossInputs:
     firsts = torch.tensor([0, *counts]).cumsum(0).tolist()
     ids = [part.sequence_ids + first for part, first in zip(parts, firsts[:-1], strict=True)]
     return LossInputs(**columns | {"sequence_ids": torch.cat(ids)})
+
+
+def gathered(parts: Sequence[LossInputs]) -> LossInputs:
+    """The tokens of several micro-batches of each rank, without gradient, on the device of the first."""
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, joined([part.to("cpu") for part in parts]))
+    return joined(of_ranks).to(parts[0].logprobs.device)

@@ -11,22 +11,10 @@ from typing import Any
 
 from asyncrl import extras, user_code
 from asyncrl.config import AGENT, Config, flag, is_environment, read_arguments
-from data.addition import Addition
-from data.gsm8k import Gsm8k
-from data.jsonl import Jsonl
+from data import TASKS
 from data.problem import Problem, Task, check_unicode
-from data.reasoning_gym import ReasoningGym
-from data.sums import Sums
 from data.tables import RowTask
 
-TASKS = {
-    "addition": Addition,
-    "gsm8k": Gsm8k,
-    "jsonl": Jsonl,
-    "reasoning_gym": ReasoningGym,
-    "sums": Sums,
-}
-"""Single-turn tasks. One that takes a `name` is chosen as TASK:NAME."""
 MAX_REASON = 300
 """Characters that an error quotes of foreign code's."""
 

@@ -1,1 +1,33 @@
 """Tasks, environments and datasets, one file per idea, and the weights of the tiny models. Imports nothing of ours."""
+
+import inspect
+
+from data.addition import Addition
+from data.gsm8k import Gsm8k
+from data.jsonl import Jsonl
+from data.problem import Task
+from data.reasoning_gym import ReasoningGym
+from data.sums import Sums
+
+TASKS = {
+    "addition": Addition,
+    "gsm8k": Gsm8k,
+    "jsonl": Jsonl,
+    "reasoning_gym": ReasoningGym,
+    "sums": Sums,
+}
+"""Tasks of one turn. One that takes a `name` is chosen as TASK:NAME."""
+
+
+def make_task(name: str, seed: int, data_path: str | None = None) -> Task:
+    """Return a task of TASKS. Raises ValueError, in one line, for what is not there."""
+    kind, _, rest = name.partition(":")
+    if kind not in TASKS:
+        raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {name}")
+    given = {"seed": seed, "name": rest or None, "data_path": data_path}
+    arguments = {key: value for key, value in given.items() if value is not None}
+    try:
+        inspect.signature(TASKS[kind]).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"--task {name}: {error}") from None
+    return TASKS[kind](**arguments)

@@ -9,6 +9,7 @@ curve with a line per run, and samples of each. A run that still trains, or was 
 import base64
 import gzip
 import json
+import os
 import re
 import shlex
 import time
@@ -329,6 +330,10 @@ def main(runs: Positional[list[Path]], trace: bool = False) -> None:
     """
     if trace and len(runs) > 1:
         raise ValueError("--trace is of one run; leave it out, or give one")
+    for path in filter(os.path.isfile, runs):
+        raise ValueError(
+            f"{path} is a file; give the directory of a run, or tabulate it by table.py"
+        )
     loaded = [load(path) for path in runs]
     print(summaries(loaded).to_string())
     for name, run in zip(names(loaded), loaded, strict=True):

@@ -86,11 +86,13 @@ class Run:
 
 
 def load(path: str | Path) -> Run:
-    """Read a run's directory.
+    """Read a run's directory, or the log of nano_async.py: it has no events and no samples.
 
     Raises ValueError, one line, if the run is not there, has not finished a step, or a line in its files is broken.
     """
     path, cut = Path(path), []
+    if path.is_file():
+        return _load_log(path)
     for name in ("metrics.jsonl", "run.json"):
         if not (path / name).exists():
             what = "does not exist; give the directory of a run, as in runs/NAME"
@@ -105,6 +107,17 @@ def load(path: str | Path) -> Run:
         what = "is empty: the run has not finished a step; wait for it, or see worker_*.log"
         raise ValueError(f"{path / 'metrics.jsonl'} {what}")
     return Run(path, info, frame(metrics), cut)
+
+
+def _load_log(path: Path) -> Run:
+    """Read the log of nano_async.py: a line with the options, then one for each step."""
+    cut = []
+    header, *metrics = read(path, cut) or [{}]
+    if "config" not in header or not metrics:
+        what = "has no options and steps; give the directory of a run, or a log of nano_async.py"
+        raise ValueError(f"{path} {what}")
+    header["config"].pop("log")
+    return Run(path, header, frame(metrics), cut)
 
 
 def frame(records: list[dict]) -> pd.DataFrame:

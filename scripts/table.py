@@ -112,7 +112,7 @@ def main(runs: Positional[list[str]], by: tuple[str, ...] = ()) -> None:
     """Tabulate runs, as Markdown on stdout.
 
     Args:
-        runs: Directories of runs.
+        runs: Directories of runs, or logs of nano_async.py.
         by: Options, as in run.json, whose values share a row; unset gives every run its own.
     """
     finished = [run for run in runs if has_steps(run)]

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from algos import KL_ESTIMATORS, LossInputs
-from algos.inputs import couples_tokens, joined
+from algos.inputs import couples_tokens, gathered
 from algos.proximal import loglinear
 from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.checkpoint import trained_names
 from asyncrl.trainer.dealing import balance
-from asyncrl.trainer.lag_stats import TokenStats, on_all_ranks, trained_on
+from asyncrl.trainer.lag_stats import TokenStats, trained_on
 from asyncrl.trainer.logprobs import Scored, TokenLogprobs
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.trainer.model import WholeWeights, load_model, trainer_mesh
@@ -270,8 +270,8 @@ class Policy(WholeWeights):
         parts = []
         for batch in batches:
             logprobs = self._forward(self.module, batch).logprobs
-            parts.append(_loss_inputs(batch, logprobs, progress).to("cpu"))
-        return joined(on_all_ranks(joined(parts))).to(self.device)
+            parts.append(_loss_inputs(batch, logprobs, progress))
+        return gathered(parts)
 
     def _step(self, loss: float, lr: float) -> dict[str, float]:
         """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""

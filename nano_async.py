@@ -1,0 +1,387 @@
+"""Asynchronous RL of a language model: the whole idea in one file.
+
+    python nano_async.py                        # without a GPU: a tiny model learns addition in two minutes
+    python nano_async.py --alpha 0 --delay 4    # from step 5 on, every token is exactly 4 steps old
+    torchrun --nproc-per-node 2 nano_async.py --workers 2 --model Qwen/Qwen3-0.6B --task gsm8k --lr 2e-6 \
+        --max-tokens 1536 --microbatch 8    # GPUs 0 and 1 train, 2 and 3 sample
+
+1. Rollout does not wait for the trainer. Workers sample with vLLM while the trainer makes its steps.
+2. Each token carries a version, the number of steps in the weights that sampled it, and the engine's log-prob. The loss
+   divides by that probability, so it sees how far the policy has moved since.
+3. Groups of responses are numbered. At version v, the trainer has used the first v * B groups, and the next B are its
+   batch. Until then (1 + alpha) * B more than it has used may start. So a group starts at most ceil(alpha) versions
+   before its batch, and no token is older. `--delay` adds to that.
+4. New weights reach a worker between two tokens. A response that is half done continues under them.
+
+Read `train` first, then `Rollout`, then `serve`. Weights travel through shared memory of the host; train_async.py sends
+them from GPU to GPU, by CUDA IPC or NCCL. This file saves no checkpoint and replaces no dead worker.
+"""
+
+import os
+
+os.environ |= {  # read by libraries as they are imported, here and in the workers
+    "OMP_NUM_THREADS": str(max(1, os.cpu_count() // 4)),
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-all",
+    "TQDM_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+import json
+import math
+import queue
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tyro
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from algos import ADVANTAGES, LossInputs, make_loss
+from algos.inputs import couples_tokens, gathered
+from data import make_task
+
+mp.set_sharing_strategy(
+    "file_system"
+)  # weights are many tensors, and a process can open 1,024 files
+RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+NUM_GPUS = torch.cuda.device_count()
+DEVICE = torch.device("cuda", RANK) if NUM_GPUS else torch.device("cpu")
+DTYPE = torch.bfloat16 if NUM_GPUS else torch.float32
+NUM_EVAL_RESPONSES = 128
+
+
+@dataclass
+class Options:
+    """A run."""
+
+    model: str = "data/tiny/addition"  # folder or Hugging Face name
+    task: str = "addition"  # a task of data/
+    data_path: str | None = None  # rows of the task, if it has rows
+    algo: str = "grpo"  # a loss of algos/
+    algo_args: tuple[str, ...] = ()  # arguments of the loss, NAME=VALUE each
+    alpha: float = 1.0  # batches that rollout may run ahead; 0 is synchronous
+    delay: int = 0  # steps by which each publish is late
+    steps: int = 80
+    groups_per_step: int = 32  # B: prompts in a step
+    group_size: int = 8  # G: responses to a prompt
+    lr: float = 1e-3  # of AdamW; 4e-5 suits a model of 0.1 B parameters, 1e-6 one above 1 B
+    max_tokens: int = 96  # of a prompt with its response
+    microbatch: int = 64  # responses in a forward pass
+    workers: int = 1
+    seed: int = 0
+    # file for JSON lines, which scripts/table.py reads; torchrun takes --log for an option of its own
+    log: Annotated[str, tyro.conf.arg(aliases=["--log-file"])] = os.devnull
+
+
+@dataclass
+class Sample:
+    """A response of R tokens."""
+
+    group: int
+    prompt: list[int]
+    answer: str
+    tokens: list[int] = field(default_factory=list)  # [R]
+    logprobs: list[float] = field(default_factory=list)  # [R] nats, by the engine
+    versions: list[int] = field(default_factory=list)  # [R]
+    reward: float = 0.0
+    advantage: float = 0.0
+
+
+def start_engine(options: Options):
+    """Return vLLM's engine with random weights."""
+    from vllm import LLM
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    return LLM(
+        options.model,
+        dtype=DTYPE,
+        max_model_len=options.max_tokens,
+        load_format="dummy",  # the trainer sends all weights
+        hf_overrides={"tie_word_embeddings": False},  # also those of the head
+        enable_prefix_caching=False,  # it would keep keys and values of older weights
+        async_scheduling=False,  # with it a step returns tokens of the step before
+        distributed_executor_backend=UniProcExecutor,  # in this process
+        enable_chunked_prefill=NUM_GPUS > 0,  # on a CPU it fails with seeds
+        enforce_eager=NUM_GPUS == 0,
+        kv_cache_memory_bytes=None if NUM_GPUS else 1 << 30,
+    )
+
+
+def start_group(llm, options: Options, group: int, prompt: list[int], answer: str) -> dict:
+    """Start to sample the responses of a group; return them by the name of their request."""
+    from vllm import SamplingParams
+
+    samples = {}
+    for member in range(options.group_size if group >= 0 else 1):
+        name = f"{group}/{member}"
+        seed = hash((options.seed, group, member)) % 2**31
+        parameters = SamplingParams(seed=seed, max_tokens=None, logprobs=0)
+        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+        samples[name] = Sample(group, prompt, answer)
+    return samples
+
+
+def serve(pipe, options: Options, task, llm) -> None:
+    """Sample what the trainer's messages ask for, and send complete responses back."""
+    running: dict[str, Sample] = {}
+    held_out = task.eval_problems(NUM_EVAL_RESPONSES)
+    while True:
+        while pipe.poll(0 if running else None):
+            message = pipe.recv()
+            if message is None:
+                return
+            version, weights, groups = message
+            if weights:  # they change between two tokens of each response
+                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            for group in groups:
+                problem = (
+                    held_out[group % len(held_out)] if group < 0 else task.train_problem(group)
+                )
+                prompt = task.encode_prompt(problem, llm.get_tokenizer())
+                running |= start_group(llm, options, group, prompt, problem.answer)
+        for output in llm.llm_engine.step():
+            sample = running[output.request_id]
+            response = output.outputs[0]  # all of it so far
+            num_new = len(response.token_ids) - len(sample.versions)
+            sample.versions += [version] * num_new
+            if output.finished:
+                sample.tokens = list(response.token_ids)
+                for token, logprobs in zip(sample.tokens, response.logprobs):
+                    sample.logprobs.append(logprobs[token].logprob)
+                sample.reward = float(task.score(sample.answer, response.text))
+                pipe.send(running.pop(output.request_id))
+
+
+def work(pipe, options: Options, task, gpu: int) -> None:
+    """Run a worker. If it fails, its last message is the error as a text."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu) if NUM_GPUS else ""
+    try:
+        serve(pipe, options, task, start_engine(options))
+    except (EOFError, OSError, KeyboardInterrupt):
+        return  # the trainer has ended
+    except Exception as error:
+        pipe.send(f"a rollout worker failed: {error!r}")
+
+
+class Rollout:
+    """The trainer's side of rollout: which groups may start, and which have come back."""
+
+    def __init__(self, options: Options, pipes: list):
+        self.options = options
+        self.pipes = pipes
+        self.held_back: list[tuple] = []  # versions and weights that are not sent yet
+        self.version = 0  # that the workers have
+        self.num_started = 0
+        self.samples: dict[int, list[Sample]] = defaultdict(list)  # by group
+        self.arrived: queue.Queue = queue.Queue()
+        for pipe in pipes:
+            threading.Thread(target=self.receive, args=(pipe,), daemon=True).start()
+
+    def receive(self, pipe) -> None:
+        """Receive at all times, because a full pipe would stop its worker."""
+        try:
+            while True:
+                self.arrived.put(pipe.recv())
+        except (EOFError, OSError):
+            self.arrived.put("a rollout worker was killed")
+
+    def send(self, groups: range, weights: list | None = None) -> None:
+        """Start groups on the workers in turn, after the weights if there are new ones."""
+        for index, pipe in enumerate(self.pipes):
+            pipe.send((self.version, weights, groups[index :: len(self.pipes)]))
+
+    def publish(self, version: int, weights: list) -> None:
+        """Send weights `delay` versions late, and start the groups that may start at this version."""
+        self.held_back.append((version, weights))
+        due = None
+        if version == 0 or len(self.held_back) > self.options.delay:
+            self.version, due = self.held_back.pop(0)
+        num_groups = self.options.groups_per_step
+        num_may_start = version * num_groups + math.floor((1 + self.options.alpha) * num_groups)
+        self.send(range(self.num_started, num_may_start), due)
+        self.num_started = num_may_start
+
+    def wait_for(self, groups: range, num_responses: int) -> list[Sample]:
+        """Return all responses of some groups, when the last of them has arrived."""
+        while any(len(self.samples[group]) < num_responses for group in groups):
+            sample = self.arrived.get()
+            require(isinstance(sample, Sample), sample)
+            self.samples[sample.group].append(sample)
+        return [sample for group in groups for sample in self.samples.pop(group)]
+
+    def take_batch(self, version: int) -> list[Sample]:
+        """Return the responses that the step from a version trains on."""
+        num_groups = self.options.groups_per_step
+        groups = range(version * num_groups, (version + 1) * num_groups)
+        batch = self.wait_for(groups, self.options.group_size)
+        staleness = version - min(min(sample.versions) for sample in batch)
+        assert staleness <= math.ceil(self.options.alpha) + self.options.delay, staleness
+        return batch
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the mean reward of held-out problems under the weights that were sent last."""
+        groups = range(-NUM_EVAL_RESPONSES, 0)
+        self.send(groups)
+        rewards = [sample.reward for sample in self.wait_for(groups, num_responses=1)]
+        return {"eval/accuracy": sum(rewards) / len(rewards), "eval/policy_version": self.version}
+
+
+def load_model(name: str):
+    """Return the model in float32, sharded over the ranks; it computes in DTYPE."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(DEVICE)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:  # a layer
+            fully_shard(module, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def gather_weights(model) -> list[tuple[str, torch.Tensor]]:
+    """Gather all weights into host memory that processes share."""
+    return [
+        (name, weight.full_tensor().detach().to("cpu", DTYPE, copy=True).share_memory_())
+        for name, weight in model.named_parameters(remove_duplicate=False)
+    ]
+
+
+def score_tokens(model, samples: list[Sample], version: int) -> LossInputs:
+    """Return the N sampled tokens of some samples as a loss reads them. The model has this version."""
+    texts = [torch.tensor(sample.prompt + sample.tokens) for sample in samples]
+    masks = [torch.arange(len(text)) >= len(s.prompt) for text, s in zip(texts, samples)]
+    tokens = pad_sequence(texts, batch_first=True).to(DEVICE)
+    is_sampled = pad_sequence(masks, batch_first=True).to(DEVICE)[:, 1:]
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1][is_sampled].float()
+    targets = tokens[:, 1:][is_sampled]
+    logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    rows = [
+        (logprob, sample.advantage, sample.reward, index, version - token_version)
+        for index, sample in enumerate(samples)
+        for logprob, token_version in zip(sample.logprobs, sample.versions)
+    ]
+    behavior_logprobs, advantages, rewards, ids, lags = torch.tensor(rows, device=DEVICE).T
+    proximal_logprobs = logprobs.detach()  # a step makes one update
+    columns = (behavior_logprobs, proximal_logprobs, advantages, rewards, ids.long(), lags.long())
+    return LossInputs(logprobs, *columns)
+
+
+def add_gradients(model, loss, batch: list[Sample], version: int, microbatch: int) -> None:
+    """Add the gradients of the mean loss of all tokens in a batch. The ranks share the samples."""
+    rewards = torch.tensor([sample.reward for sample in batch])
+    advantages = ADVANTAGES["grpo"](rewards, torch.tensor([sample.group for sample in batch]))
+    for sample, advantage in zip(batch, advantages.tolist()):
+        sample.advantage = advantage
+    share = batch[RANK::NUM_RANKS]
+    parts = [share[i : i + microbatch] for i in range(0, len(share), microbatch)]
+    arguments = {}
+    if couples_tokens(loss):
+        with torch.no_grad():
+            scores = [score_tokens(model, part, version) for part in parts]
+        arguments["update"] = gathered(scores)  # of all parts and ranks
+    num_tokens = sum(len(sample.tokens) for sample in batch)
+    for part in parts:
+        token_losses, _ = loss(score_tokens(model, part, version), **arguments)
+        (token_losses.sum() / num_tokens * NUM_RANKS).backward()  # FSDP averages over ranks
+
+
+def report(step: int, batch: list[Sample], metrics: dict[str, float], log) -> None:
+    """Print the metrics of a step, and write them to the log as JSON."""
+    lags = [step - 1 - version for sample in batch for version in sample.versions]
+    metrics = {
+        "step": step,
+        "samples": step * len(batch),
+        "reward/mean": sum(sample.reward for sample in batch) / len(batch),
+        "staleness/mean": sum(lags) / len(lags),
+        "staleness/max": max(lags),
+    } | metrics
+    print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
+    print(json.dumps(metrics), file=log, flush=True)
+
+
+def train(options: Options, loss, rollout: Rollout | None) -> None:
+    """Run the loop of one rank. Only rank 0 has a rollout."""
+    model = load_model(options.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
+    weights = gather_weights(model)
+    if rollout:
+        log = open(options.log, "w", encoding="utf-8")
+        print(json.dumps({"config": vars(options)}), file=log)
+        rollout.publish(0, weights)
+        metrics = rollout.evaluate()
+    for step in range(1, options.steps + 1):
+        start = time.monotonic()
+        batch = [rollout.take_batch(step - 1) if rollout else None]
+        dist.broadcast_object_list(batch, src=0, device=torch.device("cpu"))
+        add_gradients(model, loss, batch[0], step - 1, options.microbatch)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = gather_weights(model)
+        if rollout:
+            rollout.publish(step, weights)
+            metrics["time/step_s"] = time.monotonic() - start
+            if step % 10 == 0 or step == options.steps:
+                metrics |= rollout.evaluate()
+            report(step, batch[0], metrics, log)
+            metrics = {}
+
+
+def require(condition: bool, message: str) -> None:
+    """End the run with one line and status 1, unless a condition holds."""
+    if not condition:
+        raise SystemExit(f"error: {message}")
+
+
+def check(options: Options) -> None:
+    """End the run if an option has a wrong value."""
+    for name, value in vars(options).items():
+        least = 0 if name in ("alpha", "delay", "lr", "seed") else 1
+        is_right = not isinstance(value, int | float) or least <= value < math.inf
+        require(is_right, f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    fits = options.model == Options.model or options.lr != Options.lr
+    require(fits, f"--lr {options.lr} is for the tiny model; choose one for {options.model}")
+    num_samples = options.groups_per_step * options.group_size
+    require(num_samples % NUM_RANKS == 0, f"{NUM_RANKS} ranks cannot share {num_samples} samples")
+    num_needed = NUM_RANKS + options.workers
+    fits = NUM_GPUS == 0 or num_needed <= NUM_GPUS
+    require(fits, f"{num_needed} GPUs are needed, and {NUM_GPUS} are here")
+
+
+def main(options: Options) -> None:
+    """Check the options, start the workers, and train."""
+    check(options)
+    try:
+        AutoConfig.from_pretrained(options.model)
+        loss = make_loss(options.algo, options.algo_args)
+        task = make_task(options.task, options.seed, options.data_path)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    pipes = []
+    for index in range(options.workers if RANK == 0 else 0):
+        ours, theirs = mp.Pipe()
+        arguments = (theirs, options, task, NUM_RANKS + index)
+        mp.get_context("spawn").Process(target=work, args=arguments, daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    store = dist.HashStore() if NUM_RANKS == 1 else None
+    dist.init_process_group(store=store, rank=RANK, world_size=NUM_RANKS)
+    train(options, loss, Rollout(options, pipes) if RANK == 0 else None)
+    for pipe in pipes:
+        pipe.send(None)
+    for process in mp.active_children():
+        process.join()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
