@@ -65,6 +65,8 @@ OF_OTHERS = {
 }
 """What is written here for an option that another project has."""
 ALL = OPTIONS | {option.name: option for option in options_of(Command)}
+MAY_BE_UNSET = [option for option in ALL.values() if option.is_switch and option.default is None]
+"""Switches that are also neither on nor off."""
 
 
 def _text_type(option: Option) -> Any:
@@ -136,11 +138,10 @@ def _read(args: list[str] | None) -> dict[str, Any]:
 
 def _as_text(word: str) -> str:
     """Return a word of the command line; of a switch that may be unset, as `--compile`, with its value as text."""
-    for option in ALL.values():
-        if option.is_switch and option.default is None:
-            for value in (True, False):
-                if word == switch(option.name, value):
-                    return f"{option.flag}={value}"
+    for option in MAY_BE_UNSET:
+        for value in (True, False):
+            if word == switch(option.name, value):
+                return f"{option.flag}={value}"
     return word
 
 

@@ -193,10 +193,12 @@ def test_training_continues_to_the_bit_on_as_many_ranks_and_closely_on_others(
     unbroken, as_many = run(saved_by, save_and_continue, str(folder), configs)
     for path in folder.glob("*/*"):
         assert path.suffix == ".safetensors" and load_file(path)
-    others = run(continued_by, train_to_the_end, str(folder), configs, True)
     for name in names:
         check_resumed(unbroken[name], as_many[name], is_equal=True)
-        check_resumed(unbroken[name], others[name], is_equal=continued_by == saved_by)
+    if continued_by != saved_by:
+        others = run(continued_by, train_to_the_end, str(folder), configs, True)
+        for name in names:
+            check_resumed(unbroken[name], others[name], is_equal=False)
 
 
 def check_resumed(unbroken, resumed, is_equal) -> None:
