@@ -30,7 +30,7 @@ from asyncrl.messages import (
     Connect,
     Cut,
     Finished,
-    Hold,
+    Idle,
     Probed,
     Ready,
     Receiving,
@@ -77,7 +77,7 @@ class RolloutWorker:
                 await self._abort(ticket_ids)
             case Suspend():
                 await self._suspend(self.proxy.suspend)
-            case Hold(reason):
+            case Idle(reason):
                 self.proxy.activity.hold(reason)
             case Sleep():
                 await self._suspend(self.proxy.sleep)

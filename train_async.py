@@ -26,12 +26,12 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
     `worker_main(spec, connection)` is what rollout workers run in place of rollout.run_worker.
     """
     from asyncrl.job.node import start_node, start_rank
-    from asyncrl.job.step_log import say_where_time_went
+    from asyncrl.job.step_log import print_time_shares
     from rollout import run_worker
 
     with start_rank(config) as rank, start_node(rank, worker_main or run_worker) as node:
         train_on(node)
-    say_where_time_went(node)
+    print_time_shares(node)
 
 
 def train_on(node: "Leader | Follower") -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from asyncrl.records import Completion, Ticket, Trajectory
 
-HoldReason = Literal["weights", "version", "bound", "evaluation"]
+IdleReason = Literal["weights", "version", "bound", "evaluation"]
 
 TokenSequences = tuple[tuple[int, ...], ...]
 """Token ids of each sequence."""
@@ -91,12 +91,12 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Hold:
-    """You have no ticket, and there is none for you now; for the worker's time ledger alone."""
+class Idle:
+    """Reason why the worker has no ticket; only its time ledger reads it."""
 
-    reason: HoldReason
-    """No weights yet; tickets need weights that this worker has not; the bound is reached; or it is, as an evaluation
-    holds newer weights back. Of another reason, a worker is starved."""
+    reason: IdleReason
+    """`weights`: none is loaded yet. `version`: queued tickets need newer weights. `bound`: the staleness bound is
+    reached. `evaluation`: it is reached because an evaluation delays new weights. Otherwise the worker is starved."""
 
 
 @dataclass(frozen=True)

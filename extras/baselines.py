@@ -21,7 +21,7 @@ from asyncrl.controller.workers import Worker
 from asyncrl.engine.completion import Request
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.proxy import LLMProxy
-from asyncrl.messages import HoldReason
+from asyncrl.messages import IdleReason
 from asyncrl.records import Completion, Ticket
 from rollout import RolloutWorker
 
@@ -138,11 +138,11 @@ class BaselineDispatcher(Dispatcher):
             for worker in self.workers:
                 worker.process.send(Proceed())
 
-    def why_idle(self, why_full: HoldReason) -> str:
+    def idle_reason(self, reason_if_full: IdleReason) -> str:
         """Return why a worker has no ticket."""
-        if why_full != "weights" and self._round_is_running():
+        if reason_if_full != "weights" and self._round_is_running():
             return "round"
-        return super().why_idle(why_full)
+        return super().idle_reason(reason_if_full)
 
     def _round_is_running(self) -> bool:
         return self._has_rounds and (self._queues_training() or bool(self._running_tickets()))

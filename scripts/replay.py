@@ -214,12 +214,12 @@ def metrics_of(
     config: Config, step: int, groups, stats: dict[str, float], evaluated: dict, account: Account
 ) -> dict[str, float]:
     """Return the metrics of a step, under the names that a run uses."""
-    from asyncrl.runlog.metrics import batch_metrics, over_nodes, time_metrics, training_metrics
+    from asyncrl.runlog.metrics import batch_metrics, merge_nodes, time_metrics, training_metrics
 
     return {
         "step": step,
         "policy_version": step,
-        **over_nodes([batch_metrics(groups, step - 1, config)]),
+        **merge_nodes([batch_metrics(groups, step - 1, config)]),
         **evaluated,
         "tokens/generated": 0,
         **training_metrics(stats),

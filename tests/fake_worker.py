@@ -22,7 +22,7 @@ from asyncrl.messages import (
     Asleep,
     Cut,
     Finished,
-    Hold,
+    Idle,
     InFlight,
     Probed,
     Ready,
@@ -93,7 +93,7 @@ class FakeWorker:
         self.version, self.loading, self.stands = -1, None, False
         self.is_asleep = False
         """Whether its engine has given up its memory."""
-        self.is_asked = False
+        self.owes_progress = False
         """Whether it was asked how far its responses are, which it says at once."""
         self.discarded = 0
         self.episodes, self.ended = {}, {}
@@ -101,7 +101,7 @@ class FakeWorker:
     def send(self, message):
         """Take a message of the controller."""
         if isinstance(message, Cut):
-            self.is_asked = True
+            self.owes_progress = True
         else:
             self.inbox.append(message)
 
@@ -111,7 +111,7 @@ class FakeWorker:
         if not self.is_up:
             yield "start", self.start
             return
-        if self.is_asked:
+        if self.owes_progress:
             yield "say", self.say
         if self.loading is None and self.inbox:
             yield "read", self.read
@@ -146,7 +146,7 @@ class FakeWorker:
                 for ticket_id in ticket_ids:
                     for episode in self.episodes.get(ticket_id, ()):
                         episode.is_aborted = True
-            case Hold(reason):
+            case Idle(reason):
                 self.activity.hold(reason)
             case Stop():
                 self.is_stopped = True
@@ -154,7 +154,7 @@ class FakeWorker:
 
     def say(self):
         """How far its responses are, also in the middle of an update."""
-        self.is_asked, partials, lost = False, {}, {}
+        self.owes_progress, partials, lost = False, {}, {}
         for ticket_id, episodes in self.episodes.items():
             (first, *others) = episodes
             if first.ticket.is_evaluation:

@@ -12,8 +12,8 @@ from asyncrl.messages import (
     Abort,
     Connect,
     Cut,
-    Hold,
-    HoldReason,
+    Idle,
+    IdleReason,
     Receiving,
     Sleep,
     Suspend,
@@ -64,11 +64,11 @@ class WatchedWorker(FakeWorker):
                 assert not isinstance(worker, RemoteWorker), "a host that joined is not asked"
                 assert oracle.continues_responses, "responses are sampled again by their seeds"
                 self.newest = previous
-            case Hold(reason):
+            case Idle(reason):
                 assert message != previous, "a worker is told once why it has no ticket"
                 assert not self.given, "and none that has one"
                 self.is_told = True
-                assert reason in (*get_args(HoldReason), "round")
+                assert reason in (*get_args(IdleReason), "round")
                 has_weights = oracle.announced >= 0 and not oracle.is_resuming
                 assert has_weights or reason in ("weights", "version")
                 assert reason != "weights" or not has_weights
@@ -109,7 +109,7 @@ class WatchedWorker(FakeWorker):
                 yield "fetch", self.fetch
 
     def die(self):
-        self.exit_code, self.is_asked = -9, False
+        self.exit_code, self.owes_progress = -9, False
         self.outbox.append(None)
 
     def read(self):

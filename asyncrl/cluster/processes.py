@@ -79,7 +79,7 @@ def run_job(job: Callable[[], None]) -> None:
     try:
         job()
     except EXPECTED as error:
-        say_why(str(error))
+        print_error(str(error))
         sys.exit(status_of(error))
 
 
@@ -97,7 +97,7 @@ def _interrupt(number: int, frame) -> None:
     raise Interrupted(f"stopped by {signal.Signals(number).name}", 128 + number)
 
 
-def say_why(reason: str) -> None:
+def print_error(reason: str) -> None:
     """Print why the run ends, and have torchrun say it again at the end of its own report."""
     print(f"error: {reason}", file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -113,7 +113,7 @@ def end_by(error: BaseException, take_down: Callable[[], None]) -> NoReturn:
     """
     is_expected = isinstance(error, EXPECTED)
     try:
-        say_why(str(error) if is_expected else repr(error))
+        print_error(str(error) if is_expected else repr(error))
         if not is_expected:
             traceback.print_exception(error)
         take_down()

@@ -44,25 +44,27 @@ class Announcements:
         self.newest = announcement
         self.transport.announce(announcement.staged)
         for worker in self.workers:
-            worker.is_due = worker.is_paused or worker.is_behind(self.newest)
+            worker.needs_update = worker.is_paused or worker.is_behind(self.newest)
             if worker.is_up and worker.loading is None:
-                self.send_due(worker)
+                self.send_pending_update(worker)
 
-    def send_due(self, worker: Worker) -> None:
+    def send_pending_update(self, worker: Worker) -> None:
         """Send a worker the newest weights if they are due. If their buffer is being overwritten, it gets the next."""
-        if worker.is_due and worker.can_load(self.newest):
-            worker.is_due = False
+        if worker.needs_update and worker.can_load(self.newest):
+            worker.needs_update = False
             worker.load(self.newest)
 
     def on_ready(self, worker: Worker) -> None:
         """Connect a worker that was started again, and send it the weights. `connect` connects the first ones."""
         if self._are_connected:
             worker.connect(self.transport)
-        worker.is_due = self.newest is not None
-        self.send_due(worker)
+        worker.needs_update = self.newest is not None
+        self.send_pending_update(worker)
 
     def on_updated(self, worker: Worker) -> None:
         """Give back the buffer that a worker has loaded, and send what is due."""
         worker.finish_loading()
-        worker.is_due = worker.is_due and (worker.is_paused or worker.is_behind(self.newest))
-        self.send_due(worker)
+        worker.needs_update = worker.needs_update and (
+            worker.is_paused or worker.is_behind(self.newest)
+        )
+        self.send_pending_update(worker)

@@ -1,8 +1,7 @@
 """The controller: hands tickets to rollout workers, takes groups in, announces weights, and keeps the workers alive.
 
-It lives in the process of local trainer rank 0, and the ticket queue with it. The workers' reading threads and the
-trainer's thread meet at one lock, which guards all state. No wait is without end, and each that fails ends with the
-state of all.
+It lives in the process of local trainer rank 0, with the ticket queue. One lock guards all state: the workers' reading
+threads and the trainer's thread take it. Every wait has a timeout. A timeout reports the state of all workers.
 """
 
 import contextlib
@@ -23,12 +22,12 @@ from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.failures import Failures
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.ledger import ledger_metrics
-from asyncrl.controller.tickets import Loss, TicketSource
+from asyncrl.controller.tickets import ReissueReason, TicketSource
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
     Asleep,
     Finished,
-    HoldReason,
+    IdleReason,
     InFlight,
     Probed,
     ProbedVersions,
@@ -123,7 +122,7 @@ class Controller:
                     self.announcements.on_ready(worker)
                 case Finished(trajectories, activity):
                     self.journal.active(worker.index, activity)
-                    for trajectory in self.dispatcher.take_back(worker, trajectories):
+                    for trajectory in self.dispatcher.finish_tickets(worker, trajectories):
                         self._on_trajectory(trajectory)
                     self.dispatcher.drop_expired()
                 case Receiving():
@@ -137,7 +136,7 @@ class Controller:
                 case Probed():
                     self.journal.probed(worker.index, message)
                 case InFlight():
-                    worker.is_asked = False
+                    worker.owes_progress = False
                     worker.in_flight = message
                 case Stopped(activity):
                     self.journal.active(worker.index, activity)
@@ -149,13 +148,13 @@ class Controller:
         self.workers.replace(worker)
         self.journal.died(worker)
         for ticket in sorted(worker.awaited, key=lambda ticket: ticket.ticket_id, reverse=True):
-            self.issue_again(ticket, worker.loss)
+            self.issue_again(ticket, worker.reissue_reason)
 
-    def issue_again(self, ticket: Ticket, why: Loss) -> None:
+    def issue_again(self, ticket: Ticket, reason: ReissueReason) -> None:
         """Issue a ticket that was lost again, before all others, if its trajectory is still needed."""
         # else the group was dropped, or finished without it
         if ticket.is_evaluation or self.buffer.is_running(ticket.group_id):
-            self.dispatcher.queue.appendleft(self.tickets.issue_again(ticket, why))
+            self.dispatcher.queue.appendleft(self.tickets.issue_again(ticket, reason))
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
@@ -194,14 +193,14 @@ class Controller:
 
     def fill(self) -> None:
         """Start what can start, but nothing before the first weights. Send idle workers the reason."""
-        why_full: HoldReason = "weights"
+        reason_if_full: IdleReason = "weights"
         if self.announcements.newest is not None:
             if self.ended_by is None:
                 with self._noting_end():
                     self.dispatcher.admit_groups()
             self.dispatcher.send_out()
-            why_full = "bound" if self.announcements.deferred is None else "evaluation"
-        self.dispatcher.hold_idle(why_full)
+            reason_if_full = "bound" if self.announcements.deferred is None else "evaluation"
+        self.dispatcher.report_idle(reason_if_full)
 
     # Batches
 
@@ -343,13 +342,13 @@ class Controller:
     # Waiting
 
     def wait_until(
-        self, done: Callable[[], Any], what: str, can_come: Callable[[], bool] = lambda: True
+        self, done: Callable[[], Any], what: str, is_possible: Callable[[], bool] = lambda: True
     ) -> Any:
         """Wait until `done()` is true and return its value. It is called after every change, under the lock.
 
         A worker that starts or joins has a timeout of its own; this one begins anew when the worker is there. Raises
         what went wrong in the background. Raises RolloutEnded after the timeout, and RuntimeError as soon as
-        `can_come()` is false and nothing changes.
+        `is_possible()` is false and nothing changes.
         """
         deadline = time.monotonic() + self.config.timeout_s
         with self.lock:
@@ -360,14 +359,14 @@ class Controller:
                     self.announcements.transport.check()
                     if result := done():
                         return result
-                    is_in_vain = not can_come()
+                    is_hopeless = not is_possible()
                     # after a notification, `check` may know a better reason
-                    if not self.lock.wait(timeout=1.0) and is_in_vain:
+                    if not self.lock.wait(timeout=1.0) and is_hopeless:
                         raise RuntimeError(
                             f"{what} can never come: nothing runs, and nothing may start before the next weights are "
                             f"published; state: {self.dispatcher.describe()}"
                         )
-                    if self.workers.are_coming and self.ended_by is None:
+                    if self.workers.any_starting and self.ended_by is None:
                         deadline = time.monotonic() + self.config.timeout_s
                     elif time.monotonic() > deadline:
                         raise TimeoutError(f"waited {self.config.timeout_s:.0f} s for {what}")
@@ -399,7 +398,7 @@ class Controller:
         with self.lock:
             return copy.deepcopy(self.dispatcher.failures)
 
-    def shuts_out(self, worker: int, problem: str) -> bool:
+    def bans_host_of(self, worker: int, problem: str) -> bool:
         """Whether a worker whose weights are wrong is done without; one of this node is not."""
         return False
 

@@ -66,7 +66,7 @@ def cut(controller: "Controller", measure: Callable[[], dict[str, int]]) -> Cont
         )
     if continues_responses(controller.config):
         with contextlib.suppress(RolloutEnded):
-            controller.wait_until(workers.ask(), "responses in flight")
+            controller.wait_until(workers.request_progress_of_all(), "responses in flight")
     partials, lost, given = {}, {}, []
     for worker in workers:
         given += worker.awaited

@@ -19,7 +19,7 @@ from asyncrl.controller.failures import Failures
 from asyncrl.controller.ledger import DropReason
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Worker, Workers
-from asyncrl.messages import Abort, Hold, HoldReason, Tickets
+from asyncrl.messages import Abort, Idle, IdleReason, Tickets
 from asyncrl.records import Ticket, Trajectory
 
 MIN_GROUPS = 20
@@ -107,10 +107,10 @@ class Dispatcher:
             if running:
                 worker.process.send(Abort(running))
 
-    def take_back(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
+    def finish_tickets(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Note that a worker has ended the tickets of these trajectories. Returns those that were waited for."""
         for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
-            worker.take_back(ticket_id)
+            worker.finish_ticket(ticket_id)
         return trajectories
 
     def describe(self) -> str:
@@ -122,7 +122,7 @@ class Dispatcher:
 
     def can_go_on(self) -> bool:
         """Whether a training ticket runs or may start before the next weights. A paused worker starts nothing."""
-        if self.workers.are_coming or self.buffer.num_free_places() > 0:
+        if self.workers.any_starting or self.buffer.num_free_places() > 0:
             return True
         active = [
             worker for worker in self.workers if worker.loading is not None or not worker.is_paused
@@ -188,21 +188,21 @@ class Dispatcher:
         """Send out the tickets that can start."""
         outgoing: dict[int, list[Ticket]] = defaultdict(list)
         for worker, ticket in self.assign():
-            worker.give(ticket)
+            worker.assign(ticket)
             if not ticket.is_evaluation:
                 self.buffer.start(ticket.group_id, worker.sent_version)
             outgoing[worker.index].append(ticket)
         for index, tickets in outgoing.items():
             self.workers[index].process.send(Tickets(tickets))
 
-    def hold_idle(self, why_full: HoldReason) -> None:
-        """Send workers without a ticket the reason, once; `why_full` is why no group may be admitted."""
-        reason = self.why_idle(why_full)
+    def report_idle(self, reason_if_full: IdleReason) -> None:
+        """Send workers without a ticket the reason, once; `reason_if_full` is why no group may be admitted."""
+        reason = self.idle_reason(reason_if_full)
         for worker in self.workers:
-            if worker.is_up and not worker.running and worker.held != reason:
-                worker.held = reason
-                worker.process.send(Hold(reason))
+            if worker.is_up and not worker.running and worker.idle_reason != reason:
+                worker.idle_reason = reason
+                worker.process.send(Idle(reason))
 
-    def why_idle(self, why_full: HoldReason) -> HoldReason:
+    def idle_reason(self, reason_if_full: IdleReason) -> IdleReason:
         """Return why a worker has no ticket."""
-        return "version" if self.queue else why_full
+        return "version" if self.queue else reason_if_full

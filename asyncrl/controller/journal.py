@@ -7,7 +7,7 @@ from collections.abc import Callable
 from asyncrl.controller.workers import Worker
 from asyncrl.messages import ActivityReport, Probed, ProbedVersions, Updated
 from asyncrl.records import Trajectory
-from asyncrl.runlog.metrics import Mean, Measured, Sum, together
+from asyncrl.runlog.metrics import Mean, Measured, Sum, merge
 from asyncrl.runlog.time_ledger import WORKER_STATES, TimeLedger, seconds, unix_ns
 
 
@@ -117,7 +117,7 @@ class Journal:
         shares = {
             f"worker_time/{state}": Mean(spent[state], spent.total()) for state in WORKER_STATES
         }
-        return together([{"rollout/discarded_tokens": Sum(0)}, shares, *measured])
+        return merge([{"rollout/discarded_tokens": Sum(0)}, shares, *measured])
 
     def take_time(self) -> Counter[str]:
         """Take the nanoseconds in each state, all workers together, that have become known since the last call."""

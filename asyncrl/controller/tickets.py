@@ -11,8 +11,8 @@ from asyncrl.controller.prompts import PromptSource
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Completion, Group, Ticket
 from data.problem import Problem
 
-Loss = Literal["died", "moved"]
-"""Why a ticket is issued again: a worker of this node died with it, or another worker is to have it."""
+ReissueReason = Literal["died", "moved"]
+"""Reason to issue a ticket again: a worker of this node died with it, or the ticket moves to another worker."""
 IDS_PER_NODE = 10**9
 """Groups and tickets of node n are numbered from n times this."""
 
@@ -82,16 +82,15 @@ class TicketSource:
             for member, problem in enumerate(self.prompts.eval_problems)
         ]
 
-    def issue_again(self, ticket: Ticket, why: Loss) -> Ticket:
+    def issue_again(self, ticket: Ticket, reason: ReissueReason) -> Ticket:
         """Make the same ticket with an id of its own.
 
-        The response is sampled by the same seed, so that a long one stays long. It is the likeliest to be lost, and by
-        another seed what is trained on would be too short. After the second death the seed is new: the response may be
-        what kills its engine.
+        The seed stays the same. Long responses are lost most often; a new seed would replace them by shorter ones and
+        bias training. After the second death the seed is new: the response may kill its engine.
         """
         self.state.next_ticket += 1
         again = replace(ticket, ticket_id=self.state.next_ticket)
-        if why == "moved":
+        if reason == "moved":
             return again
         attempt = ticket.attempt + 1
         if attempt == 1:

@@ -17,11 +17,11 @@ from asyncrl.cluster.processes import RolloutEnded, folder_of_sockets, kill_sess
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
-from asyncrl.controller.tickets import Loss
+from asyncrl.controller.tickets import ReissueReason
 from asyncrl.messages import (
     Connect,
     Cut,
-    HoldReason,
+    IdleReason,
     InFlight,
     Sleep,
     Stop,
@@ -58,7 +58,7 @@ class Worker:
     transport: Transport = field(default_factory=Transport)
     """What brings weights to the worker; one that does nothing until `connect`."""
     order: float = 0.0
-    """Of equally loaded workers the one with the lowest order gets a ticket; all workers of this node are alike."""
+    """Tie-breaker between equally loaded workers; the lowest wins. Local workers all have 0."""
     state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep", "dead"] = (
         "starting"
     )
@@ -68,22 +68,22 @@ class Worker:
     """Newest version sent."""
     loading: Announcement | None = None
     """Weights that this worker was sent and has not loaded yet."""
-    is_due: bool = False
-    """Whether the announced weights are sent as soon as those that are `loading` are loaded."""
+    needs_update: bool = False
+    """Whether to send the announced weights as soon as those that are `loading` are loaded."""
     running: dict[int, Ticket] = field(default_factory=dict)
     """Tickets that it has, by id."""
     num_running: int = 0
     """Trajectories that its tickets ask for."""
     num_restarts: int = 0
     """Restarts since a ticket came back from it."""
-    is_asked: bool = False
-    """Whether it was asked how far its responses are, and has not answered yet."""
+    owes_progress: bool = False
+    """Whether it has not yet answered a `request_progress`."""
     in_flight: InFlight | None = None
     """Its last answer."""
-    loss: Loss = "died"
-    """How a ticket is lost when the worker dies."""
-    held: HoldReason | None = None
-    """Why the worker has no ticket, as it was sent last."""
+    reissue_reason: ReissueReason = "died"
+    """Reason recorded for tickets that are reissued when this worker dies."""
+    idle_reason: IdleReason | None = None
+    """Reason that the worker was sent last for having no ticket."""
 
     @property
     def is_up(self) -> bool:
@@ -130,14 +130,14 @@ class Worker:
         self.transport.release(self.loading.staged)
         self.loading = None
 
-    def ask(self) -> None:
+    def request_progress(self) -> None:
         """Ask the worker how far its responses are."""
-        self.is_asked, self.in_flight = True, None
+        self.owes_progress, self.in_flight = True, None
         self.process.send(Cut())
 
-    def give(self, ticket: Ticket) -> None:
+    def assign(self, ticket: Ticket) -> None:
         """Note that the worker has a ticket."""
-        self.held = None
+        self.idle_reason = None
         self.running[ticket.ticket_id] = ticket
         self.num_running += ticket.num_members
 
@@ -146,7 +146,7 @@ class Worker:
         """Tickets that the worker has, and whose trajectories are waited for."""
         return list(self.running.values())
 
-    def take_back(self, ticket_id: int) -> None:
+    def finish_ticket(self, ticket_id: int) -> None:
         """Note that the worker has ended a ticket."""
         self.num_running -= self.running.pop(ticket_id).num_members
         self.num_restarts = 0
@@ -199,7 +199,7 @@ class Workers:
         return [worker for worker in self if worker.state == "starting"]
 
     @property
-    def are_coming(self) -> bool:
+    def any_starting(self) -> bool:
         """Whether a worker is starting, which has a timeout of its own."""
         return bool(self.starting)
 
@@ -270,21 +270,24 @@ class Workers:
         """Ask all workers to fall asleep that were not asked yet. Returns whether all are asleep."""
         for worker in self:  # a worker that was started again meanwhile is asked when it is up
             # weights that are due would wake it again
-            if worker.state in ("sampling", "suspended") and not worker.is_due:
+            if worker.state in ("sampling", "suspended") and not worker.needs_update:
                 worker.state = "falling_asleep"
                 worker.process.send(Sleep())
         return all(worker.state in ("asleep", "dead") for worker in self)
 
-    def ask(self) -> Callable[[], bool]:
-        """Ask this node's workers how far their responses are. Returns a function: whether no answer is waited for."""
+    def request_progress_of_all(self) -> Callable[[], bool]:
+        """Ask all workers of this node for the progress of their responses.
+
+        Return a function that tells whether all have answered, or are too late.
+        """
         # at most half of --timeout-s, after which the wait itself would end the run
         deadline = time.monotonic() + min(CUT_S, self.config.timeout_s / 2)
         for worker in self:
             if worker.is_up:
-                worker.ask()
+                worker.request_progress()
 
-        def none_is_waited_for() -> bool:
-            silent = [worker.describe() for worker in self if worker.is_asked]
+        def all_have_answered() -> bool:
+            silent = [worker.describe() for worker in self if worker.owes_progress]
             if not silent or time.monotonic() < deadline:
                 return not silent
             print(
@@ -293,7 +296,7 @@ class Workers:
             )
             return True
 
-        return none_is_waited_for
+        return all_have_answered
 
     def check(self) -> None:
         """Raise the error that ended a reading thread, or WorkerDied for a worker that takes too long to start."""

@@ -232,7 +232,7 @@ class EngineCheck:
             if self._first_version is None:
                 self._first_version = mismatch.version
             problem = mismatch.describe(self._allowed, node.placement.transport)
-            if problem is None or node.controller.shuts_out(mismatch.worker, problem):
+            if problem is None or node.controller.bans_host_of(mismatch.worker, problem):
                 continue
             if mismatch.version == self._first_version:
                 raise RuntimeError(problem)
@@ -257,7 +257,7 @@ class EngineCheck:
                 f"Every staleness is then recorded wrongly. Likely cause: --weight-sync {node.placement.transport} "
                 "brings weights late, or only some of them; try another --weight-sync"
             )
-            if not node.controller.shuts_out(worker, problem):
+            if not node.controller.bans_host_of(worker, problem):
                 raise RuntimeError(problem)
 
     def finish(self) -> None:

@@ -10,9 +10,9 @@ from asyncrl.runlog.metrics import (
     Max,
     Measured,
     batch_metrics,
-    over_nodes,
+    merge,
+    merge_nodes,
     time_metrics,
-    together,
     training_metrics,
 )
 from asyncrl.runlog.progress import Progress
@@ -92,7 +92,7 @@ class StepLog:
         metrics = {
             "step": step,
             "policy_version": step,
-            **over_nodes(nodes),
+            **merge_nodes(nodes),
             **self.node.controller.take_evaluation(),
             **training_metrics(stats),
             **time_metrics(account.spent),
@@ -115,7 +115,7 @@ class StepLog:
         """Return this node's part of the metrics of all nodes."""
         node = self.node
         measured = batch_metrics(groups, step - 1, node.config, node.cluster.num_nodes)
-        worst = together(
+        worst = merge(
             {name: Max(value) for name, value in metrics.items()}
             for metrics in node.probe.take_newest()
         )
@@ -165,7 +165,7 @@ class StepLog:
             )
 
 
-def say_where_time_went(node: Follower | Leader) -> None:
+def print_time_shares(node: Follower | Leader) -> None:
     """Print on each leader what trainer and workers spent their time on, and on rank 0 where the records are."""
     if node.cluster.is_leader:
         print(describe("trainer ", node.clock.total))

@@ -95,7 +95,7 @@ Measured = dict[str, Mean | Comparison | Deviation | Max | Sum]
 """Metrics of one node, by name."""
 
 
-def together(parts: Iterable[Measured]) -> Measured:
+def merge(parts: Iterable[Measured]) -> Measured:
     """Return the sum of measurements; each may lack some metrics."""
     whole: Measured = {}
     for measured in parts:
@@ -104,9 +104,9 @@ def together(parts: Iterable[Measured]) -> Measured:
     return whole
 
 
-def over_nodes(nodes: Iterable[Measured]) -> dict[str, float]:
+def merge_nodes(nodes: Iterable[Measured]) -> dict[str, float]:
     """Return the metrics of all nodes together, without means of nothing."""
-    values = {name: measurement.value for name, measurement in together(nodes).items()}
+    values = {name: measurement.value for name, measurement in merge(nodes).items()}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import get_args
 
-from asyncrl.messages import ActivityReport, HoldReason
+from asyncrl.messages import ActivityReport, IdleReason
 
 TRAINER_STATES = {
     "starting": "before the first step: model, engines, first weights",
@@ -163,7 +163,7 @@ class Activity:
         self._note()
 
     def hold(self, reason: str) -> None:
-        """The worker has nothing to run, for a HoldReason of the controller or another reason."""
+        """The worker has nothing to run, for an IdleReason of the controller or another reason."""
         self._held = reason
         self._note()
 
@@ -180,7 +180,7 @@ class Activity:
             return "decoding", ""
         if self._trajectories:
             return "environment", ""
-        return ("gated" if self._held in get_args(HoldReason) else "starved"), self._held
+        return ("gated" if self._held in get_args(IdleReason) else "starved"), self._held
 
     def report(self) -> ActivityReport:
         """Return all changes since the last report."""

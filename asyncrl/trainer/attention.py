@@ -38,7 +38,9 @@ def choose_attention(device: torch.device, config: PreTrainedConfig) -> str:
     if flash_attn_works():
         return "flash_attention_2"
     if reason := unfit_for_varlen(config, torch.cuda.get_device_capability(device)):
-        _say(f"attention of the trainer takes a mask, which is slow and needs memory: {reason}")
+        print_on_rank_0(
+            f"attention of the trainer takes a mask, which is slow and needs memory: {reason}"
+        )
         return by_mask
     return "varlen"
 
@@ -50,7 +52,7 @@ def flash_attn_works() -> bool:
     try:
         import flash_attn  # noqa: F401
     except ImportError as error:
-        _say(
+        print_on_rank_0(
             f"flash-attn is installed but is not used, as its import fails ({error}): pip uninstall flash-attn"
         )
         return False
@@ -85,7 +87,7 @@ def head_sizes(text: PreTrainedConfig) -> list[int]:
     return sorted(set(sizes))
 
 
-def _say(line: str) -> None:
+def print_on_rank_0(line: str) -> None:
     if dist.get_rank() == 0:
         print(line, flush=True)
 

@@ -78,7 +78,7 @@ class TokenStats:
         The sequences are those of the micro-batches that were added after the first `since`.
         """
         return _effective_sample_size(
-            _joined(on_all_ranks(_joined(self._sequence_log_ratios[since:])))
+            _joined(gather_from_ranks(_joined(self._sequence_log_ratios[since:])))
         )
 
     def add(self, stats: dict[str, Tensor], lags: Tensor) -> None:
@@ -109,7 +109,9 @@ class TokenStats:
         `sequence_ess` is the effective sample size of the sequences' whole ratios. `tokens` is a sum.
         """
         sums = {name: total.cpu().numpy() for name, total in self._sums.items()}
-        ranks = on_all_ranks((sums, _joined(self._log_ratios), _joined(self._sequence_log_ratios)))
+        ranks = gather_from_ranks(
+            (sums, _joined(self._log_ratios), _joined(self._sequence_log_ratios))
+        )
         sums_of_ranks, log_ratios, sequence_log_ratios = zip(*ranks, strict=True)
         totals = Counter()
         for sums in sums_of_ranks:
@@ -146,7 +148,7 @@ def trained_on(updates: Updates, policy_version: int) -> dict[str, float]:
         for sequence in bundle.sequences:
             oldest.append(sequence.oldest_version)
             versions.append(sequence.policy_versions[sequence.loss_mask])
-    ranks = on_all_ranks(
+    ranks = gather_from_ranks(
         ([version for version in oldest if version is not None], np.concatenate(versions))
     )
     oldest_of_ranks, versions_of_ranks = zip(*ranks, strict=True)
@@ -161,7 +163,7 @@ def trained_on(updates: Updates, policy_version: int) -> dict[str, float]:
     }
 
 
-def on_all_ranks(value: T) -> list[T]:
+def gather_from_ranks(value: T) -> list[T]:
     """Return the values of all ranks; collective."""
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -40,7 +40,7 @@ class SwarmController(Controller):
         """Let hosts in, and give the engines of this node the weight transport, when all are up."""
         if self.swarm is not None:
             self.pulled = self.workers.pulled = self.swarm.make_transport(transport.specs)
-            self.pulled.on_kept = self.send_due
+            self.pulled.on_kept = self.send_pending_update
             self.swarm.start(self)
         super().connect(transport)
 
@@ -87,17 +87,21 @@ class SwarmController(Controller):
                 and version == worker.loading.version > worker.sent_version
             ):
                 worker.finish_loading()
-                worker.is_due = True
-                self.announcements.send_due(worker)
+                worker.needs_update = True
+                self.announcements.send_pending_update(worker)
 
     def fill(self) -> None:
         """Start what can start, and send the newest weights to workers that can start nothing without them."""
         super().fill()
         newest = self.announcements.newest
         for worker in self.workers if newest is not None else ():
-            if worker.held == "version" and worker.loading is None and worker.is_behind(newest):
-                worker.is_due = True
-                self.announcements.send_due(worker)
+            if (
+                worker.idle_reason == "version"
+                and worker.loading is None
+                and worker.is_behind(newest)
+            ):
+                worker.needs_update = True
+                self.announcements.send_pending_update(worker)
 
     # Batches
 
@@ -150,12 +154,12 @@ class SwarmController(Controller):
         self.pulled.announce(Staged(announcement.version, []))
         super().announce(announcement)
 
-    def send_due(self) -> None:
+    def send_pending_update(self) -> None:
         """Have hosts fetch the announced weights that are due, as another snapshot is kept."""
         with self.lock:
             for worker in self.workers:
                 if worker.is_up and worker.loading is None:
-                    self.announcements.send_due(worker)
+                    self.announcements.send_pending_update(worker)
 
     # What was measured
 
@@ -163,7 +167,7 @@ class SwarmController(Controller):
         """Take what was measured since the last call, also `swarm/*` of what hosts did."""
         return super().take_metrics() | self.swarm.take_metrics()
 
-    def shuts_out(self, worker: int, problem: str) -> bool:
+    def bans_host_of(self, worker: int, problem: str) -> bool:
         """Shut out the host of a worker whose weights are wrong.
 
         Returns False for a worker of this node, and if no worker is left that is believed.

@@ -47,11 +47,11 @@ class LeasingDispatcher(Dispatcher):
         is_taken = self._taken_from.get(_key(ticket), [None])[-1] is worker
         return not (is_taken and any(self._is_faster(other, worker) for other in self.workers))
 
-    def take_back(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
+    def finish_tickets(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Note that a worker has ended the tickets of these trajectories. Returns those that were waited for."""
         late_tickets = set(worker.reissued) if isinstance(worker, RemoteWorker) else set()
         in_time = []
-        for trajectory in super().take_back(worker, trajectories):
+        for trajectory in super().finish_tickets(worker, trajectories):
             if trajectory.ticket_id not in late_tickets:
                 self._note(worker, trajectory)
                 in_time.append(trajectory)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
-from asyncrl.controller.tickets import Loss
+from asyncrl.controller.tickets import ReissueReason
 from asyncrl.controller.workers import Worker, WorkerDied, Workers
 from asyncrl.records import Group, Ticket
 from asyncrl.weights.transport import Announcement, Staged, Transport
@@ -18,7 +18,7 @@ from extras.swarm.wire import Fetch
 class RemoteWorker(Worker):
     """An engine of a host that has joined. It fetches weights before it loads them, and may be some versions behind."""
 
-    loss: Loss = "moved"
+    reissue_reason: ReissueReason = "moved"
     refresh_lag: int = 0
     now: Callable[[], float] = time.monotonic
     scores_probe: bool = False
@@ -37,7 +37,9 @@ class RemoteWorker(Worker):
     def is_behind(self, newest: Announcement) -> bool:
         """Whether the worker has to fetch the newest weights. It may be `refresh_lag` versions behind, unless it waits
         for newer ones. An evaluation is of the newest alone, and nobody may miss it."""
-        is_patient = self.sent_version >= 0 and self.held != "version" and not newest.evaluate
+        is_patient = (
+            self.sent_version >= 0 and self.idle_reason != "version" and not newest.evaluate
+        )
         return newest.version - self.sent_version >= max(1, self.refresh_lag if is_patient else 1)
 
     def can_load(self, announcement: Announcement) -> bool:
@@ -60,12 +62,12 @@ class RemoteWorker(Worker):
         self.transport.release(self.staged)
         self.loading = None
 
-    def ask(self) -> None:
+    def request_progress(self) -> None:
         """Ask nothing: if the run is resumed, the responses of hosts are sampled again."""
 
-    def give(self, ticket: Ticket) -> None:
+    def assign(self, ticket: Ticket) -> None:
         """Note that the worker has a ticket."""
-        super().give(ticket)
+        super().assign(ticket)
         self.given_at[ticket.ticket_id] = self.now()
 
     @property
@@ -73,9 +75,9 @@ class RemoteWorker(Worker):
         """Tickets that the worker has and nobody else has."""
         return [ticket for ticket in super().awaited if ticket.ticket_id not in self.reissued]
 
-    def take_back(self, ticket_id: int) -> None:
+    def finish_ticket(self, ticket_id: int) -> None:
         """Note that the worker has ended a ticket."""
-        super().take_back(ticket_id)
+        super().finish_ticket(ticket_id)
         del self.given_at[ticket_id]
         self.reissued.discard(ticket_id)
 
@@ -91,9 +93,9 @@ class SwarmWorkers(Workers):
     """What brings weights to hosts."""
 
     @property
-    def are_coming(self) -> bool:
+    def any_starting(self) -> bool:
         """Whether a worker is starting, or none is there and a host may join: each has a timeout of its own."""
-        return not any(self) or super().are_coming
+        return not any(self) or super().any_starting
 
     def join(self, worker: RemoteWorker) -> RemoteWorker:
         """Take in a worker of a host, and number it."""

@@ -18,7 +18,7 @@ from asyncrl.messages import (
     Abort,
     Connect,
     Finished,
-    Hold,
+    Idle,
     Probed,
     Ready,
     Suspend,
@@ -135,7 +135,7 @@ class Fetched:
     version: int
 
 
-TO_ENGINE = (Tickets, Connect, Fetch, Update, Abort, Suspend, Hold)
+TO_ENGINE = (Tickets, Connect, Fetch, Update, Abort, Suspend, Idle)
 FROM_ENGINE = (Ready, Fetched, Updated, Probed, Finished)
 TO_HOST = (Welcome, Refused, JoinAt, JoinAgain, Beat, Leave, Piece)
 FROM_HOST = (Join, Beat, Leave, Pull)

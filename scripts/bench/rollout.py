@@ -21,7 +21,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
-from asyncrl.runlog.metrics import together
+from asyncrl.runlog.metrics import merge
 from scripts.bench import harness
 from scripts.bench.harness import ROOT, Arguments, Bench, Case, Column, Measure
 from scripts.bench.rig import Rig, running, wait_until_idle
@@ -91,7 +91,7 @@ def measure(rig: Rig, steps: int, counts_sampled: bool = False) -> dict:
         rig.step()  # workers say at an update what they have sampled since the one before
     wait_until_idle(rig.node)
     rest = controller.take_metrics()
-    measured = together([first, rest])
+    measured = merge([first, rest])
     ledger = controller.buffer.balance() - ledger_before
     rebuilds = rig.config.on_update in ("recompute", "resume")
     recomputed = sum(map(recomputed_tokens, trajectories_of(batches))) if rebuilds else 0

@@ -271,7 +271,7 @@ class Walk:
         self.oracle.asked_again = [state.announced] * state.evaluates
         if deferred is not None and deferred.evaluate and not [*self.controller.workers]:
             self.oracle.asked_again.append(deferred.version)
-        assert not any(worker.process.is_asked for worker in self.controller.workers)
+        assert not any(worker.process.owes_progress for worker in self.controller.workers)
         self.saved = plain.encode(state), pickle.dumps(self.oracle)
 
     def _crash(self):

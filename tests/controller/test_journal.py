@@ -7,7 +7,7 @@ import pytest
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.workers import Worker
 from asyncrl.messages import ActivityReport, SampledTokens, Updated
-from asyncrl.runlog.metrics import over_nodes
+from asyncrl.runlog.metrics import merge_nodes
 
 
 class JournalAt(Journal):
@@ -61,11 +61,11 @@ def test_where_one_clock_takes_over_from_another_nothing_is_counted_twice():
 
 def test_what_workers_report_becomes_metrics_of_their_moments_and_times_together():
     journal = JournalAt()
-    assert over_nodes([journal.take_metrics()]) == {"rollout/discarded_tokens": 0}
+    assert merge_nodes([journal.take_metrics()]) == {"rollout/discarded_tokens": 0}
     for pause_s, sampled in ((0.1, SampledTokens(30, 10, 5)), (0.3, SampledTokens(10, 0, 0))):
         journal.updated(0, Updated(1, pause_s, sampled, None), made_at=0.0)
     journal.now = 10
-    metrics = over_nodes([journal.take_metrics(), {}])
+    metrics = merge_nodes([journal.take_metrics(), {}])
     assert metrics["rollout/pause_s"] == pytest.approx(0.2)
     assert metrics["rollout/resumed_share"] == 0.25 and metrics["rollout/discarded_tokens"] == 5
     assert metrics["worker_time/starting"] == 1 and metrics["worker_time/decoding"] == 0

@@ -85,7 +85,7 @@ class Leader:
             self.pair.run(proxy.decode(*pair)) for pair in zip(tokens, lengths, strict=False)
         )
 
-    def shuts_out(self, worker, problem):
+    def bans_host_of(self, worker, problem):
         return worker == JOINED
 
     def is_believed(self, worker):

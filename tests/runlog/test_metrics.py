@@ -10,7 +10,7 @@ from asyncrl.config import AdvantageOptions, Config
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.ledger import COUNTS, ledger_metrics
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Group
-from asyncrl.runlog.metrics import batch_metrics, over_nodes, time_metrics
+from asyncrl.runlog.metrics import batch_metrics, merge_nodes, time_metrics
 
 VERSION, DELAY, MAX_TOKENS, OVERLONG = 6, 1, 48, 45
 
@@ -67,8 +67,8 @@ def test_metrics_of_any_number_of_nodes_are_those_of_the_whole_batch(num_nodes):
         batch_metrics(groups[node::num_nodes], VERSION, config, num_nodes)
         for node in range(num_nodes)
     ]
-    assert over_nodes(nodes) == pytest.approx(formula(groups), rel=1e-12)
-    without = over_nodes([batch_metrics(groups, VERSION, Config())])
+    assert merge_nodes(nodes) == pytest.approx(formula(groups), rel=1e-12)
+    without = merge_nodes([batch_metrics(groups, VERSION, Config())])
     assert "reward/overlong_penalty" not in without
 
 
@@ -80,8 +80,10 @@ def test_accuracy_is_over_all_problems_asked_also_greedily_and_a_failed_response
     evaluation = Evaluation(3, 4 * len(rewards))
     for group_id, numbers in rewards.items():
         for reward in numbers:
-            trajectory = make_trajectory(group_id, 0, (3,), "failed" if reward is None else "stop")
-            is_last = evaluation.add(dataclasses.replace(trajectory, reward=reward or 0.0))
+            reason, failure = ("failed", "it raised") if reward is None else ("stop", "")
+            trajectory = make_trajectory(group_id, 0, (3,), reason)
+            trajectory = dataclasses.replace(trajectory, reward=reward or 0.0, failure=failure)
+            is_last = evaluation.add(trajectory)
     assert is_last and evaluation.metrics() == greedy | {
         "eval/accuracy": 0.5,
         "eval/policy_version": 3,
@@ -103,8 +105,8 @@ def test_what_is_dropped_on_one_node_alone_is_measured_against_what_all_consume(
     expected = {f"ledger/{name}": 0 for name in COUNTS}
     expected |= {"ledger/tokens_generated": 12, "tokens/generated": 12}
     bias = {"dropped/shut_out_length_ratio": 2.5, "dropped/shut_out_reward_gap": -1.0}
-    assert over_nodes([one, other, other]) == expected | bias
-    assert over_nodes([one, one, one]) == expected, "nothing to compare"
+    assert merge_nodes([one, other, other]) == expected | bias
+    assert merge_nodes([one, one, one]) == expected, "nothing to compare"
 
 
 def test_a_steps_time_is_split_into_shares_that_sum_to_1():

@@ -23,9 +23,9 @@ class WatchedDispatcher(LeasingDispatcher):
         self.former_hosts, self.moved_at = defaultdict(list), {}
         """Hosts that each response was taken from, in order, and when each ticket was taken, seconds."""
 
-    def take_back(self, worker, trajectories):
+    def finish_tickets(self, worker, trajectories):
         """What was taken from a host is not sampled on there, and comes to nothing."""
-        in_time = super().take_back(worker, trajectories)
+        in_time = super().finish_tickets(worker, trajectories)
         late = [t for t in trajectories if t.ticket_id in self.moved_at]
         assert in_time == [t for t in trajectories if t.ticket_id not in self.moved_at]
         for t in late:

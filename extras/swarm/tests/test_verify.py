@@ -19,7 +19,7 @@ from user_files import write_user_code
 from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
 from asyncrl.config import Config, SwarmOptions
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Ticket, Trajectory
-from asyncrl.runlog.metrics import over_nodes
+from asyncrl.runlog.metrics import merge_nodes
 from extras.swarm.verify import Verifier, allowed_distance, distance
 
 PROMPT = (4, 5, 6)
@@ -133,7 +133,7 @@ def test_honest_responses_pass_by_far_and_lies_and_what_is_too_late_are_found(
     pairs = [(ticket, replace(t, reward=honest)) for ticket, t in pairs]
     verifier, policy = make_verifier(config), load(config)
     assert verifier.verify(pairs, policy, VERSION) == []
-    metrics = over_nodes([verifier.metrics()])
+    metrics = merge_nodes([verifier.metrics()])
     assert 0 < metrics["swarm/verify_diff_max"] < 1e-5 < allowed_distance(config, torch.float32)
     lies = dict(zip(itertools.count(), LIES.values()))
     for i, lie in lies.items():
@@ -159,7 +159,7 @@ def test_honest_responses_pass_by_far_and_lies_and_what_is_too_late_are_found(
     # the answer of a host that exchanged tokens may not be right any more
     false_rewards = [(worker, what) for worker, what in false_rewards if worker not in lies]
     assert false_rewards == ([] if line is None else [(9, line.format(rewarded.ticket_id))])
-    metrics = over_nodes([verifier.metrics()])
+    metrics = merge_nodes([verifier.metrics()])
     names = "verified", "too_late", "verify_failed", "rewards_verified", "rewards_unverified"
     counts = [metrics[f"swarm/{name}"] for name in names]
     num, num_unscored = 2 * len(pairs), 1 if line else 2 * len(pairs)
