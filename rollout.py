@@ -28,12 +28,12 @@ from asyncrl.messages import (
     Abort,
     Asleep,
     Connect,
-    Cut,
     Finished,
     Idle,
     Probed,
     Ready,
     Receiving,
+    ReportProgress,
     Sleep,
     Stop,
     Stopped,
@@ -111,7 +111,7 @@ class RolloutWorker:
             loop.call_soon_threadsafe(self._receive, message)
 
     def _receive(self, message) -> None:
-        if isinstance(message, Cut):
+        if isinstance(message, ReportProgress):
             # At once, and not after an update that may wait for responses to end: the trainer waits for the answer.
             self._start(self._report_in_flight())
         else:

@@ -86,7 +86,7 @@ class Suspend:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ReportProgress:
     """Say at once how far your responses are (`InFlight`), and sample on."""
 
 

@@ -132,7 +132,7 @@ class Trajectory:
         return len(self.tokens) - int(self.loss_mask.argmax())
 
     @property
-    def min_version(self) -> int:
+    def oldest_version(self) -> int:
         """Oldest version among its generated tokens, steps; needs at least one such token."""
         return int(self.policy_versions[self.loss_mask].min())
 
@@ -153,9 +153,9 @@ class Group:
         return np.array([t.reward for t in self.trajectories], dtype=np.float64)
 
     @property
-    def min_version(self) -> int:
+    def oldest_version(self) -> int:
         """Oldest version among the generated tokens of all its trajectories, steps."""
-        return min(t.min_version for t in self.trajectories)
+        return min(t.oldest_version for t in self.trajectories)
 
 
 def check_trajectory(trajectory: Trajectory) -> None:

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import replace
 
-from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.failures import Failures
+from asyncrl.controller.snapshot import ControllerState
 from asyncrl.controller.tickets import IDS_PER_NODE, TicketState
 
 
@@ -22,7 +22,7 @@ def redistribute(states: list[ControllerState], num_nodes: int) -> list[Controll
         raise RuntimeError(f"states of nodes at different trainer versions: {versions}")
     whole = _merge(states)
     residents = whole.buffer.residents
-    order = sorted(residents, key=lambda group_id: (residents[group_id].version, group_id))
+    order = sorted(residents, key=lambda group_id: (residents[group_id].oldest_version, group_id))
     return [_share(whole, order, node, num_nodes) for node in range(num_nodes)]
 
 

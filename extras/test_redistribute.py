@@ -8,9 +8,9 @@ from trajectories import make_trajectory
 
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
-from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.prompts import PromptSource
+from asyncrl.controller.snapshot import ControllerState
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.runlog.plain import decode, encode
 from data.problem import Problem
@@ -46,8 +46,8 @@ class Node:
     def finish(self, tickets):
         for ticket in list(tickets):
             self.running.remove(ticket)
-            self.buffer.start(ticket.group_id, self.buffer.oldest_to_start)
-            versions = [self.buffer.min_version(ticket.group_id)] * 2
+            self.buffer.start(ticket.group_id, self.buffer.min_version)
+            versions = [self.buffer.min_version_of(ticket.group_id)] * 2
             self.buffer.add(make_trajectory(ticket.group_id, ticket.member, versions))
 
     def drop(self, group_id, reason):
@@ -75,7 +75,7 @@ class Node:
             self.buffer.state(),
             self.tickets.state,
             list(self.running),
-            announced=0,
+            published_version=0,
             evaluates=self.node == 0,
             evaluations=[Evaluation(3, 1, [])] * (self.node == 0),
             num_restarts=self.node + 1,
@@ -124,7 +124,7 @@ def check_dealt_out(before, states, done):
     assert sorted(problem for place in places for problem in place) == [*range(500)]
     assert totals(states) == totals(before)
     assert repr(sorted(residents(states).items())) == repr(sorted(residents(before).items()))
-    ages = [sorted(r.version for r in state.buffer.residents.values()) for state in states]
+    ages = [sorted(r.oldest_version for r in state.buffer.residents.values()) for state in states]
     whole = sorted(version for versions in ages for version in versions)
     assert ages == [whole[node :: len(states)] for node in range(len(states))]
     for state in states:

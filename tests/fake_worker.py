@@ -20,12 +20,12 @@ from trajectories import make_trajectory
 from asyncrl.messages import (
     Abort,
     Asleep,
-    Cut,
     Finished,
     Idle,
     InFlight,
     Probed,
     Ready,
+    ReportProgress,
     SampledTokens,
     Sleep,
     Stop,
@@ -100,7 +100,7 @@ class FakeWorker:
 
     def send(self, message):
         """Take a message of the controller."""
-        if isinstance(message, Cut):
+        if isinstance(message, ReportProgress):
             self.owes_progress = True
         else:
             self.inbox.append(message)

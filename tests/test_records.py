@@ -34,7 +34,7 @@ def test_a_token_with_a_broken_logprob_or_without_a_version_is_named(
 
 def test_segments_cover_the_tokens_in_their_order_and_an_agents_limit_counts_what_it_sampled():
     trajectory = make_trajectory(0, 0, versions=(5, -1, 4, 6))
-    assert (trajectory.min_version, trajectory.num_generated) == (4, 3)
+    assert (trajectory.oldest_version, trajectory.num_generated) == (4, 3)
     assert trajectory.segments == [slice(0, 5)] and trajectory.num_beyond_prompt == 4
     trajectory = replace(trajectory, segment_lengths=(2, 3))
     assert trajectory.segments == [slice(0, 2), slice(2, 5)] and trajectory.num_beyond_prompt == 3

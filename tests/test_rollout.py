@@ -21,10 +21,10 @@ from asyncrl.config import Config
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.vllm_setup import worker_environment
 from asyncrl.messages import (
-    Cut,
     Finished,
     InFlight,
     Ready,
+    ReportProgress,
     Stop,
     Stopped,
     Suspend,
@@ -217,7 +217,7 @@ DEAD = pytest.raises(RuntimeError, match="the engine is dead")
     [
         ([], [Ready], DEAD),
         ([Suspend()], [Ready], DEAD),
-        ([Update(0, [], ()), Cut()], [Ready, InFlight], DEAD),
+        ([Update(0, [], ()), ReportProgress()], [Ready, InFlight], DEAD),
         ([Stop()], [Ready, Stopped], contextlib.nullcontext()),
     ],
 )

@@ -98,7 +98,10 @@ class Oracle:
     def resume(self, state):
         """All that was there at the cut is in its state, and is what counts from here on: the tokens of responses that
         nobody can go on from are dropped."""
-        assert state.records == {"events": self.num_events} and state.announced == self.announced
+        assert (
+            state.records == {"events": self.num_events}
+            and state.published_version == self.announced
+        )
         self.is_resuming, self.problem_of, self.prefixes = True, {}, {}
         self.num_evaluations -= bool(self.evaluating)
         assert state.evaluates == bool(self.evaluating)
@@ -274,7 +277,10 @@ class Oracle:
         if len(group.members) < self.config.group_size:
             return
         self.count["finished"] += 1
-        group.state, group.oldest = "finished", min(t.min_version for t in group.members.values())
+        group.state, group.oldest = (
+            "finished",
+            min(t.oldest_version for t in group.members.values()),
+        )
         if self.config.extra_members:
             self.closed[trajectory.group_id] = "aborted"  # what the others still bring
         if self.config.drop_zero_variance and len({t.reward for t in group.members.values()}) == 1:

@@ -11,10 +11,10 @@ from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
     Abort,
     Connect,
-    Cut,
     Idle,
     IdleReason,
     Receiving,
+    ReportProgress,
     Sleep,
     Suspend,
     Tickets,
@@ -59,7 +59,7 @@ class WatchedWorker(FakeWorker):
         super().send(message)
         oracle, previous, self.newest = self.walk.oracle, self.newest, message
         match message:
-            case Cut():
+            case ReportProgress():
                 worker = self.walk.controller.workers[self.index]
                 assert not isinstance(worker, RemoteWorker), "a host that joined is not asked"
                 assert oracle.continues_responses, "responses are sampled again by their seeds"

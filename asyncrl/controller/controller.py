@@ -16,12 +16,12 @@ from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.config import Config
 from asyncrl.controller.announcements import Announcements
 from asyncrl.controller.buffer import SampleBuffer
-from asyncrl.controller.cut import ControllerState, cut, restore
 from asyncrl.controller.dispatcher import Dispatcher
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.failures import Failures
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.ledger import ledger_metrics
+from asyncrl.controller.snapshot import ControllerState, continues_responses, unfinished_tickets
 from asyncrl.controller.tickets import ReissueReason, TicketSource
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
@@ -58,28 +58,30 @@ class Controller:
         num_nodes: int = 1,
         restored: ControllerState | None = None,
     ):
-        """`record(event, **fields)` writes an event. `clock` notes what `take_batch` waits for. `num_nodes` nodes share
-        the groups of a step. A resumed run continues from `restored`."""
+        """`record(event, **fields)` writes an event. `clock` notes what `take_batch` waits for.
+
+        `num_nodes` nodes share the groups of a step. A resumed run continues from `restored`.
+        """
         self.config, self.workers, self.tickets = config, workers, tickets
         self.clock = clock or TrainerClock()
         self.buffer = self.buffer_class(config.of_node(num_nodes))
         self.dispatcher = self.dispatcher_class(config, workers, self.buffer, tickets)
         self.announcements = Announcements(workers)
         self.evaluation: Evaluation | None = None
-        """The evaluation that runs: one at a time."""
+        """The evaluation that runs; there is one at a time."""
         self.ended_evaluations: list[Evaluation] = []
-        """Those that have ended since the last `take_evaluation`."""
+        """Evaluations that have ended since the last `take_evaluation`."""
         self.journal = Journal(record)
         self.lock = threading.Condition()
-        """Guards all state. Whoever waits is notified of every change."""
+        """Guards all state, and notifies waiting threads of every change. A thread may take it again."""
         self._stopping = False
         self.is_asked_to_stop = False
         """Whether the run is to end after this step."""
         self.ended_by: RolloutEnded | None = None
-        """Why no group is admitted any more. Who waits for a batch raises it, so a step that runs comes to its end."""
-        self._has_waited_in_vain = False
+        """Reason why no group is admitted any more. The next wait for a batch raises it, so a running step ends."""
+        self._has_timed_out = False
         if restored is not None:
-            restore(self, restored)
+            self._restore(restored)
 
     # Life of the workers
 
@@ -91,7 +93,7 @@ class Controller:
             self.workers.launch(self.on_message, self._on_thread_ended)
 
     def _on_thread_ended(self, _) -> None:
-        """Have whoever waits look at why a reading thread ended."""
+        """Wake waiting threads: they check why a reading thread ended."""
         with self.lock:
             self.lock.notify_all()
 
@@ -205,71 +207,68 @@ class Controller:
     # Batches
 
     def take_batch(self) -> list[Group]:
-        """Wait for the next batch and consume it.
-
-        Raises RolloutEnded if rollout has ended, and RuntimeError if no batch can come.
-        """
-        return self.wait_for_batch(self.take_batch_if_ready)
-
-    def has_batch(self) -> bool:
-        """Whether the next batch need not be waited for."""
+        """Wait for the next batch and consume it. Raises as `wait_for_batch`."""
         with self.lock:
-            return self.find_batch() is not None
+            return self.consume(self.wait_for_batch())
 
-    def wait_for_batch(self, done: Callable[[], Any]) -> Any:
-        """Wait until `done()`, if need be for a batch, and return its result. Raises as `take_batch`, and what an
-        earlier wait has raised."""
-        if self._has_waited_in_vain:
+    def wait_for_batch(self, done: Callable[[], Any] | None = None) -> Any:
+        """Wait for the next batch, or until `done()`; return the ids of its groups, or what `done` returned.
+
+        Raises RolloutEnded if rollout has ended or an earlier wait timed out, and RuntimeError if no batch can come.
+        """
+        if self._has_timed_out:
             self._check_end()
-        what = (
+        kind = (
             "a batch of groups with unequal rewards"
             if self.config.drop_zero_variance
             else "a batch"
         )
-        return self.wait_until(done, what, self._can_get_batch)
-
-    def take_batch_if_ready(self) -> list[Group] | None:
-        """Consume the next batch of groups, or return None while it must be waited for."""
-        with self.lock:
-            batch = self.find_batch()
-            return None if batch is None else self.consume(batch)
+        return self.wait_until(done or self.find_batch, kind, self.can_get_batch)
 
     def find_batch(self) -> list[int] | None:
-        """Find the groups of the next batch, or return None while it must be waited for; the caller holds the lock."""
-        # An evaluation that holds published weights back is what is waited for: it keeps places taken.
-        self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
-        return self.dispatcher.find_batch()
+        """Return the ids of the groups of the next batch, or None while it must be waited for.
+
+        Groups that the batch need not wait for are dropped.
+        """
+        with self.lock:
+            # An evaluation that delays published weights also keeps places taken.
+            self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
+            self.dispatcher.drop_surplus()
+            return self.buffer.find_batch()
 
     def consume(self, batch: list[int]) -> list[Group]:
-        """Consume a batch that was found: it is trained on now. Returns its groups; the caller holds the lock."""
-        groups = self.buffer.consume(batch)
-        self.dispatcher.drop_expired()
-        # an evaluation must not be suspended: no update may end it
-        if self.config.over_sampling > 1 and self.evaluation is None:
-            self.workers.suspend()
-        self.fill()
-        if self.config.colocate == "sleep":
-            self._put_to_sleep()
-        return groups
+        """Consume a batch that was found: it is trained on now. Return its groups."""
+        with self.lock:
+            groups = self.buffer.consume(batch)
+            self.dispatcher.drop_expired()
+            # an evaluation must not be suspended: no update may end it
+            if self.config.over_sampling > 1 and self.evaluation is None:
+                self.workers.suspend()
+            self.fill()
+            if self.config.colocate == "sleep":
+                self._put_to_sleep()
+            return groups
 
-    def _can_get_batch(self) -> bool:
-        """Whether the next batch can come before the next weights: something runs, or may start. Raises what ended
-        rollout."""
+    def can_get_batch(self) -> bool:
+        """Return whether a batch is possible before the next weights: something runs, or may start.
+
+        Raises RolloutEnded if rollout has ended.
+        """
         self._check_end()
         weights = self.announcements
         return weights.newest is None or weights.deferred is not None or self.dispatcher.can_go_on()
 
     def _put_to_sleep(self) -> None:
-        """Have all engines give up their memory until the next update; an evaluation ends first."""
+        """Wait for the running evaluation. Then make all engines free their memory until the next update."""
         self.finish_evaluations()
         self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
 
     # Weights and evaluation
 
     def stage(self, version: int, parameters: Weights) -> Staged:
-        """Copy weights into a buffer of the transport that no worker reads, when there is one.
+        """Copy weights into a buffer of the transport that no worker reads.
 
-        Raises RolloutEnded, and has read no weights, if there is none in time.
+        Raises RolloutEnded before it reads any weights if no buffer becomes free in time.
         """
         transport = self.announcements.transport
         if not transport.keeps_announced:
@@ -278,16 +277,16 @@ class Controller:
         return transport.stage(version, parameters)
 
     def withdraw(self) -> bool:
-        """Take back an announcement that still waits for an evaluation to end, so that its buffer may be written.
+        """Take back an announcement that still waits for an evaluation to end. Its buffer can then be overwritten.
 
-        Returns whether an evaluation was to follow it: the next announcement must ask for it again.
+        Return whether an evaluation was to follow it. The next announcement must ask for it again.
         """
         with self.lock:
             deferred = self.announcements.take_deferred()
         return deferred is not None and deferred.evaluate
 
     def publish(self, announcement: Announcement) -> None:
-        """Have all workers load these weights, at once or when the evaluation that runs, of one version, has ended."""
+        """Make all workers load these weights, at once or after the running evaluation."""
         with self.lock:
             self.lock.notify_all()
             if self.evaluation is None:
@@ -296,9 +295,9 @@ class Controller:
                 self.announcements.deferred = announcement
 
     def announce(self, announcement: Announcement) -> None:
-        """Have all workers load these weights, and evaluate them if that is asked for; the caller holds the lock."""
+        """Make all workers load these weights, and evaluate them if asked; the caller holds the lock."""
         self.announcements.announce(announcement)
-        self.buffer.publish(announcement.trainer_version)
+        self.buffer.publish(announcement.step)
         self.dispatcher.drop_expired()
         tickets = self.tickets.for_evaluation(announcement.version) if announcement.evaluate else []
         if tickets:  # of several nodes the first alone evaluates
@@ -307,9 +306,11 @@ class Controller:
         self.fill()
 
     def finish_evaluations(self) -> None:
-        """Wait until no evaluation runs, nor weights wait for one, or rollout has ended. The clock is then in the state
-        it was in."""
-        # the lock: one that ends just now may not have announced the weights that waited for it
+        """Wait until no evaluation runs and no weights wait for one, or until rollout has ended.
+
+        The clock returns to its state.
+        """
+        # With the lock: an evaluation that ends just now may not have announced the weights that waited for it.
         with self.lock:
             if self.evaluation is None:
                 return
@@ -320,7 +321,7 @@ class Controller:
             self.clock.enter(state)
 
     def finish_probes(self, version: int) -> None:
-        """Wait until each worker of this node that is up has scored the probe at a version, the last announced."""
+        """Wait until each running worker of this node has scored the probe at the newest version."""
         own = range(self.workers.num_workers)
 
         def have_probed() -> bool:
@@ -330,25 +331,69 @@ class Controller:
         self.wait_until(have_probed, "a probe")
 
     def has_evaluated(self) -> bool:
-        """Whether no evaluation is to be waited for: none runs, or rollout has ended."""
+        """Return whether no evaluation runs, or rollout has ended."""
         return self.evaluation is None or self.ended_by is not None
 
-    def cut(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
-        """Take all that a resumed run needs of this node's rollout, as of one instant between `publish` and
-        `take_batch`. `measure()` gives the lengths of its records at that instant. Sampling continues."""
+    # Snapshots
+
+    def snapshot(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
+        """Return the state that a resumed run needs, as of one instant between `publish` and `take_batch`.
+
+        Weights that wait for an evaluation are announced first, unless it cannot end. Where responses continue from
+        their tokens, workers report these. The instant is that of the last report, and sampling continues. `measure()`
+        returns the lengths of the run's records, bytes.
+        """
         with self.lock:
-            return cut(self, measure)
+            with contextlib.suppress(RolloutEnded):  # the next batch raises it
+                self.wait_until(self._has_announced, "an evaluation")
+            if continues_responses(self.config):
+                with contextlib.suppress(RolloutEnded):
+                    answered = self.workers.request_progress_of_all()
+                    self.wait_until(answered, "responses in flight")
+            queue, num_lost = unfinished_tickets(
+                self.workers, self.dispatcher.queue, self.buffer, self.tickets
+            )
+            buffer = self.buffer.state()
+            for count in ("tokens_generated", "tokens_dropped_aborted"):
+                buffer.ledger[count] += num_lost
+            return ControllerState(
+                buffer,
+                copy.deepcopy(self.tickets.state),
+                queue,
+                published_version=self.announcements.newest.version,
+                evaluates=self.evaluation is not None,
+                evaluations=list(self.ended_evaluations),
+                num_restarts=self.workers.num_restarts,
+                records=measure(),
+                failures=copy.deepcopy(self.dispatcher.failures),
+            )
+
+    def _has_announced(self) -> bool:
+        """Return whether no weights wait for an evaluation, or it cannot end."""
+        is_waiting = self.announcements.deferred is not None
+        return not is_waiting or self.ended_by is not None or not any(self.workers)
+
+    def _restore(self, state: ControllerState) -> None:
+        """Continue from a state. Tickets of responses that were running come first.
+
+        An evaluation that was running starts again when its weights are announced.
+        """
+        self.buffer.restore(state.buffer)
+        self.tickets.state = copy.deepcopy(state.tickets)
+        self.dispatcher.queue.extend(state.queue)
+        self.workers.num_restarts = state.num_restarts
+        self.dispatcher.failures = copy.deepcopy(state.failures)
+        self.ended_evaluations = list(state.evaluations)
 
     # Waiting
 
     def wait_until(
-        self, done: Callable[[], Any], what: str, is_possible: Callable[[], bool] = lambda: True
+        self, done: Callable[[], Any], goal: str, is_possible: Callable[[], bool] = lambda: True
     ) -> Any:
         """Wait until `done()` is true and return its value. It is called after every change, under the lock.
 
-        A worker that starts or joins has a timeout of its own; this one begins anew when the worker is there. Raises
-        what went wrong in the background. Raises RolloutEnded after the timeout, and RuntimeError as soon as
-        `is_possible()` is false and nothing changes.
+        The timeout begins anew when a starting worker is up. Raises errors of background threads, RolloutEnded after
+        the timeout, and RuntimeError as soon as `is_possible()` is false and nothing changes.
         """
         deadline = time.monotonic() + self.config.timeout_s
         with self.lock:
@@ -363,16 +408,16 @@ class Controller:
                     # after a notification, `check` may know a better reason
                     if not self.lock.wait(timeout=1.0) and is_hopeless:
                         raise RuntimeError(
-                            f"{what} can never come: nothing runs, and nothing may start before the next weights are "
+                            f"{goal} can never come: nothing runs, and nothing may start before the next weights are "
                             f"published; state: {self.dispatcher.describe()}"
                         )
                     if self.workers.any_starting and self.ended_by is None:
                         deadline = time.monotonic() + self.config.timeout_s
                     elif time.monotonic() > deadline:
-                        raise TimeoutError(f"waited {self.config.timeout_s:.0f} s for {what}")
+                        raise TimeoutError(f"waited {self.config.timeout_s:.0f} s for {goal}")
             except TimeoutError as error:
                 state = self.dispatcher.describe()
-                self._has_waited_in_vain = True
+                self._has_timed_out = True
                 self.ended_by = RolloutEnded(f"{error}; {dump_stacks()}; state: {state}")
                 raise self.ended_by from None
 
@@ -399,15 +444,15 @@ class Controller:
             return copy.deepcopy(self.dispatcher.failures)
 
     def bans_host_of(self, worker: int, problem: str) -> bool:
-        """Whether a worker whose weights are wrong is done without; one of this node is not."""
+        """Stop using the host of a worker whose weights are wrong. Return whether it was; never for this node's own."""
         return False
 
     def is_believed(self, worker: int) -> bool:
-        """Whether a worker was not shut out."""
+        """Return whether the samples of a worker are used."""
         return True
 
     def take_probes(self) -> ProbedVersions:
-        """Take what engines scored of the probe by version and worker, as far as it has come since."""
+        """Take the engines' log-probs of the probe that arrived since the last call."""
         with self.lock:
             return self.journal.take_probes()
 

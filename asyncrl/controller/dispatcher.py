@@ -82,11 +82,10 @@ class Dispatcher:
         for group_id in self.buffer.expired():
             self.drop(group_id, "stale")
 
-    def find_batch(self) -> list[int] | None:
-        """Drop the groups that a batch need not wait for, and find the batch. None while it must be waited for."""
+    def drop_surplus(self) -> None:
+        """Drop the groups that the next batch need not wait for."""
         for group_id in self.buffer.surplus():
             self.drop(group_id, "aborted")
-        return self.buffer.find_batch()
 
     def drop(self, group_id: int, reason: DropReason) -> None:
         """Drop a group. Its problem is issued again unless it is to blame, so that slow problems are trained on too."""
@@ -182,7 +181,7 @@ class Dispatcher:
         """
         if ticket.is_evaluation:
             return ticket.min_version
-        return max(ticket.min_version, self.buffer.min_version(ticket.group_id))
+        return max(ticket.min_version, self.buffer.min_version_of(ticket.group_id))
 
     def send_out(self) -> None:
         """Send out the tickets that can start."""

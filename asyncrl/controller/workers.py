@@ -20,9 +20,9 @@ from asyncrl.config import Config
 from asyncrl.controller.tickets import ReissueReason
 from asyncrl.messages import (
     Connect,
-    Cut,
     IdleReason,
     InFlight,
+    ReportProgress,
     Sleep,
     Stop,
     Suspend,
@@ -34,7 +34,7 @@ from asyncrl.weights.transport import Announcement, Transport
 
 MAX_RESTARTS = 3
 """Restarts of a worker from which nothing came back between them; one more death of it ends the run."""
-CUT_S = 30.0
+PROGRESS_S = 30.0
 """Time that workers have to report how far their responses are. Responses of a silent worker are sampled again."""
 STOP_TIMEOUT_S = 10.0
 """Time that all workers together have to end by themselves."""
@@ -133,7 +133,7 @@ class Worker:
     def request_progress(self) -> None:
         """Ask the worker how far its responses are."""
         self.owes_progress, self.in_flight = True, None
-        self.process.send(Cut())
+        self.process.send(ReportProgress())
 
     def assign(self, ticket: Ticket) -> None:
         """Note that the worker has a ticket."""
@@ -174,7 +174,7 @@ class Workers:
         self.have_worked = False
         """Whether any trajectory has come back."""
         self._main = main
-        self._workers: dict[int, Worker] = {}
+        self.by_index: dict[int, Worker] = {}
         # one for each process that was ever started, as handling a death may fail too
         self._readings: list[Future] = []
         # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
@@ -183,10 +183,10 @@ class Workers:
         self._threads = ThreadPoolExecutor(4 * len(placement.workers) or 1)
 
     def __iter__(self) -> Iterator[Worker]:
-        return iter(self._workers.values())
+        return iter(self.by_index.values())
 
     def __getitem__(self, index: int) -> Worker:
-        return self._workers[index]
+        return self.by_index[index]
 
     @property
     def num_workers(self) -> int:
@@ -211,7 +211,7 @@ class Workers:
         self._on_message, self._on_ended = on_message, on_ended
         for index in range(self.num_workers):
             # one by one, so that stop() knows of each at once
-            self._workers[index] = self._start(index)
+            self.by_index[index] = self._start(index)
 
     def watch(self, thread: Future) -> None:
         """Have `check` raise the error that ends a thread."""
@@ -257,7 +257,7 @@ class Workers:
             f"warning: {report.partition('; its last log')[0]}; its {len(worker.running)} tickets are issued again",
             flush=True,
         )
-        self._workers[worker.index] = self._start(worker.index, worker.num_restarts + 1)
+        self.by_index[worker.index] = self._start(worker.index, worker.num_restarts + 1)
 
     def suspend(self) -> None:
         """Have all workers stop sampling until the next update."""
@@ -281,7 +281,7 @@ class Workers:
         Return a function that tells whether all have answered, or are too late.
         """
         # at most half of --timeout-s, after which the wait itself would end the run
-        deadline = time.monotonic() + min(CUT_S, self.config.timeout_s / 2)
+        deadline = time.monotonic() + min(PROGRESS_S, self.config.timeout_s / 2)
         for worker in self:
             if worker.is_up:
                 worker.request_progress()

@@ -206,7 +206,7 @@ class Checkpoints:
         facts = None
         if node.cluster.is_leader:
             delayed = publisher.delayed
-            rollout = node.controller.cut(node.run.sizes)
+            rollout = node.controller.snapshot(node.run.sizes)
             facts = {
                 "records": rollout.records,
                 "probe": node.probe.state(delayed),

@@ -35,8 +35,8 @@ from asyncrl.cluster.stacks import dump_stacks, write_stacks_to
 from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.prompts import PromptSource
+from asyncrl.controller.snapshot import ControllerState
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Workers
 from asyncrl.engine.score import load_score
@@ -207,7 +207,7 @@ class Leader(Rank):
         Raises CannotContinue, on all ranks, if rollout has ended on a node. No node has then taken groups out.
         """
         self.clock.enter("wait")
-        self.wait_together(lambda: self.controller.wait_for_batch(self.controller.has_batch))
+        self.wait_together(self.controller.wait_for_batch)
         groups = self.controller.take_batch()
         publisher.check_engines(step)
         self.record_batch(step, groups)

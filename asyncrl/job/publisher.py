@@ -82,7 +82,7 @@ class LeadingPublisher(Publisher):
         evaluates = every > 0 and self.config.is_due(step, every)
         if step and step == self.node.first_version:
             restored = self.node.restored
-            evaluates = restored.evaluates or (evaluates and restored.announced < version)
+            evaluates = restored.evaluates or (evaluates and restored.published_version < version)
         evaluates = controller.withdraw() or evaluates
         try:
             staged = controller.stage(version, weights)
@@ -127,7 +127,7 @@ class LeadingPublisher(Publisher):
         """What was held back, but for what is older than weights that were announced: a last step's are at once."""
         resumed = self.node.resumed
         for version in resumed.delayed if resumed else ():
-            if version >= self.node.restored.announced:
+            if version >= self.node.restored.published_version:
                 weights = load_file(resumed.part / "delayed" / f"{version}.safetensors")
                 yield version, [(spec.name, weights[spec.name]) for spec in specs]
 

@@ -17,7 +17,7 @@ import msgspec
 from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster, on_first_rank
 from asyncrl.config import OPTIONS, Config, May, options_for
-from asyncrl.controller.cut import ControllerState
+from asyncrl.controller.snapshot import ControllerState
 from asyncrl.runlog.header import read_header
 from asyncrl.runlog.manifest import (
     Checkpoint,

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from asyncrl.runlog.header import read_header
 
-FORMAT = 5
+FORMAT = 6
 """Of checkpoints; those of another are not read."""
 PART, MANIFEST = "resume", "manifest.json"
 """Folder in a checkpoint of what only --resume needs, and the file there."""

@@ -42,5 +42,5 @@ def readable_samples(
             "reward": member.reward,
             "reward_parts": member.reward_parts,
             "group_reward": float(group.rewards.mean()),
-            "min_version": member.min_version,
+            "min_version": member.oldest_version,
         }

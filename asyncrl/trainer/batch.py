@@ -89,7 +89,7 @@ def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
             advantage,
             trajectory.reward,
             trajectory.group_id,
-            trajectory.min_version if segment.start == 0 else None,
+            trajectory.oldest_version if segment.start == 0 else None,
             trajectory.experts,
             num_trained,
         )
@@ -108,7 +108,7 @@ def _advantages(
             trajectory.reward
             - overlong_penalty(trajectory.num_beyond_prompt, max_tokens, overlong),
             trajectory.group_id,
-            step - 1 - trajectory.min_version,
+            step - 1 - trajectory.oldest_version,
         )
         for trajectory in trajectories
     ]

@@ -62,7 +62,7 @@ class Announcement:
 
     version: int
     """Policy version of the weights."""
-    trainer_version: int
+    step: int
     """Version that the trainer had reached when it published them; ahead of `version` by publish_delay."""
     staged: Staged
     probe: TokenSequences

@@ -245,11 +245,12 @@ class Simulation:
         if not self._is_waiting or self._is_over:
             return
         with self.workers.timed():
-            batch = self.controller.take_batch_if_ready()
+            batch = self.controller.find_batch()
+            groups = [] if batch is None else self.controller.consume(batch)
         if batch is None:
             return
         self._is_waiting = False
-        step = self._step(batch)
+        step = self._step(groups)
         self.steps.append(step)
         self.clock.after(step.train_s, self._end_step)
 
@@ -273,7 +274,7 @@ class Simulation:
             train_s=(tokens + prompts) * self.case.cluster.train_s_per_token,
             tokens=tokens,
             inherited_tokens=sum(tokens for version, tokens in segments if version < newest),
-            staleness=tuple(self._version - t.min_version for t in trajectories),
+            staleness=tuple(self._version - t.oldest_version for t in trajectories),
             slot_s=tuple(t.slot_s for t in trajectories),
         )
 

@@ -38,7 +38,7 @@ class SimulatedTrajectory(Trajectory):
         return sum(self.segment_tokens)
 
     @property
-    def min_version(self) -> int:
+    def oldest_version(self) -> int:
         return int(self.policy_versions[0])  # a later entry is of a later version
 
 
@@ -243,7 +243,7 @@ class SimulatedFleet:
         self.clock, self.message_s = clock, cluster.message_s
         self.num_workers = 0 if cluster.swarm else cluster.num_workers
         self.num_restarts = 0
-        self._workers = {}
+        self.by_index = {}
         self.have_worked = False
         self.on_handled: Callable[[object], None] = lambda message: None
         """Called with each message after the controller has acted on it."""
@@ -254,7 +254,7 @@ class SimulatedFleet:
         for index in range(self.num_workers):
             engine = SimulatedEngine(clock, cluster.curve, cluster.num_replicas)
             process = SimulatedProcess(index, clock, config, workload, engine, cluster.sync_s)
-            self._workers[index] = Worker(index, process, state="sampling")
+            self.by_index[index] = Worker(index, process, state="sampling")
 
     def launch(self, on_message: Callable, _) -> None:
         """Have what workers say go to `on_message(worker, message)`, and then to `on_handled`; they are up already."""

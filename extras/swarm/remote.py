@@ -101,7 +101,7 @@ class SwarmWorkers(Workers):
         """Take in a worker of a host, and number it."""
         worker.index = self.num_workers + self.num_joined
         self.num_joined += 1
-        self._workers[worker.index] = worker
+        self.by_index[worker.index] = worker
         return worker
 
     def replace(self, worker: Worker) -> None:
@@ -109,7 +109,7 @@ class SwarmWorkers(Workers):
         if not isinstance(worker, RemoteWorker):
             super().replace(worker)
             return
-        del self._workers[worker.index]
+        del self.by_index[worker.index]
         self.alone_since = time.monotonic()
 
     def check(self) -> None:
@@ -133,9 +133,9 @@ class SwarmBuffer(SampleBuffer):
         """Groups of the batch that is held; they stay resident, and nothing new is admitted until they are consumed."""
 
     @property
-    def oldest_to_start(self) -> int:
+    def min_version(self) -> int:
         """Oldest version with which a new group may start."""
-        return max(0, super().oldest_to_start - self.config.swarm.refresh_lag)
+        return max(0, super().min_version - self.config.swarm.refresh_lag)
 
     def num_free_places(self) -> int:
         """Groups that may be admitted now; see SampleBuffer."""
@@ -148,14 +148,14 @@ class SwarmBuffer(SampleBuffer):
 
     def holding_back(self) -> set[int]:
         """Groups that run, and without which there is no next batch, now or in time for the groups after it."""
-        batch = self._next_batch()
-        groups = self._residents if batch is None else self._left_too_late(batch)
+        batch = self.oldest_finished()
+        groups = self.residents if batch is None else self.left_too_late(batch)
         return {group_id for group_id in groups if self.is_running(group_id)}
 
     def groups_of(self, workers: Collection[int]) -> list[int]:
         """Resident groups that have a trajectory of one of these workers."""
         return [
             group_id
-            for group_id, resident in self._residents.items()
+            for group_id, resident in self.residents.items()
             if any(trajectory.worker in workers for trajectory in resident.members.values())
         ]

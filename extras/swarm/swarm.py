@@ -154,7 +154,7 @@ class Host:
         # Its Join may have waited, which looks like a clock that is behind; no trajectory ends in the future.
         self.clock_ahead_s = max(self.clock_ahead_s, trajectory.ended_at - time.time())
         if trajectory.num_generated:
-            lag = newest_version - trajectory.min_version
+            lag = newest_version - trajectory.oldest_version
             self.counts.update(trajectories=1, tokens=trajectory.num_generated, lags=lag)
         return replace(
             trajectory,

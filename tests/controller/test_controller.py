@@ -18,7 +18,7 @@ from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.cluster.processes import CannotContinue, RolloutEnded
 from asyncrl.config import Config
 from asyncrl.controller.tickets import TicketSource
-from asyncrl.controller.workers import CUT_S, MAX_RESTARTS, WorkerDied, Workers
+from asyncrl.controller.workers import MAX_RESTARTS, PROGRESS_S, WorkerDied, Workers
 from asyncrl.job.publisher import LeadingPublisher
 from asyncrl.weights.transport import Announcement
 
@@ -132,11 +132,11 @@ def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is
     monkeypatch.setattr(run.oracle, "check", lambda: None)  # to it each free place is taken
     monkeypatch.setattr(tickets, "put_back", functools.partial(TicketSource.put_back, tickets))
     run.begin()
-    run.controller.wait_until(run.controller.has_batch, "groups")
+    run.controller.wait_until(run.controller.find_batch, "groups")
     trained = [group.problem for group in run.controller.take_batch()]
     with pytest.raises(RolloutEnded, match="problem 3 is too long"):
         run.controller.take_batch()
-    state = run.controller.cut()
+    state = run.controller.snapshot()
     assert state.buffer.trainer_version == 1
     left = [resident.problem for resident in state.buffer.residents.values()]
     assert sorted(trained + left) == [0, 1, 2] and len(trained) == 2
@@ -155,9 +155,9 @@ def test_a_cut_waits_for_weights_that_an_evaluation_holds_back(run):
     staged.messages[0] |= {"trainer_version": 1, "evaluate": True}
     run.controller.publish(Announcement(1, 1, staged, (), evaluate=True))
     assert run.controller.announcements.deferred is not None
-    state = run.controller.cut(dict)
+    state = run.controller.snapshot(dict)
     assert [evaluation.version for evaluation in state.evaluations] == [0]
-    assert (state.announced, state.evaluates) == (1, True)
+    assert (state.published_version, state.evaluates) == (1, True)
 
 
 def begin_to_evaluate(run):
@@ -177,7 +177,7 @@ def test_a_wait_in_vain_leaves_a_state_to_save_and_is_raised_by_the_next_batch(r
     elif wait == "a cut":
         staged = controller.announcements.newest.staged
         controller.announcements.deferred = Announcement(1, 1, staged, (), evaluate=True)
-        controller.cut()
+        controller.snapshot()
     else:
         run.transport.reserve = lambda: False
         read = []
@@ -185,18 +185,18 @@ def test_a_wait_in_vain_leaves_a_state_to_save_and_is_raised_by_the_next_batch(r
             controller.stage(1, (read.append(name) for name in "abc"))
         assert not read, "a rank gathers what the others gather"
     ended_at = run.now
-    state = controller.cut()
+    state = controller.snapshot()
     assert state.evaluates and len(state.queue) == len(controller.workers[0].awaited) - 2
     run.acts_at = run.now
     controller.buffer.find_batch = lambda: [0, 1]
     with pytest.raises(RolloutEnded, match=r"waited 100 s for an? (evaluation|free weight)"):
-        controller.wait_for_batch(controller.has_batch)
+        controller.wait_for_batch()
     node = SimpleNamespace(
         controller=controller, probe=SimpleNamespace(tokens_at=lambda _: ((1, 2),))
     )
     with pytest.raises(CannotContinue, match="the last evaluation has not ended"):
         LeadingPublisher.check_last(SimpleNamespace(node=node), 1)
-    assert run.now == pytest.approx(ended_at, abs=CUT_S + 2), "nothing is waited for once more"
+    assert run.now == pytest.approx(ended_at, abs=PROGRESS_S + 2), "nothing is waited for once more"
 
 
 def test_a_silent_worker_holds_the_cut_up_for_a_while_and_is_named(run, capsys):
@@ -213,9 +213,9 @@ def test_a_silent_worker_holds_the_cut_up_for_a_while_and_is_named(run, capsys):
         other.join()
         return {"taken": int(taken[0])}
 
-    state = run.controller.cut(measure)
+    state = run.controller.snapshot(measure)
     assert state.records == {"taken": 0} and len(state.queue) == 8
-    assert run.now == pytest.approx(began + CUT_S, abs=2)
+    assert run.now == pytest.approx(began + PROGRESS_S, abs=2)
     line = "warning: worker 0 updating v0 running 8 does not say how far it is"
     assert capsys.readouterr().out.count(line) == 1
 

@@ -22,8 +22,8 @@ from walk_worker import WalkSwarmWorkers, WalkWorkers, WatchedWorker
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config, SwarmOptions
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.cut import ControllerState
 from asyncrl.controller.prompts import PromptSource
+from asyncrl.controller.snapshot import ControllerState
 from asyncrl.controller.workers import MAX_RESTARTS
 from asyncrl.messages import Finished, InFlight, Updated
 from asyncrl.runlog import plain
@@ -265,10 +265,10 @@ class Walk:
     def _cut(self):
         self.cuts_left = max(0, self.cuts_left - 1)
         self.oracle.lost, self.oracle.is_last = {}, self.version == self.steps
-        state = self.controller.cut(lambda: {"events": self.oracle.num_events})
+        state = self.controller.snapshot(lambda: {"events": self.oracle.num_events})
         deferred = self.controller.announcements.deferred
         # without a worker no evaluation ends, and what waits for one is published again
-        self.oracle.asked_again = [state.announced] * state.evaluates
+        self.oracle.asked_again = [state.published_version] * state.evaluates
         if deferred is not None and deferred.evaluate and not [*self.controller.workers]:
             self.oracle.asked_again.append(deferred.version)
         assert not any(worker.process.owes_progress for worker in self.controller.workers)
@@ -344,13 +344,13 @@ class Walk:
         deadlock."""
         self.oracle.expect_batch()
         holds = self.config.listen is not None
-        batch = (
-            self.controller.hold_batch_if_ready()
-            if holds
-            else self.controller.take_batch_if_ready()
-        )
+        if holds:
+            batch = self.controller.hold_batch_if_ready()
+        else:
+            batch = self.controller.find_batch()
+            batch = batch and self.controller.consume(batch)
         if not batch:
-            assert self.controller._can_get_batch(), (
+            assert self.controller.can_get_batch(), (
                 f"no batch can come: {self.controller.dispatcher.describe()}"
             )
             self.oracle.check_batch([])
@@ -401,7 +401,7 @@ class Walk:
     def _stage(self):
         """From here to the publish weights are written over what the buffer held."""
         is_last = self.version == self.steps
-        oldest = 0 if self.state is None else self.state.announced
+        oldest = 0 if self.state is None else self.state.published_version
         version = self.version if is_last else max(oldest, self.version - self.config.publish_delay)
         if self.config.listen:
             self.controller.pulled.stage(version, [])

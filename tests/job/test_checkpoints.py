@@ -51,7 +51,7 @@ class Rollout:
     records: dict[str, int] = dataclasses.field(default_factory=dict)
     tickets: ClassVar = SimpleNamespace(prompts=SimpleNamespace(digest="of the rows"))
 
-    def cut(self, measure):
+    def snapshot(self, measure):
         return Rollout(measure())
 
 
@@ -206,13 +206,13 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
     mismatches = [(seen.version, seen.abs_mean) for seen in node.probe.compare(engines)]
     assert mismatches == [(version, pytest.approx(0.5)) for version in (1, 2)]
     vars(node).update(ENGINES)
-    node.restored = SimpleNamespace(announced=0)
+    node.restored = SimpleNamespace(published_version=0)
     publisher = LeadingPublisher(node, policy)
     version, published = publisher._delayed(3, policy.named_full_parameters())
     assert version == 1
     for (name, weight), (sent_name, expected) in zip(published, held[1], strict=True):
         assert name == sent_name and weight.equal(expected)
-    node.restored = SimpleNamespace(announced=3)  # the run was to end with that step
+    node.restored = SimpleNamespace(published_version=3)  # the run was to end with that step
     publisher = LeadingPublisher(node, policy)
     versions = [publisher._delayed(step, policy.named_full_parameters())[0] for step in range(3, 9)]
     assert versions == [3, 3, 3, 3, 4, 5], "a worker never goes back to older weights"

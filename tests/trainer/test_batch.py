@@ -194,7 +194,7 @@ def test_what_a_step_trains_on_is_counted_by_trajectory_also_what_the_loop_mixes
     for batch in (groups, mixed):
         members = [t for group in batch for t in group.trajectories]
         tokens = [v for t in members for v in t.policy_versions.tolist() if v >= 0]
-        staleness = [STEP - 1 - t.min_version for t in members]
+        staleness = [STEP - 1 - t.oldest_version for t in members]
         assert trained_on(deal(batch, STEP, policy, Cluster()), STEP - 1) == {
             "samples": len(members),
             "staleness/mean": pytest.approx(np.mean(staleness)),

@@ -70,8 +70,9 @@ class Run:
     def step_if_ready(self):
         """The same, unless that would have to wait."""
         self.controller.take_metrics()  # raises what ended the swarm's thread
-        if (groups := self.controller.take_batch_if_ready()) is not None:
-            self._train(groups)
+        batch = self.controller.find_batch()
+        if batch is not None:
+            self._train(self.controller.consume(batch))
 
     def _train(self, groups):
         trained = [(t.ticket_id, t.member) for group in groups for t in group.trajectories]

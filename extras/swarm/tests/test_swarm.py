@@ -102,10 +102,10 @@ def test_a_run_that_is_asked_to_stop_and_has_no_worker_waits_for_nothing(tmp_pat
         run.controller.is_asked_to_stop = True
         began = time.monotonic()
         assert run.controller.hold_batch() == []
-        state = run.controller.cut()
+        state = run.controller.snapshot()
         run.controller.finish_evaluations()
         assert time.monotonic() - began < 8.0
-        assert state.buffer.trainer_version > state.announced
+        assert state.buffer.trainer_version > state.published_version
         assert state.evaluates, "it is not at its end"
 
 
