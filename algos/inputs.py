@@ -7,7 +7,7 @@ would train nothing.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated
 
 import torch
@@ -44,6 +44,8 @@ class LossInputs:
     """[N] int64, non-decreasing; the sequences that have a trained token, numbered 0 … S−1 in the micro-batch."""
     lags: Tensor | None = None
     """[N] int64, the trainer's version − that which sampled the token, steps; 0 for all if it is not given."""
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    """[N] each: all that was recorded of the tokens as they were sampled, by name (asyncrl.records.TokenColumns)."""
 
     def __post_init__(self) -> None:
         if self.lags is None:
@@ -61,12 +63,13 @@ class LossInputs:
 
     def to(self, device: torch.device | str) -> "LossInputs":
         """Return a copy on `device`, without gradient."""
-        return LossInputs(*(getattr(self, name).detach().to(device) for name in _NAMES))
+        columns = {name: column.detach().to(device) for name, column in self.columns.items()}
+        return LossInputs(*(getattr(self, name).detach().to(device) for name in _NAMES), columns)
 
 
 LossOutput = tuple[Tensor, dict[str, Tensor]]
 """The loss of each token, [N], and detached statistics of tokens by name, [N] each."""
-_NAMES = [field.name for field in fields(LossInputs)]
+_NAMES = [field.name for field in fields(LossInputs) if field.name != "columns"]
 
 
 def couples_tokens(loss: Callable) -> bool:
@@ -87,11 +90,12 @@ def needs_equal_advantages(loss: Callable) -> Callable:
 
 def joined(parts: Sequence[LossInputs]) -> LossInputs:
     """The tokens of several micro-batches after each other, their sequences numbered through; some may have none."""
-    columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in _NAMES}
+    values = {name: torch.cat([getattr(part, name) for part in parts]) for name in _NAMES}
+    columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
     counts = [int(part.sequence_ids.max()) + 1 if len(part.sequence_ids) else 0 for part in parts]
     firsts = torch.tensor([0, *counts]).cumsum(0).tolist()
     ids = [part.sequence_ids + first for part, first in zip(parts, firsts[:-1], strict=True)]
-    return LossInputs(**columns | {"sequence_ids": torch.cat(ids)})
+    return LossInputs(**values | {"sequence_ids": torch.cat(ids)}, columns=columns)
 
 
 def gathered(parts: Sequence[LossInputs]) -> LossInputs:

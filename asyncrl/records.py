@@ -4,7 +4,8 @@ T is the length of one trajectory in tokens, prompt and everything after it.
 """
 
 import itertools
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import numpy as np
@@ -14,16 +15,55 @@ EVALUATION_GROUP, GREEDY_GROUP = -1, -2
 """group_id of evaluation tickets, sampled as in training or greedily; they never enter the buffer."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenColumns:
+    """What is recorded of each token when it is sampled. A completion has R tokens, a sequence T.
+
+    A new column is a field here. `read_completion` fills it, and a loss reads it as `inputs.columns[NAME]`.
+    A token that the policy did not write has the value `off_mask`.
+    """
+
+    behavior_logprobs: np.ndarray = field(metadata={"dtype": np.float32, "off_mask": 0})
+    """The engine's log-prob of the token under the exact sampling transform, nats."""
+    policy_versions: np.ndarray = field(metadata={"dtype": np.int32, "off_mask": -1})
+    """Version of the weights that sampled the token, steps."""
+
+
+DTYPES = {column.name: np.dtype(column.metadata["dtype"]) for column in fields(TokenColumns)}
+"""Type of each column, by its name."""
+
+
+def slice_columns(record: TokenColumns, tokens: slice | np.ndarray) -> dict[str, np.ndarray]:
+    """Return the columns of some tokens by name, but for those that were not recorded."""
+    columns = {name: getattr(record, name) for name in DTYPES}
+    return {name: values[tokens] for name, values in columns.items() if values is not None}
+
+
+def join_columns(parts: Iterable[TokenColumns]) -> dict[str, np.ndarray]:
+    """Return the columns of several records behind each other, by name."""
+    columns = [slice_columns(part, slice(None)) for part in parts]
+    empty = {name: np.zeros(0, dtype) for name, dtype in DTYPES.items()}
+    names = columns[0] if columns else empty
+    return {name: np.concatenate([part[name] for part in columns or [empty]]) for name in names}
+
+
+def spread_columns(parts: Iterable[tuple[int, TokenColumns]], length: int) -> dict[str, np.ndarray]:
+    """Return columns [length] by name. Each part begins at its place; elsewhere are the values off the loss mask."""
+    spread = {}
+    for field_ in fields(TokenColumns):
+        spread[field_.name] = np.full(length, field_.metadata["off_mask"], DTYPES[field_.name])
+    for start, part in parts:
+        for name, values in slice_columns(part, slice(None)).items():
+            spread[name][start : start + len(values)] = values
+    return spread
+
+
 @dataclass(frozen=True)
-class Completion:
+class Completion(TokenColumns):
     """A response, whole or as far as it has come. Any worker can continue it. Written by a rollout worker."""
 
     tokens: list[int]
-    """R token ids, those of the response alone."""
-    behavior_logprobs: np.ndarray
-    """[R] float32, nats; as in Trajectory."""
-    policy_versions: np.ndarray
-    """[R] int32, steps; as in Trajectory."""
+    """R token ids, those of the response only."""
     finish_reason: FinishReason
     """Why it has ended; `aborted` if more of it can be sampled."""
     experts: np.ndarray | None = None
@@ -70,7 +110,7 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class Trajectory:
+class Trajectory(TokenColumns):
     """One sampled response and all that training needs of it. Written by a rollout worker."""
 
     ticket_id: int
@@ -80,10 +120,6 @@ class Trajectory:
     """[T] int64, prompt then response; where there are several turns, the environment's tokens stand between them."""
     loss_mask: np.ndarray
     """[T] bool, True where the policy wrote the token."""
-    behavior_logprobs: np.ndarray
-    """[T] float32, nats; the engine's log-prob of the token under the exact sampling transform; 0 off the loss mask."""
-    policy_versions: np.ndarray
-    """[T] int32, version of the weights that sampled the token, steps; −1 off the loss mask."""
     reward: float
     """Sum of the rewards of all steps; NaN when failed or aborted."""
     finish_reason: FinishReason

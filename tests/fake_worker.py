@@ -165,9 +165,9 @@ class FakeWorker:
                 is_whole = "scoring" in (first.state, first.waits_for)
                 partials[ticket_id] = Completion(
                     list(first.tokens),
-                    np.full(len(first.tokens), LOGPROB, np.float32),
-                    np.array(first.versions, np.int32),
                     "stop" if is_whole else "aborted",
+                    behavior_logprobs=np.full(len(first.tokens), LOGPROB, np.float32),
+                    policy_versions=np.array(first.versions, np.int32),
                 )
         self.outbox.append(InFlight(partials, lost))
 

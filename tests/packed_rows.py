@@ -75,17 +75,17 @@ def check_columns(batch, trained):
     """Check that a loss sees of the trained tokens what their sequences have, one after the other."""
     columns = {
         "token": batch.targets,
-        "behavior": batch.behavior_logprobs,
+        "behavior": batch.columns["behavior_logprobs"],
         "advantage": batch.advantages,
         "reward": batch.rewards,
         "length": batch.lengths,
-        "lag": VERSION - batch.policy_versions,
+        "lag": VERSION - batch.columns["policy_versions"].long(),
         "id": batch.sequence_ids,
     }
     torch.testing.assert_close(columns, columns_of(trained), rtol=1e-6, atol=0, check_dtype=False)
     assert batch.num_sequences == len(trained)
     assert batch.advantages.dtype == batch.rewards.dtype == torch.float32
-    assert batch.behavior_logprobs.dtype == torch.float32
+    assert batch.columns["behavior_logprobs"].dtype == torch.float32
 
 
 def check_shares(shares, updates, budget, layout):

@@ -12,7 +12,7 @@ from scripts.lines import read
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^```python\n# (my_\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 DIFFS = dict(
-    re.findall(r"^\*\*(.+?)\*\*[^\n]*\n\n```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    re.findall(r"^\*\*([^*]+)\*\*[^\n]*\n\n```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 )
 OPTIONS = (
     "--algo=../my_loss.py:loss",
@@ -29,19 +29,25 @@ OPTIONS = (
 )
 
 
+def copy_with(diffs, folder):
+    """A copy of the repository in which these diffs are applied, beside the files of the page."""
+    for name, source in FILES.items():
+        (folder / name).write_text(source)
+    copy = folder / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "results", "docs"))
+    for options in (["--check"], []):
+        for diff in diffs:
+            command = ["git", "apply", *options, "-"]
+            subprocess.run(command, cwd=copy, input=diff.encode(), check=True)
+    return copy
+
+
 def test_every_diff_applies_alone_and_all_train_together_with_loss_advantage_and_optimizer(
     tmp_path,
 ):
     """A whole job, with sampling that follows from seeds in place of an engine."""
-    assert len(FILES) == 7 and len(DIFFS) == 3
-    for name, source in FILES.items():
-        (tmp_path / name).write_text(source)
-    copy = tmp_path / "copy"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "results", "docs"))
-    for options in (["--check"], []):
-        for diff in DIFFS.values():
-            command = ["git", "apply", *options, "-"]
-            subprocess.run(command, cwd=copy, input=diff.encode(), check=True)
+    assert len(FILES) == 8 and len(DIFFS) == 4
+    copy = copy_with(DIFFS.values(), tmp_path)
     variables = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     job = run_python("tests/fake_job.py", *OPTIONS, cwd=copy, **variables)
     assert job.returncode == 0, job.stderr[-1500:]
@@ -52,3 +58,15 @@ def test_every_diff_applies_alone_and_all_train_together_with_loss_advantage_and
     assert [line["staleness/max"] for line in metrics[:2]] == [0, 1]
     for line in metrics:
         assert line["staleness/mean"] == pytest.approx(line["staleness/max"] / 5)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_new_column_reaches_the_loss_from_the_engine(tmp_path):
+    copy = copy_with([DIFFS["The log-prob of the runner-up"]], tmp_path)
+    options = [*OPTIONS[3:], "--algo=../my_margin.py:loss"]
+    job = run_python("train_async.py", *options, cwd=copy, PYTHONPATH=str(copy))
+    assert job.returncode == 0, job.stderr[-1500:]
+    metrics = read(copy / "runs/run/metrics.jsonl")
+    # a trained model mostly samples the likeliest token
+    assert len(metrics) == 3 and all(1 < line["loss/margin"] < 30 for line in metrics)

@@ -98,8 +98,8 @@ def make_sequence(
     return TrainSequence(
         tokens,
         loss_mask,
-        behavior_logprobs.astype(np.float32),
-        policy_versions.astype(np.int32),
+        behavior_logprobs=behavior_logprobs.astype(np.float32),
+        policy_versions=policy_versions.astype(np.int32),
         advantage=float(rng.normal()),
         reward=float(rng.random()),
         group_id=group_id,

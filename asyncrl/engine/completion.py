@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncrl.engine.vllm_setup import token_versions
-from asyncrl.records import Completion, FinishReason
+from asyncrl.records import Completion, FinishReason, join_columns
 
 
 @dataclass
@@ -34,15 +34,8 @@ class Request:
 
     def end(self, finish_reason: FinishReason) -> Completion:
         """Return the whole response: what was sampled between updates, joined."""
-        logprobs = [segment.behavior_logprobs for segment in self.segments]
-        versions = [segment.policy_versions for segment in self.segments]
-        return Completion(
-            self.tokens,
-            np.concatenate([np.zeros(0, np.float32), *logprobs]),
-            np.concatenate([np.zeros(0, np.int32), *versions]),
-            finish_reason,
-            self.segments[-1].experts if self.segments else None,
-        )
+        experts = self.segments[-1].experts if self.segments else None
+        return Completion(self.tokens, finish_reason, experts, **join_columns(self.segments))
 
 
 def read_completion(output) -> Completion:
@@ -54,6 +47,11 @@ def read_completion(output) -> Completion:
     if output.finish_reason not in reasons:
         raise RuntimeError(f"the engine ended a request with {output.finish_reason!r}")
     tokens = list(output.token_ids)
-    logprobs = np.array(output.logprobs.logprobs if tokens else [], dtype=np.float32)
-    reason = reasons[output.finish_reason]
-    return Completion(tokens, logprobs, token_versions(output), reason, output.routed_experts)
+    logprobs = output.logprobs.logprobs if tokens else []
+    return Completion(
+        tokens,
+        reasons[output.finish_reason],
+        output.routed_experts,
+        behavior_logprobs=np.array(logprobs, dtype=np.float32),
+        policy_versions=token_versions(output),
+    )

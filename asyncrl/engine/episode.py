@@ -22,6 +22,7 @@ from asyncrl.records import (
     Ticket,
     Trajectory,
     check_trajectory,
+    spread_columns,
 )
 
 _SEEDS_PER_TURN = 1 << 16  # a turn that is interrupted takes several
@@ -135,21 +136,14 @@ class Episode:
     ) -> Trajectory:
         length, has_ended = len(self._tokens), finish_reason in ("stop", "length")
         loss_mask = np.zeros(length, dtype=bool)
-        behavior_logprobs = np.zeros(length, dtype=np.float32)
-        policy_versions = np.full(length, -1, dtype=np.int32)
         for start, completion in self.turns:
-            turn = slice(start, start + len(completion.tokens))
-            loss_mask[turn] = True
-            behavior_logprobs[turn] = completion.behavior_logprobs
-            policy_versions[turn] = completion.policy_versions
+            loss_mask[start : start + len(completion.tokens)] = True
         return Trajectory(
             ticket_id=self.ticket.ticket_id,
             group_id=self.ticket.group_id,
             member=self.member,
             tokens=np.array(self._tokens, dtype=np.int64),
             loss_mask=loss_mask,
-            behavior_logprobs=behavior_logprobs,
-            policy_versions=policy_versions,
             reward=self._reward if has_ended else float("nan"),
             reward_parts=dict(self._reward_parts) if has_ended else {},
             finish_reason=finish_reason,
@@ -160,4 +154,5 @@ class Episode:
             worker=worker,
             turns=tuple(self._times),
             experts=self.turns[-1][1].experts if self.turns else None,
+            **spread_columns(self.turns, length),
         )

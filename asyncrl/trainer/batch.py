@@ -13,7 +13,7 @@ import torch
 from algos.advantages import overlong_penalty
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
-from asyncrl.records import Group, Trajectory
+from asyncrl.records import Group, Trajectory, slice_columns
 from asyncrl.trainer.advantage import choose_estimator
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.loss import reads_sequences
@@ -84,14 +84,13 @@ def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
         TrainSequence(
             trajectory.tokens[segment],
             trajectory.loss_mask[segment],
-            trajectory.behavior_logprobs[segment],
-            trajectory.policy_versions[segment],
             advantage,
             trajectory.reward,
             trajectory.group_id,
             trajectory.oldest_version if segment.start == 0 else None,
             trajectory.experts,
             num_trained,
+            **slice_columns(trajectory, segment),
         )
         for segment in trajectory.segments
     ]

@@ -46,10 +46,11 @@ class TokenStats:
         from samples of behavior, nats: Schulman, «Approximating KL divergence», 2020.
         """
         logprobs = scored.logprobs.detach()
-        log_ratios = logprobs - batch.behavior_logprobs
+        behavior_logprobs = batch.columns["behavior_logprobs"]
+        log_ratios = logprobs - behavior_logprobs
         stats = {
             "drift/k1": -log_ratios,
-            "drift/k3": k3(batch.behavior_logprobs, logprobs, batch.behavior_logprobs),
+            "drift/k3": k3(behavior_logprobs, logprobs, behavior_logprobs),
             "ratio": importance_ratio(log_ratios),
             "entropy": scored.entropy.detach(),
             "advantage": batch.advantages,

@@ -12,6 +12,7 @@ from algos import LOSSES, LossInputs
 from algos.inputs import couples_tokens
 from asyncrl import user_code
 from asyncrl.config import Config, allowed_values, read_arguments
+from asyncrl.records import DTYPES
 
 _MUST_TRAIN = {
     0.0: "fresh tokens, whose ratio is 1",
@@ -138,7 +139,10 @@ def _slopes(loss: Callable, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
     logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
     now = logprobs.detach()
     advantages = 1.0 - 2 * (torch.arange(6) // 3)
-    inputs = LossInputs(logprobs, now - log_ratios, now, advantages, advantages, sequence_ids)
+    behavior = now - log_ratios
+    inputs = LossInputs(
+        logprobs, behavior, now, advantages, advantages, sequence_ids, columns=_columns(behavior)
+    )
     return torch.autograd.grad(_call(loss, inputs)[0].sum(), logprobs)[0]
 
 
@@ -154,6 +158,13 @@ def _six_tokens(logprobs: Tensor, moved: float) -> LossInputs:
     advantages = 1.0 - 2 * ids
     log_ratio = moved * advantages
     older = {"behavior_logprobs": held - log_ratio, "proximal_logprobs": held - log_ratio / 2}
+    older["columns"] = _columns(older["behavior_logprobs"])
     return LossInputs(
         logprobs, **older, advantages=advantages, rewards=1.0 - ids, sequence_ids=ids, lags=ids
     )
+
+
+def _columns(logprobs: Tensor) -> dict[str, Tensor]:
+    """Return columns for a trial: log-probs [6] for those of real numbers, and zeros."""
+    is_real = {name: dtype.kind == "f" for name, dtype in DTYPES.items()}
+    return {name: logprobs * is_real[name] for name in DTYPES}

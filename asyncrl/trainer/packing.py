@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.records import TokenColumns, slice_columns, spread_columns
 
 ATTENTION_BLOCK = 128
 """Tokens of a block of FlexAttention's mask: rows of whole blocks are of one kind, for which one kernel is compiled."""
@@ -21,17 +22,13 @@ Layout = Literal["one_row", "short_rows", "row_each"]
 
 
 @dataclass(frozen=True)
-class TrainSequence:
+class TrainSequence(TokenColumns):
     """One trajectory with its advantage, ready to be trained on. T tokens, prompt and everything after it."""
 
     tokens: np.ndarray
     """[T] int64, T ≥ 1."""
     loss_mask: np.ndarray
     """[T] bool, True where the policy wrote the token; the first token has no prediction and must be False."""
-    behavior_logprobs: np.ndarray
-    """[T] float32 nats; read where loss_mask is True."""
-    policy_versions: np.ndarray
-    """[T] int32, steps; read where loss_mask is True."""
     advantage: float = 0.0
     """Advantage of the sequence; with --advantage gae its reward, of which extras/gae.py makes those of tokens."""
     reward: float = 0.0
@@ -48,8 +45,7 @@ class TrainSequence:
     @classmethod
     def to_score(cls, tokens: np.ndarray, loss_mask: np.ndarray) -> "TrainSequence":
         """Return a sequence of which tokens are scored, and none is trained on."""
-        zeros = np.zeros_like(tokens)
-        return cls(tokens, loss_mask, zeros, zeros)
+        return cls(tokens, loss_mask, **spread_columns([], len(tokens)))
 
     @property
     def num_trained(self) -> int:
@@ -106,10 +102,8 @@ class MicroBatch:
     """[N] int64, the trained tokens, sequence by sequence: one of several branches is there once for each."""
     sequence_ids: Tensor
     """[N] int64, non-decreasing; sequences that have a trained token, 0 … S−1."""
-    behavior_logprobs: Tensor
-    """[N] float32 nats."""
-    policy_versions: Tensor
-    """[N] int64, steps."""
+    columns: dict[str, Tensor]
+    """[N] each: the columns of TokenColumns, by name."""
     advantages: Tensor
     """[N] float32."""
     rewards: Tensor
@@ -131,12 +125,13 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
-        columns = {
-            name: column.to(device)
-            for name, column in vars(self).items()
-            if isinstance(column, Tensor)
+        moved = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
         }
-        return replace(self, **columns)
+        columns = {name: column.to(device) for name, column in self.columns.items()}
+        return replace(self, columns=columns, **moved)
 
 
 def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]:
@@ -249,10 +244,8 @@ def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
                 f"the first of {len(sequence.tokens)} tokens is marked as trained; nothing predicts it"
             )
 
-    def of_tokens(name: str, dtype: type) -> Tensor:
-        values = [getattr(sequence, name)[sequence.loss_mask] for sequence in sequences]
-        return torch.from_numpy(np.concatenate(values, dtype=dtype))
-
+    targets = [sequence.tokens[sequence.loss_mask] for sequence in sequences]
+    columns = [slice_columns(sequence, sequence.loss_mask) for sequence in sequences]
     lengths = torch.tensor([sequence.num_trained for sequence in sequences])
     in_trajectories = [
         sequence.trained_in_trajectory or sequence.num_trained for sequence in sequences
@@ -262,10 +255,12 @@ def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
         return torch.as_tensor(values).repeat_interleave(lengths)
 
     return {
-        "targets": of_tokens("tokens", np.int64),
+        "targets": torch.from_numpy(np.concatenate(targets)),
         "sequence_ids": of_sequences((lengths > 0).cumsum(0) - 1),
-        "behavior_logprobs": of_tokens("behavior_logprobs", np.float32),
-        "policy_versions": of_tokens("policy_versions", np.int64),
+        "columns": {
+            name: torch.from_numpy(np.concatenate([values[name] for values in columns]))
+            for name in columns[0]
+        },
         "advantages": of_sequences([sequence.advantage for sequence in sequences]).float(),
         "rewards": of_sequences([sequence.reward for sequence in sequences]).float(),
         "lengths": of_sequences(in_trajectories),

@@ -152,14 +152,14 @@ class Policy(WholeWeights):
 
     def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
         batch = pack(bundles, self.module.layout)
-        newest = max(batch.policy_versions.tolist(), default=policy_version)
+        versions = batch.columns["policy_versions"].long()
+        newest = max(versions.tolist(), default=policy_version)
         if newest > policy_version:
             raise RuntimeError(
                 f"a token was sampled by version {newest}, but the trainer is at version {policy_version}: "
                 "versions are stamped or published wrongly"
             )
-        lags = policy_version - batch.policy_versions
-        return replace(batch, lags=lags).to(self.device)
+        return replace(batch, lags=policy_version - versions).to(self.device)
 
     def _forward(
         self,
@@ -241,7 +241,7 @@ class Policy(WholeWeights):
         loss, token_stats = self.loss(inputs) if update is None else self.loss(inputs, update)
         if ref_logprobs is not None:
             estimator = KL_ESTIMATORS[self.config.kl_estimator]
-            kl = estimator(scored.logprobs, ref_logprobs, batch.behavior_logprobs)
+            kl = estimator(scored.logprobs, ref_logprobs, batch.columns["behavior_logprobs"])
             token_stats = token_stats | {"kl_ref": kl.detach()}
             loss = loss + self.config.kl_coef * kl
         if self.config.optim.entropy:
@@ -313,18 +313,22 @@ class Policy(WholeWeights):
 
 def _loss_inputs(batch: MicroBatch, logprobs: Tensor, progress: float) -> LossInputs:
     """Return what a loss sees of a micro-batch with current log-probs [N], after `progress` of the step's updates."""
-    proximal_logprobs = batch.proximal_logprobs
+    behavior_logprobs, proximal_logprobs = (
+        batch.columns["behavior_logprobs"],
+        batch.proximal_logprobs,
+    )
     if proximal_logprobs is None:
         # Before the first update the proximal policy is the current one, so with one update this is exact.
-        proximal_logprobs = loglinear(logprobs, batch.behavior_logprobs, batch.lags, progress)
+        proximal_logprobs = loglinear(logprobs, behavior_logprobs, batch.lags, progress)
     return LossInputs(
         logprobs=logprobs,
-        behavior_logprobs=batch.behavior_logprobs,
+        behavior_logprobs=behavior_logprobs,
         proximal_logprobs=proximal_logprobs,
         advantages=batch.advantages,
         rewards=batch.rewards,
         sequence_ids=batch.sequence_ids,
         lags=batch.lags,
+        columns=batch.columns,
     )
 
 

@@ -16,7 +16,7 @@ from asyncrl.engine.episode import Episode
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.score import Failed, RewardFunction, Scored, add, one_line
-from asyncrl.records import Completion, FinishReason, Ticket, Trajectory
+from asyncrl.records import Completion, FinishReason, Ticket, Trajectory, slice_columns
 from extras.agents.endpoint import Endpoint
 from extras.agents.protocol import (
     ChatRequest,
@@ -316,12 +316,8 @@ class AgentEpisode(Episode):
 
 
 def _shortened(completion: Completion, size: int, reason: FinishReason) -> Completion:
-    return Completion(
-        completion.tokens[:size],
-        completion.behavior_logprobs[:size],
-        completion.policy_versions[:size],
-        reason,
-    )
+    columns = slice_columns(completion, slice(size))
+    return Completion(completion.tokens[:size], reason, **columns)
 
 
 def _ended() -> RequestError:

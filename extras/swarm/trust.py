@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncrl.config import Config, is_environment
 from asyncrl.engine.score import MAX_FAILURE, MAX_REWARD, are_parts
-from asyncrl.records import Ticket, Trajectory
+from asyncrl.records import DTYPES, Ticket, Trajectory
 
 MAX_LOGPROB = 1e-4  # nats, by rounding
 MAX_SURPRISE = 40.0
@@ -21,12 +21,7 @@ tokens that were sampled by their own probabilities p, 1/∏(p·vocabulary) is 1
 honest response exceeds this once in e⁴⁰. More would be a ratio of probabilities that no loss can hold."""
 CLOCK_SLACK_S = 1.0
 """Time that an honest clock may be set back by, seconds."""
-_DTYPES = {
-    "tokens": np.int64,
-    "loss_mask": np.bool_,
-    "behavior_logprobs": np.float32,
-    "policy_versions": np.int32,
-}
+_DTYPES = {"tokens": np.int64, "loss_mask": np.bool_, **DTYPES}
 
 
 def mistake_in(
@@ -124,7 +119,7 @@ def _num_known(t: Trajectory, generated: np.ndarray, ticket: Ticket) -> int:
     if ticket.prefix is None:
         return 0
     places = generated[: len(ticket.prefix.tokens)]
-    names = ("tokens", "behavior_logprobs", "policy_versions")
+    names = ("tokens", *DTYPES)
     are_same = all(
         np.array_equal(getattr(t, name)[places], getattr(ticket.prefix, name)) for name in names
     )

@@ -33,7 +33,7 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.score import load_score
-from asyncrl.records import GREEDY_GROUP, Ticket, Trajectory
+from asyncrl.records import GREEDY_GROUP, Ticket, Trajectory, slice_columns
 from asyncrl.runlog.metrics import Max, Measured, Sum
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.model import compute_dtype
@@ -199,9 +199,10 @@ def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) 
     policy.clock.enter("gather")
     sequences = []
     for number, t in enumerate(trajectories):
-        arrays = t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions
         for segment in t.segments:
-            sequences.append(TrainSequence(*(array[segment] for array in arrays), group_id=number))
+            arrays = t.tokens[segment], t.loss_mask[segment]
+            columns = slice_columns(t, segment)
+            sequences.append(TrainSequence(*arrays, group_id=number, **columns))
     num_ranks, max_tokens = len(cluster.local_ranks), policy.config.max_tokens_per_microbatch
     layout = policy.module.layout
     shares = distribute([sequences], num_ranks, max_tokens, layout=layout)

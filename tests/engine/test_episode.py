@@ -59,9 +59,9 @@ def make_episode(environment, *responses, ticket=TICKET, **options):
         turn = len(calls)
         return Completion(
             tokens,
-            np.full(len(tokens), -turn, np.float32),
-            np.full(len(tokens), turn, np.int32),
             "length" if is_cut or tokens != whole else "stop",
+            behavior_logprobs=np.full(len(tokens), -turn, np.float32),
+            policy_versions=np.full(len(tokens), turn, np.int32),
         )
 
     limits = {"max_prompt_tokens": 100, "max_response_tokens": 100}

@@ -212,8 +212,12 @@ class Walk:
         size = self.rng.choice((0, 0, 2))
         version = self.rng.randint(max(0, self.version - 1), self.version)
         reason = self.rng.choice(("aborted", "aborted", "stop"))
-        versions = np.full(size, version, np.int32)
-        prefix = Completion([3, 4][:size], np.zeros(size, np.float32), versions, reason)
+        prefix = Completion(
+            [3, 4][:size],
+            reason,
+            behavior_logprobs=np.zeros(size, np.float32),
+            policy_versions=np.full(size, version, np.int32),
+        )
         self.prefixes[name] = prefix if size else None
         self.max_tokens[name] = self.rng.randint(3, 9)
         response = self.proxy.generate(

@@ -67,7 +67,7 @@ def test_weights_beyond_a_floats_range_have_an_effective_sample_size():
     assert reduced([0, 0], ratio=[huge, 0.0])["ess"] == pytest.approx(0.5)
     batch = pack(random_sequences(5), "short_rows")
     batch = replace(batch, lags=torch.zeros_like(batch.targets))
-    logprobs = (batch.behavior_logprobs + 300).requires_grad_()
+    logprobs = (batch.columns["behavior_logprobs"] + 300).requires_grad_()
     stats = TokenStats()
     stats.add_scores(batch, Scored(logprobs, logprobs, logprobs), {})
     metrics = stats.reduce()

@@ -11,7 +11,7 @@ from test_agents import Inline, user
 from tiny_policy import save_byte_llama
 
 from asyncrl.config import Config
-from asyncrl.records import Completion
+from asyncrl.records import Completion, slice_columns
 from asyncrl.weights.models import load_tokenizer
 from extras.agents.endpoint import Endpoint
 from extras.agents.episode import AgentEpisode, Agents
@@ -53,12 +53,9 @@ def turns_of(trajectory):
         changes = np.diff(mask, prepend=0, append=0)
         ends = np.flatnonzero(changes == -1)
         for start, end in zip(np.flatnonzero(changes == 1), ends, strict=True):
-            columns = (
-                tokens,
-                trajectory.behavior_logprobs[segment],
-                trajectory.policy_versions[segment],
-            )
-            yield tokens[:start], Completion(*(column[start:end] for column in columns), "")
+            places = slice(segment.start + start, segment.start + end)
+            columns = slice_columns(trajectory, places)
+            yield tokens[:start], Completion(tokens[start:end], "", **columns)
 
 
 @pytest.fixture(scope="module")

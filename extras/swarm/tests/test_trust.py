@@ -13,7 +13,7 @@ from asyncrl.engine.environments import SingleTurn
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.score import MAX_REWARD, Failed
 from asyncrl.messages import Finished
-from asyncrl.records import Completion, Ticket
+from asyncrl.records import Completion, Ticket, join_columns
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import ENVIRONMENTS
 from extras.environments.multi_turn import EnvironmentPool, MultiTurn
@@ -26,8 +26,13 @@ DIGITS = TOKENIZER.convert_tokens_to_ids(list("123456789"))
 SINGLE = Config(task="addition", max_prompt_tokens=40, max_response_tokens=8)
 RESTART = replace(SINGLE, on_update="restart")
 SEVERAL = Config(task="guess_number", max_prompt_tokens=100, max_response_tokens=100)
-PREFIX = Completion([7, 8], np.full(2, -0.25, np.float32), np.array([3, 6], np.int32), "aborted")
-NOTHING = Completion([], np.zeros(0, np.float32), np.zeros(0, np.int32), "")
+PREFIX = Completion(
+    [7, 8],
+    "aborted",
+    behavior_logprobs=np.full(2, -0.25, np.float32),
+    policy_versions=np.array([3, 6], np.int32),
+)
+NOTHING = Completion([], "", **join_columns([]))
 NEWEST = 7
 ARRAYS = ("tokens", "loss_mask", "behavior_logprobs", "policy_versions")
 
@@ -70,9 +75,9 @@ class RandomPolicy:
         logprobs = np.full(len(tokens), -0.5, np.float32)
         return Completion(
             [*prefix.tokens, *tokens],
-            np.concatenate((prefix.behavior_logprobs, logprobs)),
-            np.concatenate((prefix.policy_versions, versions)),
             reason,
+            behavior_logprobs=np.concatenate((prefix.behavior_logprobs, logprobs)),
+            policy_versions=np.concatenate((prefix.policy_versions, versions)),
         )
 
 

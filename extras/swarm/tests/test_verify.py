@@ -57,8 +57,12 @@ def sample(config, num):
         size = len(tokens) - (tokens[-1] in STOP_TOKENS)
         text = tokenizer.decode(tokens[len(PROMPT) : size])
         ticket = Ticket(i, i, 0, 1, 0, PROMPT, text, None, 0, VERSION)
-        arrays = (np.array(tokens), mask, np.array(logprobs, np.float32), versions)
-        trajectory = Trajectory(i, i, 0, *arrays, 1.0, "stop", "", 1, 0.0, 1.0, worker=5)
+        columns = {
+            "behavior_logprobs": np.array(logprobs, np.float32),
+            "policy_versions": versions,
+        }
+        ending = (1.0, "stop", "", 1, 0.0, 1.0)
+        trajectory = Trajectory(i, i, 0, np.array(tokens), mask, *ending, worker=5, **columns)
         pairs.append((ticket, trajectory))
     return pairs
 
