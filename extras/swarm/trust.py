@@ -69,7 +69,7 @@ def _of_ticket_and_arrays(t: Trajectory, ticket: Ticket, vocab_size: int) -> Ite
         yield f"member {t.member}, asked were {ticket.num_members} from {ticket.member} on"
     for name, dtype in _DTYPES.items():
         array = getattr(t, name)
-        if array.dtype.type is not dtype or array.shape != (t.tokens.size,):
+        if array.dtype != dtype or array.shape != (t.tokens.size,):
             yield f"{name} of {array.dtype} {array.shape} for {t.tokens.size} tokens"
     if np.count_nonzero(t.tokens.view(np.uint64) >= vocab_size):  # as those below 0 are then, too
         yield f"tokens from {t.tokens.min()} to {t.tokens.max()}, not in 0 … {vocab_size - 1}"

@@ -68,6 +68,7 @@ def gradient(losses: Tensor, inputs: LossInputs) -> Tensor:
 
 def select(inputs: LossInputs, chosen: Tensor) -> LossInputs:
     """Return the tokens `chosen`, [N] bool, as a micro-batch of their own."""
-    columns = {name: getattr(inputs, name)[chosen] for name in inputs.__dataclass_fields__}
+    names = [name for name in inputs.__dataclass_fields__ if name != "columns"]
+    columns = {name: getattr(inputs, name)[chosen] for name in names}
     columns["sequence_ids"] = columns["sequence_ids"].unique(return_inverse=True)[1]
     return LossInputs(**columns)
