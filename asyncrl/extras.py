@@ -1,7 +1,7 @@
 """The one place where the system names optional systems: a table from option to module of extras/.
 
 A module is imported when its option is used. Its folder may be deleted: then the option ends in one line that says so.
-The last eight modules have no option. A run uses those that are there and that it needs.
+The last three modules have no option. A run uses them if it needs them and they are there.
 """
 
 import importlib
@@ -30,11 +30,6 @@ MODULES = {
     "planning": "extras.planning.fit",
     "advice": "extras.planning.advice",
     "conversation": "extras.conversation",
-    "fingerprint": "extras.fingerprint",
-    "containment": "extras.containment",
-    "cores": "extras.cores",
-    "watchdog": "extras.watchdog",
-    "vllm fixes": "extras.vllm_fixes",
 }
 
 

@@ -3,7 +3,7 @@
 A command line is checked with the files where they are. Then the run copies them to runs/NAME/code, with the files
 beside them that they import. Trainer ranks, rollout workers and resumes load those copies, whatever happens to the
 files. Of several nodes, each leader copies the files at the same paths to its node's folder of the run. Before that,
-the fingerprints of nodes compare them (extras/fingerprint.py).
+the fingerprints of nodes compare them.
 
 Only the text FILE.py:NAME travels between processes. Each process imports the file as a module of the file's name. Of
 the files beside it, those that it imports are found, and no others: they would hide modules of Python or of libraries.

@@ -54,11 +54,11 @@ from train_async import train
 
 
 def report(spec, connection):
-    import rollout, extras.containment, numpy, queue
+    import rollout, asyncrl.engine.containment, numpy, queue
     from asyncrl.user_code import load
 
     assert load(REWARD, "--reward")("a") == 2.0
-    connection.send([module.__file__ for module in (rollout, extras.containment, numpy, queue)])
+    connection.send([module.__file__ for module in (rollout, asyncrl.engine.containment, numpy, queue)])
 
 
 REWARD = "reward.v2.py:score"
@@ -92,9 +92,8 @@ def test_files_beside_a_reward_or_a_script_hide_no_other_module_in_any_process(t
     ended = run_python(script, cwd=beside_reward, PYTHONPATH=str(ROOT))
     assert "(2.0, {})" in ended.stdout, ended.stdout + ended.stderr
     files = ended.stdout.splitlines()[-1].split()
-    assert files[:2] == [f"{ROOT}/rollout.py", f"{ROOT}/extras/containment.py"]
+    assert files[:2] == [f"{ROOT}/rollout.py", f"{ROOT}/asyncrl/engine/containment.py"]
     assert all(str(tmp_path) not in file for file in files) and len(files) == 4
-    assert "extras/containment.py is missing" not in ended.stdout
 
 
 def test_a_module_of_a_user_under_a_name_of_ours_is_refused_by_its_file(tmp_path):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from asyncrl import extras
+from asyncrl.cluster.fingerprint import check_same, fingerprint
 from asyncrl.cluster.gathering import Gathering
 from asyncrl.config import Config
 
@@ -183,7 +183,7 @@ def join(config: Config, device_type: str) -> Cluster:
     """Meet the ranks of all nodes, make sure that they run the same, and form the process groups; collective.
 
     Without torchrun this is the only rank. Raises ValueError for a rank that torchrun has not started. All ranks raise
-    it if nodes differ in code, options or kind of device (extras/fingerprint.py). Raises RuntimeError if ranks are
+    it if nodes differ in code, options or kind of device. Raises RuntimeError if ranks are
     missing.
     """
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
@@ -198,15 +198,12 @@ def join(config: Config, device_type: str) -> Cluster:
             "RANK is set without LOCAL_RANK and GROUP_RANK; start the ranks by torchrun, or unset RANK"
         )
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-    comparison = extras.find("fingerprint")
     mine = Peer(int(os.environ["GROUP_RANK"]), socket.gethostname())
-    if comparison is not None and os.environ["LOCAL_RANK"] == "0":
-        fingerprint = comparison.fingerprint(config) | {"device": device_type}
-        mine = dataclasses.replace(mine, fingerprint=fingerprint)
+    if os.environ["LOCAL_RANK"] == "0":
+        mine = dataclasses.replace(mine, fingerprint=fingerprint(config) | {"device": device_type})
     peers = _meet(dist.PrefixStore("peers", store), rank, num_ranks, mine)
-    if comparison is not None:
-        leaders = {f"node {peer.node} ({peer.host})": peer for peer in peers if peer.fingerprint}
-        comparison.check_same({name: peer.fingerprint for name, peer in leaders.items()})
+    leaders = {f"node {peer.node} ({peer.host})": peer for peer in peers if peer.fingerprint}
+    check_same({name: peer.fingerprint for name, peer in leaders.items()})
     return form_cluster(peers, rank, store, backend, timeout)
 
 

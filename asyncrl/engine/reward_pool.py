@@ -1,7 +1,7 @@
 """Score responses in processes that can be killed one by one, and that are replaced within milliseconds.
 
 A response that hangs or kills its process fails alone. Each process has a socket of its own. What runs in
-a process is in reward_process.py, and what it is kept from in extras/containment.py. Processes answer in JSON only, as
+a process is in reward_process.py, and its limits are in containment.py. Processes answer in JSON only, as
 a hostile one could send anything.
 
 A process has several responses at once. It scores them one after the other by plain functions, and side by side by

@@ -1,11 +1,10 @@
 """What runs in the processes that score: a template that has imported what is slow, and the scorers forked from it.
 
-A scorer reads text that a model wrote, so it runs under the limits of extras/containment.py, if that file is there.
+A scorer reads text that a model wrote, so it runs under the limits of containment.py.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import json
 import math
@@ -18,11 +17,9 @@ from collections.abc import Callable
 
 from setproctitle import setproctitle
 
-from asyncrl import extras
 from asyncrl.cluster.processes import freeze_garbage
+from asyncrl.engine import containment
 from asyncrl.engine.score import Score, Scored, load_score, one_line
-
-_PR_SET_PDEATHSIG = 1
 
 
 def run_template(
@@ -42,14 +39,8 @@ def run_template(
         importlib.import_module(slow)  # it must not eat the time of the first response
     score = load_score(task, rewards).of(is_async)
     freeze_garbage()
-    containment = extras.find("containment")
-    reason = ""
-    if containment is None:
-        print(
-            f"warning: {title}: extras/containment.py is missing: nothing but time is limited",
-            flush=True,
-        )
-    elif reason := containment.why_no_namespaces(is_async):
+    reason = containment.namespace_error(is_async)
+    if reason:
         print(
             f"warning: {title}: no namespaces ({reason}): network and files are not contained",
             flush=True,
@@ -74,10 +65,7 @@ def _run_scorer(descriptor: int, score: Score, in_namespaces: bool) -> None:
     try:
         _keep_only(descriptor)
         os.setpgid(0, 0)
-        containment = extras.find("containment")
-        if containment is not None:
-            containment.contain(score.is_async, in_namespaces)
-        die_with_parent()
+        containment.contain(score.is_async, in_namespaces)
         if score.is_async:
             asyncio.run(_serve_together(connection, score))
         else:
@@ -97,11 +85,6 @@ def _keep_only(descriptor: int) -> None:
         if int(name) > 2 and int(name) != descriptor:
             with contextlib.suppress(OSError):  # the listing's own
                 os.close(int(name))
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process with the one that forked it, which has one thread."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _serve(connection: socket.socket, score: Score) -> None:

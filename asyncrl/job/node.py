@@ -18,6 +18,7 @@ from setproctitle import setproctitle
 
 from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster, check_shares, join
+from asyncrl.cluster.cores import claim_cores, leave_cores
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.cluster.placement import Placement, available_cores, place
@@ -33,6 +34,7 @@ from asyncrl.cluster.processes import (
 )
 from asyncrl.cluster.stacks import dump_stacks, write_stacks_to
 from asyncrl.cluster.streams import keep_printing
+from asyncrl.cluster.watchdog import watch_for_stopped
 from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.prompts import PromptSource
@@ -191,9 +193,7 @@ class Leader(Rank):
                     specs, self.device, self.config.rollout_tp, self.config.timeout_s
                 )
         self.controller.connect(transport)
-        cores = extras.find("cores")
-        if cores is not None:
-            cores.leave_cores(self.placement, self.on_end)
+        leave_cores(self.placement, self.on_end)
 
     def make_publisher(self, policy: "Policy") -> "LeadingPublisher":
         """Return what publishes versions, once all engines of this node are up."""
@@ -307,9 +307,9 @@ def _prepare_process(config: Config, on_end: ExitStack) -> None:
     """Have this process show its stacks when asked, and end with whoever has started it."""
     keep_printing()  # also in a script of the user's
     write_stacks_to()
-    watchdog = extras.find("watchdog")
-    if watchdog is not None:  # it forks: there must be no thread yet
-        on_end.callback(watchdog.end_what_is_stopped(config.timeout_s / 2))
+    on_end.callback(
+        watch_for_stopped(config.timeout_s / 2)
+    )  # it forks: there must be no thread yet
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         exit_with_parent()  # torchrun killed outright must not leave its ranks behind
         end_if_stuck()
@@ -338,9 +338,7 @@ def start_leader(rank: Rank, model_path: str, task: Task, worker_main: Callable)
     """Make a leader: open the records and start the node's rollout workers."""
     cluster = rank.cluster
     rank = _fit_memory(_fit_model(rank, model_path), model_path)
-    cores = extras.find("cores")
-    if cores is not None:
-        rank = replace(rank, placement=cores.claim_cores(rank.placement, rank.on_end))
+    rank = replace(rank, placement=claim_cores(rank.placement, rank.on_end))
     where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
     print(where + rank.placement.table(), flush=True)
     # What is wrong with options and data is said before anything is written or started.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from zmq.utils import z85
 
+from asyncrl.cluster.fingerprint import fingerprint
 from asyncrl.config import Config
 from asyncrl.messages import (
     Abort,
@@ -28,7 +29,6 @@ from asyncrl.messages import (
 )
 from asyncrl.runlog import plain
 from asyncrl.user_code import files
-from extras.fingerprint import fingerprint
 
 PROTOCOL = 4
 """Number of this page and of asyncrl/messages.py; a host that has another is refused."""

@@ -15,12 +15,12 @@ from programs import wait_until
 from user_rewards import FILE, texts
 
 from asyncrl.engine import reward_pool
+from asyncrl.engine.containment import namespace_error
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.score import MAX_FAILURE, Failed
-from extras.containment import why_no_namespaces
 
 needs_namespaces = pytest.mark.skipif(
-    bool(why_no_namespaces()), reason="the kernel gives no namespaces here"
+    bool(namespace_error()), reason="the kernel gives no namespaces here"
 )
 EVALUATED = texts("evaluated")
 DEATH, HANG = "its process died", "timed out after 1 s"
@@ -228,14 +228,14 @@ def test_what_a_response_starts_ends_with_it(outcomes, tmp_path):
 
 AS_OTHERS = """
 import contextlib, os
-from extras import containment
+from asyncrl.engine import containment
 
 def become_another(*_):
     with contextlib.suppress(PermissionError):  # it is no root that runs this
         os.setuid(65534)
     return {reason!r}
 
-containment.why_no_namespaces = become_another
+containment.namespace_error = become_another
 run_template("""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
-from extras.containment import LIMITS, MEMORY_BYTES
+from asyncrl.engine.containment import LIMITS, MEMORY_BYTES
 
 FILE = str(Path(__file__))
 

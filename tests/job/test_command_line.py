@@ -9,10 +9,10 @@ import pytest
 from user_files import ENVIRONMENT, LOSS, TASK, write_user_code
 
 from asyncrl import user_code
+from asyncrl.cluster.fingerprint import check_same, fingerprint
 from asyncrl.config import Config, at_home
 from asyncrl.job.command_line import parse_config, read_options
 from asyncrl.runlog.run_directory import RunDirectory
-from extras.fingerprint import check_same, fingerprint
 
 REWARD = "def score(response, answer): return 1.0\n"
 ADVANTAGE = "def centered(rewards): return rewards - rewards.mean()\n"

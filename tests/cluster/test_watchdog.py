@@ -11,20 +11,20 @@ from programs import start_python
 ROOT_OF_TWO = (
     "import multiprocessing, os, time\n"
     "from asyncrl.cluster.processes import exit_with_parent\n"
-    "from extras.watchdog import end_what_is_stopped\n"
+    "from asyncrl.cluster.watchdog import watch_for_stopped\n"
     "def child():\n"
     "    exit_with_parent()\n"
     "    print(os.getpid(), flush=True); time.sleep(60)\n"
     "if __name__ == '__main__':\n"
-    "    end_what_is_stopped(1)\n"
+    "    watch_for_stopped(1)\n"
     "    context = multiprocessing.get_context('fork')\n"
     "    process = context.Process(target=child); process.start()\n"
     "    process.join(); print('child ended', process.exitcode, flush=True); time.sleep(60)\n"
 )
 RANK = (
     "import os, sys\n"
-    "from extras import watchdog\n"
-    "end = watchdog.end_what_is_stopped(0.5)\n"
+    "from asyncrl.cluster import watchdog\n"
+    "end = watchdog.watch_for_stopped(0.5)\n"
     "print(os.getpid(), flush=True); sys.stdin.readline(); end()\n"
 )
 AGENT = (

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 import pytest
 from programs import start_python
 
+from asyncrl.cluster import cores
 from asyncrl.cluster.placement import place
 from asyncrl.cluster.processes import run_on
 from asyncrl.config import Config
-from extras import cores
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 needs_two_cores = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def test_an_engine_has_cores_of_its_own_unless_another_run_has_them():
     """The trainer leaves them until the end. A run has them until it has ended or died."""
     claiming = (
         "import sys; from contextlib import ExitStack; from asyncrl.cluster.placement import place\n"
-        "from asyncrl.config import Config; from extras import cores\n"
+        "from asyncrl.config import Config; from asyncrl.cluster import cores\n"
         f"cores.CLAIM = {cores.CLAIM!r}\n"
         f"placed = cores.claim_cores(place(Config(), 0, {len(ALLOWED)}, 1), on_end := ExitStack())\n"
         "print(placed.workers[0].cores, flush=True); sys.stdin.read()"

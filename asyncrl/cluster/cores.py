@@ -1,6 +1,5 @@
-"""A CPU core of its own for an engine: whoever waits for samples waits for the engine, so nothing may take its turn."""
+"""CPU cores that only the engine of a run uses. The trainer waits for it, so it must not wait for a core."""
 
-import itertools
 import os
 import socket
 from contextlib import ExitStack
@@ -10,19 +9,19 @@ from asyncrl.cluster.placement import Placement
 from asyncrl.cluster.processes import run_on
 
 CLAIM = "\0engine-cores"
-"""Name of a socket, no file, that the run has whose engine has cores of its own; two engines might get the same."""
+"""Name of an abstract socket. The run that holds it has reserved cores for its engine; other runs share all cores."""
 
 
 def claim_cores(placement: Placement, on_end: ExitStack) -> Placement:
-    """The placement, its engine with cores that are kept for it until `on_end`.
+    """Return the placement with cores that are reserved for its engine until `on_end`.
 
-    It is left as it is on GPUs, with several ranks or engines, where cores do not suffice, and where another run has
-    made its claim: then all processes share all cores.
+    The placement is returned unchanged on GPUs, with several ranks or engines, with too few cores, and if another run
+    holds the claim.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if placement.trainer_gpus != (None,) or len(placement.workers) != 1:
         return placement
-    (worker,) = placement.workers
+    worker = placement.workers[0]
     if worker.cpu_threads >= len(allowed):
         return placement
     claim = on_end.enter_context(socket.socket(socket.AF_UNIX))
@@ -36,11 +35,9 @@ def claim_cores(placement: Placement, on_end: ExitStack) -> Placement:
 
 
 def leave_cores(placement: Placement, on_end: ExitStack) -> None:
-    """Keep this process off the cores of engines, until `on_end`. To be called once they are up: starting takes all."""
-    allowed, own = (
-        os.sched_getaffinity(0),
-        set(itertools.chain(*(worker.cores for worker in placement.workers))),
-    )
-    if own:
-        run_on(os.getpid(), allowed - own)
+    """Move this process off the engine's cores until `on_end`. Call it when the engine is up: starting uses all."""
+    allowed = os.sched_getaffinity(0)
+    reserved = {core for worker in placement.workers for core in worker.cores}
+    if reserved:
+        run_on(os.getpid(), allowed - reserved)
         on_end.callback(run_on, os.getpid(), allowed)

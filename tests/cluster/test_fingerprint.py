@@ -1,7 +1,7 @@
 import pytest
 
+from asyncrl.cluster.fingerprint import check_same, fingerprint
 from asyncrl.config import Config
-from extras.fingerprint import check_same, fingerprint
 
 
 def node(path, config=None, **files):

@@ -1,0 +1,47 @@
+"""Compare code and options of all nodes. If they differ, collectives hang, or two trainings are mixed unnoticed."""
+
+import hashlib
+from pathlib import Path
+
+from asyncrl import ROOT
+from asyncrl.config import OPTIONS, Config, May, options_for
+from asyncrl.user_code import files, texts_of
+
+FOLDERS = ("algos", "data", "asyncrl", "extras")
+MAX_SHOWN = 5
+"""Most differences that an error names."""
+
+
+def fingerprint(config: Config, root: Path = Path(ROOT)) -> dict[str, str]:
+    """Return what must be equal on all nodes: a hash by source file, user code included, and a value by option."""
+    paths = [*root.glob("*.py")]
+    for folder in FOLDERS:
+        paths += root.joinpath(folder).rglob("*.py")
+    sources = {
+        str(path.relative_to(root)): path for path in sorted(paths) if "tests" not in path.parts
+    }
+    sources |= {str(path): path for path in files(texts_of(config)).values()}
+    hashes = {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in sources.items()
+    }
+    options = {o.flag: str(o.value_in(config)) for o in OPTIONS.values() if May.NODE not in o.may}
+    return hashes | options
+
+
+def check_same(fingerprints: dict[str, dict[str, str]]) -> None:
+    """Raise ValueError if a node's fingerprint differs from the first one. Keys are names of nodes."""
+    (first, expected), *other_nodes = fingerprints.items()
+    for name, actual in other_nodes:
+        differences = [
+            f"{key} {actual.get(key, 'absent')} instead of {expected.get(key, 'absent')}"
+            for key in expected | actual
+            if actual.get(key) != expected.get(key)
+        ]
+        if len(differences) > MAX_SHOWN:
+            differences[MAX_SHOWN:] = [f"and {len(differences) - MAX_SHOWN} more"]
+        if differences:
+            allowed = ", ".join(option.flag for option in options_for(May.NODE))
+            raise ValueError(
+                f"{name} does not run the same as {first}: {'; '.join(differences)}; start all nodes from one commit "
+                f"and with the same options, of which only {allowed} may differ"
+            )
