@@ -93,8 +93,8 @@ class RolloutWorker:
             target=self._read, args=(loop,), name="read-controller", daemon=True
         ).start()
         try:
-            self._start(self.proxy.watch())
-            self._start(self._act_on_messages())
+            self.start(self.proxy.watch())
+            self.start(self._act_on_messages())
             # the first task to fail ends the worker at once, whatever the others wait for
             await self._ended
         finally:
@@ -113,7 +113,7 @@ class RolloutWorker:
     def _receive(self, message) -> None:
         if isinstance(message, ReportProgress):
             # At once, and not after an update that may wait for responses to end: the trainer waits for the answer.
-            self._start(self._report_in_flight())
+            self.start(self._report_in_flight())
         else:
             self._inbox.put_nowait(message)
 
@@ -125,7 +125,7 @@ class RolloutWorker:
         for ticket in tickets:  # noted at once, as the next message may be to abort them
             self.proxy.activity.add(trajectories=ticket.num_members)
             self._episodes[ticket.ticket_id] = self.make_episodes(ticket)
-            self._start(self._run_ticket(ticket))
+            self.start(self._run_ticket(ticket))
 
     async def _run_ticket(self, ticket: Ticket) -> None:
         """Run the trajectories of a ticket and send them back: one, or a whole group."""
@@ -138,7 +138,7 @@ class RolloutWorker:
         finally:
             del self._episodes[ticket.ticket_id]
             self.proxy.activity.add(trajectories=-ticket.num_members)
-        self._flush_soon()
+        self.flush_soon()
         self._finished += trajectories
 
     def make_episodes(self, ticket: Ticket) -> list[Episode]:
@@ -165,7 +165,7 @@ class RolloutWorker:
                 update.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()
             )
         )
-        self._probing = [self._start(self._score_probe(update))] if update.probe else []
+        self._probing = [self.start(self._score_probe(update))] if update.probe else []
 
     async def _score_probe(self, update: Update) -> None:
         scores = await asyncio.gather(*map(self.proxy.score, update.probe))
@@ -193,19 +193,21 @@ class RolloutWorker:
 
     async def _report_in_flight(self) -> None:
         await settle(self.proxy)
-        self._flush()  # what ends from here on ends after the answer
+        self.flush()  # what ends from here on ends after the answer
         self.connection.send(read_in_flight(self.proxy, self._episodes))
 
-    def _flush_soon(self) -> None:
+    def flush_soon(self) -> None:
         """Send all that ends in this turn of the event loop by one message: the first flush takes everything."""
-        asyncio.get_running_loop().call_soon(self._flush)
+        asyncio.get_running_loop().call_soon(self.flush)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send the trajectories that have ended."""
         finished, self._finished = self._finished, []
         if finished:
             self.connection.send(Finished(finished, self.proxy.activity.report_if_due()))
 
-    def _start(self, coroutine) -> asyncio.Task:
+    def start(self, coroutine) -> asyncio.Task:
+        """Start a task. The first task that fails ends the worker."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._finish_task)
@@ -233,12 +235,8 @@ async def start_worker(
     start = time.monotonic()
     proxy = await start_proxy(spec, stop_token_ids(spec.model_path, tokenizer))
     end_safe_path()
-    worker_class = RolloutWorker
-    if spec.config.is_baseline:
-        worker_class = extras.load("--scheduling").BaselineWorker
-    if spec.config.is_agent:
-        agents = extras.load("--task agent")
-        worker_class, start_environments = agents.AgentWorker, agents.start_environments
+    worker_classes = [plugin.rollout_worker for plugin in spec.config.plugins]
+    worker_class = next(filter(None, worker_classes), RolloutWorker)
     environments = start_environments(spec, tokenizer)  # after vLLM's fork: they may start threads
     freeze_garbage()
     connection.send(Ready(time.monotonic() - start))

@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl import extras
+from asyncrl.plugins import Plugin
 
 
 class May(enum.Enum):
@@ -376,20 +377,17 @@ class Config:
     def checked(self) -> "Config":
         """Return the config, or raise ValueError: one line with what was given, what is allowed and what to change."""
         Config.from_dict(self.as_dict(), strict=True)
-        for rules in (RULES, *self.of_extras("RULES")):
+        for rules in (RULES, *(plugin.rules for plugin in self.plugins)):
             for is_broken, mistake in rules:
                 if is_broken(self):
                     raise ValueError(mistake.format(c=self))
         return self
 
-    def of_extras(self, name: str) -> list:
-        """Return what the optional systems in use have of a name.
-
-        It is `RULES`, as below; `check(config, hf_config)`, which raises ValueError for a model that does not fit; or
-        `policy_class(base)`, which returns the class of policies that extends another one.
-        """
+    @property
+    def plugins(self) -> list[Plugin]:
+        """Return the plugins of the optional systems in use."""
         modules = [extras.load(option) for option, is_used in self._extras.items() if is_used]
-        return [getattr(module, name) for module in modules if hasattr(module, name)]
+        return [module.PLUGIN for module in modules if hasattr(module, "PLUGIN")]
 
     @property
     def _extras(self) -> dict[str, Any]:
@@ -397,6 +395,7 @@ class Config:
         return {
             "--scheduling": self.is_baseline,
             "--task agent": self.is_agent,
+            "--task environment": is_environment(self.task),
             "--listen": self.listen,
             "--lora-rank": self.lora_rank,
             "--advantage gae": self.advantage == "gae",

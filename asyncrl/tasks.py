@@ -39,10 +39,11 @@ def prepare_task(
     name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()
 ) -> Callable[[], Task]:
     """A function that makes the task and reads its data. Raises ValueError for a wrong name or argument."""
-    if name.startswith(AGENT):
-        return extras.load("--task agent").prepare_task(name, seed, data_path, task_args)
-    if is_environment(name):
-        return extras.load("--task environment").prepare_task(name, seed, task_args)
+    if name.startswith(AGENT) or is_environment(name):
+        plugin = extras.load(
+            "--task agent" if name.startswith(AGENT) else "--task environment"
+        ).PLUGIN
+        return plugin.prepare_task(name, seed, data_path, task_args)
     task_class = _task_class(name)
     given = {"seed": seed, "data_path": data_path}
     if user_code.is_user_code(name):

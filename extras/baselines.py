@@ -22,6 +22,7 @@ from asyncrl.engine.completion import Request
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.messages import IdleReason
+from asyncrl.plugins import Plugin
 from asyncrl.records import Completion, Ticket
 from rollout import RolloutWorker
 
@@ -144,6 +145,12 @@ class BaselineDispatcher(Dispatcher):
             return "round"
         return super().idle_reason(reason_if_full)
 
+    def on_message(self, worker: Worker, message) -> None:
+        """Note the tickets that have come to the barrier."""
+        if not isinstance(message, Waiting):
+            super().on_message(worker, message)
+        self.at_barrier.update(message.ticket_ids)
+
     def _round_is_running(self) -> bool:
         return self._has_rounds and (self._queues_training() or bool(self._running_tickets()))
 
@@ -161,13 +168,6 @@ class BaselineController(Controller):
     """A controller whose dispatcher has a barrier."""
 
     dispatcher_class = BaselineDispatcher
-
-    def on_message(self, worker: Worker, message) -> None:
-        """Act on a worker's message, or, if it is None, on its death."""
-        with self.lock:
-            if isinstance(message, Waiting):
-                self.dispatcher.at_barrier.update(message.ticket_ids)
-            super().on_message(worker, message)
 
 
 # Worker
@@ -227,14 +227,14 @@ class BaselineWorker(RolloutWorker):
         self.proxy.activity.hold("barrier")
         self.proxy.activity.add(trajectories=-1)
         try:
-            self._flush_soon()
+            self.flush_soon()
             self._waiting.append(ticket_id)
             await self._opened.wait()
         finally:
             self.proxy.activity.add(trajectories=1)
 
-    def _flush(self) -> None:
-        super()._flush()
+    def flush(self) -> None:
+        super().flush()
         waiting, self._waiting = self._waiting, []
         if waiting:
             self.connection.send(Waiting(waiting))
@@ -269,3 +269,15 @@ async def generate_group(
         )
     finally:
         del proxy.requests[request_id]
+
+
+class BaselinePlugin(Plugin):
+    """What --scheduling and --no-replicate-prompts change."""
+
+    rules = RULES
+    controller = BaselineController
+    tickets = BaselineTickets
+    rollout_worker = BaselineWorker
+
+
+PLUGIN = BaselinePlugin()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from asyncrl.config import Rule
+from asyncrl.plugins import Plugin
 
 # The policy imports transformers for seconds, and options are checked before any process starts.
 if TYPE_CHECKING:
@@ -105,10 +106,18 @@ class ScaledLoss:
         self._scaling["updates_since_change"] = 0
 
 
-def policy_class(base: type["Policy"]) -> type["Policy"]:
-    """Return `base`, a class of policies, with a scaled loss."""
+class Float16Plugin(Plugin):
+    """What --dtype float16 changes."""
 
-    class ScaledPolicy(ScaledLoss, base):
-        """A policy that computes in float16."""
+    rules = RULES
 
-    return ScaledPolicy
+    def policy_class(self, base: type["Policy"]) -> type["Policy"]:
+        """Return `base`, a class of policies, with a scaled loss."""
+
+        class ScaledPolicy(ScaledLoss, base):
+            """A policy that computes in float16."""
+
+        return ScaledPolicy
+
+
+PLUGIN = Float16Plugin()

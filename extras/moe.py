@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config import Config, Rule
+from asyncrl.plugins import Plugin
 from asyncrl.trainer.packing import MicroBatch
 
 _GIVE_CHANCES = ("Gemma4TextRouter",)
@@ -125,11 +126,19 @@ class Routing:
         }
 
 
-def check(config: Config, hf_config: PreTrainedConfig) -> None:
-    """Raise ValueError, before a model is loaded, if --optim.balance finds no experts in it."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
-    watch(model, config)
+class BalancePlugin(Plugin):
+    """What --optim.balance changes."""
+
+    rules = RULES
+
+    def check(self, config: Config, hf_config: PreTrainedConfig) -> None:
+        """Raise ValueError, before a model is loaded, if it has no experts."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+        watch(model, config)
+
+
+PLUGIN = BalancePlugin()
 
 
 def watch(model: PreTrainedModel, config: Config) -> Routing | None:

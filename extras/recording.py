@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.job.node import Follower, Leader
+from asyncrl.plugins import Plugin
 from asyncrl.records import Group
 from asyncrl.runlog.header import read_header, write_header
 from asyncrl.runlog.manifest import weights_sha256
@@ -86,3 +87,15 @@ def _write_recording(path: Path, step: int, groups: list[Group]) -> None:
     header["config"] |= {"model": weights, "steps": step}
     header |= {"weights_sha256": weights_sha256(weights), "first_step": step}
     write_header(path / "run.json", header, None)
+
+
+class RecordingPlugin(Plugin):
+    """What --record changes."""
+
+    def on_batch(self, leader: Leader, step: int, groups: list[Group]) -> None:
+        """Write what is trained on to the run directory."""
+        leader.clock.enter("save")
+        write_batch(batch_path(leader.run.path, step), step, groups)
+
+
+PLUGIN = RecordingPlugin()

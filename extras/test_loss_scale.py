@@ -51,7 +51,7 @@ def test_the_gradient_and_all_metrics_are_those_without_a_scale(model, options):
     metrics, gradients = PlainTrainer(plain).train_step([sequences])
     metrics |= {"scale": loss_scale.FIRST_SCALE, "skipped_updates": 0}
     parts = (plain.module, plain.reference, plain.loss, plain.device, plain.clock)
-    policy = loss_scale.policy_class(type(plain))(config, model, *parts)
+    policy = loss_scale.PLUGIN.policy_class(type(plain))(config, model, *parts)
     check_step(policy, [sequences], 60, (metrics, gradients))
 
 

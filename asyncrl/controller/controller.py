@@ -142,6 +142,8 @@ class Controller:
                     worker.in_flight = message
                 case Stopped(activity):
                     self.journal.active(worker.index, activity)
+                case _:
+                    self.dispatcher.on_message(worker, message)
             self.fill()
 
     def on_death(self, worker: Worker) -> None:

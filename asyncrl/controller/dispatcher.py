@@ -112,6 +112,10 @@ class Dispatcher:
             worker.finish_ticket(ticket_id)
         return trajectories
 
+    def on_message(self, worker: Worker, message) -> None:
+        """Act on a message that the controller does not know. Raises RuntimeError if the dispatcher does not either."""
+        raise RuntimeError(f"worker {worker.index} sent an unknown message: {message!r}")
+
     def describe(self) -> str:
         """One line on what every worker does and where the groups are."""
         workers = ", ".join(worker.describe() for worker in self.workers)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from asyncrl import extras
 from asyncrl.cluster.placement import WorkerSpec, available_cores
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.records import Completion, Ticket
@@ -64,10 +63,12 @@ class SingleTurn:
 
 
 def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
-    """The environments of a worker's task; those of one turn start processes that score."""
+    """Return the environments of a worker's task; a task of one turn starts processes that score."""
     config = spec.config
-    if config.is_multi_turn:
-        return extras.load("--task environment").start_environments(spec, tokenizer)
+    for plugin in config.plugins:
+        environments = plugin.start_environments(spec, tokenizer)
+        if environments is not None:
+            return environments
     title, num_processes = (
         f"rewards {spec.placement.worker}",
         max(4, min(16, available_cores() // 2)),

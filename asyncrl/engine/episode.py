@@ -55,14 +55,14 @@ class Episode:
         self._request_numbers = itertools.count()
         self._generate = generate
         self._task: asyncio.Task | None = None
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         self.turns: list[tuple[int, Completion]] = []
         """Position of the first token, and what was sampled."""
         self._sampling_times = (0.0, 0.0)
         """Start and end of the newest turn, before its step."""
-        self._times: list[tuple[float, float, float]] = []
-        self._reward = 0.0
-        self._reward_parts: Counter[str] = Counter()
+        self.turn_times: list[tuple[float, float, float]] = []
+        self.reward = 0.0
+        self.reward_parts: Counter[str] = Counter()
 
     def abort(self) -> None:
         """End the trajectory where it stands. While it samples, the engine's abort of `request_ids` does that."""
@@ -75,46 +75,46 @@ class Episode:
         self._task = asyncio.current_task()
         started_at, failure = time.time(), ""
         try:
-            finish_reason: FinishReason = "aborted" if self.is_aborted else await self._play()
+            finish_reason: FinishReason = "aborted" if self.is_aborted else await self.play()
         except Failed as error:
             finish_reason, failure = "failed", str(error)
         except asyncio.CancelledError:
             if not self.is_aborted:
                 raise
             finish_reason = "aborted"
-        trajectory = self._trajectory(finish_reason, failure, started_at, worker)
+        trajectory = self.make_trajectory(finish_reason, failure, started_at, worker)
         check_trajectory(trajectory)
         return trajectory
 
-    async def _play(self) -> FinishReason:
+    async def play(self) -> FinishReason:
         """Reset, then act and step until the environment ends or the tokens are used up."""
-        self._tokens += await self.environment.reset()
-        if len(self._tokens) > self.config.max_prompt_tokens:
+        self.tokens += await self.environment.reset()
+        if len(self.tokens) > self.config.max_prompt_tokens:
             raise ValueError(
                 f"the first observation of {self.config.task} with seed {self.ticket.environment_seed} has "
-                f"{len(self._tokens)} tokens, --max-prompt-tokens is {self.config.max_prompt_tokens}; raise it"
+                f"{len(self.tokens)} tokens, --max-prompt-tokens is {self.config.max_prompt_tokens}; raise it"
             )
-        max_tokens = len(self._tokens) + self.config.max_response_tokens
+        max_tokens = len(self.tokens) + self.config.max_response_tokens
         while True:
-            completion = await self.act(max_tokens - len(self._tokens))
+            completion = await self.act(max_tokens - len(self.tokens))
             if completion.finish_reason == "aborted" or self.is_aborted:
                 return "aborted"
             step = await self.environment.step(completion)
-            self._times.append((*self._sampling_times, time.time()))
-            self._reward = number_of(self._reward + step.reward, "the sum of rewards")
-            self._reward_parts.update(step.reward_parts)
+            self.turn_times.append((*self._sampling_times, time.time()))
+            self.reward = number_of(self.reward + step.reward, "the sum of rewards")
+            self.reward_parts.update(step.reward_parts)
             if step.ended:
                 return completion.finish_reason
-            if len(self._tokens) + len(step.tokens) >= max_tokens:
+            if len(self.tokens) + len(step.tokens) >= max_tokens:
                 return "length"
-            self._tokens += step.tokens
+            self.tokens += step.tokens
 
     async def act(self, max_tokens: int) -> Completion:
         """Let the policy take one turn."""
         started_at = time.time()
-        completion = await self.sample(tuple(self._tokens), max_tokens)
-        self.turns.append((len(self._tokens), completion))
-        self._tokens += completion.tokens
+        completion = await self.sample(tuple(self.tokens), max_tokens)
+        self.turns.append((len(self.tokens), completion))
+        self.tokens += completion.tokens
         self._sampling_times = (started_at, time.time())
         return completion
 
@@ -131,10 +131,10 @@ class Episode:
         finally:
             self.request_ids.remove(request_id)
 
-    def _trajectory(
+    def make_trajectory(
         self, finish_reason: FinishReason, failure: str, started_at: float, worker: int
     ) -> Trajectory:
-        length, has_ended = len(self._tokens), finish_reason in ("stop", "length")
+        length, has_ended = len(self.tokens), finish_reason in ("stop", "length")
         loss_mask = np.zeros(length, dtype=bool)
         for start, completion in self.turns:
             loss_mask[start : start + len(completion.tokens)] = True
@@ -142,17 +142,17 @@ class Episode:
             ticket_id=self.ticket.ticket_id,
             group_id=self.ticket.group_id,
             member=self.member,
-            tokens=np.array(self._tokens, dtype=np.int64),
+            tokens=np.array(self.tokens, dtype=np.int64),
             loss_mask=loss_mask,
-            reward=self._reward if has_ended else float("nan"),
-            reward_parts=dict(self._reward_parts) if has_ended else {},
+            reward=self.reward if has_ended else float("nan"),
+            reward_parts=dict(self.reward_parts) if has_ended else {},
             finish_reason=finish_reason,
             failure=failure,
             num_turns=len(self.turns),
             started_at=started_at,
             ended_at=time.time(),
             worker=worker,
-            turns=tuple(self._times),
+            turns=tuple(self.turn_times),
             experts=self.turns[-1][1].experts if self.turns else None,
             **spread_columns(self.turns, length),
         )

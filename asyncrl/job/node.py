@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -165,13 +165,6 @@ class Leader(Rank):
     restored: ControllerState | None
     """What the controller continues from."""
 
-    workers_class: ClassVar[type[Workers]] = Workers
-
-    @staticmethod
-    def controller_class(config: Config) -> type[Controller]:
-        """Return what leads the rollout of a run."""
-        return extras.load("--scheduling").BaselineController if config.is_baseline else Controller
-
     def launch(self) -> None:
         """Start the rollout workers, which `on_end` stops; returns before they are up, unless they share a GPU."""
         self.on_end.callback(self.controller.stop)
@@ -210,20 +203,18 @@ class Leader(Rank):
         self.wait_together(self.controller.wait_for_batch)
         groups = self.controller.take_batch()
         publisher.check_engines(step)
-        self.record_batch(step, groups)
+        self.on_batch(step, groups)
         return groups
 
-    def record_batch(self, step: int, groups: list[Group]) -> None:
-        """Write what is trained on to the run directory, with --record."""
-        if self.config.record:
-            self.clock.enter("save")
-            recording = extras.load("--record")
-            recording.write_batch(recording.batch_path(self.run.path, step), step, groups)
+    def on_batch(self, step: int, groups: list[Group]) -> None:
+        """Tell the plugins of a batch before the step that trains on it."""
+        for plugin in self.config.plugins:
+            plugin.on_batch(self, step, groups)
 
 
 def node_kinds(config: Config) -> tuple[type[Leader], type[Follower]]:
     """Return the classes of a node's ranks in a run."""
-    return (Leader, Follower) if config.listen is None else extras.load("--listen").NODE_KINDS
+    return next(filter(None, (plugin.ranks for plugin in config.plugins)), (Leader, Follower))
 
 
 @contextmanager
@@ -357,20 +348,27 @@ def start_leader(rank: Rank, model_path: str, task: Task, worker_main: Callable)
     rank = replace(rank, config=config)
     write_stacks_to(run.path / "stacks.txt")
     kind, _ = node_kinds(config)
-    workers = kind.workers_class(config, rank.placement, model_path, run.path, worker_main)
-    make_controller = kind.controller_class(config)
+    workers_class, controller_class = _rollout_classes(config)
+    workers = workers_class(config, rank.placement, model_path, run.path, worker_main)
     leader = kind(
         **_parts(rank),
         model_path=model_path,
         run=run,
         tokenizer=load_tokenizer(model_path),
-        controller=make_controller(
+        controller=controller_class(
             config, workers, tickets, run.record, rank.clock, cluster.num_nodes, restored
         ),
         restored=restored,
     )
     leader.launch()
     return leader
+
+
+def _rollout_classes(config: Config) -> tuple[type[Workers], type[Controller]]:
+    """Return the classes of workers and controller: a plugin's, or the core's own."""
+    workers = filter(None, (plugin.workers for plugin in config.plugins))
+    controllers = filter(None, (plugin.controller for plugin in config.plugins))
+    return next(workers, Workers), next(controllers, Controller)
 
 
 def _fit_model(rank: Rank, model_path: str) -> Rank:
@@ -488,8 +486,8 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str, task: Task)
     prompts.check(config)
     if any(digest != prompts.digest for digest in cluster.gather(prompts.digest)):
         raise ValueError("the nodes have different rows; give all the same by --data-path")
-    kind = extras.load("--scheduling").BaselineTickets if config.is_baseline else TicketSource
-    return kind(config, prompts, cluster.node, cluster.num_nodes)
+    tickets_class = next(filter(None, (plugin.tickets for plugin in config.plugins)), TicketSource)
+    return tickets_class(config, prompts, cluster.node, cluster.num_nodes)
 
 
 def _check_model(config: Config, model_path: str, device: str) -> None:
@@ -497,8 +495,8 @@ def _check_model(config: Config, model_path: str, device: str) -> None:
     from asyncrl.trainer.families import check_engine, longest_sequence, read_config
 
     model = read_config(model_path)
-    for check in config.of_extras("check"):
-        check(config, model)
+    for plugin in config.plugins:
+        plugin.check(config, model)
     check_engine(config, model, device)
     tokenizer = load_tokenizer(model_path)
     if config.tool_parser and "tools" not in str(tokenizer.chat_template):

@@ -348,6 +348,6 @@ def load_policy(
         reference = load_model(config, model_path, mesh, device, is_trained=False)
         reference.set_reshard_after_forward(True)
     kind = Policy
-    for extend in config.of_extras("policy_class"):
-        kind = extend(kind)
+    for plugin in config.plugins:
+        kind = plugin.policy_class(kind)
     return kind(config, model_path, module, reference, loss, device, clock or TrainerClock())

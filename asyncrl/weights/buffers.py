@@ -20,20 +20,20 @@ class Buffers(Transport):
     def reserve(self) -> bool:
         """Return whether there is a buffer that may be written. From then on nobody begins to read it."""
         index = self._free_buffer()
-        if index == self._announced:
-            self._announced = -1
+        if index == self.announced:
+            self.announced = -1
         return index is not None
 
     def _free_buffer(self) -> int | None:
-        kept = self._announced if self.keeps_announced else None
-        free = (i for i in range(self.num_buffers) if not self._readers[i] and i != kept)
+        kept = self.announced if self.keeps_announced else None
+        free = (i for i in range(self.num_buffers) if not self.readers[i] and i != kept)
         return next(free, None)
 
     def take_buffer(self) -> int:
         """Return the index of the buffer that is to be written. Raises RuntimeError if there is none."""
         if not self.reserve():
             raise RuntimeError(
-                f"no weight buffer is free: readers {dict(self._readers)}, announced {self._announced}"
+                f"no weight buffer is free: readers {dict(self.readers)}, announced {self.announced}"
             )
         return self._free_buffer()
 

@@ -85,8 +85,8 @@ class Transport:
 
     def __init__(self, specs: Sequence[ParameterSpec] = ()):
         self.specs = specs
-        self._readers: collections.Counter[int] = collections.Counter()
-        self._announced = -1
+        self.readers: collections.Counter[int] = collections.Counter()
+        self.announced = -1
 
     def init_info(self, worker: int = 0) -> dict:
         """Return what a worker's engine needs when it starts, or has been started again."""
@@ -103,19 +103,19 @@ class Transport:
 
     def announce(self, staged: Staged) -> None:
         """Keep these weights for any worker that has yet to read them, starts or falls behind."""
-        self._announced = staged.buffer
+        self.announced = staged.buffer
 
     def can_read(self, staged: Staged) -> bool:
         """Return whether a worker may begin to read what was announced: not while newer weights are written over it."""
-        return staged.buffer == self._announced
+        return staged.buffer == self.announced
 
     def acquire(self, staged: Staged) -> None:
         """Note that a worker is about to read."""
-        self._readers[staged.buffer] += 1
+        self.readers[staged.buffer] += 1
 
     def release(self, staged: Staged) -> None:
         """Note that a worker has read, or has died."""
-        self._readers[staged.buffer] -= 1
+        self.readers[staged.buffer] -= 1
 
     def send(self, worker: int, staged: Staged) -> None:
         """Send staged weights to a worker that waits for them; nothing where it reads by itself."""

@@ -93,7 +93,7 @@ class AgentEpisode(Episode):
         if self._agent is not None:
             self._agent.cancel()
 
-    async def _play(self) -> FinishReason:
+    async def play(self) -> FinishReason:
         """Run the agent to its end, and give it its reward."""
         with self._agents.endpoint.admit(self.ticket.ticket_id, self) as key:
             problem = json.loads(self.ticket.answer)
@@ -111,14 +111,14 @@ class AgentEpisode(Episode):
         if self.is_aborted:
             return "aborted"
         try:
-            self._reward, parts = await self._score(self._returned())
+            self.reward, parts = await self._score(self._returned())
         except Failed:
             if not (self.turns and (self._is_used_up or self._is_out_of_context)):
                 raise
             return "length"
         if not self.calls.segments():
             raise Failed("the agent ended without a token of the policy")
-        self._reward_parts.update(parts)
+        self.reward_parts.update(parts)
         return "length" if self._is_used_up else "stop"
 
     def _returned(self) -> Any:
@@ -297,22 +297,22 @@ class AgentEpisode(Episode):
 
     # Its end
 
-    def _trajectory(self, *ending) -> Trajectory:
+    def make_trajectory(self, *ending) -> Trajectory:
         segments = self.calls.segments()
         starts = [0, *itertools.accumulate(len(segment.tokens) for segment in segments)]
-        self._tokens = [token for segment in segments for token in segment.tokens]
+        self.tokens = [token for segment in segments for token in segment.tokens]
         self.turns = [
             (start + place, completion)
             for start, segment in zip(starts, segments, strict=False)
             for place, completion in segment.turns
         ]
         now = time.time()
-        self._times = [
+        self.turn_times = [
             (began, ended, min((other for other, _ in self._spans if other >= ended), default=now))
             for began, ended in sorted(self._spans)
         ]
         lengths = tuple(len(segment.tokens) for segment in segments)
-        return replace(super()._trajectory(*ending), segment_lengths=lengths)
+        return replace(super().make_trajectory(*ending), segment_lengths=lengths)
 
 
 def _shortened(completion: Completion, size: int, reason: FinishReason) -> Completion:

@@ -1,11 +1,15 @@
 """The rollout worker of agents: it serves an OpenAI endpoint, and runs an agent for each ticket."""
 
+from collections.abc import Callable, Iterable
+
 from asyncrl import user_code
 from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.config import Config
 from asyncrl.engine.reward_pool import RewardPool
+from asyncrl.plugins import Plugin
 from asyncrl.records import Ticket
 from asyncrl.weights.stop_tokens import stop_token_ids
+from data.problem import Task
 from extras.agents import verifiers_task
 from extras.agents.endpoint import Endpoint
 from extras.agents.episode import AgentEpisode, Agents
@@ -16,7 +20,6 @@ from extras.agents.task import prepare_task
 from extras.agents.template import Template
 from rollout import RolloutWorker
 
-__all__ = ["RULES", "AgentWorker", "prepare_task", "start_environments"]
 REWARD_PROCESSES = 4
 
 
@@ -25,7 +28,7 @@ class AgentWorker(RolloutWorker):
 
     async def serve(self) -> None:
         """Serve the endpoint, and the controller until it says stop."""
-        self._start(self.environments.endpoint.serve())
+        self.start(self.environments.endpoint.serve())
         await super().serve()
 
     def make_episodes(self, ticket: Ticket) -> list[AgentEpisode]:
@@ -37,11 +40,7 @@ class AgentWorker(RolloutWorker):
         ]
 
 
-def start_environments(spec: WorkerSpec, tokenizer) -> Agents:
-    """Return what the agents of a worker share.
-
-    Raises ValueError for a parser that vLLM does not know, and for user code that does not load.
-    """
+def _start_agents(spec: WorkerSpec, tokenizer) -> Agents:
     config = spec.config
     rewards = None
     if config.reward:
@@ -71,3 +70,26 @@ def _agent_of(config: Config) -> Agent:
 
 def _as_it_is(reward):
     return reward
+
+
+class AgentPlugin(Plugin):
+    """What a task that is a program with calls of the policy changes."""
+
+    rules = RULES
+    rollout_worker = AgentWorker
+
+    def prepare_task(
+        self, name: str, seed: int, data_path: str | None, task_args: Iterable[str]
+    ) -> Callable[[], Task]:
+        """Return a function that makes the task. Raises ValueError for a wrong name or argument."""
+        return prepare_task(name, seed, data_path, task_args)
+
+    def start_environments(self, spec: WorkerSpec, tokenizer) -> Agents:
+        """Return what the agents of a worker share.
+
+        Raises ValueError for a parser that vLLM does not know, and for user code that does not load.
+        """
+        return _start_agents(spec, tokenizer)
+
+
+PLUGIN = AgentPlugin()

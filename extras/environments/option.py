@@ -1,21 +1,34 @@
-"""What the core asks of environments of several turns: the task, and the environments of a worker.
+"""What environments of several turns change: the task, and the environments of a worker.
 
-Importing this costs little; the worker's part imports the engine's.
+Importing this costs little. The worker's part imports the engine's.
 """
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from asyncrl.plugins import Plugin
 from extras.environments.task import prepare_task
 
 if TYPE_CHECKING:
     from asyncrl.cluster.placement import WorkerSpec
     from asyncrl.engine.environments import Environments
+    from data.problem import Task
 
-__all__ = ["prepare_task", "start_environments"]
+
+class EnvironmentPlugin(Plugin):
+    """What a task that is an environment changes."""
+
+    def prepare_task(
+        self, name: str, seed: int, data_path: str | None, task_args: Iterable[str]
+    ) -> Callable[[], "Task"]:
+        """Return a function that makes the task. Raises ValueError for a wrong name or argument."""
+        return prepare_task(name, seed, task_args)
+
+    def start_environments(self, spec: "WorkerSpec", tokenizer) -> "Environments":
+        """Return the environments of a worker's task."""
+        from extras.environments import multi_turn
+
+        return multi_turn.start_environments(spec, tokenizer)
 
 
-def start_environments(spec: "WorkerSpec", tokenizer) -> "Environments":
-    """Return the environments of a worker's task."""
-    from extras.environments import multi_turn
-
-    return multi_turn.start_environments(spec, tokenizer)
+PLUGIN = EnvironmentPlugin()

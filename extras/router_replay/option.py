@@ -1,4 +1,4 @@
-"""What `--router-replay` changes where the core asks: the check of a model, the engine, and the policy.
+"""What `--router-replay` changes: the check of a model, the engine, and the policy.
 
 Importing this costs nothing; the engine's part imports vllm, and the trainer's transformers.
 """
@@ -6,6 +6,7 @@ Importing this costs nothing; the engine's part imports vllm, and the trainer's 
 from typing import TYPE_CHECKING
 
 from asyncrl.config import Config, Rule
+from asyncrl.plugins import Plugin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -42,15 +43,6 @@ RULES: list[Rule] = [
 ]
 
 
-def check(config: Config, hf_config: "PreTrainedConfig") -> None:
-    """Raise ValueError, in one line, for a model whose routers are not known."""
-    if hf_config.model_type not in FAMILIES:
-        raise ValueError(
-            f"--router-replay knows the routers of {', '.join(FAMILIES)}, and a {hf_config.model_type} has others or "
-            "none; leave it out, or take another --model"
-        )
-
-
 def engine_options(on_cpu: bool) -> dict:
     """Return vLLM's engine arguments; called in the process that starts the engine."""
     from extras.router_replay import engine
@@ -58,11 +50,27 @@ def engine_options(on_cpu: bool) -> dict:
     return engine.engine_options(on_cpu)
 
 
-def policy_class(base: type["Policy"]) -> type["Policy"]:
-    """Return `base`, a class of policies, which replays."""
-    from extras.router_replay.policy import Replaying
+class ReplayPlugin(Plugin):
+    """What --router-replay changes."""
 
-    class ReplayingPolicy(Replaying, base):
-        """A policy whose passes over a step's sequences replay their experts."""
+    rules = RULES
 
-    return ReplayingPolicy
+    def check(self, config: Config, hf_config: "PreTrainedConfig") -> None:
+        """Raise ValueError, in one line, for a model whose routers are not known."""
+        if hf_config.model_type not in FAMILIES:
+            raise ValueError(
+                f"--router-replay knows the routers of {', '.join(FAMILIES)}, and a {hf_config.model_type} has others "
+                "or none; leave it out, or take another --model"
+            )
+
+    def policy_class(self, base: type["Policy"]) -> type["Policy"]:
+        """Return `base`, a class of policies, which replays."""
+        from extras.router_replay.policy import Replaying
+
+        class ReplayingPolicy(Replaying, base):
+            """A policy whose passes over a step's sequences replay their experts."""
+
+        return ReplayingPolicy
+
+
+PLUGIN = ReplayPlugin()

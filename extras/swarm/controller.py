@@ -14,7 +14,6 @@ from asyncrl.weights.transport import Announcement, Staged, Transport
 from extras.swarm.leases import LeasingDispatcher
 from extras.swarm.pull import PullTransport
 from extras.swarm.remote import RemoteWorker, SwarmBuffer
-from extras.swarm.wire import Fetched
 
 if TYPE_CHECKING:
     from extras.swarm.swarm import Swarm
@@ -62,12 +61,9 @@ class SwarmController(Controller):
     def on_message(self, worker: Worker, message) -> None:
         """Act on a worker's message, or, if it is None, on its death."""
         with self.lock:
-            match message:
-                case Fetched():
-                    worker.load_fetched()
-                case Disbelieved():
-                    self.dispatcher.shut_out([worker.index])
-                    message = None
+            if isinstance(message, Disbelieved):
+                self.dispatcher.shut_out([worker.index])
+                message = None
             super().on_message(worker, message)
             if isinstance(message, Finished) and self.dispatcher.are_due():
                 self.end_leases()

@@ -12,6 +12,7 @@ from asyncrl.controller.workers import Worker
 from asyncrl.messages import Abort
 from asyncrl.records import Ticket, Trajectory
 from extras.swarm.remote import RemoteWorker
+from extras.swarm.wire import Fetched
 
 FASTER = 2.0
 """Times as fast that another worker must be to be given a ticket which has begun on a host."""
@@ -72,6 +73,12 @@ class LeasingDispatcher(Dispatcher):
             if isinstance(worker, RemoteWorker):
                 # after workers of this node, and slower hosts last
                 worker.order = self.token_s[worker.index]
+
+    def on_message(self, worker: Worker, message) -> None:
+        """Make a host's engine load weights that have come to the host."""
+        if not isinstance(message, Fetched):
+            super().on_message(worker, message)
+        worker.load_fetched()
 
     def on_failed_group(self, trajectory: Trajectory) -> None:
         """Drop a failed group; a host that fails again and again is shut out, and does not end the run."""

@@ -5,10 +5,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-from asyncrl.config import Config, Rule
-from asyncrl.controller.workers import Workers
+from asyncrl.config import Rule
 from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
+from asyncrl.plugins import Plugin
 from asyncrl.records import Group
 from asyncrl.trainer.policy import Policy
 from asyncrl.weights.stop_tokens import stop_token_ids
@@ -52,7 +52,7 @@ class SwarmNode:
         if not self.cluster.is_leader:
             return None
         groups = self.controller.consume_batch()
-        self.record_batch(step, groups)
+        self.on_batch(step, groups)
         self._count_workers()
         return groups
 
@@ -95,17 +95,19 @@ class SwarmFollower(SwarmNode, Follower):
 class SwarmLeader(SwarmNode, Leader):
     """A leader whose node lets hosts in."""
 
-    workers_class: ClassVar[type[Workers]] = SwarmWorkers
-
-    @staticmethod
-    def controller_class(config: Config) -> type[SwarmController]:
-        """Return what leads the rollout of a run that listens."""
-        return SwarmController
-
     def launch(self) -> None:
         """Open the place where hosts join, and start the node's own workers; collective on leaders."""
         self.controller.swarm = listen(self)
         super().launch()
 
 
-NODE_KINDS = SwarmLeader, SwarmFollower
+class SwarmPlugin(Plugin):
+    """What --listen changes."""
+
+    rules = RULES
+    controller = SwarmController
+    workers = SwarmWorkers
+    ranks = SwarmLeader, SwarmFollower
+
+
+PLUGIN = SwarmPlugin()

@@ -104,11 +104,9 @@ class PullTransport(Transport):
     def _forget(self, new: int) -> None:
         """Forget old snapshots that nobody reads, and answers that are wrong or of no use once a version is new."""
         old = [
-            version
-            for version in sorted(self._kept)[: -self.num_kept]
-            if version != self._announced
+            version for version in sorted(self._kept)[: -self.num_kept] if version != self.announced
         ]
-        read = [version for version in old if self._readers[version]][:MAX_READ]
+        read = [version for version in old if self.readers[version]][:MAX_READ]
         for version in set(old) - set(read):
             del self._kept[version]
         self._answers = {

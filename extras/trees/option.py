@@ -1,4 +1,4 @@
-"""What `--share-prefix` changes where the core asks: the check of a model, and the policy.
+"""What `--share-prefix` changes: the check of a model, and the policy.
 
 Importing this costs nothing; what the policy needs imports transformers.
 """
@@ -6,6 +6,7 @@ Importing this costs nothing; what the policy needs imports transformers.
 from typing import TYPE_CHECKING
 
 from asyncrl.config import Config
+from asyncrl.plugins import Plugin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -13,23 +14,28 @@ if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
 
 
-def check(config: Config, hf_config: "PreTrainedConfig") -> None:
-    """Raise ValueError, in one line, for a model that cannot share prefixes as it must."""
-    from extras.trees.attention import unfit_for_sharing
+class SharingPlugin(Plugin):
+    """What --share-prefix changes."""
 
-    unfit = unfit_for_sharing(hf_config)
-    if unfit and config.share_prefix in ("prompt", "tree"):
-        raise ValueError(
-            f"--share-prefix needs full attention in every layer, {config.model} has {', '.join(unfit)}; leave the "
-            "option out"
-        )
+    def check(self, config: Config, hf_config: "PreTrainedConfig") -> None:
+        """Raise ValueError, in one line, for a model that cannot share prefixes as it must."""
+        from extras.trees.attention import unfit_for_sharing
+
+        unfit = unfit_for_sharing(hf_config)
+        if unfit and config.share_prefix in ("prompt", "tree"):
+            raise ValueError(
+                f"--share-prefix needs full attention in every layer, {config.model} has {', '.join(unfit)}; leave the "
+                "option out"
+            )
+
+    def policy_class(self, base: type["Policy"]) -> type["Policy"]:
+        """Return `base`, a class of policies, which reads shared prefixes once."""
+        from extras.trees.policy import Sharing
+
+        class SharingPolicy(Sharing, base):
+            """A policy whose updates read what several sequences begin with once."""
+
+        return SharingPolicy
 
 
-def policy_class(base: type["Policy"]) -> type["Policy"]:
-    """Return `base`, a class of policies, which reads shared prefixes once."""
-    from extras.trees.policy import Sharing
-
-    class SharingPolicy(Sharing, base):
-        """A policy whose updates read what several sequences begin with once."""
-
-    return SharingPolicy
+PLUGIN = SharingPlugin()

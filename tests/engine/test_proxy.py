@@ -81,7 +81,7 @@ class Sampling:
 
     async def act(self, ticket_id):
         episode = self.episodes[ticket_id]
-        episode._tokens = list(LONG_PROMPT)
+        episode.tokens = list(LONG_PROMPT)
         self.responses[ticket_id] = await episode.act(MAX_TOKENS)
 
     async def read(self):

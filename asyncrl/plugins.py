@@ -1,0 +1,76 @@
+"""What an optional system may do to a run: one class, with a part or a method for each place at which the core asks.
+
+A module of extras/ that an option turns on has an instance as `PLUGIN`. `Config.plugins` lists those of the options in
+use. A class that a plugin gives to the core overrides public names only.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from asyncrl.cluster.placement import WorkerSpec
+    from asyncrl.config import Config, Rule
+    from asyncrl.controller.controller import Controller
+    from asyncrl.controller.tickets import TicketSource
+    from asyncrl.controller.workers import Workers
+    from asyncrl.engine.environments import Environments
+    from asyncrl.job.node import Follower, Leader
+    from asyncrl.records import Group
+    from asyncrl.trainer.policy import Policy
+    from data.problem import Task
+    from rollout import RolloutWorker
+
+
+class Plugin:
+    """What an optional system changes. A part that is None, and a method that is not overridden, change nothing."""
+
+    rules: ClassVar[Sequence["Rule"]] = ()
+    """Combinations of options that are refused, each with its error."""
+
+    # Dispatch
+
+    controller: ClassVar[type["Controller"] | None] = None
+    """Leads rollout. Its `dispatcher_class` decides which groups start, which worker gets a ticket, and what to do with
+    messages that the controller does not know. Its `buffer_class` decides which groups make a batch."""
+    workers: ClassVar[type["Workers"] | None] = None
+    """Starts and replaces a node's rollout workers."""
+    tickets: ClassVar[type["TicketSource"] | None] = None
+    """Makes the tickets of groups (`for_group`)."""
+
+    # A task
+
+    def prepare_task(
+        self, name: str, seed: int, data_path: str | None, task_args: Iterable[str]
+    ) -> Callable[[], "Task"]:
+        """Return a function that makes the task of --task and reads its data.
+
+        Only a plugin of a kind of tasks is asked. Raises ValueError for a wrong name or argument.
+        """
+        raise NotImplementedError
+
+    def start_environments(self, spec: "WorkerSpec", tokenizer) -> "Environments | None":
+        """Return the environments of a worker's task; None for the core's own."""
+
+    # A rollout worker
+
+    rollout_worker: ClassVar[type["RolloutWorker"] | None] = None
+    """Acts on messages (`act`) and makes the episodes of a ticket (`make_episodes`)."""
+
+    # A run
+
+    ranks: ClassVar[tuple[type["Leader"], type["Follower"]] | None] = None
+    """Classes of a node's ranks: how they wait for a batch (`take_batch`) and start (`launch`)."""
+
+    def check(self, config: "Config", hf_config: "PreTrainedConfig") -> None:
+        """Raise ValueError, in one line, for a model that does not fit the options."""
+
+    def on_batch(self, leader: "Leader", step: int, groups: list["Group"]) -> None:
+        """Act on a batch before the step that trains on it."""
+
+    # The policy
+
+    def policy_class(self, base: type["Policy"]) -> type["Policy"]:
+        """Return the class of policies that extends `base`."""
+        return base
