@@ -43,6 +43,7 @@ from asyncrl.messages import (
     Updated,
     decoded_lengths,
 )
+from asyncrl.plugins import last_part
 from asyncrl.records import Ticket, Trajectory
 from asyncrl.weights.models import load_tokenizer
 from asyncrl.weights.stop_tokens import stop_token_ids
@@ -235,8 +236,8 @@ async def start_worker(
     start = time.monotonic()
     proxy = await start_proxy(spec, stop_token_ids(spec.model_path, tokenizer))
     end_safe_path()
-    worker_classes = [plugin.rollout_worker for plugin in spec.config.plugins]
-    worker_class = next(filter(None, worker_classes), RolloutWorker)
+    plugins = spec.config.plugins
+    worker_class = last_part((plugin.rollout_worker for plugin in plugins), RolloutWorker)
     environments = start_environments(spec, tokenizer)  # after vLLM's fork: they may start threads
     freeze_garbage()
     connection.send(Ready(time.monotonic() - start))

@@ -5,7 +5,7 @@ use. A class that a plugin gives to the core overrides public names only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
     from data.problem import Task
     from rollout import RolloutWorker
+
+
+Part = TypeVar("Part")
+
+
+def last_part(parts: Iterable[Part | None], default: Part) -> Part:
+    """Return the last part that a plugin gives, or the core's own."""
+    return [default, *(part for part in parts if part is not None)][-1]
 
 
 class Plugin:

@@ -20,9 +20,6 @@ from asyncrl.messages import (
     Tickets,
     Update,
 )
-from extras.baselines import Proceed
-from extras.swarm.remote import RemoteWorker, SwarmWorkers
-from extras.swarm.wire import Fetch, Fetched
 
 
 class WatchedWorker(FakeWorker):
@@ -45,7 +42,6 @@ class WatchedWorker(FakeWorker):
         """Whether it was told to stop until the next update."""
         self.sent_version = -1
         """Version of the newest update sent to it."""
-        self.fetching = None
         self.is_receiving = False
         """Whether it waits for weights to be sent."""
         self.lapsed = set()
@@ -60,8 +56,6 @@ class WatchedWorker(FakeWorker):
         oracle, previous, self.newest = self.walk.oracle, self.newest, message
         match message:
             case ReportProgress():
-                worker = self.walk.controller.workers[self.index]
-                assert not isinstance(worker, RemoteWorker), "a host that joined is not asked"
                 assert oracle.continues_responses, "responses are sampled again by their seeds"
                 self.newest = previous
             case Idle(reason):
@@ -90,7 +84,7 @@ class WatchedWorker(FakeWorker):
                 oracle.given(tickets, self.sent_version)
                 if self.config.scheduling == "batch":
                     self._check_round()
-            case Proceed():
+            case proceed if type(proceed).__name__ == "Proceed":  # of extras/baselines.py
                 assert all(map(self._waits, self.given.values())), "a barrier opens for some"
             case Abort(ticket_ids):
                 self.aborted.update(ticket_ids)
@@ -105,8 +99,6 @@ class WatchedWorker(FakeWorker):
     def events(self):
         if self.exit_code is None:
             yield from super().events()
-            if self.fetching is not None:
-                yield "fetch", self.fetch
 
     def die(self):
         self.exit_code, self.owes_progress = -9, False
@@ -115,24 +107,10 @@ class WatchedWorker(FakeWorker):
     def read(self):
         message = self.inbox[0]
         super().read()
-        if isinstance(message, Fetch):
-            assert self.fetching is None and message.version >= self.version
-            self.fetching = message.version
-        elif isinstance(message, Update) and self.walk.transport.sends:
+        if isinstance(message, Update) and self.walk.transport.sends:
             self.is_receiving = "buffer" in message.update_infos[0]
             if self.is_receiving:
                 self.outbox.append(Receiving())
-
-    def fetch(self):
-        """Weights have come, while it went on, or are gone as too many others still read older ones."""
-        version, self.fetching = self.fetching, None
-        controller = self.walk.controller
-        try:
-            controller.pulled.open(version, None)
-        except ValueError:
-            controller.fetch_anew(controller.workers[self.index], version)
-        else:
-            self.outbox.append(Fetched(version))
 
     def may_load(self):
         return super().may_load() and not self.is_receiving
@@ -181,7 +159,3 @@ class WithoutProcesses:
 
 class WalkWorkers(WithoutProcesses, Workers):
     """The real Workers, with processes that are not started."""
-
-
-class WalkSwarmWorkers(WithoutProcesses, SwarmWorkers):
-    """The same in a run that listens."""

@@ -46,6 +46,7 @@ from asyncrl.job import command_line
 from asyncrl.job.disk import check_room, checkpoint_bytes
 from asyncrl.job.probe import Probe
 from asyncrl.job.resume import controller_of, find_checkpoint, how_to_go_on
+from asyncrl.plugins import last_part
 from asyncrl.records import Group
 from asyncrl.runlog.manifest import Checkpoint, weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
@@ -214,7 +215,7 @@ class Leader(Rank):
 
 def node_kinds(config: Config) -> tuple[type[Leader], type[Follower]]:
     """Return the classes of a node's ranks in a run."""
-    return next(filter(None, (plugin.ranks for plugin in config.plugins)), (Leader, Follower))
+    return last_part((plugin.ranks for plugin in config.plugins), (Leader, Follower))
 
 
 @contextmanager
@@ -348,7 +349,8 @@ def start_leader(rank: Rank, model_path: str, task: Task, worker_main: Callable)
     rank = replace(rank, config=config)
     write_stacks_to(run.path / "stacks.txt")
     kind, _ = node_kinds(config)
-    workers_class, controller_class = _rollout_classes(config)
+    workers_class = last_part((plugin.workers for plugin in config.plugins), Workers)
+    controller_class = last_part((plugin.controller for plugin in config.plugins), Controller)
     workers = workers_class(config, rank.placement, model_path, run.path, worker_main)
     leader = kind(
         **_parts(rank),
@@ -362,13 +364,6 @@ def start_leader(rank: Rank, model_path: str, task: Task, worker_main: Callable)
     )
     leader.launch()
     return leader
-
-
-def _rollout_classes(config: Config) -> tuple[type[Workers], type[Controller]]:
-    """Return the classes of workers and controller: a plugin's, or the core's own."""
-    workers = filter(None, (plugin.workers for plugin in config.plugins))
-    controllers = filter(None, (plugin.controller for plugin in config.plugins))
-    return next(workers, Workers), next(controllers, Controller)
 
 
 def _fit_model(rank: Rank, model_path: str) -> Rank:
@@ -486,7 +481,7 @@ def _make_tickets(config: Config, cluster: Cluster, model_path: str, task: Task)
     prompts.check(config)
     if any(digest != prompts.digest for digest in cluster.gather(prompts.digest)):
         raise ValueError("the nodes have different rows; give all the same by --data-path")
-    tickets_class = next(filter(None, (plugin.tickets for plugin in config.plugins)), TicketSource)
+    tickets_class = last_part((plugin.tickets for plugin in config.plugins), TicketSource)
     return tickets_class(config, prompts, cluster.node, cluster.num_nodes)
 
 

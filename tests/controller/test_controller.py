@@ -12,7 +12,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from test_controller_walk import Walk
+from random_walk import Walk
 
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.cluster.processes import CannotContinue, RolloutEnded
