@@ -47,6 +47,8 @@ KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
 Sharing = Literal["off", "prompt", "tree", "auto"]
 MAX_RESUMES = 4
 """Times that a response may be suspended and resumed where over_sampling is above 1; adds to max_staleness."""
+SHOWN_LIMIT = 10**5
+"""Upper limits from here on only guard against nonsense. People are told of them if they exceed them."""
 MAX_OUTSTANDING = 10**6
 """Responses that may be outstanding at once. Making a ticket for each takes 20 seconds."""
 MULTI_TURN_TASKS = ("frozen_lake", "guess_number")
@@ -113,19 +115,19 @@ class OptimOptions:
 
     epochs: AtLeastOne = 1
     """Times that a step goes over its batch: `minibatches` updates each time."""
-    warmup: Count = 5
+    warmup_steps: Count = 5
     """Optimizer updates of linear warm-up."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """From warm-up, which is linear, to the run's last update."""
-    least: Share = 0.0
-    """What linear and cosine end at, of lr."""
-    by_ess: bool = False
-    """Whether lr is multiplied by √(effective sample size / sequences of the update): VCPO, arXiv 2602.17616, where the
-    importance ratios are those of whole sequences; its baseline is not here."""
-    entropy: NonNegative = 0.0
-    """Weight of the policy's entropy, nats, of each trained token, which is subtracted from its loss."""
-    balance: NonNegative = 0.0
-    """Weight of the loss that balances the experts of a mixture within each sequence (extras/moe.py)."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate from the end of warm-up to the run's last update."""
+    min_lr_ratio: Share = 0.0
+    """Final learning rate of `linear` and `cosine`, as a fraction of lr."""
+    scale_lr_by_ess: bool = False
+    """Multiply lr by √(effective sample size / sequences of the update), as VCPO does (arXiv 2602.17616). The ratios
+    are those of whole sequences. Its baseline is not implemented."""
+    entropy_coef: NonNegative = 0.0
+    """Coefficient of the policy's entropy, nats per trained token. It is subtracted from the loss."""
+    seq_aux_loss_coef: NonNegative = 0.0
+    """Coefficient of the loss that balances a mixture's experts within each sequence (extras/moe.py)."""
     args: tuple[Assignment, ...] = ()
     """NAME=VALUE each, as in `weight_decay=0.01` or `beta1=0.9`: arguments of the optimizer. `adamw` takes `eps`,
     `weight_decay`, `amsgrad`, `beta1` and `beta2`; of another one, a wrong name lists them."""
@@ -135,24 +137,24 @@ class OptimOptions:
 class AdvantageOptions:
     """Options of the advantages (--advantage.NAME)."""
 
-    overlong: Count = 0
-    """Last tokens below max_response_tokens over which a reward falls, linearly, by 1 at the limit; 0: by none. DAPO,
-    arXiv 2503.14476, equation 13. Only advantages know of it: metrics, samples and filters have the reward as it is."""
+    overlong_tokens: Count = 0
+    """Last tokens below max_response_tokens over which the reward falls linearly, by 1 at the limit (DAPO, arXiv
+    2503.14476, equation 13). Only advantages use it. Metrics, samples and filters keep the reward. 0: no penalty."""
     gamma: Share = 1.0
     """Discount per trained token (γ)."""
     lam: Share = 1.0
-    """λ of the advantages. At 1 what was gained alone counts: no bias, and the choice of most for one reward at the
-    end; below 1 the values say more, which has less variance."""
+    """λ of the advantages. 1 uses observed returns only: no bias, and the usual choice for one final reward. Below 1
+    uses the value head more: less variance, some bias."""
     value_lam: Share = 1.0
-    """λ of the returns that the values are fitted to; apart from the other as in VAPO, arXiv 2504.05118."""
+    """λ of the returns that the value head is fitted to. It can differ from lam, as in VAPO (arXiv 2504.05118)."""
     whiten: bool = True
-    """Whether a step's advantages, of all ranks, get mean 0 and standard deviation 1, as PPO for language models mostly
-    has it: lr and kl_coef then mean the same whatever rewards are, and while the values know nothing."""
+    """Normalise a step's advantages over all ranks to mean 0 and standard deviation 1. Most PPO code for language
+    models does this. lr and kl_coef then do not depend on the scale of rewards."""
     value_coef: NonNegative = 0.1
-    """Weight of half the squared error of a token's value beside the token's loss: what the model below the head gets;
-    the head itself, by AdamW, learns as fast with any above 0."""
+    """Weight of the value loss ½(V − return)². It scales the gradient that reaches the model. AdamW makes the head
+    itself insensitive to it."""
     value_lr: Positive = 10.0
-    """Learning rate of the value head, times that of the model."""
+    """Learning rate of the value head, as a multiple of the model's."""
 
 
 @dataclass(frozen=True)
@@ -399,7 +401,7 @@ class Config:
             "--listen": self.listen,
             "--lora-rank": self.lora_rank,
             "--advantage gae": self.advantage == "gae",
-            "--optim.balance": self.optim.balance,
+            "--optim.seq-aux-loss-coef": self.optim.seq_aux_loss_coef,
             # it counts what could be shared without the option, too
             "--share-prefix": self.share_prefix != "off" or extras.find("--share-prefix"),
             "--router-replay": self.router_replay,
@@ -505,7 +507,7 @@ class Config:
         """
         values: dict[str, Any] = {}
         for name, value in options.items():
-            group, _, field = OPTIONS[name].path.rpartition(".")
+            group, _, field = OPTIONS[RENAMED.get(name, name)].path.rpartition(".")
             (values.setdefault(group, {}) if group else values)[field] = value
         try:
             return msgspec.convert(values, cls, strict=strict)
@@ -520,7 +522,7 @@ class Option:
     """One option, as its annotation declares it."""
 
     name: str
-    """As on the command line, with underscores: `lr`, `optim.warmup`, `advantage.lam`."""
+    """As on the command line, with underscores: `lr`, `optim.warmup_steps`, `advantage.lam`."""
     path: str
     """The attribute of Config."""
     kind: Any
@@ -559,7 +561,7 @@ class Option:
         limits = _limits_of(self.kind)
         kind = get_args(_bare(self.kind))[0] if self.is_list else self.kind
         hint = nearest(str(shown), limits.examples if limits else get_args(_bare(kind)))
-        return f"{self.flag} must be {allowed_values(self.kind)}, got {shown!r}{hint}"
+        return f"{self.flag} must be {allowed_values(self.kind, value)}, got {shown!r}{hint}"
 
 
 def _bare(annotation: Any) -> Any:
@@ -585,6 +587,16 @@ def options_of(kind: type, prefix: str = "", may: tuple = ()) -> Iterator[Option
 
 
 OPTIONS = {option.name: option for option in options_of(Config)}
+RENAMED = {
+    "optim.warmup_steps": "optim.warmup_steps",
+    "optim.lr_scheduler": "optim.lr_scheduler",
+    "optim.min_lr_ratio": "optim.min_lr_ratio",
+    "optim.scale_lr_by_ess": "optim.scale_lr_by_ess",
+    "optim.entropy_coef": "optim.entropy_coef",
+    "optim.seq_aux_loss_coef": "optim.seq_aux_loss_coef",
+    "advantage.overlong_tokens": "advantage.overlong_tokens",
+}
+"""Options by their names of the last release, which command lines and run.json may still have."""
 
 
 def options_for(may: May) -> list[Option]:
@@ -618,8 +630,8 @@ RULES: list[Rule] = [
         "it out",
     ),
     (
-        lambda c: c.advantage_options.overlong >= c.max_response_tokens,
-        "--advantage.overlong {c.advantage_options.overlong} must be below --max-response-tokens "
+        lambda c: c.advantage_options.overlong_tokens >= c.max_response_tokens,
+        "--advantage.overlong-tokens {c.advantage_options.overlong_tokens} must be below --max-response-tokens "
         "{c.max_response_tokens}, or no response is short enough; change one of the two",
     ),
     (
@@ -635,10 +647,10 @@ RULES: list[Rule] = [
     (
         lambda c: (
             c.advantage != "gae"
-            and c.advantage_options != AdvantageOptions(c.advantage_options.overlong)
+            and c.advantage_options != AdvantageOptions(c.advantage_options.overlong_tokens)
         ),
-        "--advantage {c.advantage} takes --advantage.overlong alone, as the other options are those of gae; leave "
-        "them out, or use --advantage gae",
+        "--advantage {c.advantage} takes only --advantage.overlong-tokens; leave the options of gae out, or use "
+        "--advantage gae",
     ),
     (
         lambda c: "auto" in c.save_memory and len(c.save_memory) > 1,
@@ -726,7 +738,7 @@ def read_arguments(
                 text, kinds[name], strict=False, dec_hook=lambda kind, text: kind(text)
             )
         except (ValueError, TypeError) as error:
-            allowed = allowed_values(kinds[name])
+            allowed = allowed_values(kinds[name], text)
             problem = f"must be {allowed}" if allowed else error
             raise ValueError(f"--{option} {item}: {name} of {owner} {problem}") from None
     return arguments
@@ -746,13 +758,13 @@ def _kind_of(parameter: inspect.Parameter) -> Any:
     return {float: Finite, NoneType: Any, parameter.empty: Any}.get(kind, kind)
 
 
-def allowed_values(annotation: Any) -> str:
-    """Return the values that an annotation allows, in words; nothing if it allows all values of its type."""
+def allowed_values(annotation: Any, value: Any = None) -> str:
+    """Return the values that an annotation allows, in words, and not `value`; nothing if it allows all of its type."""
     limits = _limits_of(annotation)
     if limits is not None:
-        return _limits_in_words(limits)
+        return _limits_in_words(limits, value)
     if get_origin(annotation) in (Annotated, Union, UnionType, tuple):
-        return allowed_values(get_args(annotation)[0])
+        return allowed_values(get_args(annotation)[0], value)
     if get_origin(annotation) is Literal:
         return " or ".join(map(str, get_args(annotation)))
     words = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text"}
@@ -764,16 +776,26 @@ def _limits_of(annotation: Any) -> Meta | None:
     return next((meta for meta in metas if isinstance(meta, Meta)), None)
 
 
-def _limits_in_words(meta: Meta) -> str:
+def _limits_in_words(meta: Meta, value: Any) -> str:
+    """Return a range in words. A limit that only guards against nonsense is left out, unless the value exceeds it."""
     if meta.title:
         return meta.title
-    limits = {"at least": meta.ge, "above": meta.gt, "at most": meta.le, "below": meta.lt}
+    limits = {"≥": meta.ge, ">": meta.gt, "≤": meta.le, "<": meta.lt}
+    if meta.le is not None and meta.le >= SHOWN_LIMIT and not _exceeds(value, meta.le):
+        del limits["≤"]
     words = [
-        f"{word} {limit:,}".removesuffix(".0")
-        for word, limit in limits.items()
+        f"{sign} {limit:,}".removesuffix(".0")
+        for sign, limit in limits.items()
         if limit is not None
     ]
     return " and ".join(words) + (f", {meta.description}" if meta.description else "")
+
+
+def _exceeds(value: Any, limit: float) -> bool:
+    try:
+        return float(value) > limit
+    except (TypeError, ValueError):
+        return False
 
 
 def is_environment(task: str) -> bool:

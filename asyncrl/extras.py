@@ -18,7 +18,7 @@ MODULES = {
     "--nnodes": "extras.node_watch",
     "--lora-rank": "extras.lora",
     "--advantage gae": "extras.gae",
-    "--optim.balance": "extras.moe",
+    "--optim.seq-aux-loss-coef": "extras.moe",
     "--share-prefix": "extras.trees.option",
     "--router-replay": "extras.router_replay.option",
     "--dtype float16": "extras.loss_scale",

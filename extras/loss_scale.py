@@ -33,9 +33,9 @@ UPDATES_TO_DOUBLE = 200
 """torch.amp.GradScaler waits for 2,000 updates; a run of reinforcement learning often has no more than hundreds."""
 RULES: list[Rule] = [
     (
-        lambda c: c.optim.balance > 0,
-        "--dtype float16 scales the loss of tokens, and --optim.balance {c.optim.balance:g} is a loss beside it; use "
-        "--dtype bfloat16, or leave --optim.balance out",
+        lambda c: c.optim.seq_aux_loss_coef > 0,
+        "--dtype float16 scales the loss of tokens, and --optim.seq-aux-loss-coef {c.optim.seq_aux_loss_coef:g} is a "
+        "loss beside it; use --dtype bfloat16, or leave --optim.seq-aux-loss-coef out",
     ),
 ]
 

@@ -24,9 +24,9 @@ _GIVE_CHANCES = ("Gemma4TextRouter",)
 """Routers that return a softmax. The others return what one is made of."""
 RULES: list[Rule] = [
     (
-        lambda c: c.optim.balance > 0 and c.share_prefix != "off",
-        "--optim.balance {c.optim.balance:g} balances experts within a sequence, and --share-prefix {c.share_prefix} "
-        "reads several as one; change one of the two",
+        lambda c: c.optim.seq_aux_loss_coef > 0 and c.share_prefix != "off",
+        "--optim.seq-aux-loss-coef {c.optim.seq_aux_loss_coef:g} balances experts within a sequence, and "
+        "--share-prefix {c.share_prefix} reads several as one; change one of the two",
     ),
 ]
 
@@ -127,7 +127,7 @@ class Routing:
 
 
 class BalancePlugin(Plugin):
-    """What --optim.balance changes."""
+    """What --optim.seq-aux-loss-coef changes."""
 
     rules = RULES
 
@@ -144,9 +144,9 @@ PLUGIN = BalancePlugin()
 def watch(model: PreTrainedModel, config: Config) -> Routing | None:
     """Watch the routers of a model; None for one without experts.
 
-    Raises ValueError for --optim.balance where there is none.
+    Raises ValueError for --optim.seq-aux-loss-coef where there is none.
     """
-    weight = config.optim.balance
+    weight = config.optim.seq_aux_loss_coef
     recorder = (model.base_model._can_record_outputs or {}).get("router_logits")
     routers = []
     if recorder is not None:
@@ -160,8 +160,8 @@ def watch(model: PreTrainedModel, config: Config) -> Routing | None:
         return Routing(model, routers, recorder.index, weight)
     if weight:
         raise ValueError(
-            f"--optim.balance {weight:g} balances experts, and a {model.config.model_type} has none that can be seen; "
-            "leave it out"
+            f"--optim.seq-aux-loss-coef {weight:g} balances experts, and a {model.config.model_type} has none that can "
+            "be seen; leave it out"
         )
     return None
 

@@ -38,7 +38,7 @@ def scale_of(policy):
 @pytest.mark.parametrize(
     "options",
     [
-        {"optim": OptimOptions(entropy=0.5)},
+        {"optim": OptimOptions(entropy_coef=0.5)},
         {"lora_rank": 3, "kl_coef": 0.1, "save_memory": ("activations", "optimizer")},
         {"advantage": "gae", "advantage_options": AdvantageOptions(value_coef=0.3)},
     ],

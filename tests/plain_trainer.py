@@ -229,8 +229,8 @@ class PlainTrainer:
         self.routed = []
         logprobs, entropies, values = self.read(sequences)
         losses, stats = self.losses(sequences, tokens, logprobs, progress)
-        if config.optim.entropy:
-            losses = losses - config.optim.entropy * entropies
+        if config.optim.entropy_coef:
+            losses = losses - config.optim.entropy_coef * entropies
         if "return" in tokens:
             stats["value/loss"] = (values - tokens["return"]) ** 2 / 2
             losses = losses + config.advantage_options.value_coef * stats["value/loss"]
@@ -243,7 +243,7 @@ class PlainTrainer:
         (slopes,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
         if self.routed:
             balances = [self.balance(chances) for chances in self.routed]
-            loss = loss + config.optim.balance * sum(balances) / len(balances)
+            loss = loss + config.optim.seq_aux_loss_coef * sum(balances) / len(balances)
         loss.backward()
         log_ratios = logprobs.detach() - tokens["behavior"]
         rows = {
@@ -256,7 +256,7 @@ class PlainTrainer:
             "slope": slopes,
         }
         rows = {name: row.detach().double().numpy() for name, row in rows.items()}
-        share = sample_size(sequence_ratios(rows)) if config.optim.by_ess else 1.0
+        share = sample_size(sequence_ratios(rows)) if config.optim.scale_lr_by_ess else 1.0
         lr = learning_rate(config, self.num_updates, VERSION + progress, share)
         return {"loss": loss.item(), "lr": lr, **self.step(lr)}, rows, self.gradient
 

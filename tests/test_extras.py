@@ -39,7 +39,7 @@ def test_an_option_whose_module_is_missing_is_refused_in_one_line(monkeypatch, m
         "--no-replicate-prompts",
         "--lora-rank 2",
         "--advantage gae",
-        "--optim.balance 0.01",
+        "--optim.seq-aux-loss-coef 0.01",
         "--share-prefix tree",
         "--task guess_number",
         "--record",

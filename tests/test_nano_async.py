@@ -277,7 +277,7 @@ def test_with_alpha_0_rewards_are_those_of_the_system(tmp_path):
     result = run_python(program, *sizes, "--alpha=0", f"--log={log}", PYTHONPATH=str(ROOT))
     assert (result.returncode, result.stderr) == (0, "")
     options = {"steps": 3, "groups_per_step": 6, "group_size": 4, "seed": 5, "async_ratio": 0}
-    options |= {"max_running_requests": 1, "optim.warmup": 0, "max_response_tokens": 56}
+    options |= {"max_running_requests": 1, "optim.warmup_steps": 0, "max_response_tokens": 56}
     job = run_job(tmp_path, **options)
     rewards = load_run(log).metrics["reward/mean"].tolist()
     assert rewards == job.values("reward/mean") and len(set(rewards)) > 1

@@ -19,6 +19,7 @@ from tyro import _errors as parse_errors
 from asyncrl import extras, user_code
 from asyncrl.config import (
     OPTIONS,
+    RENAMED,
     Config,
     Option,
     allowed_values,
@@ -137,7 +138,13 @@ def _read(args: list[str] | None) -> dict[str, Any]:
 
 
 def _as_text(word: str) -> str:
-    """Return a word of the command line; of a switch that may be unset, as `--compile`, with its value as text."""
+    """Return a word of the command line: a name of the last release as it is now, and a switch that may be unset, as
+    `--compile`, with its value as text."""
+    name, sign, value = word.partition("=")
+    new = RENAMED.get(name.removeprefix("--").replace("-", "_"))
+    if new is not None:
+        print(f"warning: {name} is --{flag(new)} now", file=sys.stderr)
+        return f"--{flag(new)}{sign}{value}"
     for option in MAY_BE_UNSET:
         for value in (True, False):
             if word == switch(option.name, value):
@@ -217,9 +224,10 @@ def _unknown(token: str) -> str:
     name = token.partition("=")[0].replace("_", "-")
     word = name.strip("-")
     hint = nearest(name, (option.flag for option in ALL.values()))
+    old_names = {new: old for old, new in RENAMED.items()}
     texts = ((OPTIONS[name], text) for _, name, text in option_texts(Config) if name)
     for option, text in texts:
-        if option.flag.endswith(f".{word}"):
+        if option.flag.endswith(f".{word}") or old_names.get(option.name, "").endswith(f".{word}"):
             hint = f"; write {option.flag} VALUE"
         if f"`{word.replace('-', '_')}=" in text:
             hint = f"; write {option.flag} {word.replace('-', '_')}=VALUE"

@@ -133,7 +133,7 @@ def batch_metrics(
         "response/inherited_share": token_versions < published,
         "response/mixed_versions": [len(np.unique(column)) > 1 for column in versions],
     }
-    overlong = config.advantage_options.overlong
+    overlong = config.advantage_options.overlong_tokens
     if overlong:
         means["reward/overlong_penalty"] = [
             overlong_penalty(trajectory.num_beyond_prompt, config.max_response_tokens, overlong)

@@ -101,7 +101,7 @@ def _advantages(
 ) -> list[float]:
     """Return the advantages of this node's trajectories, estimated from the rewards of all nodes."""
     max_tokens = config.max_response_tokens
-    overlong = config.advantage_options.overlong
+    overlong = config.advantage_options.overlong_tokens
     rows = [
         (
             trajectory.reward

@@ -84,7 +84,7 @@ def load_model(
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
-    module = TokenLogprobs(model.eval(), trains_entropy=config.optim.entropy > 0)
+    module = TokenLogprobs(model.eval(), trains_entropy=config.optim.entropy_coef > 0)
     offload = "optimizer" in config.save_memory
     if is_trained and config.advantage == "gae":
         hidden_size = model.get_output_embeddings().in_features

@@ -98,19 +98,19 @@ def learning_rate(
 ) -> float:
     """Learning rate of update number `update` ≥ 0.
 
-    `sequence_ess` is the effective sample size of its sequences, 0–1, with --optim.by-ess, and 1 without. `steps_made`
-    are the run's steps before it, with the share of the current one. A schedule follows them, so it ends with the run
-    even if that is resumed with other epochs.
+    `sequence_ess` is the effective sample size of its sequences, 0–1. Without --optim.scale-lr-by-ess it is 1.
+    `steps_made` counts the run's steps before it, with the share of the current one. A schedule follows that count, so
+    it ends with the run, also after a resume with other epochs.
     """
     optim = config.optim
-    lr = config.lr * min(1.0, (update + 1) / max(1, optim.warmup))
+    lr = config.lr * min(1.0, (update + 1) / max(1, optim.warmup_steps))
     updates_per_step = config.minibatches * optim.epochs
-    if optim.schedule != "constant" and update >= optim.warmup:
-        updates_after_warmup = steps_made * updates_per_step - optim.warmup
-        length = config.steps * updates_per_step - optim.warmup
+    if optim.lr_scheduler != "constant" and update >= optim.warmup_steps:
+        updates_after_warmup = steps_made * updates_per_step - optim.warmup_steps
+        length = config.steps * updates_per_step - optim.warmup_steps
         done = min(1.0, max(0.0, updates_after_warmup + 1) / max(1, length))
-        falls = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-        lr *= optim.least + (1 - optim.least) * falls
+        falls = 1 - done if optim.lr_scheduler == "linear" else (1 + math.cos(math.pi * done)) / 2
+        lr *= optim.min_lr_ratio + (1 - optim.min_lr_ratio) * falls
     return lr * math.sqrt(sequence_ess)
 
 

@@ -69,7 +69,7 @@ class Policy(WholeWeights):
         self.optimizer = make_optimizer(self.config, groups)
         self._lr_scales = [group["lr"] / self.config.lr for group in self.optimizer.param_groups]
         self.optimizer_state = OptimizerState(self.optimizer, trained_names(self.module))
-        moe = extras.find("--optim.balance")
+        moe = extras.find("--optim.seq-aux-loss-coef")
         self._routing = moe and moe.watch(self.module.model, self.config)
 
     def deal_update(self, sequences: list[TrainSequence], num_ranks: int) -> list[list[Bundle]]:
@@ -212,7 +212,7 @@ class Policy(WholeWeights):
             # FSDP averages gradients over ranks, but the weights are global already: undo the average.
             (summed * dist.get_world_size()).backward()
             loss += summed.detach()
-        ess = stats.sequence_ess(num_added_before) if self.config.optim.by_ess else 1.0
+        ess = stats.sequence_ess(num_added_before) if self.config.optim.scale_lr_by_ess else 1.0
         lr = learning_rate(self.config, self.num_updates, policy_version + progress, ess)
         return self._step(float(self._sum_over_ranks(loss)), lr)
 
@@ -244,8 +244,8 @@ class Policy(WholeWeights):
             kl = estimator(scored.logprobs, ref_logprobs, batch.columns["behavior_logprobs"])
             token_stats = token_stats | {"kl_ref": kl.detach()}
             loss = loss + self.config.kl_coef * kl
-        if self.config.optim.entropy:
-            loss = loss - self.config.optim.entropy * scored.entropy
+        if self.config.optim.entropy_coef:
+            loss = loss - self.config.optim.entropy_coef * scored.entropy
         if batch.returns is not None:
             errors = (scored.values - batch.returns) ** 2 / 2
             token_stats = token_stats | {"value/loss": errors.detach()}

@@ -203,7 +203,7 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
              "async_ratio", "colocate", "env_timeout_s")  # fmt: skip
     options = {name: getattr(config, name) for name in names} | {
         "groups_per_step": min(JOB_GROUPS, config.groups_per_step),
-        "steps": JOB_STEPS, "eval_every": 0, "runs_dir": folder, "run_name": "run", "lr": 1e-3, "optim.warmup": 0,
+        "steps": JOB_STEPS, "eval_every": 0, "runs_dir": folder, "run_name": "run", "lr": 1e-3, "optim.warmup_steps": 0,
     }  # fmt: skip
     arguments = [f"--{flag(name)}={value}" for name, value in options.items()]
     # No response earns anything; the decay moves the weights all the same.

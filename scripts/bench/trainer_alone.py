@@ -84,7 +84,7 @@ class Setup:
         """Return the options of a run with this model: a few short responses if it is tiny."""
         sizes = JOBS["tiny" if self.size == "tiny" else "full"]
         fixed = {"model": self.model_path, "env_timeout_s": 30.0, "lr": 1e-5}
-        return Config(**(sizes | fixed | options), optim=OptimOptions(warmup=0)).checked()
+        return Config(**(sizes | fixed | options), optim=OptimOptions(warmup_steps=0)).checked()
 
 
 @contextmanager

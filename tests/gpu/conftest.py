@@ -16,7 +16,7 @@ OPTIONS = {
     "eval_every": 2,
     "eval_problems": 16,
     "timeout_s": 300,
-    "optim.warmup": 0,
+    "optim.warmup_steps": 0,
     "run_name": "run",
 }
 

@@ -50,7 +50,7 @@ def measure(rank: int, path: str, name: str, result: str) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     if name == "sdpa":
         asyncrl.trainer.model.choose_attention = lambda *_: "sdpa"
-    fixed = {"model": path, "algo": "tis", "lr": 1e-5, "optim": OptimOptions(warmup=0)}
+    fixed = {"model": path, "algo": "tis", "lr": 1e-5, "optim": OptimOptions(warmup_steps=0)}
     config = Config(**(fixed | (OPTIONS | GROUPED_OPTIONS)[name]))
     policy = load_policy(config, path, torch.device("cuda:0"))
     policy.module.chunk_rows = 1024

@@ -10,7 +10,7 @@ from user_files import ENVIRONMENT, LOSS, TASK, write_user_code
 
 from asyncrl import user_code
 from asyncrl.cluster.fingerprint import check_same, fingerprint
-from asyncrl.config import Config, at_home
+from asyncrl.config import OPTIONS, Config, OptimOptions, at_home
 from asyncrl.job.command_line import parse_config, read_options
 from asyncrl.runlog.run_directory import RunDirectory
 
@@ -48,8 +48,8 @@ def test_a_loss_may_couple_an_update_and_a_reward_take_the_place_of_a_score(tmp_
 
 def test_help_for_a_loss_lists_its_keyword_arguments_with_defaults_and_ranges(tmp_path, capsys):
     lines = {
-        "tis": "clip_low=0.0                at least 0 and at most 1",
-        "grpo": "dual_clip=None              above 1 and at most 1,000,000,000",
+        "tis": "clip_low=0.0                ≥ 0 and ≤ 1",
+        "grpo": "dual_clip=None              > 1",
         "dppo": "divergence=tv               tv or kl",
         f"{write_user_code(tmp_path, LOSS)}:loss": "  clip=0.2",
     }
@@ -158,3 +158,24 @@ def test_a_run_may_be_below_home(option, tmp_path, monkeypatch):
 def test_home_is_put_where_a_path_begins_and_nowhere_else(word, expected, monkeypatch):
     monkeypatch.setenv("HOME", "HOME")
     assert at_home([word]) == [expected]
+
+
+def test_names_of_the_last_release_are_accepted_with_a_warning(capsys):
+    words = [
+        "--optim.warmup-steps=7",
+        "--optim.scale-lr-by-ess",
+        "--advantage.overlong-tokens",
+        "3",
+    ]
+    config = read_options(words)
+    assert config.optim == OptimOptions(warmup_steps=7, scale_lr_by_ess=True)
+    assert config.advantage_options.overlong_tokens == 3
+    warning, *others = capsys.readouterr().err.splitlines()
+    assert (
+        warning == "warning: --optim.warmup-steps is --optim.warmup-steps now" and len(others) == 2
+    )
+    recorded = {name: option.default for name, option in OPTIONS.items()} | {
+        "optim.min_lr_ratio": 0.5
+    }
+    del recorded["optim.min_lr_ratio"]
+    assert Config.from_dict(recorded).optim.min_lr_ratio == 0.5

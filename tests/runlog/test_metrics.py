@@ -61,7 +61,7 @@ def formula(groups):
 def test_metrics_of_any_number_of_nodes_are_those_of_the_whole_batch(num_nodes):
     rng = np.random.default_rng(1)
     groups = [random_group(rng, i, ["rare"] if i == 4 else ["climax"]) for i in range(12)]
-    options = AdvantageOptions(overlong=OVERLONG)
+    options = AdvantageOptions(overlong_tokens=OVERLONG)
     config = Config(publish_delay=DELAY, advantage_options=options, max_response_tokens=MAX_TOKENS)
     nodes = [
         batch_metrics(groups[node::num_nodes], VERSION, config, num_nodes)

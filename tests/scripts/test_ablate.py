@@ -33,11 +33,11 @@ def test_a_grid_has_whole_seeds_first_and_losses_beside_each_other_and_sweeps_an
     cells = cells_of(
         *("--algos", "grpo", "tis:clip_low=0.1 clip_high=4.0", "--async-ratio", "0", "1"),
         *("--publish-delay", "0", "4", "--sweep", "compile=true|false", "--sweep", "lr=1e-4"),
-        *("--sweep", "optim.warmup=3", "--seeds", "2", "--", "--steps=5", "--seed=0"),
+        *("--sweep", "optim.warmup_steps=3", "--seeds", "2", "--", "--steps=5", "--seed=0"),
     )
     assert len({cell_name(cell) for cell in cells}) == len({key(cell) for cell in cells}) == 32
     assert [cell_name(cell) for cell in cells[:8]] == [
-        f"{loss}-a{ratio}-k0-s0-compile={value}-lr=0.0001-optim.warmup=3"
+        f"{loss}-a{ratio}-k0-s0-compile={value}-lr=0.0001-optim.warmup_steps=3"
         for ratio in (0, 1)
         for value in ("true", "false")
         for loss in ("grpo", "tis+clip_low=0.1+clip_high=4.0")
@@ -45,7 +45,7 @@ def test_a_grid_has_whole_seeds_first_and_losses_beside_each_other_and_sweeps_an
     assert [cell["seed"] for cell in cells] == [0] * 16 + [1] * 16
     assert options(cells[1], ["--steps=5"]) == [
         "--algo=tis", "--algo-args", "clip_low=0.1", "clip_high=4.0", "--async-ratio=0.0", "--publish-delay=0",
-        "--seed=0", "--compile", "--lr=0.0001", "--optim.warmup=3", "--steps=5",
+        "--seed=0", "--compile", "--lr=0.0001", "--optim.warmup-steps=3", "--steps=5",
     ]  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def config(model, tmp_path):
     """A run of three steps, two groups of three each."""
     return Config(
         model=model, steps=NUM_STEPS, groups_per_step=2, group_size=3, minibatches=2, eval_every=0, record=True,
-        runs_dir=str(tmp_path), run_name="run", optim=OptimOptions(warmup=0), lr=0.001,
+        runs_dir=str(tmp_path), run_name="run", optim=OptimOptions(warmup_steps=0), lr=0.001,
     )  # fmt: skip
 
 

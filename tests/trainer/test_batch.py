@@ -61,7 +61,7 @@ def test_every_segment_has_the_advantage_of_its_trajectory_by_the_step_of_all_no
     """What a reward loses by length is in the advantage alone. A lag is that of the oldest token."""
     monkeypatch.setitem(ADVANTAGES, "by all", by_all)
     cluster, groups = SecondOfTwoNodes(node=1, ranks_of_nodes=((0,), (1,))), make_groups()
-    options = {"advantage": "by all", "advantage_options": AdvantageOptions(overlong=4)}
+    options = {"advantage": "by all", "advantage_options": AdvantageOptions(overlong_tokens=4)}
     updates = updates_of(groups, cluster=cluster, minibatches=minibatches, **options)
     by_id = {group.group_id: group.trajectories for group in groups}
     rewards = [t.reward - LOST[t.member] for members in by_id.values() for t in members]

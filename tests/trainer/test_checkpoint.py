@@ -43,7 +43,7 @@ from asyncrl.trainer.dealing import distribute
 pytestmark = pytest.mark.usefixtures("one_rank")
 STEPS = 4
 RANK = 3
-MOMENTUM = OptimOptions(warmup=8, args=("momentum=0.9",))
+MOMENTUM = OptimOptions(warmup_steps=8, args=("momentum=0.9",))
 VARIANTS = {
     # one row: all ranks but one have nothing of lora_A
     "lora with a value head": {"advantage": "gae", "lora_rank": 1, "minibatches": 2},
@@ -54,7 +54,7 @@ VARIANTS = {
         "advantage": "gae",
         "save_memory": ("optimizer",),
     },
-    "adam": {"optimizer": "adam", "optim": OptimOptions(warmup=8, args=("amsgrad=true",))},
+    "adam": {"optimizer": "adam", "optim": OptimOptions(warmup_steps=8, args=("amsgrad=true",))},
     "own": {"optimizer": "own"},
     "adafactor": {"optimizer": "adafactor", "advantage": "gae", "save_memory": ("optimizer",)},
 }
@@ -114,7 +114,7 @@ class Plain(torch.optim.SGD):
 def config_of(model, folder, name):
     """The config of one of VARIANTS."""
     fixed = {"algo": "reinforce", "optimizer": "adamw", "lr": 0.01}
-    fixed |= {"optim": OptimOptions(warmup=8)} | VARIANTS[name]
+    fixed |= {"optim": OptimOptions(warmup_steps=8)} | VARIANTS[name]
     if name == "own":
         fixed["optimizer"] = f"{write_user_code(folder, OWN_OPTIMIZER)}:Own"
     return make_config(model, **fixed)
@@ -227,7 +227,7 @@ def test_an_optimizer_continues_with_its_new_options_and_state_of_another_is_ref
     train(policy, range(2))
     write_shards(training_state(policy), str(tmp_path), group)
     items = ("momentum=0.9", "weight_decay=0.5")
-    decayed = load(replace(config, optim=OptimOptions(warmup=8, args=items)))
+    decayed = load(replace(config, optim=OptimOptions(warmup_steps=8, args=items)))
     restore_training_state(decayed, str(tmp_path), group)
     (options,) = decayed.optimizer.param_groups
     assert (options["weight_decay"], options["momentum"]) == (0.5, 0.9)

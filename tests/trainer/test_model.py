@@ -30,7 +30,7 @@ from extras.lora import add_adapters
 from extras.trees.tree import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-BALANCE = OptimOptions(balance=0.7)
+BALANCE = OptimOptions(seq_aux_loss_coef=0.7)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def dtypes_of(module):
 
 
 def test_what_is_trained_and_kept_stays_float32(model):
-    optim = OptimOptions(warmup=0)
+    optim = OptimOptions(warmup_steps=0)
     config = make_config(model, dtype="bfloat16", optimizer="adamw", lr=1e-6, optim=optim)
     policy = load(config)
     before = weights_of(policy)["model.layers.0.mlp.up_proj.weight"]
@@ -272,5 +272,7 @@ def test_a_model_without_linear_layers_has_none_to_adapt_and_one_without_experts
 ):
     with pytest.raises(ValueError, match="--lora-rank 2: no linear layer to adapt in Embedding"):
         add_adapters(torch.nn.Embedding(2, 2), [torch.nn.Embedding(2, 2)], 2)
-    with pytest.raises(ValueError, match=r"^--optim.balance 0.7 balances experts, and a qwen3 has"):
+    with pytest.raises(
+        ValueError, match=r"^--optim.seq-aux-loss-coef 0.7 balances experts, and a qwen3 has"
+    ):
         _check_model(make_config(model, optim=BALANCE), model, "cpu")

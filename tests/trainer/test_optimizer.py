@@ -17,16 +17,16 @@ SHARES = np.arange(1, 9) / 8
     ("options", "expected"),
     [
         ({}, np.ones(8)),
-        ({"by_ess": True}, np.full(8, 0.5)),
-        ({"schedule": "linear"}, 1 - SHARES),
-        ({"schedule": "linear", "least": 0.2}, 1 - 0.8 * SHARES),
-        ({"schedule": "cosine"}, (1 + np.cos(np.pi * SHARES)) / 2),
+        ({"scale_lr_by_ess": True}, np.full(8, 0.5)),
+        ({"lr_scheduler": "linear"}, 1 - SHARES),
+        ({"lr_scheduler": "linear", "min_lr_ratio": 0.2}, 1 - 0.8 * SHARES),
+        ({"lr_scheduler": "cosine"}, (1 + np.cos(np.pi * SHARES)) / 2),
     ],
 )
 def test_after_warm_up_the_rate_follows_its_schedule_to_the_last_update(options, expected):
     """The ten updates of five steps, also where the run has made others before with other epochs."""
-    config = Config(lr=0.1, steps=5, minibatches=2, optim=OptimOptions(warmup=2, **options))
-    ess = 0.25 if config.optim.by_ess else 1.0
+    config = Config(lr=0.1, steps=5, minibatches=2, optim=OptimOptions(warmup_steps=2, **options))
+    ess = 0.25 if config.optim.scale_lr_by_ess else 1.0
     for first in (0, 7):
         rates = [learning_rate(config, first + update, update / 2, ess) for update in range(10)]
         assert rates[2:] == pytest.approx(0.1 * expected, abs=1e-12)
@@ -43,7 +43,7 @@ def test_after_warm_up_the_rate_follows_its_schedule_to_the_last_update(options,
     ],
 )
 def test_each_optimizer_gets_its_options_by_the_names_of_its_signature(optimizer, items, expected):
-    config = Config(optimizer=optimizer, lr=0.25, optim=OptimOptions(warmup=3, args=items))
+    config = Config(optimizer=optimizer, lr=0.25, optim=OptimOptions(warmup_steps=3, args=items))
     try_optimizer(config)
     groups = [{"params": [torch.ones(2, 2, requires_grad=True)], "lr": 0.25}]
     assert (expected | {"lr": 0.25}).items() <= make_optimizer(config, groups).defaults.items()
@@ -95,7 +95,7 @@ def halved(groups, *, lr, share: float = 0.5):
 @pytest.mark.usefixtures("one_rank")
 def test_groups_of_a_users_optimizer_keep_their_share_of_the_learning_rate(tmp_path, model):
     path = write_user_code(tmp_path, HALVED)
-    optim = OptimOptions(warmup=2, args=("share=0.25",))
+    optim = OptimOptions(warmup_steps=2, args=("share=0.25",))
     policy = load(make_config(model, lr=0.5, optimizer=f"{path}:halved", optim=optim))
     measured = policy.train_step([[random_sequences(4)]], policy_version=11)
     assert measured["lr"] == 0.5 / 2, "the first of two updates of warm-up"

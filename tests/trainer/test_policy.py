@@ -56,14 +56,14 @@ CASES = {
         "advantage_options": AdvantageOptions(whiten=False),
         "max_grad_norm": 0.01,
         "minibatches": 2,
-        "optim": OptimOptions(by_ess=True),
+        "optim": OptimOptions(scale_lr_by_ess=True),
     },
     "sampling and entropy": {
         "temperature": 0.8,
         "top_p": 0.9,
         "top_k": 12,
         "min_p": 0.01,
-        "optim": OptimOptions(entropy=0.5),
+        "optim": OptimOptions(entropy_coef=0.5),
     },
     "interpolated proximal policy": {**THREE_UPDATES, "proximal": "loglinear"},
     "a user's loss": {"algo": f"{__file__}:loss_by_lag"},
@@ -71,12 +71,12 @@ CASES = {
         **THREE_UPDATES,
         "seed": 3,
         "steps": 20,
-        "optim": OptimOptions(epochs=2, warmup=3, schedule="linear"),
+        "optim": OptimOptions(epochs=2, warmup_steps=3, lr_scheduler="linear"),
     },
 }  # fmt: skip
 """Options of a step. Losses differ in what they see: token or sequence, rewards, the whole update, proximal policy."""
 ON_DEVICE = ("grpo", "sampling and entropy", "epochs", "values as they are, clipped")
-BALANCE = {"optim": OptimOptions(balance=7)}
+BALANCE = {"optim": OptimOptions(seq_aux_loss_coef=7)}
 FAMILIES = {
     "qwen3_moe": ({}, {**BALANCE, "minibatches": 2}),
     "mixtral": ({}, {**BALANCE, "save_memory": ("activations",), "lora_rank": 3}),
@@ -219,7 +219,7 @@ ON_TWO_RANKS = {
         "loss_aggregation": "sequence_mean",
         "save_memory": ALL_SAVED,
     },
-    "replicas": {"replicas": 2, "algo": "m2po", "optim": OptimOptions(by_ess=True)},
+    "replicas": {"replicas": 2, "algo": "m2po", "optim": OptimOptions(scale_lr_by_ess=True)},
     "untied": {"minibatches": 2},
     "untied, head apart": {"minibatches": 2, "save_memory": ("head",)},
 }
