@@ -588,13 +588,13 @@ def options_of(kind: type, prefix: str = "", may: tuple = ()) -> Iterator[Option
 
 OPTIONS = {option.name: option for option in options_of(Config)}
 RENAMED = {
-    "optim.warmup_steps": "optim.warmup_steps",
-    "optim.lr_scheduler": "optim.lr_scheduler",
-    "optim.min_lr_ratio": "optim.min_lr_ratio",
-    "optim.scale_lr_by_ess": "optim.scale_lr_by_ess",
-    "optim.entropy_coef": "optim.entropy_coef",
-    "optim.seq_aux_loss_coef": "optim.seq_aux_loss_coef",
-    "advantage.overlong_tokens": "advantage.overlong_tokens",
+    "optim.warmup": "optim.warmup_steps",
+    "optim.schedule": "optim.lr_scheduler",
+    "optim.least": "optim.min_lr_ratio",
+    "optim.by_ess": "optim.scale_lr_by_ess",
+    "optim.entropy": "optim.entropy_coef",
+    "optim.balance": "optim.seq_aux_loss_coef",
+    "advantage.overlong": "advantage.overlong_tokens",
 }
 """Options by their names of the last release, which command lines and run.json may still have."""
 
