@@ -53,7 +53,7 @@ def ask_task(
     """Make a task, its prompts, and a score, as a run does. Raises ValueError."""
     from asyncrl.config import Config
     from asyncrl.controller.prompts import PromptSource
-    from asyncrl.engine.score import load_score
+    from asyncrl.engine.score import load_scorer
     from asyncrl.tasks import encode, load_task, task_of
     from asyncrl.user_code import located
 
@@ -72,7 +72,7 @@ def ask_task(
         made.rows,
     )
     prompts.check(config)
-    score = load_score(config.task, config.reward)
+    score = load_scorer(config.task, config.reward)
     for problem in made.rows or problems[:1]:
         score.check(problem)
 

@@ -82,7 +82,9 @@ def contain(is_async: bool, in_namespaces: bool) -> None:
         scorer = os.fork()
         if scorer:  # the first process of its namespace: all others there end with it
             die_with_parent()
-            os._exit(bool(os.waitpid(scorer, 0)))
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(scorer, 0)
+            os._exit(0)
         _call(_libc.capset, *_NO_CAPABILITIES)
     _call(_libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     limits = ASYNC_LIMITS if is_async else LIMITS

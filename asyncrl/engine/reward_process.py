@@ -1,9 +1,9 @@
-"""What runs in the processes that score: a template that has imported what is slow, and the scorers forked from it.
+"""The processes that score: a template that has imported everything, and the processes that are forked from it.
 
-A scorer reads text that a model wrote, so it runs under the limits of containment.py.
+They read text from a model, so they run under the limits of containment.py. They read lines of JSON, [number, limit in
+seconds, answer, response], and answer each with [number, reward, parts] or with [number, reason of the failure].
 """
 
-import asyncio
 import contextlib
 import importlib
 import json
@@ -12,121 +12,88 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
-from collections.abc import Callable
 
 from setproctitle import setproctitle
 
 from asyncrl.cluster.processes import freeze_garbage
-from asyncrl.engine import containment
-from asyncrl.engine.score import Score, Scored, load_score, one_line
+from asyncrl.engine.containment import contain, namespace_error
+from asyncrl.engine.score import Reward, RewardScorer, load_scorer, one_line
+
+SLOW_IMPORTS = {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym"}
+"""Modules of a task that would take the time of the first response."""
 
 
-def run_template(
-    descriptor: int, task: str, rewards: list[str], is_async: bool, title: str
-) -> None:
-    """Import what scoring needs, by plain functions or by async ones, then fork a scorer for each socket that comes
-    over the socket of that descriptor, until that closes.
+def run_template(task: str, rewards: list[str], is_async: bool, title: str) -> None:
+    """Fork a process for each socket that arrives over standard input, until that closes.
 
-    The scorer's pid is the first line on that socket.
+    The first line on the socket is the pid. The process calls the async functions only, or the plain ones only.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle(title)
-    control = socket.socket(fileno=descriptor)
-    if slow := {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym"}.get(
-        task.partition(":")[0]
-    ):
-        importlib.import_module(slow)  # it must not eat the time of the first response
-    score = load_score(task, rewards).of(is_async)
+    module = SLOW_IMPORTS.get(task.partition(":")[0])
+    if module:
+        importlib.import_module(module)
+    scorer = load_scorer(task, rewards).only(is_async)
     freeze_garbage()
-    reason = containment.namespace_error(is_async)
+    reason = namespace_error(is_async)
     if reason:
         print(
             f"warning: {title}: no namespaces ({reason}): network and files are not contained",
             flush=True,
         )
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # processes that end leave no zombies
+    control = socket.socket(fileno=0)
     while True:
         _, sockets, _, _ = socket.recv_fds(control, 4, 1)
         if not sockets:
-            os._exit(0)  # whoever asks is gone, and scorers go with this process
-        with contextlib.suppress(ChildProcessError):  # it has no child
-            while os.waitpid(-1, os.WNOHANG)[0]:  # bury the dead
-                pass
+            os._exit(0)  # the pool is gone, and the forked processes end with this one
         pid = os.fork()
         if pid == 0:
-            _run_scorer(sockets[0], score, not reason)
+            try:
+                _serve(_keep_only(sockets[0]), scorer, in_namespaces=not reason)
+            finally:
+                os._exit(0)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
         os.write(sockets[0], b"%d\n" % pid)
         os.close(sockets[0])
 
 
-def _run_scorer(descriptor: int, score: Score, in_namespaces: bool) -> None:
-    """Serve one socket under the limits, or answer with what forbids them; never returns."""
-    connection = socket.socket(fileno=descriptor)
-    try:
-        _keep_only(descriptor)
-        os.setpgid(0, 0)
-        containment.contain(score.is_async, in_namespaces)
-        if score.is_async:
-            asyncio.run(_serve_together(connection, score))
-        else:
-            _serve(connection, score)
-    except (OSError, MemoryError) as error:  # it cannot be set up, or whoever asks is gone
-        _send(connection.sendall, 0, one_line(error))
-    finally:
-        os._exit(0)
-
-
-def _keep_only(descriptor: int) -> None:
-    """Close all files but one; what a scorer prints would fill a log."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+def _keep_only(descriptor: int) -> socket.socket:
+    """Close all other files, because printed text would fill a log. Return the socket."""
+    null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
-        os.dup2(nothing, standard)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != descriptor:
-            with contextlib.suppress(OSError):  # the listing's own
-                os.close(int(name))
+        os.dup2(null, standard)
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return socket.socket(fileno=descriptor)
 
 
-def _serve(connection: socket.socket, score: Score) -> None:
-    """Read lines of JSON, [number, limit in seconds, answer, response]; answer each with [number, reward, parts], or
-    with [number, why there is no reward]."""
-    # nobody else would bury what a response has started
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+def _serve(connection: socket.socket, scorer: RewardScorer, *, in_namespaces: bool) -> None:
+    """Score one response after the other, under the limits. The pool ends this process if one takes too long."""
+    contain(scorer.is_async, in_namespaces)
+    if scorer.is_async:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for line in connection.makefile("rb"):
         number, timeout_s, answer, response = json.loads(line)
-        cpu_s = math.ceil(time.process_time() + timeout_s) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
+        if not scorer.is_async:
+            cpu_s = math.ceil(time.process_time() + timeout_s) + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
         try:
-            outcome = score(answer, response)
-        except BaseException as error:
-            # foreign code may have set an alarm, say, that comes after it
+            outcome: Reward | tuple[str] = scorer.score(answer, response)
+        except BaseException as error:  # also one that comes late, for example from an alarm
             outcome = (one_line(error),)
-        # in a process space of its own: what a response has started ends with it
-        if os.getpid() == 1:
+        if (
+            os.getpid() == 1 and not scorer.is_async
+        ):  # all others in this namespace were started by the response
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
-        _send(connection.sendall, number, *outcome)
+        connection.sendall(json.dumps([number, *outcome]).encode() + b"\n")
+        if "MemoryError" in str(outcome[0]):
+            return  # the response may still hold its memory
 
 
-async def _serve_together(connection: socket.socket, score: Score) -> None:
-    """As _serve by async functions: all responses at once, each with its own limit."""
-
-    async def serve(number: int, timeout_s: float, answer: str, response: str) -> None:
-        scoring = asyncio.ensure_future(score.wait(answer, response))
-        await asyncio.wait({scoring}, timeout=timeout_s)
-        outcome: Scored | tuple[str] = (f"{score}timed out after {timeout_s:g} s",)
-        if not scoring.cancel():  # it has ended
-            outcome = (str(scoring.exception()),) if scoring.exception() else scoring.result()
-        _send(writer.write, number, *outcome)
-
-    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 30)
-    async with asyncio.TaskGroup() as serving:
-        while line := await reader.readline():
-            serving.create_task(serve(*json.loads(line)))
-
-
-def _send(send: Callable[[bytes], object], number: int, *outcome) -> None:
-    """Answer a response. After one that took all memory the process ends, and the next response has another."""
-    send(json.dumps([number, *outcome]).encode() + b"\n")
-    if "MemoryError" in str(outcome[0]):
-        os._exit(0)
+if __name__ == "__main__":
+    run_template(*json.loads(sys.argv[1]))

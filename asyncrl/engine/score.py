@@ -1,9 +1,9 @@
-"""What a response is worth: the score of its task, or the user's reward functions, weighted and added up.
+"""The reward of a response: the score of its task, or the weighted sum of the user's reward functions.
 
-A reward function is called as `f(response=TEXT, **row)`. `row` has the columns of the response's problem: those that
-the function names, or all if it takes `**`. The policy's response hides a column called `response`. The function
-returns a number up to MAX_REWARD, or a dict of such numbers by name: its parts, whose sum counts. With `async def` it
-may wait for others, such as a judge behind HTTP.
+A reward function is called as `f(response=TEXT, **row)`. `row` has the columns of the response's problem that the
+function names, or all if it takes `**`. The policy's response hides a column called `response`. The function returns a
+number up to MAX_REWARD, or a dict of such numbers by name. These are its parts, and their sum counts. With `async def`
+it can wait for another service, for example a judge behind HTTP.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import math
 import numbers
 import reprlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,16 @@ from asyncrl.tasks import score_of
 from asyncrl.user_code import is_user_code, load
 from data.problem import Problem
 
-Scored = tuple[float, dict[str, float]]
-"""A reward, and its parts by name, which are logged as reward/NAME."""
-MAX_PARTS, MAX_NAME = 64, 128
-_TAKEN = ("mean", "std", "zero_variance_groups")  # metrics that are called reward/…, too
-_MAX_REASON = 500  # characters: an error message may quote a whole response
+Reward = tuple[float, dict[str, float]]
+"""A reward, and its parts by name. They are logged as reward/NAME."""
+_runner = asyncio.Runner()
+MAX_PARTS = 64
+MAX_NAME = 128
+"""Characters of a part's name."""
+_RESERVED_NAMES = ("mean", "std", "zero_variance_groups")
+"""Other metrics with the prefix reward/."""
+_MAX_REASON = 500
+"""Characters of an error's text, because it may quote a whole response."""
 MAX_FAILURE = 1000
 """Characters of a failure's message."""
 MAX_REWARD = 1e12
@@ -36,7 +41,7 @@ square of 1e24 leaves room for the gradients of log-probs, and for their number.
 
 
 class Failed(Exception):
-    """A reward or an environment raised, hung, died or returned nonsense. The message is one line of UTF-8 text."""
+    """A reward or an environment raised, hung, died or returned an invalid value. The message is one line of text."""
 
     def __init__(self, reason: str):
         # foreign code may quote lone surrogates
@@ -49,29 +54,29 @@ class RewardFunction:
     """A function that scores."""
 
     call: Callable[[str, str], Any]
-    """Returns what the function returns for a problem's answer and a response."""
+    """Takes a problem's answer and a response. Returns the function's value, or its coroutine."""
     is_async: bool
-    """Whether what it returns is to be awaited."""
+    """Whether `call` returns a coroutine."""
     text: str = ""
     """FILE.py:NAME; empty for the score of a shipped task."""
     weight: float = 1.0
     label: str = ""
-    """The name of its reward in the log; empty if it is the only function."""
+    """Name of its reward in the log; empty if it is the only function."""
     needed: Sequence[str] = ()
-    """What it must be called with."""
+    """Columns that it has no default for."""
 
-    def score(self, answer: str, response: str) -> Scored:
-        """Return the weighted reward and its parts. Raises Failed, whatever the function raises."""
-        with self._blamed():
-            return self._read(self.call(answer, response))
+    async def score(self, answer: str, response: str) -> Reward:
+        """Return the weighted reward and its parts. Raises Failed for anything that the function raises."""
+        try:
+            returned = self.call(answer, response)
+            if self.is_async:
+                returned = await returned
+            return self._read(returned)
+        except BaseException as error:  # foreign code can raise anything
+            raise Failed(self._describe(error)) from None
 
-    async def wait(self, answer: str, response: str) -> Scored:
-        """Return the same as `score`, by an async function."""
-        with self._blamed():
-            return self._read(await self.call(answer, response))
-
-    def _read(self, returned: Any) -> Scored:
-        """Return the weighted reward and the parts in what the function returned."""
+    def _read(self, returned: Any) -> Reward:
+        """Return the weighted reward and the parts in the function's value."""
         parts = {}
         if isinstance(returned, dict):
             parts = {
@@ -83,52 +88,47 @@ class RewardFunction:
             parts = {self.label: reward, **named}
         return self.weight * reward, parts
 
-    @contextlib.contextmanager
-    def _blamed(self) -> Iterator[None]:
-        """Turn what the function raises into a Failed that names file, function and line."""
-        try:
-            yield
-        except BaseException as error:  # foreign code may raise anything
-            file = self.text.rpartition(":")[0]
-            place = self.text
-            for frame, line in traceback.walk_tb(error.__traceback__):
-                if frame.f_code.co_filename == file:
-                    place = f"{self.text}, line {line}"
-            raise Failed(f"{place}: {one_line(error)}" if place else one_line(error)) from None
+    def _describe(self, error: BaseException) -> str:
+        """Return file, function, line and text of an error."""
+        file = self.text.rpartition(":")[0]
+        place = self.text
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == file:
+                place = f"{self.text}, line {line}"
+        return f"{place}: {one_line(error)}" if place else one_line(error)
 
 
-class Score:
+class RewardScorer:
     """Scores responses by some functions."""
 
     def __init__(self, functions: Sequence[RewardFunction]):
         self.functions = functions
         self.is_async = any(function.is_async for function in functions)
 
-    def of(self, is_async: bool) -> "Score":
-        """Return the score by the async functions alone, or by the plain ones."""
-        return Score([function for function in self.functions if function.is_async == is_async])
+    def only(self, is_async: bool) -> "RewardScorer":
+        """Return the scorer that has only the async functions, or only the plain ones."""
+        return RewardScorer(
+            [function for function in self.functions if function.is_async == is_async]
+        )
 
     def __str__(self) -> str:
-        """The user's functions, as the beginning of a message about all of them; empty for a shipped task."""
+        """Return the first words of a message about the user's functions; empty for a shipped task."""
         return "".join(f"{function.text}: " for function in self.functions if function.text)
 
     def check(self, problem: Problem) -> None:
-        """Raise ValueError for a problem that cannot be scored, whatever the response is.
-
-        It lacks a column that a function needs, or the score of a shipped task refuses its answer.
-        """
+        """Raise ValueError for a problem that lacks a needed column, or whose answer a shipped task refuses."""
         row = {"response": "", **_row(problem.answer)}
         place = f"{problem.place}: " * bool(problem.place)
         for function in self.functions:
-            what = f"--reward {function.text}" if function.text else "a row without --reward"
+            scored = f"--reward {function.text}" if function.text else "a row without --reward"
             for name in function.needed:
                 if name not in row:
                     raise ValueError(
-                        f"{place}{what} needs {name}, and has {', '.join(sorted(row))}; rename it{nearest(name, row)}"
+                        f"{place}{scored} needs {name}, and has {', '.join(sorted(row))}; rename it{nearest(name, row)}"
                     )
                 if row[name] is None:
                     raise ValueError(
-                        f"{place}{what} needs {name}, and there it is null; fill it or leave the row out"
+                        f"{place}{scored} needs {name}, and there it is null; fill it or leave the row out"
                         f"{', or give the parameter a default' * bool(function.text)}"
                     )
             if not function.text:
@@ -137,33 +137,45 @@ class Score:
                 except ValueError as error:
                     raise ValueError(f"{place}{error}") from None
 
-    def __call__(self, answer: str, response: str) -> Scored:
-        """Return reward and parts by plain functions. Raises Failed, whatever they raise."""
-        return add([function.score(answer, response) for function in self.functions], str(self))
+    def score(self, answer: str, response: str) -> Reward:
+        """Return reward and parts by functions of one kind; async ones wait together. Raises Failed."""
+        if self.is_async:
+            rewards = _runner.run(self._gather(answer, response))
+        else:
+            rewards = [_result(function.score(answer, response)) for function in self.functions]
+        return add_rewards(rewards, str(self))
 
-    async def wait(self, answer: str, response: str) -> Scored:
-        """Return reward and parts by async functions, which wait together. Raises Failed, whatever they raise."""
-        waiting = [function.wait(answer, response) for function in self.functions]
-        return add(await asyncio.gather(*waiting), str(self))
+    async def _gather(self, answer: str, response: str) -> list[Reward]:
+        return await asyncio.gather(
+            *(function.score(answer, response) for function in self.functions)
+        )
 
 
-def load_score(task: str, rewards: Sequence[str] = ()) -> Score:
-    """Return the score of a task, or of the reward functions that replace it: `FILE.py:NAME` or `FILE.py:NAME*WEIGHT`.
+def _result(coroutine: Coroutine) -> Any:
+    """Run a coroutine that never waits, without an event loop: a plain function may start its own."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
 
-    Raises ValueError, in one line, for a file that cannot be loaded and for what is no reward function.
+
+def load_scorer(task: str, rewards: Sequence[str] = ()) -> RewardScorer:
+    """Return the scorer of a task, or of reward functions `FILE.py:NAME` or `FILE.py:NAME*WEIGHT` that replace it.
+
+    Raises ValueError for a file that cannot be loaded, and for an object that is no reward function.
     """
     if not rewards:
         call = score_of(task)
         text = f"{task}.score" * is_user_code(task)
-        return Score([RewardFunction(call, _is_async(call), text, needed=["answer"])])
+        return RewardScorer([RewardFunction(call, _is_async(call), text, needed=["answer"])])
     functions = [_load(reward, is_only=len(rewards) == 1) for reward in rewards]
     labels = [function.label for function in functions if function.label]
     for function in functions:
-        if function.label in _TAKEN or labels.count(function.label) > 1:
+        if function.label in _RESERVED_NAMES or labels.count(function.label) > 1:
             raise ValueError(
                 f"--reward {function.text} would be reward/{function.label}, as another metric; rename it"
             )
-    return Score(functions)
+    return RewardScorer(functions)
 
 
 def _load(reward: str, is_only: bool) -> RewardFunction:
@@ -213,55 +225,55 @@ def _row(answer: str) -> dict:
     return {"answer": answer}
 
 
-def number_of(value: Any, what: str) -> float:
-    """Return a number, also of an array without dimensions. Raises Failed for what is none, or larger than a reward may
-    be."""
+def number_of(value: Any, name: str) -> float:
+    """Return a finite number up to MAX_REWARD, also from an array without dimensions. Raises Failed for other values.
+
+    `name` says in the message which value it is.
+    """
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     if not (isinstance(value, numbers.Real) and math.isfinite(value)):
         raise Failed(
-            f"{what} is {brief(value)}, not a finite number{' or a dict of them' * (what == 'the reward')}"
+            f"{name} is {brief(value)}, not a finite number{' or a dict of them' * (name == 'the reward')}"
         )
     if abs(value) > MAX_REWARD:
         raise Failed(
-            f"{what} is {value:g}, allowed is {-MAX_REWARD:g} to {MAX_REWARD:g}; scale it down"
+            f"{name} is {value:g}, allowed is {-MAX_REWARD:g} to {MAX_REWARD:g}; scale it down"
         )
     return float(value)
 
 
-def add(scores: Sequence[Scored], whose: str = "") -> Scored:
+def add_rewards(rewards: Sequence[Reward], functions: str = "") -> Reward:
     """Return the sum of rewards, and all their parts. Raises Failed for parts that no log can have."""
-    parts = {name: part for _, parts_of_one in scores for name, part in parts_of_one.items()}
+    parts = {name: part for _, parts_of_one in rewards for name, part in parts_of_one.items()}
     if not are_parts(parts):
         raise Failed(
-            f"{whose}the reward has {len(parts)} parts, {brief([*parts])}; allowed are {MAX_PARTS} printable names of "
-            f"at most {MAX_NAME} characters, none of them {', '.join(_TAKEN)}"
+            f"{functions}the reward has {len(parts)} parts, {brief([*parts])}; allowed are {MAX_PARTS} printable names "
+            f"of at most {MAX_NAME} characters, none of them {', '.join(_RESERVED_NAMES)}"
         )
-    return number_of(sum(reward for reward, _ in scores), f"{whose}the sum of rewards"), parts
+    return number_of(sum(reward for reward, _ in rewards), f"{functions}the sum of rewards"), parts
 
 
 def are_parts(parts: dict) -> bool:
-    """Whether a reward may have these parts: names that a log can have, and numbers that rewards may be."""
+    """Return whether a log can have these names of parts, and rewards these values."""
     return len(parts) <= MAX_PARTS and all(
         isinstance(name, str)
         and name.isprintable()
         and 0 < len(name) <= MAX_NAME
-        and name not in _TAKEN
+        and name not in _RESERVED_NAMES
+        and isinstance(part, float)
         and abs(part) <= MAX_REWARD
         for name, part in parts.items()
     )
 
 
 def one_line(error: BaseException) -> str:
-    """Return type and message of what foreign code raised, on one line, even where its `__str__` raises too.
-
-    A Failed already has such a line as its message.
-    """
-    if type(error) is Failed:
+    """Return type and message of an error of foreign code on one line, even if its `__str__` raises."""
+    if isinstance(error, Failed):
         return str(error)
     return " ".join("".join(traceback.format_exception_only(error))[:_MAX_REASON].split())
 
 
 def brief(value: object) -> str:
-    """Return what foreign code returned, in a few words on one line."""
+    """Return a value of foreign code in a few words on one line."""
     return " ".join(reprlib.repr(value).split())

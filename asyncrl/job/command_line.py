@@ -29,7 +29,7 @@ from asyncrl.config import (
     options_of,
     switch,
 )
-from asyncrl.engine.score import load_score
+from asyncrl.engine.score import load_scorer
 from asyncrl.tasks import prepare_task
 
 _FIELD = re.compile(r'^    # (.+)$|^    (\w+): (?:.+\n)+?    """([^"]+)"""$', re.MULTILINE)
@@ -252,7 +252,7 @@ def check(config: Config) -> None:
     try_optimizer(config)
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
     if config.reward or not config.is_multi_turn:
-        load_score(config.task, config.reward)
+        load_scorer(config.task, config.reward)
     user_code.files(user_code.texts_of(config))
 
 

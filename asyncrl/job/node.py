@@ -41,7 +41,7 @@ from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.snapshot import ControllerState
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Workers
-from asyncrl.engine.score import load_score
+from asyncrl.engine.score import load_scorer
 from asyncrl.job import command_line
 from asyncrl.job.disk import check_room, checkpoint_bytes
 from asyncrl.job.probe import Probe
@@ -451,7 +451,7 @@ def read_task(config: Config, cluster: Cluster) -> Task:
     if task.summary and cluster.is_first:
         print(task.summary, flush=True)
     if config.reward or config.task == "jsonl":
-        score = load_score(config.task, config.reward)
+        score = load_scorer(config.task, config.reward)
         for problem in task.rows or [task.train_problem(0)]:
             score.check(problem)
     return task

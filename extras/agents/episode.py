@@ -15,7 +15,7 @@ from asyncrl.config import Config
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.reward_pool import RewardPool
-from asyncrl.engine.score import Failed, RewardFunction, Scored, add, one_line
+from asyncrl.engine.score import Failed, Reward, RewardFunction, add_rewards, one_line
 from asyncrl.records import Completion, FinishReason, Ticket, Trajectory, slice_columns
 from extras.agents.endpoint import Endpoint
 from extras.agents.protocol import (
@@ -126,13 +126,13 @@ class AgentEpisode(Episode):
             raise Failed(f"no call and no end for {self.config.env_timeout_s:g} s")
         return self._agent.result()
 
-    async def _score(self, returned: Any) -> Scored:
+    async def _score(self, returned: Any) -> Reward:
         """Return reward and parts. Raises Failed."""
         if self._agents.rewards is not None:
             return await self._agents.rewards.score(self.ticket.answer, str(returned))
         reward = self._agents.read_reward(returned)
         function = RewardFunction(lambda *_: reward, is_async=False)
-        return add([function.score("", "")])
+        return add_rewards([await function.score("", "")])
 
     def _start_clock(self, limit_s: float) -> None:
         """Give the agent so much time until the next call, seconds."""

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.engine.reward_pool import RewardPool
-from asyncrl.engine.score import load_score
+from asyncrl.engine.score import load_scorer
 from asyncrl.records import GREEDY_GROUP, Ticket, Trajectory, slice_columns
 from asyncrl.runlog.metrics import Max, Measured, Sum
 from asyncrl.trainer.dealing import distribute
@@ -104,7 +104,7 @@ class Verifier:
             target=self._loop.run_forever, name="rewards verifier", daemon=True
         )
         self._score_by = config.task, config.reward
-        self._can_score = not (config.is_multi_turn or load_score(*self._score_by).is_async)
+        self._can_score = not (config.is_multi_turn or load_scorer(*self._score_by).is_async)
         self._scoring: list[tuple[Trajectory, Future]] = []
 
     def verify(

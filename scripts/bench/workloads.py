@@ -17,7 +17,7 @@ from asyncrl.config import Config
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.engine.environments import Environment, Environments, SingleTurn
 from asyncrl.engine.proxy import LLMProxy
-from asyncrl.engine.score import Scored
+from asyncrl.engine.score import Reward
 from asyncrl.records import Completion, Ticket
 from extras.latency_law import LatencyLaw
 from rollout import RolloutWorker, run_worker, start_worker
@@ -100,7 +100,7 @@ class SimulatedRewards:
         rewarded = replace(ticket, answer=str(int(varies and member % 2)))
         return SingleTurn(rewarded, self.tokenizer, self)
 
-    async def score(self, answer: str, response: str) -> Scored:
+    async def score(self, answer: str, response: str) -> Reward:
         """Return the answer, which is the reward."""
         async with self._process:
             await asyncio.sleep(REWARD_S)

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import sys
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from user_rewards import FILE, texts
 
 from asyncrl.engine import reward_pool
 from asyncrl.engine.containment import namespace_error
-from asyncrl.engine.reward_pool import RewardPool
+from asyncrl.engine.reward_pool import ASYNC_FACTOR, RewardPool
 from asyncrl.engine.score import MAX_FAILURE, Failed
 
 needs_namespaces = pytest.mark.skipif(
@@ -49,14 +50,15 @@ BAD = {
 }
 """Responses, and the reason that each fails for, or those that it may fail for."""
 REPLIES = {
-    b"[0, 1e300, {}]\n": DEATH,
-    b'[0, 1.0, {"mean": 1.0}]\n': DEATH,
-    b'[0, 1.0, {"x": 1e999}]\n': DEATH,
+    b"[1, 1e300, {}]\n": DEATH,
+    b'[1, 1.0, {"mean": 1.0}]\n': DEATH,
+    b'[1, 1.0, {"x": 1e999}]\n': DEATH,
+    b'[1, 1.0, {"x": "y"}]\n': DEATH,
     b"[777, 1.0, {}]\n": DEATH,
     b"[" * 60_000 + b"\n": DEATH,
     b"1" * 200_000: DEATH,
-    json.dumps([0, "\n" + "no line\n" * 5000]).encode() + b"\n": "no line no line",
-    json.dumps([0, "\ud800" * 1000]).encode() + b"\n": r"\ud800\ud800",
+    json.dumps([1, "\n" + "no line\n" * 5000]).encode() + b"\n": "no line no line",
+    json.dumps([1, "\ud800" * 1000]).encode() + b"\n": r"\ud800\ud800",
 }
 """What a process may send that it must not, and what comes of it."""
 BAD |= {f"spoil_replies({reply!r})": reason for reply, reason in REPLIES.items()}
@@ -95,10 +97,7 @@ def outcomes():
 
 
 @pytest.mark.parametrize(("name", "bad"), [("evaluated", BAD), ("evaluated_async", BAD_ASYNC)])
-def test_each_response_has_its_own_outcome_whatever_the_others_do(
-    outcomes, name, bad, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(reward_pool, "_GRACE_S", 0.5)
+def test_each_response_has_its_own_outcome_whatever_the_others_do(outcomes, name, bad, tmp_path):
     path, line = tmp_path / "file", getattr(user_rewards, name).__code__.co_firstlineno + 2
     good = {f"{number / 4}": number / 4 for number in range(8 * len(bad))}
     if name == "evaluated":
@@ -121,9 +120,23 @@ def test_each_response_has_its_own_outcome_whatever_the_others_do(
     assert not path.exists() or not path.read_bytes()
 
 
-def test_responses_of_async_functions_wait_together(outcomes):
-    """Four processes have 25 each, of which none ends before the others have come."""
-    assert outcomes("evaluated_async", *["meet(25)"] * 100) == [(1.0, {})] * 100
+def test_responses_of_async_functions_wait_together():
+    """A server answers none of them before all have asked."""
+    all_have_asked = asyncio.Barrier(ASYNC_FACTOR)
+
+    async def answer(_, writer) -> None:
+        await all_have_asked.wait()
+        writer.close()
+
+    async def ask() -> list:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with contextlib.closing(
+                RewardPool("addition", texts("evaluated_async"), 60.0, 1)
+            ) as pool:
+                return await scores_of(pool, *[f"ask('127.0.0.1', {port})"] * ASYNC_FACTOR)
+
+    assert asyncio.run(ask()) == [(1.0, {})] * ASYNC_FACTOR
 
 
 def processes_called(title: str) -> list[psutil.Process]:
@@ -139,7 +152,7 @@ def processes_called(title: str) -> list[psutil.Process]:
 def test_processes_killed_or_stopped_while_idle_are_replaced_at_the_cost_of_a_time_limit(
     monkeypatch,
 ):
-    monkeypatch.setattr(reward_pool, "_MAX_FORK_S", 1.0)
+    monkeypatch.setattr(reward_pool, "MAX_FORK_S", 1.0)
 
     async def ask() -> list:
         pool = RewardPool("addition", EVALUATED, 1.0, 2, "idle")
@@ -227,16 +240,17 @@ def test_what_a_response_starts_ends_with_it(outcomes, tmp_path):
 
 
 AS_OTHERS = """
-import contextlib, os
-from asyncrl.engine import containment
+import contextlib, json, os, sys
+from asyncrl.engine import reward_process
 
 def become_another(*_):
     with contextlib.suppress(PermissionError):  # it is no root that runs this
         os.setuid(65534)
     return {reason!r}
 
-containment.namespace_error = become_another
-run_template("""
+reward_process.namespace_error = become_another
+reward_process.run_template(*json.loads(sys.argv[1]))
+"""
 
 
 @pytest.mark.parametrize("in_namespaces", [False, pytest.param(True, marks=needs_namespaces)])
@@ -244,8 +258,7 @@ def test_others_than_root_are_limited_too_and_scorers_end_with_the_process_that_
     in_namespaces, tmp_path, monkeypatch
 ):
     program = AS_OTHERS.format(reason="" if in_namespaces else "none for this test")
-    template = reward_pool._TEMPLATE.replace("run_template(", program)
-    monkeypatch.setattr(reward_pool, "_TEMPLATE", template)
+    monkeypatch.setattr(reward_pool, "COMMAND", [sys.executable, "-P", "-c", program])
     name = f"others-{tmp_path.name}"
     write = "__import__('tempfile').TemporaryFile(buffering=0, dir='/dev/shm').write(b'x')"
     responses = ("has_limits()", "bytearray(20 << 30)", f"start_daemon('{name}')", write)

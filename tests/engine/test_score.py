@@ -6,7 +6,7 @@ import pytest
 import user_rewards
 from user_rewards import FILE, texts
 
-from asyncrl.engine.score import Failed, load_score
+from asyncrl.engine.score import Failed, load_scorer
 
 ROW = json.dumps(
     {"answer": "4", "length": 7, "colour": "blue", "response": "the row's own", "prompt": "2 + 2"}
@@ -34,18 +34,18 @@ ROW = json.dumps(
 def test_functions_get_the_columns_that_they_name_and_their_rewards_and_parts_are_weighted(
     functions, answer, scored
 ):
-    assert load_score("addition", texts(*functions))(answer, "4") == scored
+    assert load_scorer("addition", texts(*functions)).score(answer, "4") == scored
 
 
 def test_a_users_task_scores_with_parts_and_its_failures_name_its_file():
-    score = load_score(texts("UserTask")[0])
-    assert score("4", "4") == (2.0, {"right": 1.0, "digits": 1.0})
+    scorer = load_scorer(texts("UserTask")[0])
+    assert scorer.score("4", "4") == (2.0, {"right": 1.0, "digits": 1.0})
     line = user_rewards.UserTask.score.__code__.co_firstlineno + 2
     with pytest.raises(Exception, match="ZeroDivisionError") as failed:
-        score("", "4")
+        scorer.score("", "4")
     assert str(failed.value).startswith(f"{FILE}:UserTask.score, line {line}: Zero")
 
 
 def test_a_sum_beyond_the_largest_reward_fails():
     with pytest.raises(Failed, match=r"the sum of rewards is 2e\+12, allowed is -1e\+12 to 1e\+12"):
-        load_score("addition", texts("evaluated*2"))("", "1e12")
+        load_scorer("addition", texts("evaluated*2")).score("", "1e12")

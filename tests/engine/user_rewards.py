@@ -73,8 +73,6 @@ async def evaluated_async(response, **row):
 
 # What responses may say
 
-arrived = []
-
 
 class Unspeakable(Exception):
     def __str__(self):
@@ -85,11 +83,11 @@ def throw(error):
     raise error
 
 
-async def meet(number):
-    """Wait until so many responses of this process are here."""
-    arrived.append(number)
-    while len(arrived) < number:
-        await asyncio.sleep(0.01)
+async def ask(host, port):
+    """Ask a server, and wait until it has closed the connection."""
+    reader, writer = await asyncio.open_connection(host, port)
+    await reader.read()
+    writer.close()
     return 1.0
 
 
