@@ -90,7 +90,14 @@ def metrics_of(record: dict) -> pd.DataFrame:
     metrics = pd.DataFrame(record["series"]).rename(columns=SERIES)
     metrics["step"] = range(1, len(metrics) + 1)
     columns = ["eval/policy_version", "eval/accuracy"]
-    return metrics.join(pd.DataFrame(record["evaluations"], columns=columns))
+    evaluated = pd.DataFrame(record["evaluations"], columns=columns)
+    num_earlier = max(0, len(evaluated) - len(metrics))
+    metrics = metrics.join(evaluated[num_earlier:].reset_index(drop=True))
+    if num_earlier:
+        metrics["eval/earlier"] = [evaluated[:num_earlier].to_dict("records")] + [None] * (
+            len(metrics) - 1
+        )
+    return metrics
 
 
 def key(cell: dict) -> str:

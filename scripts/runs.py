@@ -141,9 +141,15 @@ def evaluations(metrics: pd.DataFrame) -> pd.Series:
     """Return held-out accuracy by policy version; a line may report that of an earlier one."""
     if "eval/accuracy" not in metrics:
         return pd.Series(dtype=float)
-    evaluated = metrics.dropna(subset="eval/accuracy")  # null: nothing could be scored
-    versions = evaluated["eval/policy_version"].to_numpy(int)
-    return pd.Series(evaluated["eval/accuracy"].to_numpy(float), versions)
+    lines = []
+    for line in metrics.to_dict("records"):
+        # a line without evaluations, or with one, has no list
+        earlier = line.get("eval/earlier")
+        lines += [*(earlier if isinstance(earlier, list) else []), line]
+    columns = ["eval/policy_version", "eval/accuracy"]
+    evaluated = pd.DataFrame(lines, columns=columns).dropna()  # null: nothing could be scored
+    versions, accuracies = (evaluated[column] for column in columns)
+    return pd.Series(accuracies.to_numpy(float), versions.to_numpy(int))
 
 
 def progress(metrics: pd.DataFrame) -> pd.DataFrame:

@@ -458,11 +458,17 @@ class Controller:
         with self.lock:
             return self.journal.take_probes()
 
-    def take_evaluation(self) -> dict[str, float]:
-        """Take the metrics of the newest evaluation that ended since the last call, if any did."""
+    def take_evaluation(self) -> dict[str, Any]:
+        """Take the metrics of the newest evaluation that ended since the last call, if any did.
+
+        Those of older ones that ended since are in `eval/earlier`, oldest first.
+        """
         with self.lock:
             ended, self.ended_evaluations = self.ended_evaluations, []
-        return ended[-1].metrics() if ended else {}
+        if not ended:
+            return {}
+        *earlier, newest = [evaluation.metrics() for evaluation in ended]
+        return newest | {"eval/earlier": earlier} if earlier else newest
 
     def stop(self) -> None:
         """End all workers and their engines; none is left when this returns."""

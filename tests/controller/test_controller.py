@@ -146,7 +146,7 @@ def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is
 
 @pytest.mark.parametrize("run", [2], indirect=True)
 def test_a_cut_waits_for_weights_that_an_evaluation_holds_back(run):
-    """Else a resumed run would not evaluate both versions."""
+    """Else a resumed run would not evaluate both versions. One line of metrics then has both."""
     run.begin()
     assert run.controller.evaluation.version == 0
     run.controller.buffer.trainer_version = run.oracle.trainer_version = 1
@@ -158,6 +158,11 @@ def test_a_cut_waits_for_weights_that_an_evaluation_holds_back(run):
     state = run.controller.snapshot(dict)
     assert [evaluation.version for evaluation in state.evaluations] == [0]
     assert (state.published_version, state.evaluates) == (1, True)
+    run.controller.finish_evaluations()
+    first, second = [evaluation.metrics() for evaluation in run.controller.ended_evaluations]
+    assert (first["eval/policy_version"], second["eval/policy_version"]) == (0, 1)
+    assert run.controller.take_evaluation() == second | {"eval/earlier": [first]}
+    assert run.controller.take_evaluation() == {}
 
 
 def begin_to_evaluate(run):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from user_files import write_jsonl
 
-from scripts.runs import failures, frame, load, names, progress, summarise
+from scripts.grids import metrics_of
+from scripts.runs import evaluations, failures, frame, load, names, progress, summarise
 
 RECORDED = Path(__file__).parents[2] / "results/smollm2/one_digit-s0"
 
@@ -52,6 +53,21 @@ def test_events_are_frames_by_kind_whose_ids_stay_whole_numbers(path):
     assert again.records == run.records and again.samples["prompt"].tolist() == ["p"]
     assert len(again.metrics) == 1 and again.cut == cut
     assert frame([{"a": None, "b": [1]}, {"b": [2]}]).columns.tolist() == ["a", "b"]
+
+
+def test_a_line_has_all_evaluations_that_ended_in_its_step(path):
+    expected = {0: 0.25, 1: 0.75, 2: 0.5, 3: 1.0}
+    ended = [{"eval/policy_version": v, "eval/accuracy": a} for v, a in expected.items()]
+    lines = [
+        {"step": 1},
+        {"step": 2} | ended[2] | {"eval/earlier": ended[:2]},
+        {"step": 3} | ended[3],
+    ]
+    write_jsonl(path / "metrics.jsonl", lines)
+    assert [*evaluations(load(path).metrics).items()] == [*expected.items()]
+    # a grid keeps more evaluations than steps
+    record = {"series": {"reward": [0.0, 0.0, 0.0]}, "evaluations": [*expected.items()]}
+    assert [*evaluations(metrics_of(record)).items()] == [*expected.items()]
 
 
 def test_failures_of_training_and_of_evaluations_are_told_apart(path):
