@@ -25,7 +25,7 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 
     `worker_main(spec, connection)` is what rollout workers run in place of rollout.run_worker.
     """
-    from asyncrl.job.node import start_node, start_rank
+    from asyncrl.job.assemble import start_node, start_rank
     from asyncrl.job.step_log import print_time_shares
     from rollout import run_worker
 
@@ -37,6 +37,7 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 def train_on(node: "Leader | Follower") -> None:
     """The loop of a trainer rank; each call enters its own state of the clock."""
     from asyncrl.job.checkpoints import Checkpoints
+    from asyncrl.job.publisher import make_publisher
     from asyncrl.job.step_log import StepLog
     from asyncrl.trainer import batch
     from asyncrl.trainer.policy import load_policy
@@ -44,7 +45,7 @@ def train_on(node: "Leader | Follower") -> None:
     config = node.config
     policy = load_policy(config, node.model_path, node.device, node.clock)
     checkpoints = Checkpoints(node, policy)
-    publisher = node.make_publisher(policy)
+    publisher = make_publisher(node, policy)
     publisher.publish(node.first_version)
     with StepLog(node) as log, checkpoints:  # from here on a signal lets the step end
         for step in range(node.first_version + 1, config.steps + 1):

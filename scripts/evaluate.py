@@ -57,7 +57,8 @@ def choose_options(model: str, words: list[str]) -> Config:
 
 def sample(config: Config, num_samples: int) -> Evaluation:
     """Sample each held-out problem `num_samples` times, one after the other by `member`; in one process."""
-    from asyncrl.job.node import start_node, start_rank
+    from asyncrl.job.assemble import start_node, start_rank
+    from asyncrl.job.publisher import make_publisher
     from asyncrl.trainer.policy import load_policy
     from rollout import run_worker
 
@@ -65,7 +66,7 @@ def sample(config: Config, num_samples: int) -> Evaluation:
         problems = node.controller.tickets.prompts.eval_problems
         problems[:] = [problem for problem in problems for _ in range(num_samples)]
         policy = load_policy(node.config, node.model_path, node.device, node.clock)
-        publisher = node.make_publisher(policy)
+        publisher = make_publisher(node, policy)
         publisher.publish(node.first_version)
         node.controller.finish_evaluations()
         publisher.check_last(node.first_version)

@@ -124,7 +124,7 @@ def _check_may_change(option: Option, recorded, evaluate: bool) -> None:
 def replay(recording: Recording, config: Config, evaluate: bool) -> None:
     """Run the whole replay; every trainer rank calls this."""
     from asyncrl.cluster.stacks import write_stacks_to
-    from asyncrl.job.node import follow, open_records, start_node, start_rank
+    from asyncrl.job.assemble import follow, open_records, start_node, start_rank
     from asyncrl.trainer.optimizer import choose_lr
     from asyncrl.trainer.policy import load_policy
     from asyncrl.weights.models import num_parameters, resolve_model
@@ -143,13 +143,12 @@ def replay(recording: Recording, config: Config, evaluate: bool) -> None:
             run = node.run if rank.cluster.is_leader else None
         else:
             config, _ = choose_lr(config, num_parameters(model_path))
-            rank = replace(rank, config=config)
-            run = open_records(rank, model_path) if rank.cluster.is_leader else None
+            run = open_records(rank, config, model_path) if rank.cluster.is_leader else None
             shared = rank.cluster.broadcast_on_node(run and (run.config, run.path / "stacks.txt"))
             run_config, stacks_path = shared
             write_stacks_to(stacks_path)
             rank.use_device()
-            node = follow(replace(rank, config=run_config), model_path)
+            node = follow(rank, run_config, model_path)
         policy = load_policy(node.config, model_path, node.device, node.clock)
         train(recording, node, policy, run, evaluate)
     if run is not None:
@@ -200,7 +199,9 @@ def evaluate_last(node, policy) -> dict[str, float]:
     Seeds of sampling follow from version and problem, so a replay and its run are sampled alike. Training prompts
     start behind the held-out ones, as in a run; nobody takes them.
     """
-    node.make_publisher(policy).publish(node.config.steps)
+    from asyncrl.job.publisher import make_publisher
+
+    make_publisher(node, policy).publish(node.config.steps)
     if not node.cluster.is_leader:
         return {}
     controller = node.controller

@@ -8,7 +8,7 @@ has older weights than it says ends the run at any time.
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,14 +16,13 @@ import torch
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
-from asyncrl.job.arrival import SURE, Arrivals
+from asyncrl.job.arrival import Arrivals
 from asyncrl.messages import Probed, ProbedVersions, TokenSequences
 from asyncrl.records import Group
 from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.packing import TrainSequence
 
 if TYPE_CHECKING:
-    from asyncrl.job.node import Leader
     from asyncrl.trainer.policy import Policy
 
 NUM_RANDOM = 4
@@ -205,80 +204,6 @@ class Probe:
         """Take the newest metrics of each worker that was compared since the last call."""
         newest, self._newest = self._newest, {}
         return list(newest.values())
-
-
-class EngineCheck:
-    """Does what is to be done about engines whose weights are not the trainer's."""
-
-    def __init__(self, node: "Leader") -> None:
-        """Check the engines of a node, joined hosts included."""
-        self._node = node
-        self._allowed = ALLOWED_MISMATCH[compute_dtype(node.config, node.device)]
-        self._has_warned = False
-        self._first_version: int | None = None
-        """The version that this start of the run compared first."""
-
-    def check(self, step: int) -> None:
-        """Compare what engines have scored since the last call with the trainer's scores of the same version.
-
-        A worker of this node that has other weights is warned of, once. A joined host is shut out.
-        Raises RuntimeError if the first weights that this start of the run compares are wrong.
-        """
-        node = self._node
-        for mismatch in node.probe.compare(node.controller.take_probes()):
-            node.run.record(
-                "mismatch", worker=mismatch.worker, version=mismatch.version, **mismatch.metrics()
-            )
-            if self._first_version is None:
-                self._first_version = mismatch.version
-            problem = mismatch.describe(self._allowed, node.placement.transport)
-            if problem is None or node.controller.bans_host_of(mismatch.worker, problem):
-                continue
-            if mismatch.version == self._first_version:
-                raise RuntimeError(problem)
-            if not self._has_warned:
-                self._has_warned = True
-                node.run.record("warning", text=f"step {step}: {problem}")
-                print(f"warning: step {step}: {problem}", flush=True)
-        self._follow()
-
-    def _follow(self) -> None:
-        """Look whether engines have older weights than they say. Raises RuntimeError if one surely has."""
-        node = self._node
-        for version, worker in node.probe.follow():
-            arrivals = node.probe.arrivals[worker]
-            node.run.record("lag", worker=worker, version=version, **asdict(arrivals.whole))
-            lag = arrivals.recent
-            if not lag.behind > SURE:
-                continue
-            problem = (
-                f"worker {worker} has older weights than it says: at version {version} its log-probs of the probe lie "
-                f"{lag.lag:.2g} ± {lag.lag_error:.1g} versions behind, and {lag.lead:.2g} ahead of the version before. "
-                f"Every staleness is then recorded wrongly. Likely cause: --weight-sync {node.placement.transport} "
-                "brings weights late, or only some of them; try another --weight-sync"
-            )
-            if not node.controller.bans_host_of(worker, problem):
-                raise RuntimeError(problem)
-
-    def finish(self) -> None:
-        """Print of which worker the probe could not tell whether it had its version, or the one before.
-
-        A worker that was shut out is not asked for.
-        """
-        controller = self._node.controller
-        surety = [
-            (arrivals.whole.right if arrivals.whole else 0.0, worker)
-            for worker, arrivals in self._node.probe.arrivals.items()
-            if controller.is_believed(worker)
-        ]
-        least, worker = min(surety, default=(0.0, 0))
-        if not least > SURE:
-            print(
-                f"the probe cannot tell whether weights came to worker {worker} in time or a version late: in this run "
-                "a version changed log-probs too little beside rounding, or was compared too seldom "
-                f"({least:.1f} standard errors, {SURE:g} are needed); more steps or --dtype float32 may tell",
-                flush=True,
-            )
 
 
 def _is_new(tokens: TokenSequences) -> np.ndarray:

@@ -2,21 +2,18 @@
 
 import collections
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.cluster.processes import CannotContinue, RolloutEnded
-from asyncrl.job.probe import EngineCheck
+from asyncrl.job.engine_check import EngineCheck
+from asyncrl.job.node import Follower, Leader
 from asyncrl.records import Group
 from asyncrl.trainer.checkpoint import differing_names
 from asyncrl.trainer.policy import Policy
 from asyncrl.weights.transport import Announcement, ParameterSpec, Weights
-
-if TYPE_CHECKING:
-    from asyncrl.job.node import Follower, Leader
 
 Snapshot = tuple[int, list[tuple[str, Tensor]]]
 """A version and a copy of its weights."""
@@ -25,7 +22,7 @@ Snapshot = tuple[int, list[tuple[str, Tensor]]]
 class Publisher:
     """Does a rank's part of publishing: it scores the probe, and helps to gather the weights."""
 
-    def __init__(self, node: "Follower | Leader", policy: Policy):
+    def __init__(self, node: Follower | Leader, policy: Policy):
         self.node, self.policy, self.config = node, policy, node.config
 
     def publish(self, step: int, groups: list[Group] | None = None) -> None:
@@ -57,7 +54,7 @@ class Publisher:
 class LeadingPublisher(Publisher):
     """Publishes policy versions, `publish_delay` steps late, to the workers of a node."""
 
-    def __init__(self, node: "Leader", policy: Policy):
+    def __init__(self, node: Leader, policy: Policy):
         """Join trainer and workers, and wait until all engines of this node are up."""
         super().__init__(node, policy)
         specs = policy.sent_specs()
@@ -138,3 +135,8 @@ class LeadingPublisher(Publisher):
         while self._snapshots[0][0] < step - self.config.publish_delay:
             self._snapshots.popleft()
         return self._snapshots[0]
+
+
+def make_publisher(node: Follower | Leader, policy: Policy) -> Publisher:
+    """Return a rank's publisher; on a leader when all engines of its node are up."""
+    return LeadingPublisher(node, policy) if isinstance(node, Leader) else Publisher(node, policy)

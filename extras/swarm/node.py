@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from asyncrl.config import Rule
-from asyncrl.job.node import Follower, Leader, NobodySamples
-from asyncrl.job.publisher import Publisher
+from asyncrl.job.node import EngineChecker, Follower, Leader, NobodySamples
 from asyncrl.plugins import Plugin
 from asyncrl.records import Group
 from asyncrl.trainer.policy import Policy
@@ -34,7 +33,7 @@ RULES: list[Rule] = [
 class SwarmNode:
     """What each rank does in a run that listens."""
 
-    def take_batch(self, step: int, publisher: Publisher) -> list[Group] | None:
+    def take_batch(self, step: int, publisher: EngineChecker) -> list[Group] | None:
         """Wait for a batch that every node believes; see Leader. Collective.
 
         A batch with a response of a host that is not believed is refused, and all groups of that host are dropped.

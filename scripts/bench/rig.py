@@ -18,7 +18,9 @@ from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.cluster.placement import available_cores, place
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.config import Config
-from asyncrl.job.node import Leader, Rank, read_task, start_leader
+from asyncrl.job.assemble import lead
+from asyncrl.job.inputs import read_task
+from asyncrl.job.node import Leader, Rank
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.weights.ipc import IpcTransport
@@ -91,7 +93,7 @@ def running(
         with quiet():
             task = read_task(config, rank.cluster)
             model_path = resolve_model(config.model, config.task)
-            node = start_leader(rank, model_path, task, worker_main)
+            node = lead(rank, model_path, task, worker_main)
         torch.set_num_threads(node.placement.trainer_threads)
         yield node
 

@@ -20,8 +20,10 @@ from user_files import TASK, write_jsonl, write_user_code
 from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
 from asyncrl.cluster.placement import Placement, WorkerPlacement, place
 from asyncrl.config import Config
-from asyncrl.job import node
-from asyncrl.job.node import Rank, _check_model, _make_tickets, start_node
+from asyncrl.job import assemble
+from asyncrl.job.assemble import start_node
+from asyncrl.job.inputs import check_model, make_tickets
+from asyncrl.job.node import Rank
 from asyncrl.runlog.manifest import Checkpoint
 from asyncrl.tasks import task_of
 from asyncrl.trainer.families import CPU_HEAD_SIZES, check_engine, longest_sequence
@@ -32,7 +34,7 @@ from asyncrl.weights.models import resolve_model
 def test_a_group_is_one_ticket_exactly_without_replication(replicate_prompts):
     config = Config(replicate_prompts=replicate_prompts, group_size=3)
     model_path = resolve_model(config.model, config.task)
-    tickets = _make_tickets(config, Cluster(), model_path, task_of(config)).for_group(0, 0, 0)
+    tickets = make_tickets(config, Cluster(), model_path, task_of(config)).for_group(0, 0, 0)
     assert [ticket.num_members for ticket in tickets] == ([1, 1, 1] if replicate_prompts else [3])
 
 
@@ -138,7 +140,7 @@ def test_an_agent_whose_tools_the_template_does_not_show_is_warned_of_it(
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
-    _check_model(Config(model=path, tool_parser=parser), path, "cuda")
+    check_model(Config(model=path, tool_parser=parser), path, "cuda")
     assert ("shows the policy no tools" in capsys.readouterr().out) is is_warned
 
 
@@ -167,10 +169,10 @@ def test_a_sequence_is_no_longer_than_trainer_and_engine_compute_alike(family, o
 def test_a_longer_sequence_is_refused(tmp_path):
     path = save_tiny_family("phi3", str(tmp_path), **LONG_PHI3)
     fitting = Config(model=path, max_prompt_tokens=4, max_response_tokens=20)
-    _check_model(fitting, path, "cpu")
+    check_model(fitting, path, "cpu")
     line = r"4 \+ --max-response-tokens 21 = 25 tokens, and a sequence of .* may have 24: .*; lower one of the two$"
     with pytest.raises(ValueError, match=line):
-        _check_model(replace(fitting, max_response_tokens=21), path, "cpu")
+        check_model(replace(fitting, max_response_tokens=21), path, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -192,12 +194,12 @@ def test_a_model_that_lacks_a_token_of_its_tokenizer_is_refused_unless_it_is_nev
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
     if refused is None:
-        _check_model(Config(model=path), path, "cpu")
+        check_model(Config(model=path), path, "cpu")
         return
     token, index = refused
     line = f"its tokenizer writes '{token}' as {index}, and its config.json has a vocabulary of {vocab_size}; "
     with pytest.raises(ValueError, match=line):
-        _check_model(Config(model=path), path, "cpu")
+        check_model(Config(model=path), path, "cpu")
 
 
 def rows_with(row, number=630):
@@ -282,7 +284,7 @@ def test_a_resumed_run_takes_the_rows_that_it_began_with_from_anywhere_and_no_ot
     rows = [{"prompt": f"a{i:02d} =", "answer": "x"} for i in range(40)]
     config = Config(task="jsonl", data_path=str(write_jsonl(tmp_path / "begun.jsonl", rows)))
     model_path = resolve_model(config.model, config.task)
-    begun = _make_tickets(config, Cluster(), model_path, task_of(config)).prompts.digest
+    begun = make_tickets(config, Cluster(), model_path, task_of(config)).prompts.digest
     nodes = [{"probe": {}, "records": {}, "problems": begun}]
     resumed = Checkpoint(tmp_path, [], "id", 3, "a digest", nodes, [])
     changed = [rows[0] | {"answer": "y"}, *rows[1:]]
@@ -306,13 +308,13 @@ def wait_for_a_download(rank: int, folder: str, nodes: list[int]) -> None:
         time.sleep(LIMIT_S * (1.5 + nodes[rank]) if nodes[rank] == nodes[-1] else 0)
         return folder
 
-    def start_leader(rank, model_path, task, worker_main):
+    def lead(rank, model_path, task, worker_main):
         run = SimpleNamespace(path=Path(folder))
         return SimpleNamespace(
             config=rank.config, model_path=model_path, run=run, use_device=lambda: None
         )
 
-    node.resolve_model, node.start_leader = resolve_model, start_leader
+    assemble.resolve_model, assemble.lead = resolve_model, lead
     store = dist.FileStore(f"{folder}/store", len(nodes))
     peers = [Peer(number, f"host{number}") for number in nodes]
     limit = datetime.timedelta(seconds=LIMIT_S)

@@ -11,7 +11,8 @@ from engine_pair import start_pair
 from tiny_policy import save_tiny_family
 
 from asyncrl.config import Config
-from asyncrl.job.probe import ALLOWED_MISMATCH, EngineCheck, Probe
+from asyncrl.job.engine_check import EngineCheck
+from asyncrl.job.probe import ALLOWED_MISMATCH, Probe
 from asyncrl.messages import Probed, decoded_lengths
 
 LARGEST_GAP = 1e-5

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import asyncrl.trainer.model
 from asyncrl.config import Config, OptimOptions
-from asyncrl.job.node import _check_model
+from asyncrl.job.inputs import check_model
 from asyncrl.trainer.checkpoint import training_state
 from asyncrl.trainer.model import _read_model, compiles, named_adapters
 from extras.lora import add_adapters
@@ -275,4 +275,4 @@ def test_a_model_without_linear_layers_has_none_to_adapt_and_one_without_experts
     with pytest.raises(
         ValueError, match=r"^--optim.seq-aux-loss-coef 0.7 balances experts, and a qwen3 has"
     ):
-        _check_model(make_config(model, optim=BALANCE), model, "cpu")
+        check_model(make_config(model, optim=BALANCE), model, "cpu")

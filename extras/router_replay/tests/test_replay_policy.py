@@ -11,7 +11,7 @@ from ranks import run_group
 from tiny_policy import VERSION, load, make_config, random_sequences, save_tiny_family
 
 from asyncrl.config import OptimOptions
-from asyncrl.job.node import _check_model
+from asyncrl.job.inputs import check_model
 from extras.router_replay.option import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -82,7 +82,7 @@ class PlainReplay(PlainTrainer):
 def check_case(rank, path, options):
     """Compare a step with the definition."""
     policy = load(make_config(path, router_replay=True, **options))
-    _check_model(policy.config, path, "cuda")
+    check_model(policy.config, path, "cuda")
     randomize(policy)
     updates = [
         with_experts(random_sequences(9, seed), seed) for seed in range(policy.config.minibatches)
@@ -159,4 +159,4 @@ def test_a_model_without_routers_that_are_known_is_refused_in_a_line(family, tmp
         "out, or take another --model$"
     )
     with pytest.raises(ValueError, match=line):
-        _check_model(make_config(path, router_replay=True), path, "cuda")
+        check_model(make_config(path, router_replay=True), path, "cuda")

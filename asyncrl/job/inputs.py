@@ -1,0 +1,102 @@
+"""What a run reads before anything is written or started: task, prompts, model and user code."""
+
+import functools
+
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.config import Config
+from asyncrl.controller.prompts import PromptSource
+from asyncrl.controller.tickets import TicketSource
+from asyncrl.engine.score import load_scorer
+from asyncrl.job import command_line
+from asyncrl.plugins import last_part
+from asyncrl.tasks import encode, task_of
+from asyncrl.user_code import texts_of
+from asyncrl.weights.models import load_tokenizer
+from data.problem import Task
+
+
+def read_task(config: Config, cluster: Cluster) -> Task:
+    """Return the task. Raises ValueError for a row that cannot be scored."""
+    task = task_of(config)
+    if task.summary and cluster.is_first:
+        print(task.summary, flush=True)
+    if config.reward or config.task == "jsonl":
+        scorer = load_scorer(config.task, config.reward)
+        for problem in task.rows or [task.train_problem(0)]:
+            scorer.check(problem)
+    return task
+
+
+def make_tickets(config: Config, cluster: Cluster, model_path: str, task: Task) -> TicketSource:
+    """Return a node's share of the prompts; the first node also has the held-out ones.
+
+    Raises ValueError if a prompt does not fit, or the nodes have different prompts.
+    """
+    from asyncrl.trainer.families import read_config
+
+    held_out = []
+    if config.eval_every and cluster.is_first:
+        held_out = task.eval_problems(config.eval_problems)
+    if 0 < len(held_out) < config.eval_problems:
+        print(
+            f"held-out problems: {len(held_out)}, all that there are; --eval-problems {config.eval_problems}"
+        )
+    prompts = PromptSource(
+        train_problem=task.train_problem,
+        eval_problems=held_out,
+        encode=functools.partial(encode, config, task, load_tokenizer(model_path)),
+        rows=task.rows,
+        vocab_size=read_config(model_path).vocab_size,
+    )
+    prompts.check(config)
+    if any(digest != prompts.digest for digest in cluster.gather(prompts.digest)):
+        raise ValueError("the nodes have different rows; give all the same by --data-path")
+    tickets_class = last_part((plugin.tickets for plugin in config.plugins), TicketSource)
+    return tickets_class(config, prompts, cluster.node, cluster.num_nodes)
+
+
+def check_model(config: Config, model_path: str, device: str) -> None:
+    """Raise ValueError if the model would be trained wrongly, or a token or the longest sequence does not fit it."""
+    from asyncrl.trainer.families import check_engine, longest_sequence, read_config
+
+    model = read_config(model_path)
+    for plugin in config.plugins:
+        plugin.check(config, model)
+    check_engine(config, model, device)
+    tokenizer = load_tokenizer(model_path)
+    if config.tool_parser and "tools" not in str(tokenizer.chat_template):
+        print(
+            f"warning: --tool-parser {config.tool_parser} reads calls of tools, and the chat template of --model "
+            f"{config.model} shows the policy no tools; describe them in a message, or change the template",
+            flush=True,
+        )
+    special = set(tokenizer.all_special_ids)
+    for token, index in tokenizer.get_vocab().items():
+        # Gemma's text models lack the token of an image, which no template writes.
+        is_unused = index in special and token not in str(tokenizer.chat_template)
+        if index >= model.vocab_size and not is_unused:
+            raise ValueError(
+                f"--model {config.model}: its tokenizer writes {token!r} as {index}, and its config.json has a "
+                f"vocabulary of {model.vocab_size}; take that model's own tokenizer, or resize its embeddings"
+            )
+    limit = longest_sequence(model)
+    if limit is not None and config.max_sequence_tokens > limit:
+        raise ValueError(
+            f"--max-prompt-tokens {config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "
+            f"{config.max_sequence_tokens} tokens, and a sequence of {config.model} may have {limit}: its positions "
+            "end there, or its longrope changes there; lower one of the two"
+        )
+
+
+def try_copies(config: Config) -> None:
+    """Load the copies of user code, as all processes of the run will. Raises ValueError if they lack a file."""
+    texts = texts_of(config)
+    try:
+        if texts:
+            command_line.check(config)
+        if config.task in texts:
+            task_of(config).train_problem(0)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; a run loads copies of user code, and data beside it are not copied: give their absolute paths"
+        ) from None
