@@ -1,4 +1,4 @@
-"""Announcements: the newest weights, and which weights each worker has, loads and is due."""
+"""Announcements: the newest weights, and the weights that each worker has, loads and needs."""
 
 from collections.abc import Iterable
 
@@ -16,12 +16,12 @@ class Announcements:
     def __init__(self, workers: Iterable[Worker]):
         self.workers = workers
         self.transport = Transport()
-        """What brings weights to the workers of this node; one that does nothing until `connect`."""
+        """Transport of weights to the workers of this node. It does nothing until `connect`."""
         self._are_connected = False
         self.newest: Announcement | None = None
-        """Weights that workers are to have."""
+        """Weights that workers must load."""
         self.deferred: Announcement | None = None
-        """Weights that wait for the running evaluation to end; newer ones take their place."""
+        """Weights that wait for the running evaluation to end; newer weights replace them."""
 
     def connect(self, transport: Transport) -> None:
         """Give the engines the weight transport, when all are up."""
@@ -31,12 +31,12 @@ class Announcements:
             worker.connect(transport)
 
     def take_deferred(self) -> Announcement | None:
-        """Take the weights that wait, if any; they wait no longer."""
+        """Return the weights that wait, if any, and forget them."""
         deferred, self.deferred = self.deferred, None
         return deferred
 
     def announce(self, announcement: Announcement) -> None:
-        """Have all workers load these weights: at once, or when they are up and have loaded what they are loading.
+        """Make all workers load these weights: at once, or when they are up and have loaded older weights.
 
         A delayed version may be announced twice. The second time it wakes workers that were suspended while they
         loaded it.
@@ -49,20 +49,21 @@ class Announcements:
                 self.send_pending_update(worker)
 
     def send_pending_update(self, worker: Worker) -> None:
-        """Send a worker the newest weights if they are due. If their buffer is being overwritten, it gets the next."""
+        """Send a worker the newest weights if it needs them. If their buffer is being overwritten, it waits for the
+        next weights."""
         if worker.needs_update and worker.can_load(self.newest):
             worker.needs_update = False
             worker.load(self.newest)
 
     def on_ready(self, worker: Worker) -> None:
-        """Connect a worker that was started again, and send it the weights. `connect` connects the first ones."""
+        """Connect a restarted worker, and send it the weights. `connect` connects the first workers."""
         if self._are_connected:
             worker.connect(self.transport)
         worker.needs_update = self.newest is not None
         self.send_pending_update(worker)
 
     def on_updated(self, worker: Worker) -> None:
-        """Give back the buffer that a worker has loaded, and send what is due."""
+        """Free the buffer that a worker has loaded, and send newer weights if it needs them."""
         worker.finish_loading()
         worker.needs_update = worker.needs_update and (
             worker.is_paused or worker.is_behind(self.newest)

@@ -1,7 +1,7 @@
-"""Which groups start and which are given up, and which rollout worker gets each ticket, and when.
+"""The dispatcher starts groups, gives up groups, and sends each ticket to a rollout worker.
 
-Each ticket goes to the worker with the most free slots, as soon as one is free (ROLL Flash, arXiv 2510.11345, queue
-scheduling). What the paper compares with is in extras/baselines.py.
+A ticket goes to the worker with the most free slots, as soon as one is free (ROLL Flash, arXiv 2510.11345, queue
+scheduling). The paper's baselines are in extras/baselines.py.
 """
 
 import heapq
@@ -23,25 +23,27 @@ from asyncrl.messages import Abort, Idle, IdleReason, Tickets
 from asyncrl.records import Ticket, Trajectory
 
 MIN_GROUPS = 20
-"""Newest groups of which a run looks at the share that failed. It looks at more if more may be outstanding: groups that
-fail end earlier than others."""
+"""Fewest newest groups whose failed share is checked. If more groups may be outstanding, all these are checked: failed
+groups end earlier."""
 
 
 @dataclass(eq=False)
 class Dispatcher:
-    """Admits groups while there are places for them, sends their tickets out, takes their trajectories in, and drops
-    groups: failed, without variance, stale or not needed."""
+    """Admits groups while places are free, sends out their tickets, and takes in their trajectories.
+
+    It drops groups that failed, have no variance, are stale, or are not needed.
+    """
 
     config: Config
     workers: Workers
     buffer: SampleBuffer
     tickets: TicketSource
     queue: deque[Ticket] = field(default_factory=deque)
-    """Tickets that no worker has yet, in order."""
+    """Tickets without a worker, in order."""
     failures: Failures = field(default_factory=Failures)
     """Responses and groups of training that ended so far."""
     newest_failed: list[bool] = field(default_factory=list)
-    """Whether each of the newest groups failed, oldest first. A resumed run begins anew: its reward may be fixed."""
+    """Whether each of the newest groups failed, oldest first. A resumed run starts empty: its reward may be fixed."""
 
     # Groups
 
@@ -60,12 +62,12 @@ class Dispatcher:
             self.on_ended_group(is_failed=False)
 
     def on_failed_group(self, trajectory: Trajectory) -> None:
-        """Drop a group too many of whose trajectories failed; `trajectory` is the last. Raises as `add`."""
+        """Drop a group with too many failed trajectories. `trajectory` is the last of them. Raises as `add`."""
         self.drop(trajectory.group_id, "failed")
         self.on_ended_group(is_failed=True)
 
     def on_ended_group(self, is_failed: bool) -> None:
-        """Count a group that was finished or failed. Raises as `add`."""
+        """Count a group that finished or failed. Raises as `add`."""
         self.failures.count_group(is_failed)
         window = max(MIN_GROUPS, self.buffer.config.max_outstanding_groups)
         self.newest_failed = [*self.newest_failed, is_failed][-window:]
@@ -78,7 +80,7 @@ class Dispatcher:
             )
 
     def drop_expired(self) -> None:
-        """Drop, under `drop`, the groups that are too old for every later batch."""
+        """Drop the groups that are too old for every later batch; only `drop` has any."""
         for group_id in self.buffer.expired():
             self.drop(group_id, "stale")
 
@@ -88,14 +90,14 @@ class Dispatcher:
             self.drop(group_id, "aborted")
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """Drop a group. Its problem is issued again unless it is to blame, so that slow problems are trained on too."""
+        """Drop a group. Its problem is issued again unless it is the cause, so that training includes slow problems."""
         problem = self.buffer.drop(group_id, reason)
         self._abort(group_id)
         if reason not in ("filtered", "failed"):
             self.tickets.put_back(problem)
 
     def _abort(self, group_id: int) -> None:
-        """End what still runs or waits for a group."""
+        """End the running responses of a group, and remove its queued tickets."""
         self.queue = deque(ticket for ticket in self.queue if ticket.group_id != group_id)
         for worker in self.workers:
             running = [
@@ -107,7 +109,7 @@ class Dispatcher:
                 worker.process.send(Abort(running))
 
     def finish_tickets(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Note that a worker has ended the tickets of these trajectories. Returns those that were waited for."""
+        """Note that a worker has ended the tickets of these trajectories. Return the trajectories that are used."""
         for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
             worker.finish_ticket(ticket_id)
         return trajectories
@@ -117,14 +119,14 @@ class Dispatcher:
         raise RuntimeError(f"worker {worker.index} sent an unknown message: {message!r}")
 
     def describe(self) -> str:
-        """One line on what every worker does and where the groups are."""
+        """Return one line with the state of every worker, and the places of groups."""
         workers = ", ".join(worker.describe() for worker in self.workers)
         return f"{workers}; {len(self.queue)} tickets queued; {self.buffer.balance()}"
 
     # Tickets
 
     def can_go_on(self) -> bool:
-        """Whether a training ticket runs or may start before the next weights. A paused worker starts nothing."""
+        """Return whether a training ticket runs or may start before the next weights. Paused workers start none."""
         if self.workers.any_starting or self.buffer.num_free_places() > 0:
             return True
         active = [
@@ -134,7 +136,7 @@ class Dispatcher:
         return bool(active) and any(not ticket.is_evaluation for ticket in tickets)
 
     def admit_groups(self) -> None:
-        """Admit groups while there are places for them. Raises RolloutEnded if a prompt cannot be made."""
+        """Admit groups while places are free. Raises RolloutEnded if a prompt cannot be made."""
         while self.buffer.num_free_places() > 0:
             group_id, problem = self.tickets.next_group()
             min_version = self.buffer.admit(group_id, problem)
@@ -145,10 +147,10 @@ class Dispatcher:
                 raise
 
     def assign(self) -> Iterator[tuple[Worker, Ticket]]:
-        """Take out the tickets that can start now, each with its worker; the caller adds it to the worker's load.
+        """Take out the tickets that can start now, each with its worker. The caller adds it to the worker's load.
 
-        A ticket goes to the least loaded worker that may start it; of equals, to the one with the lowest `order`. A
-        ticket that no worker may start holds up those behind it. A heap finds the worker, as there can be thousands.
+        A ticket goes to the least loaded worker that may start it. Of equally loaded workers the lowest `order` wins.
+        A ticket that no worker may start delays all tickets behind it. A heap finds the worker among thousands.
         """
         workers = list(self.workers) if self.queue else []
         loads = [
@@ -169,19 +171,18 @@ class Dispatcher:
                 heapq.heappush(loads, passed_over.pop())
 
     def may_start(self, worker: Worker, ticket: Ticket) -> bool:
-        """Whether a worker may be given a ticket: it has a free slot, and weights that are new enough."""
+        """Return whether a worker has a free slot for a ticket, and weights that are new enough."""
         num_running = worker.num_running + ticket.num_members
         return num_running <= self.config.max_running_requests and self.has_weights(worker, ticket)
 
     def has_weights(self, worker: Worker, ticket: Ticket) -> bool:
-        """Whether a worker's engine is up and has been sent weights that are new enough for a ticket."""
+        """Return whether a worker's engine is up and was sent weights that are new enough for a ticket."""
         return worker.is_up and worker.sent_version >= self.min_version(ticket)
 
     def min_version(self, ticket: Ticket) -> int:
         """Return the version that a worker needs before it may start this ticket.
 
-        Of several workers one has newer weights earlier. The first to start a member of a group sets the version for
-        all members.
+        Workers get new weights at different times. The first to start a member sets the version for the whole group.
         """
         if ticket.is_evaluation:
             return ticket.min_version
@@ -199,7 +200,7 @@ class Dispatcher:
             self.workers[index].process.send(Tickets(tickets))
 
     def report_idle(self, reason_if_full: IdleReason) -> None:
-        """Send workers without a ticket the reason, once; `reason_if_full` is why no group may be admitted."""
+        """Send each worker without a ticket the reason, once. `reason_if_full` applies if no group may be admitted."""
         reason = self.idle_reason(reason_if_full)
         for worker in self.workers:
             if worker.is_up and not worker.running and worker.idle_reason != reason:
@@ -207,5 +208,5 @@ class Dispatcher:
                 worker.process.send(Idle(reason))
 
     def idle_reason(self, reason_if_full: IdleReason) -> IdleReason:
-        """Return why a worker has no ticket."""
+        """Return the reason why a worker has no ticket."""
         return "version" if self.queue else reason_if_full

@@ -1,4 +1,4 @@
-"""The rollout workers of a node: start them, know what each of them does, replace those that died, end them."""
+"""The rollout workers of a node: their start, their state, their replacement and their end."""
 
 import functools
 import multiprocessing
@@ -62,8 +62,8 @@ class Worker:
     state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep", "dead"] = (
         "starting"
     )
-    """What it was asked to do last; `asleep` once it has answered. Only new weights end `suspended` and `asleep`.
-    `dead` is not started again."""
+    """State after all messages that it was sent; `asleep` once it has answered. Only new weights end `suspended` and
+    `asleep`. A `dead` worker is not started again."""
     sent_version: int = -1
     """Newest version sent."""
     loading: Announcement | None = None
@@ -71,7 +71,7 @@ class Worker:
     needs_update: bool = False
     """Whether to send the announced weights as soon as those that are `loading` are loaded."""
     running: dict[int, Ticket] = field(default_factory=dict)
-    """Tickets that it has, by id."""
+    """Its tickets, by id."""
     num_running: int = 0
     """Trajectories that its tickets ask for."""
     num_restarts: int = 0
@@ -92,11 +92,11 @@ class Worker:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the worker samples nothing before the next update."""
+        """Return whether the worker is stopped until the next update."""
         return self.state in ("suspended", "falling_asleep", "asleep")
 
     def connect(self, transport: Transport) -> None:
-        """Have the worker's engine take weights from a transport."""
+        """Connect the worker's engine to a weight transport."""
         self.transport = transport
         self.process.send(Connect(transport.init_info(self.index)))
 
@@ -107,15 +107,15 @@ class Worker:
             self.finish_loading()
 
     def is_behind(self, newest: Announcement) -> bool:
-        """Whether the worker has to load the newest weights."""
+        """Return whether the worker must load the newest weights."""
         return newest.version > self.sent_version
 
     def can_load(self, announcement: Announcement) -> bool:
-        """Whether the worker may begin to read these weights now."""
+        """Return whether the worker may begin to read these weights now."""
         return self.transport.can_read(announcement.staged)
 
     def load(self, announcement: Announcement) -> None:
-        """Have the worker load staged weights, score the probe, and sample."""
+        """Make the worker load staged weights, score the probe, and sample."""
         self.transport.acquire(announcement.staged)
         self.loading = announcement
         self.send_update(announcement.staged.messages, announcement.probe)
@@ -126,12 +126,12 @@ class Worker:
         self.process.send(Update(self.sent_version, infos, probe))
 
     def finish_loading(self) -> None:
-        """Note that the worker reads no weights any more, and give their buffer back."""
+        """Note that the worker has loaded its weights, and free their buffer."""
         self.transport.release(self.loading.staged)
         self.loading = None
 
     def request_progress(self) -> None:
-        """Ask the worker how far its responses are."""
+        """Ask the worker for the progress of its responses."""
         self.owes_progress, self.in_flight = True, None
         self.process.send(ReportProgress())
 
@@ -152,7 +152,7 @@ class Worker:
         self.num_restarts = 0
 
     def describe(self) -> str:
-        """State of the worker in a few words."""
+        """Return the state of the worker in a few words."""
         state = (
             "updating"
             if self.loading and self.sent_version == self.loading.version
@@ -260,14 +260,14 @@ class Workers:
         self.by_index[worker.index] = self._start(worker.index, worker.num_restarts + 1)
 
     def suspend(self) -> None:
-        """Have all workers stop sampling until the next update."""
+        """Stop the sampling of all workers until the next update."""
         for worker in self:
             if worker.is_up:
                 worker.state = "suspended"
                 worker.process.send(Suspend())
 
     def fall_asleep(self) -> bool:
-        """Ask all workers to fall asleep that were not asked yet. Returns whether all are asleep."""
+        """Ask each sampling worker to fall asleep. Return whether all are asleep."""
         for worker in self:  # a worker that was started again meanwhile is asked when it is up
             # weights that are due would wake it again
             if worker.state in ("sampling", "suspended") and not worker.needs_update:
@@ -311,7 +311,7 @@ class Workers:
                 )
 
     def stop(self) -> None:
-        """End all workers and their engines; none is left when this returns."""
+        """End all workers and their engines before this returns."""
         for worker in self:
             worker.process.send(Stop())
         deadline = time.monotonic() + STOP_TIMEOUT_S
