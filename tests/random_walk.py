@@ -25,8 +25,7 @@ from asyncrl.controller.workers import MAX_RESTARTS
 from asyncrl.messages import Finished, InFlight, Updated
 from asyncrl.plugins import last_part
 from asyncrl.runlog import plain
-from asyncrl.weights.buffers import Buffers
-from asyncrl.weights.transport import Announcement, Staged
+from asyncrl.weights.transport import Announcement, BufferedTransport
 from data.problem import Problem
 
 CHOICES = tomllib.loads(Path(__file__).with_name("walk_options.toml").read_text())
@@ -46,11 +45,11 @@ def draw_config(rng, choices):
             return Config(**options).checked()
 
 
-class WalkTransport(Buffers):
+class WalkTransport(BufferedTransport):
     """Buffers of which only the version is kept; one that sends does so only to who waits for it."""
 
     def __init__(self, walk, num_buffers, sends):
-        super().__init__(num_buffers)
+        super().__init__([], num_buffers)
         self.walk, self.sends = walk, sends
         self.versions = [None] * num_buffers
         """What each buffer holds; nothing from the moment in which it is written until it is announced."""
@@ -64,10 +63,9 @@ class WalkTransport(Buffers):
     def drop(self, worker):
         self.connected.discard(worker)
 
-    def stage(self, version, parameters):
-        index = self.take_buffer()
-        self.versions[index] = None
-        return Staged(index, [{"buffer": index, "version": version}])
+    def write(self, buffer, version, parameters):
+        self.versions[buffer] = None
+        return [{"buffer": buffer, "version": version}]
 
     def announce(self, staged):
         super().announce(staged)

@@ -1,6 +1,6 @@
-"""What answers the policy: an environment. That of a task of one turn gives the response's reward.
+"""Environments: they answer the policy. The environment of a task of one turn gives the reward of the response.
 
-Environments are foreign code. Whatever they do fails only their own trajectory.
+Environments are foreign code. An error in one fails only its own trajectory.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from asyncrl.records import Completion, Ticket
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment answers to a turn of the policy."""
+    """The answer of an environment to a turn of the policy."""
 
     tokens: list[int]
-    """What stands between this turn and the next; empty at the end."""
+    """Tokens between this turn and the next; empty at the end."""
     reward: float
     ended: bool
     reward_parts: dict[str, float] = field(default_factory=dict)
 
 
 class Environment(Protocol):
-    """What Episode asks of an environment. Both methods raise Failed."""
+    """The calls that Episode makes. Both methods raise Failed."""
 
     async def reset(self) -> list[int]:
-        """Begin. Returns the prompt, token ids."""
+        """Begin. Return the token ids of the prompt."""
         ...
 
     async def step(self, turn: Completion) -> Step:
@@ -40,14 +40,14 @@ class Environments:
     """The source of a rollout worker's environments."""
 
     make_environment: Callable[[Ticket, int], Environment]
-    """Makes what answers the policy in the trajectory of a ticket and member."""
+    """Makes the environment of a trajectory, from its ticket and member."""
     close: Callable[[], None] = lambda: None
-    """Gives up all that they share, when the worker ends."""
+    """Ends their shared processes when the worker ends."""
 
 
 @dataclass(eq=False)
 class SingleTurn:
-    """A task of one response: the prompt is the ticket's, the only step is its reward."""
+    """A task of one response. The ticket has the prompt, and the only step gives the reward."""
 
     ticket: Ticket
     tokenizer: Any
@@ -69,10 +69,8 @@ def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
         environments = plugin.start_environments(spec, tokenizer)
         if environments is not None:
             return environments
-    title, num_processes = (
-        f"rewards {spec.placement.worker}",
-        max(4, min(16, available_cores() // 2)),
-    )
+    title = f"rewards {spec.placement.worker}"
+    num_processes = max(4, min(16, available_cores() // 2))
     rewards = RewardPool(config.task, config.reward, config.env_timeout_s, num_processes, title)
     return Environments(
         lambda ticket, member: SingleTurn(ticket, tokenizer, rewards), rewards.close

@@ -1,4 +1,4 @@
-"""Whether a vLLM engine is alive and answers, and what happens to a call that takes too long."""
+"""Watch a vLLM engine: it must be alive and answer, and no call may take too long."""
 
 import asyncio
 import contextlib
@@ -9,40 +9,40 @@ from typing import Any
 from asyncrl.cluster.stacks import dump_stacks
 
 WATCH_S = 0.2
-"""Between two looks at whether the engine is alive."""
+"""Seconds between two checks that the engine is alive."""
 ASK_S = 1.0
-"""Between an answer of the engine and the next question whether it still answers."""
+"""Seconds between an answer of the engine and the next question to it."""
 DUMP_S = 1.0
 """Time that the engine's processes have to write their stacks."""
 
 
 def death_of(engine: Any) -> RuntimeError | None:
-    """Return the error of a dead engine; None while it is alive. vLLM has logged what it knows of the death."""
+    """Return the error of a dead engine; None while it is alive. vLLM has logged the cause."""
     return RuntimeError("the engine is dead") if engine.errored else None
 
 
 async def watch(engine: Any, timeout_s: float) -> None:
-    """Raise when the engine is dead, or gives no sign of life for so long, seconds."""
+    """Raise an error when the engine is dead, or has not answered for `timeout_s` seconds."""
     await asyncio.gather(_watch_death(engine), _watch_answers(engine, timeout_s))
 
 
 async def _watch_death(engine: Any) -> None:
-    """Raise when the engine is dead. vLLM then fails its requests, but leaves an update or a suspend waiting."""
+    """Raise an error when the engine is dead. vLLM fails its requests then, but not an update or a suspend."""
     while not (death := death_of(engine)):
         await asyncio.sleep(WATCH_S)
     raise death
 
 
 async def _watch_answers(engine: Any, timeout_s: float) -> None:
-    """Raise TimeoutError when the engine does not answer. A stopped process looks alive, also while it samples."""
+    """Raise TimeoutError when the engine does not answer. A stopped process looks alive, even while it samples."""
     while True:
         async with limited(timeout_s, "an answer of the engine"):
-            await engine.is_sleeping()  # which it answers between two steps
+            await engine.is_sleeping()  # the engine answers between two steps
         await asyncio.sleep(ASK_S)
 
 
 @contextlib.asynccontextmanager
-async def limited(timeout_s: float, what: str) -> AsyncIterator[None]:
+async def limited(timeout_s: float, action: str) -> AsyncIterator[None]:
     """Raise TimeoutError after a time, with the stacks of this process and its engine in the log."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -50,4 +50,4 @@ async def limited(timeout_s: float, what: str) -> AsyncIterator[None]:
     except TimeoutError:
         dump_stacks(os.getpid())
         await asyncio.sleep(DUMP_S)
-        raise TimeoutError(f"{what} took more than {timeout_s:.0f} s") from None
+        raise TimeoutError(f"{action} took more than {timeout_s:.0f} s") from None

@@ -1,6 +1,6 @@
-"""How vLLM is set up for a worker: its process, its options, its start, and what is read from inside it.
+"""Set up vLLM for a worker: its process, options and start. Read the state of its requests.
 
-Imports vllm inside functions; importing this costs nothing.
+Functions import vllm, so the import of this module costs nothing.
 """
 
 import os
@@ -25,16 +25,16 @@ from asyncrl.config import Config
 
 CPU_KV_CACHE_BYTES = 1 << 30
 ENGINE_STEP_TOKENS = 8192
-"""Tokens that an engine computes in one step at most, vLLM's default."""
+"""Most tokens that an engine computes in one step, vLLM's default."""
 
 
 def set_up_process(spec: WorkerSpec) -> None:
-    """Make this process that of a rollout worker. Everything it and its engine print goes to the log."""
+    """Make this process a rollout worker. All output of this process and its engine goes to the log."""
     log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(log, standard)
     keep_printing()
-    # out of the terminal's reach, so that Ctrl-C goes to the trainer alone; and one group to kill
+    # Ctrl-C then goes to the trainer only, and the worker's processes are one group to kill
     os.setsid()
     write_stacks_to(Path(spec.log_path).with_name("stacks.txt"))
     exit_with_parent()
@@ -47,15 +47,15 @@ def set_up_process(spec: WorkerSpec) -> None:
         environment["VLLM_BATCH_INVARIANT"] = "1"
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = spec.sockets_path  # None: as the environment says
+    tempfile.tempdir = spec.sockets_path  # None: the default of the environment
 
 
 def worker_environment(
     placement: WorkerPlacement, sockets_path: str | None = None
 ) -> dict[str, str]:
-    """Environment variables that vLLM reads at import: device, threads, no telemetry."""
+    """Return environment variables that vLLM reads at import: device, threads, no telemetry."""
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    if direct != "*":  # which some clients know only if it is alone
+    if direct != "*":  # some clients know it only if the list has nothing else
         direct = ",".join(filter(None, [direct, "127.0.0.1", "localhost"]))
     environment = {
         # An agent's or a judge's client reaches this host without a proxy.
@@ -68,9 +68,9 @@ def worker_environment(
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_PROCESS_NAME_PREFIX": f"engine {placement.worker}",
     }
-    # a folder that goes with the run, and with it what vLLM leaves there
+    # the folder is deleted at the end of the run, with the files that vLLM leaves there
     if sockets_path is not None:
-        # temporary, and worth keeping
+        # these files are kept for later runs
         compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         environment |= {
             "VLLM_RPC_BASE_PATH": sockets_path,
@@ -78,24 +78,24 @@ def worker_environment(
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
         }
     if placement.gpu is None:
-        # No binding: with the default, every engine of a machine binds to the same cores.
+        # By default every engine of a host would bind to the same cores.
         return environment | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(placement.cpu_threads),
             "CUDA_VISIBLE_DEVICES": "",
-            # nothing is compiled here, and one small function of vLLM's takes 0.8 s
+            # vLLM would compile one small function, 0.8 s
             "TORCHDYNAMO_DISABLE": "1",
         }
     end = placement.gpu + placement.num_gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(end)))
     devices = [name.strip() for name in visible.split(",")]
-    if any(name.startswith("GPU-") for name in devices):  # vLLM knows no UUID by its beginning
+    if any(name.startswith("GPU-") for name in devices):  # vLLM does not accept a shortened UUID
         devices = [gpu.uuid for gpu in list_gpus(visible)]
     return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}
 
 
 def start_engine(spec: WorkerSpec):
-    """Start vLLM's AsyncLLM, in a running event loop, with weights that mean nothing until the first update."""
+    """Start vLLM's AsyncLLM, in a running event loop. Its weights are random until the first update."""
     import torch
     from vllm import AsyncEngineArgs
     from vllm.model_executor.models import registry
@@ -105,20 +105,20 @@ def start_engine(spec: WorkerSpec):
     arguments = AsyncEngineArgs(**engine_options(spec))
     on_cpu = spec.placement.gpu is None
     if on_cpu:
-        # At a class of models that it has not met, vLLM looks in a process of its own, lest CUDA is called here. That
-        # process imports all of vLLM, 9 s.
+        # vLLM inspects a new class of models in another process, so that CUDA is not called here. That process would
+        # import all of vLLM, 9 s.
         registry._run_in_subprocess = lambda look: look()
         if arguments.create_model_config().is_hybrid:
-            # vLLM keeps states of recurrent layers only where it computes prompts in parts; see engine_options
+            # vLLM caches states of recurrent layers only with chunked prefill; see engine_options
             arguments.enable_prefix_caching = False
     engine_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if on_cpu:
-        # On the CPU vLLM has just chosen to spawn; a forked engine need not import all of vLLM again, 9 s. It
-        # inherits torch's threads, which the environment decides only if torch was not imported before.
+        # On the CPU vLLM has just chosen to spawn. A forked engine does not import all of vLLM again, 9 s. It inherits
+        # the number of torch's threads, because torch may have been imported before the environment was set.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         torch.set_num_threads(spec.placement.cpu_threads)
     elif torch.distributed.is_initialized():
-        # which has called CUDA, and vLLM does not see it: a fork could use no GPU
+        # torch.distributed has called CUDA, and vLLM does not notice: a fork could not use a GPU
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     engine = AsyncLLM.from_vllm_config(engine_config, disable_log_stats=True)
     if cores := spec.placement.cores:
@@ -128,7 +128,7 @@ def start_engine(spec: WorkerSpec):
 
 
 def engine_options(spec: WorkerSpec) -> dict:
-    """vLLM's engine arguments for a worker."""
+    """Return vLLM's engine arguments for a worker."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     config, on_cpu = spec.config, spec.placement.gpu is None
@@ -136,7 +136,7 @@ def engine_options(spec: WorkerSpec) -> dict:
         "model": spec.model_path,
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
-        # all weights come by the transport, so one that it misses is seen at once
+        # the transport brings all weights, so a missing one is noticed at once
         "load_format": "dummy",
         "dtype": config.dtype_on("cpu" if on_cpu else "cuda"),
         "max_model_len": config.max_sequence_tokens,
@@ -154,18 +154,18 @@ def engine_options(spec: WorkerSpec) -> dict:
         return options | {
             "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
             "enforce_eager": True,
-            # A seeded request whose prompt is computed in parts ends the engine: it rewinds a generator's offset,
-            # which generators on the CPU do not have.
+            # With chunked prefill a seeded request ends the engine: it rewinds the offset of a generator, and
+            # generators on the CPU have none.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_sequence_tokens),
-            # The class, because vLLM turns the name "uni" into "mp" on the CPU, for the sake of OpenMP's environment,
-            # which worker_environment sets; a process less is a third faster.
+            # This is the class, because on the CPU vLLM changes the name "uni" into "mp" to set OpenMP's environment.
+            # worker_environment sets it already, and one process fewer is a third faster.
             "distributed_executor_backend": UniProcExecutor,
         }
     return options | {
         "gpu_memory_utilization": spec.placement.gpu_memory_utilization,
         "kv_cache_memory_bytes": spec.placement.kv_cache_bytes,
-        # vLLM's own would be 2,048
+        # vLLM's default would be 2,048
         "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_running_requests),
         "tensor_parallel_size": spec.placement.num_gpus,
         "enable_sleep_mode": config.colocate == "sleep",
@@ -175,7 +175,7 @@ def engine_options(spec: WorkerSpec) -> dict:
 def sampling_params(
     config: Config, stop_token_ids: list[int], seed: int | None, max_tokens: int, num_responses: int
 ):
-    """vLLM's parameters of a request for one or more responses; without a seed it is greedy."""
+    """Return vLLM's parameters of a request for one or more responses. Without a seed sampling is greedy."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -191,12 +191,12 @@ def sampling_params(
         detokenize=False,
         stop_token_ids=stop_token_ids,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # nobody else has them
+        skip_clone=True,  # they are not shared
     )
 
 
 def request_states(engine, request_id: str) -> list:
-    """vLLM's own records of a request that runs, one for each response; none of one that has ended."""
+    """Return vLLM's records of a running request, one for each response; an empty list after its end."""
     processor = engine.output_processor
     return [
         processor.request_states[internal_id]
@@ -205,7 +205,7 @@ def request_states(engine, request_id: str) -> list:
 
 
 def num_sampled(engine, request_id: str) -> int:
-    """Tokens of all responses of a request that runs, those included that have ended and wait for the others."""
+    """Return the number of tokens of all responses of a running request, ended ones included."""
     states = request_states(engine, request_id)
     ended = (
         states[0].parent_req.output_aggregator
@@ -217,16 +217,16 @@ def num_sampled(engine, request_id: str) -> int:
 
 
 def output_so_far(state):
-    """The CompletionOutput of a request for one response, as if it were aborted now; it is not touched."""
+    """Return the CompletionOutput that a request would have if it were aborted now."""
     from vllm.v1.engine import FinishReason
 
     return state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
 
 
 def token_versions(output) -> np.ndarray:
-    """Version that sampled each token of a CompletionOutput, [R] int32."""
+    """Return the version that sampled each token of a CompletionOutput, [R] int32."""
     versions = np.full(len(output.token_ids), -1, dtype=np.int32)
-    # they cover all tokens; check_trajectory would find one that is left out
+    # the spans cover all tokens; check_trajectory would find a missing one
     for span in output.weight_versions:
         versions[span.start : span.end] = int(span.version)
     return versions

@@ -1,6 +1,6 @@
-"""The engine's end of asyncrl/weights/shm.py, inside vLLM's engine process. Importing registers it with vLLM, as `shm`.
+"""The engine's end of shm.py, in vLLM's engine process. The import of this module registers it with vLLM as `shm`.
 
-Imports vllm at the top, so only asyncrl/engine/extension.py may import this module.
+It imports vllm at the top, so only asyncrl/engine/extension.py can import it.
 """
 
 import logging
@@ -21,7 +21,7 @@ from asyncrl.weights.transport import specs_of
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """Where the trainer's two host buffers are and how parameters lie in them."""
+    """Paths of the trainer's two host buffers, and the layout of parameters in them."""
 
     paths: list[str]
     """One file per buffer, /proc/PID/fd/N of the trainer."""
@@ -32,7 +32,7 @@ class ShmInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """Which buffer to read, and the version and checksum that must be found there."""
+    """The buffer to read, and the version and checksum that it must have."""
 
     buffer: int
     version: int
@@ -40,9 +40,9 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """Loads weights from host memory that the trainer process shares; nothing is copied on the way.
+    """Loads weights from host memory that the trainer shares, without a copy.
 
-    The layer-wise reload of vLLM lets layers whose kernels repack their weights take new ones.
+    vLLM's layer-wise reload is needed for layers whose kernels repack their weights.
     """
 
     init_info_cls = ShmInitInfo
@@ -61,10 +61,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def _forget_expert_kernels(self) -> None:
-        """Have each layer of experts set up its kernel again when its weights are loaded.
+        """Make each layer of experts set up its kernel again when its weights are loaded.
 
-        On the CPU that packs the weights as the kernel reads them. vLLM packs only the first weights: without this, the
-        kernel reads the unpacked weights of every later version as if they were packed.
+        On the CPU the set-up packs the weights. vLLM packs only the first version. Without this method the kernel would
+        read the unpacked weights of later versions as if they were packed.
         """
         for module in self.model.modules():
             method = getattr(module, "quant_method", None)
@@ -75,7 +75,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         buffer = self._buffers[update_info.buffer]
         buffer.check(update_info.version, update_info.checksum)
         loaded = self.model.load_weights(buffer.parameters)
-        buffer.check(update_info.version, NO_CHECKSUM)  # nobody wrote while we read
+        buffer.check(update_info.version, NO_CHECKSUM)  # the trainer has not written meanwhile
         by_name = dict(self.model.named_parameters(remove_duplicate=False))
         loaded_parameters = {id(by_name[name]) for name in loaded & by_name.keys()}
         missing = {
@@ -98,8 +98,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def _refresh_tied_head(self) -> None:
         """Repack a head that is tied to the embedding.
 
-        On the CPU a linear layer computes with a packed copy of its weight; the reload repacks the layers it loaded,
-        and a tied head is not one of them: it would go on with the weights of the first version.
+        On the CPU a linear layer uses a packed copy of its weight. The reload repacks loaded layers only, and a tied
+        head is not loaded. It would keep the weights of the first version.
         """
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
@@ -109,6 +109,6 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._buffers = []
 
 
-# It warns at every update of each layer that has nothing to load; receive_weights checks that nothing is missing.
+# It warns at every update of layers without weights. receive_weights checks that no weight is missing.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 WeightTransferEngineFactory.register_engine("shm", ShmWeightTransferEngine)

@@ -1,23 +1,22 @@
-"""Weights without a copy between processes, where trainer and engine share a GPU."""
+"""Weights without a copy between processes, if trainer and engine share a GPU."""
 
 import torch
 
-from asyncrl.weights.buffers import Buffers, copy_parameters
 from asyncrl.weights.shm import parameter_views
 from asyncrl.weights.transport import (
+    BufferedTransport,
     ParameterSpec,
-    Staged,
     Weights,
+    copy_parameters,
     layout,
 )
 
 CHUNK_BYTES = 1 << 29
-"""After so many bytes a chunk ends, with the parameter that has them."""
+"""A chunk ends with the parameter that exceeds this number of bytes."""
 
 
 def chunks_of(sizes: list[int], num_bytes: int) -> list[range]:
-    """Cut a list into runs of neighbours where vLLM's receiving end cuts: after the item with which a run has more
-    than `num_bytes`."""
+    """Split a list of sizes into ranges, like vLLM's receiving end: a range ends when it has more than `num_bytes`."""
     chunks, start, total = [], 0, 0
     for i, size in enumerate(sizes):
         total += size
@@ -28,10 +27,10 @@ def chunks_of(sizes: list[int], num_bytes: int) -> list[range]:
 
 
 class Packed:
-    """All parameters one after the other in one [bytes] uint8 tensor, without a gap, as vLLM's engines expect them."""
+    """All parameters in one [bytes] uint8 tensor, without gaps. This is the form that vLLM's engines expect."""
 
     def __init__(self, specs: list[ParameterSpec], device: torch.device):
-        """Allocate it. Raises RuntimeError if a parameter would begin where none of its dtype may."""
+        """Allocate the tensor. Raises RuntimeError if the start of a parameter is not aligned for its dtype."""
         sizes = [spec.num_bytes for spec in specs]
         self.payload = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         self.parameters = parameter_views(self.payload, specs, alignment=1)
@@ -42,40 +41,34 @@ class Packed:
         )
 
     def fill(self, parameters: Weights) -> None:
-        """Copy all parameters, in the order of the specs; returns when they are there."""
+        """Copy all parameters, in the order of the specs. Return when the copies are complete."""
         copy_parameters(parameters, self.parameters)
         if self.payload.is_cuda:
-            # whoever reads them has another stream
+            # the reader has another stream
             torch.cuda.current_stream(self.payload.device).synchronize()
 
 
-class IpcTransport(Buffers):
+class IpcTransport(BufferedTransport):
     """Weights through the memory of the GPU that trainer and engine share, by vLLM's own CUDA IPC engine.
 
-    One packed buffer stays allocated, and nothing goes through the host. It is sent in chunks, because vLLM's engine
-    copies a whole chunk before it loads it. Each chunk is exported once and for all: every export wraps the buffer's
-    memory once more, which would never be undone while the buffer lives. The readers that torch counts per export only
-    say when memory may be freed, and this is not.
+    One packed buffer stays allocated. It is sent in chunks, because vLLM's engine copies a whole chunk before it loads
+    it. Each chunk is exported only once: torch keeps a wrapper per export for as long as the buffer lives. Torch counts
+    readers per export to free memory in time, and this memory is never freed.
     """
 
     def __init__(self, specs: list[ParameterSpec], device: str = "cuda"):
-        """Allocate the buffer, where the allocator may not use expandable segments: the engine could not open them."""
-        super().__init__(1, specs)
+        """Allocate the buffer. The allocator must not use expandable segments: the engine could not open them."""
+        super().__init__(specs, num_buffers=1)
         self._packed = Packed(specs, torch.device(device))
         self._messages = list(map(self._message, self._packed.chunks, self._packed.chunk_payloads))
 
     def init_info(self, worker: int = 0) -> dict:
-        """vLLM's engine needs to know only that parameters come packed."""
+        """Return vLLM's init info: parameters come packed."""
         return {"packed": True}
 
-    def stage(self, version: int, parameters: Weights) -> Staged:
-        """Copy `parameters` (in the order of the specs) into the buffer, as `version`.
-
-        Raises RuntimeError while it is read.
-        """
-        index = self.take_buffer()
+    def write(self, buffer: int, version: int, parameters: Weights) -> list[dict]:
         self._packed.fill(parameters)
-        return Staged(index, self._messages)
+        return self._messages
 
     def _message(self, chunk: range, payload: torch.Tensor) -> dict:
         import base64

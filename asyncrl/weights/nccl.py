@@ -1,14 +1,12 @@
 """Weights to rollout workers on other GPUs, by NCCL, in the chunks that vLLM's own weight-transfer engine receives.
 
-Rank 0 of the trainer gathers into a staging buffer first, together with all other ranks, and sends afterwards: a
-broadcast that waits for a worker between two gathers would make the other ranks wait too, and the worker may be waiting
-for them. Sending then needs nobody but the worker: a thread does it while the trainer goes on with its next step, and
-only when the worker has said that it is about to receive, so that no kernel occupies the GPU in vain.
+Rank 0 of the trainer first gathers into a staging buffer with all other ranks. If it sent between two gathers, the
+other ranks would wait for a worker, and the worker may be waiting for them. A thread then sends while the trainer
+continues. It starts when the worker is ready, so no NCCL kernel waits on the GPU.
 
-There is one NCCL group per worker: rank 0 of the trainer, and the ranks of that worker's engine behind it. So each
-loads at its own time, and one that dies, and joins a new group when it has been started again, concerns no other. Nor
-does one that hangs: each group has a stream of its own, where vLLM's own sending end would share its streams among all.
-What is sent is the staged memory itself; nothing is copied once more.
+There is one NCCL group per worker: rank 0 of the trainer, and the ranks of that worker's engine. So each worker loads
+at its own time. A worker that dies, hangs or starts again does not affect others: each group has its own stream.
+vLLM's sending end would share its streams. The staged memory itself is sent, without another copy.
 """
 
 import functools
@@ -22,21 +20,20 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from asyncrl.weights.buffers import Buffers
 from asyncrl.weights.ipc import CHUNK_BYTES, Packed
-from asyncrl.weights.transport import ParameterSpec, Staged, Weights, layout
+from asyncrl.weights.transport import BufferedTransport, ParameterSpec, Staged, Weights, layout
 
 ADDRESS = "127.0.0.1"
 ABORT_S = 6.0
-"""More than vLLM gives a communicator to abort."""
+"""Seconds; longer than vLLM's limit for the abort of a communicator."""
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 NUM_CHUNK_BUFFERS = 2
-"""Chunks that an engine receives at the same time."""
+"""Chunks that an engine receives at a time."""
 
 
 def import_communicator() -> None:
-    """Import vLLM's communicator, and leave to the trainer's compiler the threads that vLLM takes from it."""
-    import torch._inductor.config  # noqa: F401  which reads their number
+    """Import vLLM's communicator. Restore the number of compile threads, because vLLM's import sets it to one."""
+    import torch._inductor.config  # noqa: F401  it reads the number
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -49,14 +46,14 @@ def import_communicator() -> None:
 
 
 class NcclLink:
-    """Rank 0 of an NCCL group, by vLLM's communicator; its other ranks are vLLM's engine."""
+    """Rank 0 of an NCCL group. The other ranks are vLLM's engine."""
 
     def __init__(
         self, listening: socket.socket, num_ranks: int, device: torch.device, timeout_s: float
     ):
-        """Meet the others, at the port of a socket that this takes over.
+        """Meet the other ranks at the port of `listening`, and take that socket over.
 
-        Raises RuntimeError where NCCL's library is not found.
+        Raises RuntimeError if NCCL's library is missing.
         """
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
@@ -67,25 +64,25 @@ class NcclLink:
         group = StatelessProcessGroup.create(
             ADDRESS, listening.getsockname()[1], 0, num_ranks, **meet
         )
-        # else the trainer's kernels would wait for the group's first one
+        # on the default stream the trainer's kernels would wait for the group's first kernel
         with torch.cuda.stream(self._stream):
             self._communicator = PyNcclCommunicator(group, device=device)
         if self._communicator.disabled:
             raise RuntimeError("vLLM finds no NCCL library; use --weight-sync shm")
 
     def send(self, chunks: Iterable[torch.Tensor]) -> None:
-        """Send [bytes] uint8 tensors, cut as the receiving end expects; returns when they have arrived."""
+        """Send [bytes] uint8 tensors, the chunks of Packed. Return when they have arrived."""
         for chunk in chunks:
             self._communicator.broadcast(chunk, src=0, stream=self._stream)
         self._stream.synchronize()
 
     def abort(self) -> None:
-        """Give the group up, even in the middle of sending: a broadcast that waits for a dead worker ends."""
+        """Destroy the group. A broadcast that waits for a dead worker ends."""
         self._communicator.destroy()
 
 
 class _Sender:
-    """A thread that opens the link to one worker and then sends what it is asked to."""
+    """A thread that opens the link to one worker, and then sends weights on request."""
 
     def __init__(self, worker: int, open_link: Callable[[], NcclLink], timeout_s: float):
         self._worker, self._open_link, self._timeout_s = worker, open_link, timeout_s
@@ -110,7 +107,7 @@ class _Sender:
                     return
                 self._begin(f"sending weights to rollout worker {self._worker} by NCCL")
                 self._link.send(chunks)
-        except Exception as error:  # of torch or vLLM: else nobody would see why this thread ended
+        except Exception as error:  # of torch or vLLM; `check` raises it in the main thread
             self._error = error
 
     def send(self, chunks: Iterable[torch.Tensor]) -> None:
@@ -125,7 +122,7 @@ class _Sender:
     def drop(self) -> None:
         self._is_dropped = True
         self._jobs.put(None)
-        # in a thread of its own, as it takes seconds, and the controller's lock is held
+        # in a thread, because it takes seconds and the controller's lock is held
         self._aborting = threading.Thread(target=self._abort, daemon=True)
         self._aborting.start()
 
@@ -134,12 +131,12 @@ class _Sender:
             self._link.abort()
 
     def wait(self) -> None:
-        """Wait for the end of what was dropped, but not for ever."""
+        """Wait until the dropped link has ended, for at most ABORT_S."""
         self._aborting.join(ABORT_S)
 
 
-class NcclTransport(Buffers):
-    """Weights from rank 0's GPU to those of the workers: a staging buffer there, and a link to each worker."""
+class NcclTransport(BufferedTransport):
+    """Weights from rank 0's GPU to the GPUs of the workers: a staging buffer, and a link to each worker."""
 
     def __init__(
         self,
@@ -149,9 +146,9 @@ class NcclTransport(Buffers):
         timeout_s: float,
         open_link: Callable[..., NcclLink] = NcclLink,
     ):
-        """`ranks_per_worker`: GPUs of one worker's engine; `timeout_s` bounds its joining, and each transfer."""
-        super().__init__(1, specs)
-        # here, and not by a thread in the middle of a step: it takes seconds
+        """`ranks_per_worker`: GPUs of one worker's engine. `timeout_s` limits its joining, and each transfer."""
+        super().__init__(specs, num_buffers=1)
+        # now, because it takes seconds, and a thread would do it during a step
         if open_link is NcclLink:
             import_communicator()
         self.device, self.ranks_per_worker = device, ranks_per_worker
@@ -160,7 +157,7 @@ class NcclTransport(Buffers):
         self._senders: dict[int, _Sender] = {}
 
     def init_info(self, worker: int = 0) -> dict:
-        """Begin a group with a worker that has just started, and return what its engine needs to join it."""
+        """Begin a group with a worker that has just started. Return vLLM's init info for joining it."""
         self.drop(worker)
         listening, num_ranks = socket.create_server((ADDRESS, 0)), 1 + self.ranks_per_worker
         open_link = functools.partial(
@@ -178,31 +175,27 @@ class NcclTransport(Buffers):
             "packed_num_buffers": NUM_CHUNK_BUFFERS,
         }
 
-    def stage(self, version: int, parameters: Weights) -> Staged:
-        """Copy `parameters` (in the order of the specs) into the buffer, as `version`.
-
-        This is all that the trainer waits for. Raises RuntimeError while the buffer is read.
-        """
-        index = self.take_buffer()
+    def write(self, buffer: int, version: int, parameters: Weights) -> list[dict]:
+        """Copy weights into the staging buffer. The trainer waits for nothing else."""
         self._packed.fill(parameters)
-        return Staged(index, [layout(self.specs)])
+        return [layout(self.specs)]
 
     def send(self, worker: int, staged: Staged) -> None:
         """Send to a worker that is about to receive; returns at once."""
         self._senders[worker].send(self._packed.chunk_payloads)
 
     def drop(self, worker: int) -> None:
-        """Give up the group of a worker that has died."""
+        """Destroy the group of a worker that has died."""
         if (sender := self._senders.pop(worker, None)) is not None:
             sender.drop()
 
     def check(self) -> None:
-        """Raise RuntimeError for a group or a transfer that failed, TimeoutError for one that takes too long."""
+        """Raise RuntimeError if a group or a transfer has failed, TimeoutError if one takes too long."""
         for sender in list(self._senders.values()):
             sender.check()
 
     def close(self) -> None:
-        """Give up all groups; a broadcast that still waited would be in the way of the process's end."""
+        """Destroy all groups. A broadcast that still waits would keep the process from its end."""
         senders = list(self._senders.values())
         self._senders.clear()
         for sender in senders:

@@ -1,7 +1,7 @@
-"""Weights through two buffers of host memory, for CPU workers, and where it is asked for, for any worker.
+"""Weights through two buffers of host memory, for CPU workers, and by option for any worker.
 
-They are made by memfd_create: the kernel frees them with the trainer's last process, so nothing can be left behind.
-Where they are copied from or to a GPU their pages are locked: else each copy goes through a small buffer of CUDA's.
+memfd_create makes the buffers, so the kernel frees them with the trainer's last process. Their pages are locked beside
+a GPU. Otherwise each copy would go through a small buffer of CUDA's.
 """
 
 import contextlib
@@ -9,28 +9,28 @@ import os
 
 import torch
 
-from asyncrl.weights.buffers import Buffers, copy_parameters
 from asyncrl.weights.transport import (
+    BufferedTransport,
     ParameterSpec,
-    Staged,
     Weights,
+    copy_parameters,
     layout,
 )
 
-ALIGNMENT = 64  # bytes, of each parameter
-HEADER_BYTES = 4096  # one page, which begins with the version, int64
+ALIGNMENT = 64  # bytes: each parameter begins at a multiple
+HEADER_BYTES = 4096  # one page; it begins with the version, int64
 CHECKSUM_EVERY_VERSION_BELOW = 64 << 20
-"""Size in bytes from which each buffer is checked once. Checksums would make updates of large models longer by far."""
+"""Bytes. A larger buffer is checked only once, because checksums would take long."""
 NO_CHECKSUM = 0
 
 
 def slot_bytes(specs: list[ParameterSpec], alignment: int = ALIGNMENT) -> list[int]:
-    """Return the bytes from each parameter's start in a payload to the next one's, multiples of `alignment`."""
+    """Return the bytes of each parameter in a payload, rounded up to multiples of `alignment`."""
     return [-(-spec.num_bytes // alignment) * alignment for spec in specs]
 
 
 def payload_bytes(specs: list[ParameterSpec]) -> int:
-    """Return the size of a payload, which has all parameters one after the other."""
+    """Return the size of a payload. It has all parameters one after the other."""
     return sum(slot_bytes(specs))
 
 
@@ -46,7 +46,7 @@ def parameter_views(
 
 
 def lock_pages(memory: torch.Tensor) -> None:
-    """Lock the pages of host memory for CUDA; where that cannot be done, say so, and copies are slow."""
+    """Lock the pages of host memory for CUDA. Print a warning if that fails, because copies are slow then."""
     code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if code.value != 0:
         print(
@@ -54,14 +54,14 @@ def lock_pages(memory: torch.Tensor) -> None:
             flush=True,
         )
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # which raises the error again, and takes it away
+            torch.zeros(1, device="cuda")  # it raises the error again, and so clears it
 
 
 class SharedBuffer:
     """One version of the weights in shared host memory: a header page, then the parameters."""
 
     def __init__(self, path: str, specs: list[ParameterSpec], on_gpu: bool = False):
-        """Map the file, from whichever process, which copies it from or to a GPU if `on_gpu`."""
+        """Map the file in any process. `on_gpu`: this process copies from or to a GPU."""
         size = HEADER_BYTES + payload_bytes(specs)
         memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         self.header, self.payload = memory[:HEADER_BYTES].view(torch.int64), memory[HEADER_BYTES:]
@@ -72,11 +72,11 @@ class SharedBuffer:
             lock_pages(memory)
 
     def checksum(self) -> int:
-        """Sum of the payload as int64 words, wrapping; never NO_CHECKSUM."""
+        """Return the wrapping sum of the payload as int64 words; never NO_CHECKSUM."""
         return int(self.payload.view(torch.int64).sum()) or 1
 
     def seal(self, version: int) -> int:
-        """Say that the payload is complete. Returns its checksum, or NO_CHECKSUM where none is due."""
+        """Mark the payload as complete. Return its checksum, or NO_CHECKSUM for a large buffer after the first time."""
         due = not self._is_checked or len(self.payload) < CHECKSUM_EVERY_VERSION_BELOW
         self._is_checked = True
         self.header[0] = version
@@ -98,14 +98,15 @@ class SharedBuffer:
             )
 
 
-class ShmTransport(Buffers):
-    """The trainer's end, which makes both buffers; asyncrl/weights/extension.py has the engine's."""
+class ShmTransport(BufferedTransport):
+    """The trainer's end. It makes both buffers. extension.py has the engine's end."""
 
     def __init__(self, specs: list[ParameterSpec]):
-        super().__init__(2, specs)
+        super().__init__(specs, num_buffers=2)
         size = HEADER_BYTES + payload_bytes(specs)
-        self._paths, self._buffers = [], []
-        for index in range(2):
+        self._paths = []
+        self._buffers = []
+        for index in range(self.num_buffers):
             file = os.memfd_create(f"weights-{index}")
             os.ftruncate(file, size)
             self._paths.append(f"/proc/{os.getpid()}/fd/{file}")
@@ -114,15 +115,11 @@ class ShmTransport(Buffers):
             )
 
     def init_info(self, worker: int = 0) -> dict:
-        """What an engine needs once: the buffers' paths and how parameters lie in them."""
+        """Return vLLM's init info: the buffers' paths and their layout."""
         return {"paths": self._paths, **layout(self.specs)}
 
-    def stage(self, version: int, parameters: Weights) -> Staged:
-        """Copy `parameters` (in the order of the specs) into a free buffer, as `version`; RuntimeError if none is."""
-        index = self.take_buffer()
-        buffer = self._buffers[index]
-        # a reader that is not meant to be here must not take half a payload for a version
-        buffer.header[0] = -1
-        copy_parameters(parameters, buffer.parameters)
-        message = {"buffer": index, "version": version, "checksum": buffer.seal(version)}
-        return Staged(index, [message])
+    def write(self, buffer: int, version: int, parameters: Weights) -> list[dict]:
+        memory = self._buffers[buffer]
+        memory.header[0] = -1  # a reader by mistake must not take half a payload for a version
+        copy_parameters(parameters, memory.parameters)
+        return [{"buffer": buffer, "version": version, "checksum": memory.seal(version)}]

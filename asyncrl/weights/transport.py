@@ -1,6 +1,6 @@
-"""Publish weights and their version to rollout workers, through vLLM's weight-transfer API; one class per transport.
+"""Publish weights and their version to rollout workers, by vLLM's weight-transfer API.
 
-A transport (shm.py, ipc.py, nccl.py) is the trainer's end; vLLM's is a `WeightTransferEngine`.
+A transport (shm.py, ipc.py, nccl.py) is the trainer's end. The engine's end is one of vLLM's `WeightTransferEngine`.
 """
 
 import collections
@@ -31,7 +31,7 @@ class ParameterSpec:
 
 
 def layout(specs: list[ParameterSpec]) -> dict[str, list]:
-    """Names, dtypes and shapes in plain data, as vLLM's engines are told of them."""
+    """Return names, dtypes and shapes in plain data, in the form of vLLM's engines."""
     return {
         "names": [spec.name for spec in specs],
         "dtype_names": [str(spec.dtype).removeprefix("torch.") for spec in specs],
@@ -42,7 +42,7 @@ def layout(specs: list[ParameterSpec]) -> dict[str, list]:
 def specs_of(
     names: list[str], dtype_names: list[str], shapes: list[list[int]]
 ) -> list[ParameterSpec]:
-    """Return the parameters of a `layout`."""
+    """Return the parameters of a `layout`, its inverse."""
     dtypes = [getattr(torch, dtype_name) for dtype_name in dtype_names]
     return list(map(ParameterSpec, names, dtypes, map(tuple, shapes)))
 
@@ -53,12 +53,12 @@ class Staged:
 
     buffer: int
     messages: list[dict]
-    """Update infos for the engine on vLLM's side, one after the other."""
+    """vLLM's update infos, in the order in which the engine gets them."""
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """Weights that workers are to load."""
+    """Weights that workers must load."""
 
     version: int
     """Policy version of the weights."""
@@ -66,22 +66,22 @@ class Announcement:
     """Version that the trainer had reached when it published them; ahead of `version` by publish_delay."""
     staged: Staged
     probe: TokenSequences
-    """Token ids of the sequences that an engine is to score with these weights."""
+    """Token ids of sequences; an engine scores them with these weights."""
     evaluate: bool
-    """Whether an evaluation is made with them."""
+    """Whether an evaluation follows."""
     made_at: float = field(default_factory=time.monotonic)
     """Monotonic seconds."""
 
 
 class Transport:
-    """The calls of a transport. This one brings weights nowhere; each other one overrides what it does in another way.
+    """The calls of a transport. This class sends no weights; subclasses override some of its methods.
 
-    `announce`, `can_read`, `acquire` and `release` are called under the lock of the controller. So is `reserve`, except
-    by `stage`, which makes sure of its buffer once more.
+    The controller's lock is held when `announce`, `can_read`, `acquire` and `release` are called. It is held when
+    `reserve` is called, too, except by `stage`.
     """
 
     keeps_announced = True
-    """Whether the announced weights stay until newer ones are announced, for a worker that starts meanwhile."""
+    """Whether a worker that starts can read the announced weights until newer ones are announced."""
 
     def __init__(self, specs: Sequence[ParameterSpec] = ()):
         self.specs = specs
@@ -89,42 +89,95 @@ class Transport:
         self.announced = -1
 
     def init_info(self, worker: int = 0) -> dict:
-        """Return what a worker's engine needs when it starts, or has been started again."""
+        """Return vLLM's init info for a worker's engine that has started."""
         return {}
 
     def reserve(self) -> bool:
-        """Return whether `stage` may be called now."""
+        """Return whether `stage` can be called now."""
         return True
 
     def stage(self, version: int, parameters: Weights) -> Staged:
-        """Copy weights into a buffer that nobody reads."""
+        """Copy weights into a buffer that no worker reads. Raises RuntimeError if there is none."""
         collections.deque(parameters, maxlen=0)  # gathering them is collective
         return Staged(version, [])
 
     def announce(self, staged: Staged) -> None:
-        """Keep these weights for any worker that has yet to read them, starts or falls behind."""
+        """Offer these weights to all workers, also to those that start later."""
         self.announced = staged.buffer
 
     def can_read(self, staged: Staged) -> bool:
-        """Return whether a worker may begin to read what was announced: not while newer weights are written over it."""
+        """Return whether a worker can begin to read: not if newer weights are being written into the buffer."""
         return staged.buffer == self.announced
 
     def acquire(self, staged: Staged) -> None:
-        """Note that a worker is about to read."""
+        """Register a worker that begins to read."""
         self.readers[staged.buffer] += 1
 
     def release(self, staged: Staged) -> None:
-        """Note that a worker has read, or has died."""
+        """Remove a worker that has read, or has died."""
         self.readers[staged.buffer] -= 1
 
     def send(self, worker: int, staged: Staged) -> None:
-        """Send staged weights to a worker that waits for them; nothing where it reads by itself."""
+        """Send staged weights to a worker that waits for them. Workers of most transports read them instead."""
 
     def drop(self, worker: int) -> None:
-        """Give up whatever joins this process to a worker that has died."""
+        """Close the connection to a worker that has died."""
 
     def check(self) -> None:
-        """Raise RuntimeError for a transfer that failed, TimeoutError for one that takes too long."""
+        """Raise RuntimeError if a transfer has failed, TimeoutError if one takes too long."""
 
     def close(self) -> None:
-        """Give up all connections."""
+        """Close all connections."""
+
+
+class BufferedTransport(Transport):
+    """A transport with one or two buffers. It never writes a buffer that a worker is reading.
+
+    With two buffers it does not write the announced one either. So the trainer waits only for a worker that still loads
+    the version before the announced one. A single buffer is written when all workers have loaded it, and a worker that
+    starts meanwhile waits for the next announcement.
+    """
+
+    def __init__(self, specs: Sequence[ParameterSpec], num_buffers: int):
+        super().__init__(specs)
+        self.num_buffers = num_buffers
+        self.keeps_announced = num_buffers > 1
+
+    def write(self, buffer: int, version: int, parameters: Weights) -> list[dict]:
+        """Copy `parameters`, in the order of the specs, into a buffer. Return the messages of `Staged`."""
+        raise NotImplementedError
+
+    def reserve(self) -> bool:
+        """Return whether a buffer can be written. No worker begins to read it from now on."""
+        buffer = self._free_buffer()
+        if buffer == self.announced:
+            self.announced = -1
+        return buffer is not None
+
+    def _free_buffer(self) -> int | None:
+        kept = self.announced if self.keeps_announced else None
+        for buffer in range(self.num_buffers):
+            if not self.readers[buffer] and buffer != kept:
+                return buffer
+        return None
+
+    def stage(self, version: int, parameters: Weights) -> Staged:
+        if not self.reserve():
+            raise RuntimeError(
+                f"no weight buffer is free: readers {dict(self.readers)}, announced {self.announced}"
+            )
+        buffer = self._free_buffer()
+        return Staged(buffer, self.write(buffer, version, parameters))
+
+
+def copy_parameters(parameters: Weights, views: Weights) -> None:
+    """Copy each parameter into its view. The dtype of the view is sent.
+
+    Raises RuntimeError if names or their order differ from those of the views, ValueError if their number differs.
+    """
+    for (name, tensor), (expected, view) in zip(parameters, views, strict=True):
+        if name != expected:
+            raise RuntimeError(
+                f"parameter {name!r} arrived where {expected!r} was expected: keep their order"
+            )
+        view.copy_(tensor)

@@ -13,9 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from asyncrl.weights.buffers import copy_parameters
 from asyncrl.weights.shm import lock_pages, parameter_views, payload_bytes
-from asyncrl.weights.transport import ParameterSpec, Staged, Transport, layout
+from asyncrl.weights.transport import ParameterSpec, Staged, Transport, copy_parameters, layout
 from extras.swarm.delta import Snapshot, digest_of, encode_delta
 from extras.swarm.snapshots import SnapshotWriter
 
