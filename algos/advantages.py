@@ -66,7 +66,7 @@ def reinforce_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def reward_itself(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """R, from which the trainer makes the advantage of each token, by the values of states: extras/gae.py."""
+    """R, from which the trainer makes the advantage of each token, by the values of states: asyncrl/trainer/gae.py."""
     _check_finite(rewards)
     return rewards
 

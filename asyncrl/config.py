@@ -127,7 +127,7 @@ class OptimOptions:
     entropy_coef: NonNegative = 0.0
     """Coefficient of the policy's entropy, nats per trained token. It is subtracted from the loss."""
     seq_aux_loss_coef: NonNegative = 0.0
-    """Coefficient of the loss that balances a mixture's experts within each sequence (extras/moe.py)."""
+    """Coefficient of the loss that balances a mixture's experts within each sequence (extras/moe)."""
     args: tuple[Assignment, ...] = ()
     """NAME=VALUE each, as in `weight_decay=0.01` or `beta1=0.9`: arguments of the optimizer. `adamw` takes `eps`,
     `weight_decay`, `amsgrad`, `beta1` and `beta2`; of another one, a wrong name lists them."""
@@ -372,7 +372,7 @@ class Config:
     optim: Annotated[OptimOptions, RESUME, HOST, REPLAY] = OptimOptions()
     """Optimizer"""
     advantage_options: Annotated[AdvantageOptions, REPLAY] = AdvantageOptions()
-    """Advantages, by an estimator of values but for overlong (extras/gae.py)"""
+    """Advantages, by an estimator of values but for overlong (asyncrl/trainer/gae.py)"""
     swarm: SwarmOptions = SwarmOptions()
     """Remote hosts that join"""
 
@@ -399,10 +399,9 @@ class Config:
             "--task agent": self.is_agent,
             "--task environment": is_environment(self.task),
             "--listen": self.listen,
-            "--lora-rank": self.lora_rank,
-            "--advantage gae": self.advantage == "gae",
-            "--optim.seq-aux-loss-coef": self.optim.seq_aux_loss_coef,
-            # it counts what could be shared without the option, too
+            # these two count without their option, too: the choices of routers, and what could be shared
+            "--optim.seq-aux-loss-coef": self.optim.seq_aux_loss_coef
+            or extras.find("--optim.seq-aux-loss-coef"),
             "--share-prefix": self.share_prefix != "off" or extras.find("--share-prefix"),
             "--router-replay": self.router_replay,
             "--dtype float16": self.dtype == "float16",

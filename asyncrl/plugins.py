@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig
 
     from asyncrl.cluster.placement import WorkerSpec
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from asyncrl.engine.environments import Environments
     from asyncrl.job.node import Follower, Leader
     from asyncrl.records import Group
+    from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
+    from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence
     from asyncrl.trainer.policy import Policy
     from data.problem import Task
     from rollout import RolloutWorker
@@ -77,8 +80,53 @@ class Plugin:
     def on_batch(self, leader: "Leader", step: int, groups: list["Group"]) -> None:
         """Act on a batch before the step that trains on it."""
 
-    # The policy
+    def make_policy_plugin(self, policy: "Policy") -> "PolicyPlugin | None":
+        """Return what changes the passes and updates of a policy; None changes nothing."""
 
-    def policy_class(self, base: type["Policy"]) -> type["Policy"]:
-        """Return the class of policies that extends `base`."""
-        return base
+
+class PolicyPlugin:
+    """What an optional system changes of one policy. A method that is not overridden changes nothing.
+
+    The policy has one list of them, in the order of `Config.plugins`, and asks each at the same places on all ranks.
+    """
+
+    def deal_update(
+        self, sequences: list["TrainSequence"], num_ranks: int
+    ) -> "list[list[Bundle]] | None":
+        """Return the sequences of an update as bundles for each rank; None leaves that to the policy."""
+
+    def pack(self, batch: "MicroBatch", bundles: list["Bundle"]) -> "MicroBatch":
+        """Return a micro-batch of a step, packed from `bundles`, with more fields or columns; it is on the host."""
+        return batch
+
+    def forward(
+        self,
+        score: Callable[..., "TokenScores"],
+        module: "TokenLogprobs",
+        batch: "MicroBatch",
+        attention_kwargs: dict | None,
+    ) -> "TokenScores":
+        """Return the scores of a micro-batch by `score(module, batch, attention_kwargs)`: the rest of the pass.
+
+        `module` is that of the policy or of the reference. `attention_kwargs` are the model's arguments that tell which
+        tokens see which; None derives them from positions.
+        """
+        return score(module, batch, attention_kwargs)
+
+    def extra_loss(self, batch: "MicroBatch", num_sequences: float) -> "Tensor | float":
+        """Return a micro-batch's part, [] float32, of a loss beside that of tokens.
+
+        It is called once after each forward pass of an update with `num_sequences` trained sequences on all ranks.
+        """
+        return 0.0
+
+    def after_backward(self) -> None:
+        """Change the gradients of an update before they are clipped."""
+
+    def skips_update(self, loss: float, is_finite: bool) -> bool:
+        """Return whether to drop an update. `loss` and `is_finite`, of loss and gradient, are equal on all ranks."""
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the step that ends, equal on all ranks; collective."""
+        return {}

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from asyncrl.config import Rule
-from asyncrl.plugins import Plugin
+from asyncrl.plugins import Plugin, PolicyPlugin
 
 # The policy imports transformers for seconds, and options are checked before any process starts.
 if TYPE_CHECKING:
-    from asyncrl.trainer.logprobs import Scored
-    from asyncrl.trainer.packing import Updates
+    from asyncrl.trainer.logprobs import TokenScores
     from asyncrl.trainer.policy import Policy
 
 FIRST_SCALE = 2.0**16
@@ -40,21 +39,23 @@ RULES: list[Rule] = [
 ]
 
 
-class ScaledLoss:
-    """What a policy does besides where it computes in float16; a class of policies is to come behind this one.
+class ScaledLoss(PolicyPlugin):
+    """Scales the slopes of a policy's loss, and skips updates that overflow.
 
-    Scale and count are values of the optimizer's first group, as checkpoints keep these.
+    Scale and count are values of the optimizer's first group, because checkpoints keep these.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, policy: "Policy") -> None:
         self._num_skipped = 0
-        self._scaling = self.optimizer.param_groups[0]
+        self._optimizer = policy.optimizer
+        self._scaling = policy.optimizer.param_groups[0]
         self._scaling |= {"loss_scale": FIRST_SCALE, "updates_since_change": 0}
-        self.module.register_forward_hook(self._scale_slopes)
+        policy.module.register_forward_hook(self._scale_slopes)
 
-    def _scale_slopes(self, module: nn.Module, inputs: tuple, scored: "Scored") -> "Scored":
-        return scored._make(map(self._with_scaled_slopes, scored))
+    def _scale_slopes(
+        self, module: nn.Module, inputs: tuple, scores: "TokenScores"
+    ) -> "TokenScores":
+        return scores._make(map(self._with_scaled_slopes, scores))
 
     def _with_scaled_slopes(self, values: Tensor) -> Tensor:
         """Return the values. On its way back a slope is scaled behind who listens to what is returned."""
@@ -62,44 +63,34 @@ class ScaledLoss:
             values.register_hook(lambda slopes: slopes * self._scaling["loss_scale"])
         return values.view_as(values)
 
-    def train_step(self, updates: "Updates", policy_version: int) -> dict[str, float]:
-        """Make the updates of a step, as Policy does; collective.
-
-        Also returns `scale`, that of the next update, and `skipped_updates`, those of this step.
-        """
-        self._num_skipped = 0
-        metrics = super().train_step(updates, policy_version)
-        return metrics | {
-            "scale": self._scaling["loss_scale"],
-            "skipped_updates": self._num_skipped,
-        }
-
-    def _step(self, loss: float, lr: float) -> dict[str, float]:
-        """Step the optimizer, or skip the update; its norm and the share of weights that it changes are then 0.
-
-        Raises NotFinite for what a smaller scale does not help against.
-        """
-        from asyncrl.trainer.policy import NotFinite
-
-        scale = self._scaling["loss_scale"]
-        for group in self.optimizer.param_groups:
+    def after_backward(self) -> None:
+        """Divide the gradients by the scale."""
+        for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.grad.div_(scale)
-        try:
-            metrics = super()._step(loss, lr)
-        except NotFinite:
-            if not math.isfinite(loss) or scale <= LEAST_SCALE:
-                raise
-            self.optimizer.zero_grad()
-            self.clock.enter("forward_backward")
-            self._num_skipped += 1
-            self._change_scale(0.5)
-            return {"loss": loss, "grad_norm": 0.0, "lr": lr, "changed_weights": 0.0}
-        self._scaling["updates_since_change"] += 1
-        if self._scaling["updates_since_change"] == UPDATES_TO_DOUBLE:
-            self._change_scale(2)
-        return metrics
+                    parameter.grad.div_(self._scaling["loss_scale"])
+
+    def skips_update(self, loss: float, is_finite: bool) -> bool:
+        """Halve the scale for an update that overflows, and skip it. Double it after many that do not.
+
+        An update that a smaller scale does not help is not skipped, and ends the run.
+        """
+        if is_finite:
+            self._scaling["updates_since_change"] += 1
+            if self._scaling["updates_since_change"] == UPDATES_TO_DOUBLE:
+                self._change_scale(2)
+            return False
+        if not math.isfinite(loss) or self._scaling["loss_scale"] <= LEAST_SCALE:
+            return False
+        self._num_skipped += 1
+        self._change_scale(0.5)
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """Return `scale`, that of the next update, and `skipped_updates`, those of this step."""
+        num_skipped = self._num_skipped
+        self._num_skipped = 0
+        return {"scale": self._scaling["loss_scale"], "skipped_updates": num_skipped}
 
     def _change_scale(self, factor: float) -> None:
         self._scaling["loss_scale"] *= factor
@@ -111,13 +102,9 @@ class Float16Plugin(Plugin):
 
     rules = RULES
 
-    def policy_class(self, base: type["Policy"]) -> type["Policy"]:
-        """Return `base`, a class of policies, with a scaled loss."""
-
-        class ScaledPolicy(ScaledLoss, base):
-            """A policy that computes in float16."""
-
-        return ScaledPolicy
+    def make_policy_plugin(self, policy: "Policy") -> ScaledLoss:
+        """Return the scaled loss of a policy."""
+        return ScaledLoss(policy)
 
 
 PLUGIN = Float16Plugin()

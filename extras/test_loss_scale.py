@@ -14,7 +14,7 @@ from tiny_policy import VERSION, load, make_config, random_sequences, save_tiny_
 from asyncrl.config import AdvantageOptions, OptimOptions
 from asyncrl.trainer.checkpoint import file_numbers, restore_training_state, training_state
 from asyncrl.trainer.dealing import distribute
-from asyncrl.trainer.policy import NotFinite
+from asyncrl.trainer.policy import NotFinite, Policy
 from extras import loss_scale
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -51,7 +51,8 @@ def test_the_gradient_and_all_metrics_are_those_without_a_scale(model, options):
     metrics, gradients = PlainTrainer(plain).train_step([sequences])
     metrics |= {"scale": loss_scale.FIRST_SCALE, "skipped_updates": 0}
     parts = (plain.module, plain.reference, plain.loss, plain.device, plain.clock)
-    policy = loss_scale.PLUGIN.policy_class(type(plain))(config, model, *parts)
+    policy = Policy(config, model, *parts)
+    policy.plugins.append(loss_scale.ScaledLoss(policy))
     check_step(policy, [sequences], 60, (metrics, gradients))
 
 

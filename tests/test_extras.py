@@ -9,7 +9,6 @@ from asyncrl.job.command_line import parse_config
 
 OPTIONS_OF_LINES = {
     "--no-replicate-prompts": "--scheduling",
-    "--advantage gae": "--advantage gae",
     "--task guess_number": "--task environment",
 }
 """Lines whose option in the table is not their first word."""
@@ -37,8 +36,6 @@ def test_an_option_whose_module_is_missing_is_refused_in_one_line(monkeypatch, m
         "--scheduling batch",
         "--scheduling lockstep",
         "--no-replicate-prompts",
-        "--lora-rank 2",
-        "--advantage gae",
         "--optim.seq-aux-loss-coef 0.01",
         "--share-prefix tree",
         "--task guess_number",

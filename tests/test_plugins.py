@@ -8,14 +8,6 @@ from test_layout import FILES, imported_modules, name_of
 
 EXTRAS = [path for path in FILES if path.relative_to(ROOT).parts[0] == "extras"]
 TREES = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-PENDING = {
-    "extras.loss_scale",
-    "extras.router_replay.option",
-    "extras.router_replay.policy",
-    "extras.trees.option",
-    "extras.trees.policy",
-}
-"""Modules that still extend Policy by private names."""
 
 
 def is_private(name: str) -> bool:
@@ -86,8 +78,6 @@ def outside_names(module: str, tree: ast.AST) -> set[str]:
 @pytest.mark.parametrize("path", EXTRAS, ids=name_of)
 def test_an_optional_system_extends_the_core_by_public_names_only(path):
     module, tree = name_of(path), TREES[name_of(path)]
-    if module in PENDING:
-        pytest.skip("extends Policy by private names")
     assert not outside_names(module, tree), "private names of the core"
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):

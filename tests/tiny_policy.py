@@ -217,3 +217,10 @@ def error_of(function: Callable, *args) -> str:
     except (OSError, RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError(f"{function} raised nothing")
+
+
+def change_sharing(policy, **values):
+    """Set attributes of what shares prefixes in a policy, if that is there."""
+    for plugin in policy.plugins:
+        if hasattr(plugin, "attention_of_trees"):
+            vars(plugin).update(values)

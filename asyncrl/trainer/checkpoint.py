@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster, on_first_rank
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.runlog.manifest import (
@@ -47,8 +46,8 @@ from asyncrl.runlog.manifest import (
 )
 from asyncrl.runlog.plain import encode
 from asyncrl.runlog.run_directory import RunDirectory
-from asyncrl.trainer.logprobs import TokenLogprobs
-from asyncrl.trainer.model import ADAPTER_NAMES, named_base_parameters, named_persistent_buffers
+from asyncrl.trainer import lora
+from asyncrl.trainer.model import named_persistent_buffers, trained_names
 
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
@@ -85,7 +84,7 @@ class WeightWriter:
             self._skeleton = AutoModelForCausalLM.from_config(
                 model.config, dtype=torch.float32, trust_remote_code=False
             )
-        frozen = {p: name for name, p in named_base_parameters(model) if not p.requires_grad}
+        frozen = {p: name for name, p in lora.named_base_parameters(model) if not p.requires_grad}
         self.frozen = gather(frozen, policy.device)
         """Full weights below adapters, and others that their family never trains, by Hugging Face name, on rank 0."""
         self._buffers = {
@@ -104,7 +103,7 @@ class WeightWriter:
         A value head goes to `folder`/value_head, as engines read all safetensors of a folder as the model's.
         """
         adapters = {
-            name: weight for name, weight in trained.items() if name.endswith(ADAPTER_NAMES)
+            name: weight for name, weight in trained.items() if name.endswith(lora.ADAPTER_NAMES)
         }
         weights = {
             name: weight
@@ -113,12 +112,10 @@ class WeightWriter:
         }
         frozen = {}
         if adapters:
-            lora = extras.load("--lora-rank")
             lora.write_adapter(str(folder / "adapter"), adapters, self._base_path)
         for name, weight in self.frozen.items():
             # one float32 copy at a time: two of the whole model may not fit the host
-            full = weight.float()
-            frozen[name] = lora.merge(name, full, adapters) if adapters else full
+            frozen[name] = lora.merge(name, weight.float(), adapters)
         self._skeleton.save_pretrained(folder, state_dict=weights | frozen | self._buffers)
         # made of config.json, and not of the model's own
         (folder / GENERATION_CONFIG).unlink(missing_ok=True)
@@ -153,16 +150,6 @@ def gather(names: dict[Tensor, str], device: torch.device) -> dict[str, Tensor]:
         if dist.get_rank() == 0:
             copies[name] = full.to("cpu", copy=True)
     return copies
-
-
-def trained_names(module: TokenLogprobs) -> dict[Tensor, str]:
-    """The trained parameters, each with its name: that of Hugging Face, or VALUE_HEAD."""
-    named = module.named_parameters()
-    return {
-        parameter: name.removeprefix("model.")
-        for name, parameter in named
-        if parameter.requires_grad
-    }
 
 
 def save_weights(policy: "Policy", path: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from algos.kl import k3
 from algos.ratio import importance_ratio
-from asyncrl.trainer.logprobs import Scored
+from asyncrl.trainer.logprobs import TokenScores
 from asyncrl.trainer.packing import MicroBatch, Updates
 
 T = TypeVar("T")
@@ -39,20 +39,22 @@ class TokenStats:
         self._sequence_log_ratios: list[Tensor] = []
         """Their sums over each sequence, [S] float32 nats."""
 
-    def add_scores(self, batch: MicroBatch, scored: Scored, loss_stats: dict[str, Tensor]) -> None:
+    def add_scores(
+        self, batch: MicroBatch, scores: TokenScores, loss_stats: dict[str, Tensor]
+    ) -> None:
         """Add a micro-batch: its scores by the current policy, and the stats of its loss.
 
         The backward pass of the update's loss adds its slopes. drift/k1 and drift/k3 estimate KL(behavior ‖ current)
         from samples of behavior, nats: Schulman, «Approximating KL divergence», 2020.
         """
-        logprobs = scored.logprobs.detach()
+        logprobs = scores.logprobs.detach()
         behavior_logprobs = batch.columns["behavior_logprobs"]
         log_ratios = logprobs - behavior_logprobs
         stats = {
             "drift/k1": -log_ratios,
             "drift/k3": k3(behavior_logprobs, logprobs, behavior_logprobs),
             "ratio": importance_ratio(log_ratios),
-            "entropy": scored.entropy.detach(),
+            "entropy": scores.entropy.detach(),
             "advantage": batch.advantages,
             "reward": batch.rewards,
             "length": batch.lengths,
@@ -66,7 +68,7 @@ class TokenStats:
             squares = (slopes / dist.get_world_size()).double() ** 2
             self._add({SLOPE_SQUARED: squares}, batch.lags)
 
-        scored.logprobs.register_hook(add_slopes)
+        scores.logprobs.register_hook(add_slopes)
 
     @property
     def num_added(self) -> int:

@@ -22,7 +22,7 @@ CHUNK_ROWS = 1024
 """Trained tokens per pass through the head: the most rows that a tensor [tokens, vocabulary] ever has."""
 
 
-class Scored(NamedTuple):
+class TokenScores(NamedTuple):
     """What a forward pass says of the N trained tokens of a micro-batch."""
 
     logprobs: Tensor
@@ -43,7 +43,7 @@ class TokenLogprobs(nn.Module):
         super().__init__()
         self.model = model
         self.value_head: nn.Module | None = None
-        """The ValueHead of extras/gae.py, with --advantage gae: from hidden states [N, H] to values [N] float32."""
+        """The ValueHead of gae.py, with --advantage gae: from hidden states [N, H] to values [N] float32."""
         self.chunk_rows = chunk_rows
         self.attention = model.config._attn_implementation
         """As transformers names it; asyncrl/trainer/attention.py chooses it."""
@@ -60,11 +60,11 @@ class TokenLogprobs(nn.Module):
         sources: Tensor,
         targets: Tensor,
         sampling: Sampling,
-        seen: dict | None = None,
-    ) -> Scored:
+        attention_kwargs: dict | None = None,
+    ) -> TokenScores:
         """Return the scores of the targets, [N] each.
 
-        Tensors as in MicroBatch. `seen` are the arguments that say which tokens see which, where positions do not. The
+        Tensors as in MicroBatch. `attention_kwargs` tell which tokens see which if positions do not. The
         head runs on `chunk_rows` tokens at a time and again in the backward pass. Beside the head's weight and its
         gradient, the most memory that takes is chunk_rows · vocabulary · 4 bytes times 3 (logits and their gradient in
         and out of the softmax), or times 6 where top_p < 1 (the sorted logits and their int64 order), times 4 where
@@ -74,16 +74,16 @@ class TokenLogprobs(nn.Module):
         """
         if self.layout == "row_each":  # also at padding, or transformers sees other sequences there
             position_ids = torch.ones_like(position_ids).cumsum(dim=1) - 1
-        if seen is None:
-            seen = attention_inputs(self.attention, position_ids)
+        if attention_kwargs is None:
+            attention_kwargs = attention_inputs(self.attention, position_ids)
         outputs = self.model.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **seen
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention_kwargs
         )
         rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
         head = functools.partial(self.score_rows, sampling=sampling)
         parts = [
-            checkpoint(head, chunk, wanted, use_reentrant=False, preserve_rng_state=False)
-            for chunk, wanted in zip(
+            checkpoint(head, chunk, chunk_targets, use_reentrant=False, preserve_rng_state=False)
+            for chunk, chunk_targets in zip(
                 rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True
             )
         ]
@@ -91,7 +91,7 @@ class TokenLogprobs(nn.Module):
         if self.value_head is not None:
             values = self.value_head(rows)
         logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-        return Scored(logprobs, entropy, values)
+        return TokenScores(logprobs, entropy, values)
 
     def score_rows(
         self, hidden: Tensor, targets: Tensor, sampling: Sampling

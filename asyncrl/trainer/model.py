@@ -29,15 +29,20 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.trainer.attention import choose_attention
 from asyncrl.trainer.families import read_config
+from asyncrl.trainer.gae import ValueHead
 from asyncrl.trainer.logprobs import TokenLogprobs
+from asyncrl.trainer.lora import (
+    add_adapters,
+    initial_adapters,
+    merge,
+    named_adapters,
+    named_base_parameters,
+)
 from asyncrl.weights.transport import ParameterSpec, Weights
 
-ADAPTER_NAMES = (".lora_A", ".lora_B")
-"""How the names of an adapter's parameters end; extras/lora.py has adapters."""
 _VARYING = (
     r"L\['hidden_states'\]:0",
     r"L\['hidden_states'\]:1",
@@ -88,11 +93,11 @@ def load_model(
     offload = "optimizer" in config.save_memory
     if is_trained and config.advantage == "gae":
         hidden_size = model.get_output_embeddings().in_features
-        module.value_head = extras.load("--advantage gae").ValueHead(hidden_size)
+        module.value_head = ValueHead(hidden_size)
         shard([module.value_head], mesh, None, offload)
     layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
     if config.lora_rank:
-        extras.load("--lora-rank").add_adapters(model, layers, config.lora_rank)
+        add_adapters(model, layers, config.lora_rank)
     if is_trained and compiles(config, device):
         compile_layers(layers)
         # Logits in float32 are written once in a pass then, and not for each operation on them.
@@ -103,10 +108,7 @@ def load_model(
     shard(parts, mesh, compute_dtype(config, device), offload)
     module.to_empty(device="cpu" if offload else device)
     _move_buffers(model, device)
-    adapters = {}
-    if config.lora_rank:
-        adapters = extras.load("--lora-rank").initial_adapters(model, config.seed)
-    _fill_from_rank_0(model, path, dtype, adapters)
+    _fill_from_rank_0(model, path, dtype, initial_adapters(model, config.seed))
     if module.value_head is not None:
         nn.init.zeros_(module.value_head.weight)
     return module.requires_grad_(False) if not is_trained else module
@@ -127,14 +129,13 @@ def named_persistent_buffers(model: nn.Module) -> Weights:
                 yield f"{owner_name}.{name}", buffer
 
 
-def named_adapters(model: nn.Module) -> Weights:
-    """Yield (name, parameter) of every adapter matrix, A and B."""
-    return ((name, p) for name, p in model.named_parameters() if name.endswith(ADAPTER_NAMES))
-
-
-def named_base_parameters(model: nn.Module) -> Weights:
-    """Yield (Hugging Face name, parameter) of the model without its adapters, tied ones once."""
-    return ((name, p) for name, p in model.named_parameters() if not name.endswith(ADAPTER_NAMES))
+def trained_names(module: TokenLogprobs) -> dict[Tensor, str]:
+    """Return the trained parameters, each with its name: that of Hugging Face, or that of the value head."""
+    return {
+        parameter: name.removeprefix("model.")
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 class WholeWeights:
@@ -158,12 +159,9 @@ class WholeWeights:
         device = device or self.device
         model = self.module.model
         adapters = {name: p.detach().to(device) for name, p in named_adapters(model)}
-        lora = extras.load("--lora-rank") if adapters else None
         for name, parameter in named_base_parameters(model):
             full = parameter.detach().to(device, dtype).full_tensor()
-            if adapters:
-                full = lora.merge(name, full, adapters)
-            yield name, full
+            yield name, merge(name, full, adapters)
         for name, buffer in named_persistent_buffers(model):
             yield name, buffer.to(device)
 

@@ -30,7 +30,7 @@ class TrainSequence(TokenColumns):
     loss_mask: np.ndarray
     """[T] bool, True where the policy wrote the token; the first token has no prediction and must be False."""
     advantage: float = 0.0
-    """Advantage of the sequence; with --advantage gae its reward, of which extras/gae.py makes those of tokens."""
+    """Advantage of the sequence; with --advantage gae its reward, of which gae.py makes those of tokens."""
     reward: float = 0.0
     """Reward that the task gave."""
     group_id: int = 0
@@ -103,7 +103,9 @@ class MicroBatch:
     sequence_ids: Tensor
     """[N] int64, non-decreasing; sequences that have a trained token, 0 … S−1."""
     columns: dict[str, Tensor]
-    """[N] each: the columns of TokenColumns, by name."""
+    """[N] each, by name: those of TokenColumns, and those that the trainer adds before its first update of a step.
+    These are `proximal_logprobs`, float32 nats, unless the loss derives them, and with a value head `values` of the
+    state before the token and `returns`, which the head is to predict, float32."""
     advantages: Tensor
     """[N] float32."""
     rewards: Tensor
@@ -114,14 +116,8 @@ class MicroBatch:
     """Number of sequences that have a trained token, S."""
     num_trajectories: float
     """Number of their trajectories; a segment counts as the share of trained tokens that it has."""
-    lags: Tensor | None = None
-    """[N] int64, the trainer's version − the token's, steps; None where nothing is trained."""
-    proximal_logprobs: Tensor | None = None
-    """[N] float32 nats, of the weights before the step's first update; None where the loss derives them."""
-    values: Tensor | None = None
-    """[N] float32, of the state before the token, by the same weights; None without a value head."""
-    returns: Tensor | None = None
-    """[N] float32, what the value head is to predict; None without one."""
+    lags: Tensor
+    """[N] int64, the trainer's version − the token's, steps."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
@@ -191,8 +187,8 @@ def with_equal_counts(updates: Updates) -> Updates:
     return [(update + empty)[:count] for update, count in zip(updates, counts, strict=True)]
 
 
-def pack(bundles: list[Bundle], layout: Layout) -> MicroBatch:
-    """Pack bundles into rows.
+def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> MicroBatch:
+    """Pack bundles into rows. `policy_version` is the trainer's, from which lags are counted, steps.
 
     One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prefixes are shared.
     Others pay for the square of the row, so short rows cost less. A row each is for layers that read from left to right
@@ -227,12 +223,14 @@ def pack(bundles: list[Bundle], layout: Layout) -> MicroBatch:
             sources.append(places[:-1][sequence.loss_mask[1:]])
     input_ids, position_ids, visible_until = torch.from_numpy(columns).view(3, -1, width)
     visible_until -= width * torch.arange(len(rows))[:, None]
+    trained = _trained_columns([sequence for item in bundles for sequence in item.sequences])
     return MicroBatch(
         input_ids,
         position_ids,
         visible_until if is_shared else None,
         torch.from_numpy(np.concatenate(sources)),
-        **_trained_columns([sequence for item in bundles for sequence in item.sequences]),
+        **trained,
+        lags=policy_version - trained["columns"]["policy_versions"].long(),
     )
 
 

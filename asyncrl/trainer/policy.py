@@ -4,6 +4,7 @@ Methods marked «collective» must be called by all ranks. They may have differe
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,15 +17,15 @@ from torch import Tensor, nn
 from algos import KL_ESTIMATORS, LossInputs
 from algos.inputs import couples_tokens, gathered
 from algos.proximal import loglinear
-from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer.checkpoint import trained_names
 from asyncrl.trainer.dealing import balance
+from asyncrl.trainer.gae import estimate_step
 from asyncrl.trainer.lag_stats import TokenStats, trained_on
-from asyncrl.trainer.logprobs import Scored, TokenLogprobs
+from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
+from asyncrl.trainer.lora import without_adapters
 from asyncrl.trainer.loss import choose_loss
-from asyncrl.trainer.model import WholeWeights, load_model, trainer_mesh
+from asyncrl.trainer.model import WholeWeights, load_model, trained_names, trainer_mesh
 from asyncrl.trainer.optimizer import (
     OptimizerState,
     learning_rate,
@@ -69,11 +70,15 @@ class Policy(WholeWeights):
         self.optimizer = make_optimizer(self.config, groups)
         self._lr_scales = [group["lr"] / self.config.lr for group in self.optimizer.param_groups]
         self.optimizer_state = OptimizerState(self.optimizer, trained_names(self.module))
-        moe = extras.find("--optim.seq-aux-loss-coef")
-        self._routing = moe and moe.watch(self.module.model, self.config)
+        plugins = [plugin.make_policy_plugin(self) for plugin in self.config.plugins]
+        self.plugins = [plugin for plugin in plugins if plugin is not None]
 
     def deal_update(self, sequences: list[TrainSequence], num_ranks: int) -> list[list[Bundle]]:
         """Deal the sequences of an update to ranks: [rank] → bundles, about equal tokens each."""
+        for plugin in self.plugins:
+            bundles = plugin.deal_update(sequences, num_ranks)
+            if bundles is not None:
+                return bundles
         return balance(sequences, num_ranks)
 
     def train_step(self, updates: Updates, policy_version: int) -> dict[str, float]:
@@ -83,28 +88,17 @@ class Policy(WholeWeights):
         first in a random order of seed, version and epoch. Proximal log-probs and values are those before the first.
         Returns, equal on all ranks: `loss`, `grad_norm` (before clipping) and `changed_weights` (share that an update
         changes in bfloat16), means over the updates; `lr` of the last; `tokens/forward`, those that a pass over the
-        step reads; what trained_on, TokenStats and, with a value head, estimate_step of extras/gae.py return.
+        step reads; what trained_on, TokenStats, the plugins and, with a value head, estimate_step of gae.py return.
         Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
         for a token from the future.
         """
         self.clock.enter("forward_backward")
         order = self._order(len(updates), policy_version)
         metrics = trained_on(updates, policy_version)
-        metrics["tokens/forward"] = float(self._sum_over_ranks(tokens_read(updates)))
-        batches = [
-            [self._pack(bundles, policy_version) for bundles in update]
-            for update in with_equal_counts(updates)
-        ]
+        metrics["tokens/forward"] = float(self.sum_over_ranks(tokens_read(updates)))
         has_proximal = len(order) > 1 and self.config.proximal == "recompute"
-        if has_proximal or self.module.value_head is not None:
-            batches = [
-                [self._scored(batch, has_proximal) for batch in update] for update in batches
-            ]
-        if self.module.value_head is not None:
-            batches, value_metrics = extras.load("--advantage gae").estimate_step(
-                batches, self._sum_over_ranks, self.config.advantage_options
-            )
-            metrics |= value_metrics
+        batches, value_metrics = self._prepare(updates, policy_version, has_proximal)
+        metrics |= value_metrics
         stats = TokenStats()
         results = [
             self._update(batches[index], policy_version, num_made / len(order), stats)
@@ -114,8 +108,8 @@ class Policy(WholeWeights):
             metrics[name] = sum(result[name] for result in results) / len(results)
         metrics["lr"] = results[-1]["lr"]
         metrics |= stats.reduce()
-        if self._routing is not None:
-            metrics |= self._routing.metrics(self._sum_over_ranks)
+        for plugin in self.plugins:
+            metrics |= plugin.metrics()
         if self.device.type != "cpu":
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             metrics["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
@@ -130,12 +124,32 @@ class Policy(WholeWeights):
             order += generator.permutation(num_minibatches).tolist()
         return order
 
+    def _prepare(
+        self, updates: Updates, policy_version: int, has_proximal: bool
+    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+        """Pack a step, and add what the weights before its first update give; also metrics of values; collective."""
+        batches = [
+            [self.pack(bundles, policy_version) for bundles in update]
+            for update in with_equal_counts(updates)
+        ]
+        has_values = self.module.value_head is not None
+        if has_proximal or has_values:
+            batches = [
+                [self._with_initial_scores(batch, has_proximal) for batch in update]
+                for update in batches
+            ]
+        if not has_values:
+            return batches, {}
+        return estimate_step(batches, self.sum_over_ranks, self.config.advantage_options)
+
     @torch.no_grad()
-    def _scored(self, batch: MicroBatch, has_proximal: bool) -> MicroBatch:
-        """Add what the weights before the first update say: values, and proximal log-probs if the step has them."""
-        scored = self._forward(self.module, batch)
-        proximal_logprobs = scored.logprobs if has_proximal else None
-        return replace(batch, proximal_logprobs=proximal_logprobs, values=scored.values)
+    def _with_initial_scores(self, batch: MicroBatch, has_proximal: bool) -> MicroBatch:
+        """Add columns of scores by the weights before the first update: values, and proximal log-probs if asked."""
+        scores = self.forward(self.module, batch)
+        columns = batch.columns | {"values": scores.values}
+        if has_proximal:
+            columns["proximal_logprobs"] = scores.logprobs
+        return replace(batch, columns=columns)
 
     @torch.no_grad()
     def score(self, microbatches: list[list[TrainSequence]], raw: bool = False) -> list[Tensor]:
@@ -145,41 +159,32 @@ class Policy(WholeWeights):
         """
         (padded,) = with_equal_counts([microbatches])
         batches = [pack(sequences, self.module.layout).to(self.device) for sequences in padded]
-        scores = [self._forward(self.module, batch, raw).logprobs.cpu() for batch in batches]
+        scores = [self.forward(self.module, batch, raw).logprobs.cpu() for batch in batches]
         # FSDP keeps the root's weights gathered, for a backward pass that does not come
         self.module.reshard()
         return scores[: len(microbatches)]
 
-    def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
-        batch = pack(bundles, self.module.layout)
-        versions = batch.columns["policy_versions"].long()
-        newest = max(versions.tolist(), default=policy_version)
+    def pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
+        """Pack bundles to train on. Raises RuntimeError for a token of a newer version than the trainer's."""
+        batch = pack(bundles, self.module.layout, policy_version)
+        newest = max(batch.columns["policy_versions"].tolist(), default=policy_version)
         if newest > policy_version:
             raise RuntimeError(
                 f"a token was sampled by version {newest}, but the trainer is at version {policy_version}: "
                 "versions are stamped or published wrongly"
             )
-        return replace(batch, lags=policy_version - versions).to(self.device)
+        for plugin in self.plugins:
+            batch = plugin.pack(batch, bundles)
+        return batch.to(self.device)
 
-    def _forward(
-        self,
-        module: TokenLogprobs,
-        batch: MicroBatch,
-        raw: bool = False,
-        seen: dict | None = None,
-    ) -> Scored:
-        """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out, `seen` as in
-        TokenLogprobs."""
+    def forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> TokenScores:
+        """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out."""
         config = self.config
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
-        return module(
-            batch.input_ids,
-            batch.position_ids,
-            batch.sources,
-            batch.targets,
-            Sampling() if raw else sampling,
-            seen,
-        )
+        score = functools.partial(_score, Sampling() if raw else sampling)
+        for plugin in self.plugins:
+            score = functools.partial(plugin.forward, score)
+        return score(module, batch, None)
 
     def _update(
         self, batches: list[MicroBatch], policy_version: int, progress: float, stats: TokenStats
@@ -207,14 +212,14 @@ class Policy(WholeWeights):
             per_token_loss = self._per_token_loss(batch, progress, update, stats)
             weights = token_weights(batch.lengths, totals, self.config)
             summed = (per_token_loss * weights).sum()
-            if self._routing is not None:
-                summed = summed + self._routing.loss(batch, totals.sequences)
+            for plugin in self.plugins:
+                summed = summed + plugin.extra_loss(batch, totals.sequences)
             # FSDP averages gradients over ranks, but the weights are global already: undo the average.
             (summed * dist.get_world_size()).backward()
             loss += summed.detach()
         ess = stats.sequence_ess(num_added_before) if self.config.optim.scale_lr_by_ess else 1.0
         lr = learning_rate(self.config, self.num_updates, policy_version + progress, ess)
-        return self._step(float(self._sum_over_ranks(loss)), lr)
+        return self._step(float(self.sum_over_ranks(loss)), lr)
 
     def _totals(self, batches: list[MicroBatch]) -> UpdateTotals:
         """Count the trained tokens, sequences and trajectories of an update, on all ranks; collective."""
@@ -222,7 +227,7 @@ class Policy(WholeWeights):
             (len(batch.targets), batch.num_sequences, batch.num_trajectories) for batch in batches
         ]
         totals = torch.tensor(counts, dtype=torch.float64).sum(0)
-        return UpdateTotals(*self._sum_over_ranks(totals).tolist())
+        return UpdateTotals(*self.sum_over_ranks(totals).tolist())
 
     def _per_token_loss(
         self,
@@ -233,24 +238,24 @@ class Policy(WholeWeights):
     ) -> Tensor:
         """Return the loss [N] of each trained token, penalties included; its statistics go to `stats`."""
         ref_logprobs = self._reference_logprobs(batch)
-        scored = self._forward(self.module, batch)
+        scores = self.forward(self.module, batch)
         if not len(batch.targets):
             # [0], but in the graph: this rank's FSDP collectives must still run backwards.
-            return scored.logprobs + scored.values
-        inputs = _loss_inputs(batch, scored.logprobs, progress)
+            return scores.logprobs + scores.values
+        inputs = _loss_inputs(batch, scores.logprobs, progress)
         loss, token_stats = self.loss(inputs) if update is None else self.loss(inputs, update)
         if ref_logprobs is not None:
             estimator = KL_ESTIMATORS[self.config.kl_estimator]
-            kl = estimator(scored.logprobs, ref_logprobs, batch.columns["behavior_logprobs"])
+            kl = estimator(scores.logprobs, ref_logprobs, batch.columns["behavior_logprobs"])
             token_stats = token_stats | {"kl_ref": kl.detach()}
             loss = loss + self.config.kl_coef * kl
         if self.config.optim.entropy_coef:
-            loss = loss - self.config.optim.entropy_coef * scored.entropy
-        if batch.returns is not None:
-            errors = (scored.values - batch.returns) ** 2 / 2
+            loss = loss - self.config.optim.entropy_coef * scores.entropy
+        if "returns" in batch.columns:
+            errors = (scores.values - batch.columns["returns"]) ** 2 / 2
             token_stats = token_stats | {"value/loss": errors.detach()}
             loss = loss + self.config.advantage_options.value_coef * errors
-        stats.add_scores(batch, scored, token_stats)
+        stats.add_scores(batch, scores, token_stats)
         return loss
 
     @torch.no_grad()
@@ -260,16 +265,16 @@ class Policy(WholeWeights):
             return None
         base = contextlib.nullcontext()
         if self.config.lora_rank:
-            base = extras.load("--lora-rank").without_adapters(self.reference)
+            base = without_adapters(self.reference)
         with base:
-            return self._forward(self.reference, batch).logprobs
+            return self.forward(self.reference, batch).logprobs
 
     @torch.no_grad()
     def _all_tokens(self, batches: list[MicroBatch], progress: float) -> LossInputs:
         """Return the inputs of all trained tokens of an update, on all ranks; collective."""
         parts = []
         for batch in batches:
-            logprobs = self._forward(self.module, batch).logprobs
+            logprobs = self.forward(self.module, batch).logprobs
             parts.append(_loss_inputs(batch, logprobs, progress))
         return gathered(parts)
 
@@ -277,13 +282,20 @@ class Policy(WholeWeights):
         """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""
         # Reading `loss` has just waited for the device, so the host's time is the device's.
         self.clock.enter("optimizer")
+        for plugin in self.plugins:
+            plugin.after_backward()
         # Each by itself: errors of values, which are large at first, must not scale down the model's gradient.
         norms = [
             nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
             for parameters in self._clipped
         ]
         grad_norm, *head_norms = [float(norm.full_tensor()) for norm in norms]
-        if not all(map(math.isfinite, [loss, grad_norm, *head_norms])):
+        is_finite = all(map(math.isfinite, [loss, grad_norm, *head_norms]))
+        if any([plugin.skips_update(loss, is_finite) for plugin in self.plugins]):
+            self.optimizer.zero_grad()
+            self.clock.enter("forward_backward")
+            return {"loss": loss, "grad_norm": 0.0, "lr": lr, "changed_weights": 0.0}
+        if not is_finite:
             raise NotFinite(
                 f"loss {loss} and gradient norm {grad_norm} at update {self.num_updates} must be finite: "
                 "look at the rewards, the behavior log-probs and the learning rate"
@@ -296,7 +308,7 @@ class Policy(WholeWeights):
         self.optimizer.zero_grad()
         self.num_updates += 1
         # To read the sum waits for the device, too.
-        changed_weights = float(self._sum_over_ranks(num_changed)) / num_weights
+        changed_weights = float(self.sum_over_ranks(num_changed)) / num_weights
         self.clock.enter("forward_backward")
         return {
             "loss": loss,
@@ -305,18 +317,30 @@ class Policy(WholeWeights):
             "changed_weights": changed_weights,
         }
 
-    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the sums of values over all ranks, on the policy's device; collective."""
         values = values.to(self.device)
         dist.all_reduce(values)
         return values
 
 
+def _score(
+    sampling: Sampling, module: TokenLogprobs, batch: MicroBatch, attention_kwargs: dict | None
+) -> TokenScores:
+    return module(
+        batch.input_ids,
+        batch.position_ids,
+        batch.sources,
+        batch.targets,
+        sampling,
+        attention_kwargs,
+    )
+
+
 def _loss_inputs(batch: MicroBatch, logprobs: Tensor, progress: float) -> LossInputs:
     """Return what a loss sees of a micro-batch with current log-probs [N], after `progress` of the step's updates."""
-    behavior_logprobs, proximal_logprobs = (
-        batch.columns["behavior_logprobs"],
-        batch.proximal_logprobs,
-    )
+    behavior_logprobs = batch.columns["behavior_logprobs"]
+    proximal_logprobs = batch.columns.get("proximal_logprobs")
     if proximal_logprobs is None:
         # Before the first update the proximal policy is the current one, so with one update this is exact.
         proximal_logprobs = loglinear(logprobs, behavior_logprobs, batch.lags, progress)
@@ -347,7 +371,4 @@ def load_policy(
     if reference is not None and not config.lora_rank:
         reference = load_model(config, model_path, mesh, device, is_trained=False)
         reference.set_reshard_after_forward(True)
-    kind = Policy
-    for plugin in config.plugins:
-        kind = plugin.policy_class(kind)
-    return kind(config, model_path, module, reference, loss, device, clock or TrainerClock())
+    return Policy(config, model_path, module, reference, loss, device, clock or TrainerClock())

@@ -78,7 +78,7 @@ def total(items: list[Item]) -> float:
 def trained_parameters(config: Config, shape: ModelShape) -> int:
     """Parameters that the optimizer has: all, or with LoRA those of the adapters of every linear layer.
 
-    Experts of a mixture have none; see extras/lora.py.
+    Experts of a mixture have none; see asyncrl/trainer/lora.py.
     """
     if not config.lora_rank:
         return shape.num_parameters

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from asyncrl.trainer.policy import Policy
+    from extras.router_replay.policy import Replaying
 
 FAMILIES = ("flex_olmo", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Models whose routers take the likeliest experts of a softmax, and that are packed or read one a row.
@@ -63,14 +64,11 @@ class ReplayPlugin(Plugin):
                 "or none; leave it out, or take another --model"
             )
 
-    def policy_class(self, base: type["Policy"]) -> type["Policy"]:
-        """Return `base`, a class of policies, which replays."""
+    def make_policy_plugin(self, policy: "Policy") -> "Replaying":
+        """Return what replays experts in a policy's passes."""
         from extras.router_replay.policy import Replaying
 
-        class ReplayingPolicy(Replaying, base):
-            """A policy whose passes over a step's sequences replay their experts."""
-
-        return ReplayingPolicy
+        return Replaying(policy)
 
 
 PLUGIN = ReplayPlugin()

@@ -14,14 +14,17 @@ what is scored without being trained on, as the probe.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncrl.trainer.logprobs import Scored, TokenLogprobs
-from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence, Updates
+from asyncrl.plugins import PolicyPlugin
+from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
+from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence
+from asyncrl.trainer.policy import Policy
 
 NOT_RECORDED = -1
 """In place of an expert: the router chooses itself."""
@@ -88,48 +91,54 @@ def choose(router: nn.Module, inputs: tuple, output: tuple) -> tuple[Tensor, Ten
     return logits, weights.to(own_weights.dtype), experts
 
 
-class Replaying:
-    """What a policy does besides where it replays experts; a class of policies is to come behind this one."""
+class Replaying(PolicyPlugin):
+    """Replays the recorded experts in a policy's passes over the sequences of a step."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        modules = {self.module, self.reference or self.module}
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        modules = {policy.module, policy.reference or policy.module}
         self._replays = {module: Replay(module.model) for module in modules}
+        self._num_bytes = 0
+        """Size of the records that were packed since the last step."""
 
-    def train_step(self, updates: Updates, policy_version: int) -> dict[str, float]:
-        """Make the updates of a step, as Policy does; collective.
-
-        Also returns `experts/rerouted`, the share of the recorded experts that the trainer's own routers would not have
-        chosen, and `experts/recorded_mib`, the size of the step's record, MiB.
-        """
-        metrics = super().train_step(updates, policy_version)
-        sequences = [
-            bundle.sequences[0] for update in updates for batch in update for bundle in batch
-        ]
-        size = sum(sequence.experts.nbytes for sequence in sequences if sequence.num_trained)
-        counts = self._replays[self.module].take_counts()
-        sums = self._sum_over_ranks(torch.cat([counts, counts.new_tensor([size])]))
-        num_new, num_replayed, size = sums.tolist()
-        return metrics | {
-            "experts/rerouted": num_new / num_replayed,
-            "experts/recorded_mib": size / 2**20,
-        }
-
-    def _pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
-        batch = super()._pack(bundles, policy_version)
-        config = self.module.model.config
+    def pack(self, batch: MicroBatch, bundles: list[Bundle]) -> MicroBatch:
+        """Return the micro-batch with the experts of its tokens."""
+        sequences = [bundle.sequences[0] for bundle in bundles]
+        config = self._policy.module.model.config
         experts = place_experts(
-            [bundle.sequences[0] for bundle in bundles],
-            batch,
-            config.num_hidden_layers,
-            config.num_experts_per_tok,
+            sequences, batch, config.num_hidden_layers, config.num_experts_per_tok
         )
-        return RoutedMicroBatch(**vars(batch), experts=experts.to(self.device))
+        self._num_bytes += sum(
+            sequence.experts.nbytes for sequence in sequences if sequence.num_trained
+        )
+        return RoutedMicroBatch(**vars(batch), experts=experts)
 
-    def _forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> Scored:
+    def forward(
+        self,
+        score: Callable[..., TokenScores],
+        module: TokenLogprobs,
+        batch: MicroBatch,
+        attention_kwargs: dict | None,
+    ) -> TokenScores:
+        """Score the trained tokens of a micro-batch with its recorded experts."""
         is_routed = isinstance(batch, RoutedMicroBatch)
         self._replays[module].take(batch.experts if is_routed else None)
-        return super()._forward(module, batch, raw)
+        return score(module, batch, attention_kwargs)
+
+    def metrics(self) -> dict[str, float]:
+        """Return how a step's record differs from the trainer's own choice, and how large it is.
+
+        `experts/rerouted` is the share of the recorded experts that the trainer's own routers would not have chosen.
+        `experts/recorded_mib` is the size of the record, MiB.
+        """
+        counts = self._replays[self._policy.module].take_counts()
+        counts = torch.cat([counts, counts.new_tensor([self._num_bytes])])
+        self._num_bytes = 0
+        num_new, num_replayed, num_bytes = self._policy.sum_over_ranks(counts).tolist()
+        return {
+            "experts/rerouted": num_new / num_replayed,
+            "experts/recorded_mib": num_bytes / 2**20,
+        }
 
 
 def place_experts(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from asyncrl.trainer.policy import Policy
+    from extras.trees.policy import Sharing
 
 
 class SharingPlugin(Plugin):
@@ -28,14 +29,11 @@ class SharingPlugin(Plugin):
                 "option out"
             )
 
-    def policy_class(self, base: type["Policy"]) -> type["Policy"]:
-        """Return `base`, a class of policies, which reads shared prefixes once."""
+    def make_policy_plugin(self, policy: "Policy") -> "Sharing":
+        """Return what reads shared prefixes of a policy's updates once."""
         from extras.trees.policy import Sharing
 
-        class SharingPolicy(Sharing, base):
-            """A policy whose updates read what several sequences begin with once."""
-
-        return SharingPolicy
+        return Sharing(policy)
 
 
 PLUGIN = SharingPlugin()

@@ -12,7 +12,7 @@ from tiny_policy import brute_force_nucleus, random_sequences
 from transformers import AutoModelForCausalLM
 
 from asyncrl.trainer.lag_stats import TokenStats
-from asyncrl.trainer.logprobs import Scored, TokenLogprobs
+from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
 from asyncrl.trainer.packing import pack
 from asyncrl.trainer.sampling import Sampling, sampling_logits
 
@@ -69,7 +69,7 @@ def test_weights_beyond_a_floats_range_have_an_effective_sample_size():
     batch = replace(batch, lags=torch.zeros_like(batch.targets))
     logprobs = (batch.columns["behavior_logprobs"] + 300).requires_grad_()
     stats = TokenStats()
-    stats.add_scores(batch, Scored(logprobs, logprobs, logprobs), {})
+    stats.add_scores(batch, TokenScores(logprobs, logprobs, logprobs), {})
     metrics = stats.reduce()
     assert metrics["sequence_ess"] == pytest.approx(1 / 5)
     assert metrics["ratio_max"] == pytest.approx(math.exp(20))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tiny_families import tiny_config
 from tiny_policy import (
     VERSION,
+    change_sharing,
     grouped_sequences,
     load,
     make_config,
@@ -25,8 +26,8 @@ import asyncrl.trainer.model
 from asyncrl.config import Config, OptimOptions
 from asyncrl.job.inputs import check_model
 from asyncrl.trainer.checkpoint import training_state
-from asyncrl.trainer.model import _read_model, compiles, named_adapters
-from extras.lora import add_adapters
+from asyncrl.trainer.lora import add_adapters, named_adapters
+from asyncrl.trainer.model import _read_model, compiles
 from extras.trees.tree import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -100,12 +101,12 @@ def test_compiled_layers_make_the_step_of_the_definition_by_few_graphs(
 
 def test_layers_are_compiled_for_trees_of_all_sizes(untied, graphs):
     policy = load(make_config(untied, compile=True, temperature=0.8, share_prefix="tree"))
-    policy.attention_of_trees = "flex_attention"
+    change_sharing(policy, attention_of_trees="flex_attention")
     for num in (2, 60):
-        batch = policy._pack(bundle(random_tree(num, num, vocabulary=20), "tree"), 12)
+        batch = policy.pack(bundle(random_tree(num, num, vocabulary=20), "tree"), 12)
         for raw in (False, True):
             with torch.no_grad():
-                policy._forward(policy.module, batch, raw)
+                policy.forward(policy.module, batch, raw)
     # of the head with the temperature and without, and of layers for masks of one block and of more
     assert len(graphs) <= 4
     check_inputs(graphs)
@@ -146,7 +147,7 @@ def test_bfloat16_computes_about_what_float32_does_and_not_the_same(model, by_bo
     """As a GPU computes, by chunks of the head; tolerance 5 % of the gradient, and 0.05 nats of the mean log-prob."""
     config = make_config(model, dtype="bfloat16", **options)
     policy = load(config)
-    policy.attention_of_trees = "sdpa"
+    change_sharing(policy, attention_of_trees="sdpa")
     randomize(policy)
     policy.module.chunk_rows = 7
     plain, sequences = PlainTrainer(policy), grouped_sequences(6, 4)

@@ -16,6 +16,7 @@ from tiny_families import LONG_PHI3
 from tiny_policy import (
     VERSION,
     VOCAB,
+    change_sharing,
     grouped_sequences,
     load,
     make_config,
@@ -32,9 +33,9 @@ import asyncrl.trainer.model
 from asyncrl.config import AdvantageOptions, OptimOptions
 from asyncrl.trainer.attention import varlen_bounds
 from asyncrl.trainer.families import COMPARED
+from asyncrl.trainer.gae import estimate_step
 from asyncrl.trainer.lag_stats import TokenStats
 from asyncrl.trainer.policy import Policy
-from extras import gae
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ALL_SAVED = ("head", "activations", "optimizer")
@@ -128,10 +129,12 @@ def test_an_update_makes_no_tensor_elsewhere_than_its_micro_batches_are_and_none
     waits = HostWaits()
 
     elsewhere, host = torch.device("meta"), torch.device("cpu")
-    for method in ("_update", "_scored"):  # what is packed before is on the host
+    for method in ("_update", "_with_initial_scores"):  # what is packed before is on the host
         changed = waits(device_decorator(elsewhere, getattr(Policy, method)))
         monkeypatch.setattr(Policy, method, changed)
-    monkeypatch.setattr(gae, "estimate_step", device_decorator(elsewhere, gae.estimate_step))
+    monkeypatch.setattr(
+        "asyncrl.trainer.policy.estimate_step", device_decorator(elsewhere, estimate_step)
+    )
     # counts, AdamW's count of steps and what is gathered of all ranks are the host's
     for owner, method in ((Policy, "_totals"), (Policy, "_step"), (TokenStats, "sequence_ess")):
         monkeypatch.setattr(owner, method, device_decorator(host, getattr(owner, method)))
@@ -153,7 +156,7 @@ def test_an_update_makes_no_tensor_elsewhere_than_its_micro_batches_are_and_none
 def load_random(config):
     """A policy of which all that is trained is random, and that reads trees by a mask."""
     policy = load(config)
-    policy.attention_of_trees = "sdpa"
+    change_sharing(policy, attention_of_trees="sdpa")
     randomize(policy)
     return policy
 
@@ -252,7 +255,7 @@ def check_on_two_ranks(rank, models, names):
         policy = load(config)
         randomize(policy)
         policy.module.chunk_rows = 7
-        policy._cost = sum  # as where attention takes bounds
+        change_sharing(policy, cost=sum)  # as where attention takes bounds
         has_few = name == "ranks without sequences"
         updates = minibatches_of(
             random_sequences(3) if has_few else grouped_sequences(5, 3), config

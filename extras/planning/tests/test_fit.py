@@ -17,8 +17,7 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import place
 from asyncrl.config import Config
-from asyncrl.trainer.model import named_adapters
-from extras.lora import add_adapters
+from asyncrl.trainer.lora import add_adapters, named_adapters
 from extras.planning.fit import first_that_fits, fit, plan_memory
 from extras.planning.memory import (
     GIB,

@@ -21,14 +21,21 @@ from packed_rows import (
 )
 from plain_trainer import distinct_prefixes
 from tiny_families import plain_scores
-from tiny_policy import load, make_config, make_sequence, random_tree, save_tiny_family
+from tiny_policy import (
+    change_sharing,
+    load,
+    make_config,
+    make_sequence,
+    random_tree,
+    save_tiny_family,
+)
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from asyncrl.config import Config, Sharing
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.packing import ATTENTION_BLOCK, pack
 from extras.trees.attention import _block_mask_maker, dense_cost, mask_function
-from extras.trees.option import check
+from extras.trees.option import PLUGIN
 from extras.trees.tree import bundle, choose_bundles, count_tokens
 
 BUDGETS = st.just(math.inf) | st.integers(20, 60)
@@ -121,14 +128,14 @@ def test_flex_attention_has_the_scores_of_single_sequences_and_each_token_meets_
 ):
     path, rows = save_tiny_family("qwen3", str(tmp_path)), []
     policy = load(make_config(path, share_prefix="tree"))
-    policy.attention_of_trees = "flex_attention"
+    change_sharing(policy, attention_of_trees="flex_attention")
     bundles = bundle(random_tree(20, seed=5, system=0), "tree")
     sequences = [s for b in bundles for s in b.sequences]
     expected = plain_scores(AutoModelForCausalLM.from_pretrained(path), sequences)
     head = policy.module.model.lm_head
     head.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     with torch.compiler.set_stance("force_eager"):
-        scored = policy._forward(policy.module, pack(bundles, "one_row"))
+        scored = policy.forward(policy.module, pack(bundles, "one_row"))
     torch.testing.assert_close(scored.logprobs, expected, rtol=1e-5, atol=1e-5)
     trained = {tuple(s.tokens[: t + 1]) for s in sequences for t in s.loss_mask.nonzero()[0]}
     assert len(bundles) == 3
@@ -152,10 +159,10 @@ def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
 def test_a_model_that_cannot_share_is_refused_in_one_line_and_auto_shares_nothing_there(tmp_path):
     windowed = MistralConfig(sliding_window=64)
     for sharing in ("off", "auto"):
-        check(Config(share_prefix=sharing), windowed)
+        PLUGIN.check(Config(share_prefix=sharing), windowed)
     line = "^--share-prefix needs full attention in every layer, m has sliding_window 64; leave the opt"
     with pytest.raises(ValueError, match=line):
-        check(Config(model="m", share_prefix="tree"), windowed)
+        PLUGIN.check(Config(model="m", share_prefix="tree"), windowed)
     policy = load(make_config(save_tiny_family("gpt_oss", str(tmp_path)), share_prefix="auto"))
     (bundles,) = policy.deal_update(random_tree(6), 1)
     assert [len(b.sequences) for b in bundles] == [1] * 6

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from asyncrl.trainer.model import named_adapters
+from asyncrl.weights.transport import Weights
 
+ADAPTER_NAMES = (".lora_A", ".lora_B")
+"""How the names of an adapter's parameters end."""
 SCALE = 2
 """alpha / r."""
 
@@ -66,6 +68,16 @@ def add_adapters(model: nn.Module, blocks: list[nn.Module], rank: int) -> None:
         )
     for owner, name, child in linear_layers:
         setattr(owner, name, LoraLinear(child, rank))
+
+
+def named_adapters(model: nn.Module) -> Weights:
+    """Yield (name, parameter) of every adapter matrix, A and B."""
+    return ((name, p) for name, p in model.named_parameters() if name.endswith(ADAPTER_NAMES))
+
+
+def named_base_parameters(model: nn.Module) -> Weights:
+    """Yield (Hugging Face name, parameter) of the model without its adapters, tied ones once."""
+    return ((name, p) for name, p in model.named_parameters() if not name.endswith(ADAPTER_NAMES))
 
 
 def initial_adapters(model: nn.Module, seed: int) -> dict[str, Tensor]:

@@ -98,7 +98,7 @@ def estimate_step(
 def _estimate(batch: MicroBatch, options: AdvantageOptions) -> Tensor:
     """Return advantages, returns and errors of the values, [3, N] float64, on the CPU."""
     rewards = batch.advantages.cpu()
-    values = batch.values.cpu()
+    values = batch.columns["values"].cpu()
     sequence_ids = batch.sequence_ids.cpu()
     advantages = gae(rewards, values, sequence_ids, options.gamma, options.lam)
     errors = gae(rewards, values, sequence_ids, options.gamma, options.value_lam)
@@ -118,4 +118,4 @@ def _moments(columns: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> tup
 def _with_estimate(batch: MicroBatch, estimate: Tensor) -> MicroBatch:
     """Return the micro-batch with advantages and returns, the first two rows of [3, N], as float32 on its device."""
     advantages, returns = (row.to(batch.advantages) for row in estimate[:2])
-    return replace(batch, advantages=advantages, returns=returns)
+    return replace(batch, advantages=advantages, columns=batch.columns | {"returns": returns})

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from asyncrl.config import AdvantageOptions
-from extras.gae import ValueHead, estimate_step
+from asyncrl.trainer.gae import ValueHead, estimate_step
 
 
 @dataclass(frozen=True)
 class Batch:
     advantages: torch.Tensor
-    values: torch.Tensor
+    columns: dict[str, torch.Tensor]
     sequence_ids: torch.Tensor
-    returns: torch.Tensor | None = None
 
 
 def batch_of(sequences):
@@ -23,7 +22,7 @@ def batch_of(sequences):
     rewards = torch.tensor([reward for reward, _ in sequences], dtype=torch.float32)
     values = torch.tensor([value for _, values in sequences for value in values])
     ids = torch.arange(len(sequences)).repeat_interleave(lengths)
-    return Batch(rewards.repeat_interleave(lengths), values, ids)
+    return Batch(rewards.repeat_interleave(lengths), {"values": values}, ids)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +44,8 @@ def test_values_explain_nothing_of_returns_that_are_all_equal(sequences, explain
     """Advantages are whitened, those that are equal to zero."""
     updates = [[batch_of(part)] for part in ([], sequences)]
     ((nothing,), (batch,)), metrics = estimate_step(updates, torch.clone, AdvantageOptions())
-    assert metrics == pytest.approx(explained) and len(nothing.returns) == 0
-    assert batch.advantages.dtype == batch.returns.dtype == torch.float32
+    assert metrics == pytest.approx(explained) and len(nothing.columns["returns"]) == 0
+    assert batch.advantages.dtype == batch.columns["returns"].dtype == torch.float32
     assert batch.advantages.abs().max() < most
 
 

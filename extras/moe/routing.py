@@ -9,34 +9,28 @@ also those of the prompt.
 Differs from families that choose by a sigmoid, a bias or groups: the likeliest by the logits are counted.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from asyncrl.config import Config, Rule
-from asyncrl.plugins import Plugin
+from asyncrl.plugins import PolicyPlugin
 from asyncrl.trainer.packing import MicroBatch
+from asyncrl.trainer.policy import Policy
 
 _GIVE_CHANCES = ("Gemma4TextRouter",)
 """Routers that return a softmax. The others return what one is made of."""
-RULES: list[Rule] = [
-    (
-        lambda c: c.optim.seq_aux_loss_coef > 0 and c.share_prefix != "off",
-        "--optim.seq-aux-loss-coef {c.optim.seq_aux_loss_coef:g} balances experts within a sequence, and "
-        "--share-prefix {c.share_prefix} reads several as one; change one of the two",
-    ),
-]
 
 
-class Routing:
-    """What the routers of a model chose in the forward passes of updates, since its metrics were taken."""
+class Routing(PolicyPlugin):
+    """Counts what the routers of a policy choose in the forward passes of updates, and balances it."""
 
-    def __init__(self, model: PreTrainedModel, routers: list[nn.Module], index: int, weight: float):
+    def __init__(self, policy: Policy, routers: list[nn.Module], index: int):
         """`index` is that of the output [tokens, E] in the tuple that a router may return."""
-        self._index, self._weight = index, weight
+        model = policy.module.model
+        self._policy = policy
+        self._index = index
+        self._weight = policy.config.optim.seq_aux_loss_coef
         self._gives_chances = type(routers[0]).__name__ in _GIVE_CHANCES
         self._top_k = torch.tensor([_top_k(router, model.config) for router in routers])
         self._outputs: list[Tensor] | None = None
@@ -71,11 +65,8 @@ class Routing:
             if kept is not None and self._outputs is not None:
                 self._outputs.append(kept)
 
-    def loss(self, batch: MicroBatch, num_sequences: float) -> Tensor:
-        """Return this micro-batch's part of the loss of an update of `num_sequences`, times its weight.
-
-        To be called once after the forward pass of a micro-batch.
-        """
+    def extra_loss(self, batch: MicroBatch, num_sequences: float) -> Tensor:
+        """Return this micro-batch's part of the loss that balances experts, times its weight."""
         self._take()
         outputs, self._outputs = torch.stack(self._outputs), None
         if not self._weight:
@@ -107,7 +98,7 @@ class Routing:
         self._sums.append((choices.sum(dim=1).double(), totals, counts.double()))
         return self._weight * balance / num_sequences
 
-    def metrics(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics of all micro-batches since the last call, equal on all ranks; collective.
 
         `experts/load_max` is the load of the busiest expert over the mean one, and `experts/unused` the share of
@@ -116,7 +107,7 @@ class Routing:
         """
         load, totals, counts = (sum(column) for column in zip(*self._sums, strict=True))
         self._sums = []
-        sums = sum_over_ranks(torch.cat([load.flatten(), totals, counts]))
+        sums = self._policy.sum_over_ranks(torch.cat([load.flatten(), totals, counts]))
         load, (balance, entropy, sequences, tokens) = sums[:-4].view_as(load), sums[-4:].tolist()
         return {
             "experts/load_max": float((load / load.mean(dim=1, keepdim=True)).amax(dim=1).mean()),
@@ -126,27 +117,11 @@ class Routing:
         }
 
 
-class BalancePlugin(Plugin):
-    """What --optim.seq-aux-loss-coef changes."""
+def find_routers(model: PreTrainedModel, weight: float) -> tuple[list[nn.Module], int]:
+    """Return the routers of a model, and the index of the output [tokens, E] in the tuple that they may return.
 
-    rules = RULES
-
-    def check(self, config: Config, hf_config: PreTrainedConfig) -> None:
-        """Raise ValueError, before a model is loaded, if it has no experts."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
-        watch(model, config)
-
-
-PLUGIN = BalancePlugin()
-
-
-def watch(model: PreTrainedModel, config: Config) -> Routing | None:
-    """Watch the routers of a model; None for one without experts.
-
-    Raises ValueError for --optim.seq-aux-loss-coef where there is none.
+    Raises ValueError for a `weight` above 0 of --optim.seq-aux-loss-coef and a model without routers.
     """
-    weight = config.optim.seq_aux_loss_coef
     recorder = (model.base_model._can_record_outputs or {}).get("router_logits")
     routers = []
     if recorder is not None:
@@ -156,14 +131,12 @@ def watch(model: PreTrainedModel, config: Config) -> Routing | None:
             for name, module in model.named_modules()
             if isinstance(module, recorder.target_class) and name.endswith(ending)
         ]
-    if routers:
-        return Routing(model, routers, recorder.index, weight)
-    if weight:
+    if weight and not routers:
         raise ValueError(
             f"--optim.seq-aux-loss-coef {weight:g} balances experts, and a {model.config.model_type} has none that can "
             "be seen; leave it out"
         )
-    return None
+    return routers, recorder.index if routers else 0
 
 
 def _top_k(router: nn.Module, config: PreTrainedConfig) -> int:

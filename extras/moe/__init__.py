@@ -1,0 +1,1 @@
+"""Mixtures of experts: metrics of routers, and a loss that balances experts."""
