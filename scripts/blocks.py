@@ -13,7 +13,6 @@ from algos import LOSSES
 from asyncrl.config import OPTIONS, Config, allowed_values
 from asyncrl.job.command_line import option_texts
 from asyncrl.trainer.loss import keywords_of
-from extras.simulation import report as simulation_report
 from scripts.bench import gpu as gpu_bench
 from scripts.bench import rollout as rollout_bench
 from scripts.bench.harness import gain_text, rounds
@@ -130,8 +129,3 @@ def mechanisms() -> str:
             gain = gain_text(column.gains(settings[setting], settings[against]))
             rows.append([option, baseline, paper, gain.replace(" [", "× [")])
     return table("option | baseline | paper | gain in trained tokens/s [range]", rows)
-
-
-def simulation() -> str:
-    """Return the papers' numbers beside the simulated ones, hits and misses."""
-    return lines(simulation_report.short(records_of("simulation")))

@@ -1,72 +1,117 @@
-"""The papers' comparisons at their scale, by simulation: `python scripts/simulate.py`.
+"""Simulate runs at a scale that no machine here has: `python scripts/simulate.py`.
 
-A discrete-event simulation with a virtual clock. The Controller is the real one, with its SampleBuffer, TicketSource
-and Dispatcher. Simulated are what a worker does between two messages, the speed of its engine and the time
-to train (extras/simulation/). What is assumed: see the table and workload.py, engine.py and scenarios.toml.
+The Controller is the real one, with its SampleBuffer, TicketSource and Dispatcher, on a virtual clock. Workers between
+two messages, speeds of engines and times of training are simulated (extras/simulation/).
 
-    python scripts/simulate.py                          # everything: records and table in results/simulation
-    python scripts/simulate.py --only scheduling        # some of them; the other records are kept
+    python scripts/simulate.py                          # all: records and table in results/simulation
+    python scripts/simulate.py --only scale             # one study; other records are kept
 """
 
 import gc
 import itertools
+import json
 import time
 from pathlib import Path
 
-from extras.simulation import report as tables
-from extras.simulation.cluster import Outcome, simulate
-from extras.simulation.scenarios import Scenario, scenarios
+import pandas as pd
+
+from extras.simulation import studies
+from extras.simulation.cluster import simulate
+from extras.simulation.studies import Setting
 from scripts.bench.harness import ROOT, provenance
-from scripts.lines import run_command
+from scripts.lines import markdown, read, run_command
+
+PAGE = Path(studies.__file__).with_name("page.md")
+KEY = ("study", "setting", "seed")
 
 
-def run(scenario: Scenario, seed: int) -> dict:
-    """Simulate all arms of a scenario and return its record."""
-    outcomes: dict[str, Outcome] = {}
+def run(setting: Setting, seed: int) -> dict:
+    """Simulate a setting and return its record."""
     start = time.process_time()
-    for arm in scenario.arms:
-        outcomes[arm] = simulate(scenario.case(arm, outcomes, seed))
-    arms = {
-        arm: {name: float(f"{number:.6g}") for name, number in outcome.numbers.items()}
-        for arm, outcome in outcomes.items()
-    }
+    outcome = simulate(setting.case(seed))
+    numbers = {name: float(f"{number:.6g}") for name, number in outcome.numbers.items()}
     cpu_s = round(time.process_time() - start, 1)
-    return {
-        "scenario": scenario.name,
-        "tail": scenario.tail,
-        "seed": seed,
-        "arms": arms,
-        "cpu_s": cpu_s,
-    }
+    place = {"study": setting.study, "setting": setting.name, "seed": seed}
+    return place | {"numbers": numbers, "cpu_s": cpu_s}
+
+
+def replace_record(new: dict, path: Path) -> None:
+    """Append a record to a file, without an earlier one of the same setting and seed."""
+    records = [record for record in read(path) if any(record[key] != new[key] for key in KEY)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in (*records, new)]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def table(study: dict, records: list[dict]) -> list[str]:
+    """Return the lines of a study's table: means and ranges of the seeds."""
+    runs = pd.DataFrame([record["numbers"] | record for record in records]).set_index("seed")
+    names, measure = [setting["name"] for setting in study["settings"]], study["measure"]
+    columns, rows = [measure, *study.get("columns", [])], []
+    base = runs[runs["setting"] == names[0]][measure]
+    for setting in study["settings"]:
+        numbers = runs[runs["setting"] == setting["name"]][columns]
+        ratio = numbers[measure] / base
+        ratio = 1 / ratio if measure == "rollout_s" else ratio
+        cells = [shown(numbers[column]) for column in columns]
+        rows.append(
+            [setting["name"], *cells, shown(ratio), setting.get("paper", "–"), len(numbers)]
+        )
+    heading = [study["name"], *columns, f"times better than {names[0]}", "paper", "n"]
+    return markdown(heading, rows)
+
+
+def shown(values: pd.Series) -> str:
+    """Return mean and range as text."""
+    numbers = [values.mean(), values.min(), values.max()]
+    mean, low, high = (f"{n:,.0f}" if n >= 100 else f"{n:.3g}" for n in numbers)
+    return mean if low == high else f"{mean} ({low}–{high})"
+
+
+def write(folder: Path) -> None:
+    """Write table.md: page.md with a table of each study. Raises ValueError if simulation.jsonl is empty."""
+    path = folder / "simulation.jsonl"
+    records = read(path)
+    if not records:
+        raise ValueError(f"{path} has no records; run python scripts/simulate.py first")
+    made_by = dict.fromkeys(
+        f"`{r['command']}`: commit {r['commit']}{', with changes' * r['dirty']}; {r['hardware']}."
+        for r in records
+    )
+    lines = [PAGE.read_text(encoding="utf-8"), *made_by]
+    for name, study in studies.read_studies().items():
+        runs = [record for record in records if record["study"] == name]
+        lines += ["", *table(study, runs)] if runs else []
+    (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main(
     out: Path = ROOT / "results" / "simulation",
     only: list[str] | None = None,
-    seeds: int = 5,
+    seeds: int = 3,
     report: bool = False,
 ) -> None:
-    """Run what was chosen, seed by seed, and write records and table.
+    """Run the studies seed by seed, and write records and table.
 
     Args:
         out: Folder of the records.
-        only: Mechanisms, or names of comparisons, see scenarios.toml.
-        seeds: Runs of each arm (n), each with problems of its own.
-        report: Simulate nothing, write the table again.
+        only: Names of studies, see extras/simulation/studies.toml.
+        seeds: Runs of each setting (n), each with different problems.
+        report: Only write the table again.
     """
-    # Objects that live for a whole run make collections long, and all of them are kept.
+    # Objects live for a whole run, so collections are long and free nothing.
     gc.set_threshold(100_000)
     if seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {seeds}")
     made_by = provenance()
-    chosen_scenarios = [] if report else scenarios(only)
-    for seed, scenario in itertools.product(range(seeds), chosen_scenarios):
-        record = run(scenario, seed)
-        tables.replace(record | made_by, out / "simulation.jsonl")
-        values = " → ".join(f"{arm[scenario.measure]:.4g}" for arm in record["arms"].values())
-        what = f"seed {seed}, {scenario.name}, tail {scenario.tail:g}"
-        print(f"{what}: {values}  ({record['cpu_s']} s)", flush=True)
-    tables.write(out)
+    chosen = [] if report else studies.settings(only)
+    for seed, setting in itertools.product(range(seeds), chosen):
+        record = run(setting, seed)
+        replace_record(record | made_by, out / "simulation.jsonl")
+        measured = record["numbers"][setting.fields["measure"]]
+        place = f"seed {seed}, {setting.study}, {setting.name}"
+        print(f"{place}: {measured:.4g} ({record['cpu_s']} s)", flush=True)
+    write(out)
     print(f"records: {out}")
 
 

@@ -1,39 +1,26 @@
-"""A simulated inference engine: how fast it decodes by the number of requests that run, and what that does to each.
+"""A simulated inference engine, and the speeds of real ones by a roofline model.
 
-The curve has measured points, or those of a roofline model. Requests that run at the same time decode at the same rate
-(continuous batching), so one number, the tokens that each has decoded since the engine started, gives the progress of
-all of them: a request is done when it has grown by the request's length. A prefill holds the engine up for its time.
+Requests that run at the same time decode at the same rate (continuous batching). So one number gives the progress of
+all requests: the tokens that each has decoded since the engine started. A prefill stops decoding for its time.
 """
 
 import bisect
-import dataclasses
-import heapq
-import itertools
-import json
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from extras.simulation.clock import Clock
+from extras.simulation.clock import Alarm, Clock
 
 BYTES_PER_VALUE = 2  # bfloat16 weights and KV cache
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a roofline needs of a language model; numbers from its configuration on the Hugging Face hub."""
+    """Sizes of a language model, from its configuration on the Hugging Face hub."""
 
     num_parameters: float
-    num_layers: int
-    num_kv_heads: int
-    head_size: int = 128
-
-    @property
-    def kv_bytes(self) -> int:
-        """KV cache of one token, bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * BYTES_PER_VALUE
+    kv_bytes: int
+    """KV cache of one token, bytes."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +33,18 @@ class Gpu:
 
 
 MODELS = {
-    "Qwen3-0.6B": Model(0.6e9, 28, 8),
-    "Qwen3-4B": Model(4.0e9, 36, 8),
-    "Qwen3-8B": Model(8.2e9, 36, 8),
-    "R1-Distill-Qwen-1.5B": Model(1.8e9, 28, 2),
+    "Qwen3-4B": Model(4.0e9, 2 * 36 * 8 * 128 * BYTES_PER_VALUE),
+    "Qwen3-8B": Model(8.2e9, 2 * 36 * 8 * 128 * BYTES_PER_VALUE),
 }
-GPUS = {
-    "H800": Gpu(989e12, 3.35e12, 80e9),
-    "MI300X": Gpu(1307e12, 5.3e12, 192e9),
-    "M2 Pro": Gpu(14e12, 2e11, 16e9),
-}
+GPUS = {"H800": Gpu(989e12, 3.35e12, 80e9), "M2 Pro": Gpu(14e12, 2e11, 16e9)}
 
-# Assumed, and the same for every model and GPU: what real kernels reach of the data sheet, and the host's part.
+# Assumptions, the same for every model and GPU: the share of the data sheet that kernels reach, and the host's part.
 BANDWIDTH_EFFICIENCY = 0.7
 FLOPS_EFFICIENCY = 0.4
 STEP_OVERHEAD_S = 0.003
 MEMORY_SHARE = 0.9
 MAX_RUNNING_REQUESTS = 128
-"""Per engine, if its memory holds as many: ROLL's default."""
+"""Most requests of an engine, if its memory holds as many: ROLL's default."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +52,13 @@ class EngineCurve:
     """Speed of one engine."""
 
     decode: tuple[tuple[float, float], ...]
-    """(running requests, tokens/s per request), by rising number of requests."""
+    """(running requests, tokens/s per request), in rising order of requests."""
     prefill_tokens_per_s: float
     max_running_requests: int
-    """Requests that run at the same time at most; others wait in the engine."""
+    """Most requests that run at the same time. Further requests wait in the engine."""
 
     def rate(self, num_requests: float) -> float:
-        """Tokens/s per request; its inverse is linear between points and beyond the last, constant before the first."""
+        """Return tokens/s per request. Its inverse is linear from the first point on, and constant before it."""
         points = self.decode
         if num_requests <= points[0][0]:
             return points[0][1]
@@ -86,169 +67,146 @@ class EngineCurve:
         seconds = 1 / rate0 + (1 / rate1 - 1 / rate0) * (num_requests - n0) / (n1 - n0)
         return 1 / seconds
 
-    def times(self, speed: float) -> "EngineCurve":
-        """The curve of an engine that is so many times as fast."""
-        decode = tuple((requests, speed * rate) for requests, rate in self.decode)
-        return EngineCurve(decode, speed * self.prefill_tokens_per_s, self.max_running_requests)
-
-    @classmethod
-    def load(cls, path: Path) -> "EngineCurve":
-        """Read a curve from JSON."""
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        fields = {field.name: fields[field.name] for field in dataclasses.fields(cls)}
-        return cls(**{**fields, "decode": tuple(tuple(point) for point in fields["decode"])})
+    def scaled(self, speed: float = 1.0, replicas: int = 1) -> "EngineCurve":
+        """Return the curve of an engine of this relative speed, or of several engines that share their load evenly."""
+        decode = tuple((replicas * requests, speed * rate) for requests, rate in self.decode)
+        prefill = speed * replicas * self.prefill_tokens_per_s
+        return EngineCurve(decode, prefill, replicas * self.max_running_requests)
 
 
-def roofline(model: str, gpu: str, mean_context_tokens: float, num_gpus: int = 1) -> EngineCurve:
-    """Curve of `num_gpus` tensor-parallel GPUs. A step of n requests, each of mean_context_tokens, takes
+def roofline(model: str, gpu: str, mean_context_tokens: float) -> EngineCurve:
+    """Return the curve of an engine on one GPU. A step of n requests with contexts of this mean length takes
 
     overhead + max(2·P·n / (flops·0.4), (2·P + n·context·kv_bytes) / (bandwidth·0.7)) seconds,
 
-    with P parameters (2 floating-point operations and 2 bytes each); prefill is bound by flops. Communication between
-    the GPUs is not counted.
+    with P parameters of 2 bytes, and 2 floating-point operations for each. Prefill is bound by operations.
     """
     num_parameters, sheet = MODELS[model].num_parameters, GPUS[gpu]
-    flops = num_gpus * sheet.flops * FLOPS_EFFICIENCY
-    bandwidth = num_gpus * sheet.bytes_per_s * BANDWIDTH_EFFICIENCY
-    weights = BYTES_PER_VALUE * num_parameters
-    kv_bytes = mean_context_tokens * MODELS[model].kv_bytes
-    room = num_gpus * sheet.memory_bytes * MEMORY_SHARE - weights
-    if room < kv_bytes:
-        raise ValueError(
-            f"{num_gpus} x {gpu} cannot hold {model} and one context: {room:.3g} B are left"
-        )
+    flops = sheet.flops * FLOPS_EFFICIENCY
+    bandwidth = sheet.bytes_per_s * BANDWIDTH_EFFICIENCY
+    weight_bytes = BYTES_PER_VALUE * num_parameters
+    context_bytes = mean_context_tokens * MODELS[model].kv_bytes
+    room = sheet.memory_bytes * MEMORY_SHARE - weight_bytes
 
     def seconds(n: int) -> float:
-        return STEP_OVERHEAD_S + max(
-            2 * num_parameters * n / flops, (weights + n * kv_bytes) / bandwidth
-        )
+        memory_s = (weight_bytes + n * context_bytes) / bandwidth
+        return STEP_OVERHEAD_S + max(2 * num_parameters * n / flops, memory_s)
 
-    return EngineCurve(
-        tuple((n, 1 / seconds(n)) for n in (1, 2, 4, 8, 16, 32, 64, 128, 2 * MAX_RUNNING_REQUESTS)),
-        flops / (2 * num_parameters),
-        min(MAX_RUNNING_REQUESTS, int(room / kv_bytes)),
-    )
+    numbers = (1, 2, 4, 8, 16, 32, 64, 128, 2 * MAX_RUNNING_REQUESTS)
+    most = min(MAX_RUNNING_REQUESTS, int(room / context_bytes))
+    decode = tuple((n, 1 / seconds(n)) for n in numbers)
+    return EngineCurve(decode, flops / (2 * num_parameters), most)
 
 
 @dataclass(frozen=True)
 class Swarm:
-    """What holds for workers on hosts that join and leave; see extras/simulation/swarm.py."""
+    """Numbers of remote hosts that join and leave; see extras/simulation/swarm.py."""
 
     weight_bytes: float
     delta_share: float
     """Share of the weights that one step changes; 1 for whole copies."""
     uplink_bytes_per_s: float
-    """Of the trainer, for all that pull; infinite if they pull from a file system without such a limit."""
+    """The trainer's uplink, shared by all hosts that pull. Infinite if they pull from a file system."""
     stay_s: float
     """Mean time that a host stays."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines of a case."""
+    """Hardware of a case."""
 
     curve: EngineCurve
+    """Engine of each worker."""
     num_workers: int
     train_s_per_token: float
-    """Of the trainer as a whole, prompt tokens included; 0 for rollout alone."""
+    """The whole trainer's time for a token, prompts included; 0 if nothing is trained."""
     sync_s: float = 0.0
-    """To bring new weights from the trainer to all engines."""
-    num_replicas: int = 1
-    """Engines that one worker holds, as a data-parallel engine does."""
+    """Time to bring new weights from the trainer to all engines."""
     message_s: float = 0.0
-    """What the controller takes for one finished trajectory."""
+    """Time of the controller for one finished trajectory."""
     swarm: Swarm | None = None
-    """None if the workers stay; else there are num_workers on average."""
+    """None if the workers stay. Otherwise num_workers is their mean number."""
 
     @property
     def num_slots(self) -> int:
-        """Responses that are sampled at the same time at most (K of ROLL Flash)."""
-        return self.num_workers * self.num_replicas * self.curve.max_running_requests
+        """Most responses that are sampled at the same time (K of ROLL Flash)."""
+        return self.num_workers * self.curve.max_running_requests
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One response, or one turn of it, on its way through an engine."""
+    """A response, or one turn of it, in an engine."""
 
     num_tokens: int
     prefill_tokens: int
     on_done: Callable[["Request"], None]
-    start: float = -1.0
-    end: float = -1.0
-    """The engine's progress when it starts and when it is done, tokens."""
-    started_at: float = -1.0
-    """Seconds."""
+    start: float = math.inf
+    """Progress of the engine, tokens, when the request starts; infinite until then."""
+    end: float = math.inf
+    """Progress of the engine, tokens, when the request is done."""
 
 
 class SimulatedEngine:
-    """`num_replicas` engines of one curve that share their load evenly, as a data-parallel engine does."""
+    """An engine with the speed of a curve."""
 
-    def __init__(self, clock: Clock, curve: EngineCurve, num_replicas: int = 1):
-        self.clock, self.curve, self.num_replicas = clock, curve, num_replicas
-        self.max_running = curve.max_running_requests * num_replicas
+    def __init__(self, clock: Clock, curve: EngineCurve):
+        self.clock, self.curve = clock, curve
+        self._alarm = Alarm(clock, self._end_requests)
         self._slot_s = 0.0
-        self.versions: list[tuple[int, float]] = []
-        """(policy version, progress at which it was loaded)."""
-        self._order = itertools.count()
-        self._running: set[Request] = set()
-        self._ends: list[tuple[float, int, Request]] = []
-        self._waiting: deque[Request] = deque()
+        self._loads: list[tuple[int, float]] = []  # (policy version, progress when it was loaded)
+        self._running: dict[Request, None] = {}  # a set that keeps its order
+        self._waiting: dict[Request, None] = {}
         self._progress = 0.0  # tokens that every running request has decoded since the beginning
         self._stalled_s = 0.0  # prefill that is due before anything decodes
         self._updated_at = 0.0
         self._is_frozen = False
-        self._rate = curve.rate(1)
-        self._wake_number = 0
 
     def slot_s_now(self) -> float:
-        """Seconds that slots have been taken until now, summed over slots."""
+        """Return the seconds that slots were taken until now, summed over slots."""
         self._advance()
         return self._slot_s
 
     def add(self, request: Request) -> None:
-        """Start a request, or have it wait for a slot."""
+        """Start a request, or queue it until a slot is free."""
         self._advance()
-        self._waiting.append(request)
+        self._waiting[request] = None
         self._start_waiting()
 
     def remove(self, request: Request) -> int:
-        """Abort a request; returns the tokens that it has."""
+        """Abort a request. Returns its number of decoded tokens."""
         self._advance()
+        self._waiting.pop(request, None)
         if request not in self._running:
-            if request in self._waiting:
-                self._waiting.remove(request)
             return 0
-        self._running.discard(request)
-        done = int(self._progress - request.start)
+        del self._running[request]
         self._start_waiting()
-        return done
+        return int(self._progress - request.start)
 
     def stop(self) -> None:
-        """Give up all requests, for good."""
+        """Drop all requests for good."""
         self.freeze()
         self._running.clear()
 
     def freeze(self) -> None:
-        """Stand still until `resume`."""
+        """Pause until `resume`."""
         self._advance()
         self._is_frozen = True
-        self._wake_number += 1
+        self._alarm.set(math.inf)
 
     def resume(self, version: int, recompute: bool) -> None:
-        """Go on under `version`; with `recompute` the KV cache of everything that runs is computed anew first."""
+        """Continue under `version`. With `recompute` all running requests are prefilled again first."""
         self._advance()
         self._is_frozen = False
-        self.versions.append((version, self._progress))
+        self._loads.append((version, self._progress))
         if recompute:
-            # in any order
-            tokens = math.fsum(r.prefill_tokens + self._progress - r.start for r in self._running)
-            self._stall(tokens)
+            tokens = sum(r.prefill_tokens + self._progress - r.start for r in self._running)
+            self._stalled_s += tokens / self.curve.prefill_tokens_per_s
         self._start_waiting()
 
-    def segments(self, request: Request, num_tokens: int) -> list[tuple[int, int]]:
-        """(version, tokens) of each part of what a request has decoded, in order, without empty parts."""
+    def parts_between_updates(self, request: Request, num_tokens: int) -> list[tuple[int, int]]:
+        """Return (version, tokens) of each part of a request's decoded tokens, in order, without empty parts."""
         parts, end = [], num_tokens
-        for version, loaded_at in reversed(self.versions):
+        for version, loaded_at in reversed(self._loads):
             start = min(end, max(0, round(loaded_at - request.start)))
             if end > start:
                 parts.append((version, end - start))
@@ -257,56 +215,44 @@ class SimulatedEngine:
                 break
         return parts[::-1]
 
-    def _stall(self, num_tokens: float) -> None:
-        self._stalled_s += num_tokens / (self.curve.prefill_tokens_per_s * self.num_replicas)
+    @property
+    def _rate(self) -> float:
+        return self.curve.rate(len(self._running))
 
     def _advance(self) -> None:
         """Bring progress up to now."""
-        passed = self.clock.now - self._updated_at
+        passed_s = self.clock.now - self._updated_at
         self._updated_at = self.clock.now
-        self._slot_s += passed * len(self._running)
+        self._slot_s += passed_s * len(self._running)
         if self._is_frozen or not self._running:
             return
-        stalled = min(passed, self._stalled_s)
-        self._stalled_s -= stalled
-        self._progress += (passed - stalled) * self._rate
+        stalled_s = min(passed_s, self._stalled_s)
+        self._stalled_s -= stalled_s
+        self._progress += (passed_s - stalled_s) * self._rate
 
     def _start_waiting(self) -> None:
-        """Give free slots to those that wait, and look forward to the next that is done."""
-        while self._waiting and len(self._running) < self.max_running and not self._is_frozen:
-            request = self._waiting.popleft()
-            request.start, request.started_at = self._progress, self.clock.now
-            request.end = self._progress + request.num_tokens
-            self._running.add(request)
-            heapq.heappush(self._ends, (request.end, next(self._order), request))
-            self._stall(request.prefill_tokens)
-        if self._running:
-            self._rate = self.curve.rate(len(self._running) / self.num_replicas)
-        self._wait_for_next()
-
-    def _wait_for_next(self) -> None:
-        while self._ends and self._ends[0][2] not in self._running:
-            heapq.heappop(self._ends)
-        self._wake_number += 1
-        if not self._ends or self._is_frozen:
+        """Give free slots to waiting requests, and set the alarm for the next end."""
+        if self._is_frozen:
             return
-        number = self._wake_number
-        delay = self._stalled_s + max(0.0, self._ends[0][0] - self._progress) / self._rate
-        self.clock.after(delay, lambda: self._wake(number))
+        while self._waiting and len(self._running) < self.curve.max_running_requests:
+            request = next(iter(self._waiting))
+            del self._waiting[request]
+            request.start = self._progress
+            request.end = self._progress + request.num_tokens
+            self._running[request] = None
+            self._stalled_s += request.prefill_tokens / self.curve.prefill_tokens_per_s
+        end = min((request.end for request in self._running), default=math.inf)
+        self._alarm.set(self._stalled_s + max(0.0, end - self._progress) / self._rate)
 
-    def _wake(self, number: int) -> None:
-        if number != self._wake_number:
-            return  # something changed meanwhile
+    def _end_requests(self) -> None:
+        """End the requests that have all their tokens."""
         self._advance()
-        end = self._ends[0][0]
         # rounding may have left a little
-        self._progress, self._stalled_s = max(self._progress, end), 0.0
-        done = []
-        while self._ends and (self._ends[0][0] <= end or self._ends[0][2] not in self._running):
-            request = heapq.heappop(self._ends)[2]
-            if request in self._running:
-                self._running.discard(request)
-                done.append(request)
+        self._progress = max(self._progress, min(request.end for request in self._running))
+        self._stalled_s = 0.0
+        ended = [request for request in self._running if request.end <= self._progress]
+        for request in ended:
+            del self._running[request]
         self._start_waiting()
-        for request in done:
+        for request in ended:
             request.on_done(request)

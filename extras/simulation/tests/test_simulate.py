@@ -1,3 +1,5 @@
+"""The real controller over a virtual cluster: queues in closed form, the ledger, swarms, and stored records."""
+
 import functools
 import itertools
 import math
@@ -9,26 +11,24 @@ import pytest
 
 from asyncrl.records import Ticket
 from extras.latency_law import LatencyLaw
-from extras.simulation import report, scenarios
+from extras.simulation import studies
 from extras.simulation.clock import Clock
 from extras.simulation.cluster import Case, Cluster, simulate
 from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm, roofline
 from extras.simulation.swarm import Uplink
-from extras.simulation.workload import (
-    Turns,
-    Workload,
-    lengths_up_to,
-)
+from extras.simulation.workload import Turns, Workload, lengths_up_to
 from extras.swarm.pull import KEPT
 from scripts import simulate as script
+from scripts.bench.harness import ROOT
 from scripts.lines import read
 
 LAW = lengths_up_to(400)
 FAILING = Workload(LAW, Turns(3, 5, LatencyLaw.parse("constant:1 fail:0.05"), 10.0))
+RESULTS = ROOT / "results" / "simulation"
 
 
-def ticket(group_id):
-    return Ticket(0, group_id, 0, 1, 0, (), "", None, 0, 0)
+def ticket(group_id, member):
+    return Ticket(0, group_id, member, 1, 0, (), "", None, 0, 0)
 
 
 def slowing(slots=8):
@@ -37,9 +37,9 @@ def slowing(slots=8):
 
 def case(options=None, workload=None, workers=2, curve=None, steps=4, warmup=1, **cluster):
     options = {"groups_per_step": 3, "group_size": 4, **(options or {})}
-    known = {"train_s_per_token": 0.002, "sync_s": 0.5, **cluster}
-    machines = Cluster(curve or slowing(), workers, **known)
-    return Case(options, workload or Workload(LAW, prompt_tokens=10), machines, steps, warmup)
+    numbers = {"train_s_per_token": 0.002, "sync_s": 0.5, **cluster}
+    hardware = Cluster(curve or slowing(), workers, **numbers)
+    return Case(options, workload or Workload(LAW, prompt_tokens=10), hardware, steps, warmup)
 
 
 # Queues, in closed form
@@ -60,24 +60,19 @@ def processor_sharing_s(lengths, slots, rate):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_rollout_is_a_queue_that_shares_its_processor(seed):
-    """A batch is scored one by one when all of it has ended; engines of a worker share its requests evenly."""
+    """Engines of a worker share its requests evenly."""
     rng = random.Random(seed)
     options = {"groups_per_step": rng.randint(1, 6), "group_size": rng.randint(2, 5)}
     members = itertools.product(range(options["groups_per_step"]), range(options["group_size"]))
-    lengths = [LAW.draw(group, ticket(group), member) for group, member in members]
-    options["replicate_prompts"] = rng.random() < 0.5
-    # a request for a whole group waits until it has slots for all
-    slots = rng.randint(1, 9) if options["replicate_prompts"] else len(lengths)
-    slow_rate = rng.choice([10.0, 2.0])
-    num_replicas = rng.randint(1, 2)
-    curve = EngineCurve(((1, 10.0), (9, slow_rate)), 1e12, slots)
-    options["scheduling"], reward_s = rng.choice([("queue", 0.0), ("batch", 3.0)])
-    workload = Workload(LAW, prompt_tokens=0, reward_s=reward_s)
-    known = {"steps": 1, "warmup": 0, "sync_s": 0.0, "num_replicas": num_replicas}
-    outcome = simulate(case(options, workload, 1, curve, **known))
-    slots *= num_replicas
-    sampled_s = processor_sharing_s(lengths, slots, lambda n: curve.rate(n / num_replicas))
-    assert outcome.numbers["rollout_s"] == pytest.approx(sampled_s + len(lengths) * reward_s)
+    lengths = [LAW.draw(group, ticket(group, member)) for group, member in members]
+    slots, num_replicas = rng.randint(1, 9), rng.randint(1, 2)
+    curve = EngineCurve(((1, 10.0), (9, rng.choice([10.0, 2.0]))), 1e12, slots)
+    worker = curve.scaled(replicas=num_replicas)
+    hardware = {"steps": 1, "warmup": 0, "sync_s": 0.0}
+    outcome = simulate(case(options, Workload(LAW, prompt_tokens=0), 1, worker, **hardware))
+    rate = lambda n: curve.rate(n / num_replicas)  # noqa: E731
+    sampled_s = processor_sharing_s(lengths, slots * num_replicas, rate)
+    assert outcome.numbers["rollout_s"] == pytest.approx(sampled_s)
 
 
 def test_a_request_that_is_aborted_leaves_its_slot_to_the_next():
@@ -99,8 +94,7 @@ ARMS = {
     "synchronous": {},
     "asynchronous": {"async_ratio": 1.5},
     "dropping": {"async_ratio": 1.0, "stale_policy": "drop"},
-    "batch": {"scheduling": "batch", "drop_zero_variance": True},
-    "one request": {"replicate_prompts": False, "async_ratio": 1.0},
+    "in step": {"scheduling": "lockstep", "drop_zero_variance": True},
     "redundant": {"extra_groups": 2, "extra_members": 1, "drop_zero_variance": True},
     "over-sampling": {"over_sampling": 2.0, "on_update": "resume"},
     "gate": {"async_ratio": 2.0, "stale_policy": "gate", "on_update": "recompute"},
@@ -154,7 +148,7 @@ def pulled(uplink_bytes_per_s, pulls):
     return [ends[name] for name in range(len(pulls))]
 
 
-def test_machines_that_pull_share_the_uplink_and_leave_what_their_own_links_cannot_take():
+def test_hosts_that_pull_share_the_uplink_and_leave_what_their_own_links_cannot_take():
     # 10 kB/s: the slow link takes 2, the fast one 8 until it has its 40 kB at 5 s; the slow one goes on to 10 s.
     assert pulled(1e4, [(0, 2e4, 2e3), (0, 4e4, 1e6)]) == pytest.approx([10.0, 5.0], rel=1e-3)
     # Alone to 2 s, 5 and 5 to 4 s, alone again.
@@ -163,22 +157,22 @@ def test_machines_that_pull_share_the_uplink_and_leave_what_their_own_links_cann
 
 
 def swarm_case(options=None, steps=9, **changes):
-    known = {"weight_bytes": 1e7, "delta_share": 0.02, "uplink_bytes_per_s": 1e7, "stay_s": 1e9}
+    swarm = {"weight_bytes": 1e7, "delta_share": 0.02, "uplink_bytes_per_s": 1e7, "stay_s": 1e9}
     options = {"async_ratio": 1.0, "max_running_requests": 4, **(options or {})}
-    known = Swarm(**known | changes)
-    return case(options, workers=8, curve=slowing(4), steps=steps, swarm=known)
+    swarm = Swarm(**swarm | changes)
+    return case(options, workers=8, curve=slowing(4), steps=steps, swarm=swarm)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_machines_that_come_and_go_lose_no_group_and_break_no_bound(lag):
+def test_hosts_that_join_and_leave_lose_no_group_and_break_no_bound(lag):
     outcome = simulate(swarm_case({"swarm.refresh_lag": lag}, stay_s=30.0))
     numbers = outcome.numbers
-    assert numbers["issued_again"] > 0 and outcome.ledger["groups_consumed"] == 10 * 3
+    assert numbers["reissued"] > 0 and outcome.ledger["groups_consumed"] == 10 * 3
     assert 0 < numbers["staleness_max"] <= 1 + lag == outcome.case.config.max_staleness
     assert 0.01 < numbers["cpu_ms_per_trajectory"] < 100
 
 
-def test_weights_take_a_machine_the_time_of_their_bytes_and_those_no_longer_kept_come_whole():
+def test_weights_take_a_host_the_time_of_their_bytes_and_those_no_longer_kept_come_whole():
     quick, slow = (simulate(swarm_case(uplink_bytes_per_s=rate)).numbers for rate in (1e7, 1e4))
     assert 0.999 * 8 * 2e5 / 1e7 < quick["fetch_s"] < 1 and slow["fetch_s"] > 8 * 2e5 / 1e4 > 100
     assert quick["uplink_share"] < slow["uplink_share"] <= 1 and quick["step_s"] < slow["step_s"]
@@ -199,58 +193,67 @@ def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit(context, nu
     assert curve.max_running_requests == most
 
 
-# Comparisons
+# Studies
 
 
-def test_every_arm_in_the_file_of_comparisons_is_a_valid_run():
-    outcome = simulate(case(steps=1))  # stands for the arm by which others are split
-    for scenario in scenarios.scenarios():
-        assert scenario.why and scenario.source
-        for arm in scenario.arms:
-            run = scenario.case(arm, dict.fromkeys(scenario.arms, outcome), seed=3)
-            assert run.config and run.seed == 3
-            assert run.steps % math.ceil(1 + run.config.async_ratio) == 0
+def test_every_setting_in_the_file_of_studies_is_a_valid_run():
+    for setting in studies.settings():
+        run = setting.case(seed=3)
+        assert run.config and run.seed == 3
+        assert run.steps % math.ceil(1 + run.config.async_ratio) == 0
 
 
-# Records and tables
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on_update": "restart"},
+        {"on_update": "wait"},
+        {"scheduling": "batch"},
+        {"replicate_prompts": False},
+    ],
+)
+def test_options_that_are_not_simulated_are_refused(options):
+    with pytest.raises(ValueError, match="not simulated"):
+        simulate(case(options))
 
 
 SIMULATED_AGAIN = [
-    "own bench, environments normal(10,5)",
-    pytest.param("own bench, over-sampling", marks=pytest.mark.slow),
-    "own bench, replication 8x8",
-    pytest.param("own bench, redundancy", marks=pytest.mark.slow),
+    "environments, normal(10,1) s",
+    pytest.param("environments, normal(10,10) s", marks=pytest.mark.slow),
+    pytest.param("scale", marks=pytest.mark.slow),
+    pytest.param("swarm", marks=pytest.mark.slow),
 ]
-"""Of every kind the comparison that is simulated fastest."""
 
 
 @pytest.mark.parametrize("name", SIMULATED_AGAIN)
 def test_a_stored_record_is_what_is_simulated_now(name):
-    (scenario,) = scenarios.scenarios([name])
-    (arms,) = (
-        record["arms"]
-        for record in read(scenarios.RESULTS / "simulation" / "simulation.jsonl")
-        if (record["scenario"], record["seed"]) == (name, 1)
+    setting = studies.settings([name])[-1]
+    record = next(
+        record
+        for record in read(RESULTS / "simulation.jsonl")
+        if (record["study"], record["setting"]) == (name, setting.name)
     )
-    for arm, numbers in script.run(scenario, 1)["arms"].items():
-        assert arms[arm] == arms[arm] | numbers
+    measured = script.run(setting, record["seed"])["numbers"]
+    assert measured.pop("cpu_ms_per_trajectory") > 0
+    record["numbers"].pop("cpu_ms_per_trajectory", None)  # the machine's, too
+    assert measured | record["numbers"] == measured
 
 
-def test_the_stored_page_is_made_of_the_stored_records_which_have_all_comparisons(tmp_path):
-    folder = scenarios.RESULTS / "simulation"
-    shutil.copy(folder / "simulation.jsonl", tmp_path)
-    report.write(tmp_path)
-    assert (tmp_path / "table.md").read_text() == (folder / "table.md").read_text()
-    counts = report.claims(read(folder / "simulation.jsonl"))
-    there = set(zip(counts["scenario"], counts["tail"], strict=True))
-    assert there == {(scenario.name, scenario.tail) for scenario in scenarios.scenarios()}
-    assert counts["count"].min() == counts["count"].max() >= 5
+def test_the_stored_page_is_made_of_the_stored_records_which_have_all_settings(tmp_path):
+    shutil.copy(RESULTS / "simulation.jsonl", tmp_path)
+    script.write(tmp_path)
+    assert (tmp_path / "table.md").read_text() == (RESULTS / "table.md").read_text()
+    keys = [
+        tuple(record[key] for key in script.KEY) for record in read(RESULTS / "simulation.jsonl")
+    ]
+    settings = {(setting.study, setting.name) for setting in studies.settings()}
+    assert len(set(keys)) == len(keys)
+    assert {key[:2] for key in keys} == settings
 
 
-def test_a_run_replaces_its_earlier_record_and_one_of_other_arms_is_refused(tmp_path):
-    path, name = tmp_path / "simulation.jsonl", SIMULATED_AGAIN[2]
-    for seed, arms in ((0, 1), (1, 1), (1, 2)):
-        report.replace({"scenario": name, "tail": 20.0, "seed": seed, "arms": {"one": arms}}, path)
-    assert [(record["seed"], record["arms"]["one"]) for record in read(path)] == [(0, 1), (1, 2)]
-    with pytest.raises(ValueError, match=f"records of '{name}' do not have the arms of"):
-        report.claims(read(path))
+def test_a_run_replaces_its_earlier_record(tmp_path):
+    path = tmp_path / "simulation.jsonl"
+    for seed, number in ((0, 1), (1, 1), (1, 2)):
+        new = {"study": "scale", "setting": "128 GPUs", "seed": seed, "numbers": number}
+        script.replace_record(new, path)
+    assert [(record["seed"], record["numbers"]) for record in read(path)] == [(0, 1), (1, 2)]
