@@ -1,13 +1,13 @@
-"""What to run on which of unequal GPUs: `python scripts/plan.py CLUSTER.toml --model NAME_OR_FOLDER`.
+"""Plan a run on unequal GPUs: `python scripts/plan.py CLUSTER.toml --model NAME_OR_FOLDER`.
 
     python scripts/plan.py extras/planning/clusters/hex_24_h20_8_h800.toml \
         --model Qwen/Qwen3-8B-Base --groups-per-step 64 \
         --max-prompt-tokens 512 --max-response-tokens 8192 --lengths lognormal:2000,0.9
 
 Options of train_async.py go into the plan and the commands. CLUSTER.toml lists [[machines]] with `gpu` (a name in
-extras/planning/gpu_sheets.toml), the `gpus` of each, `count` of them and `price_per_hour` of a GPU; any number of the
-sheet may be overridden. What a bench has measured for the job, `trained_tokens_per_s` and `sampled_tokens_per_s` of a
-GPU, takes the place of the sheet's `mfu` and `hbm_efficiency`; --workload takes both of a run. [links] has `same_kind`
+extras/planning/gpu_sheets.toml), the `gpus` of each, their `count`, and `price_per_hour` of a GPU. Any number of the
+sheet can be overridden. Measured `trained_tokens_per_s` and `sampled_tokens_per_s` of a GPU replace the sheet's `mfu`
+and `hbm_efficiency`. --workload takes both from a run. [links] has `same_kind`
 and `across_kinds` in GB/s, and `update_factor`. extras/planning/README.md explains the arithmetic.
 """
 
@@ -33,18 +33,18 @@ from scripts.runs import load
 
 @dataclass(frozen=True)
 class Arguments:
-    """The command line, but for options of train_async.py."""
+    """The command line without the options of train_async.py."""
 
     cluster: tyro.conf.Positional[Path]
     """cluster.toml: machines and links."""
     workload: str | None = None
     """Take lengths and rates from a run."""
     lengths: str | None = None
-    """lognormal:MEDIAN,SIGMA, of responses, cut at the longest allowed."""
+    """lognormal:MEDIAN,SIGMA, the law of responses, cut at the longest allowed."""
     prompt_tokens: float | None = None
-    """Mean length of prompts; unset has the longest allowed."""
+    """Mean length of prompts; unset, the longest allowed."""
     tokens_per_s: float | None = None
-    """The cheapest plan with this rate, instead of the fastest."""
+    """Find the cheapest plan with this rate, instead of the fastest."""
     json: bool = False
     """Print one JSON object."""
 
@@ -57,24 +57,24 @@ def main(args: list[str] | None = None) -> None:
     try:
         start = time.perf_counter()
         best, others, notes = plan(given, options)
-        found = numbers(best, time.perf_counter() - start)
+        summary = numbers(best, time.perf_counter() - start)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {str(error).splitlines()[0]}")
     if given.json:
-        found |= {"notes": notes, "next": [why_worse(other, best) for other in others]}
-        print(json.dumps(found, indent=1))
+        summary |= {"notes": notes, "next": [why_worse(other, best) for other in others]}
+        print(json.dumps(summary, indent=1))
     else:
-        print_plan(best, others, found, notes)
+        print_plan(best, others, summary, notes)
 
 
 def plan(given: Arguments, options: list[str]) -> tuple[Plan, list[Plan], list[str]]:
-    """Return the best plan, the others, and notes on the cluster. Raises ValueError for what cannot be planned."""
+    """Return the best plan, the others, and notes on the cluster. Raises ValueError if there is no plan."""
     config = read_options(options).checked()
     for name in ("prompt_tokens", "tokens_per_s"):
         if (value := getattr(given, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"--{flag(name)} must be above 0, got {value}")
     if given.workload and given.lengths:
-        raise ValueError("--workload and --lengths both say how long responses are; give one")
+        raise ValueError("--workload and --lengths both set the lengths of responses. Remove one.")
     if config.model == "tiny":
         raise ValueError(
             "--model is missing: a name on the hub, or a folder with at least a config.json"
@@ -93,17 +93,17 @@ def plan(given: Arguments, options: list[str]) -> tuple[Plan, list[Plan], list[s
     return best, others, notes
 
 
-def print_plan(best: Plan, others: list[Plan], found: dict, notes: list[str]) -> None:
-    """Print the best plan, why each of the others is worse, and the commands that start it."""
-    print(*(f"note: {note}" for note in notes), *picture(best, found), sep="\n")
+def print_plan(best: Plan, others: list[Plan], summary: dict, notes: list[str]) -> None:
+    """Print the best plan, why each other plan is worse, and the commands that start the best."""
+    print(*(f"note: {note}" for note in notes), *picture(best, summary), sep="\n")
     reasons = "\n         ".join(why_worse(other, best) for other in others)
     print(f"next     {reasons}" if others else "no other plan")
-    for line in found["commands"]:
+    for line in summary["commands"]:
         print(f"\n# {line['machines']}")
         if "--key" in line["command"]:
             print(f"# swarm.key is HOST0's runs/{RUN_NAME}/swarm.key (extras/swarm/README.md)")
         print(line["command"])
-    print(f"\nplanned in {found['planning_s']:.2f} s")
+    print(f"\nplanned in {summary['planning_s']:.2f} s")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What the records of a run say about α, the split of its devices, and how many remote hosts are enough.
+"""Advice on α, the split of devices, and the number of remote hosts, from the records of a run.
 
-It measures the run, and says with its arithmetic what comes of that. The arithmetic on α and devices is in advisor.py;
-that on hosts is `rate_that_suffices`. `python scripts/advise.py runs/NAME` prints it. A run is given as
-scripts/runs.py reads it: `metrics` has a row per step, `events` a table per kind of event, `info` is run.json.
+`python scripts/advise.py runs/NAME` prints it, with its arithmetic: advisor.py for α and devices, and
+`rate_that_suffices` for hosts. A run is a record of scripts/runs.py: `metrics` has a row per step, `events` a table per
+kind of event, and `info` is run.json.
 """
 
 import itertools
@@ -16,21 +16,21 @@ from asyncrl.config import OPTIONS, Config
 from extras.planning.advisor import Measured, expected_step, predicted_step, tail_share
 
 MIN_STEPS = 8
-"""Steps that advice needs. The first quarter of a run is left out, because everything is still filling then."""
+"""Steps that advice needs. The first quarter of a run is left out, because the pipeline is still filling."""
 ALPHAS = (0.0, 1.0, 2.0, 4.0, 8.0)
 NEAR = 1.1
-"""A step within this factor of the best is as good: the rest is within the arithmetic's error, and costs staleness."""
+"""A step within this factor of the best counts as equally good: the arithmetic is no more exact."""
 
 
 def config_of(run) -> Config:
-    """Return the options of a run, as far as this code has them."""
+    """Return the options of a run. Options that this code does not have are left out."""
     return Config.from_dict(
         {name: value for name, value in run.info["config"].items() if name in OPTIONS}
     )
 
 
 def advice_of(run) -> str:
-    """Return advice on remote hosts for a run that these may join, on α and the split of devices for any other.
+    """Return advice on remote hosts for a run with --listen, and on α and the split of devices for other runs.
 
     Raises ValueError for a run that is too short, or that the arithmetic does not describe.
     """
@@ -105,7 +105,7 @@ def _busy_s(steps) -> float:
 
 
 def _devices(placement: Placement) -> tuple[int, int, str, bool]:
-    """Devices of rollout and of training, what they are, and whether both use the same ones."""
+    """Return the devices of rollout and of training, their unit, and whether both use the same devices."""
     if placement.trainer_gpus[0] is not None:
         shared = any(worker.shared_with_rank is not None for worker in placement.workers)
         return (
@@ -121,19 +121,8 @@ def _devices(placement: Placement) -> tuple[int, int, str, bool]:
 # Devices and α
 
 
-def training_share_by_rates(m: Measured) -> float:
-    """Share of the devices with which training is as fast as decoding: t / (g + t)."""
-    return m.training_s / (m.decoding_s + m.training_s)
-
-
-def training_share_by_proposition_2(m: Measured, alpha: float) -> float:
-    """The paper's β* = t / (g + D·L/(α+1) + t), at which training takes all the time that the bound allows it."""
-    devices = m.rollout_devices + m.training_devices
-    return m.training_s / (m.decoding_s + devices * m.response_max_s / (alpha + 1) + m.training_s)
-
-
 def best_split(m: Measured, alpha: float) -> tuple[int, int]:
-    """Devices for rollout and for training with the least expected step; the present ones where nothing is better."""
+    """Return devices for rollout and training with the least expected step. The present split wins a tie."""
     now = (m.rollout_devices, m.training_devices)
     if m.is_shared and m.unit == "GPU":
         return now
@@ -143,7 +132,7 @@ def best_split(m: Measured, alpha: float) -> tuple[int, int]:
 
 
 def best_alpha(m: Measured) -> float:
-    """The least α that is NEAR as good as any, each with its best split."""
+    """Return the least α whose step, with the best split, is within NEAR of the least step of all α."""
     seconds = {
         alpha: expected_step(m, alpha, *best_split(m, alpha)) for alpha in {*ALPHAS, m.async_ratio}
     }
@@ -155,48 +144,47 @@ def best_alpha(m: Measured) -> float:
 
 @dataclass(frozen=True)
 class RemoteHosts:
-    """What a run that hosts have joined knows of its rollout workers, and of what the trainer asks of them."""
+    """Measurements of a run that hosts have joined."""
 
     rates: tuple[float, ...]
-    """Responses/s of each worker in the time in which it samples any (μ); there is at least one."""
+    """Responses/s of each worker, one or more, while it samples (μ)."""
     responses: int
-    """Trained on in a step (R)."""
+    """Responses of a step (R)."""
     train_s: float
-    """That the trainer needs for a step, without its waits (T_train)."""
+    """Time of the trainer for a step, without its waits (T_train)."""
     broadcast_s: float
-    """From a publication until a host has the weights, mean of the hosts (T_broadcast)."""
+    """Mean time from a publication until a host has the weights (T_broadcast)."""
     refresh_lag: int
     """Steps from one refresh of a host to the next (κ), at least 1."""
 
 
 def rate_that_suffices(m: RemoteHosts) -> float:
-    """Responses/s with which all hosts together do not keep the trainer waiting; infinite if no rate is enough.
+    """Return responses/s of all hosts with which the trainer does not wait; infinite if no rate is enough.
 
     ECHO-2 (arXiv 2602.02192): the responses of κ steps and one broadcast of weights fit into κ steps of training,
 
         κR/Σμ + T_broadcast ≤ κ·T_train,   so   Σμ ≥ κR / (κ·T_train − T_broadcast).
 
-    It takes a host to stand still while weights come to it, and knows no longest response: where hosts sample on
-    meanwhile less is enough, with few responses a step more is needed.
+    The rule assumes that a host is idle while it fetches weights. Less is enough if hosts sample meanwhile. It ignores
+    the longest response, so more is needed if a step has few responses.
     """
     left_s = m.refresh_lag * m.train_s - m.broadcast_s
     return m.refresh_lag * m.responses / left_s if left_s > 0 else math.inf
 
 
 def hosts_that_suffice(m: RemoteHosts) -> float:
-    """Number of hosts that are enough: the fastest of those there are, then more of their median rate."""
+    """Return the number of hosts that are enough: the fastest present hosts, then more of their median rate."""
     needed, rates = rate_that_suffices(m), sorted(m.rates, reverse=True)
-    enough = (
-        count for count, rate in enumerate(itertools.accumulate(rates), start=1) if rate >= needed
-    )
-    missing = (needed - sum(rates)) / statistics.median(rates)
-    return next(enough, None) or len(rates) + (
-        missing if math.isinf(missing) else math.ceil(missing)
-    )
+    if math.isinf(needed):
+        return math.inf
+    for count, rate in enumerate(itertools.accumulate(rates), start=1):
+        if rate >= needed:
+            return count
+    return len(rates) + math.ceil((needed - sum(rates)) / statistics.median(rates))
 
 
 def measure_hosts(run, config: Config) -> RemoteHosts:
-    """Return means over the steps without their first quarter; rates are those of the last steps, as hosts leave."""
+    """Return means over the steps without their first quarter. Rates are of the last steps, because hosts leave."""
     responses = trained_responses(run)
     latest = responses[responses["step"] > len(run.metrics) - MIN_STEPS]
     workers = [
@@ -215,7 +203,7 @@ def measure_hosts(run, config: Config) -> RemoteHosts:
 
 
 def _covered_s(spans: list[tuple[float, float]]) -> float:
-    """Seconds that lie in any of these spans."""
+    """Return the seconds that lie in any of these spans."""
     covered_s, until = 0.0, -math.inf
     for start, end in sorted(spans):
         covered_s, until = covered_s + max(0.0, end - max(start, until)), max(until, end)
@@ -226,8 +214,8 @@ def _covered_s(spans: list[tuple[float, float]]) -> float:
 
 
 def advise(m: Measured) -> str:
-    """The advice, with its arithmetic."""
-    return "\n".join([*_measurements(m), *_balance(m), *_predictions(m), *_advice(m), *_caveats(m)])
+    """Return the advice with its arithmetic."""
+    return "\n".join([*_measurements(m), *_predictions(m), *_advice(m), *_caveats(m)])
 
 
 def _measurements(m: Measured) -> Iterator[str]:
@@ -238,16 +226,6 @@ def _measurements(m: Measured) -> Iterator[str]:
     yield (
         f"  {m.samples} samples need g = {m.decoding_s:.3f} {m.unit}-seconds of decoding and t = {m.training_s:.3f} of "
         f"training; a response takes {m.response_mean_s:.3f} s, the longest of a step L = {m.response_max_s:.3f} s"
-    )
-
-
-def _balance(m: Measured) -> Iterator[str]:
-    g, t, devices = m.decoding_s, m.training_s, m.rollout_devices + m.training_devices
-    yield (
-        f"  share of the devices that balances training: by the rates t/(g+t) = {t:.3f}/({g:.3f}+{t:.3f}) = "
-        f"{training_share_by_rates(m):.0%}; by ROLL Flash, proposition 2, t/(g+D·L/(α+1)+t) = "
-        f"{t:.3f}/({g:.3f}+{devices}·{m.response_max_s:.3f}/{m.async_ratio + 1:g}+{t:.3f}) = "
-        f"{training_share_by_proposition_2(m, m.async_ratio):.0%}; now {m.training_devices / devices:.0%}"
     )
 
 
@@ -308,7 +286,7 @@ def _split(rollout: int, training: int) -> str:
 
 
 def advise_on_hosts(m: RemoteHosts) -> str:
-    """The advice on how many hosts are enough, with its arithmetic."""
+    """Return the advice on the number of hosts with its arithmetic."""
     lag, rate, have, enough = m.refresh_lag, sum(m.rates), len(m.rates), hosts_that_suffice(m)
     left_s, right_s = lag * m.responses / rate + m.broadcast_s, lag * m.train_s
     if math.isinf(enough):

@@ -1,5 +1,8 @@
-"""What a run would do on GPUs that are not here: it is placed and its memory planned as a run's, its step predicted by
-the planner's arithmetic (extras/planning/README.md). Nothing is started, and of the model its config.json is enough."""
+"""Dry run: placement, memory and predicted step of a run on GPUs that need not be here.
+
+Placement and memory are planned as in a run, and the step is predicted by the planner (extras/planning/README.md).
+Nothing is started, and the model's config.json is enough.
+"""
 
 import os
 import re
@@ -31,18 +34,17 @@ from extras.planning.planner import Cluster, Job, Lengths, Plan, Pool
 from extras.planning.shape import ModelShape, read_shape
 
 BETWEEN_MACHINES, WORTH_A_CHANGE = 25.0, 1.1
-"""GB/s one way that a link between machines is taken for, InfiniBand of 200 Gbit/s; and by which factor a split of the
-GPUs must be predicted to be faster to be recommended."""
+"""Assumed GB/s one way between machines (InfiniBand of 200 Gbit/s), and the least gain of a recommended split."""
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Files of a hub's model that say what its tokens are."""
+"""Files of a model on the hub that describe its tokens."""
 
 
 def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
-    """Lines that say what the run would do on `gpus`, as in 8xH100 or 2x8xH100, or on those of this machine, with
-    torchrun's --nproc-per-node, or the best number, of trainer ranks on each machine.
+    """Yield lines on a run on `gpus`, for example 8xH100 or 2x8xH100, by default on the GPUs of this machine.
 
-    Raises ValueError, in one line, for GPUs that are not known, and for a model that does not fit.
+    Each machine has as many trainer ranks as torchrun's --nproc-per-node, or the best number. Raises ValueError, in one
+    line, for unknown GPUs, and for a model that does not fit.
     """
     pool = read_pool(gpus)
     is_made_here = given.model in MADE_HERE
@@ -93,7 +95,7 @@ def _fit(
 
 
 def _describe_ends(config: Config) -> str:
-    """Return a line on the tokens that end a response, by the small files of the model; the hub's cache stays as it is.
+    """Return a line on the tokens that end a response, by small files of the model. The hub's cache is not changed.
 
     Raises ValueError if no token does.
     """
@@ -108,7 +110,7 @@ def _describe_ends(config: Config) -> str:
             options = {"cache_dir": cache, "allow_patterns": SMALL_FILES, "etag_timeout": 10}
             try:
                 folder = snapshot_download(folder, **options)
-            except OSError as error:  # all of the hub's own errors are
+            except OSError as error:  # all errors of the hub are of this class
                 reason = str(error).strip().split("\n")[0]
                 return f"{unknown}: {reason}"
         if not has_tokenizer(folder):
@@ -117,7 +119,7 @@ def _describe_ends(config: Config) -> str:
 
 
 def _describe_disk(config: Config, num_parameters: int) -> str:
-    """Return a line on the bytes that the run's checkpoints need, and those of a model that is to be downloaded."""
+    """Return a line on the bytes of the run's checkpoints, and of a model that must be downloaded."""
     sizes = checkpoint_bytes(config, num_parameters, "cuda")
     num_saved = num_checkpoints(config)
     line = (
@@ -133,13 +135,13 @@ def _describe_disk(config: Config, num_parameters: int) -> str:
 
 
 def _describe_step(now: Plan, best: Plan, pool: Pool, job: Job) -> Iterator[str]:
-    """Lines that say how long steps take as placed `now`, and how the `best` plan differs if it is much faster."""
+    """Yield lines on the time of steps as placed `now`, and on the `best` plan if it is much faster."""
     split = now.split
     alpha = split.alpha
     lengths = job.lengths
     yield (
         f"step: about {now.step_s:.1f} s; training {split.training_s:.1f}, sampling {now.generation_s:.1f}, weights "
-        f"{split.update_s:.2g} s, {'one after the other' if alpha == 0 else f'which overlap at α = {alpha:g}'}"
+        f"{now.update_s:.2g} s, {'one after the other' if alpha == 0 else f'which overlap at α = {alpha:g}'}"
     )
     num_steps = job.config.steps
     yield f"{num_steps} steps: about {num_steps * now.step_s / 3600:.2g} hours, without evaluations and checkpoints"
@@ -154,7 +156,7 @@ def _describe_step(now: Plan, best: Plan, pool: Pool, job: Job) -> Iterator[str]
 
 
 def read_pool(text: str | None) -> Pool:
-    """The machines that a text such as 8xH100 or 2x8xH100 means, or this one. Raises ValueError if none are known."""
+    """Return the machines of a text such as 8xH100 or 2x8xH100, or this one. Raises ValueError for unknown GPUs."""
     sheets = planner.read_sheets()
     if text is None:
         kinds = [

@@ -1,4 +1,4 @@
-"""Fits a run into the memory of its GPUs: what `--save-memory auto` saves, and the share of an engine on a shared GPU.
+"""Fit a run into the memory of its GPUs: choose the savings of `--save-memory auto`, and an engine's share of a GPU.
 
 A run calls `fit` before it loads anything. A dry run calls the same functions for GPUs that are not here.
 """
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 def fit(
     config: Config, placement: Placement, model_path: str, cluster: Cluster
 ) -> tuple[Config, Placement]:
-    """Return the options with all that memory needs, the same on all nodes, and the placement with the engine's share.
+    """Return the options with savings, the same on all nodes, and the placement with the engine's share.
 
-    Prints the arithmetic. Collective on leaders. Raises ValueError, with the arithmetic, for what cannot fit.
+    Prints the arithmetic. Collective on leaders. Raises ValueError, with the arithmetic, if the run cannot fit.
     """
     sharing = Sharing(
         len(cluster.local_ranks) * cluster.num_nodes,
@@ -53,9 +53,9 @@ def fit(
 
 
 def leave_room(rank: "Rank") -> None:
-    """Keep the trainer out of its engine's part of a shared GPU, or the engine, started again, would find no room.
+    """Limit the trainer to its part of a shared GPU, so that a restarted engine finds its own.
 
-    What a user gives the engine may leave the trainer no part; then nothing is kept.
+    There is no limit if the user's share for the engine leaves no part.
     """
     for worker in rank.placement.workers:
         if worker.shared_with_rank is not None and rank.config.colocate == "share":
@@ -68,10 +68,10 @@ def leave_room(rank: "Rank") -> None:
 def plan_memory(
     config: Config, placement: Placement, shape: ModelShape, gpus: list[Gpu], sharing: Sharing
 ) -> tuple[Placement, str]:
-    """Check that the model fits this node's GPUs and host memory; give an engine that shares one its part.
+    """Check that the model fits this node's GPUs and host memory, and give an engine its part of a shared GPU.
 
     Returns the placement with that part, and the arithmetic as text.
-    Raises ValueError, with the arithmetic, for what cannot fit.
+    Raises ValueError, with the arithmetic, if the model cannot fit.
     """
     if config.weight_sync == "shm" and placement.workers:
         placement = replace(placement, transport="shm")
@@ -100,8 +100,10 @@ def first_that_fits(
     gpus: list[Gpu],
     sharing: Sharing,
 ) -> int:
-    """Index of the first of these options that fit, estimates included; or of the first that fit the GPUs, if the host
-    has room for none; or of the last."""
+    """Return the index of the first options that fit, estimates included.
+
+    If none fits the host, it is that of the first that fits the GPUs. If none fits these, it is the last.
+    """
     strict = replace(sharing, is_strict=True)
     for limits in (strict, replace(strict, host_bytes=math.inf)):
         for index, config in enumerate(candidates):
@@ -112,6 +114,6 @@ def first_that_fits(
 
 
 def _fullest(gpus: list[Gpu], indices: Iterable[int]) -> Gpu:
-    """The one of these GPUs of which others hold most, its number in its name."""
+    """Return the GPU with the most memory of other processes. Its name has its number."""
     index = max(indices, key=lambda i: gpus[i].used_bytes)
     return replace(gpus[index], name=f"gpu {index} ({gpus[index].name})")

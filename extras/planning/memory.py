@@ -1,8 +1,8 @@
-"""How much of a GPU trainer and engine need, computed from the model's shape before anything is loaded. Pure.
+"""Memory that trainer and engine need, computed from the model's shape before anything is loaded. Pure.
 
-Weights, gradients, optimizer state, staging buffers and KV cache are exact. What a forward and backward pass keeps is
-an estimate, of the tensors that transformers' decoder layers save for the backward pass; contexts, graphs and
-workspaces are what such processes usually take. `MARGIN` is for all that.
+Weights, gradients, optimizer state, staging buffers and KV cache are exact. Activations are an estimate, from the
+tensors that transformers' decoder layers save for the backward pass. Contexts, graphs and workspaces have usual sizes.
+`MARGIN` covers these estimates.
 """
 
 import itertools
@@ -20,19 +20,19 @@ from extras.planning.shape import ModelShape
 
 GIB = 2**30
 MARGIN = 0.04
-"""Share of the GPU that nobody is given: fragmentation, rounding, and the error of the estimates."""
+"""Share of the GPU that stays free: fragmentation, rounding, and the error of the estimates."""
 CONTEXT_BYTES = int(1.2 * GIB)
 """A CUDA context, its kernels, cuBLAS workspaces and NCCL's buffers, per process."""
 GRAPH_BYTES = GIB
 """CUDA graphs of an engine."""
 ERROR = 0.25
-"""How far, relative, what is computed of a step may exceed a GPU before the run is refused."""
+"""Relative excess of a step over the GPU at which a run is refused."""
 SPARE = 0.05
-"""Share of the GPU that an engine gets beyond what it needs, where that much is left: its overheads are estimates."""
+"""Share of the GPU that an engine gets beyond its need, if it is free, because its overheads are estimates."""
 LINKS_BYTES = 2 * GIB
-"""NCCL's groups of the rank that sends weights to engines, and what its allocator cannot fill: kept until measured."""
+"""NCCL's groups of the rank that sends weights to engines, and gaps of its allocator. Assumed, not measured."""
 PULLED_COPIES = 5
-"""Versions of the weights that hosts pull: three are kept, one is announced, one is being made."""
+"""Versions of the weights for hosts that pull: three are kept, one is announced, one is being made."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 USED_BYTES_WORTH_MENTION = GIB
 
@@ -52,23 +52,23 @@ class Item:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the trainer's ranks, of all nodes, share its work and its model."""
+    """Ranks of the trainer on all nodes, and limits of the check."""
 
     num_ranks: int = 1
     """Ranks that share a step's groups."""
     num_shards: int = 1
-    """Of them, those that share the model: fewer with replicas."""
+    """Ranks that share one replica of the model."""
     stages: bool = True
-    """Whether weights are staged on rank 0's GPU, for ipc or nccl."""
+    """True if weights are staged on rank 0's GPU, for ipc or nccl."""
     is_strict: bool = False
-    """Whether estimates must hold, too, and an engine on the same GPU have room for a quarter of its requests: their
-    responses are rarely as long as they may be."""
+    """True if a step must fit by the estimates, too, and an engine on the same GPU must have room for a quarter of its
+    requests. Responses rarely have the longest allowed length."""
     host_bytes: float = math.inf
-    """Host memory that this machine has for the run; not compared by default, as the machine may not be here."""
+    """Host memory for the run. Infinite by default, because a planned machine need not be here."""
 
 
 def total(items: list[Item]) -> float:
-    """Bytes of all items together."""
+    """Return the bytes of all items."""
     return sum(item.num_bytes for item in items)
 
 
@@ -76,9 +76,9 @@ def total(items: list[Item]) -> float:
 
 
 def trained_parameters(config: Config, shape: ModelShape) -> int:
-    """Parameters that the optimizer has: all, or with LoRA those of the adapters of every linear layer.
+    """Return the parameters of the optimizer: all, or with LoRA only the adapters of every linear layer.
 
-    Experts of a mixture have none; see asyncrl/trainer/lora.py.
+    Experts of a mixture have no adapters; see asyncrl/trainer/lora.py.
     """
     if not config.lora_rank:
         return shape.num_parameters
@@ -95,11 +95,10 @@ def trained_parameters(config: Config, shape: ModelShape) -> int:
 def resident_items(
     config: Config, shape: ModelShape, num_shards: int, stages_weights: bool
 ) -> list[Item]:
-    """What one trainer rank holds between two steps. `stages_weights`: whether it keeps ipc's or nccl's buffers.
+    """Return the memory of one trainer rank between two steps.
 
-    The optimizer's state is counted as AdamW's, whatever --optimizer is.
-
-    The model is sharded over `num_shards` ranks: those of all nodes together, or of one replica.
+    The model is sharded over `num_shards` ranks, all of them or those of one replica. `stages_weights`: it keeps ipc's
+    or nccl's buffers. The optimizer is counted as AdamW for every --optimizer.
     """
     million, trained = f"{shape.num_parameters / 1e6:.0f} M", trained_parameters(config, shape)
     share = f"{million} parameters / {num_shards} ranks"
@@ -121,18 +120,17 @@ def resident_items(
 def alone_items(
     config: Config, shape: ModelShape, num_shards: int, stages_weights: bool
 ) -> list[Item]:
-    """What one trainer rank holds between two steps on a GPU that it does not share."""
+    """Return the memory of one trainer rank between two steps on a GPU that it does not share."""
     links = [Item("NCCL's groups to engines", LINKS_BYTES, "assumed until measured")]
     resident = resident_items(config, shape, num_shards, stages_weights)
     return [*resident, *links * stages_weights]
 
 
 def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: int) -> list[Item]:
-    """What one trainer rank needs beside that while it makes a step, at its peak: in the backward pass.
+    """Return the additional memory of one trainer rank at the peak of a step, in the backward pass.
 
-    AdamW, which is fused, makes no temporaries; offloaded, it runs in host memory, where gradients are then, too. What
-    FSDP gathers and reduces of other layers is gone by then. extras/planning/tests/test_memory_of_a_step.py counts all
-    this.
+    Fused AdamW has no temporaries. An offloaded one runs in host memory, where the gradients then are, too. Other
+    layers' gathered weights are freed before. extras/planning/tests/test_memory_of_a_step.py counts all this.
     """
     backward = _pass_items(config, shape, num_ranks)
     if "optimizer" in config.save_memory:
@@ -143,12 +141,12 @@ def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: in
 
 
 def whole_gradients(config: Config, shape: ModelShape) -> int:
-    """Parameters whose gradients a rank keeps whole until an update's last micro-batch: of embedding and head."""
+    """Return the parameters of embedding and head if a rank keeps their gradients whole until an update's end."""
     return 0 if "head" in config.save_memory or config.lora_rank else shape.root_parameters
 
 
 def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
-    """A forward and backward pass of one micro-batch, at the worse of its two peaks: in the head, or in a layer."""
+    """Return the memory of a pass over one micro-batch, at the higher of its peaks: in the head, or in a layer."""
     tokens, per_layer, hidden = (
         microbatch_tokens(config, num_ranks),
         saved_bytes_per_token(shape, config.compile is not False),
@@ -174,7 +172,7 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
     how = f"{tokens} tokens × {shape.num_layers} layers × {of_layer} B, estimated"
     root = Item("head and its gradient", 2 * head, "2 × 2 B × the largest parameter")
     if "head" not in config.save_memory:
-        # beside its gradient in this micro-batch the sum of those before
+        # its gradient of this micro-batch, and the sum of the earlier ones
         kept_bytes = 2 * shape.root_parameters + 4 * whole_gradients(config, shape) + head
         how_root = f"{shape.root_parameters / 1e6:.0f} M parameters, 2 B, and 4 B of gradients"
         root = Item("embedding and head", kept_bytes, how_root)
@@ -183,7 +181,7 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
         Item("activations", tokens * shape.num_layers * of_layer, how),
         max(in_head, in_layer, key=lambda item: item.num_bytes),
     ]
-    # torch makes a bias of it in every layer, and keeps that for the backward pass
+    # torch makes a bias of the mask in every layer, and keeps it for the backward pass
     if shape.needs_mask:
         copies = 1 + 2 * (1 if is_recomputed else shape.num_layers)
         mask = copies * tokens * config.max_sequence_tokens
@@ -192,10 +190,10 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
 
 
 def ways_to_fit(config: Config) -> list[Config]:
-    """The options, where --save-memory is auto with all that saves memory, the least costly first.
+    """Return the options, or if --save-memory is auto the options with all combinations of savings, cheapest first.
 
-    Those are embedding and head that each micro-batch gathers; smaller micro-batches; weights staged in host memory,
-    where --weight-sync is auto, too; recomputation; and the optimizer in host memory.
+    Savings in the order of their cost: gathering embedding and head in each micro-batch; smaller micro-batches; weights
+    staged in host memory if --weight-sync is auto; recomputation; the optimizer in host memory.
     """
     if "auto" not in config.save_memory:
         return [config]
@@ -212,23 +210,23 @@ def ways_to_fit(config: Config) -> list[Config]:
 
 
 def budgets(config: Config) -> list[int]:
-    """Micro-batches to try, tokens: the given one, its halves, and one whole sequence."""
+    """Return the micro-batches to try, tokens: the given one, its halves, and one whole sequence."""
     most, least = config.max_tokens_per_microbatch, config.max_sequence_tokens
     return [*(most >> i for i in range(32) if most >> i > least), least]
 
 
 def microbatch_tokens(config: Config, num_ranks: int) -> int:
-    """Tokens of one pass: the budget, or all that a rank has of an update."""
+    """Return the tokens of one pass: the budget, or all tokens of an update on a rank."""
     sequences = -(-config.groups_per_step * config.group_size // (config.minibatches * num_ranks))
     return min(config.max_tokens_per_microbatch, sequences * config.max_sequence_tokens)
 
 
 def saved_bytes_per_token(shape: ModelShape, is_compiled: bool) -> int:
-    """Bytes that one layer keeps of one token for the backward pass: bfloat16, and float32 inside the norms.
+    """Return the bytes that one layer keeps of one token for the backward pass: bfloat16, float32 in norms.
 
-    Those are two norms of the hidden state, norms of queries and keys, queries, keys, values and the attention's
-    output with its sums, and four tensors of the feed-forward layer. Under a mask keys and values are kept once per
-    query head. A compiled layer computes the norms' float32 and one tensor of the feed-forward layer again.
+    A layer keeps two norms of the hidden state, norms of queries and keys, queries, keys, values, the attention output
+    with its sums, and four tensors of the feed-forward layer. With a mask keys and values are kept once per query head.
+    A compiled layer computes the norms' float32 and one tensor of the feed-forward layer again.
     """
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
@@ -247,7 +245,7 @@ def saved_bytes_per_token(shape: ModelShape, is_compiled: bool) -> int:
 def host_items(
     config: Config, shape: ModelShape, num_shards: int, ranks_here: int, transport: str
 ) -> list[Item]:
-    """What tensors of a run take of a machine's host memory, on the first machine; `ranks_here` of its ranks train."""
+    """Return the host memory of a run's tensors on the first machine, on which `ranks_here` ranks train."""
     trained, weights = trained_parameters(config, shape), 2 * shape.num_parameters
     held, buffers = config.publish_delay, 2 * (transport == "shm")
     offloads, has_frozen = "optimizer" in config.save_memory, config.lora_rank or config.kl_coef
@@ -283,19 +281,19 @@ def host_items(
 def check_host(
     config: Config, shape: ModelShape, sharing: Sharing, ranks_here: int, transport: str
 ) -> str:
-    """Check that a machine has the host memory; return the arithmetic. Raises ValueError, with it, if not."""
+    """Return the arithmetic of a machine's host memory. Raises ValueError, with it, if the machine has too little."""
     items = host_items(config, shape, sharing.num_shards, ranks_here, transport)
-    line = f"host memory of a machine: {_listed(items)}"
+    line = f"host memory of a machine: {listed(items)}"
     if total(items) > sharing.host_bytes:
         raise ValueError(
-            f"the host has {sharing.host_bytes / GIB:.1f} GiB free, and the kernel would kill the run: take more "
-            f"machines, a smaller model or --lora-rank, or less of what stays there. {line}"
+            f"the host has {sharing.host_bytes / GIB:.1f} GiB free, and the kernel would kill the run. Use more "
+            f"machines, a smaller model or --lora-rank, or keep less there. {line}"
         )
     return line
 
 
 def free_host_bytes() -> float:
-    """Host memory that this process may still take: of the machine, or of its container."""
+    """Return the free host memory of this process: of the machine, or of its container."""
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
     return min(psutil.virtual_memory().available, math.inf if limit == "max" else int(limit))
 
@@ -304,7 +302,7 @@ def free_host_bytes() -> float:
 
 
 def engine_items(config: Config, shape: ModelShape, tp: int) -> list[Item]:
-    """What one GPU of an engine needs beside its KV cache."""
+    """Return the memory of one GPU of an engine without its KV cache."""
     million = f"{shape.num_parameters / 1e6:.0f} M"
     sampled = 16 * config.max_running_requests * shape.vocab_size
     widest = 2 * ENGINE_STEP_TOKENS * (4 * shape.intermediate_size // tp + 8 * shape.hidden_size)
@@ -324,7 +322,7 @@ def engine_items(config: Config, shape: ModelShape, tp: int) -> list[Item]:
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int) -> int:
-    """Keys and values of one token in all layers, bfloat16, on one of `tp` GPUs."""
+    """Return the bytes of one token's keys and values in all layers, bfloat16, on one of `tp` GPUs."""
     heads = -(-shape.num_key_value_heads // tp)
     return 2 * 2 * shape.num_layers * heads * shape.head_dim
 
@@ -337,10 +335,10 @@ def plan_shared(
 ) -> tuple[float, int | None, str]:
     """Divide a GPU between a trainer rank and an engine.
 
-    The engine gets its KV cache for all running requests at full length, or what is left, and at least one sequence.
-    Returns its share of the GPU's memory, the bytes of its KV cache, and the arithmetic as text. Raises ValueError,
-    with the arithmetic, if that does not fit, unless gpu_memory_utilization overrides it, and vLLM decides on the KV
-    cache.
+    The engine gets a KV cache for all running requests at full length, or the rest, but at least for one sequence.
+    Returns its share of the GPU's memory, the bytes of its KV cache, and the arithmetic as text. With
+    gpu_memory_utilization vLLM decides on the KV cache. Otherwise raises ValueError, with the arithmetic, if the parts
+    do not fit.
     """
     resident = resident_items(config, shape, sharing.num_shards, sharing.stages)
     step = step_items(config, shape, sharing.num_ranks, sharing.num_shards)
@@ -354,7 +352,7 @@ def plan_shared(
         "engine": engine,
         "KV cache": [kv],
     }
-    lines = [_gpu_line(gpu), *(f"  {who}: {_listed(items)}" for who, items in needs.items())]
+    lines = [_gpu_line(gpu), *(f"  {who}: {listed(items)}" for who, items in needs.items())]
     short = total([*engine, kv]) - room
     if sleeps:
         lines.append("  the engine sleeps in a step and gives up all but its context and graphs")
@@ -374,7 +372,7 @@ def plan_shared(
 
 
 def _kv_cache(config: Config, shape: ModelShape, room: float, least: int) -> Item:
-    """For all running requests at full length, or for as many as there is room for; at least for so many."""
+    """Return the cache for all running requests at full length, or for as many as fit, but at least for `least`."""
     sequence_bytes = config.max_sequence_tokens * kv_bytes_per_token(shape, 1)
     sequences = max(least, min(config.max_running_requests, int(room // sequence_bytes)))
     how = f"{sequences} of {config.max_running_requests} sequences × {config.max_sequence_tokens} tokens"
@@ -382,17 +380,17 @@ def _kv_cache(config: Config, shape: ModelShape, room: float, least: int) -> Ite
 
 
 def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing) -> str:
-    """Check a trainer rank that has a GPU of its own; return the arithmetic.
+    """Return the arithmetic of a trainer rank that has a GPU for itself.
 
-    Raises ValueError if the trainer's state does not fit, or a step by more than ERROR: activations are an estimate, so
-    for less there is only a warning, unless the sharing is strict.
+    Raises ValueError if the trainer's state does not fit, or if a step needs more than ERROR beyond the GPU. A smaller
+    excess is only a warning, because activations are an estimate, unless the sharing is strict.
     """
     resident = alone_items(config, shape, sharing.num_shards, sharing.stages)
     step = step_items(config, shape, sharing.num_ranks, sharing.num_shards)
     lines = [
         _gpu_line(gpu),
-        f"  trainer rank 0, always: {_listed(resident)}",
-        f"  trainer rank 0, in a step: {_listed(step)}",
+        f"  trainer rank 0, always: {listed(resident)}",
+        f"  trainer rank 0, in a step: {listed(step)}",
     ]
     needed, error = total([*resident, *step]), 0.0 if sharing.is_strict else ERROR
     lines.append(f"  together: {needed / GIB:.2f} of {available_bytes(gpu) / GIB:.2f} GiB")
@@ -404,7 +402,7 @@ def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing)
 
 
 def check_engine(config: Config, shape: ModelShape, gpu: Gpu) -> str:
-    """Check an engine that has GPUs of its own, of which this is the fullest; return the arithmetic.
+    """Return the arithmetic of an engine that has GPUs for itself, of which this is the fullest.
 
     Raises ValueError if there is no room for one sequence.
     """
@@ -413,7 +411,7 @@ def check_engine(config: Config, shape: ModelShape, gpu: Gpu) -> str:
     share = config.gpu_memory_utilization or SHARE_ALONE
     lines = [
         _gpu_line(gpu),
-        f"  engine, {share:.0%}: {_listed(engine)}; one sequence of KV cache {kv_one / GIB:.2f} GiB",
+        f"  engine, {share:.0%}: {listed(engine)}; one sequence of KV cache {kv_one / GIB:.2f} GiB",
     ]
     if (short := total(engine) + kv_one - min(share * gpu.total_bytes, available_bytes(gpu))) > 0:
         raise ValueError(_refusal(config, gpu, lines, short))
@@ -421,7 +419,7 @@ def check_engine(config: Config, shape: ModelShape, gpu: Gpu) -> str:
 
 
 def can_split(shape: ModelShape, tp: int) -> bool:
-    """Whether an engine can split the model's heads over `tp` GPUs."""
+    """Return whether an engine can split the model's heads over `tp` GPUs."""
     queries, keys = shape.num_attention_heads, shape.num_key_value_heads
     return not queries % tp and (not keys % tp or not tp % keys)
 
@@ -437,12 +435,12 @@ def check_tp(shape: ModelShape, tp: int) -> None:
 
 
 def available_bytes(gpu: Gpu) -> int:
-    """Bytes of a GPU that trainer and engine may share among them: all but MARGIN and what others hold."""
+    """Return the bytes of a GPU for trainer and engine: all except MARGIN and the memory of other processes."""
     return round(gpu.total_bytes * (1 - MARGIN)) - gpu.used_bytes
 
 
 def _rounded(share: float) -> float:
-    """Up to three digits, so that the printed share is the one that is used."""
+    """Return the share, rounded up to three digits, so that the printed share is the one that is used."""
     return min(1.0, -(-round(share * 1e6) // 1000) / 1000)
 
 
@@ -453,7 +451,8 @@ def _gpu_line(gpu: Gpu) -> str:
     )
 
 
-def _listed(items: list[Item]) -> str:
+def listed(items: list[Item]) -> str:
+    """Return the sum of items with its parts."""
     return f"{total(items) / GIB:.2f} GiB = " + " + ".join(map(str, items))
 
 

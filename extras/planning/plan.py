@@ -1,7 +1,4 @@
-"""What a plan says: the options and commands of every machine, numbers, and a picture for people.
-
-scripts/plan.py prints it.
-"""
+"""Output of a plan for scripts/plan.py: options and commands of every machine, numbers, and a picture for people."""
 
 import dataclasses
 import shlex
@@ -12,13 +9,13 @@ from asyncrl.config import OPTIONS, Config, switch
 from extras.planning.planner import Plan, Pool
 
 RENDEZVOUS, LISTEN, JOIN = "HOST0:29500", "0.0.0.0:29600", "HOST0:29600"
-"""HOST0: a name of the first machine that trains, to be filled in."""
+"""Addresses. HOST0 is to be replaced by the name of the first machine that trains."""
 RUN_NAME = "plan"
 WIDTH = 60
 
 
 def kinds(parts: list[tuple[Pool, int]]) -> dict[str, int]:
-    """GPUs by kind."""
+    """Return the number of GPUs by kind."""
     counts: Counter[str] = Counter()
     for pool, num_gpus in parts:
         counts[pool.gpu] += num_gpus
@@ -26,7 +23,7 @@ def kinds(parts: list[tuple[Pool, int]]) -> dict[str, int]:
 
 
 def planned_config(plan: Plan) -> Config:
-    """The options with which the trainer runs. Raises ValueError for what does not go together."""
+    """Return the options of the trainer. Raises ValueError for options that exclude each other."""
     split = plan.split
     engines_beside = [(engine.tp, count) for site, engine, count in plan.engines if site.trains]
     joins = len(engines_beside) < len(plan.engines)
@@ -42,7 +39,7 @@ def planned_config(plan: Plan) -> Config:
 
 
 def options_of(config: Config) -> list[str]:
-    """The options that make a config, as the command line has them."""
+    """Return the words of the command line that make a config."""
     words = []
     lengths = ("max_prompt_tokens", "max_response_tokens")  # the model decides about their defaults
     for option in OPTIONS.values():
@@ -66,7 +63,7 @@ def torchrun(machines: int, gpus: int) -> list[str]:
 
 
 def commands(plan: Plan) -> list[dict[str, str]]:
-    """The command of every machine, those that have the same together."""
+    """Return the command of every machine. Machines with the same command are one entry."""
     training = plan.split.training
     config = planned_config(plan)
     trains = shlex.join([*torchrun(training.machines, training.gpus), *options_of(config)])
@@ -88,19 +85,19 @@ def commands(plan: Plan) -> list[dict[str, str]]:
 
 
 def _visible(used: int, gpus: int) -> str:
-    """What hides the GPUs of a host that a command does not use."""
+    """Return the start of a command that hides the unused GPUs of a host."""
     return f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(used)))} " if used < gpus else ""
 
 
 def numbers(plan: Plan, planning_s: float) -> dict:
-    """The plan for machines."""
+    """Return the plan as numbers and commands."""
     split = plan.split
     tokens_per_s, per_s = split.job.tokens / plan.step_s, plan.cost_per_hour / 3600
     transports = sorted({"nccl" if site.trains else "pull" for site, _, _ in plan.engines})
     return {
         "train": kinds([(split.training.pool, split.training.ranks)]), "rollout": kinds(plan.sampling_gpus),
         "step_s": plan.step_s, "most_step_s": plan.most_step_s, "generation_s": plan.generation_s,
-        "training_s": split.training_s, "update_s": split.update_s, "tokens_per_s": tokens_per_s,
+        "training_s": split.training_s, "update_s": plan.update_s, "tokens_per_s": tokens_per_s,
         "transport": "ipc" if split.colocate else " and ".join(transports),
         "max_staleness": split.job.config.max_staleness,
         "cost_per_hour": plan.cost_per_hour, "cost_per_step": per_s * plan.step_s,
@@ -109,7 +106,7 @@ def numbers(plan: Plan, planning_s: float) -> dict:
 
 
 def picture(plan: Plan, summary: dict) -> Iterator[str]:
-    """The plan for people."""
+    """Yield the lines of the plan for people."""
     split, step_s = plan.split, plan.step_s
     t = split.training
     saved = f", --save-memory {' '.join(t.save_memory)}" if t.save_memory else ""
@@ -122,12 +119,12 @@ def picture(plan: Plan, summary: dict) -> Iterator[str]:
         )
     for name, update_s, seconds in (
         ("train", 0.0, split.training_s),
-        ("sample", split.update_s, plan.generation_s),
+        ("sample", plan.update_s, plan.generation_s),
     ):
         bar = "░" * round(WIDTH * update_s / step_s) + "█" * round(WIDTH * seconds / step_s)
         waits = f"waits {max(0.0, 1 - (update_s + seconds) / step_s):.0%}"
         yield f"  {name:7}|{bar:{WIDTH}}| {seconds:.1f} s, {waits}"
-    yield f"  ░ weights by {summary['transport']}: {split.update_s:.1f} s"
+    yield f"  ░ weights by {summary['transport']}: {plan.update_s:.1f} s"
     yield f"step     {step_s:.1f} s about, {plan.most_step_s:.1f} at most; {summary['tokens_per_s']:.0f} tokens/s"
     yield f"stale    {split.job.config.async_ratio:g} steps if all places are taken, {summary['max_staleness']} at most"
     costs = [summary[f"cost_per_{what}"] for what in ("hour", "step", "million_tokens")]
@@ -135,11 +132,11 @@ def picture(plan: Plan, summary: dict) -> Iterator[str]:
 
 
 def why_worse(plan: Plan, best: Plan) -> str:
-    """Why another plan comes after the best."""
+    """Return why another plan comes after the best one."""
     split = plan.split
     t, why = split.training, f"training takes {split.training_s:.1f} s"
-    if split.training_s < plan.generation_s + split.update_s:
-        why = f"sampling takes {plan.generation_s:.1f} s and weights {split.update_s:.1f} s"
+    if split.training_s < plan.generation_s + plan.update_s:
+        why = f"sampling takes {plan.generation_s:.1f} s and weights {plan.update_s:.1f} s"
     who = f"{t.machines} × {t.gpus} {t.pool.name} train"
     if split.colocate:
         who += " and sample"

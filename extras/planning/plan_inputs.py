@@ -1,9 +1,11 @@
-"""What the planner reads: data sheets, cluster.toml, lengths, and a run, which is given as scripts/runs.py reads it."""
+"""Inputs of the planner: data sheets, cluster.toml, lengths, and a run as scripts/runs.py reads it."""
 
 import dataclasses
 import math
 import tomllib
 from pathlib import Path
+
+import msgspec
 
 from asyncrl.config import Config, nearest
 from extras.planning import planner
@@ -11,12 +13,9 @@ from extras.planning.advice import config_of
 from extras.planning.planner import Cluster, Job, Lengths, Pool
 from extras.planning.shape import read_shape
 
-ASSUMED_LINK = 1.25
-"""GB/s between machines where nothing is said: Ethernet of 10 Gbit/s."""
-
 
 def read_cluster(path: Path) -> tuple[Cluster, list[str]]:
-    """The cluster of a file, and what had to be assumed. Raises ValueError, in one line, for a mistake in it."""
+    """Return the cluster of a file, and notes on assumed values. Raises ValueError, in one line, for a mistake."""
     try:
         file = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
@@ -25,7 +24,7 @@ def read_cluster(path: Path) -> tuple[Cluster, list[str]]:
 
 
 def make_cluster(file: dict, path: Path) -> tuple[Cluster, list[str]]:
-    """The cluster of a file that was read, and what had to be assumed. Raises ValueError as `read_cluster`."""
+    """Return the cluster of a parsed file, and notes. Raises ValueError as `read_cluster`."""
     sheets, pools, links = planner.read_sheets(), [], file.get("links", {})
     if not isinstance(file.get("machines"), list):
         raise ValueError(
@@ -41,45 +40,31 @@ def make_cluster(file: dict, path: Path) -> tuple[Cluster, list[str]]:
         name = f"{gpu} ({taken + 1})" if taken else gpu
         numbers = {"count": 1, "price_per_hour": 0.0} | sheets[gpu] | machines
         pools.append(_checked(Pool, f"{path}: {gpu}", {**numbers, "name": name}))
-    missing = [name for name in ("same_kind", "across_kinds") if name not in links]
+    cluster = _checked(Cluster, f"{path}: [links]", links | {"pools": tuple(pools)})
     notes = [
-        f"[links] {name} is missing; {ASSUMED_LINK} GB/s assumed, Ethernet of 10 Gbit/s"
-        for name in missing
+        f"[links] {name} is missing; {getattr(cluster, name)} GB/s assumed, Ethernet of 10 Gbit/s"
+        for name in ("same_kind", "across_kinds")
+        if name not in links
     ]
-    numbers = dict.fromkeys(missing, ASSUMED_LINK) | links | {"pools": tuple(pools)}
-    return _checked(Cluster, f"{path}: [links]", numbers), notes
+    return cluster, notes
 
 
 def _checked(kind: type, where: str, values: dict):
-    """A record of `kind`. Raises ValueError, in one line, for a field that it has not, or lacks, or a wrong number."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    for name in [
-        name
-        for name, field in fields.items()
-        if field.default is dataclasses.MISSING and name not in values
-    ]:
-        raise ValueError(f"{where}: {name} is missing")
-    for name, value in values.items():
+    """Return a record of `kind`. Raises ValueError, in one line, for a wrong field."""
+    fields = [field.name for field in dataclasses.fields(kind)]
+    for name in values:
         if name not in fields:
             raise ValueError(
                 f"{where}: {name} is none of {', '.join(fields)}{nearest(name, fields)}"
             )
-        if fields[name].type not in (int, float):
-            continue
-        whole, least = (
-            fields[name].type is int,
-            "at least 0" if name.endswith(("_hour", "tokens_per_s")) else "above 0",
-        )
-        is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < math.inf or (value == 0 and least == "above 0"):
-            raise ValueError(
-                f"{where}: {name} must be a {'whole ' * whole}number {least}, got {value!r}"
-            )
-    return kind(**values)
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def lengths_of(run, config: Config, prompt_tokens: float | None) -> Lengths:
-    """Lengths of a run's responses, and of its prompts unless they are given."""
+    """Return the lengths of a run's responses, and of its prompts unless they are given."""
     responses, options = run.events["trajectory"], run.info["config"]
     if "tokens" not in responses or not (tokens := responses["tokens"]).gt(0).any():
         raise ValueError(
@@ -100,7 +85,7 @@ def lengths_of(run, config: Config, prompt_tokens: float | None) -> Lengths:
 
 
 def with_rates(cluster: Cluster, run) -> tuple[Cluster, str]:
-    """The cluster with mfu and hbm_efficiency of the run's GPUs as the run has measured them, and what was done."""
+    """Return the cluster with the mfu and hbm_efficiency that the run measured of its GPUs, and a note on them."""
     gpus = run.info["hardware"]["gpus"]
     measured = [pool for pool in cluster.pools if pool.called in gpus]
     where = ", ".join(dict.fromkeys(gpus)) or "a CPU"
@@ -113,7 +98,7 @@ def with_rates(cluster: Cluster, run) -> tuple[Cluster, str]:
         )
     config = config_of(run)
     job = Job(config, read_shape(config.model), lengths_of(run, config, None))
-    # at first everything fills
+    # the pipeline fills first
     steps, responses = run.metrics[len(run.metrics) // 4 :], run.events["trajectory"]
     engines = len(responses[["node", "worker"]].drop_duplicates())
     decoding_s = engines * (run.metrics["time/step_s"] * run.metrics["worker_time/decoding"])
@@ -139,7 +124,7 @@ def with_rates(cluster: Cluster, run) -> tuple[Cluster, str]:
 
 
 def read_lengths(law: str | None, config: Config, prompt_tokens: float | None) -> Lengths:
-    """Lengths by a law, or, where none is given, lognormal around a quarter of the limit."""
+    """Return the lengths of a law, by default lognormal around a quarter of the limit."""
     name, _, numbers = (law or f"lognormal:{config.max_response_tokens / 4:g},0.8").partition(":")
     try:
         median, sigma = map(float, numbers.split(","))

@@ -1,44 +1,45 @@
-"""Which of unequal GPUs train, which sample, and how: AReaL-Hex (arXiv 2511.00796) with what this code can run. Pure.
+"""Choose which of unequal GPUs train, which sample, and how: AReaL-Hex (arXiv 2511.00796) for what this code can run.
 
-The trainer has GPUs of one kind, the same number on each of its machines, as every rank gets an equal share of a step.
-An engine has `tp` GPUs of one machine, the same number on all machines that have the same part. GPUs of a trainer's
-machine that do not train sample there (weights by NCCL), those of other machines join the run, and pull the weights.
-One GPU may do both in turns. Any GPU may stay idle.
+Pure. The trainer has GPUs of one kind, equally many on each of its machines, because ranks have equal shares of a step.
+An engine has `tp` GPUs of one machine. All engines of a site have the same tp. GPUs of a trainer's machine that do not
+train sample there, and get weights by NCCL. Other machines join the run and pull weights. Trainer and engine can take
+turns on one GPU. Any GPU can stay idle. extras/planning/README.md says what AReaL-Hex has beyond that.
 
-Seconds of a step; g of generation, u of the weight update, t of training, α the async_ratio:
+Seconds of a step, with α the async_ratio:
 
     step    about least_step_s(g + u, t, α, tail), at most most_step_s(g + u, t, L·d, α); tail is (L − R)·d with b = 1
-    t       max(F/(ranks·C), micro-batches·exchanges of layers, micro-batches·HOST_LAYER_S·l for three passes)
-            + exchanges of embedding and head, which no layer's computation hides, once an update or in each micro-batch
+    t       training: max(F/(ranks·C), micro-batches·exchanges of layers, micro-batches·HOST_LAYER_S·l for three passes)
+            + exchanges of embedding and head, once an update or in each micro-batch
             + exchange among replicas + AdamW + publication
     F       2 FLOPs per weight, token and pass, a backward pass being two, and attention's half squares
-    C, m    FLOP/s and bytes/s that a GPU reaches: those of its data sheet × mfu, less in short passes; × hbm_efficiency
+    C, m    FLOP/s and bytes/s that a GPU reaches: its data sheet × mfu, less in short passes; × hbm_efficiency
     D       FLOP/s that a GPU reaches while it decodes
-    g       tokens sampled for a step / Σ y·h: y engines with a rate h = b·R / (R·d + b·p) each, b requests at a time
+    g       generation: tokens of a step / Σ y·h, of y engines with a rate h = b·R / (R·d + b·p), b requests at a time
     p       prefill of a prompt: 2·W·P/(tp·C) + (tp − 1)·(a + P·H·2/(tp·β))·4·l
-    d       a token of each: c + max(2·W/(tp·m), 2·W·b/(tp·D)) + b·K·context/m + (tp − 1)·(a + b·H·2/(tp·β))·4·l
-    u       max(2·W/β of the slowest link, × update_factor between machines, tensors × LOAD_S)
+    d       a decode step: c + max(2·W/(tp·m), 2·W·b/(tp·D)) + b·K·context/m + (tp − 1)·(a + b·H·2/(tp·β))·4·l
+    u       update: max(2·W/β of the slowest link, × update_factor between machines, tensors × LOAD_S)
 
 W weights, H hidden size, l layers, P and R mean tokens of prompt and response, L tokens of a step's longest response, K
-bytes of KV cache per token and GPU, β bytes/s of a link one way, a its latency, c the host's part. p and d are HexGen's
-(arXiv 2502.07903, table 1), but for W instead of 12·H²·l, c, the KV cache, whose reading HexGen leaves out, and the
-maximum: the kernels of a layer read its weights while they multiply.
+bytes of KV cache per token and GPU, β bytes/s of a link one way, a its latency, c the host's part. p and d are those of
+HexGen (arXiv 2502.07903, table 1) with three changes: W replaces 12·H²·l, the KV cache is read, and the maximum is
+taken because the kernels of a layer read its weights while they multiply.
 
-The paper alternates a search for t and one for g with a bisection of the GPUs. Here GPUs of a kind are alike, so that
-only a few splits differ: all get a bound, and are solved, by MILP, as long as their bound is below what was found.
+GPUs of a kind are alike, so only a few splits differ. Each has a bound. Splits are solved in the order of their bounds,
+until a bound is not below the plans that were found.
 """
 
 import itertools
 import math
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
+from typing import Annotated
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from msgspec import Meta
 
 from asyncrl.cluster.cluster import check_shares
 from asyncrl.cluster.gpus import Gpu
@@ -51,9 +52,9 @@ from extras.planning.shape import ModelShape
 LINK_LATENCY_S = 10e-6
 """Latency of a message within a machine (a)."""
 HOST_BYTES_PER_S, ADAMW_BYTES = 16e9, 28
-"""A rank's share of host memory, for copies and AdamW; what AdamW reads and writes of float32 per weight."""
+"""Speed of host memory for a rank, and float32 bytes that AdamW reads and writes per weight."""
 SHORT_TOKENS, SHORT_MFU = 8192, 0.875
-"""Tokens of a pass below which a GPU reaches less of its mfu, and how much of it: 0.35 of 0.4."""
+"""Passes of fewer tokens reach only this share of mfu: 0.35 of 0.4."""
 HOST_LAYER_S = 6.5e-3
 """Seconds in which a rank's host launches a layer's passes over a micro-batch, forward and backward.
 
@@ -63,46 +64,52 @@ which kernels need 0.33 s: `trainer-long 0.6b`, `trainer-whole 0.6b` and `profil
 DECODE_MFU = 0.6
 """Share of the data sheet's FLOP/s that matrix products reach while an engine decodes."""
 LOAD_S = 0.31e-3
-"""Seconds in which vLLM loads one weight of a model's files; the next ones are on their way meanwhile.
+"""Seconds in which vLLM loads one weight of a model's files. The next weights are copied meanwhile.
 
 An engine on an H200 loaded the 310 of Qwen3-0.6B in 0.097 s by CUDA IPC: median, n = 5, `sync 0.6b` of results/gpu.
 """
 TPS = (1, 2, 4, 8)
-"""GPUs of an engine to choose from."""
+"""Numbers of GPUs that an engine can have."""
 SAVINGS = tuple(
     itertools.chain(
         *(itertools.combinations(("head", "activations", "optimizer"), n) for n in range(4))
     )
 )
 SHEETS, QUANTILES = Path(__file__).with_name("gpu_sheets.toml"), 2000
-FINE, GAP = 32, 1e-4
-"""Which part of the number of engines lies between two numbers that are tried beside the best; how far from the best a
-MILP's answer may be, relative."""
+MOST_COMBINATIONS, BESIDE = 4096, 2
+"""Combinations of the sites' engines that are tried at a time; and choices on each side of the best."""
+GAP = 1e-4
+"""Relative difference below which two steps count as equally long."""
+
+
+Positive = Annotated[float, Meta(gt=0)]
+Amount = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(gt=0)]
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Equal machines: `count` with `gpus` each of a kind, whose data sheet says the rest, per GPU and one way."""
+    """Equal machines: `count` with `gpus` of a kind each. Rates are of a GPU, by its data sheet, and links one way."""
 
     name: str
     gpu: str
-    count: int
-    gpus: int
-    price_per_hour: float
-    tflops: float
-    hbm_gb_per_s: float
-    memory_gib: float
-    gb_per_s: float
+    count: Count
+    gpus: Count
+    price_per_hour: Amount
+    tflops: Positive
+    hbm_gb_per_s: Positive
+    memory_gib: Positive
+    gb_per_s: Positive
     called: str = ""
-    """What the driver calls the GPU."""
-    mfu: float = 0.4
-    hbm_efficiency: float = 0.7
-    host_s: float = 0.003
+    """Name of the GPU in the driver."""
+    mfu: Positive = 0.4
+    hbm_efficiency: Positive = 0.7
+    host_s: Positive = 0.003
     """The host's part of a decode step (c)."""
-    trained_tokens_per_s: float = 0.0
-    """That a GPU was measured to train, prompts and AdamW not counted; 0 if it was not. It takes the place of mfu."""
-    sampled_tokens_per_s: float = 0.0
-    """That a GPU of an engine was measured to sample; 0 if it was not. It takes the place of hbm_efficiency."""
+    trained_tokens_per_s: Amount = 0.0
+    """Measured rate of a GPU that trains, without prompts and AdamW. It replaces mfu, if it is above 0."""
+    sampled_tokens_per_s: Amount = 0.0
+    """Measured rate of a GPU of an engine. It replaces hbm_efficiency, if it is above 0."""
 
     @property
     def flops_per_s(self) -> float:
@@ -116,34 +123,36 @@ class Pool:
 
     @property
     def device(self) -> Gpu:
-        """One of the GPUs, as the arithmetic of memory wants it."""
+        """One of the GPUs, for the arithmetic of memory."""
         return Gpu(self.gpu, round(self.memory_gib * memory.GIB), 0)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines, and GB/s one way between two of them. update_factor: AReaL-Hex's table 2 says 4 to 6."""
+    """Machines, and GB/s one way between two of them. update_factor is 4 to 6 in AReaL-Hex's table 2."""
 
     pools: tuple[Pool, ...]
-    same_kind: float
-    across_kinds: float
-    update_factor: float = 5.0
+    same_kind: Positive = 1.25
+    """Machines of one kind. The default is Ethernet of 10 Gbit/s."""
+    across_kinds: Positive = 1.25
+    """Machines of different kinds."""
+    update_factor: Positive = 5.0
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens; `square` is that of prompt and response together, `longest` the longest response of a step."""
+    """Mean tokens. `square` is the mean square of prompt and response, `longest` the longest response of a step."""
 
     prompt: float
     response: float
     square: float
     context: float
-    """Of a request that runs at a random time: long ones are met more often."""
+    """Tokens of a running request at a random time: long requests run longer."""
     longest: float
 
     @classmethod
     def of(cls, prompt: float, responses: Iterable[float], num: int) -> "Lengths":
-        """What a prompt of this length and `num` responses in a step make, whose lengths are as likely as these."""
+        """Return the lengths of `num` responses in a step, each of which has one of these lengths with equal chance."""
         r = np.sort(np.fromiter(responses, float))
         context = prompt + (r**2).mean() / (2 * r.mean())
         longest = r @ np.diff((np.arange(len(r) + 1) / len(r)) ** num)
@@ -165,7 +174,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained. Of the config, replicas, rollout_tp and save_memory are chosen, and the micro-batch lowered."""
+    """A run to be planned. The planner chooses replicas, rollout_tp and save_memory, and can lower the micro-batch."""
 
     config: Config
     shape: ModelShape
@@ -173,7 +182,7 @@ class Job:
 
     @property
     def responses(self) -> int:
-        """Trained on in a step."""
+        """Responses that are trained on in a step."""
         return self.config.groups_per_step * self.config.group_size
 
     @property
@@ -197,7 +206,7 @@ class Job:
 
     @property
     def requests(self) -> int:
-        """Requests that run at the same time at most. Of 1 + α batches one is the trainer's, if there are two."""
+        """Most requests that run at the same time. The trainer has one of 1 + α batches, if there are two."""
         return max(1, math.floor(self.responses * max(1.0, self.config.async_ratio)))
 
 
@@ -206,7 +215,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Training:
-    """How the trainer runs: on `gpus` of each of `machines`, a replica of the model over `shards` of them."""
+    """Setting of the trainer: `gpus` of each of `machines`, and a replica of the model over `shards` of them."""
 
     pool: Pool
     machines: int
@@ -215,7 +224,7 @@ class Training:
     save_memory: tuple[str, ...]
     microbatch: int
     stages: bool
-    """Whether weights are staged on its GPUs, for engines on its machines."""
+    """True if weights are staged on its GPUs, for engines on its machines."""
 
     @property
     def ranks(self) -> int:
@@ -223,7 +232,7 @@ class Training:
         return self.machines * self.gpus
 
     def config(self, job: Job) -> Config:
-        """The options with which it runs."""
+        """Return its options."""
         return replace(
             job.config,
             replicas=self.ranks // self.shards,
@@ -232,14 +241,14 @@ class Training:
         )
 
     def items(self, job: Job) -> list[memory.Item]:
-        """Memory of a rank while it makes a step."""
+        """Return the memory of a rank in a step."""
         config = self.config(job)
         resident = memory.alone_items(config, job.shape, self.shards, self.stages)
         return [*resident, *memory.step_items(config, job.shape, self.ranks, self.shards)]
 
 
 def read_sheets() -> dict[str, dict]:
-    """Numbers of every data sheet, and the driver's name, by that of the GPU."""
+    """Return the numbers of every data sheet, by the name of the GPU."""
     sheets = tomllib.loads(SHEETS.read_text(encoding="utf-8"))
     return {
         gpu: {name: value for name, value in sheet.items() if name != "source"}
@@ -248,7 +257,7 @@ def read_sheets() -> dict[str, dict]:
 
 
 def compute_s(job: Job, t: Training) -> float:
-    """Seconds that the GPUs that train compute for a step (F/(ranks·C))."""
+    """Return the seconds in which the trainer computes a step (F/(ranks·C))."""
     config, shape, lengths = job.config, job.shape, job.lengths
     squares = (
         shape.num_layers
@@ -265,21 +274,21 @@ def compute_s(job: Job, t: Training) -> float:
 
 
 def reached_mfu(job: Job, t: Training) -> float:
-    """Share of the data sheet's FLOP/s that matrix products of the trainer reach, which is less in short passes."""
+    """Return the share of the data sheet's FLOP/s that the trainer's matrix products reach."""
     tokens = min(t.microbatch, job.read_tokens / (t.ranks * job.config.minibatches))
     return t.pool.mfu * (SHORT_MFU if tokens < SHORT_TOKENS else 1)
 
 
 def num_passes(job: Job, t: Training) -> int:
-    """Passes over a micro-batch; a backward pass is two, and what was not kept for it is computed again."""
+    """Return the passes over a micro-batch. A backward pass counts as two, and recomputation as one."""
     return job.extra_passes + 1 + ("activations" in t.save_memory) + 2
 
 
 def training_s(job: Job, cluster: Cluster, t: Training) -> float:
-    """Seconds that the trainer needs for a step (t)."""
+    """Return the seconds of the trainer for a step (t)."""
     config, pool = job.config, t.pool
     weights, trained = 2 * job.shape.num_parameters, memory.trained_parameters(config, job.shape)
-    # Rings; those through the same shard of all replicas share a machine's link.
+    # Rings. Rings through the same shard of all replicas share a machine's link.
     across = min(pool.gb_per_s, cluster.same_kind)
     shard_link = pool.gb_per_s if t.shards <= t.gpus else across
     replica_link = (
@@ -294,7 +303,7 @@ def training_s(job: Job, cluster: Cluster, t: Training) -> float:
         job.read_tokens / (t.ranks * config.minibatches * t.microbatch)
     )
     exchanges, root_passes = count, passes
-    if "head" not in t.save_memory:  # the reference alone, a second model, gathers more
+    if "head" not in t.save_memory:  # only the reference, a second model, gathers more
         exchanges, root_passes = config.minibatches, config.kl_coef > 0 and not config.lora_rank
     root_s = byte_s * (exchanges * (root + root_gradients) + count * root_passes * root)
     adamw_s = config.minibatches * ADAMW_BYTES * trained / t.shards / pool.hbm_bytes_per_s
@@ -309,7 +318,7 @@ def training_s(job: Job, cluster: Cluster, t: Training) -> float:
 
 
 def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> Iterator[Training]:
-    """Settings that train on so many GPUs and fit; of each the largest micro-batch, which is the fastest."""
+    """Yield the settings that fit on so many GPUs, with the largest micro-batch, because it is the fastest."""
     ranks, room = machines * gpus, memory.available_bytes(pool.device)
     divisors = [shards for shards in range(1, ranks + 1) if not ranks % shards]
     for shards, savings in itertools.product(divisors, SAVINGS):
@@ -326,39 +335,37 @@ def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> I
 
 
 def load_s(job: Job) -> float:
-    """Seconds in which an engine loads new weights, at least."""
+    """Return the least seconds in which an engine loads new weights."""
     return job.shape.num_tensors * LOAD_S
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine of `tp` GPUs that has `requests` at a time (b)."""
+    """An engine of `tp` GPUs with `requests` at a time (b). Numbers can be arrays, for several engines at once."""
 
     pool: Pool
     tp: int
     requests: float
     decode_s: float
-    """A decode step (d)."""
+    """Seconds of a decode step (d)."""
     rate: float
     """Tokens/s of all requests (h)."""
 
 
 def exchange_s(job: Job, pool: Pool, tp: int, tokens: float) -> float:
-    """Seconds in which an engine's GPUs exchange what they computed of so many tokens."""
+    """Return the seconds in which an engine's GPUs exchange their results for so many tokens."""
     bytes_s = tokens * job.shape.hidden_size * 2 / (tp * pool.gb_per_s * 1e9)
     return (tp - 1) * (LINK_LATENCY_S + bytes_s) * 4 * job.shape.num_layers
 
 
 def prefill_s(job: Job, pool: Pool, tp: int) -> float:
-    """Seconds of a prompt's prefill (p)."""
+    """Return the seconds of a prompt's prefill (p)."""
     flops = 2 * (job.shape.num_parameters - job.shape.idle_parameters) * job.lengths.prompt
     return flops / (tp * pool.flops_per_s) + exchange_s(job, pool, tp, job.lengths.prompt)
 
 
-def decode_parts_s(
-    job: Job, pool: Pool, tp: int, requests: float
-) -> tuple[float, float, float, float]:
-    """Seconds of a decode step: weights are read, they are multiplied with, the cache is read, and the rest."""
+def decode_parts_s(job: Job, pool: Pool, tp: int, requests: float) -> tuple:
+    """Return the seconds of a decode step: reading weights, multiplying, reading the cache, and the rest."""
     weights = 2 * job.shape.parameters_of(requests)
     active = 2 * (job.shape.num_parameters - job.shape.idle_parameters)
     cache = requests * job.lengths.context * memory.kv_bytes_per_token(job.shape, tp)
@@ -370,40 +377,36 @@ def decode_parts_s(
     )
 
 
-def decode_s(job: Job, pool: Pool, tp: int, requests: float) -> float:
-    """Seconds of a decode step (d): weights are read while they are multiplied with."""
-    weights_s, products_s, cache_s, rest_s = decode_parts_s(job, pool, tp, requests)
-    return max(weights_s, products_s) + cache_s + rest_s
-
-
 def make_engine(job: Job, pool: Pool, tp: int, requests: float) -> Engine:
-    """An engine with its rate."""
-    seconds, response = decode_s(job, pool, tp, requests), job.lengths.response
-    rate = requests * response / (response * seconds + requests * prefill_s(job, pool, tp))
-    return Engine(pool, tp, requests, seconds, rate)
+    """Return an engine with its rate. It reads weights while it multiplies."""
+    weights_s, products_s, cache_s, rest_s = decode_parts_s(job, pool, tp, requests)
+    decode_s = np.maximum(weights_s, products_s) + cache_s + rest_s
+    response = job.lengths.response
+    rate = requests * response / (response * decode_s + requests * prefill_s(job, pool, tp))
+    return Engine(pool, tp, requests, decode_s, rate)
 
 
 def largest_engine(job: Job, pool: Pool, tp: int, room: float | None = None) -> Engine | None:
-    """An engine with as many requests as max_running_requests and the KV cache allow; None if it does not fit.
+    """Return an engine with as many requests as max_running_requests and the KV cache allow; None if it does not fit.
 
-    `room` is what a GPU has for the engine, bytes; by default it is the engine's own.
+    `room` is the memory of a GPU for the engine, bytes. By default the engine has the GPU for itself.
     """
     if room is None:
         share = job.config.gpu_memory_utilization or SHARE_ALONE
         room = min(share * pool.device.total_bytes, memory.available_bytes(pool.device))
-    kv = room - memory.total(memory.engine_items(job.config, job.shape, tp))
-    cache = kv / memory.kv_bytes_per_token(job.shape, tp)  # tokens
-    if cache < job.config.max_sequence_tokens:
+    kv_bytes = room - memory.total(memory.engine_items(job.config, job.shape, tp))
+    tokens = kv_bytes / memory.kv_bytes_per_token(job.shape, tp)
+    if tokens < job.config.max_sequence_tokens:
         return None
-    most = min(job.config.max_running_requests, job.requests, int(cache // job.lengths.context))
+    most = min(job.config.max_running_requests, job.requests, int(tokens // job.lengths.context))
     return make_engine(job, pool, tp, most)
 
 
 def calibrated(job: Job, pool: Pool, requests: float | None = None) -> Pool:
-    """The pool with the mfu and hbm_efficiency of its measured rates, if it has any; none is left.
+    """Return the pool with the mfu and hbm_efficiency of its measured rates, and without these rates.
 
-    They are of the job, with its save_memory and rollout_tp, and of an engine with so many requests, as many as fit if
-    not given. Raises ValueError for a rate that no efficiency gives.
+    The rates are of the job, with its save_memory and rollout_tp, and of an engine with so many requests, by default as
+    many as fit. Raises ValueError for a rate that no efficiency gives.
     """
     mfu, efficiency, tp = pool.mfu, pool.hbm_efficiency, job.config.rollout_tp
     if pool.trained_tokens_per_s:
@@ -411,145 +414,124 @@ def calibrated(job: Job, pool: Pool, requests: float | None = None) -> Pool:
         t = Training(pool, 1, 1, 1, job.config.save_memory, budget, False)
         mfu *= compute_s(job, t) * pool.trained_tokens_per_s / job.tokens
     pool = replace(pool, mfu=mfu, trained_tokens_per_s=0.0)
-    if rate := tp * pool.sampled_tokens_per_s:
+    rate = tp * pool.sampled_tokens_per_s
+    if rate:
         largest = largest_engine(job, pool, tp)
         b = requests or (largest.requests if largest else 1)
         weights_s, products_s, cache_s, rest_s = decode_parts_s(job, pool, tp, b)
         left_s = b / rate - b * prefill_s(job, pool, tp) / job.lengths.response - rest_s
-        rest_s += products_s
         if left_s <= products_s:
             raise ValueError(
-                f"{pool.name} is said to sample {pool.sampled_tokens_per_s:g} tokens/s per GPU; with {b:.3g} requests "
-                f"at a time all but memory takes {rest_s:.3g} s of the {b / rate:.3g} s of a step; lower host_s"
+                f"{pool.name}: sampled_tokens_per_s {pool.sampled_tokens_per_s:g} is too high. With {b:.3g} requests a "
+                f"step takes {b / rate:.3g} s, and all but memory {rest_s + products_s:.3g} s. Lower it, or host_s"
             )
-        # The products hide the reading of weights, or else are hidden by it.
+        # products hide the reading of weights, or are hidden by it
         efficiency *= max((weights_s + cache_s) / left_s, cache_s / (left_s - products_s))
     return replace(pool, hbm_efficiency=efficiency, sampled_tokens_per_s=0.0)
 
 
+# Plans
+
+
 @dataclass(frozen=True)
 class Site:
-    """GPUs that may sample: `gpus` on each of `machines`. Where these train, all of them have the same engines."""
+    """GPUs that can sample: `gpus` on each of `machines`. All engines of a site have the same tp."""
 
     pool: Pool
     machines: int
     gpus: int
     trains: bool
+    """True beside the trainer. All its machines then have equally many engines."""
+    update_s: float
+    """Seconds of a weight update there (u)."""
+    engines: tuple[Engine, ...]
+    """The engine of each tp, with as many requests as it has room for."""
 
+    @cached_property
+    def choices(self) -> np.ndarray:
+        """Choices [choices, 3] of an engine's tp, the number of engines, and the requests for which one has room.
 
-def choose_engines(
-    options: Sequence[tuple[Site, Engine]],
-    requests: int,
-    least_rate: float | None = None,
-    one_of: Collection[int] = (),
-) -> list[tuple[Site, Engine, int]] | None:
-    """Return how many engines each site has, of which number of GPUs; None if no choice keeps the limits.
-
-    The choice has the highest rate, or at the lowest price `least_rate`. At least one of the options with an index in
-    `one_of` is in it.
-    """
-    copies = np.array([site.machines if site.trains else 1 for site, _ in options])
-    rates = copies * [engine.rate for _, engine in options]
-    most = np.array(
-        [site.gpus // e.tp * (1 if site.trains else site.machines) for site, e in options]
-    )
-    # Unknown are the number of each option, and whether it is chosen: of a site's options, only one may be.
-    counts, is_chosen = np.split(np.eye(2 * len(options)), 2)
-    limits = [(copies * [engine.requests for _, engine in options] @ counts, requests)]
-    limits += [(row, 0) for row in counts - most[:, None] * is_chosen]
-    for site in dict.fromkeys(site for site, _ in options):
-        limits.append(([other is site for other, _ in options] @ is_chosen, 1))
-    if one_of:
-        limits.append((-counts[list(one_of)].sum(0), -1))
-    cost = -rates
-    if least_rate is not None:  # the last part prefers few GPUs among those that cost the same
-        cost = copies * [engine.tp * (engine.pool.price_per_hour + 1e-3) for _, engine in options]
-        limits.append((-rates @ counts, -least_rate))
-    rows, upper = zip(*limits, strict=True)
-    solution = milp(
-        cost @ counts,
-        constraints=LinearConstraint(np.array(rows), ub=upper),
-        integrality=1,
-        bounds=Bounds(0, np.append(most, np.ones(len(options)))),
-        options={"mip_rel_gap": GAP},
-    ).x
-    if solution is None:
-        return None
-    numbers = (solution[: len(options)].round() * copies).astype(int).tolist()
-    return [(*option, n) for option, n in zip(options, numbers, strict=True) if n] or None
-
-
-# Both
+        No engine comes first, then each tp with rising numbers.
+        """
+        step = self.machines if self.trains else 1
+        rows = [(1, 0, 0.0)]
+        for engine in self.engines:
+            most = self.gpus // engine.tp * self.machines
+            rows += [(engine.tp, n, engine.requests) for n in range(step, most + 1, step)]
+        return np.array(rows)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Who trains and who may sample, and what no choice of engines exceeds."""
+    """GPUs that train, and sites that can sample."""
 
     job: Job
     training: Training
     training_s: float
-    update_s: float
-    options: tuple[tuple[Site, Engine], ...]
-    """Engines that a site may have, each with as many requests as it has room for."""
+    sites: tuple[Site, ...]
     colocate: str | None = None
-    """How trainer and engine share their GPU, if they do; they then take turns whatever α is."""
+    """How trainer and engine share their GPU, if they do. They then take turns for every α."""
 
     @property
     def trainer(self) -> tuple:
-        """The GPUs that train. Splits with the same trainer are alternatives of one plan."""
+        """GPUs that train. Splits with the same trainer are alternatives of one plan."""
         t = self.training
         return t.pool, t.machines, t.gpus, self.colocate is None
 
     @property
     def alpha(self) -> float:
-        """The async_ratio that the hardware lets count."""
+        """The async_ratio that has an effect."""
         return 0.0 if self.colocate else self.job.config.async_ratio
 
-    @cached_property
-    def tails(self) -> list[float]:
-        """Seconds of the tail with each of the options."""
-        return [tail_s(self.job, [engine]) for _, engine in self.options]
+    @property
+    def training_price(self) -> float:
+        """Price per hour of the GPUs that train."""
+        return self.training.pool.price_per_hour * self.training.ranks
+
+    def step_s(self, rate, update_s, tail_s):
+        """Return about the seconds of a step with these engines' tokens/s, and seconds of update and tail."""
+        generation_s = self.job.tokens / rate + update_s
+        return least_step_s(generation_s, self.training_s, self.alpha, tail_s)
 
     @cached_property
-    def most_rate(self) -> float:
-        """Tokens/s that no choice of engines exceeds.
+    def limits(self) -> tuple[float, float, float]:
+        """Tokens/s, seconds of update and seconds of tail that no choice of engines beats.
 
-        It is bounded by the best engine for each GPU, and by the best for each request, which is alone in its engine.
+        The rate is bounded by the best engine for each GPU, and by the best engine for each request alone.
         """
-        best: dict[Site, float] = {}
-        for site, engine in self.options:
-            best[site] = max(best.get(site, 0.0), engine.rate / engine.tp)
-        by_gpus = sum(site.machines * site.gpus * rate for site, rate in best.items())
-        alone = max(make_engine(self.job, e.pool, e.tp, 1).rate for _, e in self.options)
-        return min(by_gpus, self.job.requests * alone)
+        engines = [engine for site in self.sites for engine in site.engines]
+        alone = max(make_engine(self.job, e.pool, e.tp, 1).rate for e in engines)
+        rate = sum(
+            site.machines * site.gpus * max(e.rate / e.tp for e in site.engines)
+            for site in self.sites
+        )
+        update_s = min(site.update_s for site in self.sites)
+        tail = min(tail_s(self.job, engine) for engine in engines)
+        return min(rate, self.job.requests * alone), update_s, tail
 
-    def step_s(self, rate: float, tail: float) -> float:
-        """Seconds of a step, about, of engines with this rate, tokens/s, and this tail, seconds."""
-        busy_s = self.job.tokens / rate + self.update_s
-        return least_step_s(busy_s, self.training_s, self.alpha, tail)
+    def least_rate(self, step_s: float) -> float:
+        """Return tokens/s below which no step takes so few seconds; infinite if no rate is enough."""
+        _, update_s, tail = self.limits
+        busy_s = min(step_s, step_s * (1 + self.alpha) - self.training_s - tail) - update_s
+        is_possible = busy_s > 0 and self.training_s <= step_s
+        return self.job.tokens / busy_s if is_possible else math.inf
 
-    def least_rate(self, step_s: float, tail: float) -> float:
-        """Tokens/s that the engines need for a step of so many seconds; infinite if no rate is enough."""
-        busy_s = min(step_s, step_s * (1 + self.alpha) - self.training_s - tail)
-        if busy_s <= self.update_s or self.training_s > step_s:
-            return math.inf
-        return self.job.tokens / (busy_s - self.update_s)
-
-    def bound(self, limit_s: float | None, rate: float, tail: float) -> float:
-        """Seconds of a step, or with a limit on them the price per hour, that it does not get below."""
+    def bound(self, limit_s: float | None) -> float:
+        """Return a lower bound on `Plan.value`."""
         if limit_s is None:
-            return self.step_s(rate, tail)
-        least = self.least_rate(limit_s, tail)
-        prices = (e.pool.price_per_hour * e.tp / e.rate for _, e in self.options)
-        sampling = 0.0 if self.colocate else least * min(prices)
-        trains = self.training.pool.price_per_hour * self.training.ranks
-        return trains + sampling if least <= rate else math.inf
+            return float(self.step_s(*self.limits))
+        rate = self.least_rate(limit_s)
+        if rate > self.limits[0]:
+            return math.inf
+        prices = (
+            e.pool.price_per_hour * e.tp / e.rate for site in self.sites for e in site.engines
+        )
+        return self.training_price + (0.0 if self.colocate else rate * min(prices))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A split with its engines, and what a step takes then."""
+    """A split with its engines, and the times of a step."""
 
     split: Split
     engines: tuple[tuple[Site, Engine, int], ...]
@@ -560,26 +542,27 @@ class Plan:
         return sum(engine.rate * count for _, engine, count in self.engines)
 
     @property
-    def tail_s(self) -> float:
-        """Seconds of the tail."""
-        return tail_s(self.split.job, [engine for _, engine, _ in self.engines])
+    def generation_s(self) -> float:
+        """Seconds in which the engines sample the tokens of a step (g)."""
+        return self.split.job.tokens / self.rate
 
     @property
-    def generation_s(self) -> float:
-        """Seconds in which the engines sample what a step trains on (g)."""
-        return self.split.job.tokens / self.rate
+    def update_s(self) -> float:
+        """Seconds of a weight update, of the slowest site (u)."""
+        return max(site.update_s for site, _, _ in self.engines)
 
     @property
     def step_s(self) -> float:
         """Seconds of a step, about."""
-        return self.split.step_s(self.rate, self.tail_s)
+        tail = min(tail_s(self.split.job, engine) for _, engine, _ in self.engines)
+        return float(self.split.step_s(self.rate, self.update_s, tail))
 
     @property
     def most_step_s(self) -> float:
-        """Seconds of a step, at most: by its longest response, in the slowest engine."""
+        """Seconds of a step at most, if the slowest engine has its longest response."""
         split = self.split
         longest_s = split.job.lengths.longest * max(e.decode_s for _, e, _ in self.engines)
-        busy_s = self.generation_s + split.update_s
+        busy_s = self.generation_s + self.update_s
         return most_step_s(busy_s, split.training_s, longest_s, split.alpha)
 
     @property
@@ -590,137 +573,147 @@ class Plan:
 
     @property
     def cost_per_hour(self) -> float:
-        """Price of the GPUs in use; those that stay idle cost nothing."""
-        training = self.split.training
-        used = [(training.pool, training.ranks), *self.sampling_gpus]
-        return sum(pool.price_per_hour * gpus for pool, gpus in used)
+        """Price of the GPUs in use. Idle GPUs cost nothing."""
+        sampling = sum(pool.price_per_hour * gpus for pool, gpus in self.sampling_gpus)
+        return self.split.training_price + sampling
 
     def value(self, limit_s: float | None) -> float:
-        """What is to be least: seconds of a step, or with a limit on them the price per hour."""
+        """Return the number to minimise: seconds of a step, or with a limit on them the price per hour."""
         return self.cost_per_hour if limit_s else self.step_s
 
 
-def tail_s(job: Job, engines: Iterable[Engine]) -> float:
-    """Seconds for which a step's longest response decodes on, in the fastest engine, when a mean one has ended."""
-    alone_s = min(decode_s(job, e.pool, e.tp, 1) for e in engines)
-    return (job.lengths.longest - job.lengths.response) * alone_s
+def tail_s(job: Job, engine: Engine) -> float:
+    """Return the seconds for which a step's longest response decodes on, alone, after a mean one has ended."""
+    alone = make_engine(job, engine.pool, engine.tp, 1)
+    return float((job.lengths.longest - job.lengths.response) * alone.decode_s)
+
+
+def fill(requests: int, rooms: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the requests of each engine [combinations, sites], if the sites have so many engines.
+
+    The controller gives a request to the engine that has the fewest. So all have equally many, or as many as fit.
+    """
+    levels, left, engines_left = np.zeros_like(rooms), float(requests), counts.sum(1)
+    for places in np.argsort(rooms, axis=1).T[..., None]:
+        room, count = (np.take_along_axis(a, places, 1)[:, 0] for a in (rooms, counts))
+        level = np.minimum(room, left / np.maximum(engines_left, 1))
+        np.put_along_axis(levels, places, level[:, None], 1)
+        left, engines_left = left - count * level, engines_left - count
+    return levels
+
+
+def evaluate(split: Split, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return seconds of a step and price per hour of combinations [rows, sites] of the sites' choices, by index.
+
+    A combination takes infinitely long without an engine, or with more engines than requests. The price has a small
+    part for each GPU, because fewer GPUs are better at the same price.
+    """
+    job = split.job
+    chosen = np.stack([site.choices[i] for site, i in zip(split.sites, rows.T, strict=True)], 1)
+    tps, counts, rooms = np.moveaxis(chosen, 2, 0)
+    levels = fill(job.requests, rooms, counts)
+    rate, price, update_s, tail = np.zeros((4, len(rows)))
+    tail += np.inf
+    for place, site in enumerate(split.sites):
+        for engine in site.engines:
+            has = (counts[:, place] > 0) & (tps[:, place] == engine.tp)
+            count = counts[has, place]
+            rate[has] += count * make_engine(job, site.pool, engine.tp, levels[has, place]).rate
+            price[has] += count * engine.tp * (site.pool.price_per_hour + 1e-3)
+            update_s[has] = np.maximum(update_s[has], site.update_s)
+            tail[has] = np.minimum(tail[has], tail_s(job, engine))
+    is_possible = (rate > 0) & (counts.sum(1) <= job.requests)
+    step_s = split.step_s(np.where(is_possible, rate, 1.0), update_s, tail)
+    return np.where(is_possible, step_s, np.inf), price
+
+
+def climb(split: Split, best: np.ndarray, limit_s: float) -> np.ndarray:
+    """Return the best combination [sites]: the fastest, or within a finite limit the cheapest.
+
+    All are tried if there are few. Otherwise some choices of each site are, evenly spread and beside the best, until no
+    better combination is found.
+    """
+    lengths = [len(site.choices) for site in split.sites]
+    per_site = max(8, int(MOST_COMBINATIONS ** (1 / len(lengths))))
+    least = math.inf
+    while True:
+        grids = []
+        for index, length in zip(best, lengths, strict=True):
+            spread = np.linspace(0, length - 1, min(length, per_site)).round()
+            near = np.arange(index - BESIDE, index + BESIDE + 1)
+            grids.append(np.unique([*spread, *near.clip(0, length - 1)]).astype(int))
+        rows = np.stack(np.meshgrid(*grids, indexing="ij"), -1).reshape(-1, len(lengths))
+        step_s, price = evaluate(split, rows)
+        values = step_s if limit_s == math.inf else np.where(step_s <= limit_s, price, np.inf)
+        if not values.min() < least:
+            return best
+        least, best = values.min(), rows[values.argmin()]
 
 
 def solve(split: Split, limit_s: float | None = None) -> Plan | None:
-    """Return the plan with the least step, or with a limit on it the cheapest; None if none keeps the limit.
+    """Return the cheapest plan within a limit on the step; None if no plan keeps it.
 
-    The step has two unknowns: the rate, and the tail, which the fastest engine decides. For each tail the best rate is
-    sought, as long as the best rate of all so far could beat the best plan. A shorter tail allows fewer engines, so it
-    has no higher rate.
+    Without a limit it is the cheapest plan that is as fast as the fastest, up to GAP.
     """
-    plans: list[Plan] = []
-    rate = split.most_rate
-    for tail in sorted(set(split.tails), reverse=True):
-        best = min((plan.value(limit_s) for plan in plans), default=math.inf)
-        if split.bound(limit_s, rate, tail) * (1 + GAP) < best:
-            plans += _plans_with_tail(split, tail, limit_s)
-        if plans and limit_s is None:
-            rate = max(plan.rate for plan in plans)
-    return min(plans, key=lambda plan: plan.value(limit_s), default=None)
+    fullest = np.array([len(site.choices) - 1 for site in split.sites])
+    fastest = climb(split, fullest, math.inf)
+    least_s = evaluate(split, fastest[None])[0].item()
+    limit_s = least_s * (1 + GAP) if limit_s is None else limit_s * (1 + 1e-6)
+    is_kept = least_s <= limit_s < math.inf
+    return make_plan(split, climb(split, fastest, limit_s)) if is_kept else None
 
 
-def _plans_with_tail(split: Split, tail: float, limit_s: float | None) -> list[Plan]:
-    """Return plans, one of whose engines has at most this tail, for several numbers of engines.
-
-    The controller gives a request to who has the fewest, so that all engines have as many, or as many as fit. How many
-    that are depends on how many engines there are: powers of two are tried, then those beside the best.
-    """
-    requests, sites = split.job.requests, {site for site, _ in split.options}
-    most = min(requests, sum(site.machines * site.gpus for site in sites))
-    # fewer are all full
-    least = min(most, max(1, requests // max(engine.requests for _, engine in split.options)))
-    numbers = [least, *(1 << i for i in range(20) if least < 1 << i < most), most]
-    plans: dict[int, Plan | None] = {}
-    while numbers:
-        plans |= {n: _plan_with_requests(split, requests / n, tail, limit_s) for n in numbers}
-        fitting = [plan for plan in plans.values() if plan]
-        if not fitting:
-            return []
-        best = min(fitting, key=lambda plan: plan.value(limit_s))
-        num = sum(count for _, _, count in best.engines)
-        by = max(1, num // FINE)
-        beside = (num - by, num, num + by)
-        numbers = [n for n in beside if least <= n <= most and n not in plans]
-    return fitting
-
-
-def _plan_with_requests(
-    split: Split, requests: float, tail: float, limit_s: float | None
-) -> Plan | None:
-    """Return the plan with the best engines if each has so many requests, or as many as fit."""
-    options = [
-        (site, make_engine(split.job, e.pool, e.tp, min(requests, e.requests)))
-        for site, e in split.options
-    ]
-    fast = [index for index, seconds in enumerate(split.tails) if seconds <= tail]
-    least_rate = limit_s and split.least_rate(limit_s, tail)
-    engines = choose_engines(options, split.job.requests, least_rate, fast)
-    if engines is None:
-        return None
-    plan = sampled_by(split, engines)
-    return plan if limit_s is None or plan.step_s <= limit_s * (1 + 1e-6) else None
-
-
-def sampled_by(split: Split, counts: Iterable[tuple[Site, Engine, int]]) -> Plan:
-    """Return the plan with so many of these engines, to which requests go in equal numbers, as far as they fit."""
-    room = {(site, engine.tp): engine.requests for site, engine in split.options}
-    engines = []
-    requests_left, engines_left = split.job.requests, sum(count for _, _, count in counts)
-    for site, engine, count in sorted(counts, key=lambda choice: room[choice[0], choice[1].tp]):
-        requests = min(room[site, engine.tp], requests_left / engines_left)
-        requests_left, engines_left = requests_left - count * requests, engines_left - count
-        engines.append((site, make_engine(split.job, engine.pool, engine.tp, requests), count))
-    return Plan(split, tuple(engines))
+def make_plan(split: Split, row: Sequence[int]) -> Plan:
+    """Return the plan with these choices of the sites, by index."""
+    chosen = np.stack([site.choices[i] for site, i in zip(split.sites, row, strict=True)])
+    tps, counts, rooms = chosen.T
+    levels = fill(split.job.requests, rooms[None], counts[None])[0]
+    engines = tuple(
+        (site, make_engine(split.job, site.pool, int(tp), float(level)), int(count))
+        for site, tp, count, level in zip(split.sites, tps, counts, levels, strict=True)
+        if count
+    )
+    return Plan(split, engines)
 
 
 def splits(job: Job, cluster: Cluster) -> Iterator[Split]:
-    """Every division of the GPUs, with the fastest training for it."""
+    """Yield every choice of GPUs that train, with the fastest training on them."""
     tps = [tp for tp in TPS if memory.can_split(job.shape, tp)]
     engines = {
         pool: [e for tp in tps if tp <= pool.gpus and (e := largest_engine(job, pool, tp))]
         for pool in cluster.pools
     }
-    update = 2 * job.shape.num_parameters / 1e9
+    weights_gb = 2 * job.shape.num_parameters / 1e9
+
+    def site(pool: Pool, machines: int, gpus: int, trains: bool, update_s: float) -> Site:
+        fitting = tuple(engine for engine in engines[pool] if engine.tp <= gpus)
+        return Site(pool, machines, gpus, trains, max(update_s, load_s(job)), fitting)
+
     for pool in cluster.pools:
-        yield from _shared(job, cluster, pool)
+        yield from shared_splits(job, pool)
         for machines, gpus in itertools.product(range(1, pool.count + 1), range(1, pool.gpus + 1)):
             if not _can_share(job.config, machines):
                 continue
-            left = [(other, other.count - machines * (other is pool)) for other in cluster.pools]
-            sites = [Site(other, count, other.gpus, False) for other, count in left if count]
-            near = [site for site in sites if site.pool.gpu == pool.gpu]
-            far = [site for site in sites if site.pool.gpu != pool.gpu]
-            reach = [([], math.inf), (near, cluster.same_kind), (far, cluster.across_kinds)]
-            reach.append((sites, min(cluster.same_kind, cluster.across_kinds)))
+            sites = []
+            for other in cluster.pools:
+                link = cluster.same_kind if other.gpu == pool.gpu else cluster.across_kinds
+                count = other.count - machines * (other is pool)
+                update_s = cluster.update_factor * weights_gb / link
+                sites.append(site(other, count, other.gpus, False, update_s))
+            beside = site(pool, machines, pool.gpus - gpus, True, weights_gb / pool.gb_per_s)
             for stages in (False, True)[: 1 + (gpus < pool.gpus)]:
-                beside = [Site(pool, machines, pool.gpus - gpus, True)] * stages
                 timed = [
                     (training_s(job, cluster, training), training)
                     for training in trainings(job, pool, machines, gpus, stages)
                 ]
-                if not timed:
-                    continue
-                seconds, training = min(timed, key=lambda pair: pair[0])
-                for joined, link in reach:
-                    options = tuple(
-                        (s, e)
-                        for s in [*beside, *joined]
-                        for e in engines[s.pool]
-                        if e.tp <= s.gpus
-                    )
-                    publish_s = cluster.update_factor * update / link
-                    update_s = max(stages * update / pool.gb_per_s, publish_s, load_s(job))
-                    if options:
-                        yield Split(job, training, seconds, update_s, options)
+                usable = tuple(s for s in [beside] * stages + sites if s.machines and s.engines)
+                if timed and usable:
+                    seconds, training = min(timed, key=lambda pair: pair[0])
+                    yield Split(job, training, seconds, usable)
 
 
 def _can_share(config: Config, machines: int) -> bool:
-    """Whether the machines can share a step's groups evenly."""
+    """Return whether the machines can share a step's groups evenly."""
     try:
         check_shares(replace(config, replicas=1), machines, machines)
     except ValueError:
@@ -728,8 +721,8 @@ def _can_share(config: Config, machines: int) -> bool:
     return True
 
 
-def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Split]:
-    """Trainer and engine on one GPU, all others idle. Where they take turns the engine sleeps in a step."""
+def shared_splits(job: Job, pool: Pool) -> Iterator[Split]:
+    """Yield splits with trainer and engine on one GPU, all other GPUs idle. At α = 0 the engine sleeps in a step."""
     update_s = max(4 * job.shape.num_parameters / pool.hbm_bytes_per_s, load_s(job))
     colocate = "sleep" if job.config.async_ratio == 0 else "share"
     for savings, tokens in itertools.product(SAVINGS, memory.budgets(job.config)):
@@ -739,22 +732,21 @@ def _shared(job: Job, cluster: Cluster, pool: Pool) -> Iterator[Split]:
             share, _, _ = memory.plan_shared(config, job.shape, pool.device)
         except ValueError:
             continue
-        if engine := largest_engine(job, pool, 1, share * pool.device.total_bytes):
-            options = ((Site(pool, 1, 1, True), engine),)
-            yield Split(job, t, training_s(job, cluster, t), update_s, options, colocate)
+        engine = largest_engine(job, pool, 1, share * pool.device.total_bytes)
+        if engine:
+            site = Site(pool, 1, 1, True, update_s, (engine,))
+            seconds = training_s(job, Cluster((pool,), 1.0, 1.0), t)
+            yield Split(job, t, seconds, (site,), colocate)
 
 
 def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int = 4) -> list[Plan]:
-    """Plans with the least step, or the cheapest with `tokens_per_s`, the best first: of each trainer's GPUs the best.
+    """Return plans with the least step, or with `tokens_per_s` the cheapest, the best first.
 
-    Raises ValueError, with the arithmetic, if there is none.
+    There is one plan for each choice of GPUs that train. Raises ValueError, with the arithmetic, if there is no plan.
     """
     cluster = replace(cluster, pools=tuple(calibrated(job, pool) for pool in cluster.pools))
     limit_s = tokens_per_s and job.tokens / tokens_per_s
-    bounds = [
-        (split.bound(limit_s, split.most_rate, min(split.tails)), split)
-        for split in splits(job, cluster)
-    ]
+    bounds = [(split.bound(limit_s), split) for split in splits(job, cluster)]
     if not bounds:
         raise ValueError(_refusal(job, cluster))
     best: dict[tuple, Plan] = {}
@@ -771,60 +763,45 @@ def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int
     if not best:
         fastest = job.tokens / plan(job, cluster, num=1)[0].step_s
         raise ValueError(f"no plan has {tokens_per_s:g} tokens/s; the fastest has {fastest:g}")
-    plans = sorted(best.values(), key=lambda plan: plan.value(limit_s))[:num]
-    if limit_s:
-        return plans
-    as_fast = [solve(p.split, p.step_s * (1 + GAP)) or p for p in plans]
-    return sorted(as_fast, key=lambda plan: (plan.step_s, plan.cost_per_hour))
+    return sorted(best.values(), key=lambda plan: (plan.value(limit_s), plan.cost_per_hour))[:num]
 
 
 def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
-    """What a step takes if all machines, of one kind, have this placement of `placement.py`."""
+    """Return the plan in which all machines, of one kind, have this placement."""
     (pool,), config, weights = cluster.pools, job.config, 2 * job.shape.num_parameters
     ranks, worker = len(placement.trainer_gpus), placement.workers[0]
-    training = Training(
-        pool,
-        pool.count,
-        ranks,
-        ranks * pool.count // config.replicas,
-        config.save_memory,
-        config.max_tokens_per_microbatch,
-        placement.transport != "shm",
-    )
-    # By ipc the engine copies what it reads, by shm both ends do.
+    num_shards = ranks * pool.count // config.replicas
+    stages, tokens = placement.transport != "shm", config.max_tokens_per_microbatch
+    training = Training(pool, pool.count, ranks, num_shards, config.save_memory, tokens, stages)
+    # by ipc the engine copies what it reads, by shm both ends do
     copy_s = {
         "nccl": len(placement.workers) * weights / (pool.gb_per_s * 1e9),
         "ipc": 2 * weights / pool.hbm_bytes_per_s,
         "shm": 2 * weights / HOST_BYTES_PER_S,
     }[placement.transport]
-    update_s = max(copy_s, load_s(job))
-    room = None
-    colocate = None
+    room = colocate = None
     if worker.shared_with_rank is not None:
         room = worker.gpu_memory_utilization * pool.device.total_bytes
         colocate = config.colocate
     engine = largest_engine(job, pool, config.rollout_tp, room)
-    site = Site(pool, pool.count, pool.gpus - ranks, True)
-    seconds = training_s(job, cluster, training)
-    split = Split(job, training, seconds, update_s, ((site, engine),), colocate)
-    return sampled_by(split, [(site, engine, len(placement.workers) * pool.count)])
+    update_s = max(copy_s, load_s(job))
+    gpus = len(placement.workers) * config.rollout_tp
+    site = Site(pool, pool.count, gpus, True, update_s, (engine,))
+    split = Split(job, training, training_s(job, cluster, training), (site,), colocate)
+    return make_plan(split, [len(placement.workers)])
 
 
 def _refusal(job: Job, cluster: Cluster) -> str:
-    """Why nothing fits: the least that a rank of each pool's largest trainer needs, and a GPU of its largest engine."""
+    """Return why nothing fits: the least need of a rank of each pool's largest trainer, and of its largest engine."""
     texts, tps = [], [tp for tp in TPS if memory.can_split(job.shape, tp)]
     for pool in cluster.pools:
         ranks, tp = pool.count * pool.gpus, max(tp for tp in tps if tp <= pool.gpus)
-        t = Training(
-            pool, pool.count, pool.gpus, ranks, SAVINGS[-1], memory.budgets(job.config)[-1], False
-        )
-        engine = memory.engine_items(job.config, job.shape, tp)
-        texts.append(f"{pool.name} has {memory.available_bytes(pool.device) / memory.GIB:.1f} GiB")
-        for who, items in {
+        tokens = memory.budgets(job.config)[-1]
+        t = Training(pool, pool.count, pool.gpus, ranks, SAVINGS[-1], tokens, False)
+        needs = {
             f"one of {ranks} trainer ranks": t.items(job),
-            f"a GPU of a tp {tp} engine": engine,
-        }.items():
-            texts.append(
-                f"{who} needs {memory.total(items) / memory.GIB:.1f} = {' + '.join(map(str, items))}"
-            )
+            f"a GPU of a tp {tp} engine": memory.engine_items(job.config, job.shape, tp),
+        }
+        texts.append(f"{pool.name} has {memory.available_bytes(pool.device) / memory.GIB:.1f} GiB")
+        texts += [f"{who} needs {memory.listed(items)}" for who, items in needs.items()]
     return f"the model fits on no GPUs to train and to sample: {'; '.join(texts)}; take more GPUs, or larger ones"

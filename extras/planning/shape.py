@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS = ".experts."
-"""What the names of experts' weights have, which those of shared experts have not."""
+"""Part of the names of experts' weights. Names of shared experts do not have it."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes that memory depends on."""
+    """Sizes of a model for the arithmetic of memory and time."""
 
     num_parameters: int
-    """All, tied weights once."""
+    """Parameters in all, tied weights once."""
     layer_parameters: int
-    """Of the largest layer."""
+    """Parameters of the largest layer."""
     root_parameters: int
-    """Outside of the layers: embedding, head, last norm."""
+    """Parameters outside of the layers: embedding, head, last norm."""
     largest_parameter: int
     num_layers: int
     hidden_size: int
@@ -31,29 +31,29 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     needs_mask: bool = False
-    """Whether a GPU cannot compute its attention without a mask (asyncrl/trainer/attention.py)."""
+    """True if a GPU needs a mask for its attention (asyncrl/trainer/attention.py)."""
     expert_parameters: int = 0
-    """Of all experts of mixtures."""
+    """Parameters of all experts of mixtures."""
     expert_share: float = 1.0
-    """Share of the experts of a layer that one token is computed with, k of E."""
+    """Share of a layer's experts that compute one token, k of E."""
     num_tensors: int = 0
-    """Weights of its files, which an engine loads one by one: each expert has its own."""
+    """Weights in its files. An engine loads them one by one, and each expert has its own."""
 
     @property
     def idle_parameters(self) -> float:
-        """Parameters of the experts that one token is not computed with."""
+        """Parameters of the experts that do not compute one token."""
         return self.expert_parameters * (1 - self.expert_share)
 
     def parameters_of(self, tokens: float) -> float:
-        """Return the parameters that are read for so many tokens at a time, each of which chooses experts by itself."""
+        """Return the parameters that are read for so many tokens at a time. Each token chooses its experts."""
         return self.num_parameters - self.expert_parameters * (1 - self.expert_share) ** tokens
 
 
 def read_text_config(model: str):
     """Return transformers' config of the text part of a model, of a folder or of a Hugging Face name.
 
-    The cache of the hub stays as it is: a part of a snapshot, or another revision, would change what the next run
-    finds there. Raises ValueError, in one line, if no config can be had.
+    The cache of the hub is not changed, because a later run would take a part of a snapshot for the model. Raises
+    ValueError, in one line, if there is no config.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from transformers import AutoConfig
@@ -67,7 +67,7 @@ def read_text_config(model: str):
                     file = hf_hub_download(model, "config.json", cache_dir=cache, etag_timeout=10)
                 folder = os.path.dirname(file)
             return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-        except (OSError, ValueError) as error:  # all of the hub's own errors are one of both
+        except (OSError, ValueError) as error:  # all errors of the hub are of these classes
             reason = str(error).strip().split("\n")[0]
             raise ValueError(
                 f"--model {model}: neither a folder with a config.json nor to be had: {reason}"
@@ -126,7 +126,7 @@ def _layer_sizes(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _mlp_width(config, is_mixture: bool) -> int:
-    """Return how wide the MLP of a layer is for one token: of k experts and the shared ones, in a mixture."""
+    """Return the width of a layer's MLP for one token: in a mixture of k experts and the shared ones."""
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if not is_mixture:
         return width
@@ -139,7 +139,7 @@ def _mlp_width(config, is_mixture: bool) -> int:
 
 
 def _experts_per_token(config) -> float:
-    """Return how many experts a layer chooses for a token, on average."""
+    """Return the mean number of experts that a layer chooses for a token."""
     return _mean(getattr(config, "num_experts_per_tok", None) or config.top_k_experts)
 
 

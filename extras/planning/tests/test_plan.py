@@ -96,10 +96,13 @@ def test_the_plans_of_our_examples_can_be_run(path):
 
 def test_engines_of_another_size_join_with_a_number_of_gpus_of_their_own():
     c = cluster(pool("near", 1, 4), pool("far", 1, 4))
-    split = next(s for s in planner.splits(job(), c) if len({site for site, _ in s.options}) == 2)
-    sizes = {(True, 2), (False, 4)}
-    engines = [(site, e, 1) for site, e in split.options if (site.trains, e.tp) in sizes]
-    check_plan(planner.sampled_by(split, engines[::-1]), c)
+    wanted = {True: (2, 1), False: (4, 1)}
+    split = next(s for s in planner.splits(job(), c) if len(s.sites) == 2 and s.sites[0].trains)
+    row = [
+        [(tp, count) for tp, count, _ in site.choices].index(wanted[site.trains])
+        for site in split.sites
+    ]
+    check_plan(planner.make_plan(split, row), c)
 
 
 def test_people_get_the_commands_and_the_next_best_plans(write, capsys):
@@ -140,7 +143,7 @@ def test_data_sheets_may_be_overridden_and_two_lists_of_a_kind_are_told_apart(wr
         (
             MACHINES.replace("gpus = 1", "gpus = 1\nsampled_tokens_per_s = 1e9"),
             GIVEN,
-            "H800 is said to sample 1e+09 tokens/s per GPU; with 128 requests",
+            "H800: sampled_tokens_per_s 1e+09 is too high. With 128 requests",
         ),
     ],
 )

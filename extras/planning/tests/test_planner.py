@@ -82,8 +82,9 @@ def outcomes(j, c):
     weights = 2 * j.shape.num_parameters / 1e9
     alpha = j.config.async_ratio
     for p in c.pools:
-        for split in planner._shared(j, c, p):
-            busy_s = j.tokens / split.options[0][1].rate + split.update_s
+        for split in planner.shared_splits(j, p):
+            (site,) = split.sites
+            busy_s = j.tokens / site.engines[0].rate + site.update_s
             yield seconds_of_step(j, busy_s, split.training_s, [(p, 1)], 0.0), p.price_per_hour
         trainers = itertools.product(range(1, p.count + 1), range(1, p.gpus + 1), (False, True))
         for machines, gpus, stages in trainers:
@@ -208,7 +209,7 @@ def test_plans_are_the_best_of_all_and_can_be_run(case):
     )
     for p in (plans[0], plans[-1], thrifty):
         longest_s = max(e.decode_s for _, e, _ in p.engines) * LONGEST
-        busy_s = p.generation_s + p.split.update_s
+        busy_s = p.generation_s + p.update_s
         most_s = most_seconds(busy_s, p.split.training_s, longest_s, p.split.alpha)
         assert p.step_s <= p.most_step_s == pytest.approx(most_s)
         check_plan(p, c)
@@ -340,13 +341,13 @@ def test_training_and_sampling_take_what_their_formulas_say(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_least_rate_makes_a_step_as_long_as_the_limit(seed):
     for split in itertools.islice(planner.splits(*random_case(seed)), 50):
-        limits_s = (0.9 * split.training_s, 1.1 * split.update_s, 4.0 * split.training_s)
-        for limit_s, tail in itertools.product(limits_s, (0.0, 2.0)):
-            rate = split.least_rate(limit_s, tail)
+        _, update_s, tail = split.limits
+        for limit_s in (0.9 * split.training_s, 1.1 * update_s, 4.0 * split.training_s):
+            rate = split.least_rate(limit_s)
             if rate == math.inf:
-                assert split.step_s(1e15, tail) > limit_s * (1 - 1e-9)
+                assert split.step_s(1e15, update_s, tail) > limit_s * (1 - 1e-9)
             else:
-                assert split.step_s(rate, tail) == pytest.approx(limit_s)
+                assert split.step_s(rate, update_s, tail) == pytest.approx(limit_s)
 
 
 def test_without_prices_the_fewest_gpus_are_the_cheapest():
