@@ -221,7 +221,6 @@ SIMULATED_AGAIN = [
     "environments, normal(10,1) s",
     pytest.param("environments, normal(10,10) s", marks=pytest.mark.slow),
     pytest.param("scale", marks=pytest.mark.slow),
-    pytest.param("swarm", marks=pytest.mark.slow),
 ]
 
 
@@ -248,7 +247,9 @@ def test_the_stored_page_is_made_of_the_stored_records_which_have_all_settings(t
     ]
     settings = {(setting.study, setting.name) for setting in studies.settings()}
     assert len(set(keys)) == len(keys)
-    assert {key[:2] for key in keys} == settings
+    recorded = {study for study, *_ in keys}
+    assert recorded == {study for study, _ in settings} - {"swarm"}  # which takes minutes a run
+    assert {key[:2] for key in keys} == {names for names in settings if names[0] in recorded}
 
 
 def test_a_run_replaces_its_earlier_record(tmp_path):
