@@ -72,7 +72,7 @@ class Options:
     algo_args: tuple[str, ...] = ()  # arguments of the loss, NAME=VALUE each
     alpha: float = 1.0  # batches that rollout may run ahead; 0 is synchronous
     delay: int = 0  # steps by which each publish is late
-    steps: int = 80
+    steps: int = 60
     groups_per_step: int = 32  # B: prompts in a step
     group_size: int = 8  # G: responses to a prompt
     lr: float = 1e-3  # of AdamW; 4e-5 suits a model of 0.1 B parameters, 1e-6 one above 1 B
