@@ -239,7 +239,9 @@ class Rollout:
 
 def load_model(name: str):
     """Return the model in float32, sharded over the ranks; it computes in DTYPE."""
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(DEVICE)
+    model = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, trust_remote_code=False
+    ).to(DEVICE)
     policy = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32)
     for module in model.modules():
         if type(module).__name__ in model._no_split_modules:  # a layer
@@ -361,7 +363,7 @@ def main(options: Options) -> None:
     """Check the options, start the workers, and train."""
     check(options)
     try:
-        AutoConfig.from_pretrained(options.model)
+        AutoConfig.from_pretrained(options.model, trust_remote_code=False)
         loss = make_loss(options.algo, options.algo_args)
         task = make_task(options.task, options.seed, options.data_path)
     except (OSError, ValueError) as error:
