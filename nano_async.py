@@ -5,16 +5,16 @@
     torchrun --nproc-per-node 2 nano_async.py --workers 2 --model Qwen/Qwen3-0.6B --task gsm8k --lr 2e-6 \
         --max-tokens 1536 --microbatch 8    # GPUs 0 and 1 train, 2 and 3 sample
 
-1. Rollout does not wait for the trainer. Workers sample with vLLM while the trainer makes its steps.
-2. Each token carries a version, the number of steps in the weights that sampled it, and the engine's log-prob. The loss
-   divides by that probability, so it sees how far the policy has moved since.
-3. Groups of responses are numbered. At version v, the trainer has used the first v * B groups, and the next B are its
-   batch. Until then (1 + alpha) * B more than it has used may start. So a group starts at most ceil(alpha) versions
-   before its batch, and no token is older. `--delay` adds to that.
+1. Workers sample with vLLM while the trainer makes its steps. Neither waits for the other, except for the bound of 3.
+2. A token carries its version, the number of steps in the weights that sampled it, and the log-prob it then had. The
+   loss divides by that probability, so it sees how far the policy has moved since.
+3. Groups of responses are numbered, and group g is in the batch of version floor(g / B). At version v, the groups below
+   v * B + floor((1 + alpha) * B) may start. So a group starts at most ceil(alpha) versions before its batch, and no
+   token is older. `--delay D` sends the weights of version v at version v + D, and adds D to the bound.
 4. New weights reach a worker between two tokens. A response that is half done continues under them.
 
-Read `train` first, then `Rollout`, then `serve`. Weights travel through shared memory of the host; train_async.py sends
-them from GPU to GPU, by CUDA IPC or NCCL. This file saves no checkpoint and replaces no dead worker.
+Run it in this folder. Read `train` first, then `Rollout`, then `serve`. Weights travel through shared memory of the
+host; train_async.py sends them by CUDA IPC or NCCL. This file saves no checkpoint and replaces no dead worker.
 """
 
 import os
@@ -36,6 +36,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -51,20 +52,16 @@ from algos import ADVANTAGES, LossInputs, make_loss
 from algos.inputs import couples_tokens, gathered
 from data import make_task
 
-mp.set_sharing_strategy(
-    "file_system"
-)  # weights are many tensors, and a process can open 1,024 files
+mp.set_sharing_strategy("file_system")  # else each weight takes one of a process's 1,024 open files
 RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 NUM_GPUS = torch.cuda.device_count()
 DEVICE = torch.device("cuda", RANK) if NUM_GPUS else torch.device("cpu")
 DTYPE = torch.bfloat16 if NUM_GPUS else torch.float32
-NUM_EVAL_RESPONSES = 128
+NUM_HELD_OUT = 128  # problems of an evaluation, if the task has as many
 
 
 @dataclass
 class Options:
-    """A run."""
-
     model: str = "data/tiny/addition"  # folder or Hugging Face name
     task: str = "addition"  # a task of data/
     data_path: str | None = None  # rows of the task, if it has rows
@@ -88,7 +85,7 @@ class Options:
 class Sample:
     """A response of R tokens."""
 
-    group: int
+    group: int  # negative for a held-out problem
     prompt: list[int]
     answer: str
     tokens: list[int] = field(default_factory=list)  # [R]
@@ -118,43 +115,40 @@ def start_engine(options: Options):
     )
 
 
-def start_group(llm, options: Options, group: int, prompt: list[int], answer: str) -> dict:
+def start_group(llm, seed: int, group: int, size: int, prompt: list[int], answer: str) -> dict:
     """Start to sample the responses of a group; return them by the name of their request."""
     from vllm import SamplingParams
 
     samples = {}
-    for member in range(options.group_size if group >= 0 else 1):
+    for member in range(size):
         name = f"{group}/{member}"
-        seed = hash((options.seed, group, member)) % 2**31
-        parameters = SamplingParams(seed=seed, max_tokens=None, logprobs=0)
+        number = hash((seed, group, member)) % 2**31
+        parameters = SamplingParams(seed=number, max_tokens=None, logprobs=0)
         llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
         samples[name] = Sample(group, prompt, answer)
     return samples
 
 
-def serve(pipe, options: Options, task, llm) -> None:
+def serve(pipe, options: Options, task, llm):
     """Sample what the trainer's messages ask for, and send complete responses back."""
-    running: dict[str, Sample] = {}
-    held_out = task.eval_problems(NUM_EVAL_RESPONSES)
+    running = {}  # unfinished responses, by the name of their request
+    held_out = task.eval_problems(NUM_HELD_OUT)
     while True:
         while pipe.poll(0 if running else None):
             message = pipe.recv()
             if message is None:
                 return
-            version, weights, groups = message
+            version, weights, groups, size = message
             if weights:  # they change between two tokens of each response
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             for group in groups:
-                problem = (
-                    held_out[group % len(held_out)] if group < 0 else task.train_problem(group)
-                )
+                problem = held_out[group] if group < 0 else task.train_problem(group)
                 prompt = task.encode_prompt(problem, llm.get_tokenizer())
-                running |= start_group(llm, options, group, prompt, problem.answer)
+                running |= start_group(llm, options.seed, group, size, prompt, problem.answer)
         for output in llm.llm_engine.step():
             sample = running[output.request_id]
             response = output.outputs[0]  # all of it so far
-            num_new = len(response.token_ids) - len(sample.versions)
-            sample.versions += [version] * num_new
+            sample.versions += [version] * (len(response.token_ids) - len(sample.versions))
             if output.finished:
                 sample.tokens = list(response.token_ids)
                 for token, logprobs in zip(sample.tokens, response.logprobs):
@@ -163,12 +157,13 @@ def serve(pipe, options: Options, task, llm) -> None:
                 pipe.send(running.pop(output.request_id))
 
 
-def work(pipe, options: Options, task, gpu: int) -> None:
+def work(pipe, options: Options, task, index: int):
     """Run a worker. If it fails, its last message is the error as a text."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu) if NUM_GPUS else ""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(NUM_GPUS)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[NUM_RANKS + index] if NUM_GPUS else ""
     try:
         serve(pipe, options, task, start_engine(options))
-    except (EOFError, OSError, KeyboardInterrupt):
+    except (EOFError, ConnectionError, KeyboardInterrupt):
         return  # the trainer has ended
     except Exception as error:
         pipe.send(f"a rollout worker failed: {error!r}")
@@ -177,18 +172,19 @@ def work(pipe, options: Options, task, gpu: int) -> None:
 class Rollout:
     """The trainer's side of rollout: which groups may start, and which have come back."""
 
-    def __init__(self, options: Options, pipes: list):
+    def __init__(self, options: Options, pipes: list, num_held_out: int):
         self.options = options
+        self.num_held_out = num_held_out
         self.pipes = pipes
-        self.held_back: list[tuple] = []  # versions and weights that are not sent yet
+        self.held_back = []  # versions and weights that are not sent yet
         self.version = 0  # that the workers have
         self.num_started = 0
-        self.samples: dict[int, list[Sample]] = defaultdict(list)  # by group
-        self.arrived: queue.Queue = queue.Queue()
+        self.samples = defaultdict(list)  # responses that have arrived, by group
+        self.arrived = queue.Queue()
         for pipe in pipes:
             threading.Thread(target=self.receive, args=(pipe,), daemon=True).start()
 
-    def receive(self, pipe) -> None:
+    def receive(self, pipe):
         """Receive at all times, because a full pipe would stop its worker."""
         try:
             while True:
@@ -196,12 +192,13 @@ class Rollout:
         except (EOFError, OSError):
             self.arrived.put("a rollout worker was killed")
 
-    def send(self, groups: range, weights: list | None = None) -> None:
-        """Start groups on the workers in turn, after the weights if there are new ones."""
+    def send(self, groups: range, size: int, weights: list | None = None):
+        """Start groups of this size on the workers in turn, after the weights if there are new ones."""
         for index, pipe in enumerate(self.pipes):
-            pipe.send((self.version, weights, groups[index :: len(self.pipes)]))
+            with suppress(OSError):  # a worker has ended, and `wait_for` says why
+                pipe.send((self.version, weights, groups[index :: len(self.pipes)], size))
 
-    def publish(self, version: int, weights: list) -> None:
+    def publish(self, version: int, weights: list):
         """Send weights `delay` versions late, and start the groups that may start at this version."""
         self.held_back.append((version, weights))
         due = None
@@ -209,12 +206,12 @@ class Rollout:
             self.version, due = self.held_back.pop(0)
         num_groups = self.options.groups_per_step
         num_may_start = version * num_groups + math.floor((1 + self.options.alpha) * num_groups)
-        self.send(range(self.num_started, num_may_start), due)
+        self.send(range(self.num_started, num_may_start), self.options.group_size, due)
         self.num_started = num_may_start
 
-    def wait_for(self, groups: range, num_responses: int) -> list[Sample]:
-        """Return all responses of some groups, when the last of them has arrived."""
-        while any(len(self.samples[group]) < num_responses for group in groups):
+    def wait_for(self, groups: range, size: int) -> list[Sample]:
+        """Return all responses of groups of this size, when the last of them has arrived."""
+        while any(len(self.samples[group]) < size for group in groups):
             sample = self.arrived.get()
             require(isinstance(sample, Sample), sample)
             self.samples[sample.group].append(sample)
@@ -231,9 +228,9 @@ class Rollout:
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean reward of held-out problems under the weights that were sent last."""
-        groups = range(-NUM_EVAL_RESPONSES, 0)
-        self.send(groups)
-        rewards = [sample.reward for sample in self.wait_for(groups, num_responses=1)]
+        groups = range(-self.num_held_out, 0)
+        self.send(groups, size=1)
+        rewards = [sample.reward for sample in self.wait_for(groups, size=1)]
         return {"eval/accuracy": sum(rewards) / len(rewards), "eval/policy_version": self.version}
 
 
@@ -271,13 +268,12 @@ def score_tokens(model, samples: list[Sample], version: int) -> LossInputs:
         for index, sample in enumerate(samples)
         for logprob, token_version in zip(sample.logprobs, sample.versions)
     ]
-    behavior_logprobs, advantages, rewards, ids, lags = torch.tensor(rows, device=DEVICE).T
-    proximal_logprobs = logprobs.detach()  # a step makes one update
-    columns = (behavior_logprobs, proximal_logprobs, advantages, rewards, ids.long(), lags.long())
-    return LossInputs(logprobs, *columns)
+    behavior, advantages, rewards, ids, lags = torch.tensor(rows, device=DEVICE).T
+    proximal = logprobs.detach()  # the policy before the update; a step makes one update
+    return LossInputs(logprobs, behavior, proximal, advantages, rewards, ids.long(), lags.long())
 
 
-def add_gradients(model, loss, batch: list[Sample], version: int, microbatch: int) -> None:
+def add_gradients(model, loss, batch: list[Sample], version: int, microbatch: int):
     """Add the gradients of the mean loss of all tokens in a batch. The ranks share the samples."""
     rewards = torch.tensor([sample.reward for sample in batch])
     advantages = ADVANTAGES["grpo"](rewards, torch.tensor([sample.group for sample in batch]))
@@ -296,7 +292,7 @@ def add_gradients(model, loss, batch: list[Sample], version: int, microbatch: in
         (token_losses.sum() / num_tokens * NUM_RANKS).backward()  # FSDP averages over ranks
 
 
-def report(step: int, batch: list[Sample], metrics: dict[str, float], log) -> None:
+def report(step: int, batch: list[Sample], metrics: dict[str, float], log):
     """Print the metrics of a step, and write them to the log as JSON."""
     lags = [step - 1 - version for sample in batch for version in sample.versions]
     metrics = {
@@ -310,21 +306,20 @@ def report(step: int, batch: list[Sample], metrics: dict[str, float], log) -> No
     print(json.dumps(metrics), file=log, flush=True)
 
 
-def train(options: Options, loss, rollout: Rollout | None) -> None:
+def train(options: Options, loss, rollout: Rollout | None, log):
     """Run the loop of one rank. Only rank 0 has a rollout."""
     model = load_model(options.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
     weights = gather_weights(model)
     if rollout:
-        log = open(options.log, "w", encoding="utf-8")
-        print(json.dumps({"config": vars(options)}), file=log)
         rollout.publish(0, weights)
         metrics = rollout.evaluate()
     for step in range(1, options.steps + 1):
         start = time.monotonic()
-        batch = [rollout.take_batch(step - 1) if rollout else None]
-        dist.broadcast_object_list(batch, src=0, device=torch.device("cpu"))
-        add_gradients(model, loss, batch[0], step - 1, options.microbatch)
+        received = [rollout.take_batch(step - 1) if rollout else None]
+        dist.broadcast_object_list(received, src=0, device=torch.device("cpu"))
+        batch = received[0]
+        add_gradients(model, loss, batch, step - 1, options.microbatch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -334,17 +329,17 @@ def train(options: Options, loss, rollout: Rollout | None) -> None:
             metrics["time/step_s"] = time.monotonic() - start
             if step % 10 == 0 or step == options.steps:
                 metrics |= rollout.evaluate()
-            report(step, batch[0], metrics, log)
+            report(step, batch, metrics, log)
             metrics = {}
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str):
     """End the run with one line and status 1, unless a condition holds."""
     if not condition:
         raise SystemExit(f"error: {message}")
 
 
-def check(options: Options) -> None:
+def check(options: Options):
     """End the run if an option has a wrong value."""
     for name, value in vars(options).items():
         least = 0 if name in ("alpha", "delay", "lr", "seed") else 1
@@ -354,30 +349,32 @@ def check(options: Options) -> None:
     require(fits, f"--lr {options.lr} is for the tiny model; choose one for {options.model}")
     num_samples = options.groups_per_step * options.group_size
     require(num_samples % NUM_RANKS == 0, f"{NUM_RANKS} ranks cannot share {num_samples} samples")
-    num_needed = NUM_RANKS + options.workers
-    fits = NUM_GPUS == 0 or num_needed <= NUM_GPUS
-    require(fits, f"{num_needed} GPUs are needed, and {NUM_GPUS} are here")
+    num_needed = NUM_RANKS + options.workers if NUM_GPUS else 0
+    require(num_needed <= NUM_GPUS, f"{num_needed} GPUs are needed, and {NUM_GPUS} are here")
 
 
-def main(options: Options) -> None:
+def main(options: Options):
     """Check the options, start the workers, and train."""
     check(options)
     try:
+        log = open(options.log if RANK == 0 else os.devnull, "w")
         AutoConfig.from_pretrained(options.model, trust_remote_code=False)
         loss = make_loss(options.algo, options.algo_args)
         task = make_task(options.task, options.seed, options.data_path)
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
+    print(json.dumps({"config": vars(options)}), file=log)
     pipes = []
     for index in range(options.workers if RANK == 0 else 0):
         ours, theirs = mp.Pipe()
-        arguments = (theirs, options, task, NUM_RANKS + index)
+        arguments = (theirs, options, task, index)
         mp.get_context("spawn").Process(target=work, args=arguments, daemon=True).start()
         theirs.close()
         pipes.append(ours)
     store = dist.HashStore() if NUM_RANKS == 1 else None
     dist.init_process_group(store=store, rank=RANK, world_size=NUM_RANKS)
-    train(options, loss, Rollout(options, pipes) if RANK == 0 else None)
+    rollout = Rollout(options, pipes, len(task.eval_problems(NUM_HELD_OUT))) if pipes else None
+    train(options, loss, rollout, log)
     for pipe in pipes:
         pipe.send(None)
     for process in mp.active_children():
@@ -386,4 +383,7 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    try:
+        main(tyro.cli(Options))
+    except (KeyboardInterrupt, OSError) as error:  # Ctrl-C, or a full disk
+        raise SystemExit(f"error: {error!r}") from None

@@ -89,7 +89,7 @@ def sampled_staleness(nano, options, num_steps, rng):
         ours, theirs = mp.Pipe()
         threading.Thread(target=serve, args=(theirs, rng.random()), daemon=True).start()
         pipes.append(ours)
-    rollout = nano.Rollout(options, pipes)
+    rollout = nano.Rollout(options, pipes, num_held_out=0)
     staleness = []
     rollout.publish(0, ["weights"])
     for step in range(1, num_steps + 1):
