@@ -36,15 +36,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated
 
 import numpy as np
-from msgspec import Meta
 
 from asyncrl.cluster.cluster import check_shares
 from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import SHARE_ALONE, Placement
-from asyncrl.config import Config
+from asyncrl.config import AtLeastOne, Config, NonNegative, Positive
 from extras.planning import memory
 from extras.planning.advisor import least_step_s, most_step_s
 from extras.planning.shape import ModelShape
@@ -82,20 +80,15 @@ GAP = 1e-4
 """Relative difference below which two steps count as equally long."""
 
 
-Positive = Annotated[float, Meta(gt=0)]
-Amount = Annotated[float, Meta(ge=0)]
-Count = Annotated[int, Meta(gt=0)]
-
-
 @dataclass(frozen=True)
 class Pool:
     """Equal machines: `count` with `gpus` of a kind each. Rates are of a GPU, by its data sheet, and links one way."""
 
     name: str
     gpu: str
-    count: Count
-    gpus: Count
-    price_per_hour: Amount
+    count: AtLeastOne
+    gpus: AtLeastOne
+    price_per_hour: NonNegative
     tflops: Positive
     hbm_gb_per_s: Positive
     memory_gib: Positive
@@ -106,9 +99,9 @@ class Pool:
     hbm_efficiency: Positive = 0.7
     host_s: Positive = 0.003
     """The host's part of a decode step (c)."""
-    trained_tokens_per_s: Amount = 0.0
+    trained_tokens_per_s: NonNegative = 0.0
     """Measured rate of a GPU that trains, without prompts and AdamW. It replaces mfu, if it is above 0."""
-    sampled_tokens_per_s: Amount = 0.0
+    sampled_tokens_per_s: NonNegative = 0.0
     """Measured rate of a GPU of an engine. It replaces hbm_efficiency, if it is above 0."""
 
     @property

@@ -135,6 +135,8 @@ def test_data_sheets_may_be_overridden_and_two_lists_of_a_kind_are_told_apart(wr
     ("text", "options", "line"),
     [
         ("[[machines", GIVEN, "cannot be read"),
+        (MACHINES.replace("gpus = 1", "gpus = 1\nmfu = nan"), GIVEN, "$.mfu"),
+        (MACHINES.replace("gpus = 1", "gpus = 1\nmemory_gib = inf"), GIVEN, "$.memory_gib"),
         (MACHINES, (), "--model is missing"),
         (MACHINES, (*GIVEN, "--tokens-per-s", -1), "--tokens-per-s must be above 0, got -1.0"),
         (MACHINES, (*GIVEN, "--prompt-tokens", 513), "is above --max-prompt-tokens"),
