@@ -28,7 +28,7 @@ from asyncrl import extras
 from asyncrl.plugins import Plugin
 
 
-class May(enum.Enum):
+class ChangeableBy(enum.Enum):
     """Who may give an option another value than the run began with."""
 
     RESUME = "a run that is resumed"
@@ -39,7 +39,7 @@ class May(enum.Enum):
     NOT_COPIED = "a replay, which begins with the default"
 
 
-RESUME, NODE, HOST, REPLAY, EVALUATION, NOT_COPIED = May
+RESUME, NODE, HOST, REPLAY, EVALUATION, NOT_COPIED = ChangeableBy
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 """Estimators that compare a response with others of its group only."""
@@ -413,7 +413,7 @@ class Config:
         """Return the config with other values of options, by their names in OPTIONS."""
         return Config.from_dict(self.as_dict() | values)
 
-    def of_node(self, num_nodes: int) -> "Config":
+    def for_node(self, num_nodes: int) -> "Config":
         """Return the options of one of `num_nodes` nodes, among which the groups of a step are shared."""
         return dataclasses.replace(
             self,
@@ -526,7 +526,7 @@ class Option:
     """The attribute of Config."""
     kind: Any
     """The annotation, with its range."""
-    may: frozenset[May]
+    changeable_by: frozenset[ChangeableBy]
     default: Any
 
     @property
@@ -568,15 +568,15 @@ def _bare(annotation: Any) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def options_of(kind: type, prefix: str = "", may: tuple = ()) -> Iterator[Option]:
+def options_of(kind: type, prefix: str = "", changeable_by: tuple = ()) -> Iterator[Option]:
     """Yield the options that the fields of a dataclass declare; those of a group are also what the group is."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         path = prefix + field.name
         flags = (
-            *may,
-            *(meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, May)),
+            *changeable_by,
+            *(meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, ChangeableBy)),
         )
         if dataclasses.is_dataclass(_bare(hint)):
             yield from options_of(_bare(hint), f"{path}.", flags)
@@ -598,9 +598,9 @@ RENAMED = {
 """Options by their names of the last release, which command lines and run.json may still have."""
 
 
-def options_for(may: May) -> list[Option]:
-    """Return the options that somebody may change."""
-    return [option for option in OPTIONS.values() if may in option.may]
+def options_changeable_by(who: ChangeableBy) -> list[Option]:
+    """Return the options that `who` can change."""
+    return [option for option in OPTIONS.values() if who in option.changeable_by]
 
 
 Rule = tuple[Callable[[Config], bool], str]

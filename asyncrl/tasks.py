@@ -62,7 +62,9 @@ def with_arguments(
     options = [
         parameter for parameter in signature.parameters.values() if parameter.name not in given
     ]
-    arguments = read_arguments("task-args", task_args, f"--task {user_code.typed(name)}", options)
+    arguments = read_arguments(
+        "task-args", task_args, f"--task {user_code.as_typed(name)}", options
+    )
     arguments |= {
         key: given[key] for key in given if key in signature.parameters and given[key] is not None
     }
@@ -70,7 +72,7 @@ def with_arguments(
         signature.bind(**arguments)
     except TypeError as error:
         raise ValueError(
-            f"--task {user_code.typed(name)}: {error}; give it as --data-path or --task-args NAME=VALUE"
+            f"--task {user_code.as_typed(name)}: {error}; give it as --data-path or --task-args NAME=VALUE"
         ) from None
     return functools.partial(make, **arguments)
 
@@ -130,17 +132,17 @@ class UserTask(Task):
 
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self._name = name
-        with user_code.blamed(name):
+        with user_code.errors_as_value_error(name):
             self._task = make()
         if isinstance(self._task, RowTask):
             self.rows, self.summary = self._task.rows, self._task.summary
 
     def train_problem(self, index: int) -> Problem:
-        with user_code.blamed(self._name):
+        with user_code.errors_as_value_error(self._name):
             return _checked(self._task.train_problem(index), "train_problem")
 
     def eval_problems(self, count: int) -> list[Problem]:
-        with user_code.blamed(self._name):
+        with user_code.errors_as_value_error(self._name):
             problems = islice(self._task.eval_problems(count), count)
             return [_checked(problem, "eval_problems") for problem in problems]
 
@@ -148,7 +150,7 @@ class UserTask(Task):
         """Token ids of the prompt, by the task's encode_prompt if it has one, else through the chat template."""
         if not hasattr(self._task, "encode_prompt"):
             return super().encode_prompt(problem, tokenizer)
-        with user_code.blamed(self._name):
+        with user_code.errors_as_value_error(self._name):
             return [int(token) for token in self._task.encode_prompt(problem, tokenizer)]
 
 
@@ -196,7 +198,7 @@ class LimitedTask(Task):
             return result.result(limit_s)
         except TimeoutError:
             raise ValueError(
-                f"--task {user_code.typed(self._config.task)}: {what} is not there after {limit_s:g} s; fix it, or "
+                f"--task {user_code.as_typed(self._config.task)}: {what} is not there after {limit_s:g} s; fix it, or "
                 f"raise --{flag(option)} if it is only slow"
             ) from None
 

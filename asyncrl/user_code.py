@@ -43,7 +43,7 @@ def file_of(text: str) -> Path:
     return Path(os.path.abspath(re.match(USER_CODE, text)["file"]))
 
 
-def title(text: str) -> str:
+def run_name_part(text: str) -> str:
     """A task or loss as a word, for the name of a run: FILE-NAME of user code."""
     match = re.match(USER_CODE, text)
     return (
@@ -51,12 +51,12 @@ def title(text: str) -> str:
     )
 
 
-def typed(text: str) -> str:
+def as_typed(text: str) -> str:
     """A task as it is given on the command line."""
     return text.removeprefix("environment:")
 
 
-def texts_of(config: Config) -> list[str]:
+def user_code_names(config: Config) -> list[str]:
     """Each FILE.py:NAME of a run."""
     return list(
         filter(
@@ -66,7 +66,7 @@ def texts_of(config: Config) -> list[str]:
     )
 
 
-def located(config: Config, folder: Path | None = None) -> Config:
+def with_absolute_paths(config: Config, folder: Path | None = None) -> Config:
     """Return the options with absolute paths of user code, which is in that folder, or else where the options say.
 
     Paths of rows become absolute, too, so that a run resumed in another folder has the same.
@@ -92,12 +92,12 @@ def located(config: Config, folder: Path | None = None) -> Config:
     return replace(config, **options, reward=rewards)
 
 
-def copied(config: Config, folder: Path) -> Config:
+def with_copied_files(config: Config, folder: Path) -> Config:
     """Copy the files of user code into a folder, which is made if there are any. Return the options with the copies."""
-    for place, path in files(texts_of(config)).items():
+    for place, path in files(user_code_names(config)).items():
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / place)
-    return located(config, folder)
+    return with_absolute_paths(config, folder)
 
 
 def _place(file: Path) -> str:
@@ -174,7 +174,7 @@ def _module(text: str, option: str) -> ModuleType:
     file = file_of(text)
     folder = str(file.parent)
     if not file.is_file():
-        raise ValueError(f"{option} {typed(text)}: there is no file {file}; give FILE.py:NAME")
+        raise ValueError(f"{option} {as_typed(text)}: there is no file {file}; give FILE.py:NAME")
     places = {  # of a package, the folder that it is in
         place.partition("/")[0].removesuffix(".py"): folder if "/" in place else str(path)
         for place, path in files([text]).items()
@@ -192,18 +192,18 @@ def _module(text: str, option: str) -> ModuleType:
         del sys.modules[module]
     PLACES.update(places)
     importlib.invalidate_caches()
-    with blamed(text, option):
+    with errors_as_value_error(text, option):
         return importlib.import_module(Path(_place(file)).stem)
 
 
 @contextlib.contextmanager
-def blamed(text: str, option: str = "--task") -> Iterator[None]:
+def errors_as_value_error(text: str, option: str = "--task") -> Iterator[None]:
     """Turn what user code raises here into a ValueError of one line, with its file and line; shipped code has none."""
     try:
         yield
     except (Exception, SystemExit) as error:  # foreign code may raise anything
         reason = _described(error, file_of(text)) if is_user_code(text) else error
-        raise ValueError(f"{option} {typed(text)}: {reason}") from error
+        raise ValueError(f"{option} {as_typed(text)}: {reason}") from error
 
 
 def _described(error: BaseException, file: Path) -> str:

@@ -26,7 +26,7 @@ class Node:
     def __init__(self, node, num_nodes, issued, state=None):
         """`issued` gets the ids of all groups and tickets."""
         self.node, self.issued = node, issued
-        self.buffer = SampleBuffer(CONFIG.of_node(num_nodes))
+        self.buffer = SampleBuffer(CONFIG.for_node(num_nodes))
         self.tickets = TicketSource(CONFIG, PROMPTS, node, num_nodes)
         self.running, self.done = [], []
         if state is not None:

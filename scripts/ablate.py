@@ -127,7 +127,7 @@ def read_cell(
     Raises ValueError if such a run would not accept it, or if `extra` has other values. A cell that is no run has the
     other options of a recorded run, and they are not known here.
     """
-    config = user_code.located(common.changed(texts))
+    config = user_code.with_absolute_paths(common.changed(texts))
     values = {name: OPTIONS[name].value_in(config) for name in texts}
     cell = {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
     flags = {word.partition("=")[0].replace("_", "-") for word in extra}

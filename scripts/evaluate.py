@@ -15,7 +15,7 @@ import tyro
 
 from asyncrl.cluster.processes import run_job
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.config import OPTIONS, Config, May, at_home, flag, options_for
+from asyncrl.config import OPTIONS, ChangeableBy, Config, at_home, flag, options_changeable_by
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.job.command_line import check, read_options
 from asyncrl.job.resume import resumed_options
@@ -24,7 +24,7 @@ from asyncrl.runlog.manifest import step_of
 OF_EVALUATION = (
     "model", "task", "task_args", "reward", "data_path", "max_prompt_tokens", "max_response_tokens", "temperature",
     "top_p", "top_k", "min_p", "seed", "timeout_s", "dtype", "tool_parser", "reasoning_parser",
-    *(option.name for option in options_for(May.EVALUATION)),
+    *(option.name for option in options_changeable_by(ChangeableBy.EVALUATION)),
 )  # fmt: skip
 """Options that say what is sampled, and where. An evaluation has the others by default."""
 

@@ -28,12 +28,12 @@ import tyro
 
 from asyncrl.cluster.processes import run_job
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.config import OPTIONS, Config, May, Option, at_home, options_for
+from asyncrl.config import OPTIONS, ChangeableBy, Config, Option, at_home, options_changeable_by
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import recorded
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.time_ledger import Account
-from asyncrl.user_code import title
+from asyncrl.user_code import run_name_part
 from extras.recording import batch_path, read_batch
 from rollout import run_worker
 
@@ -90,7 +90,9 @@ def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -
     run = recording.config
     own = replace(
         run,
-        **{option.path: option.default for option in options_for(May.NOT_COPIED)},
+        **{
+            option.path: option.default for option in options_changeable_by(ChangeableBy.NOT_COPIED)
+        },
         steps=min(run.steps, recording.num_steps),
         runs_dir=str(recording.path.parent),
         # with 0 there would be no held-out problems
@@ -104,19 +106,21 @@ def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -
         raise ValueError(
             f"--steps {chosen.steps}: {recording.path} has batches of {recording.num_steps} steps"
         )
-    name = f"{recording.path.name}-replay-{title(chosen.algo)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    name = f"{recording.path.name}-replay-{run_name_part(chosen.algo)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return replace(chosen, run_name=chosen.run_name or name).checked()
 
 
 def _check_may_change(option: Option, recorded, evaluate: bool) -> None:
     """Raise ValueError unless a replay may change an option; one of sampling is part of the data."""
-    if May.REPLAY in option.may or (evaluate and May.EVALUATION in option.may):
+    if ChangeableBy.REPLAY in option.changeable_by or (
+        evaluate and ChangeableBy.EVALUATION in option.changeable_by
+    ):
         return
-    if May.EVALUATION in option.may:
+    if ChangeableBy.EVALUATION in option.changeable_by:
         raise ValueError(
             f"{option.flag} means nothing without --evaluate: a replay samples nothing"
         )
-    may_change = ", ".join(other.flag for other in options_for(May.REPLAY))
+    may_change = ", ".join(other.flag for other in options_changeable_by(ChangeableBy.REPLAY))
     made = f"the batches were made with {option.name} = {recorded}"
     raise ValueError(f"{option.flag} cannot be changed: {made}. A replay may change {may_change}")
 

@@ -7,7 +7,7 @@ import pytest
 from real_job import ROOT, assert_ledger_balances, start_nodes
 
 from asyncrl.controller.tickets import IDS_PER_NODE
-from asyncrl.runlog.manifest import id_of
+from asyncrl.runlog.manifest import read_run_id
 from scripts.lines import read
 
 pytestmark = pytest.mark.e2e
@@ -52,7 +52,7 @@ def test_two_nodes_train_one_policy_of_several_turns_each_on_samples_of_its_own(
     of_nodes = [
         read_trajectories(jobs[0].run_path / folder / "events.jsonl") for folder in (".", "node_1")
     ]
-    assert id_of(jobs[0].run_path) == id_of(jobs[0].run_path / "node_1")
+    assert read_run_id(jobs[0].run_path) == read_run_id(jobs[0].run_path / "node_1")
     for node, trajectories in enumerate(of_nodes):
         assert {
             event["group"] // IDS_PER_NODE for event in trajectories if event["group"] >= 0

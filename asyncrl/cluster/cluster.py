@@ -250,7 +250,7 @@ def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:
             f"--extra-groups {config.extra_groups} is not a multiple of {num_nodes} nodes: {config.extra_groups} / "
             f"{num_nodes} = {config.extra_groups / num_nodes:.2f} per node; change one of the two"
         )
-    part = config.of_node(num_nodes)
+    part = config.for_node(num_nodes)
     if part.max_outstanding_groups * num_nodes != config.max_outstanding_groups:
         raise ValueError(
             f"--async-ratio {config.async_ratio:g} and --over-sampling {config.over_sampling:g} allow "

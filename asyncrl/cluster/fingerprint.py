@@ -4,8 +4,8 @@ import hashlib
 from pathlib import Path
 
 from asyncrl import ROOT
-from asyncrl.config import OPTIONS, Config, May, options_for
-from asyncrl.user_code import files, texts_of
+from asyncrl.config import OPTIONS, ChangeableBy, Config, options_changeable_by
+from asyncrl.user_code import files, user_code_names
 
 FOLDERS = ("algos", "data", "asyncrl", "extras")
 MAX_SHOWN = 5
@@ -20,11 +20,15 @@ def fingerprint(config: Config, root: Path = Path(ROOT)) -> dict[str, str]:
     sources = {
         str(path.relative_to(root)): path for path in sorted(paths) if "tests" not in path.parts
     }
-    sources |= {str(path): path for path in files(texts_of(config)).values()}
+    sources |= {str(path): path for path in files(user_code_names(config)).values()}
     hashes = {
         name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in sources.items()
     }
-    options = {o.flag: str(o.value_in(config)) for o in OPTIONS.values() if May.NODE not in o.may}
+    options = {
+        o.flag: str(o.value_in(config))
+        for o in OPTIONS.values()
+        if ChangeableBy.NODE not in o.changeable_by
+    }
     return hashes | options
 
 
@@ -40,7 +44,7 @@ def check_same(fingerprints: dict[str, dict[str, str]]) -> None:
         if len(differences) > MAX_SHOWN:
             differences[MAX_SHOWN:] = [f"and {len(differences) - MAX_SHOWN} more"]
         if differences:
-            allowed = ", ".join(option.flag for option in options_for(May.NODE))
+            allowed = ", ".join(option.flag for option in options_changeable_by(ChangeableBy.NODE))
             raise ValueError(
                 f"{name} does not run the same as {first}: {'; '.join(differences)}; start all nodes from one commit "
                 f"and with the same options, of which only {allowed} may differ"

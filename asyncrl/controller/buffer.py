@@ -62,7 +62,7 @@ class SampleBuffer:
     """
 
     def __init__(self, config: Config):
-        """`config` is the node's own: see Config.of_node."""
+        """`config` is the node's own: see Config.for_node."""
         self.config = config
         self.trainer_version = 0
         self._published_step = 0

@@ -64,7 +64,7 @@ class Controller:
         """
         self.config, self.workers, self.tickets = config, workers, tickets
         self.clock = clock or TrainerClock()
-        self.buffer = self.buffer_class(config.of_node(num_nodes))
+        self.buffer = self.buffer_class(config.for_node(num_nodes))
         self.dispatcher = self.dispatcher_class(config, workers, self.buffer, tickets)
         self.announcements = Announcements(workers)
         self.evaluation: Evaluation | None = None

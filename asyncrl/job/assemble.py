@@ -42,7 +42,7 @@ from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.advantage import choose_estimator
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.trainer.optimizer import choose_lr
-from asyncrl.user_code import texts_of
+from asyncrl.user_code import user_code_names
 from asyncrl.weights.models import load_tokenizer, num_parameters, resolve_model
 from asyncrl.weights.stop_tokens import describe_stop_tokens
 from data.problem import Task
@@ -256,7 +256,7 @@ def open_records(rank: Rank, config: Config, model_path: str) -> RunDirectory:
         run = open_directory(weights_sha256=weights_sha256(model_path) if config.record else None)
         if rank.trains:
             print(f"run directory: {run.path}", flush=True)
-        texts = texts_of(run.config)
+        texts = user_code_names(run.config)
         if texts:
             print(f"user code: {', '.join(texts)}", flush=True)
     name, run_id = cluster.gather(run and (run.path.name, run.run_id))[0]

@@ -68,6 +68,12 @@ OF_OTHERS = {
 ALL = OPTIONS | {option.name: option for option in options_of(Command)}
 MAY_BE_UNSET = [option for option in ALL.values() if option.is_switch and option.default is None]
 """Switches that are also neither on nor off."""
+NEW_WORDS = {
+    switch(old, is_on): switch(new, is_on)
+    for old, new in RENAMED.items()
+    for is_on in (True, False)
+}
+"""Words of the last release, with the words of today."""
 
 
 def _text_type(option: Option) -> Any:
@@ -141,10 +147,10 @@ def _as_text(word: str) -> str:
     """Return a word of the command line: a name of the last release as it is now, and a switch that may be unset, as
     `--compile`, with its value as text."""
     name, sign, value = word.partition("=")
-    new = RENAMED.get(name.removeprefix("--").replace("-", "_"))
+    new = NEW_WORDS.get(name.replace("_", "-"))
     if new is not None:
-        print(f"warning: {name} is --{flag(new)} now", file=sys.stderr)
-        return f"--{flag(new)}{sign}{value}"
+        print(f"warning: {name} is {new} now", file=sys.stderr)
+        return f"{new}{sign}{value}"
     for option in MAY_BE_UNSET:
         for value in (True, False):
             if word == switch(option.name, value):
@@ -206,11 +212,11 @@ def _on_defaults(given: dict[str, Any], default: Config | None) -> Config:
 
 
 def _located(config: Config, folder: Path | None = None) -> Config:
-    """Return the options with absolute paths of user code, so that all processes mean one file; see user_code.located.
+    """Return the options with absolute paths of user code, so that all processes mean one file.
 
     A class of gymnasium gets `environment:` before it. Raises ValueError, in one line, for a task that does not load.
     """
-    config = user_code.located(config, folder)
+    config = user_code.with_absolute_paths(config, folder)
     if not user_code.is_user_code(config.task) or config.is_multi_turn:
         return config
     kind, gymnasium = user_code.load(config.task), sys.modules.get("gymnasium")
@@ -246,14 +252,14 @@ def check(config: Config) -> None:
     from asyncrl.trainer.optimizer import try_optimizer
 
     loss = choose_loss(config)
-    with user_code.blamed(config.algo, "--algo"):
+    with user_code.errors_as_value_error(config.algo, "--algo"):
         try_loss(loss)
     try_estimator(config)
     try_optimizer(config)
     prepare_task(config.task, config.seed, config.data_path, config.task_args)
     if config.reward or not config.is_multi_turn:
         load_scorer(config.task, config.reward)
-    user_code.files(user_code.texts_of(config))
+    user_code.files(user_code.user_code_names(config))
 
 
 def option_texts(kind: type) -> list[tuple[str, str, str]]:

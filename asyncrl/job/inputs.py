@@ -10,7 +10,7 @@ from asyncrl.engine.score import load_scorer
 from asyncrl.job import command_line
 from asyncrl.plugins import last_part
 from asyncrl.tasks import encode, task_of
-from asyncrl.user_code import texts_of
+from asyncrl.user_code import user_code_names
 from asyncrl.weights.models import load_tokenizer
 from data.problem import Task
 
@@ -90,7 +90,7 @@ def check_model(config: Config, model_path: str, device: str) -> None:
 
 def try_copies(config: Config) -> None:
     """Load the copies of user code, as all processes of the run will. Raises ValueError if they lack a file."""
-    texts = texts_of(config)
+    texts = user_code_names(config)
     try:
         if texts:
             command_line.check(config)

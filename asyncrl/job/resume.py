@@ -16,7 +16,7 @@ import msgspec
 
 from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster, on_first_rank
-from asyncrl.config import OPTIONS, Config, May, options_for
+from asyncrl.config import OPTIONS, ChangeableBy, Config, options_changeable_by
 from asyncrl.controller.snapshot import ControllerState
 from asyncrl.runlog.header import read_header
 from asyncrl.runlog.manifest import (
@@ -27,7 +27,7 @@ from asyncrl.runlog.manifest import (
     weights_sha256,
 )
 from asyncrl.runlog.plain import decode
-from asyncrl.user_code import located
+from asyncrl.user_code import with_absolute_paths
 
 # Options
 
@@ -37,7 +37,7 @@ def resumed_options(run: Path) -> Config:
 
     Raises ValueError, in one line, if there is no such run.
     """
-    begun = located(Config.from_dict(recorded(run)["config"]), run / "code")
+    begun = with_absolute_paths(Config.from_dict(recorded(run)["config"]), run / "code")
     return replace(
         begun, run_name=run.resolve().name, runs_dir=str(run.resolve().parent), resume=None
     )
@@ -55,12 +55,12 @@ def check_changes(config: Options, begun: Config) -> Options:
     fixed = [
         option
         for option in OPTIONS.values()
-        if May.RESUME not in option.may and option.name != "resume"
+        if ChangeableBy.RESUME not in option.changeable_by and option.name != "resume"
     ]
     for option in fixed:
         value, first = option.value_in(config), option.value_in(begun)
         if value not in (first, option.value_in(recorded_options)):
-            allowed = ", ".join(other.flag for other in options_for(May.RESUME))
+            allowed = ", ".join(other.flag for other in options_changeable_by(ChangeableBy.RESUME))
             raise ValueError(
                 f"{option.flag} {value} cannot change when a run is resumed: {config.resume} has {first}; leave it "
                 f"out, or begin a new run. What may change: {allowed}"

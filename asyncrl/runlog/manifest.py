@@ -93,13 +93,13 @@ def _read_manifest(checkpoint: Path, run: Path) -> dict:
             raise ValueError(f"{name} is missing")
         if digest_of(checkpoint / name) != digest:
             raise ValueError(f"{name} is not as it was written")
-    facts, run_id = manifest["facts"], id_of(run)
+    facts, run_id = manifest["facts"], read_run_id(run)
     if facts["run_id"] != run_id:
         raise ValueError(f"it is of run {facts['run_id']}, and {run} is run {run_id}")
     return facts
 
 
-def id_of(run: Path) -> str | None:
+def read_run_id(run: Path) -> str | None:
     """The id in the run.json of a run, or of a node's folder of one; None where older code has made it."""
     return read_header(run).get("run_id")
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.runlog.header import new_header, write_header
-from asyncrl.runlog.manifest import id_of
+from asyncrl.runlog.manifest import read_run_id
 from asyncrl.runlog.record_file import RecordFile
-from asyncrl.user_code import copied, located, title
+from asyncrl.user_code import run_name_part, with_absolute_paths, with_copied_files
 
 
 class RunDirectory:
@@ -62,7 +62,7 @@ class RunDirectory:
         names = ("events",) if node_folder else ("metrics", "events", "samples")
         self._files = self._open(names, is_held=resumed is not None)
         self._config_as_given = config
-        self.config = copied(config, self.path / "code") if resumed is None else config
+        self.config = with_copied_files(config, self.path / "code") if resumed is None else config
         self._is_first = not node_folder
         self._resumed = resumed
         self._wandb = None
@@ -70,7 +70,8 @@ class RunDirectory:
             run_id = secrets.token_hex(8)
         self.run_id = run_id if resumed is None else self._check(run_id)
         """Also in each of its checkpoints, which are no other run's."""
-        self._header = {"run_id": self.run_id} | new_header(located(config), num_ranks, gpus)
+        header = new_header(with_absolute_paths(config), num_ranks, gpus)
+        self._header = {"run_id": self.run_id} | header
         self._header |= {} if weights_sha256 is None else {"weights_sha256": weights_sha256}
         if resumed is None:
             self._begin()
@@ -92,7 +93,7 @@ class RunDirectory:
 
         Raises ValueError if the records are another run's, or cannot be cut at the end of a line.
         """
-        recorded_id = id_of(self.path) if (self.path / "run.json").exists() else run_id
+        recorded_id = read_run_id(self.path) if (self.path / "run.json").exists() else run_id
         if not self._is_first and recorded_id != run_id:
             raise ValueError(
                 f"{self.path} is of run {recorded_id}, and the checkpoint of run {run_id}; move it away"
@@ -193,5 +194,5 @@ def _ended_before_first_step(folder: Path) -> bool:
 
 
 def _default_name(config: Config) -> str:
-    what = f"{title(config.task)}-{title(config.algo)}"
+    what = f"{run_name_part(config.task)}-{run_name_part(config.algo)}"
     return f"{what}-a{config.async_ratio:g}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

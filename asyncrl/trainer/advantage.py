@@ -21,7 +21,7 @@ def choose_estimator(config: Config) -> Estimator:
     code that raises, and for advantages that are not finite or not one for each response.
     """
     function = user_code.load(config.advantage, "--advantage", ADVANTAGES)
-    with user_code.blamed(config.advantage, "--advantage"):
+    with user_code.errors_as_value_error(config.advantage, "--advantage"):
         names = list(inspect.signature(function).parameters)
         if set(names) - {"rewards", "group_ids", "lags"}:
             raise TypeError(f"it takes {', '.join(names)}; name rewards, group_ids or lags")
@@ -31,7 +31,7 @@ def choose_estimator(config: Config) -> Estimator:
         arguments = {name: columns[name] for name in names}
         if not user_code.is_user_code(config.advantage):
             return function(**arguments)
-        with user_code.blamed(config.advantage, "--advantage"):
+        with user_code.errors_as_value_error(config.advantage, "--advantage"):
             advantages = function(**arguments)
         is_one_each = isinstance(advantages, Tensor) and advantages.shape == rewards.shape
         if not is_one_each or not advantages.isfinite().all():

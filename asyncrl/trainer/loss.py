@@ -34,7 +34,7 @@ def choose_loss(config: Config) -> Callable:
     for a loss that needs one advantage per sequence where the estimator has one per token.
     """
     loss = user_code.load(config.algo, "--algo", LOSSES)
-    with user_code.blamed(config.algo, "--algo"):
+    with user_code.errors_as_value_error(config.algo, "--algo"):
         check_signature(loss)
     if config.advantage == "gae" and hasattr(loss, "needs_equal_advantages"):
         raise ValueError(

@@ -117,7 +117,7 @@ def learning_rate(
 def _parameters(config: Config) -> dict[str, inspect.Parameter]:
     """Parameters of the optimizer beside its parameter groups, by name."""
     make = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)
-    with user_code.blamed(config.optimizer, "--optimizer"):
+    with user_code.errors_as_value_error(config.optimizer, "--optimizer"):
         _, *parameters = inspect.signature(make, eval_str=True).parameters.values()
     return {parameter.name: parameter for parameter in parameters}
 
@@ -163,7 +163,7 @@ def parameter_groups(
 def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
     """Make the optimizer of --optimizer. Raises ValueError, in one line, for what it does not allow."""
     arguments = optimizer_arguments(config)
-    with user_code.blamed(config.optimizer, "--optimizer"):
+    with user_code.errors_as_value_error(config.optimizer, "--optimizer"):
         optimizer = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)(groups, **arguments)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
@@ -193,7 +193,7 @@ def try_optimizer(config: Config) -> None:
     optimizer = make_optimizer(given, [{"params": [matrix], "lr": given.lr}])
     state = OptimizerState(optimizer, {matrix: "matrix"})
     matrix.grad = torch.ones(2, 2)
-    with user_code.blamed(config.optimizer, "--optimizer"):
+    with user_code.errors_as_value_error(config.optimizer, "--optimizer"):
         optimizer.step()
         state.tensors()
         json.dumps(state.values())

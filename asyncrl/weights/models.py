@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.config import AGENT, MULTI_TURN_TASKS, is_environment, nearest
-from asyncrl.user_code import typed
+from asyncrl.user_code import as_typed
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MODELS = ROOT / "data" / "tiny"
@@ -46,7 +46,7 @@ def _tiny_model(task: str) -> Path:
     has_none = task == "gsm8k" or task.startswith(("reasoning_gym:", *AGENT))
     if has_none or is_environment(task):
         raise ValueError(
-            f"--model tiny: there is no tiny model for --task {typed(task)}; give --model smollm2, or {_ALLOWED[5:]}"
+            f"--model tiny: there is no tiny model for --task {as_typed(task)}; give --model smollm2, or {_ALLOWED[5:]}"
         )
     return TINY_MODELS / "addition"
 

@@ -98,7 +98,7 @@ def _read(
 ) -> AgentTask:
     if data_path is not None:
         return AgentTask(seed, load_splits(data_path), data_path, **arguments)
-    with user_code.blamed(name):
+    with user_code.errors_as_value_error(name):
         rows = list(itertools.islice(make_problems(seed), MAX_PROBLEMS))
     return AgentTask(
         seed, {"": placed(rows, f"problems of {name}")}, f"problems of {name}", **arguments

@@ -36,18 +36,19 @@ class EnvironmentTask(DrawnTask):
     def __init__(self, name: str, seed: int, make_environment: Callable[[], Any]) -> None:
         super().__init__(seed)
         self._name = name
-        with user_code.blamed(name):
+        with user_code.errors_as_value_error(name):
             self._environment = make_environment()
         self._seed_shows = getattr(self._environment, "seed_shows", False)
         self._conversation = functools.cache(Conversation)
 
     def first_observation(self, problem: Problem) -> str:
         """What the environment asks. Raises ValueError, in one line, if user code does not give a text."""
-        with user_code.blamed(self._name):
+        with user_code.errors_as_value_error(self._name):
             observation, _ = self._environment.reset(seed=problem.environment_seed)
         if not isinstance(observation, str):
             raise ValueError(
-                f"--task {user_code.typed(self._name)}: reset gives {type(observation).__name__} to observe; give a str"
+                f"--task {user_code.as_typed(self._name)}: reset gives {type(observation).__name__} to observe; give "
+                "a str"
             )
         return observation
 

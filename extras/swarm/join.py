@@ -35,7 +35,7 @@ from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config, at_home
 from asyncrl.messages import Abort, Connect, Finished, Probed, Ready, Stop, Tickets, Update, Updated
-from asyncrl.user_code import located, texts_of
+from asyncrl.user_code import user_code_names, with_absolute_paths
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Staged
 from extras.swarm import link
@@ -277,7 +277,7 @@ class JoinedHost:
 
     def _check_user_code(self, welcome: Welcome) -> None:
         """Raise ValueError if the files of user code here are not those of the run."""
-        texts = texts_of(located(Config.from_dict(welcome.options), Path.cwd()))
+        texts = user_code_names(with_absolute_paths(Config.from_dict(welcome.options), Path.cwd()))
         with contextlib.suppress(OSError):
             if user_code_digest(texts) == welcome.user_code_digest:
                 return
@@ -295,7 +295,7 @@ class JoinedHost:
         options = self._welcome.options | {"num_rollout_workers": None, "weight_sync": "auto"}
         options["timeout_s"] /= 2  # an engine that stands still is to end before the run does
         options |= {"rollout_tp": self.rollout_tp} if self.rollout_tp else {}
-        config = located(Config.from_dict(options), Path.cwd())
+        config = with_absolute_paths(Config.from_dict(options), Path.cwd())
         workers = place(config, len(visible_gpus()), available_cores(), 0).workers
         planning = extras.find("planning")
         if planning is not None and config.rollout_tp > 1:

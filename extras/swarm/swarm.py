@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncrl.cluster.gpus import visible_gpus
-from asyncrl.config import Config, May, options_for
+from asyncrl.config import ChangeableBy, Config, options_changeable_by
 from asyncrl.controller.workers import Worker
 from asyncrl.messages import Finished, Probed, Ready, Update, Updated, decoded_lengths
 from asyncrl.records import Ticket, Trajectory
 from asyncrl.runlog.metrics import Measured, Sum
 from asyncrl.runlog.run_directory import RunDirectory
-from asyncrl.user_code import located, texts_of
+from asyncrl.user_code import user_code_names, with_absolute_paths
 from asyncrl.weights.transport import ParameterSpec
 from extras.swarm.controller import Disbelieved, SwarmController
 from extras.swarm.hub import Hub, make_key
@@ -184,7 +184,7 @@ class Swarm:
         self._device = "cuda" if visible_gpus() else "cpu"
         self.code = code_digest()
         self.welcome = Welcome(
-            _shared(config), model_files(model_path), user_code_digest(texts_of(config))
+            _shared(config), model_files(model_path), user_code_digest(user_code_names(config))
         )
         snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
         self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
@@ -493,8 +493,8 @@ def _shared(config: Config) -> dict:
 
     So hosts that wait for a run need not start again when it continues with other values of these.
     """
-    return located(config, Path("/")).as_dict() | {
-        option.name: option.default for option in options_for(May.HOST)
+    return with_absolute_paths(config, Path("/")).as_dict() | {
+        option.name: option.default for option in options_changeable_by(ChangeableBy.HOST)
     }
 
 

@@ -30,7 +30,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(case):
 def test_a_node_has_its_share_of_the_groups():
     config = Config(groups_per_step=32, extra_groups=4, async_ratio=0.5)
     check_shares(config, num_nodes=4, num_ranks=8)
-    part = config.of_node(4)
+    part = config.for_node(4)
     assert (part.groups_per_step, part.extra_groups, part.max_outstanding_groups) == (8, 1, 13)
     assert part.max_staleness == config.max_staleness
 

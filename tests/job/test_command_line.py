@@ -100,8 +100,8 @@ def test_a_resumed_run_loads_its_copies_from_where_it_is_though_the_files_have_c
         path.write_text("x = (\n")
     resumed = read_options(["--resume", str(run)])
     assert read_options(["--resume", str(run), "--algo", config.algo]) == resumed
-    copies = user_code.located(config, run / "code")
-    assert user_code.texts_of(resumed) == user_code.texts_of(copies)
+    copies = user_code.with_absolute_paths(config, run / "code")
+    assert user_code.user_code_names(resumed) == user_code.user_code_names(copies)
     loaded = user_code.load(resumed.algo)
     modules = (sys.modules[loaded.__module__], loaded.__globals__[sibling.stem])
     places = [str(run / "code" / path.name) for path in (loss, sibling)]
@@ -161,6 +161,9 @@ def test_home_is_put_where_a_path_begins_and_nowhere_else(word, expected, monkey
 
 
 def test_names_of_the_last_release_are_accepted_with_a_warning(capsys):
+    assert not read_options(["--optim.no-by-ess"]).optim.scale_lr_by_ess
+    line = "warning: --optim.no-by-ess is --optim.no-scale-lr-by-ess now\n"
+    assert capsys.readouterr().err == line
     words = ["--optim.warmup=7", "--optim.by-ess", "--advantage.overlong", "3"]
     config = read_options(words)
     assert config.optim == OptimOptions(warmup_steps=7, scale_lr_by_ess=True)

@@ -14,7 +14,7 @@ from programs import ROOT
 from user_files import contents
 
 from asyncrl.cluster.cluster import Cluster
-from asyncrl.config import OPTIONS, Config, May, SwarmOptions
+from asyncrl.config import OPTIONS, ChangeableBy, Config, SwarmOptions
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import find_checkpoint, how_to_go_on
 from asyncrl.runlog import manifest
@@ -22,8 +22,8 @@ from asyncrl.runlog.manifest import (
     MANIFEST,
     PART,
     digest_of,
-    id_of,
     newest_checkpoint,
+    read_run_id,
     set_aside,
     step_of,
     write_manifest,
@@ -53,7 +53,7 @@ def test_an_option_changes_where_it_may_and_is_refused_by_name_with_both_values_
 ):
     option, (words, unchanged) = OPTIONS[name], begun
     arguments = [*words, *words_that_change(option)]
-    if May.RESUME in option.may:
+    if ChangeableBy.RESUME in option.changeable_by:
         config = read_options(arguments)
         assert option.value_in(config) != option.default
         assert config.as_dict() | {name: option.default} == unchanged.as_dict()
@@ -109,7 +109,7 @@ def make_checkpoint(run, step, run_id=None):
     (path / PART / "node_0.msgpack").write_bytes(b"groups")
     files = {str(f.relative_to(path)): digest_of(f) for f in path.rglob("*") if f.is_file()}
     facts = {"frozen_sha256": "", "nodes": [{"probe": {}, "records": {}}], "delayed": []}
-    write_manifest(path, files, run_id=run_id or id_of(run), step=step, **facts)
+    write_manifest(path, files, run_id=run_id or read_run_id(run), step=step, **facts)
     return path
 
 
@@ -132,7 +132,7 @@ def damage(run, step, kind, monkeypatch):
     """Make a checkpoint that no run may continue from; returns what is said of it."""
     if kind == "of another run":
         make_checkpoint(run, step, run_id="b" * 16)
-        return f"it is of run {'b' * 16}, and {run} is run {id_of(run)}"
+        return f"it is of run {'b' * 16}, and {run} is run {read_run_id(run)}"
     if kind == "of another format":
         with monkeypatch.context() as patch:
             patch.setattr(manifest, "FORMAT", 99)

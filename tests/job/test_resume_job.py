@@ -24,7 +24,7 @@ from real_job import (
 )
 from user_files import contents
 
-from asyncrl.runlog.manifest import id_of, newest_checkpoint, weights_sha256
+from asyncrl.runlog.manifest import newest_checkpoint, read_run_id, weights_sha256
 from scripts.lines import read
 
 OPTIONS = {
@@ -113,7 +113,7 @@ def test_with_alpha_0_a_run_that_is_stopped_killed_and_out_of_time_is_the_unbrok
     shutil.copytree(newest_checkpoint(unbroken.run_path).path, foreign)
     job = resume(job, stop_after_s=1)
     assert job.wait() == os.EX_TEMPFAIL
-    skipped = f"skipped checkpoint {foreign}: it is of run {id_of(unbroken.run_path)}, and "
+    skipped = f"skipped checkpoint {foreign}: it is of run {read_run_id(unbroken.run_path)}, and "
     assert f"warning: {skipped}" in job.output()
     assert "stopped by --stop-after-s 1, which is nearly over" in job.output()
     assert newest_checkpoint(job.run_path).step == job.num_steps()
