@@ -79,7 +79,7 @@ class RolloutWorker:
             case Suspend():
                 await self._suspend(self.proxy.suspend)
             case Idle(reason):
-                self.proxy.activity.hold(reason)
+                self.proxy.activity.set_idle(reason)
             case Sleep():
                 await self._suspend(self.proxy.sleep)
                 self.connection.send(Asleep())
@@ -189,7 +189,7 @@ class RolloutWorker:
         await asyncio.gather(
             *self._probing
         )  # frozen, it could not end, and the update waits for it
-        self.proxy.activity.stand("suspended")
+        self.proxy.activity.pause("suspended")
         await suspend()
 
     async def _report_in_flight(self) -> None:

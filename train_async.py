@@ -51,7 +51,7 @@ def train_on(node: "Leader | Follower") -> None:
         for step in range(node.first_version + 1, config.steps + 1):
             groups = node.take_batch(step, publisher)
             updates = batch.deal(groups, step, policy, node.cluster)
-            with checkpoints.keep_what_fails(step, groups):
+            with checkpoints.keep_failed_batch(step, groups):
                 stats = policy.train_step(updates, policy_version=step - 1)
             publisher.publish(step, groups)
             log.write(step, groups, stats)

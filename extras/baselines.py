@@ -224,7 +224,7 @@ class BaselineWorker(RolloutWorker):
 
     async def _wait_at_barrier(self, ticket_id: int) -> None:
         """Wait until all tickets, on all workers, have come as far."""
-        self.proxy.activity.hold("barrier")
+        self.proxy.activity.set_idle("barrier")
         self.proxy.activity.add(trajectories=-1)
         try:
             self.flush_soon()

@@ -18,8 +18,8 @@ from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import OPTIONS, ChangeableBy, Config, at_home, flag, options_changeable_by
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.job.command_line import check, read_options
-from asyncrl.job.resume import resumed_options
-from asyncrl.runlog.manifest import step_of
+from asyncrl.job.resume import read_resumed_options
+from asyncrl.runlog.manifest import parse_step
 
 OF_EVALUATION = (
     "model", "task", "task_args", "reward", "data_path", "max_prompt_tokens", "max_response_tokens", "temperature",
@@ -43,8 +43,8 @@ def choose_options(model: str, words: list[str]) -> Config:
             "Hugging Face name"
         )
     if (Path(model) / "run.json").exists():
-        begun = resumed_options(Path(model))
-        newest = max(Path(model).glob("checkpoints/step_*[0-9]"), key=step_of, default=None)
+        begun = read_resumed_options(Path(model))
+        newest = max(Path(model).glob("checkpoints/step_*[0-9]"), key=parse_step, default=None)
         if newest is None:
             raise ValueError(f"{model} has no checkpoint; give a run that has saved one")
         config = read_options(words, replace(begun, model=str(newest)))

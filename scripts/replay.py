@@ -30,7 +30,7 @@ from asyncrl.cluster.processes import run_job
 from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import OPTIONS, ChangeableBy, Config, Option, at_home, options_changeable_by
 from asyncrl.job.command_line import read_options
-from asyncrl.job.resume import recorded
+from asyncrl.job.resume import read_checked_header
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.time_ledger import Account
 from asyncrl.user_code import run_name_part
@@ -55,7 +55,7 @@ class Recording:
     @classmethod
     def open(cls, path: Path) -> "Recording":
         """Look at a run directory. Raises ValueError, in one line, if it holds no run that can be replayed."""
-        header = recorded(path, "replay")
+        header = read_checked_header(path, "replay")
         if "weights_sha256" not in header:
             raise ValueError(
                 f"{path} was not recorded; only a run of train_async.py --record can be replayed"

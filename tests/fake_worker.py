@@ -147,7 +147,7 @@ class FakeWorker:
                     for episode in self.episodes.get(ticket_id, ()):
                         episode.is_aborted = True
             case Idle(reason):
-                self.activity.hold(reason)
+                self.activity.set_idle(reason)
             case Stop():
                 self.is_stopped = True
                 self.outbox.append(Stopped(self.activity.report()))
@@ -179,7 +179,7 @@ class FakeWorker:
         """Finish loading, and score the probe if there is one."""
         update, self.loading = self.loading, None
         self.version, self.stands, self.is_asleep = update.version, False, False
-        self.activity.go_on()
+        self.activity.resume()
         sampled, self.discarded = SampledTokens(discarded=self.discarded), 0
         self.outbox.append(Updated(self.version, 0.001, sampled, self.activity.report()))
         if update.probe:
@@ -286,7 +286,7 @@ class FakeWorker:
 
     def _stand(self, why):
         """Requests freeze, are aborted to go on or start over, or run to their end."""
-        self.activity.stand(why)
+        self.activity.pause(why)
         if self.stands:
             return
         self.stands = True

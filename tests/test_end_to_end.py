@@ -34,7 +34,7 @@ from tiny_policy import save_base_qwen3
 from user_files import write_jsonl
 
 from asyncrl.runlog.header import read_header
-from asyncrl.runlog.manifest import newest_checkpoint, weights_sha256
+from asyncrl.runlog.manifest import find_newest_checkpoint, weights_sha256
 from extras.planning.advice import advice_of
 from scripts.lines import read
 
@@ -191,7 +191,7 @@ def test_with_alpha_0_two_ranks_and_two_workers_train_exactly_on_policy_until_th
     assert job.wait(timeout_s=60) != 0
     assert_nothing_is_left(processes, shared_memory)
     step, metrics = job.num_steps(), job.metrics()
-    assert newest_checkpoint(job.run_path).step == step, "the step ends and is saved"
+    assert find_newest_checkpoint(job.run_path).step == step, "the step ends and is saved"
     how = f"after step {step}, which is saved; continue from step {step}: "
     assert f"error: stopped by SIGINT {how}" in job.output()
     assert job.values("staleness/max") == [0] * step

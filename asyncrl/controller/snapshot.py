@@ -54,15 +54,15 @@ def unfinished_tickets(
 
     A ticket continues from the tokens that its worker has reported.
     """
-    partials, lost, given = {}, {}, []
+    partials, lost, assigned = {}, {}, []
     for worker in workers:
-        given += worker.awaited
+        assigned += worker.awaited
         if worker.in_flight is not None:
             partials |= worker.in_flight.partials
             lost |= worker.in_flight.lost
-    given.sort(key=lambda ticket: ticket.ticket_id)
+    assigned.sort(key=lambda ticket: ticket.ticket_id)
     unfinished, num_lost = [], 0
-    for ticket in (*given, *queue):
+    for ticket in (*assigned, *queue):
         if buffer.is_running(ticket.group_id):
             num_lost += lost.get(ticket.ticket_id, 0)
             partial = partials.get(ticket.ticket_id)

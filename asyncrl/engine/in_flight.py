@@ -33,15 +33,15 @@ def read_in_flight(proxy: LLMProxy, episodes: dict[int, list[Episode]]) -> InFli
         if first.ticket.is_evaluation:
             continue
         if proxy.config.is_multi_turn or len(ticket_episodes) > 1:
-            lost[ticket_id] = _num_sampled(proxy, ticket_episodes)
+            lost[ticket_id] = _count_sampled(proxy, ticket_episodes)
             continue
-        completion = _so_far(proxy, first)
+        completion = _read_response(proxy, first)
         if completion is not None and completion.tokens:
             partials[ticket_id] = completion
     return InFlight(partials, lost)
 
 
-def _so_far(proxy: LLMProxy, episode: Episode) -> Completion | None:
+def _read_response(proxy: LLMProxy, episode: Episode) -> Completion | None:
     """Return the response of the only turn: whole if only its reward is missing, or as far as it is sampled."""
     if episode.turns:
         return episode.turns[0][1]
@@ -53,7 +53,7 @@ def _so_far(proxy: LLMProxy, episode: Episode) -> Completion | None:
     return Request(segments=segments).end("aborted")
 
 
-def _num_sampled(proxy: LLMProxy, episodes: list[Episode]) -> int:
+def _count_sampled(proxy: LLMProxy, episodes: list[Episode]) -> int:
     """Return the tokens of a ticket's trajectories: of the turns that are over, and of the requests that run."""
     completions = [completion for episode in episodes for _, completion in episode.turns]
     num_tokens = sum(len(completion.tokens) for completion in completions)

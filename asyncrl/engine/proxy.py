@@ -225,7 +225,7 @@ class LLMProxy:
     async def resume(self) -> None:
         """Continue sampling."""
         await self.engine.resume_generation()
-        self.activity.go_on()
+        self.activity.resume()
         self._resumed.set()
 
     async def update(
@@ -240,7 +240,7 @@ class LLMProxy:
             if self.config.on_update == "wait":
                 await self.suspend()
             start = time.monotonic()
-            self.activity.stand("update")
+            self.activity.pause("update")
             await self.suspend()
             if self._asleep:
                 # its scheduler continues as well, but has no request: see sleep

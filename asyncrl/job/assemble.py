@@ -34,7 +34,7 @@ from asyncrl.controller.workers import Workers
 from asyncrl.job.disk import check_room, checkpoint_bytes
 from asyncrl.job.inputs import check_model, make_tickets, read_task, try_copies
 from asyncrl.job.node import Follower, Leader, Rank
-from asyncrl.job.resume import controller_of, find_checkpoint, how_to_go_on
+from asyncrl.job.resume import find_checkpoint, load_controller_state, resume_command
 from asyncrl.plugins import last_part
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
@@ -109,7 +109,7 @@ def start_node(rank: Rank, worker_main: Callable) -> Iterator[Leader | Follower]
         yield node
     except Interrupted as error:
         if cluster.is_first:
-            error.args = (f"{error}; {how_to_go_on(run_path)}", *error.args[1:])
+            error.args = (f"{error}; {resume_command(run_path)}", *error.args[1:])
         raise
 
 
@@ -134,7 +134,7 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
     restored = None
     if rank.resumed:
         digest = tickets.prompts.digest
-        restored = controller_of(rank.resumed, model_path, cluster, config, digest)
+        restored = load_controller_state(rank.resumed, model_path, cluster, config, digest)
     run = open_records(rank, config, model_path)
     config = run.config
     if not rank.resumed:

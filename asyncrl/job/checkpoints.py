@@ -26,9 +26,9 @@ from asyncrl.cluster.processes import (
 )
 from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
-from asyncrl.job.resume import how_to_go_on
+from asyncrl.job.resume import resume_command
 from asyncrl.records import Group
-from asyncrl.runlog.manifest import set_aside
+from asyncrl.runlog.manifest import rename_newer
 from asyncrl.trainer.checkpoint import (
     CheckpointWriter,
     restore_training_state,
@@ -54,19 +54,19 @@ class Checkpoints:
         # a reason to end does not wait for it
         node.on_end.callback(self.writer.close, GRACE_S)
         if node.resumed is not None:
-            restore_training_state(policy, str(node.resumed.part), self.writer.group)
+            restore_training_state(policy, str(node.resumed.resume_folder), self.writer.group)
             if node.cluster.is_first:
-                set_aside(node.resumed)
+                rename_newer(node.resumed)
             # all have read and accepted all that they continue from
             dist.barrier(self.writer.group)
             if node.cluster.is_leader:
-                node.run.cut_back()
+                node.run.truncate_records()
         # The first copy makes host memory, which takes long. So it is made while the engines start.
         self.writer.stager.stage(training_state(policy))
         self._handlers: dict[int, Any] = {}
-        self._asked_by = 0  # number of the signal that asks the run to stop
+        self._signal_number = 0  # number of the signal that asks the run to stop
         # The last step that this start of the run has made.
-        self._last: tuple[int, Publisher] | None = None
+        self._last_step: tuple[int, Publisher] | None = None
         self._is_saved = False
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0
 
@@ -85,14 +85,14 @@ class Checkpoints:
 
     def __enter__(self) -> "Checkpoints":
         for number in STOP_SIGNALS:
-            self._handlers[number] = signal.signal(number, self._ask)
+            self._handlers[number] = signal.signal(number, self._handle_signal)
         self._step_ended = time.monotonic()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         try:
             if isinstance(error, NobodySamples):
-                self._stop(*self.node.cluster.max_over_ranks([self._asked_by]))
+                self._stop(*self.node.cluster.max_over_ranks([self._signal_number]))
             elif isinstance(error, CannotContinue):
                 self._save_before_end(error)
             elif error is None:
@@ -101,13 +101,13 @@ class Checkpoints:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
 
-    def _ask(self, number: int, frame) -> None:
+    def _handle_signal(self, number: int, frame) -> None:
         """Have the run stop after the running step; a second signal, or a lost node or rank, ends it at once."""
         cluster, watch = self.node.cluster, self.node.watch
-        if self._asked_by or watch.reason is not None or has_lost_a_rank():
+        if self._signal_number or watch.reason is not None or has_lost_a_rank():
             signal.signal(number, self._handlers[number])
             signal.raise_signal(number)
-        self._asked_by = number
+        self._signal_number = number
         if cluster.is_leader:
             self.node.controller.is_asked_to_stop = True
             name = signal.Signals(number).name
@@ -117,7 +117,7 @@ class Checkpoints:
                 os.write(1, f"\n{line}\n".encode())
 
     @contextlib.contextmanager
-    def keep_what_fails(self, step: int, groups: list[Group] | None) -> Iterator[None]:
+    def keep_failed_batch(self, step: int, groups: list[Group] | None) -> Iterator[None]:
         """Train a step inside. If a loss or gradient is not finite, its batch, of which leaders have `groups`, and the
         weights before that update are kept, and the error says where.
 
@@ -140,9 +140,9 @@ class Checkpoints:
         config, now = self.node.config, time.monotonic()
         self._longest_step_s = max(self._longest_step_s, now - self._step_ended)
         wanted = config.save_every is not None and config.is_due(step, config.save_every)
-        mine = [int(wanted), self._asked_by, int(self._is_out_of_time())]
+        mine = [int(wanted), self._signal_number, int(self._is_out_of_time())]
         due, number, is_late = self.node.cluster.max_over_ranks(mine)
-        self._last = step, publisher
+        self._last_step = step, publisher
         self._is_saved = False
         if due or number or is_late:
             self._save(step, publisher)
@@ -158,10 +158,10 @@ class Checkpoints:
         if number:
             reason = signal.Signals(number).name
             status = 128 + number
-        if self._last is not None:
-            reason = f"{reason} after step {self._last[0]}, which is saved"
+        if self._last_step is not None:
+            reason = f"{reason} after step {self._last_step[0]}, which is saved"
             if not self._is_saved:
-                self._save(*self._last)
+                self._save(*self._last_step)
         self.writer.wait()
         self.node.watch.finish()  # all nodes stop here: none is another's cause
         raise Interrupted(f"stopped by {reason}", status)
@@ -169,17 +169,17 @@ class Checkpoints:
     def _save_before_end(self, error: CannotContinue) -> None:
         """Save the last step, if it was not saved, before an error ends the run, and add to the error how to continue;
         collective. A checkpoint that cannot be written is named beside the error."""
-        if self._last is None:
+        if self._last_step is None:
             return  # nothing was trained, or --resume has it
         separator = "\n" if "\n" in str(error) else "; "  # a dead worker's error ends with its log
         try:
-            if not self._is_saved and self._last[0] < self.node.config.steps:
-                self._save(*self._last)
+            if not self._is_saved and self._last_step[0] < self.node.config.steps:
+                self._save(*self._last_step)
             self.writer.wait()
         except (OSError, RuntimeError) as failure:
             error.args = (f"{error}{separator}{failure}",)
         if self.node.cluster.is_first:
-            error.args = (f"{error}{separator}{how_to_go_on(self.node.run.path)}",)
+            error.args = (f"{error}{separator}{resume_command(self.node.run.path)}",)
         self.node.watch.finish()  # as in `_stop`
 
     def _is_out_of_time(self) -> bool:

@@ -195,15 +195,15 @@ def _on_defaults(given: dict[str, Any], default: Config | None) -> Config:
             raise ValueError(
                 "--like does not go with --resume, which takes the run's options; leave one of them out"
             )
-        from asyncrl.job.resume import check_changes, resumed_options
+        from asyncrl.job.resume import check_changes, read_resumed_options
 
         run = Path(given["resume"])
-        begun = resumed_options(run)
+        begun = read_resumed_options(run)
         return check_changes(_located(begun.changed(values), run / "code"), begun)
     if given.get("like"):
-        from asyncrl.job.resume import recorded
+        from asyncrl.job.resume import read_checked_header
 
-        like = Config.from_dict(recorded(Path(given["like"]), "--like")["config"])
+        like = Config.from_dict(read_checked_header(Path(given["like"]), "--like")["config"])
         default = replace(like, run_name=None, resume=None)
     elif default is None and given.get("model", Config.model) != Config.model:
         is_sums = given.get("task", "").startswith("sums")

@@ -29,7 +29,7 @@ def num_checkpoints(config: Config, first_version: int = 0) -> int:
     return math.ceil(num_steps / config.save_every) if config.save_every else 1
 
 
-def bytes_after(config: Config, num_saved: int, sizes: tuple[int, int]) -> int:
+def max_bytes_on_disk(config: Config, num_saved: int, sizes: tuple[int, int]) -> int:
     """Return the most bytes that checkpoints have on disk until `num_saved` are written.
 
     A new one is written beside those that are kept.
@@ -51,27 +51,27 @@ def check_room(config: Config, sizes: tuple[int, int], first_version: int) -> st
     free = shutil.disk_usage(folder).free
     num_saved = num_checkpoints(config, first_version)
     # a checkpoint that a resumed run continues from is there already
-    at_first = bytes_after(config, min(num_saved, 1 if first_version else 2), sizes)
-    at_last = bytes_after(config, num_saved, sizes)
-    each = f"checkpoints: {shown_bytes(sum(sizes))} each"
-    room = f"{shown_bytes(free)} are free in {config.runs_dir}"
+    at_first = max_bytes_on_disk(config, min(num_saved, 1 if first_version else 2), sizes)
+    at_last = max_bytes_on_disk(config, num_saved, sizes)
+    each = f"checkpoints: {format_bytes(sum(sizes))} each"
+    room = f"{format_bytes(free)} are free in {config.runs_dir}"
     if at_first > free:
         beside = ", as the second is written beside the first" * (num_saved > 1)
         raise ValueError(
-            f"{each}, {shown_bytes(at_first)} at first{beside}, and {room}; make room, or change --runs-dir; with "
+            f"{each}, {format_bytes(at_first)} at first{beside}, and {room}; make room, or change --runs-dir; with "
             "--save-every 0 only the last step is saved, with None no step unless the run is stopped"
         )
     if at_last > free:
         return (
-            f"warning: {each}, {shown_bytes(at_last)} in the end, and {room}; the run ends when one does not fit; "
+            f"warning: {each}, {format_bytes(at_last)} in the end, and {room}; the run ends when one does not fit; "
             "--keep-last N deletes older ones"
         )
     return (
-        f"{each}, {shown_bytes(at_last)} in the end, and {room}; --keep-last N deletes older ones"
+        f"{each}, {format_bytes(at_last)} in the end, and {room}; --keep-last N deletes older ones"
     )
 
 
-def shown_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Return a size in MB, GB or TB, as 131 GB."""
     power = min(4, max(2, int(math.log(max(1, num_bytes), 1000))))
     return f"{num_bytes / 1000**power:.3g} {'MGT'[power - 2]}B"

@@ -11,7 +11,7 @@ from asyncrl.cluster.processes import CannotContinue, RolloutEnded
 from asyncrl.job.engine_check import EngineCheck
 from asyncrl.job.node import Follower, Leader
 from asyncrl.records import Group
-from asyncrl.trainer.checkpoint import differing_names
+from asyncrl.trainer.checkpoint import describe_differences
 from asyncrl.trainer.policy import Policy
 from asyncrl.weights.transport import Announcement, ParameterSpec, Weights
 
@@ -60,7 +60,7 @@ class LeadingPublisher(Publisher):
         specs = policy.sent_specs()
         if node.cluster.is_first:
             print(f"attention of the trainer: {policy.module.attention}", flush=True)
-            differs = differing_names(policy.model_path, [spec.name for spec in specs])
+            differs = describe_differences(policy.model_path, [spec.name for spec in specs])
             if differs:
                 print(
                     f"warning: beside --model {policy.model_path}, checkpoints {differs}",
@@ -125,7 +125,7 @@ class LeadingPublisher(Publisher):
         resumed = self.node.resumed
         for version in resumed.delayed if resumed else ():
             if version >= self.node.restored.published_version:
-                weights = load_file(resumed.part / "delayed" / f"{version}.safetensors")
+                weights = load_file(resumed.resume_folder / "delayed" / f"{version}.safetensors")
                 yield version, [(spec.name, weights[spec.name]) for spec in specs]
 
     def _delayed(self, step: int, weights: Weights) -> Snapshot:

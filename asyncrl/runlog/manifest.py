@@ -18,8 +18,8 @@ from asyncrl.runlog.header import read_header
 
 FORMAT = 6
 """Of checkpoints; those of another are not read."""
-PART, MANIFEST = "resume", "manifest.json"
-"""Folder in a checkpoint of what only --resume needs, and the file there."""
+RESUME_FOLDER, MANIFEST = "resume", "manifest.json"
+"""Folder of the files in a checkpoint that only --resume needs, and its manifest."""
 KEPT_TO_RESUME = 2
 """Checkpoints that keep what --resume needs where all are kept."""
 
@@ -42,9 +42,9 @@ class Checkpoint:
     """Versions whose weights are in delayed/VERSION.safetensors."""
 
     @property
-    def part(self) -> Path:
-        """Folder of what is not for people."""
-        return self.path / PART
+    def resume_folder(self) -> Path:
+        """Folder of the files that only --resume needs."""
+        return self.path / RESUME_FOLDER
 
     def probe_of(self, node: int) -> dict:
         """The probe that a node continues with."""
@@ -59,15 +59,15 @@ class Checkpoint:
 def write_manifest(checkpoint: Path, files: dict[str, str], **facts) -> None:
     """Write the manifest of the checkpoint in a folder: the digest of each file, and facts, as in Checkpoint."""
     manifest = {"format": FORMAT, "facts": facts, "files": files}
-    file = checkpoint / PART / MANIFEST
-    file.write_text(json.dumps({"manifest": manifest, "blake3": _digest_of(manifest)}))
+    file = checkpoint / RESUME_FOLDER / MANIFEST
+    file.write_text(json.dumps({"manifest": manifest, "blake3": _hash_manifest(manifest)}))
     flush(file)
 
 
-def newest_checkpoint(run: Path) -> Checkpoint:
+def find_newest_checkpoint(run: Path) -> Checkpoint:
     """The newest whole checkpoint that a run has written itself. Raises ValueError if there is none."""
     skipped: list[str] = []
-    for path in reversed(checkpoints_in(run / "checkpoints")):
+    for path in reversed(list_checkpoints(run / "checkpoints")):
         try:
             return Checkpoint(path=path, skipped=skipped, **_read_manifest(path, run))
         except ValueError as error:
@@ -80,18 +80,18 @@ def _read_manifest(checkpoint: Path, run: Path) -> dict:
     """The facts of a checkpoint of a run, of which every file is as it was written. Raises ValueError that says what is
     not."""
     try:
-        written = json.loads((checkpoint / PART / MANIFEST).read_text(encoding="utf-8"))
+        written = json.loads((checkpoint / RESUME_FOLDER / MANIFEST).read_text(encoding="utf-8"))
         manifest, digest = written["manifest"], written["blake3"]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__})") from None
-    if digest != _digest_of(manifest):
+    if digest != _hash_manifest(manifest):
         raise ValueError(f"{MANIFEST} is not as it was written")
     if manifest["format"] != FORMAT:
         raise ValueError(f"its format is {manifest['format']}, and this code reads {FORMAT}")
     for name, digest in manifest["files"].items():
         if not (checkpoint / name).is_file():
             raise ValueError(f"{name} is missing")
-        if digest_of(checkpoint / name) != digest:
+        if hash_file(checkpoint / name) != digest:
             raise ValueError(f"{name} is not as it was written")
     facts, run_id = manifest["facts"], read_run_id(run)
     if facts["run_id"] != run_id:
@@ -104,7 +104,7 @@ def read_run_id(run: Path) -> str | None:
     return read_header(run).get("run_id")
 
 
-def digest_of(file: Path) -> str:
+def hash_file(file: Path) -> str:
     """Return the BLAKE3 of a file."""
     return blake3().update_mmap(file).hexdigest()
 
@@ -123,7 +123,7 @@ def weights_sha256(model_path: str) -> str:
     return digest.hexdigest()
 
 
-def _digest_of(manifest: dict) -> str:
+def _hash_manifest(manifest: dict) -> str:
     return blake3(json.dumps(manifest).encode()).hexdigest()
 
 
@@ -136,23 +136,27 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """The step of a checkpoint by its name; −1 of what has another name."""
     match = re.fullmatch(r"step_(\d+)", path.name)
     return int(match[1]) if match else -1
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder that a run might continue from, oldest first, whole or not."""
-    paths = [part.parent for part in folder.glob(f"step_*/{PART}") if step_of(part.parent) >= 0]
-    return sorted(paths, key=step_of)
+    paths = [
+        inner.parent
+        for inner in folder.glob(f"step_*/{RESUME_FOLDER}")
+        if parse_step(inner.parent) >= 0
+    ]
+    return sorted(paths, key=parse_step)
 
 
-def set_aside(checkpoint: Checkpoint) -> None:
+def rename_newer(checkpoint: Checkpoint) -> None:
     """Rename what is newer than a checkpoint, as it is not whole, so that its steps may be saved again; and delete what
     was half written, or half deleted."""
     for path in checkpoint.path.parent.iterdir():
-        if step_of(path) > checkpoint.step:
+        if parse_step(path) > checkpoint.step:
             path.rename(path.with_name(f"{path.name}.torn-{os.getpid()}"))
         elif re.fullmatch(r"step_\d+\.(tmp|old-\d+)", path.name):
             remove(path)

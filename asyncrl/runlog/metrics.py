@@ -151,7 +151,7 @@ def batch_metrics(
     return metrics
 
 
-NAMED = ("drift/", "experts/", "memory/", "samples", "staleness/", "tokens/", "value/")
+UNCHANGED_PREFIXES = ("drift/", "experts/", "memory/", "samples", "staleness/", "tokens/", "value/")
 """Beginnings of the policy's stats that have their name in the log already."""
 
 
@@ -162,7 +162,7 @@ def training_metrics(stats: dict[str, float]) -> dict[str, float]:
     for name, value in stats.items():
         if name.startswith("tokens/lag_"):
             name = name.replace("tokens/", "tokens/trained_")
-        elif not name.startswith(NAMED):
+        elif not name.startswith(UNCHANGED_PREFIXES):
             name = renamed.get(name, f"loss/{name}")
         metrics[name] = value
     return metrics

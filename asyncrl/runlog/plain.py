@@ -18,12 +18,12 @@ DTYPES = ("<i8", "|b1", "<f4", "<i4", "|u1", "<u2")
 def encode(value: object) -> bytes:
     """A record as bytes. Raises TypeError for what it does not know, as an array of another dtype."""
     try:
-        return msgspec.msgpack.encode(value, enc_hook=_plain)
+        return msgspec.msgpack.encode(value, enc_hook=_to_plain)
     except UnicodeEncodeError:
-        return msgspec.msgpack.encode(escaped(value, _plain))
+        return msgspec.msgpack.encode(escape(value, _to_plain))
 
 
-def escaped(value: object, enc_hook: Callable[[object], object]) -> object:
+def escape(value: object, enc_hook: Callable[[object], object]) -> object:
     """Return a record as plain values. Of its texts, code points that UTF-8 lacks are written as in JSON: \\ud83d.
 
     Half of a character may be in a user's data, in the message of an error, or in a path. It must not end a run.
@@ -34,9 +34,9 @@ def escaped(value: object, enc_hook: Callable[[object], object]) -> object:
         case str():
             return plain.encode(errors="backslashreplace").decode()
         case dict():
-            return {escaped(key, enc_hook): escaped(item, enc_hook) for key, item in plain.items()}
+            return {escape(key, enc_hook): escape(item, enc_hook) for key, item in plain.items()}
         case list() | tuple():
-            return [escaped(item, enc_hook) for item in plain]
+            return [escape(item, enc_hook) for item in plain]
     return plain
 
 
@@ -46,13 +46,13 @@ def decode(kind: type, data: bytes) -> object:
     Raises ValueError if the bytes are not of it.
     """
     try:
-        return _decoder(kind).decode(data)
+        return _make_decoder(kind).decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         # the last for lists in lists in lists
         raise ValueError(f"a broken {getattr(kind, '__name__', kind)}: {error}") from None
 
 
-def _plain(value: object) -> object:
+def _to_plain(value: object) -> object:
     if isinstance(value, np.ndarray) and value.dtype.str in DTYPES:
         return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
     if isinstance(value, np.generic):
@@ -62,7 +62,7 @@ def _plain(value: object) -> object:
     )
 
 
-def _array(kind: type, value: object) -> np.ndarray:
+def _to_array(kind: type, value: object) -> np.ndarray:
     if kind is not np.ndarray:
         raise TypeError(f"{kind} is not read")
     match value:
@@ -77,5 +77,5 @@ def _array(kind: type, value: object) -> np.ndarray:
 
 
 @functools.cache
-def _decoder(kind: type) -> msgspec.msgpack.Decoder:
-    return msgspec.msgpack.Decoder(kind, dec_hook=_array)
+def _make_decoder(kind: type) -> msgspec.msgpack.Decoder:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_to_array)

@@ -4,7 +4,7 @@ import sys
 
 import rich.progress
 
-SHOWN = (
+SHOWN_METRICS = (
     "reward/mean", "eval/accuracy", "staleness/mean", "staleness/max", "rollout/tokens_per_s", "time/step_s",
     "time/wait_s", "loss/total",
 )  # fmt: skip
@@ -28,7 +28,7 @@ class Progress:
     def show(self, metrics: dict[str, float]) -> None:
         """Show one finished step."""
         numbers = "  ".join(
-            f"{name} {metrics[name]:.4g}" for name in SHOWN if metrics.get(name) is not None
+            f"{name} {metrics[name]:.4g}" for name in SHOWN_METRICS if metrics.get(name) is not None
         )
         self._bar.update(self._task, completed=metrics["step"], description=numbers)
         if self._bar.disable:

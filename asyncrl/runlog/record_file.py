@@ -1,4 +1,4 @@
-"""A file of JSON lines that outlives a kill, and that a resumed run can cut back."""
+"""A file of JSON lines that outlives a kill, and that a resumed run can truncate."""
 
 import fcntl
 import os
@@ -7,43 +7,43 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.runlog.plain import escaped
+from asyncrl.runlog.plain import escape
 
 
-def _number(scalar) -> int | float | bool:
+def _to_number(scalar) -> int | float | bool:
     """Return numpy's scalar as Python's number."""
     return scalar.item()
 
 
-def _line(record: dict) -> bytes:
+def _encode_line(record: dict) -> bytes:
     """Return a record as a line of JSON, with null for NaN and infinities."""
     try:
-        return msgspec.json.encode(record, enc_hook=_number) + b"\n"
+        return msgspec.json.encode(record, enc_hook=_to_number) + b"\n"
     except UnicodeEncodeError:
-        return msgspec.json.encode(escaped(record, _number)) + b"\n"
+        return msgspec.json.encode(escape(record, _to_number)) + b"\n"
 
 
 class RecordFile:
     """Appends records as lines; each is with the operating system when `append` returns. Safe to use from threads."""
 
-    def __init__(self, path: Path, *, is_held: bool = False):
-        """Open or make the file. With `is_held` nothing is written before `cut_back`."""
+    def __init__(self, path: Path, *, is_buffered: bool = False):
+        """Open or make the file. With `is_buffered` nothing is written before `truncate_to`."""
         self.path = path
         self._file = open(path, "ab")  # noqa: SIM115
         self._lock = threading.RLock()
-        self._held: list[bytes] | None = [] if is_held else None
+        self._buffered: list[bytes] | None = [] if is_buffered else None
 
     def append(self, record: dict) -> None:
-        """Write a record, or hold it until `cut_back`; nothing after `close`.
+        """Write a record, or buffer it until `truncate_to`; nothing after `close`.
 
         Raises OSError, with the path, if the record cannot be kept.
         """
-        line = _line(record)
+        line = _encode_line(record)
         with self._lock:
-            if self._held is None:
+            if self._buffered is None:
                 self._write(line)
             else:
-                self._held.append(line)
+                self._buffered.append(line)
 
     def _write(self, line: bytes) -> None:
         if self._file.closed:
@@ -67,8 +67,8 @@ class RecordFile:
             return False
         return True
 
-    def check_cut(self, num_bytes: int) -> None:
-        """Raise ValueError if a cut after so many bytes would be within a line."""
+    def check_truncation(self, num_bytes: int) -> None:
+        """Raise ValueError if byte `num_bytes` is within a line."""
         with open(self.path, "rb") as lines:
             lines.seek(max(0, num_bytes - 1))
             is_end = num_bytes == 0 or lines.read(1) in (b"\n", b"")
@@ -79,10 +79,10 @@ class RecordFile:
                 "was changed"
             )
 
-    def cut_back(self, num_bytes: int) -> None:
-        """Keep the first bytes, then write the held records.
+    def truncate_to(self, num_bytes: int) -> None:
+        """Keep the first bytes, then write the buffered records.
 
-        Somebody may have shortened the file. Then its whole lines stay, and a warning is printed.
+        If the file is shorter than that, its whole lines stay, and a warning is printed.
         """
         with self._lock:
             size = self.size()
@@ -91,9 +91,9 @@ class RecordFile:
                 print(f"warning: {self.path} {lost}", flush=True)
                 num_bytes = self.path.read_bytes().rfind(b"\n") + 1
             os.truncate(self.path, num_bytes)
-            for line in self._held:
+            for line in self._buffered:
                 self._write(line)
-            self._held = None
+            self._buffered = None
 
     def size(self) -> int:
         """Return the bytes of the file so far: those of whole lines, as no line is being written meanwhile."""
@@ -101,10 +101,10 @@ class RecordFile:
             return os.fstat(self._file.fileno()).st_size
 
     def flush(self) -> None:
-        """Have all records so far reach the disk."""
+        """Write all records so far to the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; records that are still held are lost."""
+        """Close the file; records that are still buffered are lost."""
         with self._lock:
             self._file.close()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from asyncrl import extras
 from asyncrl.config import Config
-from asyncrl.runlog.header import new_header, write_header
+from asyncrl.runlog.header import make_header, write_header
 from asyncrl.runlog.manifest import read_run_id
 from asyncrl.runlog.record_file import RecordFile
 from asyncrl.user_code import run_name_part, with_absolute_paths, with_copied_files
@@ -46,21 +46,21 @@ class RunDirectory:
     ):
         """Make the directory and write run.json, in a recorded run with the fingerprint of its first weights.
 
-        `gpus` are names of the node's GPUs.
-        `node_folder` is RUN/node_N, on a node other than the first, and `run_id` is then the id that the first has. A
-        run that ended before its first step, refused or killed, gives its name back. Raises ValueError if the name is
-        taken otherwise: no step is ever overwritten.
-        `resumed` is what the first event says of the checkpoint that the run continues from. Its records are to be cut
-        back to `resumed["records"]`, bytes of each file. Until `cut_back` does that, no file is changed and all lines
-        are held. Raises ValueError if the records are not this run's, or a cut would not be at the end of a line.
+        `gpus` are names of the node's GPUs. A node other than the first has `node_folder`, RUN/node_N, and the `run_id`
+        of the first node. The name of a run that ended before its first step can be used again. Raises ValueError if
+        another run has the name.
+
+        `resumed` is the first event of a resumed run, about its checkpoint. `resumed["records"]` are the bytes of each
+        record file at that checkpoint. `truncate_records` cuts the files to them. Before that no file is changed, and
+        all lines are buffered. Raises ValueError if the records are another run's, or would be cut within a line.
         """
-        name = node_folder or config.run_name or _default_name(config)
+        name = node_folder or config.run_name or _make_name(config)
         self.path = Path(config.runs_dir) / name
         if resumed is None:
-            _make(self.path)
+            _make_directory(self.path)
         self.path.mkdir(parents=True, exist_ok=True)  # a node may be new in a run that is resumed
         names = ("events",) if node_folder else ("metrics", "events", "samples")
-        self._files = self._open(names, is_held=resumed is not None)
+        self._files = self._open(names, is_buffered=resumed is not None)
         self._config_as_given = config
         self.config = with_copied_files(config, self.path / "code") if resumed is None else config
         self._is_first = not node_folder
@@ -68,9 +68,9 @@ class RunDirectory:
         self._wandb = None
         if resumed is None and self._is_first:
             run_id = secrets.token_hex(8)
-        self.run_id = run_id if resumed is None else self._check(run_id)
+        self.run_id = run_id if resumed is None else self._check_records(run_id)
         """Also in each of its checkpoints, which are no other run's."""
-        header = new_header(with_absolute_paths(config), num_ranks, gpus)
+        header = make_header(with_absolute_paths(config), num_ranks, gpus)
         self._header = {"run_id": self.run_id} | header
         self._header |= {} if weights_sha256 is None else {"weights_sha256": weights_sha256}
         if resumed is None:
@@ -79,19 +79,21 @@ class RunDirectory:
         else:
             self.record("run_resumed", **resumed)
 
-    def _open(self, names: Iterable[str], is_held: bool) -> dict[str, RecordFile]:
+    def _open(self, names: Iterable[str], is_buffered: bool) -> dict[str, RecordFile]:
         """Open records by name. Raises ValueError if another process still writes them."""
-        files = {name: RecordFile(self.path / f"{name}.jsonl", is_held=is_held) for name in names}
+        files = {
+            name: RecordFile(self.path / f"{name}.jsonl", is_buffered=is_buffered) for name in names
+        }
         if not files["events"].lock():
             raise ValueError(
                 f"{self.path} is written by a run that has not ended; end that one first"
             )
         return files
 
-    def _check(self, run_id: str | None) -> str | None:
+    def _check_records(self, run_id: str | None) -> str | None:
         """Return the id of the run that is resumed.
 
-        Raises ValueError if the records are another run's, or cannot be cut at the end of a line.
+        Raises ValueError if the records are another run's, or would be truncated within a line.
         """
         recorded_id = read_run_id(self.path) if (self.path / "run.json").exists() else run_id
         if not self._is_first and recorded_id != run_id:
@@ -99,7 +101,7 @@ class RunDirectory:
                 f"{self.path} is of run {recorded_id}, and the checkpoint of run {run_id}; move it away"
             )
         for name, file in self._files.items():
-            file.check_cut(self._resumed["records"].get(name, 0))
+            file.check_truncation(self._resumed["records"].get(name, 0))
         return recorded_id
 
     def _begin(self) -> None:
@@ -111,17 +113,17 @@ class RunDirectory:
                 self._config_as_given, self.path, header["wandb_id"], step
             )
 
-    def cut_back(self) -> None:
-        """Have a resumed run begin to write: cut its records back to its checkpoint, then write the held lines.
+    def truncate_records(self) -> None:
+        """Truncate the records of a resumed run to its checkpoint, then write the buffered lines.
 
-        It is the last thing that a resume does: what is cut is gone. Warns of each file that is shorter than the
-        checkpoint says. Does nothing in a new run.
+        A resume does it last, because the truncated lines are lost. Warns of each file that is shorter than the
+        checkpoint states. Does nothing in a new run.
         """
         if self._resumed is None:
             return
         self._begin()
         for name, file in self._files.items():
-            file.cut_back(self._resumed["records"].get(name, 0))
+            file.truncate_to(self._resumed["records"].get(name, 0))
 
     def checkpoint_path(self, step: int) -> Path:
         """Return where the checkpoint of a step goes."""
@@ -158,7 +160,7 @@ class RunDirectory:
     def close(self, error: BaseException | None = None) -> None:
         """Record how the run ended, by `error` if it did, close all files and end the wandb run.
 
-        A resume that ends before the records were cut back leaves them as they were.
+        A resume that ends before the records were truncated leaves them as they were.
         """
         reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
         self.record(
@@ -170,7 +172,7 @@ class RunDirectory:
             self._wandb.finish()
 
 
-def _make(folder: Path) -> None:
+def _make_directory(folder: Path) -> None:
     """Make the directory of a new run. Raises ValueError if its name is taken."""
     if _ended_before_first_step(folder):
         shutil.rmtree(folder)
@@ -193,6 +195,6 @@ def _ended_before_first_step(folder: Path) -> bool:
     return is_free
 
 
-def _default_name(config: Config) -> str:
+def _make_name(config: Config) -> str:
     what = f"{run_name_part(config.task)}-{run_name_part(config.algo)}"
     return f"{what}-a{config.async_ratio:g}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -7,7 +7,7 @@ import numpy as np
 from asyncrl.records import Group
 
 
-def readable_samples(
+def choose_samples(
     step: int,
     groups: list[Group],
     decode: Callable[[np.ndarray], str],

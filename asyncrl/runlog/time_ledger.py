@@ -131,7 +131,7 @@ class TrainerClock(TimeLedger):
 
 
 class Activity:
-    """What a rollout worker is doing. It follows from what the worker has to do, and the worker itself keeps it.
+    """State of a rollout worker, which the worker keeps.
 
     A state is noted when it changes, and travels with the next message that is sent anyway.
     """
@@ -139,7 +139,7 @@ class Activity:
     def __init__(self, clock: Callable[[], int] = unix_ns):
         self._clock = clock
         self._requests = self._trajectories = 0
-        self._standing = self._held = ""
+        self._pause_reason = self._idle_reason = ""
         self._now = ("starved", "")
         self._changes: list[tuple[int, str, str]] = [(clock(), *self._now)]
         self._reported_at = 0
@@ -149,22 +149,22 @@ class Activity:
         self._requests += requests
         self._trajectories += trajectories
         if trajectories > 0:
-            self._held = ""
+            self._idle_reason = ""
         self._note()
 
-    def stand(self, reason: str) -> None:
-        """Whatever is here stands still from now on: for an `update`, or `suspended` until there is one."""
-        self._standing = reason
+    def pause(self, reason: str) -> None:
+        """Pause all requests: for an `update`, or `suspended` until the next one."""
+        self._pause_reason = reason
         self._note()
 
-    def go_on(self) -> None:
-        """End what `stand` began."""
-        self._standing = ""
+    def resume(self) -> None:
+        """End a pause."""
+        self._pause_reason = ""
         self._note()
 
-    def hold(self, reason: str) -> None:
-        """The worker has nothing to run, for an IdleReason of the controller or another reason."""
-        self._held = reason
+    def set_idle(self, reason: str) -> None:
+        """Note why the worker has no request: an IdleReason of the controller, or another reason."""
+        self._idle_reason = reason
         self._note()
 
     def _note(self) -> None:
@@ -174,13 +174,15 @@ class Activity:
             self._changes.append((self._clock(), *now))
 
     def _state(self) -> tuple[str, str]:
-        if self._standing:
-            return ("paused" if self._standing == "update" else "gated"), self._standing
+        if self._pause_reason:
+            return ("paused" if self._pause_reason == "update" else "gated"), self._pause_reason
         if self._requests:
             return "decoding", ""
         if self._trajectories:
             return "environment", ""
-        return ("gated" if self._held in get_args(IdleReason) else "starved"), self._held
+        return (
+            "gated" if self._idle_reason in get_args(IdleReason) else "starved"
+        ), self._idle_reason
 
     def report(self) -> ActivityReport:
         """Return all changes since the last report."""

@@ -36,10 +36,10 @@ from asyncrl.cluster.cluster import Cluster, on_first_rank
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.runlog.manifest import (
     KEPT_TO_RESUME,
-    PART,
-    checkpoints_in,
-    digest_of,
+    RESUME_FOLDER,
     flush,
+    hash_file,
+    list_checkpoints,
     remove,
     weights_sha256,
     write_manifest,
@@ -85,14 +85,14 @@ class WeightWriter:
                 model.config, dtype=torch.float32, trust_remote_code=False
             )
         frozen = {p: name for name, p in lora.named_base_parameters(model) if not p.requires_grad}
-        self.frozen = gather(frozen, policy.device)
+        self.frozen = gather_full(frozen, policy.device)
         """Full weights below adapters, and others that their family never trains, by Hugging Face name, on rank 0."""
         self._buffers = {
             name: buffer.to("cpu", copy=True) for name, buffer in named_persistent_buffers(model)
         }
         self._tokenizer = AutoTokenizer.from_pretrained(self._base_path, trust_remote_code=False)
         # Read now: whatever becomes of that folder, the run can save.
-        self._files = small_files(Path(self._base_path))
+        self._files = read_small_files(Path(self._base_path))
         config = json.loads(Path(self._base_path, "config.json").read_text(encoding="utf-8"))
         # A class may have an end of sequence that the model's own file does not name.
         self._skeleton.config.eos_token_id = config.get("eos_token_id")
@@ -130,7 +130,7 @@ class WeightWriter:
             )
 
 
-def small_files(folder: Path) -> dict[str, bytes]:
+def read_small_files(folder: Path) -> dict[str, bytes]:
     """Return the small files of a model's folder that go with its weights, by name, as generation_config.json."""
     paths = [path for path in folder.iterdir() if path.suffix in SMALL_FILES and path.is_file()]
     return {
@@ -142,7 +142,7 @@ def small_files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def gather(names: dict[Tensor, str], device: torch.device) -> dict[str, Tensor]:
+def gather_full(names: dict[Tensor, str], device: torch.device) -> dict[str, Tensor]:
     """Full copies of parameters in host memory, by name, on rank 0; the others only help to gather them; collective."""
     copies = {}
     for parameter, name in names.items():
@@ -159,7 +159,7 @@ def save_weights(policy: "Policy", path: str) -> None:
     Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
     """
     writer = WeightWriter(policy)
-    trained = gather(trained_names(policy.module), policy.device)
+    trained = gather_full(trained_names(policy.module), policy.device)
     on_first_rank(lambda: write_folder(writer, trained, Path(path)))
 
 
@@ -198,7 +198,7 @@ def make_partial(path: Path, tensors: Iterable[Tensor]) -> None:
     partial.mkdir()
 
 
-def differing_names(folder: str, saved: Collection[str]) -> str:
+def describe_differences(folder: str, saved: Collection[str]) -> str:
     """What checkpoints with tensors of these names have otherwise than the model's own folder; empty if nothing."""
     read = set()
     for file in Path(folder).glob("*.safetensors"):
@@ -279,7 +279,7 @@ def restore_training_state(policy: "Policy", folder: str, group: dist.ProcessGro
     another model or optimizer.
     """
     optimizer = policy.optimizer_state
-    shapes = _shapes(folder)
+    shapes = _read_shapes(folder)
     data = torch.empty(shapes.pop(VALUES), dtype=torch.uint8)
     _load({VALUES: data}, folder, group)
     values = json.loads(data.numpy().tobytes())
@@ -304,18 +304,18 @@ def restore_training_state(policy: "Policy", folder: str, group: dist.ProcessGro
             generator.set_state(state[name])
 
 
-def read_trained(folder: str) -> dict[str, Tensor]:
+def read_trained_weights(folder: str) -> dict[str, Tensor]:
     """Full trained weights by name, from the shards in a folder; by one process."""
     state = {
         name: torch.empty(shape)
-        for name, shape in _shapes(folder).items()
+        for name, shape in _read_shapes(folder).items()
         if name.startswith("weights.")
     }
     _load(state, folder, None)
     return {name.removeprefix("weights."): tensor for name, tensor in state.items()}
 
 
-def _shapes(folder: str) -> dict[str, tuple[int, ...]]:
+def _read_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor of the shards in a folder, by name."""
     metadata = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
     return {name: tuple(tensor.size) for name, tensor in metadata.items()}
@@ -327,10 +327,10 @@ def _load(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup | None
         reader = dcp.HuggingFaceStorageReader(folder)
         dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise OSError(reason_of(error)) from None
+        raise OSError(describe_failure(error)) from None
 
 
-def reason_of(error: CheckpointException | RuntimeError) -> str:
+def describe_failure(error: CheckpointException | RuntimeError) -> str:
     """Return what went wrong, on the first rank that failed, in one line. Raises what a signal's handler raised."""
     rank, cause = "", error
     if isinstance(error, CheckpointException):
@@ -400,7 +400,7 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         self._written = [*self.written(state), *held_back]
         self._future = dcp.async_save(
             state,
-            checkpoint_id=str(self.partial / PART),
+            checkpoint_id=str(self.partial / RESUME_FOLDER),
             storage_writer=self,
             process_group=self.group,
             async_stager=self.stager,
@@ -421,7 +421,9 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         except (CheckpointException, RuntimeError) as error:
             if self.cluster.is_first:
                 shutil.rmtree(self.partial, ignore_errors=True)
-            raise OSError(f"checkpoint {self.final} was not written: {reason_of(error)}") from error
+            raise OSError(
+                f"checkpoint {self.final} was not written: {describe_failure(error)}"
+            ) from error
 
     def close(self, timeout_s: float) -> None:
         """Let the checkpoint that is being written come to its end, if it does in time; else it may not keep the
@@ -443,7 +445,7 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Make the folder to write to, if there is room; on rank 0."""
         make_partial(self.final, self._written)
-        (self.partial / PART).mkdir()
+        (self.partial / RESUME_FOLDER).mkdir()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.DefaultSavePlanner) -> Future:
@@ -451,10 +453,10 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         on leaders what the manifest says of the node."""
         check_finite(planner.state_dict)
         super().write_data(plan, planner).wait()
-        part = self.partial / PART
-        files = list(part.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
+        resume_folder = self.partial / RESUME_FOLDER
+        files = list(resume_folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
         if self.cluster.is_leader:
-            node_file = part / f"node_{self.cluster.node}.msgpack"
+            node_file = resume_folder / f"node_{self.cluster.node}.msgpack"
             node_file.write_bytes(encode(self._rollout))
             files.append(node_file)
             self.run.flush()
@@ -464,15 +466,17 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
 
     def finish(self, metadata: dcp.Metadata, results: list[dict]) -> None:
         """Write weights for people and the manifest, give the checkpoint its name, and delete the old; on rank 0."""
-        part = self.partial / PART
-        self.weights.write(read_trained(str(part)), self.partial)
+        resume_folder = self.partial / RESUME_FOLDER
+        self.weights.write(read_trained_weights(str(resume_folder)), self.partial)
         # in a folder of their own: shards are read from all files beside them
-        delayed = part / "delayed"
+        delayed = resume_folder / "delayed"
         delayed.mkdir()
         for version, weights in self._delayed.items():
             save_file(dict(weights), delayed / f"{version}.safetensors")
         written = [
-            path for path in self.partial.rglob("*") if path.is_file() and path.parent != part
+            path
+            for path in self.partial.rglob("*")
+            if path.is_file() and path.parent != resume_folder
         ]
         files = self._flushed(written)
         for result in results:
@@ -497,7 +501,7 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
         """Have files reach the disk. Returns the digest of each, by its name in the checkpoint."""
         for file in files:
             flush(file)
-        return {str(file.relative_to(self.partial)): digest_of(file) for file in files}
+        return {str(file.relative_to(self.partial)): hash_file(file) for file in files}
 
     @functools.cached_property
     def frozen_sha256(self) -> str:
@@ -509,8 +513,8 @@ class CheckpointWriter(dcp.HuggingFaceStorageWriter):
     def _prune(self) -> None:
         """Delete checkpoints that are not to be kept, or what only --resume needs of them where all are kept (0)."""
         keep_last = self.config.keep_last
-        for path in checkpoints_in(self.folder)[: -(keep_last or KEPT_TO_RESUME)]:
+        for path in list_checkpoints(self.folder)[: -(keep_last or KEPT_TO_RESUME)]:
             doomed = path.with_name(f"{path.name}.old-{os.getpid()}")
             # at once; what is left of it is no checkpoint
-            (path if keep_last else path / PART).rename(doomed)
+            (path if keep_last else path / RESUME_FOLDER).rename(doomed)
             shutil.rmtree(doomed)

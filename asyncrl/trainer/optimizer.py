@@ -24,7 +24,7 @@ class Adafactor(torch.optim.Adafactor):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError for parameters of several ranks: torch would take the norm of a shard for that of all."""
         super().add_param_group(param_group)
-        if any(map(_has_parts, param_group["params"])):
+        if any(map(_is_sharded, param_group["params"])):
             raise ValueError(
                 "it trains on one rank alone, as it needs norms of whole weights; use one rank, or adamw"
             )
@@ -39,7 +39,7 @@ class Adafactor(torch.optim.Adafactor):
         return super().step(closure)
 
 
-def _has_parts(parameter: Tensor) -> bool:
+def _is_sharded(parameter: Tensor) -> bool:
     """Whether several ranks hold a parameter."""
     return isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
 
@@ -53,17 +53,17 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adafactor": Adafactor,
 }
 """Values of --optimizer that come with this code."""
-_NO_OPTIONS = ("lr", "fused", "foreach", "capturable", "differentiable", "maximize")
+_FIXED_ARGUMENTS = ("lr", "fused", "foreach", "capturable", "differentiable", "maximize")
 """Arguments of torch's optimizers that --optim.args may not set: --lr does, or they say how torch computes."""
 
-FITTING_LRS = {10e6: 1e-3, 400e6: 4e-5, math.inf: 1e-6}
+DEFAULT_LRS = {10e6: 1e-3, 400e6: 4e-5, math.inf: 1e-6}
 """Learning rates of Adam and AdamW, each for models of fewer parameters than its key.
 
 The first was measured with 0.12 million (docs/staleness.md), and the second with 135 million (results/smollm2). Twice
 the second made replies empty (results/environments/verifiers.toml). The third is the default of TRL's GRPOConfig."""
 LORA_FACTOR = 10
 """Learning rate of adapters, over that of all weights: https://thinkingmachines.ai/blog/lora."""
-FAR = 10
+MAX_LR_FACTOR = 10
 """Factor by which a learning rate may be above the one that fits before a run warns."""
 
 
@@ -79,13 +79,13 @@ def choose_lr(config: Config, num_parameters: int) -> tuple[Config, str]:
                 f"--optimizer {config.optimizer} needs --lr: its default is for adamw and adam; add --lr"
             )
         return config, f"lr: {config.lr:g}"
-    fitting = next(lr for limit, lr in FITTING_LRS.items() if num_parameters < limit)
+    fitting = next(lr for limit, lr in DEFAULT_LRS.items() if num_parameters < limit)
     if config.lora_rank:
         fitting *= LORA_FACTOR
     size = f"{num_parameters:,} parameters{' below adapters' * (config.lora_rank > 0)}"
     if config.lr is None:
         return replace(config, lr=fitting), f"lr: {fitting:g}, the default for {size}"
-    if config.lr > FAR * fitting * (1 + 1e-9):
+    if config.lr > MAX_LR_FACTOR * fitting * (1 + 1e-9):
         return config, (
             f"warning: --lr {config.lr:g} is {config.lr / fitting:.0f} times {fitting:g}, which fits {size}; the "
             "model may forget all it knows within a few steps; leave --lr out, or lower it"
@@ -108,13 +108,17 @@ def learning_rate(
     if optim.lr_scheduler != "constant" and update >= optim.warmup_steps:
         updates_after_warmup = steps_made * updates_per_step - optim.warmup_steps
         length = config.steps * updates_per_step - optim.warmup_steps
-        done = min(1.0, max(0.0, updates_after_warmup + 1) / max(1, length))
-        falls = 1 - done if optim.lr_scheduler == "linear" else (1 + math.cos(math.pi * done)) / 2
-        lr *= optim.min_lr_ratio + (1 - optim.min_lr_ratio) * falls
+        share_done = min(1.0, max(0.0, updates_after_warmup + 1) / max(1, length))
+        decay = (
+            1 - share_done
+            if optim.lr_scheduler == "linear"
+            else (1 + math.cos(math.pi * share_done)) / 2
+        )
+        lr *= optim.min_lr_ratio + (1 - optim.min_lr_ratio) * decay
     return lr * math.sqrt(sequence_ess)
 
 
-def _parameters(config: Config) -> dict[str, inspect.Parameter]:
+def _read_parameters(config: Config) -> dict[str, inspect.Parameter]:
     """Parameters of the optimizer beside its parameter groups, by name."""
     make = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)
     with user_code.errors_as_value_error(config.optimizer, "--optimizer"):
@@ -127,7 +131,7 @@ def optimizer_arguments(config: Config) -> dict[str, Any]:
 
     Raises ValueError, in one line, for an argument that it does not take.
     """
-    parameters = _parameters(config)
+    parameters = _read_parameters(config)
     betas = [
         inspect.Parameter(f"beta{number}", inspect.Parameter.KEYWORD_ONLY, default=beta)
         for number, beta in enumerate(
@@ -137,7 +141,7 @@ def optimizer_arguments(config: Config) -> dict[str, Any]:
     options = [
         k
         for k in parameters.values()
-        if k.name not in _NO_OPTIONS and not isinstance(k.default, tuple)
+        if k.name not in _FIXED_ARGUMENTS and not isinstance(k.default, tuple)
     ]
     owner = f"--optimizer {config.optimizer}"
     arguments = read_arguments("optim.args", config.optim.args, owner, [*options, *betas])
@@ -172,7 +176,7 @@ def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
     return optimizer
 
 
-def step_and_compare(optimizer: Optimizer, parameters: list[DTensor]) -> Tensor:
+def step_and_count_changes(optimizer: Optimizer, parameters: list[DTensor]) -> Tensor:
     """Make an update. Returns how many weights of this rank's part of the parameters it changes for engines."""
     weights_before = [_in_bfloat16(parameter) for parameter in parameters]
     optimizer.step()
@@ -219,7 +223,7 @@ class OptimizerState:
     def __init__(self, optimizer: Optimizer, names: dict[Tensor, str]):
         """Take an optimizer that has made no update, and the names of all its parameters."""
         self.optimizer, self.names = optimizer, names
-        self._first = [
+        self._initial_options = [
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
@@ -232,7 +236,7 @@ class OptimizerState:
             for key, value in values.items()
             if isinstance(value, Tensor)
         }
-        if any(map(_has_parts, self.names)):
+        if any(map(_is_sharded, self.names)):
             for name, tensor in tensors.items():
                 _check_is_shared(name, tensor)
         return tensors
@@ -250,7 +254,7 @@ class OptimizerState:
             self.names[parameter]: values for parameter, values in self.optimizer.state.items()
         }
         for number, (group, first) in enumerate(
-            zip(self.optimizer.param_groups, self._first, strict=True)
+            zip(self.optimizer.param_groups, self._initial_options, strict=True)
         ):
             # The trainer sets `lr` at each update. What no update changes is an option, and a resume may change it.
             owners[f"group_{number}"] = {
@@ -274,6 +278,6 @@ class OptimizerState:
             if name in values:
                 self.optimizer.state[parameter].update(values[name])
         for number, (group, first) in enumerate(
-            zip(self.optimizer.param_groups, self._first, strict=True)
+            zip(self.optimizer.param_groups, self._initial_options, strict=True)
         ):
             group.update(copy.deepcopy(first) | values[f"group_{number}"])

@@ -31,7 +31,7 @@ from asyncrl.trainer.optimizer import (
     learning_rate,
     make_optimizer,
     parameter_groups,
-    step_and_compare,
+    step_and_count_changes,
 )
 from asyncrl.trainer.packing import (
     Bundle,
@@ -303,7 +303,7 @@ class Policy(WholeWeights):
         for group, scale in zip(self.optimizer.param_groups, self._lr_scales, strict=True):
             group["lr"] = lr * scale
         parameters = self._clipped[0]
-        num_changed = step_and_compare(self.optimizer, parameters)
+        num_changed = step_and_count_changes(self.optimizer, parameters)
         num_weights = self.config.replicas * sum(parameter.numel() for parameter in parameters)
         self.optimizer.zero_grad()
         self.num_updates += 1

@@ -16,7 +16,7 @@ from asyncrl.cluster.cluster import check_shares
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import Placement, available_cores, place
 from asyncrl.config import Config, nearest
-from asyncrl.job.disk import bytes_after, checkpoint_bytes, num_checkpoints, shown_bytes
+from asyncrl.job.disk import checkpoint_bytes, format_bytes, max_bytes_on_disk, num_checkpoints
 from asyncrl.trainer.optimizer import choose_lr
 from asyncrl.weights.models import (
     MADE_HERE,
@@ -123,15 +123,15 @@ def _describe_disk(config: Config, num_parameters: int) -> str:
     sizes = checkpoint_bytes(config, num_parameters, "cuda")
     num_saved = num_checkpoints(config)
     line = (
-        f"disk: checkpoints of {shown_bytes(sum(sizes))}, {num_saved} in all; at most "
-        f"{shown_bytes(bytes_after(config, num_saved, sizes))} at a time"
+        f"disk: checkpoints of {format_bytes(sum(sizes))}, {num_saved} in all; at most "
+        f"{format_bytes(max_bytes_on_disk(config, num_saved, sizes))} at a time"
     )
     if config.model in MADE_HERE or os.path.isdir(config.model):
         return line
     with suppress(ValueError):
         cached_folder(config.model)
         return line
-    return f"{line}; about {shown_bytes(2 * num_parameters)} of --model are to be downloaded"
+    return f"{line}; about {format_bytes(2 * num_parameters)} of --model are to be downloaded"
 
 
 def _describe_step(now: Plan, best: Plan, pool: Pool, job: Job) -> Iterator[str]:

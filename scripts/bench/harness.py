@@ -30,7 +30,7 @@ import psutil
 import tyro
 
 from asyncrl.cluster.processes import kill_session
-from asyncrl.runlog.header import cpu_name, git, versions
+from asyncrl.runlog.header import cpu_name, git, installed_versions
 from scripts.lines import markdown, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +112,7 @@ def provenance(size: str = "full") -> dict:
         "changes": changes,
         "hardware": f"{len(os.sched_getaffinity(0))} CPU cores, {cpu_name()}",
         "load_before": round(os.getloadavg()[0], 2),
-        "packages": versions(PACKAGES),
+        "packages": installed_versions(PACKAGES),
     }
 
 

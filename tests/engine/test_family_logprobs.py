@@ -23,7 +23,7 @@ from user_files import write_jsonl
 
 from asyncrl.config import Config
 from asyncrl.trainer import families
-from asyncrl.trainer.checkpoint import differing_names, save_weights
+from asyncrl.trainer.checkpoint import describe_differences, save_weights
 from asyncrl.trainer.families import COMPARED
 from asyncrl.trainer.logprobs import TokenLogprobs
 from scripts.lines import read
@@ -143,7 +143,7 @@ def compare(model: str, dtype: str, capfd) -> str:
                 pair.sync(version)
             save_weights(pair.policy, str(saved))
             names = [spec.name for spec in pair.policy.sent_specs()]
-            if differing_names(str(saved), names) or names_in(saved) != names_in(Path(model)):
+            if describe_differences(str(saved), names) or names_in(saved) != names_in(Path(model)):
                 return "saves other names than it reads"
     except Exception as error:  # as above
         roots = re.findall(r"\] (\w+(?:Error|Exception): .+)", "".join(capfd.readouterr()))

@@ -33,7 +33,7 @@ from asyncrl.job.node import NobodySamples
 from asyncrl.job.probe import Probe
 from asyncrl.job.publisher import LeadingPublisher
 from asyncrl.messages import Probed
-from asyncrl.runlog.manifest import Checkpoint, checkpoints_in, newest_checkpoint
+from asyncrl.runlog.manifest import Checkpoint, find_newest_checkpoint, list_checkpoints
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.checkpoint import CheckpointWriter
@@ -104,7 +104,7 @@ def save(checkpoints: Checkpoints, *steps: int) -> None:
 
 
 def newest(checkpoints: Checkpoints) -> Checkpoint:
-    return newest_checkpoint(checkpoints.node.run.path)
+    return find_newest_checkpoint(checkpoints.node.run.path)
 
 
 # What is saved
@@ -196,7 +196,7 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
     checkpoints.writer.wait()
     checkpoints.node.run.close()
     found = newest(checkpoints)
-    manifest = json.loads((found.part / "manifest.json").read_text())["manifest"]
+    manifest = json.loads((found.resume_folder / "manifest.json").read_text())["manifest"]
     files = {str(path.relative_to(found.path)) for path in contents(found.path)}
     assert files == manifest["files"].keys() | {"resume/manifest.json"}
     node = start(resumed=found, publish_delay=3, steps=9).node
@@ -339,7 +339,7 @@ def test_however_a_run_ends_its_due_checkpoints_are_whole_and_have_the_weights_o
     kept = saved[-keep_last:]
     assert {path.name for path in folder.glob("*")} == {f"step_{step}" for step in kept}
     can_resume = kept if keep_last else kept[-2:]
-    assert [path.name for path in checkpoints_in(folder)] == [f"step_{s}" for s in can_resume]
+    assert [path.name for path in list_checkpoints(folder)] == [f"step_{s}" for s in can_resume]
     for step in kept:
         tensors = load_file(folder / f"step_{step}" / "model.safetensors")
         assert all(tensor.equal(weights[step][name]) for name, tensor in tensors.items())

@@ -16,16 +16,16 @@ from user_files import contents
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import OPTIONS, ChangeableBy, Config, SwarmOptions
 from asyncrl.job.command_line import read_options
-from asyncrl.job.resume import find_checkpoint, how_to_go_on
+from asyncrl.job.resume import find_checkpoint, resume_command
 from asyncrl.runlog import manifest
 from asyncrl.runlog.manifest import (
     MANIFEST,
-    PART,
-    digest_of,
-    newest_checkpoint,
+    RESUME_FOLDER,
+    find_newest_checkpoint,
+    hash_file,
+    parse_step,
     read_run_id,
-    set_aside,
-    step_of,
+    rename_newer,
     write_manifest,
 )
 from asyncrl.runlog.run_directory import RunDirectory
@@ -103,11 +103,11 @@ def test_the_rows_of_a_run_are_found_from_any_folder(tmp_path, monkeypatch):
 
 def make_checkpoint(run, step, run_id=None):
     path = run / "checkpoints" / f"step_{step}"
-    (path / PART).mkdir(parents=True)
+    (path / RESUME_FOLDER).mkdir(parents=True)
     (path / "model.safetensors").write_bytes(b"weights" * step)
-    (path / PART / "shard.safetensors").write_bytes(b"state" * 1000)
-    (path / PART / "node_0.msgpack").write_bytes(b"groups")
-    files = {str(f.relative_to(path)): digest_of(f) for f in path.rglob("*") if f.is_file()}
+    (path / RESUME_FOLDER / "shard.safetensors").write_bytes(b"state" * 1000)
+    (path / RESUME_FOLDER / "node_0.msgpack").write_bytes(b"groups")
+    files = {str(f.relative_to(path)): hash_file(f) for f in path.rglob("*") if f.is_file()}
     facts = {"frozen_sha256": "", "nodes": [{"probe": {}, "records": {}}], "delayed": []}
     write_manifest(path, files, run_id=run_id or read_run_id(run), step=step, **facts)
     return path
@@ -153,7 +153,12 @@ def test_the_newest_whole_checkpoint_is_found_what_is_newer_is_named_and_leftove
     whole = make_checkpoint(run, 9)
     folder = whole.parent
     # weights alone, what was set aside, and what is the user's
-    for name in ("step_7", f"step_6.torn-12/{PART}", f"step_x/{PART}", "notes.tmp"):
+    for name in (
+        "step_7",
+        f"step_6.torn-12/{RESUME_FOLDER}",
+        f"step_x/{RESUME_FOLDER}",
+        "notes.tmp",
+    ):
         (folder / name).mkdir(parents=True)
     kinds = [(DAMAGES[seed % 3], FILES[seed // 3]), "of another run", "of another format"]
     steps = sorted(rng.sample(range(10, 30), 3))
@@ -169,13 +174,13 @@ def test_the_newest_whole_checkpoint_is_found_what_is_newer_is_named_and_leftove
     for step, line in zip(sorted(steps, reverse=True), lines, strict=True):
         assert line.startswith(f"warning: skipped checkpoint {folder}/step_{step}: ")
         assert reasons[step] in line
-    set_aside(found)
+    rename_newer(found)
     left = {path.name.partition(".torn-")[0] for path in folder.iterdir()}
     assert left == {"step_3", "step_6", "step_7", "step_9", "step_x", "notes.tmp"} | {
         f"step_{step}" for step in steps
     }
-    assert max(map(step_of, folder.iterdir())) == 9, "later steps may be saved again"
-    assert tmp_path.exists() and newest_checkpoint(run).skipped == []
+    assert max(map(parse_step, folder.iterdir())) == 9, "later steps may be saved again"
+    assert tmp_path.exists() and find_newest_checkpoint(run).skipped == []
     flip(whole / "model.safetensors")
     (folder / "step_3/model.safetensors").unlink()
     line = r"step_9: model.safetensors is not as it was written; .+step_3: model.safetensors is missing; begin"
@@ -215,7 +220,7 @@ def test_records_that_somebody_has_changed_are_refused_or_named(ended, capsys, n
     os.truncate(file, size - 3)
     whole = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
     run = RunDirectory(config, resumed=resumed)
-    run.cut_back()
+    run.truncate_records()
     run.close()
     counted = f"{size - 3} of the {size} bytes that the checkpoint counts"
     text = f"warning: {file} has {counted}; the lines that lack are lost\n"
@@ -227,7 +232,7 @@ def test_a_node_that_is_new_gets_a_folder_and_that_of_another_runs_node_is_refus
     config, first, second = Config(runs_dir=str(tmp_path), run_name="one"), "a" * 16, "b" * 16
     options = {"node_folder": "one/node_1", "resumed": {"step": 1, "records": {}, "skipped": []}}
     run = RunDirectory(config, run_id=first, **options)
-    run.cut_back()
+    run.truncate_records()
     run.close()
     line = f"node_1 is of run {first}, and the checkpoint of run {second}"
     with pytest.raises(ValueError, match=line):
@@ -241,7 +246,7 @@ def test_weights_and_biases_continue_in_the_same_run(tmp_path):
     resumed = {"step": 1, "records": run.sizes(), "skipped": []}
     run.close()
     run = RunDirectory(config, resumed=resumed)
-    run.cut_back()
+    run.truncate_records()
     run.log_metrics({"step": 2})
     run.close()
     folders = (run.path / "wandb").glob("offline-run-*")
@@ -261,12 +266,13 @@ def test_weights_and_biases_without_a_key_are_refused_in_one_line(tmp_path, monk
 def test_a_run_that_was_stopped_says_what_to_type_from_any_folder(tmp_path, monkeypatch):
     run = tmp_path / "my run"
     line = "nothing is saved yet; --save-every N saves on the way"
-    assert how_to_go_on(None) == how_to_go_on(run) == line
-    for name in (f"step_4/{PART}", f"step_12/{PART}", "step_20"):  # the last has weights alone
+    assert resume_command(None) == resume_command(run) == line
+    only_weights = "step_20"
+    for name in (f"step_4/{RESUME_FOLDER}", f"step_12/{RESUME_FOLDER}", only_weights):
         (run / "checkpoints" / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    step, _, words = how_to_go_on(run).partition(": ")
+    step, _, words = resume_command(run).partition(": ")
     launcher, program, *rest = shlex.split(words)
     assert step == "continue from step 12" and rest == ["--resume", str(run)]
     assert Path(launcher).name == "torchrun" and Path(program).samefile(ROOT / "train_async.py")

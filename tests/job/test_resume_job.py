@@ -24,7 +24,7 @@ from real_job import (
 )
 from user_files import contents
 
-from asyncrl.runlog.manifest import newest_checkpoint, read_run_id, weights_sha256
+from asyncrl.runlog.manifest import find_newest_checkpoint, read_run_id, weights_sha256
 from scripts.lines import read
 
 OPTIONS = {
@@ -102,21 +102,21 @@ def test_with_alpha_0_a_run_that_is_stopped_killed_and_out_of_time_is_the_unbrok
         f"error: stopped by SIGTERM after step {num_steps}, which is saved; continue"
         in job.output()
     )
-    assert newest_checkpoint(job.run_path).step == num_steps < 24
+    assert find_newest_checkpoint(job.run_path).step == num_steps < 24
     job = resume(job)
-    job.wait_until(lambda: newest_checkpoint(job.run_path).step > num_steps)
+    job.wait_until(lambda: find_newest_checkpoint(job.run_path).step > num_steps)
     job.kill()
     num_steps = job.num_steps()
     assert num_steps < 24, "it ended before it was killed"
     assert unbroken.wait() == 0, unbroken.output()[-3000:]
     foreign = job.run_path / "checkpoints/step_23"
-    shutil.copytree(newest_checkpoint(unbroken.run_path).path, foreign)
+    shutil.copytree(find_newest_checkpoint(unbroken.run_path).path, foreign)
     job = resume(job, stop_after_s=1)
     assert job.wait() == os.EX_TEMPFAIL
     skipped = f"skipped checkpoint {foreign}: it is of run {read_run_id(unbroken.run_path)}, and "
     assert f"warning: {skipped}" in job.output()
     assert "stopped by --stop-after-s 1, which is nearly over" in job.output()
-    assert newest_checkpoint(job.run_path).step == job.num_steps()
+    assert find_newest_checkpoint(job.run_path).step == job.num_steps()
     job = resume(job, stop_after_s=0)
     assert job.wait() == 0, job.output()[-3000:]
     assert f"user code: {job.run_path}/code/my_optimizer.py:SignMomentum\n" in job.output()
@@ -146,7 +146,7 @@ def test_a_run_that_nobody_reads_continues_and_is_saved_when_its_terminal_ends(t
     job.wait_until(lambda: job.num_steps() >= 3)
     os.kill(job.process.pid, signal.SIGHUP)
     assert job.wait() == 128 + signal.SIGHUP
-    assert newest_checkpoint(job.run_path).step == job.num_steps()
+    assert find_newest_checkpoint(job.run_path).step == job.num_steps()
     assert job.events("run_ended")[0]["reason"].startswith("Interrupted: stopped by SIGHUP after")
     assert all(path.read_text().startswith("{") for path in job.run_path.glob("*.jsonl"))
 
@@ -199,7 +199,7 @@ def test_what_ends_rollout_ends_all_ranks_after_the_last_step_which_is_saved(tmp
     end.touch()
     assert job.wait() == other.wait() == 1
     num_steps = job.num_steps()
-    assert newest_checkpoint(job.run_path).step == num_steps
+    assert find_newest_checkpoint(job.run_path).step == num_steps
     line = f"error: {reason}"
     assert re.search(rf"^{line}; continue from step {num_steps}: ", job.output(), re.MULTILINE)
     assert re.search(rf"^{line}$", other.output(), re.MULTILINE)
@@ -215,7 +215,7 @@ def test_two_nodes_are_stopped_together_and_one_continues_with_what_both_had(tmp
     )
     job.wait_until(lambda: job.num_steps() >= 6)
     assert (stop(other), job.wait()) == (128 + signal.SIGTERM,) * 2
-    assert newest_checkpoint(job.run_path).step == job.num_steps()
+    assert find_newest_checkpoint(job.run_path).step == job.num_steps()
     before = [*steps_in(job.run_path), *steps_in(job.run_path / "node_1")]
     job = resume(job, steps=24)
     assert job.wait() == 0, job.output()[-3000:]

@@ -4,12 +4,12 @@ import dataclasses
 
 from trajectories import make_group
 
-from asyncrl.runlog.samples import readable_samples
+from asyncrl.runlog.samples import choose_samples
 
 
 def samples_of(groups, answer_of=lambda group: f"answer {group.problem}"):
     text = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
-    return list(readable_samples(3, groups, text, answer_of))
+    return list(choose_samples(3, groups, text, answer_of))
 
 
 def test_the_best_and_the_worst_member_of_a_group_are_kept_with_its_right_answer():

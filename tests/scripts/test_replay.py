@@ -115,7 +115,7 @@ def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_sa
     updates = batch.deal(groups, 4, policy, Cluster())
     checkpoints = SimpleNamespace(node=node, policy=policy)
     failed = pytest.raises(RuntimeError, match="must be finite")
-    with failed as error, Checkpoints.keep_what_fails(checkpoints, 4, groups):
+    with failed as error, Checkpoints.keep_failed_batch(checkpoints, 4, groups):
         policy.train_step(updates, 3)
     node.run.close()
     kept = node.run.path / "failed_step_4"
@@ -127,7 +127,7 @@ def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_sa
     # A batch that cannot be kept hides no reason.
     (node.run.path / "failed_step_1").write_text("in the way")
     failed = pytest.raises(RuntimeError, match=r"loss nan .* could not be kept: .*failed_step_1")
-    with failed, Checkpoints.keep_what_fails(checkpoints, 1, groups):
+    with failed, Checkpoints.keep_failed_batch(checkpoints, 1, groups):
         raise NotFinite("loss nan must be finite")
 
 

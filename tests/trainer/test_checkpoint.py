@@ -31,9 +31,9 @@ from asyncrl.cluster.processes import Interrupted
 from asyncrl.config import OptimOptions
 from asyncrl.trainer.checkpoint import (
     check_finite,
+    describe_failure,
     file_numbers,
     make_stager,
-    reason_of,
     restore_training_state,
     save_weights,
     training_state,
@@ -139,7 +139,7 @@ def write_shards(state: dict[str, torch.Tensor], folder: str, group: dist.Proces
     try:
         dcp.save(state, storage_writer=storage, process_group=group)
     except CheckpointException as error:
-        raise OSError(reason_of(error)) from None
+        raise OSError(describe_failure(error)) from None
 
 
 def train_to_the_end(rank, folder, configs, resumes) -> dict:
