@@ -140,7 +140,7 @@ class SimulatedSwarm:
 
     def _beat(self) -> None:
         with self.simulation.workers.timed():
-            self.simulation.controller.end_leases()
+            self.simulation.controller.move_tickets()
         self.clock.after(BEAT_S, self._beat)
 
     def _wait_for_next(self) -> None:

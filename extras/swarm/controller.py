@@ -7,13 +7,13 @@ from torch import Tensor
 
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.workers import Worker
-from asyncrl.messages import Finished
-from asyncrl.records import Group
+from asyncrl.records import Group, Trajectory
 from asyncrl.runlog.metrics import Measured
 from asyncrl.weights.transport import Announcement, Staged, Transport
 from extras.swarm.leases import LeasingDispatcher
 from extras.swarm.pull import PullTransport
 from extras.swarm.remote import RemoteWorker, SwarmBuffer
+from extras.swarm.wire import Fetched
 
 if TYPE_CHECKING:
     from extras.swarm.swarm import Swarm
@@ -23,11 +23,34 @@ class Disbelieved:
     """In place of a message of a host: what it sent is not believed, and it is shut out."""
 
 
+class SwarmDispatcher(LeasingDispatcher):
+    """A dispatcher whose hosts fetch weights, fail and lie."""
+
+    def on_message(self, worker: Worker, message) -> None:
+        """Make a host's engine load weights that have come to the host."""
+        if not isinstance(message, Fetched):
+            super().on_message(worker, message)
+        worker.load_fetched()
+
+    def on_failed_group(self, trajectory: Trajectory) -> None:
+        """Drop a failed group. A host that fails again and again is shut out, and does not end the run."""
+        if isinstance(self.workers[trajectory.worker], RemoteWorker):
+            self.drop(trajectory.group_id, "failed")
+            self.failures.count_group(is_failed=True)
+        else:
+            super().on_failed_group(trajectory)
+
+    def shut_out(self, workers: Collection[int]) -> None:
+        """Drop the groups with a trajectory of one of these workers, except groups of a held batch."""
+        for group_id in set(self.buffer.groups_of(workers)) - set(self.buffer.held):
+            self.drop(group_id, "shut_out")
+
+
 class SwarmController(Controller):
     """Lets hosts in, brings weights to them, and holds each batch until their samples are believed."""
 
     buffer_class = SwarmBuffer
-    dispatcher_class = LeasingDispatcher
+    dispatcher_class = SwarmDispatcher
     swarm: "Swarm | None" = None
     """Where hosts join."""
     pulled: PullTransport | None = None
@@ -65,15 +88,11 @@ class SwarmController(Controller):
                 self.dispatcher.shut_out([worker.index])
                 message = None
             super().on_message(worker, message)
-            if isinstance(message, Finished) and self.dispatcher.are_due():
-                self.end_leases()
 
-    def end_leases(self) -> None:
-        """Issue again the tickets that hosts have had for too long."""
+    def move_tickets(self) -> None:
+        """Move the tickets that hosts have had for too long to other workers."""
         with self.lock:
-            for ticket in self.dispatcher.end_leases():
-                self.issue_again(ticket, "moved")
-            self.fill()
+            self.dispatcher.move_tickets()
 
     def fetch_anew(self, worker: Worker, version: int) -> None:
         """Have a worker fetch the newest weights, if it still fetches a version that is gone."""
@@ -88,6 +107,7 @@ class SwarmController(Controller):
 
     def fill(self) -> None:
         """Start what can start, and send the newest weights to workers that can start nothing without them."""
+        self.dispatcher.move_tickets_if_due()
         super().fill()
         newest = self.announcements.newest
         for worker in self.workers if newest is not None else ():

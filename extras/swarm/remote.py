@@ -15,6 +15,18 @@ from extras.swarm.wire import Fetch
 
 
 @dataclass
+class Lease:
+    """A host's right to sample for a ticket; see leases.py."""
+
+    began_at: float
+    """Seconds of the dispatcher's clock."""
+    num_moves: int = 0
+    """Hosts that the ticket was taken from."""
+    is_over: bool = False
+    """Whether another worker has the ticket now. The host still runs it, and its answer comes too late."""
+
+
+@dataclass
 class RemoteWorker(Worker):
     """An engine of a host that has joined. It fetches weights before it loads them, and may be some versions behind."""
 
@@ -25,10 +37,8 @@ class RemoteWorker(Worker):
     """Whether the worker scores the probe after an update; one of each host does."""
     staged: Staged | None = None
     """The snapshot that the host was told to fetch last."""
-    given_at: dict[int, float] = field(default_factory=dict)
-    """When the worker was given each ticket, seconds of `now()`."""
-    reissued: set[int] = field(default_factory=set)
-    """Tickets that were given to another worker as well. This worker still runs them; their results come too late."""
+    leases: dict[int, Lease] = field(default_factory=dict)
+    """One for each of its tickets, by id."""
 
     def connect(self, transport: Transport) -> None:
         """Have the host take weights from the transport that the worker was made with."""
@@ -68,18 +78,17 @@ class RemoteWorker(Worker):
     def assign(self, ticket: Ticket) -> None:
         """Note that the worker has a ticket."""
         super().assign(ticket)
-        self.given_at[ticket.ticket_id] = self.now()
+        self.leases[ticket.ticket_id] = Lease(self.now())
 
     @property
     def awaited(self) -> list[Ticket]:
-        """Tickets that the worker has and nobody else has."""
-        return [ticket for ticket in super().awaited if ticket.ticket_id not in self.reissued]
+        """Tickets of the worker that no other worker has."""
+        return [ticket for ticket in super().awaited if not self.leases[ticket.ticket_id].is_over]
 
     def finish_ticket(self, ticket_id: int) -> None:
         """Note that the worker has ended a ticket."""
         super().finish_ticket(ticket_id)
-        del self.given_at[ticket_id]
-        self.reissued.discard(ticket_id)
+        del self.leases[ticket_id]
 
 
 class SwarmWorkers(Workers):

@@ -450,7 +450,7 @@ class Swarm:
                 self._lose(host, f"was silent for {host.link.silent_s:.0f} s")
             else:
                 host.link.beat()
-        self.controller.end_leases()
+        self.controller.move_tickets()
 
     def _lose_liar(self, identity: bytes, why: str) -> None:
         """Shut a host out for what it sent earlier; it may have left since, and not have joined again."""

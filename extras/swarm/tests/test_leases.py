@@ -1,27 +1,27 @@
-"""Which tickets are taken from hosts, and who gets them: in simulated swarms, beside the rules once more."""
+"""Which tickets move from hosts, and to whom: in simulated swarms, beside the rules once more."""
 
 import math
 import random
-from collections import defaultdict
+from collections import Counter
 
 import pytest
 
-from asyncrl.controller.dispatcher import Dispatcher
 from extras.simulation.cluster import Case, Cluster, simulate
 from extras.simulation.engine import EngineCurve, Swarm
 from extras.simulation.workload import Workload, lengths_up_to
-from extras.swarm.controller import SwarmController
-from extras.swarm.leases import LeasingDispatcher
+from extras.swarm.controller import SwarmController, SwarmDispatcher
+from extras.swarm.leases import LOOK_S
 
 
-class WatchedDispatcher(LeasingDispatcher):
+class WatchedDispatcher(SwarmDispatcher):
     """The real one, of which each answer must be that of the rules."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.token_times_s, self.mean_tokens, self.num_noted = {}, 0.0, 0
-        self.former_hosts, self.moved_at = defaultdict(list), {}
-        """Hosts that each response was taken from, in order, and when each ticket was taken, seconds."""
+        self.token_times_s, self.lengths = {}, []
+        self.num_moves, self.moved_at = Counter(), {}
+        """Moves before each ticket, and when each was taken from a host, seconds."""
+        self.looked_at, self.num_looks = self.now(), 0
 
     def finish_tickets(self, worker, trajectories):
         """What was taken from a host is not sampled on there, and comes to nothing."""
@@ -31,38 +31,43 @@ class WatchedDispatcher(LeasingDispatcher):
         for t in late:
             assert t.finish_reason == "aborted" or t.ended_at <= self.moved_at[t.ticket_id]
         for t in in_time:
-            self.note(worker.index, t.ended_at - t.started_at, t.num_generated)
+            self.note(worker, t.ended_at - t.started_at, t.num_generated)
         return in_time
 
     def note(self, worker, took_s, num_tokens):
-        """What is recent counts: of a worker the last ten or so, of all about a step's."""
-        self.num_noted = min(self.num_noted + 1, self._most_noted)
-        self.mean_tokens += (num_tokens - self.mean_tokens) / self.num_noted
+        """What is recent counts: of a worker the last ten or so, of all a step's. Slow ones get tickets last."""
+        self.lengths.append(num_tokens)
         if num_tokens:
-            known_s = self.token_times_s.get(worker, took_s / num_tokens)
-            self.token_times_s[worker] = known_s + 0.1 * (took_s / num_tokens - known_s)
+            known_s = self.token_times_s.get(worker.index, took_s / num_tokens)
+            self.token_times_s[worker.index] = known_s + 0.1 * (took_s / num_tokens - known_s)
+            assert worker.order == self.token_times_s[worker.index]
 
-    def may_start(self, worker, ticket):
-        """Who was the last to lose a ticket does not get it back while another is much faster."""
-        has_lost = self.former_hosts[response_of(ticket)][-1:] == [worker.index]
-        is_slow = any(self.is_much_faster(other, worker) for other in self.workers)
-        may_start = Dispatcher.may_start(self, worker, ticket) and not (has_lost and is_slow)
-        assert super().may_start(worker, ticket) == may_start
-        return may_start
+    def move_tickets_if_due(self):
+        """Workers are looked at often, but not at every message."""
+        is_due, num_looks = self.now() > self.looked_at + LOOK_S, self.num_looks
+        super().move_tickets_if_due()
+        assert self.num_looks - num_looks == is_due
 
-    def end_leases(self):
-        """All tickets that are due are taken, and no other."""
+    def move_tickets(self):
+        """All tickets that are due move, and no other, each to the worker that is to have it, at once."""
+        self.looked_at, self.num_looks = self.now(), self.num_looks + 1
         due = list(self.due_tickets())
-        assert super().end_leases() == [ticket for _, ticket in due]
-        for host, ticket in due:
-            self.former_hosts[response_of(ticket)].append(host.index)
+        before = {worker.index: set(worker.running) for worker in self.workers}
+        super().move_tickets()
+        given = {
+            (taker.index, response_of(ticket)): ticket.ticket_id
+            for taker in self.workers
+            for ticket in taker.running.values()
+            if ticket.ticket_id not in before[taker.index]
+        }
+        assert given.keys() == {(taker.index, response_of(ticket)) for ticket, taker in due}
+        for ticket, taker in due:
+            moved_id = given[taker.index, response_of(ticket)]
+            self.num_moves[moved_id] = self.num_moves[ticket.ticket_id] + 1
             self.moved_at[ticket.ticket_id] = self.now()
-        groups = {group_id for group_id, _, _ in self._taken_from}
-        assert groups <= {*filter(self.buffer.is_running, groups)}, "it is kept for ever"
-        return [ticket for _, ticket in due]
 
     def due_tickets(self):
-        """Tickets that another worker is to have, each with its host. Who is to have one has a slot less."""
+        """Tickets that another worker is to have, each with that worker, who has a slot less then."""
         most = self.config.max_running_requests
         slots = {worker.index: most - worker.num_running for worker in self.workers}
         for host in self.workers:
@@ -72,44 +77,36 @@ class WatchedDispatcher(LeasingDispatcher):
                     for other in self.workers
                     if other is not host
                     and self.has_weights(other, ticket)
-                    and (
-                        slots[other.index] >= ticket.num_members or self.is_much_faster(other, host)
-                    )
+                    and slots[other.index] >= ticket.num_members
                 ]
                 taker = min(takers, key=self.token_s_of, default=None)
                 is_here = ticket.ticket_id not in self.moved_at
                 if not taker or not is_here or not self.buffer.is_running(ticket.group_id):
                     continue
-                had_s = self.now() - host.given_at[ticket.ticket_id]
+                had_s = self.now() - host.leases[ticket.ticket_id].began_at
                 if had_s > self.lease_s_of(host, taker, ticket):
                     slots[taker.index] -= ticket.num_members
-                    yield host, ticket
+                    yield ticket, taker
 
     def lease_s_of(self, host, taker, ticket):
         """For how long a host may have a ticket: less if the next batch waits for it, twice as long after each move."""
-        if self.is_much_faster(taker, host):
-            short_s = 2 * self.mean_tokens * self.token_s_of(taker)
-        else:
-            short_s = 2 * self.config.max_response_tokens * self.token_s_of(host)
+        lease_s, taker_s = self.config.swarm.lease_s, self.token_s_of(taker)
         is_urgent = ticket.group_id in self.buffer.holding_back()
-        lease_s = min(self.config.swarm.lease_s, short_s if is_urgent else math.inf)
-        return lease_s * 2 ** len(self.former_hosts[response_of(ticket)])
-
-    def is_much_faster(self, one, other):
-        return one.index in self.token_times_s and 2 * self.token_s_of(one) <= self.token_s_of(
-            other
-        )
+        if is_urgent and 2 * taker_s <= self.token_s_of(host) and taker_s < math.inf:
+            newest = self.lengths[-self.config.groups_per_step * self.config.group_size :]
+            lease_s = min(lease_s, 2 * sum(newest) / len(newest) * taker_s)
+        return lease_s * 2 ** self.num_moves[ticket.ticket_id]
 
     def token_s_of(self, worker):
         return self.token_times_s.get(worker.index, math.inf)
 
 
 def response_of(ticket):
-    return ticket.group_id, ticket.member, ticket.min_version
+    return ticket.group_id, ticket.member
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_ticket_moves_when_its_lease_is_over_and_not_back_to_one_that_is_much_slower(
+def test_a_ticket_moves_at_once_to_the_fastest_free_worker_when_its_lease_is_over(
     monkeypatch, seed
 ):
     draw = random.Random(seed)

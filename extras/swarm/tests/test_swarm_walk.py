@@ -119,8 +119,8 @@ class SwarmWalk(Walk):
         self.oracle.shut_out(worker.index)
 
     def _end_lease(self, worker):
-        worker.given_at[self.rng.choice(list(worker.running))] = -math.inf
-        self.controller.end_leases()
+        worker.leases[self.rng.choice(list(worker.running))].began_at = -math.inf
+        self.controller.move_tickets()
 
     def _on_message(self, worker, message):
         if isinstance(worker, RemoteWorker) and isinstance(message, Finished | Updated):
