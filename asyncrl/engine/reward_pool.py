@@ -1,11 +1,13 @@
 """Score responses in processes that can be killed, and that are replaced within milliseconds.
 
-Each process has one response at a time. If the response hangs or kills its process, no other response fails. A process
-may also be killed from outside, so a response whose process dies is scored once more, in a new process. The processes
-run reward_process.py. They answer in JSON only, because a hostile one could send anything.
+A process of plain functions has one response at a time, and a process of async functions many. If a response hangs or
+kills its process, no other response fails: a response whose process dies is scored once more, in a new process where it
+is alone at first. A process may also be killed from outside. The processes run reward_process.py. They answer in JSON
+only, because a hostile one could send anything.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -26,8 +28,10 @@ from asyncrl.engine.score import (
 )
 
 COMMAND = [sys.executable, "-P", "-m", "asyncrl.engine.reward_process"]
-ASYNC_FACTOR = 16
-"""Async functions wait for other services, so they have so many times the processes of plain ones."""
+MAX_TOGETHER = 64
+"""Most responses that a process of async functions has at once: they wait for other services."""
+GRACE_S = 2.0
+"""A process of async functions keeps the time limit itself. If it is silent for longer, it is blocked."""
 MAX_START_S = 60.0
 """Longest start of a template, imports included; it competes with vLLM for the CPU."""
 MAX_FORK_S = 5.0
@@ -39,7 +43,7 @@ INVALID = (OSError, ValueError, RecursionError)
 
 
 class _Died(Failed):
-    """A process died, or sent an invalid reply."""
+    """A process died, sent an invalid reply, or hung with several responses."""
 
 
 class RewardPool:
@@ -53,7 +57,7 @@ class RewardPool:
         num_processes: int = 4,
         title: str = "rewards",
     ) -> None:
-        """`rewards` are those of load_scorer. `title` is for ps. `num_processes` is for plain functions.
+        """`rewards` are those of load_scorer. `title` is for ps. `num_processes` is for each kind of functions.
 
         Raises ValueError for a file that cannot be loaded, and for an object that is no reward function.
         """
@@ -64,7 +68,7 @@ class RewardPool:
                 scorer.only(is_async),
                 _Template(task, rewards, is_async, title),
                 timeout_s,
-                num_processes * (ASYNC_FACTOR if is_async else 1),
+                num_processes,
             )
             for is_async in sorted(kinds)
         ]
@@ -80,39 +84,63 @@ class RewardPool:
     def close(self) -> None:
         """End the processes at once."""
         for part in self._parts:
-            part.template.close()
+            part.close()
 
 
 class _Process:
     """One process that scores, as the pool sees it."""
 
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.is_dead = False
         self._pid = pid
-        self._reader = reader
         self._writer = writer
-        self._number = 0
-        """Number of the newest response. A hostile process may answer twice, so a reply to another one is invalid."""
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Reward | str]] = {}
+        """By the number of the response. A hostile process may answer twice; that is an invalid reply."""
+        self._reading = asyncio.create_task(self._read(reader))
 
     async def ask(self, request: list) -> Reward | str:
-        """Return the reward of a response and its parts, or the reason of its failure. Raises one of INVALID."""
-        self._number += 1
-        self._writer.write(json.dumps([self._number, *request]).encode() + b"\n")
-        match json.loads(await self._reader.readline()):
-            case [self._number, str(reason)]:
-                return reason
-            case [self._number, float(reward), dict(parts)]:
-                if abs(reward) <= MAX_REWARD and are_parts(parts):
-                    return reward, parts
-        raise ValueError("a reward process sent an invalid reply")
+        """Return the reward of a response and its parts, or the reason of its failure. Raises _Died."""
+        number = next(self._numbers)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(json.dumps([number, *request]).encode() + b"\n")
+        return await reply
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Read replies until the process dies or sends an invalid one."""
+        with suppress(KeyError, *INVALID):
+            while True:
+                number, outcome = _parse(await reader.readline())
+                reply = self._replies.pop(number)
+                if not reply.done():
+                    reply.set_result(outcome)
+        self.kill()
 
     def kill(self) -> None:
         """End the process and its descendants.
 
         If it has ended, no other process has its pid yet, because the kernel gives pids out in turn.
         """
+        if self.is_dead:
+            return
+        self.is_dead = True
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         self._writer.close()
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(_Died("its process died"))
+
+
+def _parse(line: bytes) -> tuple[int, Reward | str]:
+    """Return the number of a response, and its outcome. Raises one of INVALID."""
+    match json.loads(line):
+        case [int(number), str(reason)]:
+            return number, reason
+        case [int(number), float(reward), dict(parts)]:
+            if abs(reward) <= MAX_REWARD and are_parts(parts):
+                return number, (reward, parts)
+    raise ValueError("a reward process sent an invalid reply")
 
 
 class _PoolOfKind:
@@ -121,40 +149,62 @@ class _PoolOfKind:
     def __init__(
         self, scorer: RewardScorer, template: "_Template", timeout_s: float, num_processes: int
     ) -> None:
-        self.template = template
+        self._template = template
         self._scorer = scorer
         self._timeout_s = timeout_s
-        self._places = asyncio.Semaphore(num_processes)
-        self._idle: list[_Process] = []
+        self._limit_s = timeout_s + GRACE_S * scorer.is_async
+        self._most = MAX_TOGETHER if scorer.is_async else 1
+        self._room = asyncio.Semaphore(num_processes * self._most)
+        self._places: list[_Process] = []
+        """Each process as often as it can take another response."""
+        self._is_forking = asyncio.Lock()
 
     async def score(self, answer: str, response: str) -> Reward:
         request = [self._timeout_s, answer, response]
-        async with self._places:
+        async with self._room:
             try:
-                process = self._idle.pop() if self._idle else await self._fork()
-                return await self._ask(process, request)
+                return await self._ask(await self._take_place(), request, is_alone=self._most == 1)
             except _Died:
-                return await self._ask(await self._fork(), request)
+                return await self._ask(await self._take_place(is_new=True), request, is_alone=True)
 
-    async def _ask(self, process: _Process, request: list) -> Reward:
+    def close(self) -> None:
+        self._places.clear()
+        self._template.close()
+
+    async def _take_place(self, *, is_new: bool = False) -> _Process:
+        async with self._is_forking:
+            self._places = [process for process in self._places if not process.is_dead]
+            if is_new:
+                return await self._fork()
+            if not self._places:
+                process = await self._fork()  # places may become free meanwhile
+                self._places += [process] * self._most
+            return self._places.pop()
+
+    async def _ask(self, process: _Process, request: list, *, is_alone: bool) -> Reward:
+        """Score a response. Kill the process if it hangs. Raises _Died if another response may be the cause."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._limit_s):
                 outcome = await process.ask(request)
-        except BaseException as error:  # also a cancellation
+        except TimeoutError:
             process.kill()
-            if isinstance(error, TimeoutError):
-                raise Failed(f"{self._scorer}timed out after {self._timeout_s:g} s") from None
-            if isinstance(error, INVALID):
-                raise _Died(f"{self._scorer}its process died") from None
+            kind = Failed if is_alone else _Died
+            raise kind(f"{self._scorer}timed out after {self._timeout_s:g} s") from None
+        except _Died as error:
+            raise _Died(f"{self._scorer}{error}") from None
+        except asyncio.CancelledError:
+            if is_alone:
+                process.kill()
             raise
-        self._idle.append(process)
+        finally:
+            self._places.append(process)
         if isinstance(outcome, str):
             raise Failed(outcome)
         return outcome
 
     async def _fork(self) -> _Process:
         try:
-            return await self.template.fork()
+            return await self._template.fork()
         except INVALID:
             reason = "its process cannot be started; the log of its worker says why"
             raise Failed(f"{self._scorer}{reason}") from None
@@ -167,7 +217,6 @@ class _Template:
         """`arguments` are those of run_template."""
         self._arguments = json.dumps(arguments)
         self._is_closed = False
-        self._is_forking = asyncio.Lock()
         self._start()
 
     async def fork(self) -> _Process:
@@ -175,15 +224,14 @@ class _Template:
 
         Raises OSError or ValueError if the process cannot be started, RuntimeError if the pool is closed.
         """
-        async with self._is_forking:
-            try:
-                return await self._fork()
-            except INVALID:
-                if self._is_closed:
-                    raise RuntimeError("the reward pool is closed") from None
-                self._end()
-                self._start()
-                return await self._fork()
+        try:
+            return await self._fork()
+        except INVALID:
+            if self._is_closed:
+                raise RuntimeError("the reward pool is closed") from None
+            self._end()
+            self._start()
+            return await self._fork()
 
     def close(self) -> None:
         """End the template, and with it all processes forked from it."""

@@ -4,6 +4,7 @@ They read text from a model, so they run under the limits of containment.py. The
 seconds, answer, response], and answer each with [number, reward, parts] or with [number, reason of the failure].
 """
 
+import asyncio
 import contextlib
 import importlib
 import json
@@ -14,6 +15,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 from setproctitle import setproctitle
 
@@ -23,6 +26,8 @@ from asyncrl.engine.score import Reward, RewardScorer, load_scorer, one_line
 
 SLOW_IMPORTS = {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym"}
 """Modules of a task that would take the time of the first response."""
+MAX_LINE = 1 << 30
+"""Bytes of an answer and a response."""
 
 
 def run_template(task: str, rewards: list[str], is_async: bool, title: str) -> None:
@@ -76,23 +81,46 @@ def _serve(connection: socket.socket, scorer: RewardScorer, *, in_namespaces: bo
     contain(scorer.is_async, in_namespaces)
     if scorer.is_async:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        asyncio.run(_serve_together(connection, scorer))
+        return
     for line in connection.makefile("rb"):
         number, timeout_s, answer, response = json.loads(line)
-        if not scorer.is_async:
-            cpu_s = math.ceil(time.process_time() + timeout_s) + 1
-            resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
+        cpu_s = math.ceil(time.process_time() + timeout_s) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
         try:
             outcome: Reward | tuple[str] = scorer.score(answer, response)
         except BaseException as error:  # also one that comes late, for example from an alarm
             outcome = (one_line(error),)
-        if (
-            os.getpid() == 1 and not scorer.is_async
-        ):  # all others in this namespace were started by the response
+        if os.getpid() == 1:  # all other processes in this namespace were started by the response
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
-        connection.sendall(json.dumps([number, *outcome]).encode() + b"\n")
-        if "MemoryError" in str(outcome[0]):
-            return  # the response may still hold its memory
+        _answer(connection.sendall, number, outcome)
+
+
+async def _serve_together(connection: socket.socket, scorer: RewardScorer) -> None:
+    """Score by async functions. All responses wait together, each at most as long as its limit."""
+
+    async def serve(number: int, timeout_s: float, answer: str, response: str) -> None:
+        scoring = asyncio.create_task(scorer.gather(answer, response))
+        await asyncio.wait({scoring}, timeout=timeout_s)
+        if not scoring.done():
+            scoring.cancel()
+            outcome = (f"{scorer}timed out after {timeout_s:g} s",)
+        else:
+            error = scoring.exception()
+            outcome = scoring.result() if error is None else (one_line(error),)
+        _answer(writer.write, number, outcome)
+
+    reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE)
+    async with asyncio.TaskGroup() as tasks:
+        while line := await reader.readline():
+            tasks.create_task(serve(*json.loads(line)))
+
+
+def _answer(send: Callable[[bytes], Any], number: int, outcome: Reward | tuple[str]) -> None:
+    send(json.dumps([number, *outcome]).encode() + b"\n")
+    if "MemoryError" in str(outcome[0]):
+        os._exit(0)  # the response may still hold its memory
 
 
 if __name__ == "__main__":

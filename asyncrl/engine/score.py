@@ -140,15 +140,14 @@ class RewardScorer:
     def score(self, answer: str, response: str) -> Reward:
         """Return reward and parts by functions of one kind; async ones wait together. Raises Failed."""
         if self.is_async:
-            rewards = _runner.run(self._gather(answer, response))
-        else:
-            rewards = [_result(function.score(answer, response)) for function in self.functions]
+            return _runner.run(self.gather(answer, response))
+        rewards = [_result(function.score(answer, response)) for function in self.functions]
         return add_rewards(rewards, str(self))
 
-    async def _gather(self, answer: str, response: str) -> list[Reward]:
-        return await asyncio.gather(
-            *(function.score(answer, response) for function in self.functions)
-        )
+    async def gather(self, answer: str, response: str) -> Reward:
+        """Return reward and parts by async functions, which wait together. Raises Failed."""
+        scoring = (function.score(answer, response) for function in self.functions)
+        return add_rewards(await asyncio.gather(*scoring), str(self))
 
 
 def _result(coroutine: Coroutine) -> Any:

@@ -17,7 +17,7 @@ from user_rewards import FILE, texts
 
 from asyncrl.engine import reward_pool
 from asyncrl.engine.containment import namespace_error
-from asyncrl.engine.reward_pool import ASYNC_FACTOR, RewardPool
+from asyncrl.engine.reward_pool import MAX_TOGETHER, RewardPool
 from asyncrl.engine.score import MAX_FAILURE, Failed
 
 needs_namespaces = pytest.mark.skipif(
@@ -122,7 +122,7 @@ def test_each_response_has_its_own_outcome_whatever_the_others_do(outcomes, name
 
 def test_responses_of_async_functions_wait_together():
     """A server answers none of them before all have asked."""
-    all_have_asked = asyncio.Barrier(ASYNC_FACTOR)
+    all_have_asked = asyncio.Barrier(MAX_TOGETHER)
 
     async def answer(_, writer) -> None:
         await all_have_asked.wait()
@@ -134,9 +134,9 @@ def test_responses_of_async_functions_wait_together():
             with contextlib.closing(
                 RewardPool("addition", texts("evaluated_async"), 60.0, 1)
             ) as pool:
-                return await scores_of(pool, *[f"ask('127.0.0.1', {port})"] * ASYNC_FACTOR)
+                return await scores_of(pool, *[f"ask('127.0.0.1', {port})"] * MAX_TOGETHER)
 
-    assert asyncio.run(ask()) == [(1.0, {})] * ASYNC_FACTOR
+    assert asyncio.run(ask()) == [(1.0, {})] * MAX_TOGETHER
 
 
 def processes_called(title: str) -> list[psutil.Process]:
