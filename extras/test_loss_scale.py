@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from plain_trainer import PlainTrainer, check_step, make_step, randomize, relative_error
 from ranks import run_group
 from tiny_policy import VERSION, load, make_config, random_sequences, save_tiny_model
 
 from asyncrl.config import AdvantageOptions, OptimOptions
-from asyncrl.trainer.checkpoint import file_numbers, restore_training_state, training_state
+from asyncrl.trainer.checkpoint import restore_training_state, training_state, write_shards
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.policy import NotFinite, Policy
 from extras import loss_scale
@@ -82,9 +81,7 @@ def overflow_on_two_ranks(rank, config, folder):
     policy.optimizer.param_groups[0] |= {"loss_scale": 2.0**9, "updates_since_change": 198}
     step(policy, random_sequences(4), num_ranks=2)
     group = dist.new_group(backend="gloo")
-    state = training_state(policy)
-    writer = dcp.HuggingFaceStorageWriter(folder, file_numbers(state, 2), save_distributed=True)
-    dcp.save(state, storage_writer=writer, process_group=group)
+    write_shards(training_state(policy), folder, group)
     resumed = load(config)
     restore_training_state(resumed, folder, group)
     scales = [step(p, random_sequences(4), num_ranks=2)["scale"] for p in (policy, resumed)]

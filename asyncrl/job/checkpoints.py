@@ -31,6 +31,7 @@ from asyncrl.records import Group
 from asyncrl.runlog.manifest import rename_newer
 from asyncrl.trainer.checkpoint import (
     CheckpointWriter,
+    NodeState,
     restore_training_state,
     save_weights,
     training_state,
@@ -49,8 +50,7 @@ class Checkpoints:
         """Make what saving needs and, in a run that is resumed, restore policy and records; collective."""
         self.node, self.policy = node, policy
         folder, self._is_shared = self._find_folder()
-        run = node.run if node.cluster.is_leader else None
-        self.writer = CheckpointWriter(policy, node.cluster, run, folder)
+        self.writer = CheckpointWriter(policy, folder)
         # a reason to end does not wait for it
         node.on_end.callback(self.writer.close, GRACE_S)
         if node.resumed is not None:
@@ -201,15 +201,15 @@ class Checkpoints:
             )
             return
         self.writer.wait()
-        delayed = {}
-        rollout = None
-        facts = None
+        state = None
         if node.cluster.is_leader:
-            delayed = publisher.delayed
             rollout = node.controller.snapshot(node.run.sizes)
+            delayed = publisher.delayed
             facts = {
                 "records": rollout.records,
                 "probe": node.probe.state(delayed),
                 "problems": node.controller.tickets.prompts.digest,
             }
-        self.writer.start(training_state(self.policy), step, delayed, rollout, facts)
+            facts_of_nodes = node.cluster.gather(facts)
+            state = NodeState(node.cluster.node, node.run, rollout, facts_of_nodes, delayed)
+        self.writer.start(step, training_state(self.policy), state)

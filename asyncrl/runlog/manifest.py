@@ -56,12 +56,14 @@ class Checkpoint:
         return {"step": self.step, "records": records, "skipped": self.skipped}
 
 
-def write_manifest(checkpoint: Path, files: dict[str, str], **facts) -> None:
+def write_manifest(checkpoint: Path, **facts) -> None:
     """Write the manifest of the checkpoint in a folder: the digest of each file, and facts, as in Checkpoint."""
+    paths = [path for path in checkpoint.rglob("*") if path.is_file()]
+    files = {str(path.relative_to(checkpoint)): hash_file(path) for path in paths}
     manifest = {"format": FORMAT, "facts": facts, "files": files}
-    file = checkpoint / RESUME_FOLDER / MANIFEST
-    file.write_text(json.dumps({"manifest": manifest, "blake3": _hash_manifest(manifest)}))
-    flush(file)
+    (checkpoint / RESUME_FOLDER / MANIFEST).write_text(
+        json.dumps({"manifest": manifest, "blake3": _hash_manifest(manifest)})
+    )
 
 
 def find_newest_checkpoint(run: Path) -> Checkpoint:
@@ -106,7 +108,7 @@ def read_run_id(run: Path) -> str | None:
 
 def hash_file(file: Path) -> str:
     """Return the BLAKE3 of a file."""
-    return blake3().update_mmap(file).hexdigest()
+    return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
 
 
 def weights_sha256(model_path: str) -> str:

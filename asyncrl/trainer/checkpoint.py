@@ -1,11 +1,12 @@
-"""What a checkpoint has of the trainer: weights in Hugging Face's format for people, and shards to continue from.
+"""Checkpoints: weights in Hugging Face's format for people, and shards to continue from.
 
-Shards are written by torch.distributed.checkpoint as safetensors, each rank its own, so nothing in them is unpickled,
-and any number of ranks reads them. A thread of each rank writes them from copies, beside the older checkpoints. They
-are flushed, digested, and renamed when all is there. What fails on one rank fails on all.
+`save` writes a checkpoint, and `restore_training_state` reads its shards. torch.distributed.checkpoint writes them as
+safetensors: they contain no pickle, and any number of ranks can read them. Each rank saves in a thread, from copies in
+host memory. A failure of one rank is a failure of all.
 """
 
 import concurrent.futures
+import contextlib
 import datetime
 import functools
 import itertools
@@ -16,7 +17,8 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +31,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.cluster.cluster import Cluster, on_first_rank
+from asyncrl.cluster.cluster import on_first_rank
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.runlog.manifest import (
     KEPT_TO_RESUME,
     RESUME_FOLDER,
     flush,
-    hash_file,
     list_checkpoints,
+    parse_step,
     remove,
     weights_sha256,
     write_manifest,
@@ -52,55 +53,63 @@ from asyncrl.trainer.model import named_persistent_buffers, trained_names
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
 
-# Weights for people are made of the shards by one rank alone, and torch warns of that at each checkpoint.
+# Rank 0 alone reads the shards to make weights for people. torch would warn of that at each checkpoint.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 BYTES_BESIDE_TENSORS = 32e6
-"""Room for tokenizer, config and what else is small."""
+"""Room for tokenizer, config and other small files."""
 SHARD_FILE_BYTES = 1 << 30
-"""Size from which a rank's shards go to another file, as each file is put together in memory, bytes."""
+"""Size at which a rank begins another file of shards, bytes. safetensors copies a file in memory before it writes."""
 GENERATION_CONFIG = "generation_config.json"
 SMALL_FILES = ("", ".jinja", ".json", ".md", ".model", ".py", ".txt")
 MAX_SMALL_BYTES = 1 << 20
-"""Suffixes and size of the files that a checkpoint copies from the model's folder. Weights and indices have others."""
+"""Suffixes and size of the small files that a checkpoint copies from the model's folder."""
 VALUE_HEAD = "value_head.weight"
-"""Name of the value head's weight, where there is one, which is none of the model's."""
+"""Name of the value head's weight. It is no weight of the model."""
 VALUES = "values"
-"""Name of what is no tensor, as the bytes of JSON."""
+"""Name of the plain values of a training state: the bytes of their JSON."""
 
 
 # Weights for people
 
 
 class WeightWriter:
-    """Writes weights, config and tokenizer to a folder, as transformers reads them; may be used by a thread."""
+    """Writes weights, config and tokenizer to a folder for transformers; a thread can use it."""
 
     def __init__(self, policy: "Policy"):
-        """Read what goes with each checkpoint of a policy; collective."""
+        """Read the files of a policy's model that each checkpoint copies; collective."""
         model = policy.module.model
         self._base_path = policy.model_path
-        # its own, as FSDP exchanges the parameters of the trained one while it computes
+        # FSDP exchanges the parameters of the trained module while it computes, so this is another one.
         with torch.device("meta"):
             self._skeleton = AutoModelForCausalLM.from_config(
                 model.config, dtype=torch.float32, trust_remote_code=False
             )
+        self.num_bytes = sum(weight.nbytes for weight in self._skeleton.parameters())
+        """Size of the weights that it writes."""
         frozen = {p: name for name, p in lora.named_base_parameters(model) if not p.requires_grad}
         self.frozen = gather_full(frozen, policy.device)
-        """Full weights below adapters, and others that their family never trains, by Hugging Face name, on rank 0."""
+        """Full untrained weights by Hugging Face name, on rank 0: below adapters, or never trained in their family."""
         self._buffers = {
             name: buffer.to("cpu", copy=True) for name, buffer in named_persistent_buffers(model)
         }
         self._tokenizer = AutoTokenizer.from_pretrained(self._base_path, trust_remote_code=False)
-        # Read now: whatever becomes of that folder, the run can save.
+        # Read now, so that the run can save if the folder changes.
         self._files = read_small_files(Path(self._base_path))
         config = json.loads(Path(self._base_path, "config.json").read_text(encoding="utf-8"))
-        # A class may have an end of sequence that the model's own file does not name.
+        # The class can have an end of sequence that config.json lacks.
         self._skeleton.config.eos_token_id = config.get("eos_token_id")
+        self._needs_base = bool(policy.config.lora_rank or policy.config.kl_coef)
+
+    @functools.cached_property
+    def frozen_sha256(self) -> str:
+        """SHA-256 of the model's weights if a resume needs them: below adapters, or as a reference. Else empty."""
+        return weights_sha256(self._base_path) if self._needs_base else ""
 
     def write(self, trained: dict[str, Tensor], folder: Path) -> None:
-        """Write full trained weights by name to `folder`; adapters merged into the base, and also to `folder`/adapter.
+        """Write full trained weights by name to `folder`. Adapters are merged, and also written to `folder`/adapter.
 
-        A value head goes to `folder`/value_head, as engines read all safetensors of a folder as the model's.
+        A value head is in `folder`/value_head, because engines read all safetensors of `folder` itself.
         """
         adapters = {
             name: weight for name, weight in trained.items() if name.endswith(lora.ADAPTER_NAMES)
@@ -114,10 +123,10 @@ class WeightWriter:
         if adapters:
             lora.write_adapter(str(folder / "adapter"), adapters, self._base_path)
         for name, weight in self.frozen.items():
-            # one float32 copy at a time: two of the whole model may not fit the host
+            # One float32 copy at a time: the host may have no room for a second model.
             frozen[name] = lora.merge(name, weight.float(), adapters)
         self._skeleton.save_pretrained(folder, state_dict=weights | frozen | self._buffers)
-        # made of config.json, and not of the model's own
+        # transformers has made it from config.json. The model's own file is copied below.
         (folder / GENERATION_CONFIG).unlink(missing_ok=True)
         self._tokenizer.save_pretrained(folder)
         for name, data in self._files.items():
@@ -131,7 +140,7 @@ class WeightWriter:
 
 
 def read_small_files(folder: Path) -> dict[str, bytes]:
-    """Return the small files of a model's folder that go with its weights, by name, as generation_config.json."""
+    """Return the small files of a model's folder, for example generation_config.json, by name."""
     paths = [path for path in folder.iterdir() if path.suffix in SMALL_FILES and path.is_file()]
     return {
         path.name: path.read_bytes()
@@ -143,7 +152,7 @@ def read_small_files(folder: Path) -> dict[str, bytes]:
 
 
 def gather_full(names: dict[Tensor, str], device: torch.device) -> dict[str, Tensor]:
-    """Full copies of parameters in host memory, by name, on rank 0; the others only help to gather them; collective."""
+    """Return full copies of parameters in host memory, by name, on rank 0; empty on other ranks; collective."""
     copies = {}
     for parameter, name in names.items():
         full = parameter.detach().to(device).full_tensor()
@@ -153,10 +162,10 @@ def gather_full(names: dict[Tensor, str], device: torch.device) -> dict[str, Ten
 
 
 def save_weights(policy: "Policy", path: str) -> None:
-    """Write a policy to the new folder `path`, as Hugging Face does (safetensors, config, tokenizer); collective.
+    """Write a policy to the new folder `path` in Hugging Face's format: safetensors, config, tokenizer; collective.
 
-    With LoRA the weights are the merged ones, and the adapter is beside them in `path`/adapter, in peft's format.
-    Raises OSError on every rank if it cannot be written; then nothing is left under `path`.
+    With LoRA the weights are merged, and `path`/adapter has the adapter in peft's format. Raises OSError on all ranks
+    if it cannot be written; then nothing is left.
     """
     writer = WeightWriter(policy)
     trained = gather_full(trained_names(policy.module), policy.device)
@@ -164,13 +173,13 @@ def save_weights(policy: "Policy", path: str) -> None:
 
 
 def write_folder(writer: WeightWriter, trained: dict[str, Tensor], path: Path) -> None:
-    """Write what `writer` writes to the new folder `path`, under a temporary name that is changed when all is on disk.
+    """Write weights to the new folder `path`, which has a temporary name until all is written.
 
-    Raises OSError, in one line; after a failure nothing is left.
+    Raises OSError, in one line; then nothing is left.
     """
     partial = path.with_name(f"{path.name}.tmp")
     try:
-        make_partial(path, [*trained.values(), *writer.frozen.values()])
+        make_partial(path, writer.num_bytes)
         writer.write(trained, partial)
         partial.rename(path)
     except (OSError, SafetensorError) as error:
@@ -178,17 +187,16 @@ def write_folder(writer: WeightWriter, trained: dict[str, Tensor], path: Path) -
             f"checkpoint {path} was not written: {' '.join(str(error).split())}"
         ) from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # whatever ended it, a signal too
+        shutil.rmtree(partial, ignore_errors=True)  # after a signal, too
 
 
-def make_partial(path: Path, tensors: Iterable[Tensor]) -> None:
-    """Make the empty folder `path`.tmp. Raises OSError if `path` exists, or if there is no room for the tensors."""
+def make_partial(path: Path, num_bytes: int) -> None:
+    """Make the empty folder `path`.tmp. Raises OSError if `path` exists, or if the disk lacks room for `num_bytes`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         raise FileExistsError(f"{path} exists already")
     partial = path.with_name(f"{path.name}.tmp")
     remove(partial)  # left by a run that was killed here
-    num_bytes = sum(tensor.nbytes for tensor in tensors)
     needed, free = num_bytes + BYTES_BESIDE_TENSORS, shutil.disk_usage(path.parent).free
     if needed > free:
         raise OSError(
@@ -199,7 +207,7 @@ def make_partial(path: Path, tensors: Iterable[Tensor]) -> None:
 
 
 def describe_differences(folder: str, saved: Collection[str]) -> str:
-    """What checkpoints with tensors of these names have otherwise than the model's own folder; empty if nothing."""
+    """Describe how a checkpoint with these names differs from the model's folder; empty if it does not."""
     read = set()
     for file in Path(folder).glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
@@ -219,7 +227,7 @@ def describe_differences(folder: str, saved: Collection[str]) -> str:
 
 
 def check_finite(state: dict[str, Tensor]) -> None:
-    """Raise OSError if anything in a training state is infinite or no number: no run can continue from that."""
+    """Raise OSError if a training state has an infinite number or NaN: no run can continue from it."""
     for name, tensor in state.items():
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if own.is_floating_point() and not own.isfinite().all():
@@ -227,9 +235,9 @@ def check_finite(state: dict[str, Tensor]) -> None:
 
 
 def training_state(policy: "Policy") -> dict[str, Tensor]:
-    """Return all that training changes here, by name, live, and sharded as it is.
+    """Return the state that training changes, by name: live tensors, sharded as the policy has them.
 
-    It is the trained weights, the optimizer's state, the number of updates, and the random numbers of this rank.
+    It has the trained weights, the optimizer's state, the number of updates, and this rank's random generators.
     """
     optimizer = policy.optimizer_state
     values = json.dumps({"num_updates": policy.num_updates, "optimizer": optimizer.values()})
@@ -242,7 +250,7 @@ def training_state(policy: "Policy") -> dict[str, Tensor]:
 
 
 def _generators() -> dict[str, torch.Generator]:
-    """torch's generators of this rank, by name."""
+    """Return torch's random generators of this rank, by name."""
     generators = {f"random.cpu.{dist.get_rank()}": torch.default_generator}
     if torch.cuda.is_initialized():
         generators[f"random.cuda.{dist.get_rank()}"] = torch.cuda.default_generators[
@@ -252,7 +260,7 @@ def _generators() -> dict[str, torch.Generator]:
 
 
 def make_stager(device: torch.device) -> DefaultStager:
-    """Copies a training state to host memory, pinned where it comes from a GPU, and the same memory each time."""
+    """Return a copier of training states to host memory. It uses the same memory each time, pinned for a GPU."""
     is_gpu = device.type == "cuda"
     return DefaultStager(
         StagingOptions(
@@ -264,19 +272,29 @@ def make_stager(device: torch.device) -> DefaultStager:
     )
 
 
-def file_numbers(state: dict[str, Tensor], num_ranks: int) -> dict[str, int]:
-    """Which of a rank's files each tensor of a state goes to, from 1; those that other ranks alone have go to 0."""
+def write_shards(state: dict[str, Tensor], folder: Path | str, group: dist.ProcessGroup) -> None:
+    """Write this rank's part of a training state to a folder of safetensors; collective on the gloo group.
+
+    Raises OSError on all ranks, in one line, if it fails on one.
+    """
+    num_ranks = dist.get_world_size(group)
     ends = itertools.accumulate(tensor.nbytes // num_ranks for tensor in state.values())
-    return defaultdict(
+    # Rank 0 numbers the files of all ranks, from 1. Tensors that it lacks go to file 0.
+    file_numbers = defaultdict(
         int, {name: 1 + end // SHARD_FILE_BYTES for name, end in zip(state, ends, strict=True)}
     )
+    storage = dcp.HuggingFaceStorageWriter(str(folder), file_numbers, save_distributed=True)
+    try:
+        dcp.save(state, storage_writer=storage, process_group=group)
+    except CheckpointException as error:
+        raise OSError(describe_failure(error)) from None
 
 
 def restore_training_state(policy: "Policy", folder: str, group: dist.ProcessGroup) -> None:
-    """Have a new policy continue from the shards in a folder, of any number of ranks; collective on the gloo group.
+    """Set a new policy to the training state in a folder, written by any number of ranks; collective on the gloo group.
 
-    Random numbers are those of the rank with the same number, if there was one. Raises ValueError if the folder is of
-    another model or optimizer.
+    Each rank takes the random generators of the rank with its number, if there was one. Raises ValueError if the folder
+    is of another model or optimizer.
     """
     optimizer = policy.optimizer_state
     shapes = _read_shapes(folder)
@@ -285,7 +303,7 @@ def restore_training_state(policy: "Policy", folder: str, group: dist.ProcessGro
     values = json.loads(data.numpy().tobytes())
     policy.num_updates = values["num_updates"]
     if policy.num_updates:
-        # in the form that it has for this model and these ranks
+        # Makes tensors of the shapes that they have for this model on these ranks.
         optimizer.make(values["optimizer"])
     optimizer.set_values(values["optimizer"])
     state = training_state(policy)
@@ -305,7 +323,7 @@ def restore_training_state(policy: "Policy", folder: str, group: dist.ProcessGro
 
 
 def read_trained_weights(folder: str) -> dict[str, Tensor]:
-    """Full trained weights by name, from the shards in a folder; by one process."""
+    """Return full trained weights by name, from the shards in a folder. One process reads them."""
     state = {
         name: torch.empty(shape)
         for name, shape in _read_shapes(folder).items()
@@ -316,13 +334,13 @@ def read_trained_weights(folder: str) -> dict[str, Tensor]:
 
 
 def _read_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor of the shards in a folder, by name."""
+    """Return the full shape of each tensor of the shards in a folder, by name."""
     metadata = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
     return {name: tuple(tensor.size) for name, tensor in metadata.items()}
 
 
 def _load(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup | None) -> None:
-    """Read what a live state names; by this process alone without a group. Raises OSError."""
+    """Read the shards in a folder into the tensors of a state; collective if there is a group. Raises OSError."""
     try:
         reader = dcp.HuggingFaceStorageReader(folder)
         dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -330,191 +348,176 @@ def _load(state: dict[str, Tensor], folder: str, group: dist.ProcessGroup | None
         raise OSError(describe_failure(error)) from None
 
 
-def describe_failure(error: CheckpointException | RuntimeError) -> str:
-    """Return what went wrong, on the first rank that failed, in one line. Raises what a signal's handler raised."""
-    rank, cause = "", error
-    if isinstance(error, CheckpointException):
-        number, (cause, _) = next(iter(error.failures.items()))
-        if not isinstance(cause, Exception):
-            raise cause
-        rank = f"rank {number}: "
-    return f"{rank}{type(cause).__name__}: {' '.join(str(cause).split())}"
+def describe_failure(failed: CheckpointException) -> str:
+    """Return the error of the first rank that failed, in one line. If a signal's handler raised it, raise it."""
+    rank, (error, _) = next(iter(failed.failures.items()))
+    if not isinstance(error, Exception):
+        raise error
+    return f"rank {rank}: {describe(error)}"
 
 
-# Writing in the background
+def describe(error: Exception) -> str:
+    """Return an error's type and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-class CheckpointWriter(dcp.HuggingFaceStorageWriter):
-    """Writes a run's checkpoints, one at a time. Every rank has one, and all are asked at the same step.
+# A whole checkpoint
 
-    Methods from `prepare_local_plan` on are called by torch, in this order, in the thread that writes. The threads have
-    a process group of their own: two threads cannot share one.
+
+@dataclass(frozen=True)
+class NodeState:
+    """A leader's part of a checkpoint."""
+
+    node: int
+    run: RunDirectory
+    rollout: Any
+    """Tickets, samples and responses in flight: a ControllerState, or other plain data."""
+    facts: list[dict[str, Any]]
+    """The manifest's facts on each node."""
+    delayed: dict[int, list[tuple[str, Tensor]]]
+    """Full weights of versions that publish_delay holds back."""
+
+    def write(self, folder: Path) -> None:
+        """Flush the records, and write the rest to the folder of the shards. Only node 0 writes delayed weights."""
+        self.run.flush()
+        file = folder / f"node_{self.node}.msgpack"
+        file.write_bytes(encode(self.rollout))
+        flush(file)
+        if self.node == 0:
+            # Every safetensors file beside the shards would be read as one of them.
+            (folder / "delayed").mkdir()
+            for version, weights in self.delayed.items():
+                save_file(dict(weights), folder / "delayed" / f"{version}.safetensors")
+
+
+@contextlib.contextmanager
+def fail_together(group: dist.ProcessGroup) -> Iterator[None]:
+    """Run a block on all ranks of a group; collective. If it fails on one rank, raise OSError on all."""
+    failure = ""
+    try:
+        yield
+    except Exception as error:
+        failure = f"rank {dist.get_rank()}: {describe(error)}"
+    failures = [""] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group)
+    if any(failures):
+        raise OSError(next(filter(None, failures)))
+
+
+def save(
+    path: Path,
+    state: dict[str, Tensor],
+    node: NodeState | None,
+    weights: WeightWriter,
+    group: dist.ProcessGroup,
+) -> None:
+    """Write a checkpoint to the new folder `path`; collective on the gloo group of all ranks.
+
+    `state` is this rank's training state in host memory. Leaders add `node`. The folder has a temporary name until all
+    is on the disk. If one rank fails, all raise OSError, in one line, and nothing is left.
     """
+    partial = path.with_name(f"{path.name}.tmp")
+    resume_folder = partial / RESUME_FOLDER
+    is_first = dist.get_rank() == 0
+    try:
+        with fail_together(group):
+            check_finite(state)
+            if is_first:
+                delayed = [tensor for named in node.delayed.values() for _, tensor in named]
+                num_bytes = sum(tensor.nbytes for tensor in [*state.values(), *delayed])
+                make_partial(path, weights.num_bytes + num_bytes)
+                resume_folder.mkdir()
+        write_shards(state, resume_folder, group)
+        with fail_together(group):
+            if node is not None:
+                node.write(resume_folder)
+        with fail_together(group):
+            if is_first:
+                weights.write(read_trained_weights(str(resume_folder)), partial)
+                write_manifest(
+                    partial,
+                    run_id=node.run.run_id,
+                    step=parse_step(path),
+                    frozen_sha256=weights.frozen_sha256,
+                    nodes=node.facts,
+                    delayed=list(node.delayed),
+                )
+                for written in [partial, *partial.rglob("*")]:
+                    flush(written)
+                partial.rename(path)
+                flush(path.parent)
+    except (OSError, RuntimeError) as error:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(f"checkpoint {path} was not written: {error}") from error
 
-    def __init__(self, policy: "Policy", cluster: Cluster, run: RunDirectory | None, folder: Path):
-        """Make what writing needs, for checkpoints in a folder that all nodes share; collective."""
-        super().__init__(str(folder), save_distributed=True)
+
+def prune(folder: Path, keep_last: int) -> None:
+    """Delete all checkpoints except the last `keep_last`.
+
+    With 0 all weights are kept. Only the last KEPT_TO_RESUME checkpoints then keep what --resume needs.
+    """
+    for path in list_checkpoints(folder)[: -(keep_last or KEPT_TO_RESUME)]:
+        doomed = path.with_name(f"{path.name}.old-{os.getpid()}")
+        # After this rename it is no checkpoint, even if the run is killed before all is deleted.
+        (path if keep_last else path / RESUME_FOLDER).rename(doomed)
+        shutil.rmtree(doomed)
+
+
+class CheckpointWriter:
+    """Saves in a thread, one checkpoint at a time. Every rank has one, and all save at the same step."""
+
+    def __init__(self, policy: "Policy", folder: Path):
+        """Make what saving needs, for checkpoints in a folder that all nodes share; collective."""
         self.config = policy.config
-        self.model_path = policy.model_path
-        self.cluster = cluster
-        self.run = run
+        self.device = policy.device
         self.folder = folder
+        self.path: Path | None = None
+        """The newest checkpoint. It may not be complete yet."""
+        # Two threads cannot share a process group.
         self.group = dist.new_group(
             timeout=datetime.timedelta(seconds=2 * policy.config.timeout_s), backend="gloo"
         )
         self.weights = WeightWriter(policy)
-        self.device = policy.device
         self.stager = make_stager(policy.device)
-        self._future = concurrent.futures.Future()
-        self._future.set_result(None)  # nothing is being written
         self.longest_s = 0.0
-        """Time that the slowest checkpoint took, seconds; on rank 0."""
+        """Time that the slowest checkpoint took, seconds."""
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._saving = concurrent.futures.Future()
+        self._saving.set_result(None)
 
-    def written(self, state: dict[str, Tensor]) -> list[Tensor]:
-        """Return what a checkpoint has of a training state, as tensors: shards, and weights for people."""
-        for_people = [tensor for name, tensor in state.items() if name.startswith("weights.")]
-        return [*state.values(), *self.weights.frozen.values(), *for_people]
+    def start(self, step: int, state: dict[str, Tensor], node: NodeState | None) -> None:
+        """Copy the state, and begin to save it. Call `wait` for the checkpoint before first."""
+        self.path = self.folder / f"step_{step}"
+        self._saving = self._thread.submit(self._save, self.stager.stage(state), node)
 
-    def start(
-        self,
-        state: dict[str, Tensor],
-        step: int,
-        delayed: dict[int, list],
-        rollout: Any,
-        facts: dict[str, Any] | None,
-    ) -> None:
-        """Copy the state, and begin to write it; the checkpoint before must have been waited for.
-
-        `delayed` are full weights of versions that publish_delay holds back, `rollout` is what the node sampled and was
-        sampling, in plain data, and `facts` are what the manifest says of the node: all on leaders.
-        """
-        self._started = time.monotonic()
-        self._step = step
-        self._delayed = delayed
-        self._rollout = rollout
-        self._facts = facts
-        self.final = self.folder / f"step_{step}"
-        self.partial = self.final.with_name(f"{self.final.name}.tmp")
-        self.fqn_to_index_mapping = file_numbers(state, dist.get_world_size(self.group))
-        held_back = [tensor for weights in delayed.values() for _, tensor in weights]
-        self._written = [*self.written(state), *held_back]
-        self._future = dcp.async_save(
-            state,
-            checkpoint_id=str(self.partial / RESUME_FOLDER),
-            storage_writer=self,
-            process_group=self.group,
-            async_stager=self.stager,
-        )
+    def _save(self, state: dict[str, Tensor], node: NodeState | None) -> None:
+        started = time.monotonic()
+        if self.device.type == "cuda":
+            # A thread begins on GPU 0. torch waits for a stream while it writes, and would make a context there.
+            torch.cuda.set_device(self.device)
+        save(self.path, state, node, self.weights, self.group)
+        with fail_together(self.group):
+            if dist.get_rank() == 0:
+                prune(self.folder, self.config.keep_last)
+        self.longest_s = max(self.longest_s, time.monotonic() - started)
 
     def wait(self) -> None:
-        """Wait until what was begun last is on disk. Raises OSError if it could not be written, or takes too long."""
+        """Wait until the newest checkpoint is on disk. Raises OSError if that fails or takes too long."""
         limit_s = 2 * self.config.timeout_s
-        concurrent.futures.wait([self._future], limit_s)
-        if not self._future.done():
+        concurrent.futures.wait([self._saving], limit_s)
+        if not self._saving.done():
             raise TimeoutError(
-                f"checkpoint {self.final} is not written after {limit_s:g} s more: look at that "
-                "disk; if a checkpoint only takes that long, raise --timeout-s, of which this is twice; "
-                f"{dump_stacks()}"
+                f"checkpoint {self.path} is not written after {limit_s:g} s more: look at that disk; if a checkpoint "
+                f"only takes that long, raise --timeout-s, of which this is twice; {dump_stacks()}"
             )
-        try:
-            self._future.result()
-        except (CheckpointException, RuntimeError) as error:
-            if self.cluster.is_first:
-                shutil.rmtree(self.partial, ignore_errors=True)
-            raise OSError(
-                f"checkpoint {self.final} was not written: {describe_failure(error)}"
-            ) from error
+        self._saving.result()
 
     def close(self, timeout_s: float) -> None:
-        """Let the checkpoint that is being written come to its end, if it does in time; else it may not keep the
-        process for longer than `timeout_s` of the config."""
-        concurrent.futures.wait([self._future], timeout_s)
-        if not self._future.done():
-            # Python waits at its exit for the threads of an executor, and this one may hang.
+        """Wait at most `timeout_s` for the newest checkpoint. If it hangs, end the process --timeout-s later."""
+        concurrent.futures.wait([self._saving], timeout_s)
+        if not self._saving.done():
+            # Python waits at its exit for the threads of an executor.
             end = threading.Timer(self.config.timeout_s, os._exit, [1])
             end.daemon = True
             end.start()
-
-    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Make no folder yet: rank 0 does, when it has removed what was there."""
-        if self.device.type == "cuda":
-            # A thread begins on GPU 0. As torch waits for a stream while it writes, it would make a context there.
-            torch.cuda.set_device(self.device)
-        return plan
-
-    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Make the folder to write to, if there is room; on rank 0."""
-        make_partial(self.final, self._written)
-        (self.partial / RESUME_FOLDER).mkdir()
-        return super().prepare_global_plan(plans)
-
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.DefaultSavePlanner) -> Future:
-        """Write this rank's shards and, on leaders, what the node sampled. The result has the digests of the files, and
-        on leaders what the manifest says of the node."""
-        check_finite(planner.state_dict)
-        super().write_data(plan, planner).wait()
-        resume_folder = self.partial / RESUME_FOLDER
-        files = list(resume_folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
-        if self.cluster.is_leader:
-            node_file = resume_folder / f"node_{self.cluster.node}.msgpack"
-            node_file.write_bytes(encode(self._rollout))
-            files.append(node_file)
-            self.run.flush()
-        written = Future()
-        written.set_result({"files": self._flushed(files), "node": self._facts})
-        return written
-
-    def finish(self, metadata: dcp.Metadata, results: list[dict]) -> None:
-        """Write weights for people and the manifest, give the checkpoint its name, and delete the old; on rank 0."""
-        resume_folder = self.partial / RESUME_FOLDER
-        self.weights.write(read_trained_weights(str(resume_folder)), self.partial)
-        # in a folder of their own: shards are read from all files beside them
-        delayed = resume_folder / "delayed"
-        delayed.mkdir()
-        for version, weights in self._delayed.items():
-            save_file(dict(weights), delayed / f"{version}.safetensors")
-        written = [
-            path
-            for path in self.partial.rglob("*")
-            if path.is_file() and path.parent != resume_folder
-        ]
-        files = self._flushed(written)
-        for result in results:
-            files |= result["files"]
-        write_manifest(
-            self.partial,
-            files,
-            run_id=self.run.run_id,
-            step=self._step,
-            frozen_sha256=self.frozen_sha256,
-            nodes=[result["node"] for result in results if result["node"]],
-            delayed=list(self._delayed),
-        )
-        for folder in {self.partial, *(path.parent for path in self.partial.rglob("*"))}:
-            flush(folder)
-        self.partial.rename(self.final)
-        flush(self.folder)
-        self._prune()
-        self.longest_s = max(self.longest_s, time.monotonic() - self._started)
-
-    def _flushed(self, files: list[Path]) -> dict[str, str]:
-        """Have files reach the disk. Returns the digest of each, by its name in the checkpoint."""
-        for file in files:
-            flush(file)
-        return {str(file.relative_to(self.partial)): hash_file(file) for file in files}
-
-    @functools.cached_property
-    def frozen_sha256(self) -> str:
-        """Digest of the model's files where the run still needs them: below adapters, or as a reference."""
-        return (
-            weights_sha256(self.model_path) if self.config.lora_rank or self.config.kl_coef else ""
-        )
-
-    def _prune(self) -> None:
-        """Delete checkpoints that are not to be kept, or what only --resume needs of them where all are kept (0)."""
-        keep_last = self.config.keep_last
-        for path in list_checkpoints(self.folder)[: -(keep_last or KEPT_TO_RESUME)]:
-            doomed = path.with_name(f"{path.name}.old-{os.getpid()}")
-            # at once; what is left of it is no checkpoint
-            (path if keep_last else path / RESUME_FOLDER).rename(doomed)
-            shutil.rmtree(doomed)

@@ -309,7 +309,7 @@ def test_however_a_run_ends_its_due_checkpoints_are_whole_and_have_the_weights_o
     def wait():
         while not is_waited_for():
             time.sleep(0.01)
-        if end == "a second signal" and checkpoints.writer.final.name == f"step_{last}":
+        if end == "a second signal" and checkpoints.writer.path.name == f"step_{last}":
             signal.pthread_kill(threading.main_thread().ident, number)
 
     delay_writing(checkpoints, wait)

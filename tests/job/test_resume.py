@@ -22,7 +22,6 @@ from asyncrl.runlog.manifest import (
     MANIFEST,
     RESUME_FOLDER,
     find_newest_checkpoint,
-    hash_file,
     parse_step,
     read_run_id,
     rename_newer,
@@ -107,9 +106,8 @@ def make_checkpoint(run, step, run_id=None):
     (path / "model.safetensors").write_bytes(b"weights" * step)
     (path / RESUME_FOLDER / "shard.safetensors").write_bytes(b"state" * 1000)
     (path / RESUME_FOLDER / "node_0.msgpack").write_bytes(b"groups")
-    files = {str(f.relative_to(path)): hash_file(f) for f in path.rglob("*") if f.is_file()}
     facts = {"frozen_sha256": "", "nodes": [{"probe": {}, "records": {}}], "delayed": []}
-    write_manifest(path, files, run_id=run_id or read_run_id(run), step=step, **facts)
+    write_manifest(path, run_id=run_id or read_run_id(run), step=step, **facts)
     return path
 
 

@@ -23,7 +23,6 @@ from tiny_policy import (
     save_tiny_family,
     weights_of,
 )
-from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 from user_files import write_user_code
 
@@ -31,12 +30,11 @@ from asyncrl.cluster.processes import Interrupted
 from asyncrl.config import OptimOptions
 from asyncrl.trainer.checkpoint import (
     check_finite,
-    describe_failure,
-    file_numbers,
     make_stager,
     restore_training_state,
     save_weights,
     training_state,
+    write_shards,
 )
 from asyncrl.trainer.dealing import distribute
 
@@ -130,16 +128,6 @@ def train(policy, steps) -> list[dict]:
         metrics = policy.train_step(share, policy_version=12)
         measured.append(metrics | {"random": torch.rand(()).item()})
     return measured
-
-
-def write_shards(state: dict[str, torch.Tensor], folder: str, group: dist.ProcessGroup) -> None:
-    """Write this rank's part of a state as a checkpoint does. Raises OSError."""
-    numbers = file_numbers(state, dist.get_world_size(group))
-    storage = dcp.HuggingFaceStorageWriter(folder, numbers, save_distributed=True)
-    try:
-        dcp.save(state, storage_writer=storage, process_group=group)
-    except CheckpointException as error:
-        raise OSError(describe_failure(error)) from None
 
 
 def train_to_the_end(rank, folder, configs, resumes) -> dict:
