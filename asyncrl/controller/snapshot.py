@@ -1,7 +1,7 @@
-"""The snapshot: all that a resumed run needs of a node's rollout, in plain data, as of one instant.
+"""The snapshot: a node's rollout at one instant, in plain data, for a resume.
 
-Each problem that was handed out is resident, put back, or done (consumed, or dropped for good). So the frontier is what
-was consumed, and never what was handed out.
+Each problem that was handed out is resident, put back, or done: consumed, or dropped for good. The frontier counts
+problems that are done, not problems that were handed out.
 """
 
 from collections.abc import Iterable
@@ -23,13 +23,13 @@ class ControllerState:
     buffer: BufferState
     tickets: TicketState
     queue: list[Ticket]
-    """Tickets of training groups without their trajectories, in the order in which they are issued again."""
+    """Tickets of training groups that lack their trajectories, in the order of their reissue."""
     published_version: int
-    """Version of the weights that were announced last. Tokens may have it, so no older weights may follow."""
+    """Version of the weights that were announced last. Tokens can have it, so older weights must not follow."""
     evaluates: bool
-    """Whether the published version is evaluated again, because its evaluation had not ended."""
+    """True if the published version is evaluated again, because its evaluation had not ended."""
     evaluations: list[Evaluation]
-    """Evaluations that have ended and are not reported yet."""
+    """Evaluations that ended and are not reported yet."""
     num_restarts: int
     records: dict[str, int]
     """Length of each record file at the snapshot, bytes."""
@@ -39,7 +39,7 @@ class ControllerState:
 def continues_responses(config: Config) -> bool:
     """Return whether responses continue from their tokens after a resume.
 
-    On-policy training samples them again by their seeds, so that a resumed run equals the unbroken one to the bit.
+    On-policy training samples them again from their seeds. A resumed run then equals the unbroken run to the bit.
     """
     return config.async_ratio > 0 or config.over_sampling > 1
 

@@ -1,4 +1,4 @@
-"""How far the responses are that an engine samples, read while it continues to sample."""
+"""The progress of an engine's responses, read while the engine continues to sample."""
 
 import asyncio
 
@@ -10,11 +10,11 @@ from asyncrl.messages import InFlight
 from asyncrl.records import Completion
 
 SETTLING_TURNS = 100
-"""Turns of the event loop, at most, until what the engine has returned is with its callers; a few are enough."""
+"""Limit of turns of the event loop until callers have the engine's outputs. A few turns are enough."""
 
 
 async def settle(proxy: LLMProxy) -> None:
-    """Let responses that have just ended in the engine reach whoever waits for them."""
+    """Wait until callers have the responses that have just ended in the engine."""
     for _ in range(SETTLING_TURNS):
         engine_ids = running(proxy.requests.values())
         if all(request_states(proxy.engine, engine_id) for engine_id in engine_ids):
@@ -23,9 +23,9 @@ async def settle(proxy: LLMProxy) -> None:
 
 
 def read_in_flight(proxy: LLMProxy, episodes: dict[int, list[Episode]]) -> InFlight:
-    """Return how far the trajectories of training tickets are.
+    """Return the progress of the trajectories of training tickets.
 
-    A response of a single turn can be continued. Of all others only the number of tokens is known, which are lost.
+    A single-turn response can be continued. The tokens of other responses will be lost, and are only counted.
     """
     partials, lost = {}, {}
     for ticket_id, ticket_episodes in episodes.items():
@@ -42,7 +42,7 @@ def read_in_flight(proxy: LLMProxy, episodes: dict[int, list[Episode]]) -> InFli
 
 
 def _read_response(proxy: LLMProxy, episode: Episode) -> Completion | None:
-    """Return the response of the only turn: whole if only its reward is missing, or as far as it is sampled."""
+    """Return the only turn's response: whole if only its reward is missing, otherwise the tokens so far."""
     if episode.turns:
         return episode.turns[0][1]
     request = next(filter(None, map(proxy.requests.get, episode.request_ids)), None)
@@ -54,7 +54,7 @@ def _read_response(proxy: LLMProxy, episode: Episode) -> Completion | None:
 
 
 def _count_sampled(proxy: LLMProxy, episodes: list[Episode]) -> int:
-    """Return the tokens of a ticket's trajectories: of the turns that are over, and of the requests that run."""
+    """Count the tokens of a ticket's trajectories: of ended turns, and of running requests."""
     completions = [completion for episode in episodes for _, completion in episode.turns]
     num_tokens = sum(len(completion.tokens) for completion in completions)
     for request in map(proxy.requests.get, set().union(*(e.request_ids for e in episodes))):

@@ -1,8 +1,8 @@
-"""When a run is saved, what is saved, how a signal or a limit of time ends it, and what is kept of a step that fails.
+"""When a run is saved, and how a signal, a limit of time or an error ends it.
 
-The cut is at the end of a step, when its weights are published, or while the next batch is waited for. There every rank
-copies its part of the trainer's state to host memory, and every leader what its controller knows.
-asyncrl/trainer/checkpoint.py writes it while training continues, and asyncrl/job/resume.py continues from it.
+A checkpoint is made at the end of a step, after its weights were published. Every rank copies its part of the trainer's
+state to host memory, and every leader takes a snapshot of its controller. asyncrl/trainer/checkpoint.py writes them
+while training continues, and asyncrl/job/resume.py continues from them.
 """
 
 import contextlib
@@ -40,38 +40,39 @@ from asyncrl.trainer.policy import NotFinite, Policy
 
 GRACE_S = 20.0
 """Longest wait for a checkpoint that is being written when the run ends by an error, seconds."""
-OUT_OF_TIME = os.EX_TEMPFAIL  # exit status of a run that --stop-after-s has stopped
+OUT_OF_TIME = os.EX_TEMPFAIL
+"""Exit status of a run that --stop-after-s has stopped."""
 
 
 class Checkpoints:
-    """Saves a run at the end of its steps. Every rank has one; as a context, signals then end the run after a step."""
+    """Saves a run at the end of its steps. Every rank has one. In its context a signal ends the run after a step."""
 
     def __init__(self, node: Follower | Leader, policy: Policy):
-        """Make what saving needs and, in a run that is resumed, restore policy and records; collective."""
+        """Make the writer of checkpoints. In a resumed run, also restore policy and records; collective."""
         self.node, self.policy = node, policy
         folder, self._is_shared = self._find_folder()
         self.writer = CheckpointWriter(policy, folder)
-        # a reason to end does not wait for it
+        # An error does not wait for the checkpoint.
         node.on_end.callback(self.writer.close, GRACE_S)
         if node.resumed is not None:
             restore_training_state(policy, str(node.resumed.resume_folder), self.writer.group)
             if node.cluster.is_first:
                 rename_newer(node.resumed)
-            # all have read and accepted all that they continue from
+            # All ranks have read and accepted the checkpoint.
             dist.barrier(self.writer.group)
             if node.cluster.is_leader:
                 node.run.truncate_records()
-        # The first copy makes host memory, which takes long. So it is made while the engines start.
+        # The first copy allocates host memory, which takes long. Engines start meanwhile.
         self.writer.stager.stage(training_state(policy))
         self._handlers: dict[int, Any] = {}
-        self._signal_number = 0  # number of the signal that asks the run to stop
-        # The last step that this start of the run has made.
+        self._signal_number = 0  # of the signal that asked the run to stop; 0 before
         self._last_step: tuple[int, Publisher] | None = None
+        """The last step since this start of the run."""
         self._is_saved = False
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0
 
     def _find_folder(self) -> tuple[Path, bool]:
-        """Return where checkpoints go, and whether all nodes have that folder; collective."""
+        """Return the folder of checkpoints, and whether all nodes share it; collective."""
         cluster = self.node.cluster
         run = Path(self.node.config.runs_dir) / on_first_rank(lambda: self.node.run.path.name)
         (is_elsewhere,) = cluster.max_over_ranks([not (run / "run.json").exists()])
@@ -96,13 +97,13 @@ class Checkpoints:
             elif isinstance(error, CannotContinue):
                 self._save_before_end(error)
             elif error is None:
-                self.writer.wait()  # however long the last takes; a first signal does not end it
+                self.writer.wait()  # A first signal does not end this wait.
         finally:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
 
     def _handle_signal(self, number: int, frame) -> None:
-        """Have the run stop after the running step; a second signal, or a lost node or rank, ends it at once."""
+        """Stop the run after this step. After a second signal, or if a node or rank is lost, end it at once."""
         cluster, watch = self.node.cluster, self.node.watch
         if self._signal_number or watch.reason is not None or has_lost_a_rank():
             signal.signal(number, self._handlers[number])
@@ -112,16 +113,15 @@ class Checkpoints:
             self.node.controller.is_asked_to_stop = True
             name = signal.Signals(number).name
             line = f"{name}: saves and ends after this step; a second signal ends the run at once"
-            # The signal may have come in the middle of a print, and a terminal shows ^C or a bar, or is gone.
+            # print is not reentrant, and a signal can come inside it. The terminal can be gone.
             with contextlib.suppress(OSError):
                 os.write(1, f"\n{line}\n".encode())
 
     @contextlib.contextmanager
     def keep_failed_batch(self, step: int, groups: list[Group] | None) -> Iterator[None]:
-        """Train a step inside. If a loss or gradient is not finite, its batch, of which leaders have `groups`, and the
-        weights before that update are kept, and the error says where.
+        """Train a step inside. If a loss or gradient is not finite, keep the batch and the weights before the update.
 
-        Collective if it fails, as all ranks do then: raises RuntimeError.
+        Leaders give the batch, `groups`. Raises RuntimeError, with the path, on all ranks. Collective in that case.
         """
         try:
             yield
@@ -133,9 +133,9 @@ class Checkpoints:
             raise RuntimeError(f"{error}{where}") from error
 
     def save_if_due(self, step: int, publisher: Publisher) -> None:
-        """Save every `save_every`-th step and the last, or neither, and the one after which the run stops; collective.
+        """Save a step if --save-every asks for it, or if the run stops after it; collective.
 
-        Raises Interrupted when it stops, and OSError if the checkpoint before this one could not be written.
+        Raises Interrupted if the run stops. Raises OSError if the checkpoint before this one could not be written.
         """
         config, now = self.node.config, time.monotonic()
         self._longest_step_s = max(self._longest_step_s, now - self._step_ended)
@@ -151,8 +151,10 @@ class Checkpoints:
         self._step_ended = time.monotonic()
 
     def _stop(self, number: int) -> NoReturn:
-        """Save the last step, if it was not saved, and raise Interrupted by a signal's number, or by 0 for the limit of
-        time; collective. Raises OSError as `save_if_due`."""
+        """Save the last step, if it is not saved, and raise Interrupted; collective.
+
+        `number` is that of a signal, or 0 for the limit of time. Raises OSError as `save_if_due`.
+        """
         reason = f"--stop-after-s {self.node.config.stop_after_s:g}, which is nearly over,"
         status = OUT_OF_TIME
         if number:
@@ -163,15 +165,17 @@ class Checkpoints:
             if not self._is_saved:
                 self._save(*self._last_step)
         self.writer.wait()
-        self.node.watch.finish()  # all nodes stop here: none is another's cause
+        self.node.watch.finish()  # All nodes stop here, so no node is the cause.
         raise Interrupted(f"stopped by {reason}", status)
 
     def _save_before_end(self, error: CannotContinue) -> None:
-        """Save the last step, if it was not saved, before an error ends the run, and add to the error how to continue;
-        collective. A checkpoint that cannot be written is named beside the error."""
+        """Save the last step, if it is not saved, before an error ends the run; collective.
+
+        The error gets the command to continue. If the checkpoint cannot be written, the error also has the reason.
+        """
         if self._last_step is None:
-            return  # nothing was trained, or --resume has it
-        separator = "\n" if "\n" in str(error) else "; "  # a dead worker's error ends with its log
+            return  # No step was made since the start.
+        separator = "\n" if "\n" in str(error) else "; "  # A dead worker's error ends with its log.
         try:
             if not self._is_saved and self._last_step[0] < self.node.config.steps:
                 self._save(*self._last_step)
@@ -183,7 +187,7 @@ class Checkpoints:
         self.node.watch.finish()  # as in `_stop`
 
     def _is_out_of_time(self) -> bool:
-        """Whether one more step and its checkpoint may end after `stop_after_s`, if each takes as long as ever."""
+        """Return whether the next step and its checkpoint could end after `stop_after_s`, by the longest so far."""
         if not self.node.config.stop_after_s:
             return False
         elapsed_s = time.time() - psutil.Process().create_time()
@@ -191,7 +195,7 @@ class Checkpoints:
         return elapsed_s + self._longest_step_s + save_s > self.node.config.stop_after_s
 
     def _save(self, step: int, publisher: Publisher) -> None:
-        """Copy what is saved, and have it written in the background."""
+        """Copy the state of the run, and begin to write it in the background."""
         node = self.node
         self._is_saved = True
         node.clock.enter("save")

@@ -1,4 +1,4 @@
-"""Whether the disk has room for the checkpoints of a run, which is asked before it starts."""
+"""Check before a run starts whether the disk has room for its checkpoints."""
 
 import math
 import shutil
@@ -8,7 +8,7 @@ from asyncrl.config import Config
 from asyncrl.runlog.manifest import KEPT_TO_RESUME
 
 WEIGHTS_BYTES = 4
-"""Bytes per parameter of the weights for people, which are float32."""
+"""Bytes per parameter of the weights for people: float32."""
 TRAINED_BYTES = 12
 """Bytes per trained parameter of the shards to continue from: the weight and the two moments of AdamW."""
 
@@ -24,7 +24,7 @@ def checkpoint_bytes(config: Config, num_parameters: int, device: str) -> tuple[
 
 
 def num_checkpoints(config: Config, first_version: int = 0) -> int:
-    """Return how many checkpoints a run writes from a version on, or 1 if only a signal makes it write one."""
+    """Return how many checkpoints a run writes after a version; 1 if only a signal causes one."""
     num_steps = config.steps - first_version
     return math.ceil(num_steps / config.save_every) if config.save_every else 1
 
@@ -32,7 +32,7 @@ def num_checkpoints(config: Config, first_version: int = 0) -> int:
 def max_bytes_on_disk(config: Config, num_saved: int, sizes: tuple[int, int]) -> int:
     """Return the most bytes that checkpoints have on disk until `num_saved` are written.
 
-    A new one is written beside those that are kept.
+    A new checkpoint is written before an old one is deleted.
     """
     weights, to_resume = sizes
     num_whole = min(num_saved, (config.keep_last or KEPT_TO_RESUME) + 1)
@@ -43,14 +43,14 @@ def max_bytes_on_disk(config: Config, num_saved: int, sizes: tuple[int, int]) ->
 def check_room(config: Config, sizes: tuple[int, int], first_version: int) -> str:
     """Return a line on the disk and the checkpoints that a run writes after version `first_version`.
 
-    Raises ValueError, in one line, if the disk has no room for the first two, or for the only one.
+    Raises ValueError, in one line, if the disk lacks room for the first two, or for the only one.
     """
     folder = Path(config.runs_dir).absolute()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     num_saved = num_checkpoints(config, first_version)
-    # a checkpoint that a resumed run continues from is there already
+    # A resumed run has the first of two checkpoints already.
     at_first = max_bytes_on_disk(config, min(num_saved, 1 if first_version else 2), sizes)
     at_last = max_bytes_on_disk(config, num_saved, sizes)
     each = f"checkpoints: {format_bytes(sum(sizes))} each"
@@ -72,6 +72,6 @@ def check_room(config: Config, sizes: tuple[int, int], first_version: int) -> st
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a size in MB, GB or TB, as 131 GB."""
+    """Return a size in MB, GB or TB, for example 131 GB."""
     power = min(4, max(2, int(math.log(max(1, num_bytes), 1000))))
     return f"{num_bytes / 1000**power:.3g} {'MGT'[power - 2]}B"

@@ -1,8 +1,8 @@
-"""What a run continues from (--resume): its newest whole checkpoint, its options, and how far its records count.
+"""How a run continues (--resume): its options, its newest whole checkpoint, and the state of its controllers.
 
-A checkpoint, runs/NAME/checkpoints/step_N, has weights for people, and below resume/ the rest: shards of the trainer's
-state, node_K.msgpack with what node K sampled and was sampling, versions that publish_delay holds back, and
-manifest.json with the digest of every file. It appears by one rename; a file that is cut or changed later is found.
+runs/NAME/checkpoints/step_N has weights for people. Its folder resume/ has shards of the trainer's state, the
+controller's state of node K in node_K.msgpack, and versions that publish_delay holds back. manifest.json there has the
+digest of every file. A checkpoint appears by one rename. A file that is truncated or changed later is detected.
 """
 
 import os
@@ -33,7 +33,7 @@ from asyncrl.user_code import with_absolute_paths
 
 
 def read_resumed_options(run: Path) -> Config:
-    """Return the options of a run that is resumed, as it began, with its place and its copies of user code.
+    """Return the options with which a run began, with its present place and its copies of user code.
 
     Raises ValueError, in one line, if there is no such run.
     """
@@ -47,9 +47,9 @@ Options = TypeVar("Options", bound=Config)
 
 
 def check_changes(config: Options, begun: Config) -> Options:
-    """Return the options of a run that is resumed, with its place and its user code.
+    """Return the options of a resumed run, with its place and its user code.
 
-    Raises ValueError, in one line, if an option has another value than the run began with and may not.
+    Raises ValueError, in one line, if an option was changed that a resume must not change.
     """
     recorded_options = Config.from_dict(read_checked_header(Path(config.resume))["config"])
     fixed = [
@@ -72,7 +72,7 @@ def check_changes(config: Options, begun: Config) -> Options:
 
 
 def read_checked_header(run: Path, option: str = "--resume") -> dict:
-    """What run.json says of a run. Raises ValueError, in one line, if there is none, or it is of other code."""
+    """Return run.json of a run. Raises ValueError, in one line, if it is missing or was written by other code."""
     try:
         header = read_header(run)
         options = msgspec.convert(header["config"], dict)
@@ -93,15 +93,15 @@ def read_checked_header(run: Path, option: str = "--resume") -> dict:
 
 
 def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
-    """The checkpoint that --resume continues from, which rank 0 looks for; None for a new run. Collective.
+    """Return the checkpoint that --resume continues from, or None for a new run; collective. Rank 0 searches for it.
 
-    Raises ValueError on all ranks if there is none. If no step is left to make, says so and ends the process well.
+    Raises ValueError on all ranks if no checkpoint is whole. If all steps are made, prints that and exits with 0.
     """
     if config.resume is None:
         return None
     run = Path(config.resume)
     newest = on_first_rank(lambda: find_newest_checkpoint(run))
-    # as this node names it
+    # The path of the run on this node can differ.
     checkpoint = replace(newest, path=run / "checkpoints" / newest.path.name)
     if cluster.is_first:
         for reason in checkpoint.skipped:
@@ -117,10 +117,10 @@ def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
 def load_controller_state(
     checkpoint: Checkpoint, model_path: str, cluster: Cluster, config: Config, problems: str
 ) -> ControllerState:
-    """What a leader's controller continues from, whatever the number of nodes was. `problems` is the digest of the
-    task's.
+    """Return the state from which a leader's controller continues, also on another number of nodes.
 
-    Raises ValueError if these have changed, or the weights of the model that are not in the checkpoint.
+    `problems` is the digest of the task's problems. Raises ValueError if they have changed, or if weights of the model
+    have changed that the checkpoint lacks.
     """
     if checkpoint.nodes[0].get("problems", problems) != problems:
         raise ValueError(
@@ -143,7 +143,7 @@ def load_controller_state(
 
 
 def resume_command(run: Path | None) -> str:
-    """What to type to continue a run that was stopped, or why it cannot; None is one that had not started yet."""
+    """Return the command that continues a stopped run, or the reason why it cannot; `run` is None before its start."""
     saved = list_checkpoints(run / "checkpoints") if run else []
     if saved:
         launcher = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "python"
