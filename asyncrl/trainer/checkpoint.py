@@ -181,7 +181,7 @@ def write_folder(writer: WeightWriter, trained: dict[str, Tensor], path: Path) -
     try:
         make_partial(path, writer.num_bytes)
         writer.write(trained, partial)
-        partial.rename(path)
+        flush_and_rename(partial, path)
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"checkpoint {path} was not written: {' '.join(str(error).split())}"
@@ -204,6 +204,14 @@ def make_partial(path: Path, num_bytes: int) -> None:
             f"{free / 1e9:.3f} GB free in {path.parent}; make room or change --runs-dir"
         )
     partial.mkdir()
+
+
+def flush_and_rename(partial: Path, path: Path) -> None:
+    """Flush a folder with all that is in it to the disk, then give it the name `path`."""
+    for written in [partial, *partial.rglob("*")]:
+        flush(written)
+    partial.rename(path)
+    flush(path.parent)
 
 
 def describe_differences(folder: str, saved: Collection[str]) -> str:
@@ -442,10 +450,7 @@ def save(
                     nodes=node.facts,
                     delayed=list(node.delayed),
                 )
-                for written in [partial, *partial.rglob("*")]:
-                    flush(written)
-                partial.rename(path)
-                flush(path.parent)
+                flush_and_rename(partial, path)
     except (OSError, RuntimeError) as error:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
