@@ -1,4 +1,4 @@
-"""The advantage estimator that --advantage chooses. It is tried on four responses before anything heavy starts."""
+"""Loads the advantage estimator of --advantage, and tries it on four responses before a run starts."""
 
 import inspect
 from collections.abc import Callable
@@ -16,9 +16,9 @@ Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 def choose_estimator(config: Config) -> Estimator:
     """Return the estimator of a run: from rewards [S] float64, group_ids [S] and lags [S] int64 to advantages [S].
 
-    The function is called with those of the three that it names. The lag of a response is that of its oldest token.
-    Raises ValueError, in one line, for one that is missing or names something else; and, when it is called, for user
-    code that raises, and for advantages that are not finite or not one for each response.
+    A function gets the arguments that it names. The lag of a response is that of its oldest token.
+    Raises ValueError, in one line, for a missing function and for one that names other arguments. A call raises it for
+    user code that raises, and for advantages that are not finite or not one for each response.
     """
     function = user_code.load(config.advantage, "--advantage", ADVANTAGES)
     with user_code.errors_as_value_error(config.advantage, "--advantage"):
@@ -46,6 +46,6 @@ def choose_estimator(config: Config) -> Estimator:
 
 
 def try_estimator(config: Config) -> None:
-    """Estimate the advantages of four responses. Raises ValueError as the estimator of choose_estimator does."""
+    """Estimate the advantages of four responses. Raises ValueError as choose_estimator and its estimator do."""
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
     choose_estimator(config)(rewards, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 2]))

@@ -1,7 +1,7 @@
-"""Which attention the trainer computes with, and what tells it which tokens of a packed row see which.
+"""Chooses the trainer's attention, and tells it which tokens of a packed row may see each other.
 
-Sequences by themselves need no mask of ours: on a GPU torch's `varlen_attn` or flash-attn takes their bounds, and for
-torch's other attention transformers makes a causal mask with a block wherever positions restart.
+On a GPU torch's `varlen_attn` or flash-attn takes the bounds of sequences. For torch's other attention transformers
+makes a causal mask with a new block wherever positions restart. So plain sequences need no mask of ours.
 """
 
 from inspect import signature
@@ -14,22 +14,22 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTra
 from transformers.utils import is_flash_attn_2_available
 
 BY_BOUNDS = ("varlen", "flash_attention_2")
-"""Implementations that take the bounds of sequences; `varlen` is ours, registered below."""
+"""Implementations that take the bounds of sequences. `varlen` is registered below."""
 _WITHIN_A_SEQUENCE = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
-"""The kinds of layers that transformers names which see no other sequence of a packed row."""
+"""transformers' kinds of layers in which a sequence of a packed row sees no other sequence."""
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "gpt_oss", "opt")
-"""Models whose mask for torch's attention transformers 5.19 makes without the positions, which restart in a row."""
+"""Models whose mask, as transformers 5.19 makes it for torch's attention, ignores that positions restart."""
 _WITHOUT_BOUNDS = ("nemotron",)
-"""Models whose layers transformers 5.19 does not hand the bounds of sequences."""
+"""Models whose layers get no bounds of sequences from transformers 5.19."""
 _CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
-"""What some models give their attention besides a window; varlen_attn has none of it."""
+"""Arguments that some models give their attention, and that varlen_attn lacks."""
 
 
 def choose_attention(device: torch.device, config: PreTrainedConfig) -> str:
-    """Return transformers' name of the attention: sdpa (torch's own) on the CPU, or eager for families without.
+    """Return transformers' name of the attention.
 
-    On a GPU flash_attention_2 where flash-attn is there, else varlen. What that cannot compute, and where each sequence
-    has a row of its own, is as on the CPU.
+    On a GPU this is flash_attention_2 if flash-attn is installed, else varlen. A CPU has sdpa (torch's own), or eager
+    for families without sdpa. So has a GPU, if varlen cannot compute the model or each sequence has its own row.
     """
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     by_mask = "sdpa" if model is None or model._supports_sdpa else "eager"
@@ -46,7 +46,7 @@ def choose_attention(device: torch.device, config: PreTrainedConfig) -> str:
 
 
 def flash_attn_works() -> bool:
-    """Whether flash-attn is there and was built for this torch; if it is only there, a line says so."""
+    """Return whether flash-attn can be imported. Print a line if it is installed for another torch."""
     if not is_flash_attn_2_available():
         return False
     try:
@@ -60,7 +60,7 @@ def flash_attn_works() -> bool:
 
 
 def unfit_for_varlen(config: PreTrainedConfig, capability: tuple[int, int]) -> str | None:
-    """Why torch's FlashAttention 2 cannot compute a model on a GPU of this compute capability; None if it can."""
+    """Return why varlen_attn cannot compute a model on a GPU of this compute capability; None if it can."""
     text = config.get_text_config()
     sizes = head_sizes(text)
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -73,12 +73,12 @@ def unfit_for_varlen(config: PreTrainedConfig, capability: tuple[int, int]) -> s
         return f"varlen_attn needs heads of a multiple of 8, at most 256; they have {listed}"
     takes_ours = model and model._supports_attention_backend and model._supports_sdpa
     if not takes_ours or config.model_type in _WITHOUT_BOUNDS:
-        return f"transformers lets nobody choose the attention of {config.model_type}"
+        return f"transformers has a fixed attention for {config.model_type}"
     return None
 
 
 def head_sizes(text: PreTrainedConfig) -> list[int]:
-    """Return the sizes of the heads that layers of a text model have; some families have several."""
+    """Return the head sizes of a text model's layers; some families have several."""
     layers = text.per_layer_config if text.is_heterogeneous else [text]
     sizes = [
         getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
@@ -93,7 +93,7 @@ def print_on_rank_0(line: str) -> None:
 
 
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Allows fewer heads of keys than of queries, which torch 2.11 allows without being asked."""
+"""Allows fewer heads of keys than of queries. torch 2.11 needs no such argument."""
 
 
 def varlen_attention(
@@ -109,16 +109,16 @@ def varlen_attention(
     sliding_window: int | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention of the sequences of one row, [1, heads, L, head_dim] in and [1, L, heads, head_dim] out.
+    """Compute causal attention of the sequences of one row, for transformers' models.
 
-    The function that transformers' models call: a window of w lets a token see itself and the w − 1 before it.
-    Raises ValueError for a score that is changed otherwise.
+    Tensors are [1, heads, L, head_dim], and the result is [1, L, heads, head_dim]. With a window of w, a token sees
+    itself and the w − 1 tokens before it. Raises ValueError for an argument that varlen_attn lacks.
     """
     if changed := [name for name in _CHANGES_SCORES if options.get(name) is not None]:
         raise ValueError(
             f"varlen_attn does not know the model's {changed[0]}; this model cannot be trained on a GPU"
         )
-    # A norm may have made float32 of queries and keys; the kernel takes 16 bits.
+    # A norm may have turned queries and keys into float32, and the kernel takes 16 bits.
     query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
@@ -128,20 +128,20 @@ def varlen_attention(
     return out[None], None
 
 
-# without a mask function of that name none is made
+# transformers makes no mask for a name without a mask function
 AttentionInterface.register("varlen", varlen_attention)
 
 
 def layer_kinds(config: PreTrainedConfig) -> set[str]:
-    """Return the kinds of layers that a config names; none where all are alike."""
+    """Return the kinds of layers that a config names; empty if all layers are alike."""
     text = config.get_text_config()
     return set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
 
 def mixes_sequences(config: PreTrainedConfig) -> bool:
-    """Return whether a sequence of a packed row would change the next one, so that each needs a row of its own.
+    """Return whether a sequence of a packed row would change the next one, so that each needs its own row.
 
-    A recurrent or convolving layer reads the row from left to right.
+    Recurrent and convolving layers read a row from left to right.
     """
     return config.model_type in _BLIND_TO_POSITIONS or bool(
         layer_kinds(config) - _WITHIN_A_SEQUENCE
@@ -149,12 +149,12 @@ def mixes_sequences(config: PreTrainedConfig) -> bool:
 
 
 def attention_inputs(implementation: str, position_ids: Tensor) -> dict:
-    """Arguments that tell the model, besides positions, which tokens see which; `position_ids` as in MicroBatch."""
+    """Return the model's arguments that separate sequences, besides positions; `position_ids` as in MicroBatch."""
     return varlen_bounds(position_ids) if implementation in BY_BOUNDS else {}
 
 
 def varlen_bounds(position_ids: Tensor) -> dict:
-    """Sequence boundaries of one packed row [1, L], as transformers' models hand them to their attention."""
+    """Return the bounds of the sequences of one packed row [1, L], as arguments of transformers' attention."""
     starts = torch.nonzero(position_ids[0] == 0).flatten().int()
     bounds = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
     longest = int(bounds.diff().max())

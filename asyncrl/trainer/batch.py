@@ -1,6 +1,6 @@
-"""Turns the groups of a step into each rank's micro-batches: advantages, optimizer updates, ranks, micro-batches.
+"""Turns the groups of a step into each rank's micro-batches, and gives each trajectory its advantage.
 
-Every node deals its own groups to its own ranks. Nodes exchange only rewards, as advantages are estimated over the
+Every node deals its own groups to its own ranks. Nodes exchange only rewards, because advantages are estimated over the
 whole step.
 """
 
@@ -24,7 +24,7 @@ from asyncrl.trainer.policy import Policy
 def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> Updates:
     """Deal a step's groups to the node's ranks: this rank's [update][micro-batch] → bundles; collective.
 
-    `groups` is the node's batch on its leader and None on the others; ranks get about equal tokens.
+    `groups` is the node's batch on its leader, and None on other ranks. Ranks get about equal tokens.
     """
     policy.clock.enter("gather")
     shares = None
@@ -41,7 +41,7 @@ def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
 
 
 def check_segments(groups: list[Group], config: Config, loss: Callable) -> None:
-    """Raise ValueError for a trajectory of several segments whose loss or values need it whole."""
+    """Raise ValueError for a trajectory of several segments, if the loss or the values need whole trajectories."""
     num_segments = max(len(t.segments) for group in groups for t in group.trajectories)
     needy = f"--algo {config.algo}" if num_segments > 1 and reads_sequences(loss) else None
     if num_segments > 1 and config.advantage == "gae":
@@ -57,12 +57,12 @@ def check_segments(groups: list[Group], config: Config, loss: Callable) -> None:
 def make_updates(
     groups: list[Group], config: Config, cluster: Cluster, step: int
 ) -> list[list[TrainSequence]]:
-    """Give every trajectory its advantage and deal whole groups to the step's minibatches.
+    """Give every trajectory its advantage, and deal whole groups to the step's minibatches; collective over leaders.
 
-    Groups come sorted by age, and so by length: several minibatches get them in a random order of seed and step. Where
-    their number is no multiple, minibatches differ by one group.
-    Advantages are estimated over the whole step, on all nodes; what is returned is this node's: [update][sequence].
-    Collective over leaders. Raises RuntimeError for a reward that is not a finite number.
+    Groups come sorted by age, and so by length. Several minibatches get them in a random order, drawn from seed and
+    step. The numbers of groups in minibatches differ by at most one.
+    Advantages are estimated over the step of all nodes. Returns this node's part, [update][sequence].
+    Raises RuntimeError for a reward that is not finite.
     """
     if config.minibatches > 1:
         order = np.random.default_rng((config.seed, step)).permutation(len(groups))
@@ -78,7 +78,7 @@ def make_updates(
 
 
 def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
-    """Return what the trainer reads of a trajectory: each segment as a sequence with the trajectory's advantage."""
+    """Return each segment of a trajectory as a sequence with the trajectory's advantage."""
     num_trained = trajectory.num_generated if len(trajectory.segments) > 1 else None
     return [
         TrainSequence(

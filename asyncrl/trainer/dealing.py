@@ -1,4 +1,4 @@
-"""Deals the sequences of an update to ranks and micro-batches, so that all ranks compute for about equally long."""
+"""Deals the sequences of an update to ranks and micro-batches, with about equal work for each rank."""
 
 from collections.abc import Callable
 
@@ -31,8 +31,8 @@ def distribute(
 ) -> list[Updates]:
     """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → bundles.
 
-    `deal_update` as in Policy, `layout` as in pack. A micro-batch has at most `max_tokens`, which no sequence exceeds.
-    Ranks may get different numbers of micro-batches.
+    `deal_update` is that of Policy, and `layout` that of pack. A micro-batch has at most `max_tokens`. Ranks may get
+    different numbers of micro-batches.
     """
     shares: list[Updates] = [[] for _ in range(num_ranks)]
     for update in updates:
@@ -44,8 +44,8 @@ def distribute(
 def fill_microbatches(bundles: list[Bundle], max_tokens: int, layout: Layout) -> list[list[Bundle]]:
     """Split bundles into micro-batches of at most `max_tokens`.
 
-    Where each has a row of its own, padding counts, so those of a micro-batch are about equally long.
-    Raises RuntimeError for a bundle that exceeds them.
+    With `row_each` padding counts, so a micro-batch gets bundles of about equal length.
+    Raises RuntimeError for a longer bundle.
     """
     waiting = sorted(bundles, key=lambda item: -item.num_tokens)
     lengths = [item.num_tokens for item in waiting]

@@ -1,4 +1,4 @@
-"""Which families of models are trained: those of which vLLM and the trainer compute the same log-probs."""
+"""The families of models that can be trained: vLLM and the trainer compute the same log-probs for them."""
 
 import importlib
 
@@ -17,21 +17,18 @@ COMPARED = (
 )  # fmt: skip
 """Model types of config.json whose log-probs agree to 1e-5 nats in float32, before and after an update.
 
-tests/engine/test_family_logprobs.py compares each of them, and says how to try another one.
+tests/engine/test_family_logprobs.py compares each of them, and explains how to try another one.
 """
 BFLOAT16_ON_CPU = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Of them, those whose kernels for a CPU vLLM has in bfloat16 only: gated delta rules."""
+"""Model types whose CPU kernels in vLLM are for bfloat16 only: gated delta rules."""
 WITH_TORCHVISION = ("qwen3_5_moe_text", "qwen3_5_text")
-"""Of them, those whose module of vLLM imports torchvision."""
+"""Model types whose module in vLLM imports torchvision."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Dimensions of an attention head for which vLLM has kernels for a CPU."""
+"""Sizes of attention heads with a CPU kernel in vLLM."""
 
 
 def read_config(path: str) -> PreTrainedConfig:
-    """Read a model's config.json. Raises ValueError, in one line, for a model that would be trained wrongly.
-
-    That is one of a family that vLLM and the trainer do not compute alike, as far as is known.
-    """
+    """Read a model's config.json. Raises ValueError, in one line, for a family outside COMPARED."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if config.model_type not in COMPARED:
         raise ValueError(
@@ -42,10 +39,10 @@ def read_config(path: str) -> PreTrainedConfig:
 
 
 def longest_sequence(config: PreTrainedConfig) -> int | None:
-    """Return the most tokens of a sequence that trainer and engine compute alike; None if there is no limit.
+    """Return the longest sequence, tokens, that trainer and engine compute alike; None if there is no limit.
 
     A model with `longrope` has other factors beyond its original context. transformers chooses them by the longest
-    sequence of a micro-batch, and vLLM by the longest sequence that is allowed.
+    sequence of a micro-batch, and vLLM by the longest sequence allowed.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -56,8 +53,7 @@ def longest_sequence(config: PreTrainedConfig) -> int | None:
 
 
 def check_engine(config: Config, model: PreTrainedConfig, device: str) -> None:
-    """Raise ValueError, in one line, for a model of which vLLM has no kernels for a device, `cpu` or `cuda`, or that
-    needs a package that is missing."""
+    """Raise ValueError if vLLM has no kernels for a model on a device, `cpu` or `cuda`, or if a package is missing."""
     name = f"--model {config.model} is a {model.model_type}"
     if device == "cpu":
         size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
@@ -74,7 +70,7 @@ def check_engine(config: Config, model: PreTrainedConfig, device: str) -> None:
     if model.model_type in WITH_TORCHVISION:
         try:
             importlib.import_module("torchvision")
-        except (ImportError, RuntimeError) as error:  # the latter of a build for another torch
+        except (ImportError, RuntimeError) as error:  # RuntimeError: it was built for another torch
             raise ValueError(
                 f"{name}, which vLLM cannot load without torchvision ({error}); docs/devices.md says how to install it"
             ) from None

@@ -3,14 +3,14 @@
     δ_t = r_t + γ·V_{t+1} − V_t        A_t = δ_t + γλ·A_{t+1}        G_t = V_t + A_t, with value_lam for λ
 
 over the trained tokens t = 1 … n of a sequence. Schulman et al., arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347,
-equations 11 and 12. V_t is the value of all tokens before token t; r_t is 0 but for r_n, the reward, and what follows
-the last token counts 0, also where a response was cut. Tokens of an environment are seen, but are no step of their own:
-after the last token of a turn comes the first of the next.
+equations 11 and 12. V_t is the value of all tokens before token t. r_n is the reward, and every other r_t is 0. V_{n+1}
+is 0, also if the response was cut. Tokens of an environment make no step: the first token of a turn follows the last
+token of the turn before.
 
-G_t, which the values are fitted to, are returns of the policy that sampled. With stale data that is an older one; with
-λ = 1 they are what it got, without bias, and V is a baseline only. Nothing here corrects for how far the trained policy
-has gone from it, as V-trace does (arXiv 1802.01561): that is left to the loss. A loss that needs equal advantages for
-all tokens of a sequence is refused (algos/inputs.py).
+The values are fitted to G_t, returns of the policy that sampled; with stale data that is an older policy. With λ = 1
+they are its true returns, without bias, and V is only a baseline. Correcting for the distance to the trained policy, as
+V-trace does (arXiv 1802.01561), is left to the loss. A loss that needs equal advantages within a sequence is refused
+(algos/inputs.py).
 """
 
 import itertools
@@ -27,10 +27,10 @@ from asyncrl.trainer.packing import MicroBatch
 
 
 class ValueHead(nn.Module):
-    """The value of a state from its last hidden state: one linear map, in float32 whatever the model computes in.
+    """Linear map in float32 from the last hidden state of a state to its value.
 
-    It is zero when a run begins, whatever its model was trained with. It stands on the trained model itself, which so
-    learns from both losses: a value model of its own would take as much memory again. No engine is sent it.
+    It starts at zero. The trained model is its trunk and learns from both losses, because a separate value model would
+    double the memory. Engines do not get it.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -38,7 +38,7 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=torch.float32, device="meta"))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return values [N] float32 of hidden states [N, H], whose float32 copy no backward pass keeps."""
+        """Return values [N] float32 of hidden states [N, H]; the backward pass keeps no float32 copy of them."""
         return checkpoint(
             _float_product, hidden, self.weight, use_reentrant=False, preserve_rng_state=False
         )
@@ -62,7 +62,7 @@ def gae(rewards: Tensor, values: Tensor, sequence_ids: Tensor, gamma: float, lam
     )
     is_last = places == lengths[sequence_ids] - 1
     targets = torch.where(is_last, rewards.double(), gamma * values.double().roll(-1))
-    # [place, sequence]: every sequence takes a step back at once.
+    # [place, sequence], so that all sequences go one step back at a time
     advantages = targets.new_zeros(int(lengths.max()), len(lengths))
     advantages[places, sequence_ids] = targets - values.double()
     for place in range(len(advantages) - 2, -1, -1):
@@ -75,11 +75,11 @@ def estimate_step(
     sum_over_ranks: Callable[[Tensor], Tensor],
     options: AdvantageOptions,
 ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-    """Give the tokens of all micro-batches of a step, [update][micro-batch], their own advantages and returns.
+    """Give the tokens of a step's micro-batches, [update][micro-batch], their own advantages and returns.
 
-    The advantages of a micro-batch are at first the rewards of its sequences.
-    Also returns the share of the returns' variance that the values explain: 1 if the values are right, 0 if they are as
-    good as any constant. It is absent where all returns are equal.
+    On entry, the advantages of a micro-batch are the rewards of its sequences.
+    Also returns the share of the returns' variance that the values explain: 1 for right values, 0 for a constant. It is
+    absent if all returns are equal.
     """
     estimates = [_estimate(batch, options) for batch in itertools.chain(*updates)]
     mean, variance = _moments(torch.cat(estimates, dim=1), sum_over_ranks)
@@ -96,7 +96,7 @@ def estimate_step(
 
 
 def _estimate(batch: MicroBatch, options: AdvantageOptions) -> Tensor:
-    """Return advantages, returns and errors of the values, [3, N] float64, on the CPU."""
+    """Return advantages, returns and the values' errors, [3, N] float64, on the CPU."""
     rewards = batch.advantages.cpu()
     values = batch.columns["values"].cpu()
     sequence_ids = batch.sequence_ids.cpu()
@@ -116,6 +116,6 @@ def _moments(columns: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> tup
 
 
 def _with_estimate(batch: MicroBatch, estimate: Tensor) -> MicroBatch:
-    """Return the micro-batch with advantages and returns, the first two rows of [3, N], as float32 on its device."""
+    """Return the micro-batch with the advantages and returns of an estimate [3, N], as float32 on its device."""
     advantages, returns = (row.to(batch.advantages) for row in estimate[:2])
     return replace(batch, advantages=advantages, columns=batch.columns | {"returns": returns})

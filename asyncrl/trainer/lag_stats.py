@@ -1,4 +1,4 @@
-"""Per-token training statistics, averaged overall and by lag: how many steps old a token was when it was trained on."""
+"""Statistics of trained tokens, averaged over all tokens and by lag (the age of a token in steps)."""
 
 import itertools
 import math
@@ -25,27 +25,27 @@ WEIGHT = "importance weight"
 WEIGHT_SQUARED = "importance weight squared"
 SLOPE_SQUARED = "slope squared"
 NOT_REPORTED = (WEIGHT, WEIGHT_SQUARED, SLOPE_SQUARED)
-"""Sums that `ess` and `slope` are made of."""
+"""Sums behind `ess` and `slope`."""
 
 
 class TokenStats:
-    """Sums of per-token statistics by lag bucket, over micro-batches; `reduce` turns them into means over all ranks."""
+    """Sums of token statistics by lag bucket, over micro-batches. `reduce` turns them into means over all ranks."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        """By name, [6] float64, where the tokens are: nothing waits for a GPU before `reduce`. "tokens" counts."""
+        """[6] float64 by name, on the tokens' device, so that only `reduce` waits for a GPU. "tokens" is a count."""
         self._log_ratios: list[Tensor] = []
-        """Of each micro-batch, [N] float32 nats."""
+        """Log-ratios of each micro-batch, [N] float32 nats."""
         self._sequence_log_ratios: list[Tensor] = []
-        """Their sums over each sequence, [S] float32 nats."""
+        """Their sums over sequences, [S] float32 nats."""
 
     def add_scores(
         self, batch: MicroBatch, scores: TokenScores, loss_stats: dict[str, Tensor]
     ) -> None:
         """Add a micro-batch: its scores by the current policy, and the stats of its loss.
 
-        The backward pass of the update's loss adds its slopes. drift/k1 and drift/k3 estimate KL(behavior ‖ current)
-        from samples of behavior, nats: Schulman, «Approximating KL divergence», 2020.
+        The backward pass adds the slopes later. drift/k1 and drift/k3 estimate KL(behavior ‖ current) in nats, from
+        samples of the behavior policy (Schulman, «Approximating KL divergence», 2020).
         """
         logprobs = scores.logprobs.detach()
         behavior_logprobs = batch.columns["behavior_logprobs"]
@@ -72,13 +72,13 @@ class TokenStats:
 
     @property
     def num_added(self) -> int:
-        """Micro-batches whose ratios were added."""
+        """Number of micro-batches added."""
         return len(self._sequence_log_ratios)
 
     def sequence_ess(self, since: int) -> float:
-        """Return the effective sample size, 0–1, of the whole ratios of sequences; collective.
+        """Return the effective sample size, 0–1, of the sequences' ratios; collective.
 
-        The sequences are those of the micro-batches that were added after the first `since`.
+        It leaves out the first `since` micro-batches.
         """
         return _effective_sample_size(
             _joined(gather_from_ranks(_joined(self._sequence_log_ratios[since:])))
@@ -94,7 +94,7 @@ class TokenStats:
         self._add(columns, lags)
 
     def _add(self, columns: dict[str, Tensor], lags: Tensor) -> None:
-        # Bounds in a tensor would be copied to a GPU, for which the host waits.
+        # A tensor of bounds would be copied to the GPU, and the host would wait.
         buckets = sum((lags > last).long() for last in LAST_LAGS)
         values = torch.stack([column.detach().double() for column in columns.values()])
         by_bucket = [
@@ -104,12 +104,12 @@ class TokenStats:
             self._sums[name] = self._sums.get(name, 0.0) + total
 
     def reduce(self) -> dict[str, float]:
-        """Sum over all ranks (collective) and return the means, per name and as `name/lag_BUCKET` where it has tokens.
+        """Return the means over all ranks, by name and by `name/lag_BUCKET` for buckets with tokens; collective.
 
-        Besides the names given: `ess`, the effective sample size over the number of tokens, (Σw)² / (n·Σw²), of the
-        importance weights w: the loss's `weight` where it reports one, else `ratio`; absent where all are 0. `slope` is
-        the norm of the slopes; `ratio_q01`, `ratio_q99` and `ratio_max` are quantiles of the tokens' ratios;
-        `sequence_ess` is the effective sample size of the sequences' whole ratios. `tokens` is a sum.
+        More names: `ess` is the effective sample size of tokens, (Σw)² / (n·Σw²). Its weights w are the loss's
+        `weight`, or `ratio` if it reports none; `ess` is absent if all are 0. `slope` is the norm of the slopes.
+        `ratio_q01`, `ratio_q99` and `ratio_max` are quantiles of the tokens' ratios. `sequence_ess` is the effective
+        sample size of the sequences' ratios. `tokens` is a sum.
         """
         sums = {name: total.cpu().numpy() for name, total in self._sums.items()}
         ranks = gather_from_ranks(
@@ -128,7 +128,7 @@ class TokenStats:
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
-    """Turn sums over n tokens into means; {} where n = 0."""
+    """Turn sums over n tokens into means; {} if n = 0."""
     num_tokens = sums.get("tokens", 0.0)
     if not num_tokens:
         return {}
@@ -141,10 +141,10 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
 
 
 def trained_on(updates: Updates, policy_version: int) -> dict[str, float]:
-    """Return how many trajectories a step trains on and how stale they are, on all ranks; collective.
+    """Return the number and staleness of the trajectories of a step, over all ranks; collective.
 
-    `samples` counts them, once for all epochs. `staleness/mean` and `max` are over them, and `token_mean` over their
-    tokens, in steps behind `policy_version`; absent where no trajectory is known.
+    `samples` counts trajectories, once for all epochs. `staleness/mean` and `max` are over trajectories, `token_mean`
+    is over tokens, all in steps behind `policy_version`. They are absent if there is no trajectory.
     """
     oldest, versions = [], [np.zeros(0, dtype=np.int64)]
     for bundle in itertools.chain(*itertools.chain(*updates)):
@@ -178,7 +178,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _tails(log_ratios: Tensor, sequence_log_ratios: Tensor) -> dict[str, float]:
-    """Return quantiles of the tokens' ratios, and the effective sample size of the sequences'; {} of none."""
+    """Return quantiles of the tokens' ratios and the sequences' effective sample size; {} without tokens."""
     if not len(log_ratios):
         return {}
     ratios = importance_ratio(log_ratios)
@@ -188,6 +188,6 @@ def _tails(log_ratios: Tensor, sequence_log_ratios: Tensor) -> dict[str, float]:
 
 
 def _effective_sample_size(log_weights: Tensor) -> float:
-    """Return (Σw)² / (n·Σw²) of weights that may be beyond a float's range."""
+    """Return (Σw)² / (n·Σw²). The weights themselves may exceed a float's range."""
     weights = (log_weights - log_weights.max()).double().exp()
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))

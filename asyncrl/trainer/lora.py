@@ -1,11 +1,10 @@
 """Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): a frozen weight W and a trained B·A of rank r beside it.
 
-A layer computes W·x + (alpha / r)·B·(A·x), with A random and B zero at first, so training begins at the base model.
-Adapted are all linear layers of the decoder blocks, and neither embedding nor head, nor experts that are fused into one
-parameter; alpha is 2·r, so that the factor is 2 for every rank. Engines are sent W + 2·B·A under the name of W: to them
-nothing is different.
+A layer computes W·x + (alpha / r)·B·(A·x). A starts random and B at zero, so training begins at the base model. alpha
+is 2·r, so the factor is 2 for every rank. All linear layers of the decoder blocks are adapted; embedding, head and
+experts that are fused into one parameter are not. Engines get W + 2·B·A under the name of W, and see no difference.
 
-The library `peft` has this layer too, but cannot be imported without `accelerate`. Adapters are written in its format.
+The library `peft` has this layer too, but needs `accelerate`. Adapters are written in peft's format.
 """
 
 import json
@@ -23,7 +22,7 @@ from torch.nn import functional
 from asyncrl.weights.transport import Weights
 
 ADAPTER_NAMES = (".lora_A", ".lora_B")
-"""How the names of an adapter's parameters end."""
+"""Endings of the names of an adapter's parameters."""
 SCALE = 2
 """alpha / r."""
 
@@ -40,7 +39,7 @@ class LoraLinear(nn.Linear):
         self.is_adapted = True
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the base layer's output [..., out], plus that of the adapter unless it is switched off."""
+        """Return the base layer's output [..., out], plus the adapter's unless it is switched off."""
         output = super().forward(input)
         if not self.is_adapted:
             return output
@@ -50,9 +49,9 @@ class LoraLinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, blocks: list[nn.Module], rank: int) -> None:
-    """Freeze the model and give every linear layer in `blocks` an adapter of `rank`, not yet initialised.
+    """Freeze the model, and give every linear layer in `blocks` an adapter of `rank`, not yet initialised.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is no linear layer.
     """
     model.requires_grad_(False)
     linear_layers = [
@@ -81,7 +80,7 @@ def named_base_parameters(model: nn.Module) -> Weights:
 
 
 def initial_adapters(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Full float32 adapters by parameter name: A uniform in ±1/√in, as in peft, and B zero."""
+    """Return full float32 adapters by parameter name: A is uniform in ±1/√in, as in peft, and B is zero."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, parameter in named_adapters(model):
@@ -94,10 +93,9 @@ def initial_adapters(model: nn.Module, seed: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge(name: str, weight: Tensor, adapters: dict[str, Tensor]) -> Tensor:
-    """Return the full parameter `name`, with W + (alpha / r)·B·A, computed in float32, where it has an adapter.
+    """Return the full parameter `name`: W + (alpha / r)·B·A, computed in float32, if it has an adapter.
 
-    `weight` is the base's, full; it and what is trained stay as they are. Adapters are by name; where they are sharded
-    this is collective.
+    `weight` is the base's full parameter. No input changes. Sharded adapters make this collective.
     """
     owner = name.removesuffix(".weight")
     if name == owner or f"{owner}.lora_A" not in adapters:
@@ -111,7 +109,7 @@ def merge(name: str, weight: Tensor, adapters: dict[str, Tensor]) -> Tensor:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Let the model compute as its base does inside of the block; a model without adapters does anyway."""
+    """Switch the model's adapters off inside the block."""
     adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for module in adapted:
         module.is_adapted = False

@@ -1,4 +1,4 @@
-"""The loss that --algo and --algo-args choose. It is tried on six tokens before anything heavy starts."""
+"""Loads the loss of --algo with its --algo-args, and tries it on six tokens before a run starts."""
 
 import functools
 import inspect
@@ -18,20 +18,20 @@ _MUST_TRAIN = {
     0.0: "fresh tokens, whose ratio is 1",
     1e-5: "tokens that only rounding has moved, by 1e-5 nats the way their advantage points",
 }
-"""Tokens that a loss must train some of, by how far they moved, nats: clips and bands are to be wider than what engine
-and trainer differ by at one version."""
+"""Tokens by how far they moved, nats. A loss must train some of each: a clip or band must be wider than the difference
+of engine and trainer at one version."""
 
 _SEQUENCES = (torch.arange(6) // 3, torch.arange(6))
 _MOVES = ((1.0, -0.7, -0.3, -1.0, 0.4, 0.6), (1.0, -0.7, -0.3, -3.0, 0.4, 0.6))
-"""Log-ratios of six tokens, nats. A mask or clip cuts some of them, and none of two sequences whose means are 0; or it
-cuts the second sequence, and not all of its tokens."""
+"""Log-ratios of six tokens, nats. In the first case a mask or clip cuts single tokens but no sequence, as the means of
+both are 0. In the second case it cuts the second sequence, but not all tokens in it."""
 
 
 def choose_loss(config: Config) -> Callable:
-    """Return the loss of a run as a function of the inputs alone.
+    """Return the loss of a run with its arguments bound.
 
-    Raises ValueError, in one line, for a loss that is missing or is none, for an argument that it does not take, and
-    for a loss that needs one advantage per sequence where the estimator has one per token.
+    Raises ValueError, in one line, for a missing loss, an object that is no loss, and a wrong argument. Raises it too
+    for a loss that needs one advantage per sequence, if the estimator gives one per token.
     """
     loss = user_code.load(config.algo, "--algo", LOSSES)
     with user_code.errors_as_value_error(config.algo, "--algo"):
@@ -48,13 +48,13 @@ def choose_loss(config: Config) -> Callable:
 
 
 def keywords_of(loss: Callable) -> list[inspect.Parameter]:
-    """The parameters of a loss that `--algo-args` may set."""
+    """Return the parameters of a loss that `--algo-args` may set."""
     _, *parameters = inspect.signature(loss, eval_str=True).parameters.values()
     return [parameter for parameter in parameters if parameter.name != "update"]
 
 
 def describe(algo: str) -> str:
-    """One line about a loss, and its keyword arguments with their defaults and ranges."""
+    """Return a line about a loss, then its keyword arguments with their defaults and ranges."""
     loss = user_code.load(algo, "--algo", LOSSES)
     text = (
         inspect.getmodule(loss).__doc__
@@ -72,7 +72,7 @@ def describe(algo: str) -> str:
 
 
 def check_signature(loss: Any) -> None:
-    """Raise TypeError unless something is a function of the inputs, whose other parameters have defaults."""
+    """Raise TypeError unless `loss` is a function of the inputs, and its other parameters have defaults."""
     if not inspect.isfunction(loss):
         raise TypeError(
             f"it is a {type(loss).__name__}; give a function loss(inputs, *, NAME=VALUE)"
@@ -93,10 +93,10 @@ def check_signature(loss: Any) -> None:
 
 
 def try_loss(loss: Callable) -> None:
-    """Compute a loss on six tokens of two sequences, a good and a bad one: stale ones, then those of _MUST_TRAIN.
+    """Compute a loss on six tokens of a good and a bad sequence: first on stale tokens, then on those of _MUST_TRAIN.
 
-    Raises TypeError for what is no loss and stats for each of them, ValueError where the latter have no gradient at all
-    or one that is not finite, and whatever the loss raises.
+    Raises TypeError unless it returns a loss and stats for each token. Raises ValueError for tokens of _MUST_TRAIN
+    without a gradient, or with one that is not finite. Passes on errors of the loss.
     """
     logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
     output = _call(loss, _six_tokens(logprobs, 0.1))
@@ -123,9 +123,9 @@ def try_loss(loss: Callable) -> None:
 
 
 def reads_sequences(loss: Callable) -> bool:
-    """Return whether a loss depends on which tokens are of one sequence, as one with a ratio per sequence does.
+    """Return whether a loss depends on the bounds of sequences, as a ratio per sequence does.
 
-    It is tried on six tokens as two sequences, a good and a bad one, and on the same tokens as six sequences.
+    The loss is computed on six tokens as two sequences and as six sequences; its gradients are compared.
     """
     return any(
         not torch.allclose(*(_slopes(loss, scale * torch.tensor(moves), ids) for ids in _SEQUENCES))
@@ -135,7 +135,7 @@ def reads_sequences(loss: Callable) -> bool:
 
 
 def _slopes(loss: Callable, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Return the slopes [6] of a loss by the log-probs of three good tokens and three bad ones."""
+    """Return the gradient [6] of a loss at three good tokens and three bad ones."""
     logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
     now = logprobs.detach()
     advantages = 1.0 - 2 * (torch.arange(6) // 3)
@@ -147,13 +147,12 @@ def _slopes(loss: Callable, log_ratios: Tensor, sequence_ids: Tensor) -> Tensor:
 
 
 def _call(loss: Callable, inputs: LossInputs) -> Any:
-    """Call a loss on inputs that are a whole update."""
+    """Call a loss on the inputs of a whole update."""
     return loss(inputs, inputs.to("cpu")) if couples_tokens(loss) else loss(inputs)
 
 
 def _six_tokens(logprobs: Tensor, moved: float) -> LossInputs:
-    """Inputs that a loss might see; good tokens are `moved`, nats, likelier than when they were sampled, bad ones less
-    likely."""
+    """Return inputs whose good tokens have become likelier by `moved`, nats, and whose bad ones less likely."""
     ids, held = torch.tensor([0, 0, 0, 0, 1, 1]), logprobs.detach()
     advantages = 1.0 - 2 * ids
     log_ratio = moved * advantages
@@ -165,6 +164,6 @@ def _six_tokens(logprobs: Tensor, moved: float) -> LossInputs:
 
 
 def _columns(logprobs: Tensor) -> dict[str, Tensor]:
-    """Return columns for a trial: log-probs [6] for those of real numbers, and zeros."""
+    """Return columns for a trial: log-probs [6] in columns of real numbers, zeros elsewhere."""
     is_real = {name: dtype.kind == "f" for name, dtype in DTYPES.items()}
     return {name: logprobs * is_real[name] for name in DTYPES}

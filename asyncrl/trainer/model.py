@@ -1,8 +1,7 @@
-"""How the trainer's model comes to be: built empty and sharded on every rank (FSDP2), then filled from rank 0.
+"""The trainer's model: every rank builds it empty and shards it (FSDP2), then rank 0 sends the weights.
 
-Trained weights are float32 masters. A GPU computes in bfloat16 (FSDP2 mixed precision, float32 gradient reduction), the
-CPU in float32, or both as --dtype says; what is frozen beside adapters is kept in that dtype.
-asyncrl/trainer/attention.py says with which attention.
+Trained weights are float32 masters. --dtype is the dtype of computing: bfloat16 on a GPU (FSDP2's mixed precision, with
+float32 gradient reduction) and float32 on a CPU by default. Frozen weights beside adapters are kept in that dtype.
 """
 
 import itertools
@@ -51,17 +50,17 @@ _VARYING = (
     r"L\['(attention_mask|position_ids|kwargs)'\](?!\.BLOCK_SIZE)",
     r"L\['(hidden|targets)'\]:0",
 )
-"""What varies between micro-batches, of arguments of layers and of TokenLogprobs.score_rows, as torch names it: rows
-and tokens of tensors, and all sizes and numbers of masks and bounds but that of FlexAttention's blocks."""
+"""Arguments whose sizes change between micro-batches, in torch's notation: those of layers and of score_rows.
+FlexAttention's block size is constant and is left out."""
 _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
-"""The part of a weight's name that names its layer; empty outside of layers."""
+"""Matches the layer in a weight's name; empty outside of layers."""
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
 
 
 def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
-    """Mesh of all ranks: one line to shard the model over, or `replicas` lines of neighbours (HSDP); collective.
+    """Return the mesh of all ranks: [ranks], or with HSDP [replicas, ranks of one]; collective.
 
-    torchrun numbers the ranks node by node: with a replica per node, weights are gathered within nodes only.
+    torchrun numbers ranks node by node, so with a replica a node, weights are gathered within nodes only.
     """
     num_ranks = dist.get_world_size()
     if replicas == 1:
@@ -71,16 +70,16 @@ def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Dtype that the model computes in, and that its weights are sent in."""
+    """Return the dtype in which the model computes and its weights are sent."""
     return getattr(torch, config.dtype_on(device.type))
 
 
 def load_model(
     config: Config, path: str, mesh: DeviceMesh, device: torch.device, *, is_trained: bool = True
 ) -> TokenLogprobs:
-    """Build an empty sharded model on every rank, then fill it from rank 0, who alone reads the weights.
+    """Build an empty sharded model on every rank, then fill it from rank 0, which reads the files.
 
-    What is not trained, as a reference or below adapters, is kept in the dtype of computing.
+    Frozen weights (a reference, or the base of adapters) are kept in the dtype of computing.
     """
     hf_config = read_config(path)
     dtype = compute_dtype(config, device) if config.lora_rank or not is_trained else torch.float32
@@ -100,7 +99,7 @@ def load_model(
         add_adapters(model, layers, config.lora_rank)
     if is_trained and compiles(config, device):
         compile_layers(layers)
-        # Logits in float32 are written once in a pass then, and not for each operation on them.
+        # Then a pass writes the float32 logits once, and not once an operation.
         module.score_rows = compiled(module.score_rows)
     if is_trained and "activations" in config.save_memory:
         recompute_layers(layers)
@@ -115,14 +114,14 @@ def load_model(
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Put buffers where layers compute: FSDP streams offloaded weights there by itself, but not these."""
+    """Move buffers to the device of computing. FSDP moves offloaded weights there, but no buffers."""
     for owner in model.modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
             setattr(owner, name, buffer.to(device))
 
 
 def named_persistent_buffers(model: nn.Module) -> Weights:
-    """Yield (Hugging Face name, buffer) of each buffer that a checkpoint of the model has; none is ever trained."""
+    """Yield (Hugging Face name, buffer) of each buffer in a checkpoint of the model. Buffers are never trained."""
     for owner_name, owner in model.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
             if name not in owner._non_persistent_buffers_set:
@@ -130,7 +129,7 @@ def named_persistent_buffers(model: nn.Module) -> Weights:
 
 
 def trained_names(module: TokenLogprobs) -> dict[Tensor, str]:
-    """Return the trained parameters, each with its name: that of Hugging Face, or that of the value head."""
+    """Return the trained parameters with their names: Hugging Face's, and `value_head`'s own."""
     return {
         parameter: name.removeprefix("model.")
         for name, parameter in module.named_parameters()
@@ -139,7 +138,7 @@ def trained_names(module: TokenLogprobs) -> dict[Tensor, str]:
 
 
 class WholeWeights:
-    """What others read of a trained model, whose shards all ranks have."""
+    """Reads whole weights of a model that is sharded over all ranks."""
 
     config: Config
     module: TokenLogprobs
@@ -148,13 +147,11 @@ class WholeWeights:
     def named_full_parameters(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
     ) -> Weights:
-        """Yield (Hugging Face name, full tensor in `dtype`) one at a time, tied weights once, in fixed order;
-        collective.
+        """Yield (Hugging Face name, full tensor in `dtype`), one at a time and in a fixed order; collective.
 
-        Each is cast before it is gathered, on `device`: that which computes, or `meta`, where nothing is gathered and
-        no other rank is waited for. Adapters are merged into the weights they belong to, in float32. Persistent buffers
-        follow the parameters, in the dtype that they have. Copy each tensor before taking the next: on one rank it is
-        the live weight.
+        Tied weights come once. A weight is cast, then gathered on `device`; on `meta` nothing is gathered, and the call
+        is not collective. Adapters are merged into their weights in float32. Persistent buffers come last, in their own
+        dtype. Copy each tensor before taking the next: on one rank it is the live weight.
         """
         device = device or self.device
         model = self.module.model
@@ -166,21 +163,21 @@ class WholeWeights:
             yield name, buffer.to(device)
 
     def sent_parameters(self, device: torch.device | str | None = None) -> Weights:
-        """Yield the full weights as they are sent to rollout: parameters in the dtype of computing; collective."""
+        """Yield the full weights that rollout gets, parameters in the dtype of computing; collective."""
         dtype = compute_dtype(self.config, self.device)
         return as_in_files(self.module.model, self.named_full_parameters(dtype, device))
 
     def sent_specs(self) -> list[ParameterSpec]:
-        """Return the specs of what `sent_parameters` yields, in the same order; not collective."""
+        """Return the specs of the tensors of `sent_parameters`, in its order; not collective."""
         named = self.sent_parameters("meta")
         return [ParameterSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
 
 
 def as_in_files(model: PreTrainedModel, named: Weights) -> Weights:
-    """Yield full weights with the names and shapes that they have in a checkpoint's files, one layer after the other.
+    """Yield full weights with the names and shapes of a checkpoint's files, one layer after the other.
 
-    transformers changes some weights as it reads them: it fuses the experts of a layer, for example. vLLM reads what is
-    in the files.
+    transformers changes some weights while it reads them: it fuses the experts of a layer, for example. vLLM takes them
+    as they are in the files.
     """
     if not get_model_conversion_mapping(model, add_legacy=False):
         yield from named
@@ -192,9 +189,9 @@ def as_in_files(model: PreTrainedModel, named: Weights) -> Weights:
 def _fill_from_rank_0(
     model: PreTrainedModel, path: str, dtype: torch.dtype, adapters: dict[str, Tensor]
 ) -> None:
-    """Read a checkpoint on rank 0 and give every rank its shard of the weights, and the buffers whole.
+    """Read a checkpoint on rank 0, and give every rank its shard of the weights and all buffers.
 
-    `adapters` are those that no checkpoint of a base model holds, full, by name.
+    `adapters` are full new weights by name; a base model's checkpoint has none.
     """
     is_reader = dist.get_rank() == 0
     full = _read_model(path, dtype) if is_reader else None
@@ -206,7 +203,7 @@ def _fill_from_rank_0(
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state = full.state_dict() | adapters if is_reader else {}
     set_model_state_dict(model, state, options=options)
-    # rotary frequencies and the like, which no state dict holds
+    # A state dict lacks some buffers, such as rotary frequencies.
     for name, buffer in model.named_buffers():
         if is_reader:
             buffer.copy_(full.get_buffer(name))
@@ -214,19 +211,19 @@ def _fill_from_rank_0(
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
-    """Whether the head is the embedding."""
+    """Return whether the head is the embedding."""
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Read a model to host memory; its weights stay bfloat16 where all are, and every rank widens its shard."""
+    """Read a model to host memory. If all weights are bfloat16 they stay so, and each rank widens its shard."""
     options = {"use_safetensors": True, "trust_remote_code": False}
-    # Shapes that differ are taken, and refused here: transformers would only point at a table printed before.
+    # Wrong shapes are refused below: the error of transformers only points at a table that it printed.
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     read_as = torch.bfloat16 if _stored_dtypes(path) == {"BF16"} else dtype
     full, info = AutoModelForCausalLM.from_pretrained(path, dtype=read_as, **options)
     if dtype != torch.bfloat16 and torch.bfloat16 in {buffer.dtype for buffer in full.buffers()}:
-        # One that is made in the dtype of the weights would be rounded.
+        # Buffers made in bfloat16 would be rounded, so read again in the wanted dtype.
         full, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     for name, stored, expected in sorted(info["mismatched_keys"]):
         raise ValueError(
@@ -242,7 +239,7 @@ def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _stored_dtypes(path: str) -> set[str]:
-    """Dtypes of the weights in a folder's safetensors files, as they name them."""
+    """Return the dtypes of the weights in a folder's safetensors files, such as BF16."""
     dtypes = set()
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, "pt") as weights:
@@ -251,9 +248,9 @@ def _stored_dtypes(path: str) -> set[str]:
 
 
 def recompute_layers(layers: list[nn.Module]) -> None:
-    """Keep only each layer's input for the backward pass and compute the rest again: memory for time.
+    """Keep each layer's input only, and compute the rest again in the backward pass: memory for time.
 
-    Layers stay in eval mode. transformers' own way puts them in training mode, which turns dropout on in some families.
+    Layers stay in eval mode. transformers' own function uses training mode, and that turns on dropout in some families.
     """
     for layer in layers:
         layer.forward = partial(
@@ -262,16 +259,16 @@ def recompute_layers(layers: list[nn.Module]) -> None:
 
 
 def compiles(config: Config, device: torch.device) -> bool:
-    """Whether layers are compiled: as --compile says, or without it on GPUs."""
+    """Return whether layers are compiled: --compile, and by default only on GPUs."""
     return device.type == "cuda" if config.compile is None else config.compile
 
 
 def compile_layers(layers: list[nn.Module]) -> None:
     """Compile each layer's forward, without FSDP's hooks and the recomputation around it.
 
-    Layers share their code and so their graphs: one per kind of input (with gradient or without, with adapters or
-    without; with torch's masked attention also one row or more, masked or not). Past eight of them torch warns and runs
-    a layer uncompiled. A reference model, whose frozen weights make other kinds, is not compiled.
+    Layers share their code and so their graphs. There is one graph for each kind of input: with gradient or without,
+    with adapters or without, and for masked attention one row or more, masked or not. After eight graphs torch warns
+    and runs a layer uncompiled. Frozen weights make more kinds, so a reference model is not compiled.
     """
     for layer in layers:
         layer.forward = compiled(layer.forward)
@@ -280,9 +277,9 @@ def compile_layers(layers: list[nn.Module]) -> None:
 def compiled(function: Callable) -> Callable:
     """Return a function of a layer or of the head, compiled once for micro-batches of all sizes.
 
-    Their sizes are symbols from the first micro-batch on, and all other numbers constants. Below FSDP, torch's
-    `dynamic=True` makes symbols of the size of a head, which FlexAttention refuses, and of each epsilon, which a kernel
-    on the host then converts.
+    The sizes of _VARYING are symbols from the first micro-batch on; all other numbers are constants. torch's
+    `dynamic=True` does worse below FSDP: FlexAttention refuses its symbol for the size of a head, and each epsilon
+    costs a conversion on the host.
     """
     torch.compiler.config.dynamic_sources = ", ".join(_VARYING)
     torch._dynamo.config.specialize_float = True
@@ -290,11 +287,10 @@ def compiled(function: Callable) -> Callable:
 
 
 def embedding_apart(config: Config, model: PreTrainedModel) -> list[nn.Module]:
-    """The embedding, which FSDP then gathers and frees by itself; none without `--save-memory head`, or where it is
-    also the head.
+    """Return [embedding] if FSDP shards it apart: with `--save-memory head`, unless it is also the head.
 
-    The head stays with what is outside of layers. Its recomputation in the backward pass finds whole weights because
-    that group, the root's, is kept gathered, and its gradient is reduced at the very end, when activations are gone.
+    The head stays in the root's group. FSDP keeps that group gathered, so the head's recomputation in the backward pass
+    finds whole weights. Its gradient is reduced last, when activations are gone.
     """
     is_apart = "head" in config.save_memory and not _is_tied(model)
     return [model.get_input_embeddings()] if is_apart else []
@@ -303,11 +299,9 @@ def embedding_apart(config: Config, model: PreTrainedModel) -> list[nn.Module]:
 def shard(
     modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None, offload: bool
 ) -> None:
-    """Shard each module's float32 parameters; it computes in `dtype`, None for theirs, and gradients are reduced in
-    float32.
+    """Shard each module's parameters. It computes in `dtype` (None keeps theirs) and reduces gradients in float32.
 
-    `offload` keeps the shards in host memory. Gradients then go there too, and the optimizer steps there, as it
-    makes its state beside the weights.
+    `offload` keeps shards, gradients and the optimizer's state in host memory, and the optimizer steps there.
     """
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offloaded = (

@@ -1,7 +1,4 @@
-"""From sequences to rows: pack them without waste, and weigh each token once for the whole update.
-
-There is no model here, so everything can be checked by hand.
-"""
+"""Packs sequences into rows without waste, and weighs each token once for the whole update. No model is needed."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,35 +13,35 @@ from asyncrl.config import Config
 from asyncrl.records import TokenColumns, slice_columns, spread_columns
 
 ATTENTION_BLOCK = 128
-"""Tokens of a block of FlexAttention's mask: rows of whole blocks are of one kind, for which one kernel is compiled."""
+"""Tokens in a block of FlexAttention's mask. Rows of whole blocks need one compiled kernel only."""
 Layout = Literal["one_row", "short_rows", "row_each"]
-"""How bundles lie in a micro-batch: all in one row, in rows as long as the longest, or each in a row of its own."""
+"""How bundles lie in a micro-batch: all in one row, in rows as long as the longest bundle, or one in each row."""
 
 
 @dataclass(frozen=True)
 class TrainSequence(TokenColumns):
-    """One trajectory with its advantage, ready to be trained on. T tokens, prompt and everything after it."""
+    """A trajectory of T tokens, from its prompt to its end, with its advantage."""
 
     tokens: np.ndarray
     """[T] int64, T ≥ 1."""
     loss_mask: np.ndarray
-    """[T] bool, True where the policy wrote the token; the first token has no prediction and must be False."""
+    """[T] bool, True for a token that the policy sampled. The first token has no prediction and must be False."""
     advantage: float = 0.0
-    """Advantage of the sequence; with --advantage gae its reward, of which gae.py makes those of tokens."""
+    """Advantage of the sequence. With --advantage gae it is the reward, and gae.py makes advantages of tokens."""
     reward: float = 0.0
     """Reward that the task gave."""
     group_id: int = 0
     """Group whose sequences may share their prompt."""
     oldest_version: int | None = None
-    """That of its trajectory, steps; None on the later segments of an agent, whose trajectory counts once."""
+    """Oldest version in its trajectory, steps; None on later segments, because a trajectory counts once."""
     experts: np.ndarray | None = None
     """As in Trajectory."""
     trained_in_trajectory: int | None = None
-    """Trained tokens of all segments of its trajectory; None where the sequence is the whole trajectory."""
+    """Trained tokens of all segments of its trajectory; None if the sequence is the whole trajectory."""
 
     @classmethod
     def to_score(cls, tokens: np.ndarray, loss_mask: np.ndarray) -> "TrainSequence":
-        """Return a sequence of which tokens are scored, and none is trained on."""
+        """Return a sequence whose tokens are scored but not trained on."""
         return cls(tokens, loss_mask, **spread_columns([], len(tokens)))
 
     @property
@@ -67,14 +64,14 @@ class TrainSequence(TokenColumns):
 
 
 class Bundle(Protocol):
-    """What is read as one piece of a row: a sequence, or several that begin alike (extras/trees)."""
+    """One piece of a row: a sequence, or several with a shared prefix (extras/trees)."""
 
     sequences: tuple[TrainSequence, ...]
     num_tokens: int
     """Tokens to read."""
 
     def places(self, start: int) -> list[np.ndarray]:
-        """Return where the tokens [T] of each sequence are read, if the bundle begins at the place `start`."""
+        """Return the place [T] of each token of each sequence, for a bundle that begins at `start`."""
         ...
 
 
@@ -82,7 +79,7 @@ Updates = list[list[list[Bundle]]]
 """A rank's share of a step: [update][micro-batch] → bundles."""
 _NO_TOKENS = np.zeros(2, dtype=np.int64)
 _NOTHING_TO_TRAIN = TrainSequence.to_score(_NO_TOKENS, _NO_TOKENS > 0)
-"""What a rank reads that only keeps the others company: of one token there would be a kernel of its own."""
+"""Dummy for a rank without data, which must still join FSDP's collectives. One token would need another kernel."""
 
 
 @dataclass(frozen=True)
@@ -94,28 +91,28 @@ class MicroBatch:
     position_ids: Tensor
     """[R, L] int64, from 0 in each sequence; all 0 at padding, so each padding token is a sequence of its own."""
     visible_until: Tensor | None
-    """[R, L] int64, column after the token's subtree: those from the token to there see it. None where no bundle shares
-    a prefix, and position_ids say where sequences begin."""
+    """[R, L] int64, first column after the token's subtree: the columns from the token to there attend to it. None
+    if no bundle shares a prefix; then position_ids show the sequences."""
     sources: Tensor
-    """[N] int64, flat index into R·L of the token whose hidden state predicts the trained token."""
+    """[N] int64, flat index in R·L of the token whose hidden state predicts the trained token."""
     targets: Tensor
-    """[N] int64, the trained tokens, sequence by sequence: one of several branches is there once for each."""
+    """[N] int64, the trained tokens, sequence by sequence. A token of a shared prefix comes once for each sequence."""
     sequence_ids: Tensor
-    """[N] int64, non-decreasing; sequences that have a trained token, 0 … S−1."""
+    """[N] int64, non-decreasing, 0 … S−1; only sequences with a trained token are numbered."""
     columns: dict[str, Tensor]
-    """[N] each, by name: those of TokenColumns, and those that the trainer adds before its first update of a step.
-    These are `proximal_logprobs`, float32 nats, unless the loss derives them, and with a value head `values` of the
-    state before the token and `returns`, which the head is to predict, float32."""
+    """[N] each, by name: the fields of TokenColumns, and columns that the trainer adds before the step's first update.
+    These are `proximal_logprobs`, float32 nats, if they are recomputed. With a value head they are also `values` of the
+    state before the token, and `returns`, the head's targets, both float32."""
     advantages: Tensor
     """[N] float32."""
     rewards: Tensor
     """[N] float32."""
     lengths: Tensor
-    """[N] int64, trained tokens of the token's trajectory: of its sequence, or of several segments."""
+    """[N] int64, number of trained tokens in the token's trajectory."""
     num_sequences: int
-    """Number of sequences that have a trained token, S."""
+    """S, sequences with a trained token."""
     num_trajectories: float
-    """Number of their trajectories; a segment counts as the share of trained tokens that it has."""
+    """Their trajectories. A segment counts as its share of the trajectory's trained tokens."""
     lags: Tensor
     """[N] int64, the trainer's version − the token's, steps."""
 
@@ -131,7 +128,7 @@ class MicroBatch:
 
 
 def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]:
-    """Pack items of at most `capacity`, longest first, each into the first bin with room; bins of item indices."""
+    """Put items, longest first, each into the first bin with room; return the item indices of each bin."""
     bins: list[list[int]] = []
     room = []
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -145,21 +142,21 @@ def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]
 
 
 class UpdateTotals(NamedTuple):
-    """What the sequences of one optimizer update add up to, on all ranks."""
+    """Totals of one optimizer update over all ranks."""
 
     tokens: float
     """Trained tokens."""
     sequences: float
-    """Sequences that have a trained token."""
+    """Sequences with a trained token."""
     trajectories: float
-    """Trajectories that have a trained token; as many, unless some have several segments."""
+    """Trajectories with a trained token; fewer than sequences if some have several segments."""
 
 
 def token_weights(lengths: Tensor, totals: UpdateTotals, config: Config) -> Tensor:
     """Return the weight [N] float32 of each trained token in the summed loss of one update.
 
-    `lengths` [N] int64 as in MicroBatch. The totals are of the whole update, so micro-batches, packing and ranks cannot
-    change the gradient.
+    `lengths` [N] int64 as in MicroBatch. Totals of the whole update make the gradient independent of micro-batches,
+    packing and ranks.
     """
     divisors = {
         "token_mean": totals.tokens,
@@ -171,13 +168,13 @@ def token_weights(lengths: Tensor, totals: UpdateTotals, config: Config) -> Tens
 
 
 def tokens_read(updates: Updates) -> Tensor:
-    """Count the tokens that a pass over a rank's share of a step reads, [] float64."""
+    """Count the tokens in one pass over a rank's share of a step, [] float64."""
     bundles = [bundle for update in updates for microbatch in update for bundle in microbatch]
     return torch.tensor(sum(bundle.num_tokens for bundle in bundles), dtype=torch.float64)
 
 
 def with_equal_counts(updates: Updates) -> Updates:
-    """Add empty micro-batches to [update][micro-batch] → bundles until all ranks have as many; collective.
+    """Add empty micro-batches to [update][micro-batch] → bundles, so that all ranks have equally many; collective.
 
     FSDP's collectives need the same number on all ranks.
     """
@@ -188,11 +185,11 @@ def with_equal_counts(updates: Updates) -> Updates:
 
 
 def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> MicroBatch:
-    """Pack bundles into rows. `policy_version` is the trainer's, from which lags are counted, steps.
+    """Pack bundles into rows. Lags are counted from `policy_version`, the trainer's, in steps.
 
-    One row is for attention kernels that skip what is masked, in blocks of ATTENTION_BLOCK where prefixes are shared.
-    Others pay for the square of the row, so short rows cost less. A row each is for layers that read from left to right
-    and know no bounds. Without any bundle there is something to read, and N = 0.
+    `one_row` suits attention kernels that skip masked tokens; with shared prefixes its length is a multiple of
+    ATTENTION_BLOCK. Other kernels pay for the square of a row, so `short_rows` cost less. `row_each` suits recurrent
+    layers, which know no bounds. Without bundles a dummy is packed, and N = 0.
     Raises RuntimeError for a sequence whose first token is marked as trained.
     """
     bundles = bundles or [_NOTHING_TO_TRAIN]
@@ -218,7 +215,7 @@ def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> Micr
         for sequence, places in zip(item.sequences, item.places(starts[member]), strict=True):
             columns[0, places] = sequence.tokens
             columns[1, places] = np.arange(len(places))
-            # what later sequences begin with as well is seen until the last of them
+            # A shared prefix is visible until the last sequence that begins with it.
             columns[2, places] = places[-1] + 1
             sources.append(places[:-1][sequence.loss_mask[1:]])
     input_ids, position_ids, visible_until = torch.from_numpy(columns).view(3, -1, width)
@@ -235,7 +232,7 @@ def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> Micr
 
 
 def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
-    """Return what MicroBatch has of the N trained tokens of sequences, by field."""
+    """Return the fields of a MicroBatch that describe the N trained tokens."""
     for sequence in sequences:
         if sequence.loss_mask[0]:
             raise RuntimeError(

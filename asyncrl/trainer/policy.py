@@ -1,6 +1,6 @@
-"""The policy: the loss of packed tokens, its optimizer updates, and what others read of the trained weights.
+"""The policy: the loss of packed tokens and its optimizer updates.
 
-Methods marked «collective» must be called by all ranks. They may have different numbers of micro-batches.
+All ranks must call a method marked «collective». Their numbers of micro-batches may differ.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from asyncrl.trainer.sampling import Sampling
 
 
 class NotFinite(RuntimeError):
-    """A loss or a gradient is infinite or no number; all ranks raise it together, before any weight is touched."""
+    """A loss or a gradient is infinite or NaN. All ranks raise it together, before any weight changes."""
 
 
 @dataclass(eq=False)
@@ -84,13 +84,16 @@ class Policy(WholeWeights):
     def train_step(self, updates: Updates, policy_version: int) -> dict[str, float]:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
 
-        `policy_version` is that of the weights now. Each of several epochs makes the same updates, those after the
-        first in a random order of seed, version and epoch. Proximal log-probs and values are those before the first.
-        Returns, equal on all ranks: `loss`, `grad_norm` (before clipping) and `changed_weights` (share that an update
-        changes in bfloat16), means over the updates; `lr` of the last; `tokens/forward`, those that a pass over the
-        step reads; what trained_on, TokenStats, the plugins and, with a value head, estimate_step of gae.py return.
-        Raises NotFinite for a non-finite loss or gradient, and RuntimeError for an update without a trained token and
-        for a token from the future.
+        `policy_version` is the version of the weights now. Each epoch makes the same updates; after the first
+        epoch, seed, version and epoch draw their order. Proximal log-probs and values are those of the weights before
+        the first update.
+
+        Returns metrics that are equal on all ranks. `loss`, `grad_norm` (before clipping) and `changed_weights` (share
+        of weights that an update changes in bfloat16) are means over the updates. `lr` is that of the last update.
+        `tokens/forward` counts the tokens of one pass over the step. trained_on, TokenStats, the plugins and
+        estimate_step (with a value head) add the rest.
+        Raises NotFinite for a non-finite loss or gradient. Raises RuntimeError for an update without a trained token,
+        and for a token of a newer version than `policy_version`.
         """
         self.clock.enter("forward_backward")
         order = self._order(len(updates), policy_version)
@@ -127,7 +130,7 @@ class Policy(WholeWeights):
     def _prepare(
         self, updates: Updates, policy_version: int, has_proximal: bool
     ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-        """Pack a step, and add what the weights before its first update give; also metrics of values; collective."""
+        """Pack a step and add initial scores (see `train_step`); return it with metrics of values; collective."""
         batches = [
             [self.pack(bundles, policy_version) for bundles in update]
             for update in with_equal_counts(updates)
@@ -153,14 +156,14 @@ class Policy(WholeWeights):
 
     @torch.no_grad()
     def score(self, microbatches: list[list[TrainSequence]], raw: bool = False) -> list[Tensor]:
-        """Return log-probs of the trained tokens of each micro-batch, flat [N] float32 nats on the CPU; collective.
+        """Return the log-probs of each micro-batch's trained tokens, flat [N] float32 nats on the CPU; collective.
 
-        Token order is that of the sequences given. `raw` leaves the sampling transform out.
+        The tokens keep the order of the sequences. `raw` leaves the sampling transform out.
         """
         (padded,) = with_equal_counts([microbatches])
         batches = [pack(sequences, self.module.layout).to(self.device) for sequences in padded]
         scores = [self.forward(self.module, batch, raw).logprobs.cpu() for batch in batches]
-        # FSDP keeps the root's weights gathered, for a backward pass that does not come
+        # FSDP keeps the root's weights gathered for a backward pass, and there is none
         self.module.reshard()
         return scores[: len(microbatches)]
 
@@ -189,9 +192,9 @@ class Policy(WholeWeights):
     def _update(
         self, batches: list[MicroBatch], policy_version: int, progress: float, stats: TokenStats
     ) -> dict[str, float]:
-        """Make one optimizer update of a step from a version; return its loss, grad_norm, lr and changed_weights.
+        """Make one optimizer update of a step; return its loss, grad_norm, lr and changed_weights.
 
-        `progress` is the share of the step's updates that were made, in [0, 1).
+        `policy_version` is the version before the step. `progress`, in [0, 1), is the share of its updates made so far.
         """
         totals = self._totals(batches)
         if not totals.tokens:
@@ -202,11 +205,11 @@ class Policy(WholeWeights):
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         num_added_before = stats.num_added
         for index, batch in enumerate(batches):
-            # Replicas sum their shards' gradients once. To put off the sum within one would keep whole gradients.
+            # Replicas sum gradients once an update. Ranks of one replica sum them each time, to keep shards only.
             is_last = index == len(batches) - 1
             self.module.set_requires_all_reduce(is_last)
             if "head" not in self.config.save_memory:
-                # No layer's computation hides what the root exchanges: embedding and head do so once.
+                # Nothing hides the root's exchange (embedding and head), so it happens once an update.
                 self.module.set_requires_gradient_sync(is_last, recurse=False)
                 self.module.set_reshard_after_backward(is_last, recurse=False)
             per_token_loss = self._per_token_loss(batch, progress, update, stats)
@@ -214,7 +217,7 @@ class Policy(WholeWeights):
             summed = (per_token_loss * weights).sum()
             for plugin in self.plugins:
                 summed = summed + plugin.extra_loss(batch, totals.sequences)
-            # FSDP averages gradients over ranks, but the weights are global already: undo the average.
+            # The token weights are global already, so undo FSDP's average over ranks.
             (summed * dist.get_world_size()).backward()
             loss += summed.detach()
         ess = stats.sequence_ess(num_added_before) if self.config.optim.scale_lr_by_ess else 1.0
@@ -236,11 +239,11 @@ class Policy(WholeWeights):
         update: LossInputs | None,
         stats: TokenStats,
     ) -> Tensor:
-        """Return the loss [N] of each trained token, penalties included; its statistics go to `stats`."""
+        """Return the loss [N] of each trained token with its penalties, and add its statistics to `stats`."""
         ref_logprobs = self._reference_logprobs(batch)
         scores = self.forward(self.module, batch)
         if not len(batch.targets):
-            # [0], but in the graph: this rank's FSDP collectives must still run backwards.
+            # Shape [0], but in the graph: FSDP's backward collectives must still run on this rank.
             return scores.logprobs + scores.values
         inputs = _loss_inputs(batch, scores.logprobs, progress)
         loss, token_stats = self.loss(inputs) if update is None else self.loss(inputs, update)
@@ -279,12 +282,12 @@ class Policy(WholeWeights):
         return gathered(parts)
 
     def _step(self, loss: float, lr: float) -> dict[str, float]:
-        """Clip the gradient and step the optimizer; refuses what is not finite before it touches a weight."""
-        # Reading `loss` has just waited for the device, so the host's time is the device's.
+        """Clip the gradient and step the optimizer. Raises NotFinite before any weight changes."""
+        # The caller read `loss`, so the device has finished and the clock is right.
         self.clock.enter("optimizer")
         for plugin in self.plugins:
             plugin.after_backward()
-        # Each by itself: errors of values, which are large at first, must not scale down the model's gradient.
+        # One norm a group: the value head's large first gradients must not scale down the model's.
         norms = [
             nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
             for parameters in self._clipped
@@ -307,7 +310,7 @@ class Policy(WholeWeights):
         num_weights = self.config.replicas * sum(parameter.numel() for parameter in parameters)
         self.optimizer.zero_grad()
         self.num_updates += 1
-        # To read the sum waits for the device, too.
+        # Reading the sum waits for the device, too.
         changed_weights = float(self.sum_over_ranks(num_changed)) / num_weights
         self.clock.enter("forward_backward")
         return {
@@ -338,11 +341,11 @@ def _score(
 
 
 def _loss_inputs(batch: MicroBatch, logprobs: Tensor, progress: float) -> LossInputs:
-    """Return what a loss sees of a micro-batch with current log-probs [N], after `progress` of the step's updates."""
+    """Return the inputs of a loss: a micro-batch, current log-probs [N], and the share of the step's updates made."""
     behavior_logprobs = batch.columns["behavior_logprobs"]
     proximal_logprobs = batch.columns.get("proximal_logprobs")
     if proximal_logprobs is None:
-        # Before the first update the proximal policy is the current one, so with one update this is exact.
+        # With one update the proximal policy is the current one, so this is exact.
         proximal_logprobs = loglinear(logprobs, behavior_logprobs, batch.lags, progress)
     return LossInputs(
         logprobs=logprobs,
@@ -359,10 +362,10 @@ def _loss_inputs(batch: MicroBatch, logprobs: Tensor, progress: float) -> LossIn
 def load_policy(
     config: Config, model_path: str, device: torch.device, clock: TrainerClock | None = None
 ) -> Policy:
-    """Load the model of a folder on `device`, sharded over all ranks; collective, in an initialised process group.
+    """Load a model's folder on `device`, sharded over all ranks of the process group; collective.
 
-    With kl_coef > 0 a second, frozen copy is the reference, or with LoRA the model itself without its adapters. Raises
-    ValueError, at once, for a missing or unfit model and for an argument that the loss does not take.
+    With kl_coef > 0 a frozen copy is the reference; with LoRA it is the model without its adapters.
+    Raises ValueError for a missing or unfit model, and for an argument that the loss does not take.
     """
     loss = choose_loss(config)
     mesh = trainer_mesh(config.replicas, device)

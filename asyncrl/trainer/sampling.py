@@ -1,4 +1,4 @@
-"""The sampling transform, under which engine and trainer mean the same policy; vLLM's, in its order."""
+"""The sampling transform of vLLM, in its order. Under it engine and trainer have the same policy."""
 
 import math
 from typing import NamedTuple
@@ -8,8 +8,7 @@ from torch import Tensor
 
 
 class Sampling(NamedTuple):
-    """The engine's sampling transform, by the options of its names in asyncrl/config.py; as it is, it changes
-    nothing."""
+    """Options of the sampling transform, named as in asyncrl/config.py. The defaults change nothing."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -20,10 +19,10 @@ class Sampling(NamedTuple):
 def sampling_logits(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
     """Apply the engine's sampling transform to logits [N, V] float32: temperature, then min-p, top-k and top-p.
 
-    What is kept is the current policy's own choice and is treated as a constant; outside of it logits are −inf. The
-    sampled token, targets [N] int64, always stays in: the weights may have moved since it was sampled. As vLLM's
-    `processed_logprobs` does it: min-p and top-k cut what is below a logit, so that ties stay; then top-p cuts the
-    least likely of what remains while their mass in that is at most 1 − top_p.
+    Logits outside the kept set are −inf. The current policy chooses the set, which counts as a constant. The sampled
+    token, targets [N] int64, always stays: the weights may have moved since. The rules are those of vLLM's
+    `processed_logprobs`. min-p and top-k drop the logits below a limit, so ties stay. Then top-p drops the least likely
+    tokens while their share of the remaining mass is at most 1 − top_p.
     """
     logits = logits / sampling.temperature
     if sampling[1:] == Sampling()[1:]:

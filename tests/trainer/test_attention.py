@@ -76,8 +76,8 @@ def test_scores_that_it_would_change_silently_are_refused():
         (transformers.GptOssConfig(), HOPPER, torch, "eager", ""),
         (Qwen3Config(), (7, 5), None, "sdpa", "the GPU has 7.5"),
         (Qwen3Config(head_dim=20), HOPPER, None, "sdpa", "they have 20"),
-        (transformers.BloomConfig(), HOPPER, None, "eager", "lets nobody choose the attention of bloom"),
-        (transformers.NemotronConfig(), HOPPER, None, "sdpa", "the attention of nemotron"),
+        (transformers.BloomConfig(), HOPPER, None, "eager", "a fixed attention for bloom"),
+        (transformers.NemotronConfig(), HOPPER, None, "sdpa", "a fixed attention for nemotron"),
         (transformers.Gemma4TextConfig(), HOPPER, None, "sdpa", "they have 256, 512"),
     ],
 )  # fmt: skip
