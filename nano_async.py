@@ -3,7 +3,7 @@
     python nano_async.py                        # without a GPU: a tiny model learns addition in two minutes
     python nano_async.py --alpha 0 --delay 4    # from step 5 on, every token is exactly 4 steps old
     torchrun --nproc-per-node 2 nano_async.py --workers 2 --model Qwen/Qwen3-0.6B --task gsm8k --lr 2e-6 \
-        --max-tokens 1536 --microbatch 8    # GPUs 0 and 1 train, 2 and 3 sample
+        --max-context 1536 --microbatch 8    # GPUs 0 and 1 train, 2 and 3 sample
 
 1. Workers sample with vLLM while the trainer makes its steps. Neither waits for the other, except for the bound of 3.
 2. A token carries its version, the number of steps in the weights that sampled it, and the log-prob it then had. The
@@ -13,8 +13,8 @@
    token is older. `--delay D` sends the weights of version v at version v + D, and adds D to the bound.
 4. New weights reach a worker between two tokens. A response that is half done continues under them.
 
-Run it in this folder. Read `train` first, then `Rollout`, then `serve`. Weights travel through shared memory of the
-host; train_async.py sends them by CUDA IPC or NCCL. This file saves no checkpoint and replaces no dead worker.
+Run it in this folder, and read it from top to bottom. Weights travel through shared memory: /dev/shm must hold D + 2
+copies. train_async.py sends them by CUDA IPC or NCCL. This file saves no checkpoint and replaces no dead worker.
 """
 
 import os
@@ -35,6 +35,7 @@ import math
 import queue
 import threading
 import time
+import zlib
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ class Options:
     groups_per_step: int = 32  # B: prompts in a step
     group_size: int = 8  # G: responses to a prompt
     lr: float = 1e-3  # of AdamW; 4e-5 suits a model of 0.1 B parameters, 1e-6 one above 1 B
-    max_tokens: int = 96  # of a prompt with its response
+    max_context: int = 96  # tokens of a prompt with its response
     microbatch: int = 64  # responses in a forward pass
     workers: int = 1
     seed: int = 0
@@ -95,78 +96,31 @@ class Sample:
     advantage: float = 0.0
 
 
-def start_engine(options: Options):
-    """Return vLLM's engine with random weights."""
-    from vllm import LLM
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    return LLM(
-        options.model,
-        dtype=DTYPE,
-        max_model_len=options.max_tokens,
-        load_format="dummy",  # the trainer sends all weights
-        hf_overrides={"tie_word_embeddings": False},  # also those of the head
-        enable_prefix_caching=False,  # it would keep keys and values of older weights
-        async_scheduling=False,  # with it a step returns tokens of the step before
-        distributed_executor_backend=UniProcExecutor,  # in this process
-        enable_chunked_prefill=NUM_GPUS > 0,  # on a CPU it fails with seeds
-        enforce_eager=NUM_GPUS == 0,
-        kv_cache_memory_bytes=None if NUM_GPUS else 1 << 30,
-    )
-
-
-def start_group(llm, seed: int, group: int, size: int, prompt: list[int], answer: str) -> dict:
-    """Start to sample the responses of a group; return them by the name of their request."""
-    from vllm import SamplingParams
-
-    samples = {}
-    for member in range(size):
-        name = f"{group}/{member}"
-        number = hash((seed, group, member)) % 2**31
-        parameters = SamplingParams(seed=number, max_tokens=None, logprobs=0)
-        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
-        samples[name] = Sample(group, prompt, answer)
-    return samples
-
-
-def serve(pipe, options: Options, task, llm):
-    """Sample what the trainer's messages ask for, and send complete responses back."""
-    running = {}  # unfinished responses, by the name of their request
-    held_out = task.eval_problems(NUM_HELD_OUT)
-    while True:
-        while pipe.poll(0 if running else None):
-            message = pipe.recv()
-            if message is None:
-                return
-            version, weights, groups, size = message
-            if weights:  # they change between two tokens of each response
-                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            for group in groups:
-                problem = held_out[group] if group < 0 else task.train_problem(group)
-                prompt = task.encode_prompt(problem, llm.get_tokenizer())
-                running |= start_group(llm, options.seed, group, size, prompt, problem.answer)
-        for output in llm.llm_engine.step():
-            sample = running[output.request_id]
-            response = output.outputs[0]  # all of it so far
-            sample.versions += [version] * (len(response.token_ids) - len(sample.versions))
-            if output.finished:
-                sample.tokens = list(response.token_ids)
-                for token, logprobs in zip(sample.tokens, response.logprobs):
-                    sample.logprobs.append(logprobs[token].logprob)
-                sample.reward = float(task.score(sample.answer, response.text))
-                pipe.send(running.pop(output.request_id))
-
-
-def work(pipe, options: Options, task, index: int):
-    """Run a worker. If it fails, its last message is the error as a text."""
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(NUM_GPUS)))
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[NUM_RANKS + index] if NUM_GPUS else ""
-    try:
-        serve(pipe, options, task, start_engine(options))
-    except (EOFError, ConnectionError, KeyboardInterrupt):
-        return  # the trainer has ended
-    except Exception as error:
-        pipe.send(f"a rollout worker failed: {error!r}")
+def train(options: Options, loss, rollout: "Rollout | None", log):
+    """Run the loop of one rank. Only rank 0 has a rollout."""
+    model = load_model(options.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
+    weights = gather_weights(model)
+    if rollout:
+        rollout.publish(0, weights)
+        metrics = rollout.evaluate()
+    for step in range(1, options.steps + 1):
+        start = time.monotonic()
+        received = [rollout.take_batch(step - 1) if rollout else None]
+        dist.broadcast_object_list(received, src=0, device=torch.device("cpu"))
+        batch = received[0]
+        add_gradients(model, loss, batch, step - 1, options.microbatch)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = gather_weights(model)
+        if rollout:
+            rollout.publish(step, weights)
+            metrics |= {"grad_norm": norm.item(), "time/step_s": time.monotonic() - start}
+            if step % 10 == 0 or step == options.steps:
+                metrics |= rollout.evaluate()
+            report(step, batch, metrics, log)
+            metrics = {}
 
 
 class Rollout:
@@ -178,7 +132,8 @@ class Rollout:
         self.pipes = pipes
         self.held_back = []  # versions and weights that are not sent yet
         self.version = 0  # that the workers have
-        self.num_started = 0
+        self.num_started = 0  # groups, and so is the next number
+        self.num_used = 0
         self.samples = defaultdict(list)  # responses that have arrived, by group
         self.arrived = queue.Queue()
         for pipe in pipes:
@@ -204,10 +159,10 @@ class Rollout:
         due = None
         if version == 0 or len(self.held_back) > self.options.delay:
             self.version, due = self.held_back.pop(0)
-        num_groups = self.options.groups_per_step
-        num_may_start = version * num_groups + math.floor((1 + self.options.alpha) * num_groups)
-        self.send(range(self.num_started, num_may_start), self.options.group_size, due)
-        self.num_started = num_may_start
+        num_places = math.floor((1 + self.options.alpha) * self.options.groups_per_step)
+        groups = range(self.num_started, self.num_used + num_places)
+        self.send(groups, self.options.group_size, due)
+        self.num_started = groups.stop
 
     def wait_for(self, groups: range, size: int) -> list[Sample]:
         """Return all responses of groups of this size, when the last of them has arrived."""
@@ -219,8 +174,8 @@ class Rollout:
 
     def take_batch(self, version: int) -> list[Sample]:
         """Return the responses that the step from a version trains on."""
-        num_groups = self.options.groups_per_step
-        groups = range(version * num_groups, (version + 1) * num_groups)
+        groups = range(self.num_used, self.num_used + self.options.groups_per_step)
+        self.num_used = groups.stop
         batch = self.wait_for(groups, self.options.group_size)
         staleness = version - min(min(sample.versions) for sample in batch)
         assert staleness <= math.ceil(self.options.alpha) + self.options.delay, staleness
@@ -232,26 +187,6 @@ class Rollout:
         self.send(groups, size=1)
         rewards = [sample.reward for sample in self.wait_for(groups, size=1)]
         return {"eval/accuracy": sum(rewards) / len(rewards), "eval/policy_version": self.version}
-
-
-def load_model(name: str):
-    """Return the model in float32, sharded over the ranks; it computes in DTYPE."""
-    model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, trust_remote_code=False
-    ).to(DEVICE)
-    policy = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32)
-    for module in model.modules():
-        if type(module).__name__ in model._no_split_modules:  # a layer
-            fully_shard(module, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
-
-
-def gather_weights(model) -> list[tuple[str, torch.Tensor]]:
-    """Gather all weights into host memory that processes share."""
-    return [
-        (name, weight.full_tensor().detach().to("cpu", DTYPE, copy=True).share_memory_())
-        for name, weight in model.named_parameters(remove_duplicate=False)
-    ]
 
 
 def score_tokens(model, samples: list[Sample], version: int) -> LossInputs:
@@ -292,6 +227,26 @@ def add_gradients(model, loss, batch: list[Sample], version: int, microbatch: in
         (token_losses.sum() / num_tokens * NUM_RANKS).backward()  # FSDP averages over ranks
 
 
+def load_model(name: str):
+    """Return the model in float32, sharded over the ranks; it computes in DTYPE."""
+    model = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, trust_remote_code=False
+    ).to(DEVICE)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:  # a layer
+            fully_shard(module, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def gather_weights(model) -> list[tuple[str, torch.Tensor]]:
+    """Gather all weights into host memory that processes share."""
+    return [
+        (name, weight.full_tensor().detach().to("cpu", DTYPE, copy=True).share_memory_())
+        for name, weight in model.named_parameters(remove_duplicate=False)
+    ]
+
+
 def report(step: int, batch: list[Sample], metrics: dict[str, float], log):
     """Print the metrics of a step, and write them to the log as JSON."""
     lags = [step - 1 - version for sample in batch for version in sample.versions]
@@ -301,36 +256,74 @@ def report(step: int, batch: list[Sample], metrics: dict[str, float], log):
         "reward/mean": sum(sample.reward for sample in batch) / len(batch),
         "staleness/mean": sum(lags) / len(lags),
         "staleness/max": max(lags),
+        "response/tokens": len(lags) / len(batch),
     } | metrics
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
     print(json.dumps(metrics), file=log, flush=True)
 
 
-def train(options: Options, loss, rollout: Rollout | None, log):
-    """Run the loop of one rank. Only rank 0 has a rollout."""
-    model = load_model(options.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
-    weights = gather_weights(model)
-    if rollout:
-        rollout.publish(0, weights)
-        metrics = rollout.evaluate()
-    for step in range(1, options.steps + 1):
-        start = time.monotonic()
-        received = [rollout.take_batch(step - 1) if rollout else None]
-        dist.broadcast_object_list(received, src=0, device=torch.device("cpu"))
-        batch = received[0]
-        add_gradients(model, loss, batch, step - 1, options.microbatch)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        weights = gather_weights(model)
-        if rollout:
-            rollout.publish(step, weights)
-            metrics["time/step_s"] = time.monotonic() - start
-            if step % 10 == 0 or step == options.steps:
-                metrics |= rollout.evaluate()
-            report(step, batch, metrics, log)
-            metrics = {}
+def serve(pipe, options: Options, task, llm):
+    """Sample what the trainer's messages ask for, and send complete responses back."""
+    from vllm import SamplingParams
+
+    running = {}  # unfinished responses, by the name of their request
+    held_out = task.eval_problems(NUM_HELD_OUT)
+    while True:
+        while pipe.poll(0 if running else None):
+            version, weights, groups, size = pipe.recv()
+            if weights:  # they change between two tokens of each response
+                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            for group in groups:
+                problem = held_out[group] if group < 0 else task.train_problem(group)
+                prompt = task.encode_prompt(problem, llm.get_tokenizer())
+                for member in range(size):
+                    name = f"{options.seed}/{group}/{member}"
+                    seed = zlib.crc32(name.encode())
+                    parameters = SamplingParams(seed=seed, max_tokens=None, logprobs=0)
+                    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+                    running[name] = Sample(group, prompt, problem.answer)
+        for output in llm.llm_engine.step():
+            sample = running[output.request_id]
+            response = output.outputs[0]  # all of it so far
+            sample.versions += [version] * (len(response.token_ids) - len(sample.versions))
+            if output.finished:
+                sample.tokens = list(response.token_ids)
+                for token, logprobs in zip(sample.tokens, response.logprobs):
+                    sample.logprobs.append(logprobs[token].logprob)
+                sample.reward = float(task.score(sample.answer, response.text))
+                pipe.send(running.pop(output.request_id))
+
+
+def start_engine(options: Options):
+    """Return vLLM's engine with random weights."""
+    from vllm import LLM
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    return LLM(
+        options.model,
+        dtype=DTYPE,
+        max_model_len=options.max_context,
+        load_format="dummy",  # the trainer sends all weights
+        hf_overrides={"tie_word_embeddings": False},  # also those of the head
+        enable_prefix_caching=False,  # it would keep keys and values of older weights
+        async_scheduling=False,  # with it a step returns tokens of the step before
+        distributed_executor_backend=UniProcExecutor,  # in this process
+        enable_chunked_prefill=NUM_GPUS > 0,  # on a CPU it fails with seeds
+        enforce_eager=NUM_GPUS == 0,
+        kv_cache_memory_bytes=None if NUM_GPUS else 1 << 30,
+    )
+
+
+def work(pipe, options: Options, task, index: int):
+    """Run a worker. If it fails, its last message is the error as a text."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(NUM_GPUS)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[NUM_RANKS + index] if NUM_GPUS else ""
+    try:
+        serve(pipe, options, task, start_engine(options))
+    except (EOFError, ConnectionError, KeyboardInterrupt):
+        return  # the trainer has ended
+    except Exception as error:
+        pipe.send(f"a rollout worker failed: {error!r}")
 
 
 def require(condition: bool, message: str):
@@ -365,6 +358,8 @@ def main(options: Options):
         raise SystemExit(f"error: {error}") from None
     print(json.dumps({"config": vars(options)}), file=log)
     pipes = []
+    if RANK == 0:
+        print("starting the engines", flush=True)
     for index in range(options.workers if RANK == 0 else 0):
         ours, theirs = mp.Pipe()
         arguments = (theirs, options, task, index)
@@ -375,11 +370,7 @@ def main(options: Options):
     dist.init_process_group(store=store, rank=RANK, world_size=NUM_RANKS)
     rollout = Rollout(options, pipes, len(task.eval_problems(NUM_HELD_OUT))) if pipes else None
     train(options, loss, rollout, log)
-    for pipe in pipes:
-        pipe.send(None)
-    for process in mp.active_children():
-        process.join()
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # workers are daemons, so they end with this process
 
 
 if __name__ == "__main__":

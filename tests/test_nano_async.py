@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import threading
-from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -80,14 +79,10 @@ def sampled_staleness(nano, options, num_steps, rng):
         score=lambda answer, response: 1.0,
     )
 
-    def serve(pipe, seed):
-        with suppress(EOFError):
-            nano.serve(pipe, options, task, RandomEngine(seed))
-        pipe.close()
-
     for _ in range(options.workers):
         ours, theirs = mp.Pipe()
-        threading.Thread(target=serve, args=(theirs, rng.random()), daemon=True).start()
+        arguments = (theirs, options, task, RandomEngine(rng.random()))
+        threading.Thread(target=nano.serve, args=arguments, daemon=True).start()
         pipes.append(ours)
     rollout = nano.Rollout(options, pipes, num_held_out=0)
     staleness = []
@@ -100,8 +95,6 @@ def sampled_staleness(nano, options, num_steps, rng):
         )
         staleness.append(step - 1 - min(min(sample.versions) for sample in batch))
         rollout.publish(step, ["weights"])
-    for pipe in pipes:
-        pipe.send(None)
     return staleness
 
 
@@ -213,10 +206,12 @@ def test_a_delay_is_the_lag_a_killed_worker_ends_a_run_and_a_table_compares_both
     words = [*torchrun, "nano_async.py", *small, "--steps=5", "--delay=2", f"--log-file={logs[0]}"]
     delayed = run_python(*words, OMP_NUM_THREADS="1")
     assert (delayed.returncode, delayed.stderr) == (0, "")
-    steps = [line.split()[:2] for line in delayed.stdout.splitlines()]
-    assert steps == [["step", str(step)] for step in range(1, 6)]
+    start, *lines = delayed.stdout.splitlines()
+    steps = [line.split()[:2] for line in lines]
+    assert start == "starting the engines" and steps == [["step", str(step)] for step in range(1, 6)]
 
     process = start_python("nano_async.py", *small, f"--log={logs[1]}", stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "starting the engines\n"
     assert [process.stdout.readline()[:6] for _ in range(2)] == ["step 1", "step 2"]
     children = psutil.Process(process.pid).children()
     (worker,) = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
@@ -239,24 +234,26 @@ def test_a_delay_is_the_lag_a_killed_worker_ends_a_run_and_a_table_compares_both
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_a_prompt_that_is_too_long_ends_the_run_in_one_line():
-    result = run_nano("--max-tokens", 8)
-    assert result.returncode == 1 and result.stdout == ""
+    result = run_nano("--max-context", 8)
+    assert result.returncode == 1 and result.stdout == "starting the engines\n"
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: a rollout worker failed: ") and "length is 8 tokens" in line
 
 
 LIKE_THE_SYSTEM = """
+from types import SimpleNamespace
+
 import numpy as np
 import nano_async
 
 
-def seed_of(stream):
-    seed, group, member = stream
+def seed_of(name):
+    seed, group, member = map(int, name.split(b"/"))
     entropy = [seed, int(group < 0), abs(group), member, 0]
     return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 1
 
 
-nano_async.hash = seed_of
+nano_async.zlib = SimpleNamespace(crc32=seed_of)
 if __name__ == "__mp_main__":
     import vllm
 
