@@ -195,7 +195,7 @@ class SwarmController(Controller):
 
     def is_believed(self, worker: int) -> bool:
         """Whether the host of a worker was not shut out."""
-        return worker not in self.swarm.disbelieved
+        return worker not in self.swarm.members.disbelieved
 
     def stop(self) -> None:
         """Tell hosts that the run has ended, and end all workers of this node."""

@@ -1,7 +1,6 @@
 """What `--listen` makes of a run: a controller that lets hosts in, and ranks that check what these have sampled."""
 
 import functools
-from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,9 +10,11 @@ from asyncrl.plugins import Plugin
 from asyncrl.records import Group
 from asyncrl.trainer.policy import Policy
 from asyncrl.weights.stop_tokens import stop_token_ids
+from extras.swarm.admission import listening_address, public_address
 from extras.swarm.controller import SwarmController
+from extras.swarm.hub import make_key
 from extras.swarm.remote import SwarmWorkers
-from extras.swarm.swarm import listen
+from extras.swarm.swarm import Swarm
 from extras.swarm.verify import Verifier
 
 RULES: list[Rule] = [
@@ -67,19 +68,22 @@ class SwarmNode:
         collective."""
         swarm = self.controller.swarm if self.cluster.is_leader else None
         if self.config.swarm.verify_share:
-            lies = self._verifier.verify(swarm.take_answered() if swarm else [], policy, version)
+            lies = self._verifier.verify(
+                swarm.intake.take_answered() if swarm else [], policy, version
+            )
             for worker, why in lies:
                 swarm.shut_out(worker, f"sent what is not true: {why}")
         is_refused = False
         if swarm is not None:
             swarm.verified = self._verifier.metrics() if self.config.swarm.verify_share else {}
-            is_refused = self.controller.refuse_batch(swarm.disbelieved)
+            is_refused = self.controller.refuse_batch(swarm.members.disbelieved)
         return self.cluster.max_over_ranks([int(is_refused)]) == [0]
 
     def _count_workers(self) -> None:
         """Let each node know how many workers have joined the others; collective on leaders."""
         swarm = self.controller.swarm
-        swarm.num_joined = Counter(dict(enumerate(self.cluster.gather(swarm.num_workers))))
+        num_workers = len(self.placement.workers) + swarm.members.num_workers
+        swarm.admission.loads = self.cluster.gather(num_workers)
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,19 @@ class SwarmLeader(SwarmNode, Leader):
 
     def launch(self) -> None:
         """Open the place where hosts join, and start the node's own workers; collective on leaders."""
-        self.controller.swarm = listen(self)
+        key_path = self.run.path / "swarm.key"
+        keys = self.cluster.gather(make_key(key_path) if self.cluster.is_first else None)[0]
+        address = listening_address(self.config.listen, self.cluster)
+        swarm = Swarm(self.config, self.model_path, address, keys, self.run)
+        self.on_end.callback(swarm.stop)
+        address = public_address(self.config.listen, self.cluster, swarm.hub.port)
+        addresses = self.cluster.gather(address)
+        if self.cluster.is_first:
+            swarm.admission.addresses = addresses
+            command = f"python rollout.py --join {address} --key {key_path}"
+            print(f"sample for this run on another host: {command}", flush=True)
+        self.controller.swarm = swarm
+        self._count_workers()
         super().launch()
 
 

@@ -5,13 +5,71 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.tickets import ReissueReason
 from asyncrl.controller.workers import Worker, WorkerDied, Workers
+from asyncrl.messages import Probed, Update, Updated, decoded_lengths
 from asyncrl.records import Group, Ticket
 from asyncrl.weights.transport import Announcement, Staged, Transport
-from extras.swarm.wire import Fetch
+from extras.swarm.wire import Fetch, Fetched
+
+
+class RemoteProcess:
+    """An engine of a host that has joined, with the calls of WorkerProcess; knows what answers it owes."""
+
+    exit_code = None
+
+    def __init__(self, post: Callable[[object], None], name: str):
+        self._post, self.name = post, name
+        self.started_at = time.monotonic()
+        # answer and version -> shapes of the arrays that are to be in it
+        self._due: dict[tuple[type, int], list[tuple[int, ...]]] = {}
+
+    def send(self, message: object) -> None:
+        """Queue a message; never waits."""
+        match message:
+            case Fetch(version):  # in place of one that is gone, if it has not come
+                self._due = {
+                    due: shapes for due, shapes in self._due.items() if due[0] is not Fetched
+                }
+                self._due[Fetched, version] = []
+            case Update(version, _, probe):
+                self._due[Updated, version] = []
+                if probe:
+                    lengths = decoded_lengths(probe)
+                    shapes = [(len(tokens) - 1,) for tokens in probe]
+                    self._due[Probed, version] = shapes + [(2, length) for length in lengths]
+        self._post(message)
+
+    def check_answer(self, message: Fetched | Updated | Probed) -> None:
+        """Raise ValueError for an answer to what was not asked."""
+        shapes = self._due.pop((type(message), message.version), None)
+        if shapes is None:
+            raise ValueError(
+                f"{type(message).__name__} of version {message.version}, which it was not asked for"
+            )
+        if isinstance(message, Updated):
+            counts = vars(message.sampled).values()
+            if not (0 <= message.pause_s < 1e6 and min(counts) >= 0 and max(counts) < 1e12):
+                raise ValueError(f"an update of {message.pause_s:.4g} s with {message.sampled}")
+        elif isinstance(message, Probed):
+            arrays = [*message.logprobs, *message.decoded]
+            if [scores.shape for scores in arrays] != shapes:
+                raise ValueError("log-probs of a probe in other shapes than its tokens")
+            if not all(
+                scores.dtype == np.float32 and np.isfinite(scores).all() for scores in arrays
+            ):
+                raise ValueError("log-probs of a probe that are not finite float32")
+
+    def stop(self, timeout_s: float) -> None:
+        """Nothing: it was told, and nobody waits for a remote host."""
+
+    def death_report(self) -> str:
+        """Who it is."""
+        return f"{self.name} has left"
 
 
 @dataclass

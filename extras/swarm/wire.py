@@ -162,6 +162,11 @@ class Codec:
         return plain.decode(self._kinds[kind], fields)
 
 
+def printable(text: str) -> str:
+    """Return a stranger's text for one line of a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def code_digest() -> str:
     """One digest of all source files of a run."""
     code = [item for item in fingerprint(Config()).items() if item[0].endswith(".py")]

@@ -70,7 +70,9 @@ class HostWalk:
     def check(self):
         """No host is shut out, ends or loses an engine, and nothing of an old session is trained on."""
         assert not self.void & self.run.taken
-        self.answered |= {trajectory.ticket_id for _, trajectory in self.run.swarm.take_answered()}
+        self.answered |= {
+            trajectory.ticket_id for _, trajectory in self.run.swarm.intake.take_answered()
+        }
         assert self.run.controller.config.num_rollout_workers or self.run.taken <= self.answered
         assert self.run.metric("shut_out") == 0
         for host in self.hosts:
@@ -82,8 +84,13 @@ class HostWalk:
         num_engines = sum(len(host.engines) for host in self.hosts)
         wait_until(lambda: self.run.metric("joins") == self.num_joins)
         swarm = self.run.swarm
-        wait_until(lambda: (len(swarm._hosts), swarm.num_workers) == (len(self.hosts), num_engines))
-        names = {host.name for host in swarm._hosts.values()}
+        wait_until(
+            lambda: (
+                (len(swarm.members.hosts), swarm.members.num_workers)
+                == (len(self.hosts), num_engines)
+            )
+        )
+        names = {host.name for host in swarm.members.hosts.values()}
         assert len(names) == len(self.hosts), "hosts of one name are told apart"
 
     # Events
@@ -143,9 +150,9 @@ class HostWalk:
 
     def give_up(self):
         """Hosts are taken for gone; in the hub's thread."""
-        for host in self.run.swarm._hosts.values():
+        for host in self.run.swarm.members.hosts.values():
             host.link.heard_at -= 2 * SILENCE_S
-        self.run.swarm._beat()
+        self.run.swarm.beat()
 
     def step(self):
         """Train on a batch, whose times are by the clock of the run. Versions may be equal to the bit."""
@@ -162,7 +169,7 @@ class HostWalk:
         self.run.controller.finish_evaluations()
         evaluation = self.run.controller.take_evaluation()
         assert (evaluation["eval/accuracy"], evaluation["eval/problems"]) == (1.0, NUM_PROBLEMS)
-        hosts = self.run.swarm._hosts.values()
+        hosts = self.run.swarm.members.hosts.values()
         expected = {next(iter(host.engines.values())).index for host in hosts}
         expected |= set(range(self.run.controller.workers.num_workers))
         probed = set()
@@ -238,7 +245,7 @@ def test_a_host_joins_a_run_again_that_is_started_again_but_no_other_and_ends_if
             far = stack.enter_context(Far(run))
             run.step()
             engines = list(far.engines)
-            run.swarm._hosts.clear()  # it is killed: nobody is told
+            run.swarm.members.hosts.clear()  # it is killed: nobody is told
         if changes is not None:
             with running(tmp_path, listen=run.address, join_timeout_s=60.0, **changes) as run:
                 wait_until(lambda: run.step_if_ready() or run.version == 2 or far.ended)
@@ -353,7 +360,8 @@ def test_an_address_that_is_no_host_and_port_is_refused_at_once(monkeypatch, add
 def test_hosts_are_sent_to_the_node_with_the_fewest_workers(tmp_path):
     """The first node gets a host if both have as many."""
     with running(tmp_path) as first, running(tmp_path) as second:  # of one key
-        first.swarm.nodes = [(first.address, 1), (second.address, 0)]
+        admission = first.swarm.admission
+        admission.addresses, admission.loads = [first.address, second.address], [1, 0]
         with Far(first), Far(first):
             wait_until(lambda: (first.metric("joins"), second.metric("joins")) == (1, 1))
             first.step()

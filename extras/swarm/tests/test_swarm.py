@@ -118,7 +118,7 @@ def test_a_host_that_does_not_read_is_cut_off_and_others_go_on(tmp_path, monkeyp
     ):
         deaf.join("deaf")
         wait_until(lambda: deaf.saw(Welcome))
-        (far_end,) = [host for host in run.swarm._hosts.values() if host.name == "deaf"]
+        (far_end,) = [host for host in run.swarm.members.hosts.values() if host.name == "deaf"]
 
         def pull():
             num_sent = far_end.link.num_bytes["sent"]

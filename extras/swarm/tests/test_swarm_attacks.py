@@ -166,7 +166,7 @@ def test_messages_out_of_order_and_pulls_of_what_is_not_there_bring_nothing(run,
         assert run.metric("late") == num_late + 1
         host.join("early")
         wait_until(lambda: host.saw(Welcome))
-        (far_end,) = [other for other in run.swarm._hosts.values() if other.name == "early"]
+        (far_end,) = [other for other in run.swarm.members.hosts.values() if other.name == "early"]
         for pull in (Pull(-1, 5, 0), Pull(2**63, 2**63, 2**63), Pull(run.version, None, 10**15)):
             num_received = far_end.link.num_bytes["received"]
             host.send(pull)

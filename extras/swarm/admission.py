@@ -1,0 +1,108 @@
+"""Which hosts may join a run, at which of its nodes, and what they get: options and files of the model."""
+
+import socket
+from pathlib import Path
+
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.gpus import visible_gpus
+from asyncrl.config import ChangeableBy, Config, options_changeable_by
+from asyncrl.user_code import user_code_names, with_absolute_paths
+from extras.swarm.wire import (
+    PROTOCOL,
+    Join,
+    JoinAt,
+    Refused,
+    Welcome,
+    code_digest,
+    printable,
+    user_code_digest,
+)
+
+MODEL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+"""Endings of configuration and tokenizer."""
+MAX_MODEL_FILES_BYTES = 60 << 20
+"""Below the largest message of a swarm."""
+
+
+class Admission:
+    """Answers hosts that ask to join."""
+
+    def __init__(self, config: Config, model_path: str):
+        """Raises ValueError if files of the model are too large to be sent."""
+        self._code = code_digest()
+        self._device = "cuda" if visible_gpus() else "cpu"
+        user_code = user_code_digest(user_code_names(config))
+        self._welcome = Welcome(shared_options(config), model_files(model_path), user_code)
+        self.addresses: list[str] = []
+        """Address of each node of the run, on the first node, which all hosts ask; else empty."""
+        self.loads: list[int] = []
+        """Rollout workers of each of these nodes, as far as is known here."""
+
+    def answer(self, join: Join) -> Welcome | JoinAt | Refused:
+        """Return the answer to a host: it joins here, or at the node with the fewest workers, or nowhere."""
+        why = self._why_not(join)
+        if why is not None:
+            return Refused(why)
+        if self.addresses:
+            node = self.loads.index(min(self.loads))
+            self.loads[node] += 1
+            if node > 0:
+                return JoinAt(self.addresses[node])
+        return self._welcome
+
+    def _why_not(self, join: Join) -> str | None:
+        if join.protocol != PROTOCOL:
+            return (
+                f"its protocol is {join.protocol}, the run's {PROTOCOL}; check out the same commit"
+            )
+        if join.code != self._code:
+            code = printable(join.code[:12])
+            return f"its code is {code}, the run's {self._code[:12]}; check out the same commit"
+        if join.device != self._device:
+            device = printable(join.device)
+            return f"it computes on {device}, the run on {self._device}: their log-probs differ too much"
+        return None
+
+
+def shared_options(config: Config) -> dict:
+    """Return the options that a host gets. Those of the trainer have their default, and user code has no folder.
+
+    So hosts that wait for a run need not start again when it continues with other values of these.
+    """
+    return with_absolute_paths(config, Path("/")).as_dict() | {
+        option.name: option.default for option in options_changeable_by(ChangeableBy.HOST)
+    }
+
+
+def model_files(folder: str) -> dict[str, bytes]:
+    """Return configuration and tokenizer of a model's folder, by file name. Raises ValueError if they are too large."""
+    files = {
+        path.name: path.read_bytes()
+        for path in sorted(Path(folder).iterdir())
+        if path.suffix in MODEL_FILES and not path.name.endswith(".index.json")
+    }
+    num_bytes = sum(map(len, files.values()))
+    if num_bytes > MAX_MODEL_FILES_BYTES:
+        raise ValueError(
+            f"configuration and tokenizer in {folder} have {num_bytes} bytes, at most {MAX_MODEL_FILES_BYTES} go to "
+            "hosts that join; take away what is neither"
+        )
+    return files
+
+
+def listening_address(listen: str, cluster: Cluster) -> str:
+    """Return the address at which a node listens: --listen on the first node, else any free port."""
+    if cluster.is_first:
+        return listen
+    return f"{listen.rpartition(':')[0] if _is_local(listen) else '0.0.0.0'}:*"
+
+
+def public_address(listen: str, cluster: Cluster, port: int) -> str:
+    """Return the address that hosts use to join a node."""
+    host = listen.rpartition(":")[0]
+    is_named = _is_local(listen) or (cluster.is_first and host not in ("0.0.0.0", "*"))
+    return f"{host if is_named else socket.gethostname()}:{port}"
+
+
+def _is_local(listen: str) -> bool:
+    return listen.startswith(("127.", "localhost:"))
