@@ -1,100 +1,55 @@
-"""The far end of a swarm: joins a run on another host, starts its engines, and is their way to the run.
+"""The far end of a swarm: joins a run on another host, and samples for it with the engines of this host.
 
     python rollout.py --join HOST:PORT --key runs/NAME/swarm.key [--rollout-tp GPUS]
 
-Messages pass between the run's socket and the engines' pipes as they are, but for weights: those that an engine is to
-fetch this host pulls, once for all its engines and while they sample on, and puts where they load them from.
+| file | its part at the host's end |
+|---|---|
+| run_connection.py, link.py, wire.py | the connection to the run; messages as bytes |
+| host_engine.py | an engine, and the answers that the run waits for |
+| host_weights.py, puller.py, delta.py | weights: pulled once for all engines, while they sample |
 
-When the run is out of reach, or has given this host up, the host joins again, with its engines and the weights
-that it has; what it had of the run's tickets is void.
+Messages pass between the run and the engines unchanged, except about weights. If the run is out of reach or has given
+this host up, the host joins again, with its engines and weights. What it had of the run's tickets is void.
 """
 
 import argparse
 import contextlib
-import functools
 import os
 import queue
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl import extras
-from asyncrl.cluster.gpus import visible_gpus
-from asyncrl.cluster.placement import WorkerSpec, available_cores, place
 from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals
-from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config, at_home
-from asyncrl.messages import Abort, Connect, Finished, Probed, Ready, Stop, Tickets, Update, Updated
+from asyncrl.messages import Connect, Ready, Stop, Updated
 from asyncrl.user_code import user_code_names, with_absolute_paths
-from asyncrl.weights.shm import ShmTransport
-from asyncrl.weights.transport import Staged
 from extras.swarm import link
-from extras.swarm.puller import Puller
+from extras.swarm.host_engine import HostEngine, start_engines
+from extras.swarm.host_weights import HostWeights
+from extras.swarm.run_connection import RunConnection
 from extras.swarm.wire import (
-    JOIN_S,
-    PROTOCOL,
-    TO_ENGINE,
-    TO_HOST,
     Beat,
     Fetch,
     Fetched,
-    Join,
     JoinAgain,
     JoinAt,
     Leave,
     Piece,
-    Pull,
     Refused,
     Welcome,
-    code_digest,
-    read_key,
     user_code_digest,
 )
 
-MAX_HANDSHAKES = 10
-"""Connections that may be closed before they are encrypted: by a wrong key all are, by a tunnel to nowhere those before
-the run is there."""
 STOP_S = 10.0
-"""Time that the engines have to end by themselves."""
-CONNECT_MS = 5000
-FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-
-
-class Engine:
-    """One engine of this host."""
-
-    def __init__(self, process: WorkerProcess):
-        self.process = process
-        self.is_up = self.is_connected = False
-        self.tickets: set[int] = set()
-        """Those that the run still waits for."""
-        self.wants: dict | None = None
-        """What it was told to fetch."""
-        self.fetched: Staged | None = None
-        """What has come for it, until it is told to load it."""
-        self.loading: deque[tuple[Staged, bool]] = deque()
-        """What it was told to load, and whether the run waits for it to say so."""
-        self.probes: set[int] = set()
-        """Versions under which the run waits for it to score the probe."""
-
-    def forget_run(self) -> Staged | None:
-        """Give up all that the run asked for. Returns weights that had come for it."""
-        self.process.send(Abort(sorted(self.tickets)))
-        self.tickets.clear()
-        self.probes.clear()
-        self.wants, fetched, self.fetched = None, self.fetched, None
-        self.loading = deque((staged, False) for staged, _ in self.loading)
-        return fetched
+"""Time that the engines have to end, seconds."""
 
 
 class JoinedHost:
@@ -108,143 +63,97 @@ class JoinedHost:
         folder: Path,
         rollout_tp: int | None = None,
     ):
-        """`main(spec, connection)` is what the engines' processes run; logs and the model's files go to `folder`; an
-        engine has `rollout_tp` GPUs, by default as many as the run's own."""
-        self.address, self.main, self.folder, self.rollout_tp = address, main, folder, rollout_tp
-        self.engines: list[Engine] = []
-        self.puller: Puller | None = None
-        self.transport: ShmTransport | None = None
-        self._keys = read_key(key_path)
-        self._link = link.Link((*TO_ENGINE, *TO_HOST), self._send_frames)
-        self._context = zmq.Context()
-        self._socket: zmq.Socket | None = None
+        """See start_engines for `main`, `folder` and `rollout_tp`. Raises ValueError if the key cannot be read."""
+        self.folder = folder
+        self.connection = RunConnection(address, key_path)
+        self.engines: list[HostEngine] = []
+        self.weights: HostWeights | None = None
+        """Known once the run has told how its weights lie."""
+        self._main, self._rollout_tp = main, rollout_tp
         self._welcome: Welcome | None = None
-        self._has_joined = False
-        # digest of what engines can load, and where it is
-        self._here: tuple[str, Staged] | None = None
         self._from_engines: queue.SimpleQueue = queue.SimpleQueue()
-        self._wake, self._threads = os.eventfd(0, os.EFD_NONBLOCK), ThreadPoolExecutor(64)
-        self._joined_at = time.monotonic()
-        self._asked: int | None = None  # version of which a piece is due
-        self._num_failed = 0  # handshakes
+        self._wake_event, self._threads = os.eventfd(0, os.EFD_NONBLOCK), ThreadPoolExecutor(64)
         self._is_stopped = False
 
-    # Its connection
-
-    def _join(self, address: str | None = None) -> None:
-        """Ask to be let in, at the run's address or another, over a new connection: one that was lost may have lost
-        messages."""
-        self._leave()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.curve_serverkey, self._socket.curve_publickey, self._socket.curve_secretkey = (
-            self._keys
-        )
-        self._socket.set(zmq.LINGER, 1000)
-        # no send ever waits: what piles up goes with the connection after SILENCE_S
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-        self._monitor = self._socket.get_monitor_socket(FAILED_HANDSHAKES)
-        self._socket.connect(f"tcp://{address or self.address}")
-        self._has_joined, self._asked = False, None
-        self._joined_at = time.monotonic()
-        device = "cuda" if visible_gpus() else "cpu"
-        self._link.send(Join(PROTOCOL, code_digest(), device, socket.gethostname(), time.time()))
-
-    def _leave(self) -> None:
-        for engine in self.engines:
-            if (fetched := engine.forget_run()) is not None:
-                self.transport.release(fetched)
-        if self._socket is not None:
-            self._link.send(Leave())
-            self._socket.disable_monitor()
-            self._socket.close()
-
-    def _ask(self, pull: Pull) -> None:
-        self._asked = pull.version
-        self._link.send(pull)
-
-    def _send_frames(self, frames: list[bytes]) -> None:
-        # one that was refused by its key has no connection any more
-        with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
-
     def serve(self) -> str:
-        """Sample until the run ends. Returns why it ended.
+        """Sample until the run ends. Return why it ended.
 
         Raises ValueError if the run refuses this host, or was never reached, and RuntimeError if an engine died.
         """
         self._join()
         while not self._is_stopped:
             poller = zmq.Poller()
-            poller.register(self._socket, zmq.POLLIN)
-            poller.register(self._wake, zmq.POLLIN)
-            if self._wake in dict(poller.poll(1000 * link.BEAT_S)):
-                os.eventfd_read(self._wake)
-                self._pass_on()
-                if self.puller is not None and self.puller.collect():
-                    self._look_for_weights()
-            while self._socket.poll(0):
-                why = self._act(*self._link.read(self._socket.recv_multipart()))
+            poller.register(self.connection.socket, zmq.POLLIN)
+            poller.register(self._wake_event, zmq.POLLIN)
+            if self._wake_event in dict(poller.poll(1000 * link.BEAT_S)):
+                os.eventfd_read(self._wake_event)
+                self._hear_engines()
+                if self.weights is not None and self.weights.puller.collect():
+                    self._supply_weights()
+            for engine, message in self.connection.receive():
+                why = self._act(engine, message)
                 if why is not None:
                     return why
-            if (why := self._keep_in_touch()) is not None:
+            why = self._keep_in_touch()
+            if why is not None:
                 return why
         return "stopped here"
 
     def stop(self) -> None:
-        """Have `serve` return soon; a signal's handler may call this.
+        """Make `serve` return soon; a signal's handler can call this.
 
         It only asks: an exception there could end a message, or the start of an engine, in its middle.
         """
         self._is_stopped = True
-        os.eventfd_write(self._wake, 1)
+        self._wake()
+
+    def close(self) -> None:
+        """Leave the run and end all engines before this returns."""
+        self.connection.leave()
+        for engine in self.engines:
+            engine.process.send(Stop())
+        deadline = time.monotonic() + STOP_S
+        for engine in self.engines:
+            engine.process.stop(max(0.0, deadline - time.monotonic()) if engine.is_up else 0.0)
+        self._threads.shutdown()
+        self.connection.close()
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_event, 1)
+
+    # The run
+
+    def _join(self, address: str | None = None) -> None:
+        for engine in self.engines:
+            engine.forget_run()
+        if self.weights is not None:
+            self.weights.puller.forget_request()
+        self.connection.join(address)
 
     def _keep_in_touch(self) -> str | None:
-        """Give a sign of life, and join again if there was none from the run. Returns why to end, if it is time to."""
+        """Give a sign of life, and join again if there was none from the run. Return why to end, or None."""
         if self._welcome is None:
-            self._check_handshakes()
-            if self._link.silent_s > JOIN_S:
-                raise ValueError(
-                    f"--join {self.address}: no answer in {JOIN_S:.0f} s; is the run there?"
-                )
-        if self._has_joined and self._link.is_silent:
-            print(
-                f"no word from the run for {self._link.silent_s:.0f} s: trying to reach it again",
-                flush=True,
-            )
-            self._join()
-        elif not self._has_joined and time.monotonic() > self._joined_at + JOIN_S:
+            self.connection.check_first_answer()
+        silent_s = self.connection.link.silent_s
+        if self.connection.is_lost:
+            if self.connection.has_joined:
+                why = f"no word from the run for {silent_s:.0f} s"
+                print(f"{why}: trying to reach it again", flush=True)
             self._join()
         else:
-            self._link.beat()  # before a welcome that takes long, too
-        if (
-            self._welcome is not None
-            and self._link.silent_s > self._welcome.options["join_timeout_s"]
-        ):
-            return (
-                f"the run was out of reach for {self._link.silent_s:.0f} s (its --join-timeout-s)"
-            )
+            self.connection.link.beat()  # before a welcome that takes long, too
+        if self._welcome is not None and silent_s > self._welcome.options["join_timeout_s"]:
+            return f"the run was out of reach for {silent_s:.0f} s (its --join-timeout-s)"
         return None
 
-    def _check_handshakes(self) -> None:
-        """Raise ValueError if the run's side has another key."""
-        while self._monitor.poll(0):
-            refused = (
-                recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            )
-            self._num_failed += MAX_HANDSHAKES if refused else 1
-        if self._num_failed >= MAX_HANDSHAKES:
-            raise ValueError(
-                f"--join {self.address}: what listens there has another key, or is no run; see --key"
-            )
-
     def _act(self, engine: int, message: object) -> str | None:
-        """Act on what the run says. Returns why this host is to leave, if it is."""
+        """Act on a message of the run. Return why this host is to leave, or None."""
+        address = self.connection.address
         match message:
             case Leave():
                 return "the run has ended"
             case Refused(reason):
-                raise ValueError(f"the run at {self.address} refuses this host: {reason}")
+                raise ValueError(f"the run at {address} refuses this host: {reason}")
             case JoinAgain():
                 self._join()
             case JoinAt(address):
@@ -252,147 +161,68 @@ class JoinedHost:
             case Welcome():
                 self._on_welcome(message)
             case Piece():
-                self._asked = None if message.version == self._asked else self._asked
-                if self.puller.take(message):
-                    self._look_for_weights()
+                if self.weights.puller.take(message):
+                    self._supply_weights()
             case Beat():
                 pass
+            case Connect(init_info):
+                if self.weights is None:
+                    self.weights = HostWeights(init_info, self.connection.link.send, self._wake)
+                self.engines[engine].connect(self.weights.transport)
+            case Fetch(_, infos):
+                self.engines[engine].wanted = infos[0]
+                self._supply_weights()
             case _:
-                self._tell(self.engines[engine], message)
+                self.engines[engine].tell(message)
         return None
 
     def _on_welcome(self, welcome: Welcome) -> None:
+        address = self.connection.address
         if self._welcome is None:
-            self._check_user_code(welcome)
+            check_user_code(welcome)
             self._welcome = welcome
-            self._start_engines()
+            self.engines = start_engines(
+                welcome, self.folder, self._rollout_tp, self._main, self._hear, self._threads
+            )
         elif welcome != self._welcome:
-            raise ValueError(f"another run listens at {self.address} now; join that one anew")
-        self._has_joined = True
+            raise ValueError(f"another run listens at {address} now; join that one anew")
+        self.connection.has_joined = True
         engines = f"{len(self.engines)} engine" + "s" * (len(self.engines) > 1)
-        print(f"joined {self.address}: {engines}, logs in {self.folder}", flush=True)
+        print(f"joined {address}: {engines}, logs in {self.folder}", flush=True)
         for index, engine in enumerate(self.engines):
             if engine.is_up:
-                self._link.send(Ready(0.0), index)
-
-    def _check_user_code(self, welcome: Welcome) -> None:
-        """Raise ValueError if the files of user code here are not those of the run."""
-        texts = user_code_names(with_absolute_paths(Config.from_dict(welcome.options), Path.cwd()))
-        with contextlib.suppress(OSError):
-            if user_code_digest(texts) == welcome.user_code_digest:
-                return
-        raise ValueError(
-            f"{', '.join(texts)}: not what the run has, or imports; copy runs/NAME/code of the run here"
-        )
+                self.connection.link.send(Ready(0.0), index)
 
     # Its engines
 
-    def _start_engines(self) -> None:
-        """Start an engine for each device, or as many as they share."""
-        for name, content in self._welcome.model_files.items():
-            (self.folder / Path(name).name).write_bytes(content)
-        # as its devices are
-        options = self._welcome.options | {"num_rollout_workers": None, "weight_sync": "auto"}
-        options["timeout_s"] /= 2  # an engine that stands still is to end before the run does
-        options |= {"rollout_tp": self.rollout_tp} if self.rollout_tp else {}
-        config = with_absolute_paths(Config.from_dict(options), Path.cwd())
-        workers = place(config, len(visible_gpus()), available_cores(), 0).workers
-        planning = extras.find("planning")
-        if planning is not None and config.rollout_tp > 1:
-            planning.check_tp(planning.read_shape(str(self.folder)), config.rollout_tp)
-        for index, worker in enumerate(workers):
-            log = str(self.folder / f"worker_{index}.log")
-            spec = WorkerSpec(config, worker, str(self.folder), "shm", log, str(self.folder))
-            hear = functools.partial(self._hear, index)
-            self.engines.append(Engine(WorkerProcess(spec, self.main, hear, self._threads)))
-
     def _hear(self, engine: int, message: object) -> None:
         self._from_engines.put((engine, message))
-        os.eventfd_write(self._wake, 1)
+        self._wake()
 
-    def _tell(self, engine: Engine, message: object) -> None:
-        """Give an engine what the run says to it; weights it loads from here."""
-        match message:
-            case Connect(init_info):
-                self._connect(engine, init_info)
-            case Fetch(_, infos):
-                engine.wants = infos[0]
-                self._look_for_weights()
-            case Update(version, _, probe):
-                staged, engine.fetched = engine.fetched, None
-                engine.loading.append((staged, True))
-                engine.probes |= {version} if probe else set()
-                engine.process.send(Update(version, staged.messages, probe))
-            case Tickets(tickets):
-                engine.tickets |= {ticket.ticket_id for ticket in tickets}
-                engine.process.send(message)
-            case _:
-                engine.process.send(message)
-
-    def _connect(self, engine: Engine, init_info: dict) -> None:
-        if self.puller is None:
-            wake = functools.partial(os.eventfd_write, self._wake, 1)
-            self.puller = Puller(init_info, self._ask, wake)
-            self.transport = ShmTransport(self.puller.specs)
-        if not engine.is_connected:
-            engine.is_connected = True
-            engine.process.send(Connect(self.transport.init_info()))
-
-    def _look_for_weights(self) -> None:
-        """Let engines know of weights that have come, and have the next come that any of them wants, oldest first."""
-        here = self.puller.here
-        if here is not None and (self._here is None or self._here[0] != here.digest):
-            if not self.transport.reserve():
-                return  # until an engine has loaded what is in one
-            self._here = here.digest, self.transport.stage(here.version, self.puller.parameters())
-            self.transport.announce(self._here[1])
-        for index, engine in enumerate(self.engines):
-            if engine.wants and here is not None and engine.wants["digest"] == here.digest:
-                # not that of what is here: versions may be equal to the bit
-                version = engine.wants["version"]
-                engine.wants, engine.fetched = None, self._here[1]
-                self.transport.acquire(engine.fetched)
-                self._link.send(Fetched(version), index)
-        wanted = [engine.wants for engine in self.engines if engine.wants is not None]
-        if wanted and (self._asked is None or self.puller.wanted not in wanted):
-            self.puller.want(min(wanted, key=lambda info: info["version"]))
-
-    def _pass_on(self) -> None:
-        """Send on what engines have said."""
+    def _hear_engines(self) -> None:
+        """Send the run what it waits for of the engines' messages."""
         while not self._from_engines.empty():
             index, message = self._from_engines.get()
-            engine = self.engines[index]
-            match message:
-                case None:
-                    engine.process.stop()
-                    raise RuntimeError(engine.process.death_report())
-                case Ready():
-                    engine.is_up = True
-                case Updated():
-                    staged, is_due = engine.loading.popleft()
-                    self.transport.release(staged)
-                    message = message if is_due else None
-                    self._look_for_weights()
-                case Probed(version):
-                    message = message if version in engine.probes else None
-                    engine.probes.discard(version)
-                case Finished(trajectories, activity):
-                    due = [t for t in trajectories if t.ticket_id in engine.tickets]
-                    engine.tickets -= {t.ticket_id for t in due}
-                    message = Finished(due, activity) if due else None
-            if message is not None and self._has_joined:
-                self._link.send(message, index)
+            answer = self.engines[index].hear(message)
+            if isinstance(message, Updated):
+                self._supply_weights()
+            if answer is not None and self.connection.has_joined:
+                self.connection.link.send(answer, index)
 
-    def close(self) -> None:
-        """Leave the run and end all engines; none is left when this returns."""
-        self._leave()
-        for engine in self.engines:
-            engine.process.send(Stop())
-        deadline = time.monotonic() + STOP_S
-        for engine in self.engines:
-            engine.process.stop(max(0.0, deadline - time.monotonic()) if engine.is_up else 0.0)
-        self._threads.shutdown()
-        self._context.destroy()
+    def _supply_weights(self) -> None:
+        for index, version in self.weights.supply(self.engines):
+            self.connection.link.send(Fetched(version), index)
+
+
+def check_user_code(welcome: Welcome) -> None:
+    """Raise ValueError if the files of user code here are not those of the run."""
+    names = user_code_names(with_absolute_paths(Config.from_dict(welcome.options), Path.cwd()))
+    with contextlib.suppress(OSError):
+        if user_code_digest(names) == welcome.user_code_digest:
+            return
+    raise ValueError(
+        f"{', '.join(names)}: not what the run has, or imports; copy runs/NAME/code of the run here"
+    )
 
 
 def main(worker_main: Callable) -> None:

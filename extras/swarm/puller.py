@@ -35,6 +35,7 @@ class Puller:
         self.here: Snapshot | None = None
         """The version that is here whole."""
         self._ask, self._wake = ask, wake
+        self._is_asking = False  # whether a piece of the wanted version is to come
         self._base: int | None = None  # version that the run's side is to count from
         # what comes by the socket: (is_delta, bytes of all), and a part
         self._stream, self._got = None, bytearray()
@@ -46,22 +47,27 @@ class Puller:
         return parameter_views(torch.from_numpy(self.here.payload), self.specs)
 
     def want(self, info: dict) -> None:
-        """Have a version come in, by the update info of its announcement; what is wanted already just goes on."""
-        if info == self.wanted:
-            self.resume()
+        """Make a version come in, by the update info of its announcement. It continues if it is wanted already."""
+        if info != self.wanted:
+            self._begin(info, self.here and self.here.version)
+            # if older files hang: by the socket
+            if self._wake is not None and "snapshots" in info and self._reading is None:
+                self._reading = info
+                arguments = info, self.here
+                threading.Thread(target=self._read_files, args=arguments, daemon=True).start()
+        elif self._is_asking:
             return
-        self._begin(info, self.here and self.here.version)
-        # files hang: by the socket
-        if self._wake is None or "snapshots" not in info or self._reading is not None:
-            self.resume()
-            return
-        self._reading = info
-        threading.Thread(target=self._read_files, args=(info, self.here), daemon=True).start()
+        self.resume()
 
     def resume(self) -> None:
-        """Ask for the rest of the wanted version, as after a lost connection: what has come stays."""
+        """Ask for the rest of the wanted version, unless files have it."""
         if self.wanted is not None and self._reading != self.wanted:
+            self._is_asking = True
             self._ask(Pull(self.wanted["version"], self._base, len(self._got)))
+
+    def forget_request(self) -> None:
+        """Note that the connection was lost: no piece will come. Those that have come stay."""
+        self._is_asking = False
 
     def give_up(self) -> None:
         """Want nothing more, as the version is gone."""
@@ -83,6 +89,7 @@ class Puller:
             or (piece.is_delta and self._base is None)
         ):
             return False  # it was asked for once, but is wanted no more
+        self._is_asking = False
         if self._stream != (piece.is_delta, piece.num_bytes):
             was_another = self._stream is not None
             self._begin(self.wanted, self._base)

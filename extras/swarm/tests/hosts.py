@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import multiprocessing
-import os
 import queue
 import threading
 import time
@@ -133,7 +132,7 @@ def running(
     controller.swarm = swarm
     specs = [ParameterSpec("w", torch.float32, (num_floats,))]
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("asyncrl.controller.workers", "extras.swarm.join"):
+        for module in ("asyncrl.controller.workers", "extras.swarm.host_engine"):
             patch.setattr(f"{module}.WorkerProcess", ThreadProcess)
         try:
             controller.launch()
@@ -193,7 +192,7 @@ class Far(JoinedHost):
         self.changes = lambda message: [message]
         """What is sent for each message: others, or frames."""
         self._to_do = queue.SimpleQueue()
-        self._say_plainly, self._link.send = self._link.send, self._say
+        self._say_plainly, self.connection.link.send = self.connection.link.send, self._say
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
     # For tests
@@ -212,7 +211,7 @@ class Far(JoinedHost):
     def do(self, action):
         """Have something done in its thread."""
         self._to_do.put(action)
-        os.eventfd_write(self._wake, 1)
+        self._wake()
 
     def say(self, message, engine=HOST):
         self.do(lambda: self._say_plainly(message, engine))
@@ -247,12 +246,13 @@ class Far(JoinedHost):
 
     def drop(self):
         """Lose the connection."""
-        self._socket.disconnect(f"tcp://{self.address}")
-        self._socket.connect(f"tcp://{self.address}")
+        address = f"tcp://{self.connection.address}"
+        self.connection.socket.disconnect(address)
+        self.connection.socket.connect(address)
 
     def miss_run(self):
         """Hear nothing of the run for too long."""
-        self._link.heard_at -= 2 * SILENCE_S
+        self.connection.link.heard_at -= 2 * SILENCE_S
         self._keep_in_touch()
 
     def _serve(self):
@@ -263,9 +263,9 @@ class Far(JoinedHost):
         self.close()
 
     def _die(self):
-        self._socket.disable_monitor()
-        self._socket.close(0)
-        self._socket = None
+        self.connection.socket.disable_monitor()
+        self.connection.socket.close(0)
+        self.connection.socket = None
         raise InterruptedError
 
     def _finish(self):
@@ -283,17 +283,17 @@ class Far(JoinedHost):
         else:
             super()._hear(engine, message)
 
-    def _pass_on(self):
+    def _hear_engines(self):
         while not self._to_do.empty():
             self._to_do.get()()
-        super()._pass_on()
+        super()._hear_engines()
 
     def _say(self, message, engine=HOST):
         if isinstance(message, Join):
             message = dataclasses.replace(message, host=self.name)
         for sent in self.changes(message):
             if isinstance(sent, list):
-                self._send_frames(sent)
+                self.connection.socket.send_multipart(sent)
             else:
                 self._say_plainly(sent, engine)
 

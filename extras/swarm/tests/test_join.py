@@ -186,7 +186,7 @@ def as_said(host, clock_ahead_s, message):
     """What a host says whose clock is so far ahead. It pulls only what has changed since the weights that it has."""
     match message:
         case Pull(_, None, _):
-            assert host.puller.here is None
+            assert host.weights.puller.here is None
         case Join():
             return replace(message, unix_time=message.unix_time + clock_ahead_s)
         case Finished((trajectory,)):
@@ -202,14 +202,14 @@ def test_hosts_that_come_and_go_and_lose_their_network_keep_their_engines_and_we
 ):
     """Nothing that a host had of an earlier session is trained on, and nothing shuts it out."""
     monkeypatch.setattr("extras.swarm.link.BEAT_S", 0.05)
-    monkeypatch.setattr("extras.swarm.join.JOIN_S", 4.0)
+    monkeypatch.setattr("extras.swarm.run_connection.JOIN_S", 4.0)
     draw = random.Random(seed)
 
     def place_some(*given):
         placement = place(*given)
         return replace(placement, workers=placement.workers * draw.choice([1, 2]))
 
-    monkeypatch.setattr("extras.swarm.join.place", place_some)
+    monkeypatch.setattr("extras.swarm.host_engine.place", place_some)
     # how fast they are is noise, and one that hangs may seem the fastest
     monkeypatch.setattr("extras.swarm.leases.FASTER", 1e6)
     options = {"swarm": SwarmOptions(lease_s=1), "max_running_requests": 4}
@@ -278,9 +278,10 @@ def test_a_host_that_cannot_sample_for_a_run_ends_in_one_line_before_it_starts_a
     with running(tmp_path) as run:
         if value is None:
             run.address = "127.0.0.1:1"
-            monkeypatch.setattr("extras.swarm.join.JOIN_S", 0.6)
+            monkeypatch.setattr("extras.swarm.run_connection.JOIN_S", 0.6)
         else:
-            monkeypatch.setattr(f"extras.swarm.join.{name}", value)
+            module = "join" if name == "user_code_names" else "run_connection"
+            monkeypatch.setattr(f"extras.swarm.{module}.{name}", value)
         with Far(run) as far:
             error = far.end()
             assert isinstance(error, ValueError) and not far.engines

@@ -40,8 +40,8 @@ def test_weights_come_slowly_while_tickets_go_on_and_are_loaded_only_then(tmp_pa
             assert len(far.saw(Update)) == 1 and pulls[number].version == 1
             far.say(pulls[number])
         wait_until(lambda: len(far.saw(Update)) == 2)
-        assert far.puller.here.version == 1 < run.version
-        ((_, weights),) = far.puller.parameters()
+        assert far.weights.puller.here.version == 1 < run.version
+        ((_, weights),) = far.weights.puller.parameters()
         assert torch.equal(weights, torch.full((4,), 1.25))
         wait_until(lambda: len(pulls) > 3)
         run.step()
