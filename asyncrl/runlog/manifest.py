@@ -1,7 +1,7 @@
-"""Checkpoints on disk: which are there, whole and of the run, by the manifest that is written last into each.
+"""Checkpoints on disk. The manifest, written last, shows which of them are whole and belong to the run.
 
-It says what the checkpoint is of, and the digest of every other file, so that one that is cut, changed or missing is
-found. Nothing that is read here is unpickled.
+It has facts on the checkpoint, and the digest of every other file. So a truncated, changed or missing file is detected.
+No file is unpickled here.
 """
 
 import hashlib
@@ -17,27 +17,27 @@ from blake3 import blake3
 from asyncrl.runlog.header import read_header
 
 FORMAT = 6
-"""Of checkpoints; those of another are not read."""
+"""Format of checkpoints. Other formats are not read."""
 RESUME_FOLDER, MANIFEST = "resume", "manifest.json"
 """Folder of the files in a checkpoint that only --resume needs, and its manifest."""
 KEPT_TO_RESUME = 2
-"""Checkpoints that keep what --resume needs where all are kept."""
+"""Number of checkpoints that keep the files for --resume if --keep-last is 0."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint, and what its manifest says."""
+    """A whole checkpoint, with the facts in its manifest."""
 
     path: Path
     skipped: list[str]
-    """Newer checkpoints that are not whole or of another run, and why."""
+    """Newer checkpoints that are not whole or of another run, each with the reason."""
     run_id: str
     step: int
     frozen_sha256: str
-    """Of the files of the weights that are not trained (LoRA, reference), which it does not have; empty without."""
+    """SHA-256 of the untrained base weights (LoRA, KL reference), which the checkpoint omits; empty without them."""
     nodes: list[dict]
-    """Of each node the state of its `probe`, how many bytes of each of its `records` count, and the digest of its
-    `problems`."""
+    """For each node: `probe`, the state of its probe; `records`, the bytes of each record file at the checkpoint;
+    `problems`, the digest of its task's problems."""
     delayed: list[int]
     """Versions whose weights are in delayed/VERSION.safetensors."""
 
@@ -47,17 +47,17 @@ class Checkpoint:
         return self.path / RESUME_FOLDER
 
     def probe_of(self, node: int) -> dict:
-        """The probe that a node continues with."""
+        """Return the state of the probe for a node. Nodes can be more than before."""
         return self.nodes[node % len(self.nodes)]["probe"]
 
     def event(self, node: int) -> dict:
-        """What is recorded, on a node, of where the run continues."""
+        """Return the fields of a node's event `run_resumed`."""
         records = self.nodes[node]["records"] if node < len(self.nodes) else {}
         return {"step": self.step, "records": records, "skipped": self.skipped}
 
 
 def write_manifest(checkpoint: Path, **facts) -> None:
-    """Write the manifest of the checkpoint in a folder: the digest of each file, and facts, as in Checkpoint."""
+    """Write the manifest of the checkpoint in a folder: the digest of each file, and the facts of Checkpoint."""
     paths = [path for path in checkpoint.rglob("*") if path.is_file()]
     files = {str(path.relative_to(checkpoint)): hash_file(path) for path in paths}
     manifest = {"format": FORMAT, "facts": facts, "files": files}
@@ -67,7 +67,7 @@ def write_manifest(checkpoint: Path, **facts) -> None:
 
 
 def find_newest_checkpoint(run: Path) -> Checkpoint:
-    """The newest whole checkpoint that a run has written itself. Raises ValueError if there is none."""
+    """Return the newest whole checkpoint that this run has written. Raises ValueError if no checkpoint is."""
     skipped: list[str] = []
     for path in reversed(list_checkpoints(run / "checkpoints")):
         try:
@@ -79,8 +79,10 @@ def find_newest_checkpoint(run: Path) -> Checkpoint:
 
 
 def _read_manifest(checkpoint: Path, run: Path) -> dict:
-    """The facts of a checkpoint of a run, of which every file is as it was written. Raises ValueError that says what is
-    not."""
+    """Return the facts in a checkpoint's manifest.
+
+    Raises ValueError, with the file, if a file was changed since, and if the checkpoint is of another run.
+    """
     try:
         written = json.loads((checkpoint / RESUME_FOLDER / MANIFEST).read_text(encoding="utf-8"))
         manifest, digest = written["manifest"], written["blake3"]
@@ -102,7 +104,7 @@ def _read_manifest(checkpoint: Path, run: Path) -> dict:
 
 
 def read_run_id(run: Path) -> str | None:
-    """The id in the run.json of a run, or of a node's folder of one; None where older code has made it."""
+    """Return the id in run.json of a run or of a node's folder; None if older code has written it."""
     return read_header(run).get("run_id")
 
 
@@ -112,7 +114,7 @@ def hash_file(file: Path) -> str:
 
 
 def weights_sha256(model_path: str) -> str:
-    """SHA-256 over the names and the contents of a model folder's weight files."""
+    """Return the SHA-256 of the names and contents of a model folder's weight files."""
     files = sorted(
         file for pattern in ("*.safetensors", "*.bin") for file in Path(model_path).glob(pattern)
     )
@@ -130,7 +132,7 @@ def _hash_manifest(manifest: dict) -> str:
 
 
 def flush(path: Path) -> None:
-    """Have a file, or the names in a folder, reach the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -139,13 +141,13 @@ def flush(path: Path) -> None:
 
 
 def parse_step(path: Path) -> int:
-    """The step of a checkpoint by its name; −1 of what has another name."""
+    """Return the step in a checkpoint's name; −1 for other names."""
     match = re.fullmatch(r"step_(\d+)", path.name)
     return int(match[1]) if match else -1
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that a run might continue from, oldest first, whole or not."""
+    """Return the checkpoints with files for --resume in a folder, oldest first, whole or not."""
     paths = [
         inner.parent
         for inner in folder.glob(f"step_*/{RESUME_FOLDER}")
@@ -155,8 +157,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def rename_newer(checkpoint: Checkpoint) -> None:
-    """Rename what is newer than a checkpoint, as it is not whole, so that its steps may be saved again; and delete what
-    was half written, or half deleted."""
+    """Rename the checkpoints newer than this one, which are not whole, so that their steps can be saved again.
+
+    Also delete folders that were half written or half deleted.
+    """
     for path in checkpoint.path.parent.iterdir():
         if parse_step(path) > checkpoint.step:
             path.rename(path.with_name(f"{path.name}.torn-{os.getpid()}"))
@@ -165,7 +169,7 @@ def rename_newer(checkpoint: Checkpoint) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder and what is in it, or a file, or a link alone; nothing is there after it."""
+    """Delete a folder with its files, a file, or a link without its target. The path does not have to exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

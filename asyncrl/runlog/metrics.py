@@ -1,4 +1,4 @@
-"""What one step's line in metrics.jsonl holds. Each name is explained in docs/reference.md."""
+"""The metrics of a step in metrics.jsonl. docs/reference.md explains each name."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from asyncrl.config import Config
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TRAINER_STATES, TRAINING, WAITING
 
-# What each node measures of a step. The type of a value says how those of several nodes, or moments, become one.
+# Measurements of a node. The type of a value defines how values of several nodes, or moments, become one.
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Mean:
 
     @property
     def value(self) -> float | None:
-        """The mean; None of nothing."""
+        """The mean; None without numbers."""
         return self.total / self.count if self.count else None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two means, compared when those of all nodes are known."""
+    """Two means over all nodes, compared when both are known."""
 
     compare: Callable[[float, float], float]
     """A function of the module `operator`."""
@@ -50,7 +50,7 @@ class Comparison:
 
     @property
     def value(self) -> float | None:
-        """The result; None if one of the means is of nothing."""
+        """The result; None if one mean has no numbers."""
         if self.left.count and self.right.count:
             return self.compare(self.left.value, self.right.value)
         return None
@@ -83,7 +83,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Sum:
-    """What all nodes have together."""
+    """A sum over all nodes."""
 
     value: float
 
@@ -105,7 +105,7 @@ def merge(parts: Iterable[Measured]) -> Measured:
 
 
 def merge_nodes(nodes: Iterable[Measured]) -> dict[str, float]:
-    """Return the metrics of all nodes together, without means of nothing."""
+    """Return the metrics of all nodes together, without means that have no numbers."""
     values = {name: measurement.value for name, measurement in merge(nodes).items()}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -116,7 +116,7 @@ def batch_metrics(
     """Return metrics of a node's part of the batch that is consumed at the trainer's `policy_version`.
 
     The parts of all nodes have equally many trajectories. The published weights are publish_delay steps older.
-    Staleness is in the policy's stats, as the loop may mix in other groups.
+    Staleness is in the policy's stats, because the loop can add other groups.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = [trajectory.reward for trajectory in trajectories]
@@ -152,11 +152,11 @@ def batch_metrics(
 
 
 UNCHANGED_PREFIXES = ("drift/", "experts/", "memory/", "samples", "staleness/", "tokens/", "value/")
-"""Beginnings of the policy's stats that have their name in the log already."""
+"""Prefixes of the policy's stats that keep their names in the log."""
 
 
 def training_metrics(stats: dict[str, float]) -> dict[str, float]:
-    """The policy's stats under the names of the log: loss/*, but for those that have a group of their own."""
+    """Return the policy's stats by their names in the log: loss/NAME, except those of UNCHANGED_PREFIXES."""
     renamed = {"loss": "loss/total", "tokens": "tokens/trained"}
     metrics = {}
     for name, value in stats.items():
@@ -169,7 +169,7 @@ def training_metrics(stats: dict[str, float]) -> dict[str, float]:
 
 
 def time_metrics(spent: Counter[str]) -> dict[str, float]:
-    """Seconds of the step and of its main phases, and the shares of the trainer's states: nanoseconds per state in."""
+    """Return seconds of the step and its phases, and shares of the trainer's states. `spent` has nanoseconds."""
     phases = {
         "wait": WAITING,
         "train": TRAINING,

@@ -1,7 +1,7 @@
-"""Records as bytes: msgpack of dataclasses, plain values and arrays, and of nothing else.
+"""Records as bytes: msgpack of dataclasses, plain values and arrays only.
 
-No pickle, which would run what a stranger, or a file that somebody changed, says. An array is its dtype, shape and
-bytes, and of the dtypes that records have. All else is a ValueError.
+Pickle would run code from a stranger or a changed file. An array is its dtype, shape and bytes. Its dtype is one of
+DTYPES.
 """
 
 import functools
@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 
 DTYPES = ("<i8", "|b1", "<f4", "<i4", "|u1", "<u2")
-"""Of the arrays in records; arrays of any other are refused."""
+"""Dtypes of the arrays in records. Other dtypes are refused."""
 
 
 def encode(value: object) -> bytes:
-    """A record as bytes. Raises TypeError for what it does not know, as an array of another dtype."""
+    """Return a record as bytes. Raises TypeError for other types, for example an array of another dtype."""
     try:
         return msgspec.msgpack.encode(value, enc_hook=_to_plain)
     except UnicodeEncodeError:
@@ -24,10 +24,10 @@ def encode(value: object) -> bytes:
 
 
 def escape(value: object, enc_hook: Callable[[object], object]) -> object:
-    """Return a record as plain values. Of its texts, code points that UTF-8 lacks are written as in JSON: \\ud83d.
+    """Return a record as plain values. Code points that UTF-8 lacks are written as in JSON: \\ud83d.
 
-    Half of a character may be in a user's data, in the message of an error, or in a path. It must not end a run.
-    `enc_hook` makes a plain value of one that msgspec does not know.
+    A user's data, an error's message or a path can have half of a character. It must not end a run. `enc_hook` returns
+    a plain value for a type that msgspec does not know.
     """
     plain = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=enc_hook)
     match plain:
@@ -41,14 +41,14 @@ def escape(value: object, enc_hook: Callable[[object], object]) -> object:
 
 
 def decode(kind: type, data: bytes) -> object:
-    """The record of a class, or of another type, in its bytes. Arrays cannot be written to.
+    """Return the record of a type from its bytes. Its arrays are read-only.
 
-    Raises ValueError if the bytes are not of it.
+    Raises ValueError if the bytes are no record of the type.
     """
     try:
         return _make_decoder(kind).decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        # the last for lists in lists in lists
+        # Lists nested in lists end in RecursionError.
         raise ValueError(f"a broken {getattr(kind, '__name__', kind)}: {error}") from None
 
 
@@ -70,7 +70,7 @@ def _to_array(kind: type, value: object) -> np.ndarray:
             type(n) is int and n >= 0 for n in shape
         ):
             is_whole = len(data) == math.prod(shape) * np.dtype(dtype).itemsize
-            # numpy sums what another byte says
+            # numpy would sum other bytes than 0 and 1.
             if is_whole and (dtype != "|b1" or not data.translate(None, b"\0\1")):
                 return np.frombuffer(data, dtype).reshape(shape)
     raise ValueError("an array is dtype, shape and as many bytes as these have")

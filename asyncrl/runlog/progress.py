@@ -1,4 +1,4 @@
-"""What a run prints of each step: a progress bar on a terminal, plain lines elsewhere, with the same numbers."""
+"""The line that a run prints for each step: a progress bar on a terminal, plain lines in a file."""
 
 import sys
 
@@ -35,5 +35,5 @@ class Progress:
             print(f"step {int(metrics['step'])}/{self.num_steps}  {numbers}", flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._bar.stop()

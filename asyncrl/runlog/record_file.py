@@ -11,7 +11,7 @@ from asyncrl.runlog.plain import escape
 
 
 def _to_number(scalar) -> int | float | bool:
-    """Return numpy's scalar as Python's number."""
+    """Return a scalar of numpy as a number of Python."""
     return scalar.item()
 
 
@@ -24,19 +24,19 @@ def _encode_line(record: dict) -> bytes:
 
 
 class RecordFile:
-    """Appends records as lines; each is with the operating system when `append` returns. Safe to use from threads."""
+    """Appends records as lines. The operating system has a line when `append` returns. Threads can share it."""
 
     def __init__(self, path: Path, *, is_buffered: bool = False):
-        """Open or make the file. With `is_buffered` nothing is written before `truncate_to`."""
+        """Open or make the file. With `is_buffered`, records stay in memory until `truncate_to`."""
         self.path = path
         self._file = open(path, "ab")  # noqa: SIM115
         self._lock = threading.RLock()
         self._buffered: list[bytes] | None = [] if is_buffered else None
 
     def append(self, record: dict) -> None:
-        """Write a record, or buffer it until `truncate_to`; nothing after `close`.
+        """Write a record, or buffer it until `truncate_to`. After `close` it is ignored.
 
-        Raises OSError, with the path, if the record cannot be kept.
+        Raises OSError, with the path, if it cannot be written.
         """
         line = _encode_line(record)
         with self._lock:
@@ -47,7 +47,7 @@ class RecordFile:
 
     def _write(self, line: bytes) -> None:
         if self._file.closed:
-            return  # a worker's last words may come after the end
+            return  # The last message of a worker can come after the end.
         if not os.fstat(self._file.fileno()).st_nlink:
             raise OSError(
                 f"{self.path} was deleted under the run that writes it; leave a run's directory alone"
@@ -60,7 +60,7 @@ class RecordFile:
             raise
 
     def lock(self) -> bool:
-        """Take the file for as long as it is open. Returns whether no other process has it."""
+        """Lock the file until it is closed. Returns whether no other process has the lock."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -74,20 +74,19 @@ class RecordFile:
             is_end = num_bytes == 0 or lines.read(1) in (b"\n", b"")
         if not is_end:
             raise ValueError(
-                f"{self.path} cannot be cut back to the checkpoint: byte {num_bytes} is not the end of a line. The "
-                "file is not as it was at the checkpoint; put it back, or move it away to go on without it. Nothing "
-                "was changed"
+                f"{self.path} cannot be truncated to the checkpoint: byte {num_bytes} is not the end of a line. The "
+                "file was changed since. Restore it, or move it away to continue without it. Nothing was changed"
             )
 
     def truncate_to(self, num_bytes: int) -> None:
-        """Keep the first bytes, then write the buffered records.
+        """Keep the first `num_bytes`, then write the buffered records.
 
-        If the file is shorter than that, its whole lines stay, and a warning is printed.
+        If the file is shorter, its whole lines stay, and a warning is printed.
         """
         with self._lock:
             size = self.size()
             if size < num_bytes:
-                lost = f"has {size} of the {num_bytes} bytes that the checkpoint counts; the lines that lack are lost"
+                lost = f"has {size} of the {num_bytes} bytes that the checkpoint counts; the missing lines are lost"
                 print(f"warning: {self.path} {lost}", flush=True)
                 num_bytes = self.path.read_bytes().rfind(b"\n") + 1
             os.truncate(self.path, num_bytes)
@@ -96,15 +95,15 @@ class RecordFile:
             self._buffered = None
 
     def size(self) -> int:
-        """Return the bytes of the file so far: those of whole lines, as no line is being written meanwhile."""
+        """Return the bytes of the file so far. All lines are whole, because the lock is held."""
         with self._lock:
             return os.fstat(self._file.fileno()).st_size
 
     def flush(self) -> None:
-        """Write all records so far to the disk."""
+        """Flush all records so far to the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; records that are still buffered are lost."""
+        """Close the file. Buffered records are lost."""
         with self._lock:
             self._file.close()

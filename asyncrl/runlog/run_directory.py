@@ -1,13 +1,12 @@
-"""The directory of a run: what was run, its metrics, its events, some samples. wandb mirrors the metrics.
+"""The directory of a run: its header, metrics, events and some samples. wandb mirrors the metrics.
 
-run.json        run id, command, config, git commit and uncommitted changes, package versions, hardware; how it was
-                resumed
+run.json        run id, command, config, git commit and uncommitted changes, package versions, hardware, resumes
 code/           copies of user code, which the run and its resumes load
 metrics.jsonl   one line per step, flat names with a slash
 events.jsonl    spans and moments: trajectories, updates, steps, states of workers, deaths, how the run ended
 samples.jsonl   readable trajectories
-checkpoints/    step_N/, Hugging Face safetensors, and below resume/ what --resume needs
-batches/        step_00000N.msgpack, what each step was trained on; with --record only
+checkpoints/    step_N/: Hugging Face safetensors; its folder resume/ has the files for --resume
+batches/        step_00000N.msgpack: the batch of each step; with --record only
 """
 
 import json
@@ -27,10 +26,10 @@ from asyncrl.user_code import run_name_part, with_absolute_paths, with_copied_fi
 
 
 class RunDirectory:
-    """Writes the records of a run; every line is written when the call returns. Safe to use from several threads.
+    """Writes the records of a run. Each line is written when the call returns. Threads can share it.
 
-    A node other than the first writes run.json and events in a folder of the run's: its options and hardware may
-    differ. If nodes share no file system, only that folder is in a directory of the run's name there.
+    Other nodes than the first write run.json and events in a folder RUN/node_N, because options and hardware can
+    differ. If nodes share no file system, their RUN has that folder only.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class RunDirectory:
         self.path = Path(config.runs_dir) / name
         if resumed is None:
             _make_directory(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)  # a node may be new in a run that is resumed
+        self.path.mkdir(parents=True, exist_ok=True)  # A node can be new in a resumed run.
         names = ("events",) if node_folder else ("metrics", "events", "samples")
         self._files = self._open(names, is_buffered=resumed is not None)
         self._config_as_given = config
@@ -69,7 +68,7 @@ class RunDirectory:
         if resumed is None and self._is_first:
             run_id = secrets.token_hex(8)
         self.run_id = run_id if resumed is None else self._check_records(run_id)
-        """Also in each of its checkpoints, which are no other run's."""
+        """Each checkpoint of the run has it, too."""
         header = make_header(with_absolute_paths(config), num_ranks, gpus)
         self._header = {"run_id": self.run_id} | header
         self._header |= {} if weights_sha256 is None else {"weights_sha256": weights_sha256}
@@ -126,7 +125,7 @@ class RunDirectory:
             file.truncate_to(self._resumed["records"].get(name, 0))
 
     def checkpoint_path(self, step: int) -> Path:
-        """Return where the checkpoint of a step goes."""
+        """Return the path of a step's checkpoint."""
         return self.path / "checkpoints" / f"step_{step}"
 
     def sizes(self) -> dict[str, int]:
@@ -134,7 +133,7 @@ class RunDirectory:
         return {name: file.size() for name, file in self._files.items()}
 
     def flush(self) -> None:
-        """Have all lines so far reach the disk."""
+        """Flush all lines so far to the disk."""
         for file in self._files.values():
             file.flush()
 
@@ -158,9 +157,9 @@ class RunDirectory:
         self._files["samples"].append(fields)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Record how the run ended, by `error` if it did, close all files and end the wandb run.
+        """Record the end of the run, with the error that caused it. Then close all files and the wandb run.
 
-        A resume that ends before the records were truncated leaves them as they were.
+        A resume that ends before `truncate_records` leaves the records unchanged.
         """
         reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
         self.record(
@@ -185,7 +184,7 @@ def _make_directory(folder: Path) -> None:
 
 
 def _ended_before_first_step(folder: Path) -> bool:
-    """Return whether a run, or a node of one, has made no step in a directory, and its process is gone."""
+    """Return whether the run of a directory, or its node, made no step and its process is gone."""
     events = folder / "events.jsonl"
     if not events.exists() or b'"event":"step"' in events.read_bytes().replace(b" ", b""):
         return False

@@ -1,4 +1,4 @@
-"""What samples.jsonl keeps of a step for people to read: the best and the worst member of one of its groups."""
+"""The samples of a step that people can read in samples.jsonl: the best and the worst member of a group."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,7 +15,7 @@ def choose_samples(
 ) -> Iterator[dict]:
     """Yield fields of samples.jsonl: the best and the worst member of the step's first group whose rewards differ.
 
-    If the rewards are equal in every group, it is the first member of the first group. `answer_of` returns the right
+    If rewards are equal in every group, it is the first member of the first group. `answer_of` returns the right
     answer, or an empty text.
     """
     group = next((group for group in groups if np.ptp(group.rewards) > 0), groups[0])

@@ -1,7 +1,7 @@
-"""Where wall time goes: each process is in exactly one state at any time, counted in whole nanoseconds.
+"""The time ledger: each process is in exactly one state at any time, counted in whole nanoseconds.
 
-So what was spent sums to the time that passed, exactly, and a state that is unknown or overlaps another is an error.
-The states and their meanings are in TRAINER_STATES and WORKER_STATES and nowhere else. Pure but for `unix_ns`.
+So the times of all states sum exactly to the time that passed. An unknown state, or one that overlaps another, is an
+error. TRAINER_STATES and WORKER_STATES define the states. All but `unix_ns` is pure.
 """
 
 import time
@@ -23,7 +23,7 @@ TRAINER_STATES = {
     "save": "what the run keeps: checkpoints, and batches with --record",
     "other": "records, and all that has no name",
 }
-"""Of trainer rank 0: its host's time."""
+"""States of trainer rank 0, by the time of its host."""
 WORKER_STATES = {
     "starting": "until the engine is up",
     "decoding": "at least one request of a trajectory is in the engine",
@@ -34,33 +34,33 @@ WORKER_STATES = {
     "paused": "weights are being updated",
     "restarting": "from a death until the next engine is up",
 }
-"""Of a rollout worker."""
+"""States of a rollout worker."""
 TRAINING = ("gather", "forward_backward", "optimizer")
-"""States in which the trainer computes a step."""
+"""The trainer's states while it computes a step."""
 WAITING = ("wait", "evaluate")
-"""States in which the trainer does nothing."""
+"""The trainer's states while it waits."""
 
 REPORT_INTERVAL_NS = 50_000_000
-"""Responses may end every millisecond; their worker need not report with each that it still decodes."""
+"""Least time between two reports of an unchanged state. Responses can end every millisecond."""
 
 _OFFSET_NS = time.time_ns() - time.monotonic_ns()
 
 
 def unix_ns() -> int:
-    """Unix time in nanoseconds that never goes back, whatever is done to the system's clock."""
+    """Return Unix time in nanoseconds. It never goes back, even if the system's clock is set."""
     return time.monotonic_ns() + _OFFSET_NS
 
 
 @dataclass(frozen=True)
 class Account:
-    """What was spent between two moments."""
+    """The states between two moments."""
 
     spans: tuple[tuple[str, int, int], ...]
-    """State, start and end, Unix ns; each begins where the one before it ends."""
+    """State, start and end, Unix ns. Each span begins at the end of the one before."""
 
     @property
     def spans_s(self) -> list[tuple[str, float, float]]:
-        """The spans in Unix seconds, as they are recorded."""
+        """The spans in Unix seconds, for the records."""
         return [(state, start / 1e9, end / 1e9) for state, start, end in self.spans]
 
     @property
@@ -73,7 +73,7 @@ class Account:
 
 
 class TimeLedger:
-    """The states that one process goes through; by default their times are those of the real clock."""
+    """The states of one process over time, by default on the real clock."""
 
     def __init__(self, states: Iterable[str], state: str, now: int | None = None):
         """Begin in `state` at `now`, Unix ns."""
@@ -86,9 +86,9 @@ class TimeLedger:
         self.enter(state, self.start)
 
     def enter(self, state: str, now: int | None = None) -> None:
-        """Leave the state it is in and enter `state`; the same state again continues.
+        """Leave the present state and enter `state`. The same state again continues.
 
-        Raises RuntimeError for a state that is not one of its states, or a time before one that is accounted for.
+        Raises RuntimeError for an unknown state, and for a time before `until`.
         """
         if state not in self._states:
             raise RuntimeError(
@@ -105,7 +105,7 @@ class TimeLedger:
         self.state = state
 
     def _add(self, now: int) -> None:
-        """Account for the time since `until`, which the present state took."""
+        """Add the time since `until` to the present state."""
         self.total[self.state] += now - self.until
         start = self.until
         if self._spans and self._spans[-1][0] == self.state:
@@ -114,14 +114,14 @@ class TimeLedger:
         self.until = now
 
     def take(self, now: int | None = None) -> Account:
-        """Return the account from where the last one ended to `now`; the state continues."""
+        """Return the account since the last one until `now`. The state continues."""
         self.enter(self.state, now)
         spans, self._spans = self._spans, []
         return Account(tuple(spans))
 
 
 class TrainerClock(TimeLedger):
-    """What the trainer does, on the real clock."""
+    """The ledger of the trainer, on the real clock."""
 
     def __init__(self) -> None:
         super().__init__(TRAINER_STATES, "starting")
@@ -145,7 +145,7 @@ class Activity:
         self._reported_at = 0
 
     def add(self, requests: int = 0, trajectories: int = 0) -> None:
-        """Change how many requests are in the engine, and how many trajectories are here that wait for no others."""
+        """Change the numbers of requests in the engine, and of trajectories that do not wait for other trajectories."""
         self._requests += requests
         self._trajectories += trajectories
         if trajectories > 0:
@@ -191,7 +191,7 @@ class Activity:
         return ActivityReport(tuple(changes), self._reported_at)
 
     def report_if_due(self) -> ActivityReport | None:
-        """Return a report if anything has changed, or after a while that nothing has."""
+        """Return a report if the state has changed, or after REPORT_INTERVAL_NS."""
         is_due = self._changes or self._clock() - self._reported_at >= REPORT_INTERVAL_NS
         return self.report() if is_due else None
 
@@ -205,6 +205,6 @@ def seconds(spent: Counter[str]) -> dict[str, float]:
 
 
 def describe(name: str, spent: Counter[str]) -> str:
-    """Return one line: how long, and the share of each state, the largest first."""
+    """Return one line: the total time, and the share of each state, the largest first."""
     parts = [f"{state} {ns / spent.total():.1%}" for state, ns in spent.most_common() if ns]
     return f"{name}  {spent.total() / 1e9:.1f} s: {', '.join(parts)}"

@@ -312,7 +312,7 @@ def restore_training_state(policy: "Policy", folder: str, group: dist.ProcessGro
     policy.num_updates = values["num_updates"]
     if policy.num_updates:
         # Makes tensors of the shapes that they have for this model on these ranks.
-        optimizer.make(values["optimizer"])
+        optimizer.make_tensors(values["optimizer"])
     optimizer.set_values(values["optimizer"])
     state = training_state(policy)
     del state[VALUES]

@@ -19,18 +19,18 @@ from asyncrl.config import Config, read_arguments
 
 
 class Adafactor(torch.optim.Adafactor):
-    """Adafactor of torch on one rank, where a shard is a whole."""
+    """torch's Adafactor, for one rank only."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ValueError for parameters of several ranks: torch would take the norm of a shard for that of all."""
+        """Raise ValueError if several ranks share a parameter: torch would use the norm of a shard."""
         super().add_param_group(param_group)
         if any(map(_is_sharded, param_group["params"])):
             raise ValueError(
-                "it trains on one rank alone, as it needs norms of whole weights; use one rank, or adamw"
+                "it trains on one rank only, because it needs norms of whole weights; use one rank, or adamw"
             )
 
     def step(self, closure: Callable | None = None) -> Any:
-        """Make an update, of gradients that are no shards in name either: torch squares their norms in place."""
+        """Make an update. Gradients are replicated DTensors first, because torch squares their norms in place."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if isinstance(parameter.grad, DTensor):
@@ -40,11 +40,11 @@ class Adafactor(torch.optim.Adafactor):
 
 
 def _is_sharded(parameter: Tensor) -> bool:
-    """Whether several ranks hold a parameter."""
+    """Return whether several ranks hold parts of a parameter."""
     return isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
 
 
-# Fused kernels make no temporaries of the weights' size. Those of the other optimizers take no sharded tensors.
+# Fused kernels make no temporaries of the weights' size. Other optimizers have none for sharded tensors.
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, weight_decay=0.0, fused=True),
     "adam": partial(torch.optim.Adam, fused=True),
@@ -52,26 +52,26 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "adafactor": Adafactor,
 }
-"""Values of --optimizer that come with this code."""
+"""Values of --optimizer, beside user code."""
 _FIXED_ARGUMENTS = ("lr", "fused", "foreach", "capturable", "differentiable", "maximize")
-"""Arguments of torch's optimizers that --optim.args may not set: --lr does, or they say how torch computes."""
+"""Arguments of torch's optimizers that --optim.args cannot set: --lr sets one, others choose torch's kernels."""
 
 DEFAULT_LRS = {10e6: 1e-3, 400e6: 4e-5, math.inf: 1e-6}
-"""Learning rates of Adam and AdamW, each for models of fewer parameters than its key.
+"""Default learning rates of Adam and AdamW, for models with fewer parameters than the key.
 
 The first was measured with 0.12 million (docs/staleness.md), and the second with 135 million (results/smollm2). Twice
 the second made replies empty (results/environments/verifiers.toml). The third is the default of TRL's GRPOConfig."""
 LORA_FACTOR = 10
-"""Learning rate of adapters, over that of all weights: https://thinkingmachines.ai/blog/lora."""
+"""Learning rate of adapters, divided by that of full weights: https://thinkingmachines.ai/blog/lora."""
 MAX_LR_FACTOR = 10
-"""Factor by which a learning rate may be above the one that fits before a run warns."""
+"""Largest learning rate without a warning, divided by the default."""
 
 
 def choose_lr(config: Config, num_parameters: int) -> tuple[Config, str]:
     """Return the options with a learning rate for a model of `num_parameters`, and a line about it.
 
-    Adam and AdamW move each weight by about the learning rate, whatever the gradient. Others do not, so no learning
-    rate is known for them. Raises ValueError if one of them has none.
+    Adam and AdamW move each weight by about the learning rate, for any gradient. Other optimizers do not, so they have
+    no default. Raises ValueError if --lr is missing for one of them.
     """
     if config.optimizer not in ("adamw", "adam"):
         if config.lr is None:
@@ -96,11 +96,11 @@ def choose_lr(config: Config, num_parameters: int) -> tuple[Config, str]:
 def learning_rate(
     config: Config, update: int, steps_made: float, sequence_ess: float = 1.0
 ) -> float:
-    """Learning rate of update number `update` ≥ 0.
+    """Return the learning rate of update number `update` ≥ 0.
 
     `sequence_ess` is the effective sample size of its sequences, 0–1. Without --optim.scale-lr-by-ess it is 1.
-    `steps_made` counts the run's steps before it, with the share of the current one. A schedule follows that count, so
-    it ends with the run, also after a resume with other epochs.
+    `steps_made` counts the run's steps before it, and the fraction of the current step. A schedule follows that count.
+    So it ends with the run, also if a resume changed the epochs.
     """
     optim = config.optim
     lr = config.lr * min(1.0, (update + 1) / max(1, optim.warmup_steps))
@@ -119,7 +119,7 @@ def learning_rate(
 
 
 def _read_parameters(config: Config) -> dict[str, inspect.Parameter]:
-    """Parameters of the optimizer beside its parameter groups, by name."""
+    """Return the parameters of the optimizer by name, except its parameter groups."""
     make = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)
     with user_code.errors_as_value_error(config.optimizer, "--optimizer"):
         _, *parameters = inspect.signature(make, eval_str=True).parameters.values()
@@ -127,9 +127,9 @@ def _read_parameters(config: Config) -> dict[str, inspect.Parameter]:
 
 
 def optimizer_arguments(config: Config) -> dict[str, Any]:
-    """Arguments of the optimizer, from `--lr` and `--optim.args`, where its betas are beta1, beta2 and so on.
+    """Return the optimizer's arguments, from `--lr` and `--optim.args`. Its betas are called beta1, beta2 and so on.
 
-    Raises ValueError, in one line, for an argument that it does not take.
+    Raises ValueError, in one line, for an unknown argument.
     """
     parameters = _read_parameters(config)
     betas = [
@@ -155,7 +155,7 @@ def optimizer_arguments(config: Config) -> dict[str, Any]:
 def parameter_groups(
     config: Config, model: nn.Module, head: nn.Module | None
 ) -> list[dict[str, Any]]:
-    """Groups of the optimizer: what is trained of the model, and the value head, if any, with its own learning rate."""
+    """Return the optimizer's groups: the trained weights, and the value head, if any, with another learning rate."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": trained, "lr": config.lr}]
     if head is not None:
@@ -165,19 +165,19 @@ def parameter_groups(
 
 
 def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
-    """Make the optimizer of --optimizer. Raises ValueError, in one line, for what it does not allow."""
+    """Make the optimizer of --optimizer. Raises ValueError, in one line, if it refuses its arguments."""
     arguments = optimizer_arguments(config)
     with user_code.errors_as_value_error(config.optimizer, "--optimizer"):
         optimizer = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)(groups, **arguments)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"it made a {type(optimizer).__name__}; give what makes a torch.optim.Optimizer"
+                f"it made a {type(optimizer).__name__}; give a function that makes a torch.optim.Optimizer"
             )
     return optimizer
 
 
 def step_and_count_changes(optimizer: Optimizer, parameters: list[DTensor]) -> Tensor:
-    """Make an update. Returns how many weights of this rank's part of the parameters it changes for engines."""
+    """Make an update. Returns the number of weights in this rank's shards that change in bfloat16, for engines."""
     weights_before = [_in_bfloat16(parameter) for parameter in parameters]
     optimizer.step()
     pairs = zip(weights_before, parameters, strict=True)
@@ -186,12 +186,12 @@ def step_and_count_changes(optimizer: Optimizer, parameters: list[DTensor]) -> T
 
 @torch.no_grad()
 def _in_bfloat16(parameter: DTensor) -> Tensor:
-    """A copy of this rank's part of a float32 parameter, as engines get it."""
+    """Return this rank's shard of a float32 parameter in the dtype of engines."""
     return parameter.to_local().to(torch.bfloat16)
 
 
 def try_optimizer(config: Config) -> None:
-    """Make one update of a small matrix. Raises ValueError, in one line, if that fails, or saving the state does."""
+    """Update a small matrix and read the state. Raises ValueError, in one line, if that fails."""
     matrix = nn.Parameter(torch.ones(2, 2))
     given = replace(config, lr=config.lr or 1.0)
     optimizer = make_optimizer(given, [{"params": [matrix], "lr": given.lr}])
@@ -205,23 +205,23 @@ def try_optimizer(config: Config) -> None:
 
 
 def _check_is_shared(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a tensor of which other ranks may have another part that torch does not know of."""
+    """Raise ValueError if ranks can have different parts of a tensor without the knowledge of torch."""
     if isinstance(tensor, DTensor):
         is_shared = not any(placement.is_partial() for placement in tensor.placements)
     else:
         is_shared = tensor.ndim == 0
     if not is_shared:
         raise ValueError(
-            f"--optimizer keeps {name} {list(tensor.shape)} as a part of each rank, which a checkpoint cannot join; "
-            "make it as torch.zeros_like(parameter) does, or a scalar that is equal on all ranks"
+            f"--optimizer keeps {name} {list(tensor.shape)} as a part of each rank, and no checkpoint can join them; "
+            "make it by torch.zeros_like(parameter), or keep a scalar that is equal on all ranks"
         )
 
 
 class OptimizerState:
-    """What any optimizer knows beside its options: tensors and plain values of each parameter and of each group."""
+    """The state of any optimizer: tensors and plain values of each parameter and each group, without options."""
 
     def __init__(self, optimizer: Optimizer, names: dict[Tensor, str]):
-        """Take an optimizer that has made no update, and the names of all its parameters."""
+        """Take a new optimizer, before its first update, and the names of all its parameters."""
         self.optimizer, self.names = optimizer, names
         self._initial_options = [
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
@@ -229,10 +229,10 @@ class OptimizerState:
         ]
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, live, and sharded as they are. Raises ValueError for one that a rank has for itself."""
+        """Return all tensors by name, live and sharded. Raises ValueError for one that only one rank has."""
         tensors = {
             f"{key}.{owner}": value.detach()
-            for owner, values in self._owners().items()
+            for owner, values in self._state_by_owner().items()
             for key, value in values.items()
             if isinstance(value, Tensor)
         }
@@ -242,21 +242,21 @@ class OptimizerState:
         return tensors
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """All other state by its owner, which is a parameter or a group: of a group what updates have changed."""
+        """Return all other state by owner: a parameter's values, and a group's values that updates have changed."""
         return {
             owner: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-            for owner, values in self._owners().items()
+            for owner, values in self._state_by_owner().items()
         }
 
-    def _owners(self) -> dict[str, dict[str, Any]]:
-        """What each parameter, by its name, and each group, by its number, knows beside options."""
+    def _state_by_owner(self) -> dict[str, dict[str, Any]]:
+        """Return the state of each parameter, by its name, and of each group, by its number."""
         owners = {
             self.names[parameter]: values for parameter, values in self.optimizer.state.items()
         }
         for number, (group, first) in enumerate(
             zip(self.optimizer.param_groups, self._initial_options, strict=True)
         ):
-            # The trainer sets `lr` at each update. What no update changes is an option, and a resume may change it.
+            # The trainer sets `lr` at each update. A value that no update changes is an option: a resume can change it.
             owners[f"group_{number}"] = {
                 key: value
                 for key, value in group.items()
@@ -265,15 +265,15 @@ class OptimizerState:
             }
         return owners
 
-    def make(self, owners: Collection[str]) -> None:
-        """Have the optimizer make tensors for the parameters of these names, by an update that the caller undoes."""
+    def make_tensors(self, owners: Collection[str]) -> None:
+        """Make the tensors of the parameters with these names, by an update that the caller undoes."""
         for parameter, name in self.names.items():
             parameter.grad = torch.zeros_like(parameter) if name in owners else None
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def set_values(self, values: dict[str, dict[str, Any]]) -> None:
-        """Take over what `values` gave."""
+        """Set the state that `values` returned."""
         for parameter, name in self.names.items():
             if name in values:
                 self.optimizer.state[parameter].update(values[name])

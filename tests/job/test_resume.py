@@ -1,4 +1,4 @@
-"""What a run may continue with, and from: options, whole checkpoints, and records that are cut back."""
+"""What a run may continue with, and from: options, whole checkpoints, and records that are truncated."""
 
 import json
 import os
@@ -221,7 +221,7 @@ def test_records_that_somebody_has_changed_are_refused_or_named(ended, capsys, n
     run.truncate_records()
     run.close()
     counted = f"{size - 3} of the {size} bytes that the checkpoint counts"
-    text = f"warning: {file} has {counted}; the lines that lack are lost\n"
+    text = f"warning: {file} has {counted}; the missing lines are lost\n"
     assert capsys.readouterr().out == text
     assert read(path / f"{name}.jsonl")[: len(whole)] == whole, "and no part of a line"
 

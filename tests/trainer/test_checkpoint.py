@@ -266,7 +266,7 @@ def fail_on_two_ranks(rank, folder, model, plain_optimizer) -> dict[str, str]:
 def test_what_one_of_two_ranks_cannot_do_both_know_in_one_line(tmp_path, model):
     plain = f"{write_user_code(tmp_path, PLAIN_STATE)}:Plain"
     lines = {
-        "adafactor": "ValueError: --optimizer adafactor: it trains on one rank alone, as it needs norms of whole .+",
+        "adafactor": "ValueError: --optimizer adafactor: it trains on one rank only, because it needs norms .+",
         "plain state": "ValueError: --optimizer keeps part..+ a scalar that is equal on all ranks",
         "exists": "OSError: checkpoint .+ exists already",
         "not finite": "NotFinite: loss nan .+",
