@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.cluster.cluster import on_first_rank
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.runlog.manifest import (
     KEPT_TO_RESUME,
@@ -56,8 +55,6 @@ if TYPE_CHECKING:
 # Rank 0 alone reads the shards to make weights for people. torch would warn of that at each checkpoint.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
-BYTES_BESIDE_TENSORS = 32e6
-"""Room for tokenizer, config and other small files."""
 SHARD_FILE_BYTES = 1 << 30
 """Size at which a rank begins another file of shards, bytes. safetensors copies a file in memory before it writes."""
 GENERATION_CONFIG = "generation_config.json"
@@ -68,6 +65,58 @@ VALUE_HEAD = "value_head.weight"
 """Name of the value head's weight. It is no weight of the model."""
 VALUES = "values"
 """Name of the plain values of a training state: the bytes of their JSON."""
+
+
+# New folders
+
+
+@contextlib.contextmanager
+def fail_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Run a block on all ranks of a group; collective. If it fails on one rank, raise OSError on all."""
+    failure = ""
+    try:
+        yield
+    except Exception as error:
+        failure = f"rank {dist.get_rank()}: {describe(error)}"
+    failures = [""] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group)
+    if any(failures):
+        raise OSError(next(filter(None, failures)))
+
+
+def describe(error: Exception) -> str:
+    """Return an error's type and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+@contextlib.contextmanager
+def new_folder(path: Path | str, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
+    """Give the ranks of a group a new folder to write to; collective. Only rank 0 needs its path.
+
+    The folder is `path`.tmp until the end of the block. Then it is flushed to the disk and gets its name. If a rank
+    fails, all raise OSError, in one line, and nothing is left.
+    """
+    folder = Path(f"{path}.tmp")
+    is_first = dist.get_rank() == 0
+    try:
+        with fail_together(group):
+            if is_first:
+                if Path(path).exists():
+                    raise FileExistsError(f"{path} exists already")
+                remove(folder)  # left by a run that was killed here
+                folder.mkdir(parents=True)
+        yield folder
+        with fail_together(group):
+            if is_first:
+                for written in [folder, *folder.rglob("*")]:
+                    flush(written)
+                folder.rename(path)
+                flush(folder.parent)
+    except (OSError, RuntimeError) as error:
+        raise OSError(f"checkpoint {path} was not written: {error}") from error
+    finally:
+        if is_first:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 # Weights for people
@@ -85,8 +134,6 @@ class WeightWriter:
             self._skeleton = AutoModelForCausalLM.from_config(
                 model.config, dtype=torch.float32, trust_remote_code=False
             )
-        self.num_bytes = sum(weight.nbytes for weight in self._skeleton.parameters())
-        """Size of the weights that it writes."""
         frozen = {p: name for name, p in lora.named_base_parameters(model) if not p.requires_grad}
         self.frozen = gather_full(frozen, policy.device)
         """Full untrained weights by Hugging Face name, on rank 0: below adapters, or never trained in their family."""
@@ -169,49 +216,9 @@ def save_weights(policy: "Policy", path: str) -> None:
     """
     writer = WeightWriter(policy)
     trained = gather_full(trained_names(policy.module), policy.device)
-    on_first_rank(lambda: write_folder(writer, trained, Path(path)))
-
-
-def write_folder(writer: WeightWriter, trained: dict[str, Tensor], path: Path) -> None:
-    """Write weights to the new folder `path`, which has a temporary name until all is written.
-
-    Raises OSError, in one line; then nothing is left.
-    """
-    partial = path.with_name(f"{path.name}.tmp")
-    try:
-        make_partial(path, writer.num_bytes)
-        writer.write(trained, partial)
-        flush_and_rename(partial, path)
-    except (OSError, SafetensorError) as error:
-        raise OSError(
-            f"checkpoint {path} was not written: {' '.join(str(error).split())}"
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # after a signal, too
-
-
-def make_partial(path: Path, num_bytes: int) -> None:
-    """Make the empty folder `path`.tmp. Raises OSError if `path` exists, or if the disk lacks room for `num_bytes`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        raise FileExistsError(f"{path} exists already")
-    partial = path.with_name(f"{path.name}.tmp")
-    remove(partial)  # left by a run that was killed here
-    needed, free = num_bytes + BYTES_BESIDE_TENSORS, shutil.disk_usage(path.parent).free
-    if needed > free:
-        raise OSError(
-            f"needs {needed / 1e9:.3f} GB ({num_bytes / 1e9:.3f} of tensors + {BYTES_BESIDE_TENSORS / 1e9:.3f}), "
-            f"{free / 1e9:.3f} GB free in {path.parent}; make room or change --runs-dir"
-        )
-    partial.mkdir()
-
-
-def flush_and_rename(partial: Path, path: Path) -> None:
-    """Flush a folder with all that is in it to the disk, then give it the name `path`."""
-    for written in [partial, *partial.rglob("*")]:
-        flush(written)
-    partial.rename(path)
-    flush(path.parent)
+    with new_folder(path) as folder, fail_together():
+        if dist.get_rank() == 0:
+            writer.write(trained, folder)
 
 
 def describe_differences(folder: str, saved: Collection[str]) -> str:
@@ -364,11 +371,6 @@ def describe_failure(failed: CheckpointException) -> str:
     return f"rank {rank}: {describe(error)}"
 
 
-def describe(error: Exception) -> str:
-    """Return an error's type and message in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
 # A whole checkpoint
 
 
@@ -398,20 +400,6 @@ class NodeState:
                 save_file(dict(weights), folder / "delayed" / f"{version}.safetensors")
 
 
-@contextlib.contextmanager
-def fail_together(group: dist.ProcessGroup) -> Iterator[None]:
-    """Run a block on all ranks of a group; collective. If it fails on one rank, raise OSError on all."""
-    failure = ""
-    try:
-        yield
-    except Exception as error:
-        failure = f"rank {dist.get_rank()}: {describe(error)}"
-    failures = [""] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group)
-    if any(failures):
-        raise OSError(next(filter(None, failures)))
-
-
 def save(
     path: Path,
     state: dict[str, Tensor],
@@ -421,40 +409,27 @@ def save(
 ) -> None:
     """Write a checkpoint to the new folder `path`; collective on the gloo group of all ranks.
 
-    `state` is this rank's training state in host memory. Leaders add `node`. The folder has a temporary name until all
-    is on the disk. If one rank fails, all raise OSError, in one line, and nothing is left.
+    `state` is this rank's training state in host memory. Leaders add `node`. Raises OSError as `new_folder`.
     """
-    partial = path.with_name(f"{path.name}.tmp")
-    resume_folder = partial / RESUME_FOLDER
-    is_first = dist.get_rank() == 0
-    try:
+    with new_folder(path, group) as folder:
+        resume_folder = folder / RESUME_FOLDER
         with fail_together(group):
             check_finite(state)
-            if is_first:
-                delayed = [tensor for named in node.delayed.values() for _, tensor in named]
-                num_bytes = sum(tensor.nbytes for tensor in [*state.values(), *delayed])
-                make_partial(path, weights.num_bytes + num_bytes)
-                resume_folder.mkdir()
         write_shards(state, resume_folder, group)
         with fail_together(group):
             if node is not None:
                 node.write(resume_folder)
         with fail_together(group):
-            if is_first:
-                weights.write(read_trained_weights(str(resume_folder)), partial)
+            if dist.get_rank() == 0:
+                weights.write(read_trained_weights(str(resume_folder)), folder)
                 write_manifest(
-                    partial,
+                    folder,
                     run_id=node.run.run_id,
                     step=parse_step(path),
                     frozen_sha256=weights.frozen_sha256,
                     nodes=node.facts,
                     delayed=list(node.delayed),
                 )
-                flush_and_rename(partial, path)
-    except (OSError, RuntimeError) as error:
-        if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(f"checkpoint {path} was not written: {error}") from error
 
 
 def prune(folder: Path, keep_last: int) -> None:

@@ -276,7 +276,6 @@ ENDS = {
         "never",
     ),
     "a bug": ("step_{last} was not written: rank 0: KeyError: 'bug'$", "never"),
-    "no room": (r"needs 0\.03\d GB \(0\.00\d of tensors \+ 0\.032\), 0\.001", "never"),
 }
 """What a run that ends so says, and whether its last step is saved."""
 SAVE_EVERY = {"if due": (1, 2), "always": (2, None), "never": (1,)}
@@ -377,8 +376,6 @@ def begin_to_end(end, checkpoints, number, monkeypatch) -> None:
     match end:
         case "out of time":
             checkpoints.writer.longest_s = 650
-        case "no room":
-            monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1e6))
         case "a full disk" | "rollout and a full disk":
             checkpoints.writer.weights.write = raise_full
         case "a bug":
