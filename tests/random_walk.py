@@ -323,8 +323,8 @@ class Walk:
 
     def _take_batch(self):
         """The groups of the next batch, if it is there."""
-        batch = self.controller.find_batch()
-        return batch and self.controller.consume(batch)
+        batch = self.controller.prepare_batch()
+        return batch and self.controller.consume_batch(batch)
 
     def _on_batch(self, batch):
         self._train_on(batch)

@@ -1,4 +1,4 @@
-"""Announcements: the newest weights, and the weights that each worker has, loads and needs."""
+"""Announcements: which weights each worker must load, and when."""
 
 from collections.abc import Iterable
 
@@ -9,8 +9,8 @@ from asyncrl.weights.transport import Announcement, Transport
 class Announcements:
     """Brings announced weights to the workers.
 
-    A worker loads one version at a time. Of the versions announced meanwhile it gets the newest. The controller calls
-    all methods under its lock.
+    A worker loads one version at a time. Then it gets the newest of the versions announced meanwhile. The controller
+    calls all methods under its lock.
     """
 
     def __init__(self, workers: Iterable[Worker]):
@@ -21,25 +21,24 @@ class Announcements:
         self.newest: Announcement | None = None
         """Weights that workers must load."""
         self.deferred: Announcement | None = None
-        """Weights that wait for the running evaluation to end; newer weights replace them."""
+        """Weights that wait for the running evaluation. Newer weights replace them."""
 
     def connect(self, transport: Transport) -> None:
-        """Give the engines the weight transport, when all are up."""
+        """Connect all engines that are up to the weight transport."""
         self.transport, self._are_connected = transport, True
-        # on_ready connects one that has just died
+        # on_ready connects a worker that is starting
         for worker in filter(lambda worker: worker.is_up, self.workers):
             worker.connect(transport)
 
     def take_deferred(self) -> Announcement | None:
-        """Return the weights that wait, if any, and forget them."""
+        """Return the weights that wait for an evaluation, if any, and forget them."""
         deferred, self.deferred = self.deferred, None
         return deferred
 
     def announce(self, announcement: Announcement) -> None:
         """Make all workers load these weights: at once, or when they are up and have loaded older weights.
 
-        A delayed version may be announced twice. The second time it wakes workers that were suspended while they
-        loaded it.
+        A delayed version may be announced twice. The second announcement wakes suspended workers.
         """
         self.newest = announcement
         self.transport.announce(announcement.staged)
@@ -49,14 +48,13 @@ class Announcements:
                 self.send_pending_update(worker)
 
     def send_pending_update(self, worker: Worker) -> None:
-        """Send a worker the newest weights if it needs them. If their buffer is being overwritten, it waits for the
-        next weights."""
+        """Send a worker the newest weights if it needs them. If their buffer is being overwritten, it gets the next."""
         if worker.needs_update and worker.can_load(self.newest):
             worker.needs_update = False
             worker.load(self.newest)
 
     def on_ready(self, worker: Worker) -> None:
-        """Connect a restarted worker, and send it the weights. `connect` connects the first workers."""
+        """Connect a worker that has started, and send it the newest weights."""
         if self._are_connected:
             worker.connect(self.transport)
         worker.needs_update = self.newest is not None

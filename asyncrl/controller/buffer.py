@@ -1,15 +1,15 @@
-"""SampleBuffer: which groups may start, and which may be trained on.
+"""SampleBuffer decides which groups may start, and which may be trained on.
 
-The obvious design is a queue of finished groups that drops what is older than max_staleness:
+The obvious design is a queue of finished groups that drops groups older than max_staleness:
 
     while trainer_version - (group := queue.get()).oldest_version > max_staleness:
         continue
 
-It drops long responses more often than short ones. This biases what is learnt, and bounds nothing that still runs. So
-a group gets a place before it starts, and a batch waits for groups that would come too late for the next batch.
+It drops long responses more often than short ones, which biases training. It does not limit running groups either. So a
+group gets a place before it starts, and a batch waits for groups that would come too late for the next batch.
 
-Pure: no clock, no process, no I/O. The same calls give the same answers. B is groups_per_step, and t is the trainer's
-version. Freshness as in ROLL Flash (arXiv 2510.11345): a bound on every sample.
+The buffer has no clock, process or I/O. The same calls give the same answers. B is groups_per_step, and t is the
+trainer's version. Freshness is a bound on every sample, as in ROLL Flash (arXiv 2510.11345).
 """
 
 from collections import Counter
@@ -23,12 +23,12 @@ from asyncrl.records import Group, Trajectory
 
 @dataclass
 class Resident:
-    """A group that holds a place. It is running while members are missing, and finished when all have arrived."""
+    """A group that holds a place. It is running until its last member arrives, and then finished."""
 
     problem: int
     """Index of its problem in the task."""
     oldest_version: int
-    """Oldest version that its tokens can have: that of its admission, later of its start, and exact once finished."""
+    """Oldest version that its tokens can have: of its admission, later of its start, and at its end the exact one."""
     started: bool = False
     num_failed: int = 0
     members: dict[int, Trajectory] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class BufferState:
     trainer_version: int
     """Every step up to this version is published."""
     residents: dict[int, Resident]
-    """Groups, perhaps more than this node has places for. No group is admitted until they are consumed."""
+    """Groups, perhaps more than this node has places. Then no group is admitted until enough are consumed."""
     ledger: dict[str, int | float]
 
 
@@ -57,20 +57,20 @@ class SampleBuffer:
     too late. `wait` delays batches until they have arrived. `drop` reports them as expired. `gate` consumes the oldest
     finished groups, however old, so only places limit staleness (AReaL, arXiv 2505.24298).
     If an update restarts a group's responses, the group keeps the age of its first start. This can waste tokens, but it
-    never breaks the bound. `extra_groups` places hold groups that are given up when a batch is full. `extra_members` of
-    a group also run, and its first group_size responses make the group.
+    never breaks the bound. `extra_groups` more groups run, and groups that would be late are given up. `extra_members`
+    more members of a group run, and the first group_size to finish make the group.
     """
 
     def __init__(self, config: Config):
-        """`config` is the node's own: see Config.for_node."""
+        """`config` is the node's: see Config.for_node."""
         self.config = config
         self.trainer_version = 0
         self._published_step = 0
-        """Step whose weights were published last. All groups consumed until then have freed their places."""
+        """Step that was published last. Groups consumed by then have freed their places."""
         self.residents: dict[int, Resident] = {}
-        # Groups whose other members are only counted, and the reason. It is kept for good: members may return late.
+        # Groups whose later members are only counted, and the reason. Entries stay, because members may arrive late.
         self._closed: dict[int, DropReason] = {}
-        # False while nothing has changed since `find_batch` returned None
+        # False if `find_batch` returned None and the residents have not changed since
         self._may_have_batch = False
         self.ledger = Ledger()
 
@@ -83,7 +83,7 @@ class SampleBuffer:
         return BufferState(self.trainer_version, residents, dict(self.ledger.counts))
 
     def restore(self, state: BufferState) -> None:
-        """Continue from a `state`, and keep its residents. No member of a closed group can arrive any more."""
+        """Continue from a `state`, and keep its residents. Members of closed groups do not arrive in a resumed run."""
         self.trainer_version = self._published_step = state.trainer_version
         self.ledger.counts.update(state.ledger)
         self.residents = dict(state.residents)
@@ -95,7 +95,7 @@ class SampleBuffer:
 
     @property
     def min_version(self) -> int:
-        """Oldest version with which a new group may start: the newest published one, publish_delay steps late."""
+        """Oldest version with which a new group may start: the published version."""
         return max(0, self._published_step - self.config.publish_delay)
 
     # Admission
@@ -119,7 +119,7 @@ class SampleBuffer:
         return self.min_version
 
     def start(self, group_id: int, version: int) -> None:
-        """Note that a worker with `version` takes a member. The first one sets the group's oldest version."""
+        """Mark a group as started by a worker with `version`. The first start sets its oldest version."""
         resident = self.residents[group_id]
         if not resident.started:
             resident.started, resident.oldest_version = True, max(resident.oldest_version, version)
@@ -127,15 +127,15 @@ class SampleBuffer:
 
     def min_version_of(self, group_id: int) -> int:
         """Return the version that a worker needs to start another member of a running group; else 0."""
-        # one look-up: another thread may drop the group meanwhile
+        # one look-up, because another thread may drop the group
         resident = self.residents.get(group_id)
         return 0 if resident is None or self._is_finished(resident) else resident.oldest_version
 
     def add(self, trajectory: Trajectory) -> Group | None:
-        """Take in a finished trajectory. Return its group if this is the last member that the group needs.
+        """Add a finished trajectory. Return its group if this is the last member that the group needs.
 
         A trajectory of a finished or dropped group is only counted. Raises RuntimeError if its group was never admitted
-        or already has this member, if it was aborted, or if it has a version older than the group's start.
+        or has this member, if it was aborted, or if it has a version older than the group's start.
         """
         self.ledger.generate(trajectory.num_generated, self._closed.get(trajectory.group_id))
         if trajectory.group_id in self._closed:
@@ -168,7 +168,7 @@ class SampleBuffer:
         if trajectory.member in resident.members:
             raise RuntimeError(f"{who}: member {trajectory.member} arrived twice")
         if trajectory.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"{who} is {trajectory.finish_reason}, and its group waits for it")
+            raise RuntimeError(f"{who} is {trajectory.finish_reason}, but its group needs it")
         if (oldest := trajectory.oldest_version) < (start := resident.oldest_version):
             raise RuntimeError(
                 f"{who} has a token of version {oldest}, but its group was started at version {start}"
@@ -188,11 +188,10 @@ class SampleBuffer:
     # Consumption
 
     def find_batch(self) -> list[int] | None:
-        """Return the next batch of B groups, oldest version first, or None while it must be waited for.
+        """Return the next batch of B groups, oldest version first, or None if it must be waited for.
 
-        Under `wait` all other groups must still meet their deadlines. Taking the oldest finished groups leaves the most
-        room for them. If this batch leaves too little, every batch does. Raises RuntimeError if a group would break the
-        bound.
+        Under `wait` all other groups must still meet their deadlines. The oldest finished groups leave the most room
+        for them. If this batch leaves too little, every batch does. Raises RuntimeError if a group breaks the bound.
         """
         batch = self.oldest_finished() if self._may_have_batch else None
         self._may_have_batch = batch is not None and next(self.left_too_late(batch), None) is None
@@ -212,7 +211,7 @@ class SampleBuffer:
         return groups
 
     def surplus(self) -> list[int]:
-        """Return the groups to give up for a batch; none if it needs more than extra_groups of them."""
+        """Return the groups to give up for a batch; [] if they would be more than extra_groups."""
         batch = self.oldest_finished() if self.config.extra_groups else None
         too_late = [] if batch is None else list(self.left_too_late(batch))
         return too_late if len(too_late) <= self.config.extra_groups else []
@@ -257,13 +256,13 @@ class SampleBuffer:
             )
 
     def publish(self, step: int) -> None:
-        """Free the places of all groups consumed up to a step: weights are published after it."""
+        """Free the places of all groups consumed up to a step, because its weights are published."""
         self._published_step = step
 
     # Dropping
 
     def expired(self) -> list[int]:
-        """Return the groups that are too old for every later batch; only `drop` has any."""
+        """Return the groups that are too old for every later batch; [] unless stale_policy is `drop`."""
         if self.config.stale_policy != "drop":
             return []
         oldest = self.trainer_version - self.config.max_staleness
@@ -283,11 +282,11 @@ class SampleBuffer:
 
     def is_running(self, group_id: int) -> bool:
         """Return whether a group holds a place and waits for members."""
-        # one look-up: another thread may drop the group meanwhile
+        # one look-up, because another thread may drop the group
         resident = self.residents.get(group_id)
         return resident is not None and not self._is_finished(resident)
 
     def balance(self) -> Counter[str]:
-        """Return the place of every group and token. Raises RuntimeError if any is not accounted for."""
+        """Return the ledger with the resident groups and tokens. Raises RuntimeError if it does not balance."""
         num_tokens = sum(resident.num_generated for resident in self.residents.values())
         return self.ledger.balance(len(self.residents), num_tokens)

@@ -1,7 +1,7 @@
-"""The controller: hands tickets to rollout workers, takes groups in, announces weights, and keeps the workers alive.
+"""The controller: sends tickets to rollout workers, receives groups, announces weights, and keeps the workers alive.
 
-It lives in the process of local trainer rank 0, with the ticket queue. One lock guards all state: the workers' reading
-threads and the trainer's thread take it. Every wait has a timeout. A timeout reports the state of all workers.
+It lives in the process of local trainer rank 0. One lock guards all state: the workers' reading threads and the
+trainer's thread take it. Every wait has a timeout. A timeout reports the state of all workers.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from asyncrl.weights.transport import Announcement, Staged, Transport, Weights
 
 
 class Controller:
-    """Runs rollout on one node: start, take batches, publish, evaluate, stop."""
+    """Rollout on one node: start, batches, weights, evaluations, end."""
 
     buffer_class = SampleBuffer
     dispatcher_class = Dispatcher
@@ -58,7 +58,7 @@ class Controller:
         num_nodes: int = 1,
         restored: ControllerState | None = None,
     ):
-        """`record(event, **fields)` writes an event. `clock` notes what `take_batch` waits for.
+        """`record(event, **fields)` writes an event. `clock` is the trainer's.
 
         `num_nodes` nodes share the groups of a step. A resumed run continues from `restored`.
         """
@@ -68,17 +68,17 @@ class Controller:
         self.dispatcher = self.dispatcher_class(config, workers, self.buffer, tickets)
         self.announcements = Announcements(workers)
         self.evaluation: Evaluation | None = None
-        """The evaluation that runs; there is one at a time."""
+        """Running evaluation; only one runs at a time."""
         self.ended_evaluations: list[Evaluation] = []
-        """Evaluations that have ended since the last `take_evaluation`."""
+        """Evaluations that ended after the last `take_evaluation`."""
         self.journal = Journal(record)
         self.lock = threading.Condition()
-        """Guards all state, and notifies waiting threads of every change. A thread may take it again."""
+        """Guards all state, and notifies waiting threads of every change. It is re-entrant."""
         self._stopping = False
         self.is_asked_to_stop = False
-        """Whether the run is to end after this step."""
+        """Whether the run must end after this step."""
         self.ended_by: RolloutEnded | None = None
-        """Reason why no group is admitted any more. The next wait for a batch raises it, so a running step ends."""
+        """Reason why no more groups are admitted. The next wait for a batch raises it, so a running step can finish."""
         self._has_timed_out = False
         if restored is not None:
             self._restore(restored)
@@ -86,32 +86,32 @@ class Controller:
     # Life of the workers
 
     def launch(self) -> None:
-        """Start all workers; returns at once."""
+        """Start all workers. Return at once."""
         with self.lock:
             for index in range(self.workers.num_workers):
                 self.journal.started(index)
             self.workers.launch(self.on_message, self._on_thread_ended)
 
     def _on_thread_ended(self, _) -> None:
-        """Wake waiting threads: they check why a reading thread ended."""
+        """Wake waiting threads. They check why a reading thread ended."""
         with self.lock:
             self.lock.notify_all()
 
     def wait_until_ready(self) -> None:
-        """Wait until all engines are up. Raises WorkerDied, with its last log lines, if one ends or takes too long."""
+        """Wait until all engines are up. Raises WorkerDied, with log lines, if an engine ends or takes too long."""
         self.wait_until(lambda: self.ended_by or not self.workers.starting, "workers to start")
         self._check_end()
 
     def connect(self, transport: Transport) -> None:
-        """Give the engines the weight transport, when all are up."""
+        """Wait until all engines are up, and connect them to the weight transport."""
         self.wait_until_ready()
         with self.lock:
             self.announcements.connect(transport)
 
     def on_message(self, worker: Worker, message) -> None:
-        """Act on a worker's message, or, if it is None, on its death; called by the worker's reading thread."""
+        """Act on a worker's message; None is its death. The worker's reading thread calls this."""
         with self.lock:
-            # now, as this may raise; they wait for the lock all the same
+            # first, because the rest may raise; woken threads wait for the lock
             self.lock.notify_all()
             match message:
                 case None:
@@ -147,7 +147,7 @@ class Controller:
             self.fill()
 
     def on_death(self, worker: Worker) -> None:
-        """Issue a dead worker's tickets again and start it anew, or end the run."""
+        """Start a dead worker again, and issue its tickets again. Raises WorkerDied if it must not be started."""
         worker.disconnect()
         self.workers.replace(worker)
         self.journal.died(worker)
@@ -155,8 +155,7 @@ class Controller:
             self.issue_again(ticket, worker.reissue_reason)
 
     def issue_again(self, ticket: Ticket, reason: ReissueReason) -> None:
-        """Issue a ticket that was lost again, before all others, if its trajectory is still needed."""
-        # else the group was dropped, or finished without it
+        """Issue a lost ticket again, before all other tickets, unless its group was dropped or has finished."""
         if ticket.is_evaluation or self.buffer.is_running(ticket.group_id):
             self.dispatcher.queue.appendleft(self.tickets.issue_again(ticket, reason))
 
@@ -184,19 +183,19 @@ class Controller:
 
     @contextlib.contextmanager
     def _noting_end(self) -> Iterator[None]:
-        """Note what ends rollout inside. What follows from the same message is done all the same."""
+        """Note a RolloutEnded that is raised inside. The rest of the message is still handled."""
         try:
             yield
         except RolloutEnded as error:
             self.ended_by = self.ended_by or error
 
     def _check_end(self) -> None:
-        """Raise what ended rollout."""
+        """Raise the error that ended rollout."""
         if self.ended_by is not None:
             raise self.ended_by
 
     def fill(self) -> None:
-        """Start what can start, but nothing before the first weights. Send idle workers the reason."""
+        """Admit groups and send out tickets that can start, after the first weights. Send idle workers the reason."""
         reason_if_full: IdleReason = "weights"
         if self.announcements.newest is not None:
             if self.ended_by is None:
@@ -208,15 +207,10 @@ class Controller:
 
     # Batches
 
-    def take_batch(self) -> list[Group]:
-        """Wait for the next batch and consume it. Raises as `wait_for_batch`."""
-        with self.lock:
-            return self.consume(self.wait_for_batch())
-
     def wait_for_batch(self, done: Callable[[], Any] | None = None) -> Any:
-        """Wait for the next batch, or until `done()`; return the ids of its groups, or what `done` returned.
+        """Wait for the next batch and return the ids of its groups. With `done`, wait for its result and return that.
 
-        Raises RolloutEnded if rollout has ended or an earlier wait timed out, and RuntimeError if no batch can come.
+        Raises RolloutEnded if rollout has ended or an earlier wait timed out, and RuntimeError if no batch is possible.
         """
         if self._has_timed_out:
             self._check_end()
@@ -225,25 +219,25 @@ class Controller:
             if self.config.drop_zero_variance
             else "a batch"
         )
-        return self.wait_until(done or self.find_batch, kind, self.can_get_batch)
+        return self.wait_until(done or self.prepare_batch, kind, self.can_get_batch)
 
-    def find_batch(self) -> list[int] | None:
-        """Return the ids of the groups of the next batch, or None while it must be waited for.
+    def prepare_batch(self) -> list[int] | None:
+        """Drop groups that the next batch need not wait for. Return its groups' ids, or None if it must be waited for.
 
-        Groups that the batch need not wait for are dropped.
+        The batch stays valid until it is consumed.
         """
         with self.lock:
-            # An evaluation that delays published weights also keeps places taken.
+            # places stay taken while an evaluation delays weights
             self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
             self.dispatcher.drop_surplus()
             return self.buffer.find_batch()
 
-    def consume(self, batch: list[int]) -> list[Group]:
-        """Consume a batch that was found: it is trained on now. Return its groups."""
+    def consume_batch(self, batch: list[int]) -> list[Group]:
+        """Consume a batch, which is trained on now. Return its groups."""
         with self.lock:
             groups = self.buffer.consume(batch)
             self.dispatcher.drop_expired()
-            # an evaluation must not be suspended: no update may end it
+            # no update may interrupt an evaluation, so it could not continue
             if self.config.over_sampling > 1 and self.evaluation is None:
                 self.workers.suspend()
             self.fill()
@@ -252,7 +246,7 @@ class Controller:
             return groups
 
     def can_get_batch(self) -> bool:
-        """Return whether a batch is possible before the next weights: something runs, or may start.
+        """Return whether a batch is possible before the next weights: a ticket runs or can start.
 
         Raises RolloutEnded if rollout has ended.
         """
@@ -279,9 +273,9 @@ class Controller:
         return transport.stage(version, parameters)
 
     def withdraw(self) -> bool:
-        """Take back an announcement that still waits for an evaluation to end. Its buffer can then be overwritten.
+        """Remove the announcement that waits for an evaluation. Its buffer can then be overwritten.
 
-        Return whether an evaluation was to follow it. The next announcement must ask for it again.
+        Return whether it asked for an evaluation. The next announcement must ask again.
         """
         with self.lock:
             deferred = self.announcements.take_deferred()
@@ -297,12 +291,12 @@ class Controller:
                 self.announcements.deferred = announcement
 
     def announce(self, announcement: Announcement) -> None:
-        """Make all workers load these weights, and evaluate them if asked; the caller holds the lock."""
+        """Make all workers load these weights, and evaluate them if asked. The caller holds the lock."""
         self.announcements.announce(announcement)
         self.buffer.publish(announcement.step)
         self.dispatcher.drop_expired()
         tickets = self.tickets.for_evaluation(announcement.version) if announcement.evaluate else []
-        if tickets:  # of several nodes the first alone evaluates
+        if tickets:  # only the first node has held-out problems
             self.evaluation = Evaluation(announcement.version, len(tickets))
             self.dispatcher.queue.extendleft(reversed(tickets))
         self.fill()
@@ -312,7 +306,7 @@ class Controller:
 
         The clock returns to its state.
         """
-        # With the lock: an evaluation that ends just now may not have announced the weights that waited for it.
+        # The lock: an evaluation that ends now must first announce the weights that waited for it.
         with self.lock:
             if self.evaluation is None:
                 return
@@ -339,11 +333,11 @@ class Controller:
     # Snapshots
 
     def snapshot(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
-        """Return the state that a resumed run needs, as of one instant between `publish` and `take_batch`.
+        """Return the state that a resumed run needs. Call it after `publish`, before the next batch is consumed.
 
-        Weights that wait for an evaluation are announced first, unless it cannot end. Where responses continue from
-        their tokens, workers report these. The instant is that of the last report, and sampling continues. `measure()`
-        returns the lengths of the run's records, bytes.
+        Weights that wait for an evaluation are announced first, unless it cannot end. If responses continue after a
+        resume, workers report their tokens. The state is that of the last report. Sampling continues meanwhile.
+        `measure()` returns the lengths of the run's records, bytes.
         """
         with self.lock:
             with contextlib.suppress(RolloutEnded):  # the next batch raises it
@@ -394,8 +388,8 @@ class Controller:
     ) -> Any:
         """Wait until `done()` is true and return its value. It is called after every change, under the lock.
 
-        The timeout begins anew when a starting worker is up. Raises errors of background threads, RolloutEnded after
-        the timeout, and RuntimeError as soon as `is_possible()` is false and nothing changes.
+        While a worker starts, the timeout does not run. Raises errors of background threads, RolloutEnded after the
+        timeout, and RuntimeError if `is_possible()` is false for a second without a change.
         """
         deadline = time.monotonic() + self.config.timeout_s
         with self.lock:
@@ -410,8 +404,8 @@ class Controller:
                     # after a notification, `check` may know a better reason
                     if not self.lock.wait(timeout=1.0) and is_hopeless:
                         raise RuntimeError(
-                            f"{goal} can never come: nothing runs, and nothing may start before the next weights are "
-                            f"published; state: {self.dispatcher.describe()}"
+                            f"{goal} can never come: no ticket runs, and no ticket may start before the next weights "
+                            f"are published; state: {self.dispatcher.describe()}"
                         )
                     if self.workers.any_starting and self.ended_by is None:
                         deadline = time.monotonic() + self.config.timeout_s
@@ -423,12 +417,12 @@ class Controller:
                 self.ended_by = RolloutEnded(f"{error}; {dump_stacks()}; state: {state}")
                 raise self.ended_by from None
 
-    # What was measured
+    # Measurements
 
     def take_metrics(self) -> Measured:
-        """Take what was measured since the last call, and the ledger."""
+        """Return the measurements since the last call, and the ledger."""
         with self.lock:
-            # what ended a reading thread is the reason if the ledger does not balance
+            # if the ledger does not balance, an error of a reading thread is the reason
             with self._noting_end():
                 self.workers.check()
             failures = self.dispatcher.failures
@@ -441,12 +435,12 @@ class Controller:
             }
 
     def failures(self) -> Failures:
-        """Return a copy of the count of failures in training."""
+        """Return a copy of the counts of failures in training."""
         with self.lock:
             return copy.deepcopy(self.dispatcher.failures)
 
     def bans_host_of(self, worker: int, problem: str) -> bool:
-        """Stop using the host of a worker whose weights are wrong. Return whether it was; never for this node's own."""
+        """Stop using the remote host of a worker with wrong weights. Return whether that was done."""
         return False
 
     def is_believed(self, worker: int) -> bool:
@@ -454,14 +448,14 @@ class Controller:
         return True
 
     def take_probes(self) -> ProbedVersions:
-        """Take the engines' log-probs of the probe that arrived since the last call."""
+        """Return the engines' log-probs of the probe that arrived since the last call."""
         with self.lock:
             return self.journal.take_probes()
 
     def take_evaluation(self) -> dict[str, Any]:
-        """Take the metrics of the newest evaluation that ended since the last call, if any did.
+        """Return the metrics of the newest evaluation that ended since the last call; {} without one.
 
-        Those of older ones that ended since are in `eval/earlier`, oldest first.
+        Metrics of earlier ones are in `eval/earlier`, oldest first.
         """
         with self.lock:
             ended, self.ended_evaluations = self.ended_evaluations, []
@@ -471,7 +465,7 @@ class Controller:
         return newest | {"eval/earlier": earlier} if earlier else newest
 
     def stop(self) -> None:
-        """End all workers and their engines; none is left when this returns."""
+        """End all workers and their engines. Return when they have ended."""
         with self.lock:
             self._stopping = True
         try:

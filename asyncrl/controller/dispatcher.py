@@ -1,7 +1,7 @@
-"""The dispatcher starts groups, gives up groups, and sends each ticket to a rollout worker.
+"""The dispatcher admits and drops groups, and sends each ticket to a rollout worker.
 
-A ticket goes to the worker with the most free slots, as soon as one is free (ROLL Flash, arXiv 2510.11345, queue
-scheduling). The paper's baselines are in extras/baselines.py.
+As soon as a slot is free, the next ticket goes to the worker with the most free slots. This is queue scheduling (ROLL
+Flash, arXiv 2510.11345). The paper's baselines are in extras/baselines.py.
 """
 
 import heapq
@@ -23,15 +23,15 @@ from asyncrl.messages import Abort, Idle, IdleReason, Tickets
 from asyncrl.records import Ticket, Trajectory
 
 MIN_GROUPS = 20
-"""Fewest newest groups whose failed share is checked. If more groups may be outstanding, all these are checked: failed
-groups end earlier."""
+"""Fewest newest groups whose failed share is checked. If more groups may be outstanding, their number counts, because
+failed groups end earlier."""
 
 
 @dataclass(eq=False)
 class Dispatcher:
-    """Admits groups while places are free, sends out their tickets, and takes in their trajectories.
+    """Admits groups while places are free, sends out their tickets, and adds their trajectories to the buffer.
 
-    It drops groups that failed, have no variance, are stale, or are not needed.
+    It drops groups that fail, have equal rewards, are stale, or are not needed.
     """
 
     config: Config
@@ -41,14 +41,14 @@ class Dispatcher:
     queue: deque[Ticket] = field(default_factory=deque)
     """Tickets without a worker, in order."""
     failures: Failures = field(default_factory=Failures)
-    """Responses and groups of training that ended so far."""
+    """Counts of training responses and groups that ended."""
     newest_failed: list[bool] = field(default_factory=list)
     """Whether each of the newest groups failed, oldest first. A resumed run starts empty: its reward may be fixed."""
 
     # Groups
 
     def add(self, trajectory: Trajectory) -> None:
-        """Take in a trajectory of a training group. Raises RolloutEnded if too many groups fail."""
+        """Add a trajectory of a training group. Raises RolloutEnded if too many groups fail."""
         if trajectory.finish_reason != "aborted":
             self.failures.count(trajectory.failure)
         if trajectory.finish_reason == "failed":
@@ -62,7 +62,7 @@ class Dispatcher:
             self.on_ended_group(is_failed=False)
 
     def on_failed_group(self, trajectory: Trajectory) -> None:
-        """Drop a group with too many failed trajectories. `trajectory` is the last of them. Raises as `add`."""
+        """Drop a group with too many failed trajectories, of which `trajectory` is the last. Raises as `add`."""
         self.drop(trajectory.group_id, "failed")
         self.on_ended_group(is_failed=True)
 
@@ -80,7 +80,7 @@ class Dispatcher:
             )
 
     def drop_expired(self) -> None:
-        """Drop the groups that are too old for every later batch; only `drop` has any."""
+        """Drop the groups that are too old for every later batch."""
         for group_id in self.buffer.expired():
             self.drop(group_id, "stale")
 
@@ -90,7 +90,7 @@ class Dispatcher:
             self.drop(group_id, "aborted")
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """Drop a group. Its problem is issued again unless it is the cause, so that training includes slow problems."""
+        """Drop a group. Its problem is issued again unless it is the cause. So training includes slow problems."""
         problem = self.buffer.drop(group_id, reason)
         self._abort(group_id)
         if reason not in ("filtered", "failed"):
@@ -109,24 +109,24 @@ class Dispatcher:
                 worker.process.send(Abort(running))
 
     def finish_tickets(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Note that a worker has ended the tickets of these trajectories. Return the trajectories that are used."""
+        """Mark the tickets of these trajectories as ended by a worker. Return the trajectories that are used."""
         for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
             worker.finish_ticket(ticket_id)
         return trajectories
 
     def on_message(self, worker: Worker, message) -> None:
-        """Act on a message that the controller does not know. Raises RuntimeError if the dispatcher does not either."""
+        """Act on a message that the controller does not know. Raises RuntimeError."""
         raise RuntimeError(f"worker {worker.index} sent an unknown message: {message!r}")
 
     def describe(self) -> str:
-        """Return one line with the state of every worker, and the places of groups."""
+        """Return one line with the state of all workers, and the ledger."""
         workers = ", ".join(worker.describe() for worker in self.workers)
         return f"{workers}; {len(self.queue)} tickets queued; {self.buffer.balance()}"
 
     # Tickets
 
     def can_go_on(self) -> bool:
-        """Return whether a training ticket runs or may start before the next weights. Paused workers start none."""
+        """Return whether a training ticket runs, or can start without new weights on a worker that is not paused."""
         if self.workers.any_starting or self.buffer.num_free_places() > 0:
             return True
         active = [
@@ -143,14 +143,14 @@ class Dispatcher:
             try:
                 self.queue.extend(self.tickets.for_group(group_id, problem, min_version))
             except RolloutEnded:
-                self.drop(group_id, "aborted")  # a resumed run meets the problem again
+                self.drop(group_id, "aborted")  # a resumed run issues the problem again
                 raise
 
     def assign(self) -> Iterator[tuple[Worker, Ticket]]:
-        """Take out the tickets that can start now, each with its worker. The caller adds it to the worker's load.
+        """Yield the tickets that can start now, each with its worker. The caller adds it to the worker's load.
 
         A ticket goes to the least loaded worker that may start it. Of equally loaded workers the lowest `order` wins.
-        A ticket that no worker may start delays all tickets behind it. A heap finds the worker among thousands.
+        A ticket that no worker may start delays all tickets behind it. The heap is for thousands of workers.
         """
         workers = list(self.workers) if self.queue else []
         loads = [
@@ -176,13 +176,13 @@ class Dispatcher:
         return num_running <= self.config.max_running_requests and self.has_weights(worker, ticket)
 
     def has_weights(self, worker: Worker, ticket: Ticket) -> bool:
-        """Return whether a worker's engine is up and was sent weights that are new enough for a ticket."""
+        """Return whether a worker's engine is up, and was sent weights that are new enough for a ticket."""
         return worker.is_up and worker.sent_version >= self.min_version(ticket)
 
     def min_version(self, ticket: Ticket) -> int:
         """Return the version that a worker needs before it may start this ticket.
 
-        Workers get new weights at different times. The first to start a member sets the version for the whole group.
+        Workers get new weights at different times. The first started member sets the version for its whole group.
         """
         if ticket.is_evaluation:
             return ticket.min_version
@@ -200,7 +200,7 @@ class Dispatcher:
             self.workers[index].process.send(Tickets(tickets))
 
     def report_idle(self, reason_if_full: IdleReason) -> None:
-        """Send each worker without a ticket the reason, once. `reason_if_full` applies if no group may be admitted."""
+        """Send each worker without a ticket the reason, once. `reason_if_full`: reason why no group may be admitted."""
         reason = self.idle_reason(reason_if_full)
         for worker in self.workers:
             if worker.is_up and not worker.running and worker.idle_reason != reason:

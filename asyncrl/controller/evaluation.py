@@ -11,19 +11,16 @@ from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Trajectory
 
 @dataclass
 class Evaluation:
-    """Held-out problems being sampled at one version."""
+    """Held-out problems that are sampled at one version."""
 
     version: int
     num_asked: int
     """Tickets, each for one trajectory."""
     trajectories: list[Trajectory] = field(default_factory=list)
-    """Those that have come back, also failed ones."""
+    """Trajectories that have arrived, also failed ones."""
 
     def add(self, trajectory: Trajectory) -> bool:
-        """Take in a trajectory. Returns whether it was the last.
-
-        Raises RuntimeError if any token is of another version than the evaluation.
-        """
+        """Add a trajectory. Return whether it was the last. Raises RuntimeError if a token has another version."""
         versions = set(trajectory.policy_versions[trajectory.loss_mask].tolist())
         if trajectory.finish_reason != "failed" and versions != {self.version}:
             raise RuntimeError(
@@ -33,16 +30,16 @@ class Evaluation:
         return len(self.trajectories) == self.num_asked
 
     def failures(self) -> Failures:
-        """Return the count of its responses that failed, and why. Those of training are not among them."""
+        """Return the counts and reasons of failed responses of this evaluation."""
         failures = Failures()
         for trajectory in self.trajectories:
             failures.count(trajectory.failure)
         return failures
 
     def accuracy(self, group_id: int = EVALUATION_GROUP) -> float:
-        """Return the mean reward over all problems asked, sampled or greedily.
+        """Return the mean reward over all problems, sampled or greedily.
 
-        A response that failed counts 0, so hanging the scorer never pays.
+        A failed response counts 0. So a policy gains nothing if it makes the scorer hang.
         """
         rewards = [
             0.0 if trajectory.finish_reason == "failed" else trajectory.reward

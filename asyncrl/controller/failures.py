@@ -1,4 +1,4 @@
-"""How many responses and groups failed, and why. Pure counting."""
+"""Counts of failed responses and groups, with reasons."""
 
 import re
 from dataclasses import dataclass, field
@@ -6,30 +6,30 @@ from dataclasses import dataclass, field
 REPORTED_SHARE = 0.01
 """Share of failed responses or groups above which a run reports them."""
 MAX_KINDS = 100
-"""Kinds of failures that are told apart."""
+"""Most kinds of failures. All further ones are counted as OTHER_KIND."""
 OTHER_KIND = "another failure"
 
 
 @dataclass
 class Failures:
-    """Responses and groups that have ended, and those of them that failed; plain data."""
+    """Responses and groups that have ended, and how many of them failed; plain data."""
 
     num_responses: int = 0
-    """Responses that ended or failed, but for aborted ones."""
+    """Responses that ended or failed; aborted ones do not count."""
     num_groups: int = 0
-    """Groups that were finished, or dropped as too many of their members failed."""
+    """Groups that finished or failed. A group fails if too many of its members fail."""
     num_failed_groups: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
-    """The first message of each kind of failure -> responses that failed so."""
+    """First message of each kind of failure → number of responses."""
 
     @property
     def num_failed(self) -> int:
-        """Responses that failed."""
+        """Failed responses."""
         return sum(self.reasons.values())
 
     @property
     def is_reported(self) -> bool:
-        """Whether more than REPORTED_SHARE of the responses or of the groups failed."""
+        """Whether more than REPORTED_SHARE of the responses or groups failed."""
         shares = (
             self.num_failed / max(1, self.num_responses),
             self.num_failed_groups / max(1, self.num_groups),
@@ -37,7 +37,7 @@ class Failures:
         return max(shares) > REPORTED_SHARE
 
     def count(self, failure: str) -> None:
-        """Count a response that was not aborted: one that failed has a reason."""
+        """Count a response that was not aborted. `failure` is its reason if it failed, else empty."""
         self.num_responses += 1
         if failure:
             kind = kind_of(failure)
@@ -47,7 +47,7 @@ class Failures:
             self.reasons[message] = self.reasons.get(message, 0) + 1
 
     def count_group(self, is_failed: bool) -> None:
-        """Count a group that was finished, or dropped as too many of its members failed."""
+        """Count a group that finished or failed."""
         self.num_groups += 1
         self.num_failed_groups += is_failed
 
@@ -57,7 +57,7 @@ class Failures:
         return max(self.reasons, key=self.reasons.get, default="")
 
     def since(self, earlier: "Failures") -> "Failures":
-        """Return what was counted after `earlier`."""
+        """Return the counts since `earlier`."""
         return Failures(
             self.num_responses - earlier.num_responses,
             self.num_groups - earlier.num_groups,
@@ -66,20 +66,20 @@ class Failures:
         )
 
     def __str__(self) -> str:
-        """The shares and the commonest reason, on one line."""
+        """Return the shares and the commonest reason, on one line."""
         parts = [(self.num_failed, self.num_responses, "responses")]
         if self.num_groups:
             parts.insert(0, (self.num_failed_groups, self.num_groups, "groups"))
         shares = [
-            f"{failed:,} of {ended:,} {what} ({failed / max(1, ended):.1%})"
-            for failed, ended, what in parts
+            f"{failed:,} of {ended:,} {unit} ({failed / max(1, ended):.1%})"
+            for failed, ended, unit in parts
         ]
         number = self.reasons.get(self.commonest, 0)
         return f"{' and '.join(shares)} failed; most often ({number:,}): {self.commonest}"
 
 
 def kind_of(failure: str) -> str:
-    """Return what failures of one kind have in common: where they were raised, and as what; of other messages the
-    beginning without numbers and quotations."""
+    """Return the kind of a failure: file, line and type of the error. Without these it is the beginning of the message,
+    without numbers and quotations."""
     raised = re.match(r".*?, line \d+: [\w.]+", failure)
     return raised[0] if raised else re.sub(r"\d+|'[^']*'", "…", failure)[:80]

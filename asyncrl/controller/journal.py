@@ -1,4 +1,4 @@
-"""What is recorded of rollout: events for events.jsonl, and measurements for a step's metrics."""
+"""Records of rollout: events for events.jsonl, and measurements for the metrics of a step."""
 
 import time
 from collections import Counter
@@ -12,19 +12,21 @@ from asyncrl.runlog.time_ledger import WORKER_STATES, TimeLedger, seconds, unix_
 
 
 class Journal:
-    """Writes events as they happen and keeps measurements until they are asked for.
+    """Writes events at once, and keeps measurements until the next `take_metrics`.
 
-    While a worker starts, its time runs on the controller's clock. Later it is known until the worker's newest report.
-    Where one clock takes over from the other, the later moment of the two counts.
+    While a worker starts, the controller's clock measures its time. Later its own clock does, up to its newest report.
+    When the clock changes, the later of the two times counts.
     """
 
     def __init__(self, record: Callable[..., None], clock: Callable[[], int] = unix_ns):
-        """`record(event, **fields)` writes an event. The controller also calls it, for events without a measurement."""
+        """`record(event, **fields)` writes an event. The controller also calls it."""
         self.record = record
         self._clock = clock
-        # of this node's workers, not of those that joined
+        # of this node's own workers only
         self._ledgers: dict[int, TimeLedger] = {}
-        self._reported: dict[int, int] = {}  # worker that is up -> until when, on its own clock
+        self._reported: dict[
+            int, int
+        ] = {}  # worker that is up → end of its newest report, on its own clock
         self._starts: Counter[int] = Counter()
         self._measured: list[Measured] = []
         self._probes: ProbedVersions = {}
@@ -32,14 +34,14 @@ class Journal:
     # The life of workers
 
     def started(self, worker: int) -> None:
-        """A worker's process is started; again, if the one before it died."""
+        """Record that a worker's process is started, perhaps again."""
         if worker not in self._ledgers:
             self._ledgers[worker] = TimeLedger(WORKER_STATES, "starting", self._clock())
         self.record("worker_started", worker=worker, attempt=self._starts[worker])
         self._starts[worker] += 1
 
     def died(self, worker: Worker) -> None:
-        """A worker has died. A worker of this node is started again; until now it did what it last reported."""
+        """Record that a worker has died. This node's workers start again. Until now a worker was in its last state."""
         index = worker.index
         exit_code, tickets = worker.process.exit_code, len(worker.running)
         self.record("worker_died", worker=index, exit_code=exit_code, tickets=tickets)
@@ -49,10 +51,7 @@ class Journal:
             self.started(index)
 
     def active(self, worker: int, report: ActivityReport | None) -> None:
-        """A worker reported what it was doing, or had nothing new to report.
-
-        Raises RuntimeError if the report overlaps the one before it.
-        """
+        """Record a worker's report, if any. Raises RuntimeError if it overlaps the last report."""
         if report is None:
             return
         reported = self._reported.get(worker, 0)
@@ -73,20 +72,20 @@ class Journal:
         ledger = self._ledgers[worker]
         ledger.enter(state, max(now, ledger.until))
 
-    # What workers return
+    # Results of workers
 
     def trajectory(self, trajectory: Trajectory) -> None:
-        """A trajectory came back."""
+        """Record a trajectory."""
         self.record("trajectory", **_summary(trajectory))
 
     def updated(self, worker: int, message: Updated, made_at: float) -> None:
-        """A worker has loaded new weights, which were announced at `made_at`, monotonic seconds."""
+        """Record that a worker has loaded weights, which were announced at `made_at`, monotonic seconds."""
         self.active(worker, message.activity)
         sampled = message.sampled
         self._measured.append(
             {
                 "rollout/pause_s": Mean(message.pause_s, 1),
-                # APRIL's ratio (arXiv 2509.18521): last segments of resumed responses, of all new tokens
+                # APRIL's ratio (arXiv 2509.18521): tokens after the update, of all new tokens
                 "rollout/resumed_share": Mean(sampled.resumed, sampled.new),
                 "rollout/discarded_tokens": Sum(sampled.discarded),
             }
@@ -101,17 +100,17 @@ class Journal:
         )
 
     def probed(self, worker: int, message: Probed) -> None:
-        """A worker has scored the probe."""
+        """Record a worker's scores of the probe."""
         self._probes.setdefault(message.version, {})[worker] = message
 
     def has_probed(self, worker: int, version: int) -> bool:
-        """Whether a worker has scored the probe at a version, and nobody has taken that."""
+        """Return whether a worker has scored the probe at a version, since the last `take_probes`."""
         return worker in self._probes.get(version, {})
 
     # Sums
 
     def take_metrics(self) -> Measured:
-        """Take what was measured since the last call."""
+        """Return the measurements since the last call."""
         measured, self._measured = self._measured, []
         spent = self.take_time()
         shares = {
@@ -120,7 +119,7 @@ class Journal:
         return merge([{"rollout/discarded_tokens": Sum(0)}, shares, *measured])
 
     def take_time(self) -> Counter[str]:
-        """Take the nanoseconds in each state, all workers together, that have become known since the last call."""
+        """Return the nanoseconds in each state that became known since the last call, summed over workers."""
         spent: Counter[str] = Counter()
         for worker, ledger in self._ledgers.items():
             until = ledger.until if worker in self._reported else max(self._clock(), ledger.until)
@@ -128,7 +127,7 @@ class Journal:
         return spent
 
     def take_probes(self) -> ProbedVersions:
-        """Take what engines scored of the probe by version and worker, as far as it has come since."""
+        """Return the engines' scores of the probe since the last call, by version and worker."""
         probes, self._probes = self._probes, {}
         return probes
 

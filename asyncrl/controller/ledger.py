@@ -1,4 +1,4 @@
-"""Where every group and every generated token went. Pure counting."""
+"""The ledger counts where every group and every generated token went."""
 
 import operator
 from collections import Counter
@@ -11,7 +11,7 @@ from asyncrl.records import Trajectory
 from asyncrl.runlog.metrics import Comparison, Mean, Measured, Sum
 
 DropReason = Literal["stale", "filtered", "failed", "aborted", "late", "shut_out"]
-"""`late`: tokens of a ticket that was issued again meanwhile; `shut_out`: of a remote host that is not believed."""
+"""`late`: the ticket was issued again before its tokens arrived. `shut_out`: a remote host is not believed."""
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 COUNTS = (
     "groups_issued", "groups_consumed", "groups_resident", "tokens_generated", "tokens_consumed", "tokens_resident",
@@ -20,33 +20,32 @@ COUNTS = (
 
 
 class Ledger:
-    """Counts groups that are issued and tokens that are generated, until they are consumed or, for a reason, dropped.
+    """Counts issued groups and generated tokens, and how many are consumed or, by reason, dropped.
 
-    All others must be resident in the buffer. FATE is `consumed` or `dropped_REASON`. `measured_FATE` counts the groups
-    with any finished member. `length_FATE` and `reward_FATE` add up their means over finished members. A member that
-    still ran has no length and no reward.
+    All other groups must be resident in the buffer. FATE is `consumed` or `dropped_REASON`. `measured_FATE` counts the
+    groups with a finished member. `length_FATE` and `reward_FATE` sum their means over finished members.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        """All that was counted, which a resumed run counts on from."""
+        """All counts. A resumed run continues from them."""
 
     def issue(self) -> None:
-        """Count a group that was admitted."""
+        """Count an admitted group."""
         self.counts["groups_issued"] += 1
 
     def generate(self, num_tokens: int, dropped: DropReason | None = None) -> None:
-        """Count tokens that a worker returned; given a reason, they are dropped as they come."""
+        """Count tokens that a worker returned. With a reason they are dropped at once."""
         self.counts["tokens_generated"] += num_tokens
         if dropped is not None:
             self.counts[f"tokens_dropped_{dropped}"] += num_tokens
 
     def consume(self, members: Collection[Trajectory]) -> None:
-        """Count a group that went to the trainer, with its tokens."""
+        """Count a consumed group and its tokens."""
         self._end("consumed", members)
 
     def drop(self, reason: DropReason, members: Collection[Trajectory]) -> None:
-        """Count a resident group that was dropped, with the tokens of the members it had."""
+        """Count a dropped group and the tokens of its finished members."""
         self._end(f"dropped_{reason}", members)
 
     def _end(self, fate: str, members: Collection[Trajectory]) -> None:
@@ -59,9 +58,9 @@ class Ledger:
             self.counts[f"reward_{fate}"] += float(np.mean(rewards))
 
     def balance(self, groups_resident: int, tokens_resident: int) -> Counter[str]:
-        """All COUNTS since the start of the run, issued or generated = consumed + dropped + resident, and the sums.
+        """Return all COUNTS since the start of the run, and the sums of lengths and rewards.
 
-        Raises RuntimeError if the two sides differ.
+        Raises RuntimeError unless issued or generated = consumed + dropped + resident.
         """
         counts = self.counts.copy()
         counts["groups_resident"] = groups_resident
@@ -80,10 +79,10 @@ class Ledger:
 
 
 def ledger_metrics(counts: Counter[str]) -> Measured:
-    """Return the metrics of a ledger's `counts`: COUNTS, and how groups dropped so far differ from those consumed.
+    """Return the metrics of a ledger's `counts`: COUNTS, and how dropped groups differ from consumed groups.
 
-    `dropped/REASON_length_ratio` is the ratio of their mean response lengths; `dropped/REASON_reward_gap` is the
-    difference of their mean rewards. Both are over members that had finished.
+    `dropped/REASON_length_ratio` is the ratio of their mean response lengths. `dropped/REASON_reward_gap` is the
+    difference of their mean rewards. Both are over finished members.
     """
     measured: Measured = {f"ledger/{name}": Sum(counts[name]) for name in COUNTS}
     measured["tokens/generated"] = Sum(counts["tokens_generated"])

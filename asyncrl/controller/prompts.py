@@ -1,4 +1,4 @@
-"""Prompts of the run's task as token ids, of which each must fit."""
+"""Prompts of the run's task as token ids."""
 
 import functools
 import hashlib
@@ -11,9 +11,9 @@ from asyncrl.config import Config
 from data.problem import Problem, prompt_key
 
 NUM_CHECKED = 512
-"""Training prompts that are checked before anything starts, of a task that makes them; rows of a table all are."""
+"""Training prompts that are checked before the run starts, if the task makes them. Rows of a table are all checked."""
 CHECK_S = 60.0
-"""Longest time for that, seconds; 100,000 rows of 100 tokens take about that on one core."""
+"""Longest time for the check, seconds. 100,000 rows of 100 tokens take about that on one core."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class PromptSource:
     rows: Sequence[Problem] = ()
     """All problems, if they are rows of a table."""
     vocab_size: int = sys.maxsize
-    """Of the model: its embeddings have no others."""
+    """Size of the model's vocabulary."""
 
     @functools.cached_property
     def first(self) -> Sequence[Problem]:
-        """The rows, or the first training problems of a task that makes them."""
+        """All rows, or the first training problems of a task that makes them."""
         return self.rows or [self.train_problem(index) for index in range(NUM_CHECKED)]
 
     @functools.cached_property
     def digest(self) -> str:
-        """The BLAKE2 of the rows, or of the first problems, by which a resumed run knows them again."""
+        """BLAKE2 of `first`. A resumed run compares it."""
         digest = hashlib.blake2b(digest_size=16)
         for problem in self.first:
             seed = problem.environment_seed
@@ -43,7 +43,7 @@ class PromptSource:
         return digest.hexdigest()
 
     def tokens_of(self, problem: Problem, config: Config) -> tuple[int, ...]:
-        """Return the prompt, token ids; none where an environment makes its own.
+        """Return the token ids of a prompt; () if an environment makes it.
 
         Raises ValueError if it is too long, empty, or has a token that the model lacks.
         """
@@ -56,7 +56,7 @@ class PromptSource:
     def check(self, config: Config) -> None:
         """Raise ValueError if a held-out prompt, a row or one of the first training prompts does not fit.
 
-        The longest texts come first. If all take longer than CHECK_S, the others are checked when their turn comes.
+        The longest texts come first. Prompts that are not checked within CHECK_S are checked when they are issued.
         """
         problems = [*self.first, *([] if self.rows else self.eval_problems)]
         problems.sort(key=lambda problem: len(str(problem.prompt)), reverse=True)
@@ -67,7 +67,7 @@ class PromptSource:
             if time.monotonic() > ends_at:
                 print(
                     f"prompts: {len(lengths)} of {len(problems)} were checked in {CHECK_S:g} s, longest texts first; "
-                    "the others are checked when their turn comes",
+                    "the rest is checked when it is issued",
                     flush=True,
                 )
                 break
@@ -77,7 +77,7 @@ class PromptSource:
         self._check_length(problems[lengths.index(longest)], longest, config, note)
 
     def _tokens(self, problem: Problem) -> tuple[int, ...]:
-        """Return the prompt, token ids. Raises ValueError if there are none, or some that the model lacks."""
+        """Return the token ids of a prompt. Raises ValueError if it is empty, or has a token that the model lacks."""
         tokens = tuple(self.encode(problem))
         if not tokens and problem.environment_seed is None:
             raise ValueError(
@@ -87,7 +87,7 @@ class PromptSource:
         if missing >= self.vocab_size:
             raise ValueError(
                 f"{_begin(problem)} has the token {missing}, and the model's config.json has a vocabulary of "
-                f"{self.vocab_size}; resize its embeddings, or leave the text of that token out"
+                f"{self.vocab_size}; resize its embeddings, or remove the text of that token"
             )
         return tokens
 
@@ -95,7 +95,7 @@ class PromptSource:
         if length > config.max_prompt_tokens:
             raise ValueError(
                 f"{_begin(problem)} has {length} tokens, --max-prompt-tokens is {config.max_prompt_tokens}{note}; "
-                f"raise it to at least {length}, or leave out longer ones"
+                f"raise it to at least {length}, or remove longer prompts"
             )
 
 

@@ -1,4 +1,4 @@
-"""Tickets: which problem comes next, and with which sampling seed."""
+"""Tickets: the next problem, and its sampling seeds."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,12 +14,12 @@ from data.problem import Problem
 ReissueReason = Literal["died", "moved"]
 """Reason to issue a ticket again: a worker of this node died with it, or the ticket moves to another worker."""
 IDS_PER_NODE = 10**9
-"""Groups and tickets of node n are numbered from n times this."""
+"""Ids of groups and tickets of node n begin at n times this."""
 
 
 @dataclass
 class TicketState:
-    """How far a source of tickets is: what it gave out is consumed, resident, put back or dropped for good."""
+    """State of a source of tickets. Earlier problems are consumed, resident, put back, or dropped for good."""
 
     next_problem: int
     next_group: int
@@ -29,26 +29,26 @@ class TicketState:
 
 
 class TicketSource:
-    """Makes tickets; ids and seeds depend on the run's seed and the order of calls, never on time.
+    """Makes tickets. Ids and seeds depend on the run's seed and the order of calls, never on time.
 
-    Of `num_nodes` nodes each has a source, which takes every num_nodes-th problem and ids that no other has.
+    Each of `num_nodes` nodes has a source. It takes every num_nodes-th problem, and its ids are unique in the run.
     """
 
     def __init__(self, config: Config, prompts: PromptSource, node: int = 0, num_nodes: int = 1):
         self.config, self.prompts, self._num_nodes = config, prompts, num_nodes
         first_id = node * IDS_PER_NODE
         self.state = TicketState(node, first_id, first_id, put_back=[])
-        """All that a resumed run needs of it."""
+        """State that a resumed run needs."""
 
     def answer(self, group: Group) -> str:
-        """The right answer to the problem of a consumed group; empty where an environment asks, or the task fails."""
+        """Return the right answer to a group's problem, to show it; empty if an environment asks, or the task fails."""
         try:
             return self.prompts.train_problem(group.problem).answer
         except ValueError:
-            return ""  # what is only shown ends no run
+            return ""
 
     def next_group(self) -> tuple[int, int]:
-        """Give out the id of a new group, and the index of its problem: of one that was put back, or of the next."""
+        """Return a new group's id, and the index of its problem: the first that was put back, or the next one."""
         if not self.state.put_back:
             self.state.put_back.append(self.state.next_problem)
             self.state.next_problem += self._num_nodes
@@ -61,7 +61,7 @@ class TicketSource:
             problem = self.prompts.train_problem(problem_index)
             tokens = self.prompts.tokens_of(problem, self.config)
         except ValueError as error:
-            # of the run, and not of the host whose message made room for the group
+            # a ValueError would blame the host whose message freed the place
             raise RolloutEnded(str(error)) from error
         return [
             self._ticket(group_id, member, problem, tokens, min_version)
@@ -69,7 +69,7 @@ class TicketSource:
         ]
 
     def put_back(self, problem_index: int) -> None:
-        """Issue a problem again: it was not the problem's fault that its group is gone."""
+        """Issue a problem again. It is not the reason why its group was dropped."""
         self.state.put_back.append(problem_index)
 
     def for_evaluation(self, version: int) -> list[Ticket]:
@@ -83,10 +83,10 @@ class TicketSource:
         ]
 
     def issue_again(self, ticket: Ticket, reason: ReissueReason) -> Ticket:
-        """Make the same ticket with an id of its own.
+        """Make the same ticket with a new id.
 
         The seed stays the same. Long responses are lost most often; a new seed would replace them by shorter ones and
-        bias training. After the second death the seed is new: the response may kill its engine.
+        bias training. After a second death the seed is new, because the response may kill its engine.
         """
         self.state.next_ticket += 1
         again = replace(ticket, ticket_id=self.state.next_ticket)
@@ -99,9 +99,9 @@ class TicketSource:
         return replace(again, attempt=attempt, seed=seed)
 
     def continued(self, ticket: Ticket, partial: Completion) -> Ticket:
-        """Make the ticket of a response that continues from a part of it.
+        """Make the ticket of a response that continues from its first part.
 
-        Its seed sampled none of that part. The weights must be as new at least.
+        The seed is new, because the old one sampled that part. The weights must be at least as new.
         """
         seed = self._seed_of(2, ticket.seed, len(partial.tokens))
         min_version = max(ticket.min_version, int(partial.policy_versions[-1]))
@@ -130,7 +130,7 @@ class TicketSource:
         )
 
     def _seed(self, group_id: int, member: int, min_version: int, attempt: int) -> int:
-        # Evaluation problems have no group of their own; their version takes its place.
+        # evaluation problems share a group id, so the version replaces it
         stream = (
             [1, min_version, member, attempt] if group_id < 0 else [0, group_id, member, attempt]
         )

@@ -1,4 +1,4 @@
-"""The rollout workers of a node: their start, their state, their replacement and their end."""
+"""The rollout workers of a node: start, state, replacement, end."""
 
 import functools
 import multiprocessing
@@ -33,57 +33,57 @@ from asyncrl.records import Ticket
 from asyncrl.weights.transport import Announcement, Transport
 
 MAX_RESTARTS = 3
-"""Restarts of a worker from which nothing came back between them; one more death of it ends the run."""
+"""Restarts of a worker without a trajectory between them. Its next death ends the run."""
 PROGRESS_S = 30.0
-"""Time that workers have to report how far their responses are. Responses of a silent worker are sampled again."""
+"""Time that workers have to report the tokens of their responses. Responses of a silent worker are sampled again."""
 STOP_TIMEOUT_S = 10.0
-"""Time that all workers together have to end by themselves."""
+"""Time that all workers together have to end before they are killed."""
 
 
 class WorkerDied(RolloutEnded):
-    """A rollout worker could not be started, died more often than MAX_RESTARTS allows, or there is none at all."""
+    """A rollout worker could not be started or died too often, or the run has no worker."""
 
 
 @dataclass
 class Worker:
     """One rollout worker as the controller sees it.
 
-    A worker acts on messages in order. So `state` and `sent_version` describe it after all messages that it was sent.
-    A worker that gets `Suspend` while it is `loading` counts as suspended, and loads these weights first.
+    A worker acts on messages in order. `state` and `sent_version` describe it after all messages that it was sent. A
+    worker that gets `Suspend` while it is `loading` counts as suspended, and loads these weights first.
     """
 
     index: int
     process: WorkerProcess | None = None
-    """Set as soon as the process has been started."""
+    """None only until the process is started."""
     transport: Transport = field(default_factory=Transport)
-    """What brings weights to the worker; one that does nothing until `connect`."""
+    """Transport of weights to the worker. It does nothing until `connect`."""
     order: float = 0.0
     """Tie-breaker between equally loaded workers; the lowest wins. Local workers all have 0."""
     state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep", "dead"] = (
         "starting"
     )
-    """State after all messages that it was sent; `asleep` once it has answered. Only new weights end `suspended` and
-    `asleep`. A `dead` worker is not started again."""
+    """`asleep` begins with the worker's answer. Only new weights end `suspended` and `asleep`. A `dead` worker is never
+    started again: another Worker replaces it."""
     sent_version: int = -1
     """Newest version sent."""
     loading: Announcement | None = None
-    """Weights that this worker was sent and has not loaded yet."""
+    """Weights that the worker was sent and has not loaded yet."""
     needs_update: bool = False
-    """Whether to send the announced weights as soon as those that are `loading` are loaded."""
+    """Whether the worker gets the announced weights as soon as it is up and loads no other weights."""
     running: dict[int, Ticket] = field(default_factory=dict)
     """Its tickets, by id."""
     num_running: int = 0
-    """Trajectories that its tickets ask for."""
+    """Trajectories of its tickets."""
     num_restarts: int = 0
-    """Restarts since a ticket came back from it."""
+    """Restarts since the last ticket that it ended."""
     owes_progress: bool = False
-    """Whether it has not yet answered a `request_progress`."""
+    """Whether it has not answered the last `request_progress` yet."""
     in_flight: InFlight | None = None
-    """Its last answer."""
+    """Its answer."""
     reissue_reason: ReissueReason = "died"
     """Reason recorded for tickets that are reissued when this worker dies."""
     idle_reason: IdleReason | None = None
-    """Reason that the worker was sent last for having no ticket."""
+    """Reason that it was sent for having no ticket; None while it has one."""
 
     @property
     def is_up(self) -> bool:
@@ -92,7 +92,7 @@ class Worker:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether the worker is stopped until the next update."""
+        """Whether sampling is stopped until the next update."""
         return self.state in ("suspended", "falling_asleep", "asleep")
 
     def connect(self, transport: Transport) -> None:
@@ -101,7 +101,7 @@ class Worker:
         self.process.send(Connect(transport.init_info(self.index)))
 
     def disconnect(self) -> None:
-        """Close what connected a dead worker to the trainer."""
+        """Close the weight transport of a dead worker."""
         self.transport.drop(self.index)
         if self.loading is not None:
             self.finish_loading()
@@ -121,12 +121,12 @@ class Worker:
         self.send_update(announcement.staged.messages, announcement.probe)
 
     def send_update(self, infos: list[dict], probe: TokenSequences) -> None:
-        """Have the engine load the weights that are `loading`, by their update infos, and score a probe."""
+        """Make the engine load the weights that are `loading`, by their update infos, and score a probe."""
         self.state, self.sent_version = "sampling", self.loading.version
         self.process.send(Update(self.sent_version, infos, probe))
 
     def finish_loading(self) -> None:
-        """Note that the worker has loaded its weights, and free their buffer."""
+        """Mark the weights as loaded, and free their buffer."""
         self.transport.release(self.loading.staged)
         self.loading = None
 
@@ -136,18 +136,18 @@ class Worker:
         self.process.send(ReportProgress())
 
     def assign(self, ticket: Ticket) -> None:
-        """Note that the worker has a ticket."""
+        """Count a ticket as the worker's."""
         self.idle_reason = None
         self.running[ticket.ticket_id] = ticket
         self.num_running += ticket.num_members
 
     @property
     def awaited(self) -> list[Ticket]:
-        """Tickets that the worker has, and whose trajectories are waited for."""
+        """Tickets of the worker whose trajectories are needed."""
         return list(self.running.values())
 
     def finish_ticket(self, ticket_id: int) -> None:
-        """Note that the worker has ended a ticket."""
+        """Remove a ticket that the worker has ended."""
         self.num_running -= self.running.pop(ticket_id).num_members
         self.num_restarts = 0
 
@@ -162,22 +162,22 @@ class Worker:
 
 
 class Workers:
-    """The rollout workers of this node, replaced when they die, a bounded number of times."""
+    """The rollout workers of this node. A dead worker is replaced, a bounded number of times."""
 
     def __init__(
         self, config: Config, placement: Placement, model_path: str, run_path: Path, main: Callable
     ):
-        """`main(spec, connection)` is what each process runs."""
+        """Each process runs `main(spec, connection)`."""
         self.config, self.placement = config, placement
         self.model_path, self.run_path = model_path, run_path
         self.num_restarts = 0
         self.have_worked = False
-        """Whether any trajectory has come back."""
+        """Whether any trajectory has arrived."""
         self._main = main
         self.by_index: dict[int, Worker] = {}
-        # one for each process that was ever started, as handling a death may fail too
+        # of dead processes as well, because handling a death can fail
         self._readings: list[Future] = []
-        # Python's resource tracker takes away the semaphores that a killed worker leaves, and need not warn of it.
+        # Python's resource tracker removes semaphores of killed workers. Its warnings are not needed.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
         self._temporary = folder_of_sockets()
         self._threads = ThreadPoolExecutor(4 * len(placement.workers) or 1)
@@ -190,31 +190,31 @@ class Workers:
 
     @property
     def num_workers(self) -> int:
-        """Number of this node's own workers that there are, or will be."""
+        """Number of this node's own workers, started or not."""
         return len(self.placement.workers)
 
     @property
     def starting(self) -> list[Worker]:
-        """Workers whose engines are not up yet."""
+        """Workers whose engines are starting."""
         return [worker for worker in self if worker.state == "starting"]
 
     @property
     def any_starting(self) -> bool:
-        """Whether a worker is starting, which has a timeout of its own."""
+        """Whether a worker is starting. `check` limits the time of a start."""
         return bool(self.starting)
 
     def launch(self, on_message: Callable, on_ended: Callable) -> None:
-        """Start all workers; returns at once.
+        """Start all workers. Return at once.
 
         `on_message(worker, message or None)` and `on_ended(future)` are called by reading threads.
         """
         self._on_message, self._on_ended = on_message, on_ended
         for index in range(self.num_workers):
-            # one by one, so that stop() knows of each at once
+            # now, so that stop() ends a worker if the start of the next one fails
             self.by_index[index] = self._start(index)
 
     def watch(self, thread: Future) -> None:
-        """Have `check` raise the error that ends a thread."""
+        """Make `check` raise the error that ends a thread."""
         self._readings.append(thread)
         thread.add_done_callback(self._on_ended)
 
@@ -236,23 +236,23 @@ class Workers:
         return worker
 
     def replace(self, worker: Worker) -> None:
-        """Start a dead worker anew.
+        """Start another process for a dead worker.
 
-        Raises WorkerDied, with its exit code, last log lines and first error, if it never worked or died too often.
+        Raises WorkerDied, with exit code, log lines and first error, if no worker ever worked or it died too often.
         """
         worker.process.stop()
         report = worker.process.death_report()
         was_up, worker.state = worker.is_up, "dead"
         if not self.have_worked and (not was_up or worker.process.exit_code > 0):
-            what = "was up, and died before any response came back" if was_up else "could not start"
-            raise WorkerDied(f"rollout worker {worker.index} {what}: {report}")
+            failure = "died before any response arrived" if was_up else "could not start"
+            raise WorkerDied(f"rollout worker {worker.index} {failure}: {report}")
         if worker.num_restarts == MAX_RESTARTS:
             raise WorkerDied(
-                f"{report}\nall {MAX_RESTARTS} restarts are used, and nothing came back between them"
+                f"{report}\nall {MAX_RESTARTS} restarts are used, and no response arrived between them"
             )
         self.num_restarts += 1
         if self.placement.workers[worker.index].shared_with_rank is not None:
-            torch.cuda.empty_cache()  # the engine needs the room that the trainer's last step took
+            torch.cuda.empty_cache()  # the engine needs memory that the trainer's last step used
         print(
             f"warning: {report.partition('; its last log')[0]}; its {len(worker.running)} tickets are issued again",
             flush=True,
@@ -267,9 +267,9 @@ class Workers:
                 worker.process.send(Suspend())
 
     def fall_asleep(self) -> bool:
-        """Ask each sampling worker to fall asleep. Return whether all are asleep."""
-        for worker in self:  # a worker that was started again meanwhile is asked when it is up
-            # weights that are due would wake it again
+        """Ask each worker that is up to fall asleep. Return whether all are asleep."""
+        for worker in self:
+            # weights that it needs would wake it again
             if worker.state in ("sampling", "suspended") and not worker.needs_update:
                 worker.state = "falling_asleep"
                 worker.process.send(Sleep())
@@ -278,9 +278,9 @@ class Workers:
     def request_progress_of_all(self) -> Callable[[], bool]:
         """Ask all workers of this node for the progress of their responses.
 
-        Return a function that tells whether all have answered, or are too late.
+        Return a function. It returns whether all have answered or are too late.
         """
-        # at most half of --timeout-s, after which the wait itself would end the run
+        # less than --timeout-s, after which the wait would end the run
         deadline = time.monotonic() + min(PROGRESS_S, self.config.timeout_s / 2)
         for worker in self:
             if worker.is_up:
@@ -291,7 +291,7 @@ class Workers:
             if not silent or time.monotonic() < deadline:
                 return not silent
             print(
-                f"warning: {', '.join(silent)} does not say how far it is; if resumed, that is sampled again",
+                f"warning: {', '.join(silent)} sent no progress; a resumed run samples its responses again",
                 flush=True,
             )
             return True
@@ -311,13 +311,13 @@ class Workers:
                 )
 
     def stop(self) -> None:
-        """End all workers and their engines before this returns."""
+        """End all workers and their engines. Return when they have ended."""
         for worker in self:
             worker.process.send(Stop())
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for worker in self:
             worker.process.stop(max(0.0, deadline - time.monotonic()) if worker.is_up else 0.0)
-        for child in multiprocessing.active_children():  # one whose start was interrupted
+        for child in multiprocessing.active_children():  # a start may have been interrupted
             kill_session(child.pid)
         self._threads.shutdown()
         self._temporary.cleanup()

@@ -167,8 +167,8 @@ class Leader(Rank):
         Raises CannotContinue on all ranks, before any node consumes groups, if rollout has ended on a node.
         """
         self.clock.enter("wait")
-        self.wait_together(self.controller.wait_for_batch)
-        groups = self.controller.take_batch()
+        batch = self.wait_together(self.controller.wait_for_batch)
+        groups = self.controller.consume_batch(batch)
         publisher.check_engines(step)
         self.on_batch(step, groups)
         return groups

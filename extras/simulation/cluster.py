@@ -197,8 +197,8 @@ class Simulation:
         if not self._is_waiting or self._is_over:
             return
         with self.workers.timed():
-            batch = self.controller.find_batch()
-            groups = [] if batch is None else self.controller.consume(batch)
+            batch = self.controller.prepare_batch()
+            groups = [] if batch is None else self.controller.consume_batch(batch)
         if batch is None:
             return
         self._is_waiting = False

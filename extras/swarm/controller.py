@@ -124,7 +124,7 @@ class SwarmController(Controller):
     def hold_batch(self) -> list[Group]:
         """Wait for the next batch and hold it, unless one is held. It is then consumed or refused.
 
-        Returns its groups, none if the run is asked to stop and has no worker. Raises as `take_batch`.
+        Returns its groups, none if the run is asked to stop and has no worker. Raises as `wait_for_batch`.
         """
         self.wait_for_batch(lambda: self.hold_batch_if_ready() or self._is_left_alone())
         return self.buffer.held_groups
@@ -132,7 +132,7 @@ class SwarmController(Controller):
     def hold_batch_if_ready(self) -> list[Group]:
         """Hold the next batch of groups, and return them; none while the batch must be waited for."""
         with self.lock:
-            self.buffer.held = self.buffer.held or self.find_batch() or []
+            self.buffer.held = self.buffer.held or self.prepare_batch() or []
             return self.buffer.held_groups
 
     def refuse_batch(self, workers: Collection[int]) -> bool:
@@ -146,11 +146,11 @@ class SwarmController(Controller):
             self.fill()
             return is_refused
 
-    def consume_batch(self) -> list[Group]:
+    def consume_held_batch(self) -> list[Group]:
         """Consume the batch that is held: it is trained on now. Returns its groups."""
         with self.lock:
             batch, self.buffer.held = self.buffer.held, []
-            return self.consume(batch)
+            return self.consume_batch(batch)
 
     def has_evaluated(self) -> bool:
         """Whether no evaluation is to be waited for: none runs, or the run is to stop and has no worker."""

@@ -51,7 +51,7 @@ class SwarmNode:
             is_believed = self._believes(publisher.policy, step - 1)
         if not self.cluster.is_leader:
             return None
-        groups = self.controller.consume_batch()
+        groups = self.controller.consume_held_batch()
         self.on_batch(step, groups)
         self._count_workers()
         return groups

@@ -64,7 +64,7 @@ class Rig:
         self.published_at[self.version] = time.time()
         self.controller.publish(Announcement(self.version, self.version, staged, (), False))
         self.version += 1
-        return self.controller.take_batch()
+        return self.controller.consume_batch(self.controller.wait_for_batch())
 
     def update_seconds(self, since: int) -> list[float]:
         """Return the times from each publish to when a worker sampled under it, of the versions from `since` on."""

@@ -24,7 +24,7 @@ def finish(buffer, group_id):
 REFUSED = [
     (make_trajectory(7, 0), ", which is not resident"),
     (make_trajectory(0, 0), ": member 0 arrived twice"),
-    (make_trajectory(0, 1, (1,), "aborted"), " is aborted, and its group waits for it"),
+    (make_trajectory(0, 1, (1,), "aborted"), " is aborted, but its group needs it"),
     (
         make_trajectory(0, 1, (0, 1)),
         " has a token of version 0, but its group was started at version 1",

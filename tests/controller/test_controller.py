@@ -60,10 +60,12 @@ def run(monkeypatch, request):
 
 def test_a_batch_that_cannot_come_before_weights_are_published_ends_the_run_at_once(run):
     run.begin()
-    batches = iter(run.controller.take_batch, None)
-    assert next(batches) and next(batches)
-    with pytest.raises(RuntimeError, match=r"a batch can never come: nothing runs.*worker 0 .*v0"):
-        next(batches)
+    for _ in range(2):
+        assert run.controller.consume_batch(run.controller.wait_for_batch())
+    with pytest.raises(
+        RuntimeError, match=r"a batch can never come: no ticket runs.*worker 0 .*v0"
+    ):
+        run.controller.wait_for_batch()
     assert run.now < 100
 
 
@@ -86,7 +88,7 @@ def test_a_wait_has_all_its_time_after_a_worker_has_come(run, acts_at, ended_at,
     ("num_deaths", "is_up", "has_worked", "exit_code", "message"),
     [
         (1, False, False, -9, "^rollout worker 0 could not start: "),
-        (1, True, False, 3, "^rollout worker 0 was up, and died before any response came back: "),
+        (1, True, False, 3, "^rollout worker 0 died before any response arrived: "),
         (MAX_RESTARTS + 1, True, False, -9, "all 3 restarts are used"),
         (MAX_RESTARTS + 1, False, True, 3, "all 3 restarts are used"),
     ],
@@ -112,7 +114,7 @@ def test_a_worker_that_dies_too_often_or_before_it_has_worked_ends_the_run(
     with pytest.raises(WorkerDied, match=message):
         run.controller.wait_until_ready()
     with pytest.raises(WorkerDied, match=message):
-        run.controller.take_batch()
+        run.controller.wait_for_batch()
     assert worker.awaited == [] and run.controller.has_evaluated()
 
 
@@ -132,10 +134,10 @@ def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is
     monkeypatch.setattr(run.oracle, "check", lambda: None)  # to it each free place is taken
     monkeypatch.setattr(tickets, "put_back", functools.partial(TicketSource.put_back, tickets))
     run.begin()
-    run.controller.wait_until(run.controller.find_batch, "groups")
-    trained = [group.problem for group in run.controller.take_batch()]
+    batch = run.controller.wait_until(run.controller.prepare_batch, "groups")
+    trained = [group.problem for group in run.controller.consume_batch(batch)]
     with pytest.raises(RolloutEnded, match="problem 3 is too long"):
-        run.controller.take_batch()
+        run.controller.wait_for_batch()
     state = run.controller.snapshot()
     assert state.buffer.trainer_version == 1
     left = [resident.problem for resident in state.buffer.residents.values()]
@@ -221,7 +223,7 @@ def test_a_silent_worker_holds_the_cut_up_for_a_while_and_is_named(run, capsys):
     state = run.controller.snapshot(measure)
     assert state.records == {"taken": 0} and len(state.queue) == 8
     assert run.now == pytest.approx(began + PROGRESS_S, abs=2)
-    line = "warning: worker 0 updating v0 running 8 does not say how far it is"
+    line = "warning: worker 0 updating v0 running 8 sent no progress"
     assert capsys.readouterr().out.count(line) == 1
 
 

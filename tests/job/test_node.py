@@ -276,7 +276,7 @@ def test_a_token_beyond_the_models_vocabulary_is_refused_where_a_prompt_has_it(w
     place = "FILE, row 7: the prompt 't1 <answer>'" if where == "prompt" else "FILE, row "
     assert line.startswith(place) and line.endswith(
         f"has the token {VOCAB}, and the model's config.json has a vocabulary of {VOCAB}; resize its embeddings, "
-        "or leave the text of that token out"
+        "or remove the text of that token"
     )
 
 

@@ -64,14 +64,16 @@ class Run:
 
     def step(self):
         """Take a batch and publish the next version. The ledger balances, and nothing is trained on twice."""
-        return self._train(self.controller.take_batch())
+        with self.controller.lock:
+            groups = self.controller.consume_batch(self.controller.wait_for_batch())
+        return self._train(groups)
 
     def step_if_ready(self):
         """The same, unless that would have to wait."""
         self.controller.take_metrics()  # raises what ended the swarm's thread
-        batch = self.controller.find_batch()
+        batch = self.controller.prepare_batch()
         if batch is not None:
-            self._train(self.controller.consume(batch))
+            self._train(self.controller.consume_batch(batch))
 
     def _train(self, groups):
         trained = [(t.ticket_id, t.member) for group in groups for t in group.trajectories]

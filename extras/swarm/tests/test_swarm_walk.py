@@ -143,7 +143,7 @@ class SwarmWalk(Walk):
         self.oracle.check_ledger(self.controller.buffer.balance())
 
     def _consume(self):
-        self._train_on(self.controller.consume_batch())
+        self._train_on(self.controller.consume_held_batch())
 
     def _stage_elsewhere(self, version):
         self.controller.pulled.stage(version, [])
