@@ -1,4 +1,4 @@
-"""Responses: what the engine has sampled, and how it is read from vLLM's output."""
+"""Responses, and how they are read from vLLM's output."""
 
 from dataclasses import dataclass, field
 
@@ -10,39 +10,36 @@ from asyncrl.records import Completion, FinishReason, join_columns
 
 @dataclass
 class Request:
-    """A response that is being sampled, by one request of the engine or by several, one after the other."""
+    """A running response. It is sampled by one request of the engine, or by several one after the other."""
 
     engine_id: str | None = None
-    """The engine request that samples it now."""
+    """The engine's running request for it."""
     aborted: bool = False
-    """Whether its caller gave it up, and not an update."""
-    segments: list[Completion] = field(default_factory=list)
-    """What was sampled before each update that interrupted it."""
+    """Whether its caller, not an update, ended it."""
+    parts: list[Completion] = field(default_factory=list)
+    """Parts between updates that interrupted it."""
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens sampled so far, which the next request of the engine continues."""
-        return [token for segment in self.segments for token in segment.tokens]
+        """All tokens sampled so far."""
+        return [token for part in self.parts for token in part.tokens]
 
     def keep_only(self, version: int) -> int:
-        """Drop what was sampled unless all of it is of one version. Returns the number of tokens dropped."""
-        if all((segment.policy_versions == version).all() for segment in self.segments):
+        """Drop all tokens if any has another version. Return the number of dropped tokens."""
+        if all((part.policy_versions == version).all() for part in self.parts):
             return 0
         num_tokens = len(self.tokens)
-        self.segments.clear()
+        self.parts.clear()
         return num_tokens
 
     def end(self, finish_reason: FinishReason) -> Completion:
-        """Return the whole response: what was sampled between updates, joined."""
-        experts = self.segments[-1].experts if self.segments else None
-        return Completion(self.tokens, finish_reason, experts, **join_columns(self.segments))
+        """Return the whole response."""
+        experts = self.parts[-1].experts if self.parts else None
+        return Completion(self.tokens, finish_reason, experts, **join_columns(self.parts))
 
 
 def read_completion(output) -> Completion:
-    """Return the Completion in a vLLM CompletionOutput.
-
-    Raises RuntimeError if the engine ended it for another reason than those of a response.
-    """
+    """Return the Completion of a vLLM CompletionOutput. Raises RuntimeError for an unknown finish reason."""
     reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
     if output.finish_reason not in reasons:
         raise RuntimeError(f"the engine ended a request with {output.finish_reason!r}")

@@ -1,7 +1,4 @@
-"""Environments: they answer the policy. The environment of a task of one turn gives the reward of the response.
-
-Environments are foreign code. An error in one fails only its own trajectory.
-"""
+"""Environments answer the policy. They are foreign code: an error in one fails only its own trajectory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,14 +37,14 @@ class Environments:
     """The source of a rollout worker's environments."""
 
     make_environment: Callable[[Ticket, int], Environment]
-    """Makes the environment of a trajectory, from its ticket and member."""
+    """Makes the environment of a trajectory from its ticket and member."""
     close: Callable[[], None] = lambda: None
-    """Ends their shared processes when the worker ends."""
+    """Ends their shared processes."""
 
 
 @dataclass(eq=False)
 class SingleTurn:
-    """A task of one response. The ticket has the prompt, and the only step gives the reward."""
+    """A task of one response. The ticket has the prompt, and the only step returns the reward."""
 
     ticket: Ticket
     tokenizer: Any
@@ -63,7 +60,7 @@ class SingleTurn:
 
 
 def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
-    """Return the environments of a worker's task; a task of one turn starts processes that score."""
+    """Return the environments of a worker's task. For a single-turn task, start processes that score."""
     config = spec.config
     for plugin in config.plugins:
         environments = plugin.start_environments(spec, tokenizer)

@@ -1,7 +1,7 @@
-"""One trajectory from start to end: `Episode` resets an environment, lets the policy act and steps it until it ends.
+"""Episode: one trajectory from start to end. The policy acts and the environment steps until it ends.
 
-No environment waits for another. Tokens go in and come out: what the policy wrote is never tokenised again, and the
-environment's tokens are off the loss mask. Single-turn tasks are environments of one step.
+No environment waits for another. The policy's tokens are never tokenised again. The environment's tokens are off the
+loss mask. Single-turn tasks are environments of one step.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from asyncrl.records import (
     spread_columns,
 )
 
-_SEEDS_PER_TURN = 1 << 16  # a turn that is interrupted takes several
+_SEEDS_PER_TURN = 1 << 16  # each part of an interrupted turn needs a seed
 
 
 class Episode:
@@ -40,38 +40,35 @@ class Episode:
         environment: Environment,
         generate: Callable,
     ) -> None:
-        """`generate(request_id, prompt_tokens, seed, max_tokens, prefix)` is awaited for each turn.
-
-        Without a seed it is greedy. The prefix is that of the ticket, which then has one turn.
-        """
+        """`generate(request_id, prompt_tokens, seed, max_tokens, prefix)` is awaited for each turn; see LLMProxy."""
         self.config = config
         self.ticket = ticket
         self.member = member
         self.environment = environment
         self.request_ids: set[str] = set()
-        """Requests that are being sampled now: one at most, but of an agent any number."""
+        """Running requests: at most one, or any number of an agent."""
         self.is_aborted = False
-        """Whether its caller gave it up."""
+        """Whether its caller ended it."""
         self._request_numbers = itertools.count()
         self._generate = generate
         self._task: asyncio.Task | None = None
         self.tokens: list[int] = []
         self.turns: list[tuple[int, Completion]] = []
-        """Position of the first token, and what was sampled."""
+        """Position of the first token, and the response."""
         self._sampling_times = (0.0, 0.0)
-        """Start and end of the newest turn, before its step."""
+        """Start and end of the newest turn, Unix seconds."""
         self.turn_times: list[tuple[float, float, float]] = []
         self.reward = 0.0
         self.reward_parts: Counter[str] = Counter()
 
     def abort(self) -> None:
-        """End the trajectory where it stands. While it samples, the engine's abort of `request_ids` does that."""
+        """End the trajectory now. While it samples, the engine's abort of `request_ids` does that."""
         self.is_aborted = True
         if not self.request_ids and self._task is not None:
             self._task.cancel()
 
     async def run(self, worker: int) -> Trajectory:
-        """Run to whatever end, and return the whole trajectory."""
+        """Run to the end, also to a failure, and return the trajectory."""
         self._task = asyncio.current_task()
         started_at, failure = time.time(), ""
         try:
@@ -110,7 +107,7 @@ class Episode:
             self.tokens += step.tokens
 
     async def act(self, max_tokens: int) -> Completion:
-        """Let the policy take one turn."""
+        """Sample one turn of the policy."""
         started_at = time.time()
         completion = await self.sample(tuple(self.tokens), max_tokens)
         self.turns.append((len(self.tokens), completion))
@@ -119,7 +116,7 @@ class Episode:
         return completion
 
     async def sample(self, tokens: tuple[int, ...], max_tokens: int) -> Completion:
-        """Sample what follows these tokens, by a seed of its own."""
+        """Sample a response to these tokens, by the next seed."""
         number = next(self._request_numbers)
         request_id = f"{self.ticket.ticket_id}.{number}"
         seed = None

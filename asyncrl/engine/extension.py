@@ -1,7 +1,7 @@
-"""What this project adds to vLLM 0.32 in its engine process; vLLM imports it by `worker_extension_cls`.
+"""Additions to vLLM 0.32 in its engine process. vLLM imports this by `worker_extension_cls`; no other process can.
 
-Importing this registers the `shm` weight transfer, ends the engine with its parent, and makes SIGUSR1 dump stacks. It
-also corrects vLLM for two families of models: LFM2 on a CPU, and gpt-oss. Only an engine process can import it.
+The import registers the `shm` weight transfer, ends the engine with its parent, and makes SIGUSR1 dump stacks. It also
+corrects vLLM for two families of models: LFM2 on a CPU, and gpt-oss.
 """
 
 import functools

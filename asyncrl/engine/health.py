@@ -1,4 +1,4 @@
-"""Watch a vLLM engine: it must be alive and answer, and no call may take too long."""
+"""Checks that a vLLM engine is alive, answers, and returns from each call in time."""
 
 import asyncio
 import contextlib

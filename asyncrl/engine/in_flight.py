@@ -49,8 +49,8 @@ def _read_response(proxy: LLMProxy, episode: Episode) -> Completion | None:
     if request is None:
         return None
     outputs = map(output_so_far, request_states(proxy.engine, request.engine_id))
-    segments = [*request.segments, *map(read_completion, outputs)]
-    return Request(segments=segments).end("aborted")
+    parts = [*request.parts, *map(read_completion, outputs)]
+    return Request(parts=parts).end("aborted")
 
 
 def _count_sampled(proxy: LLMProxy, episodes: list[Episode]) -> int:

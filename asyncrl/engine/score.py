@@ -1,9 +1,8 @@
 """The reward of a response: the score of its task, or the weighted sum of the user's reward functions.
 
-A reward function is called as `f(response=TEXT, **row)`. `row` has the columns of the response's problem that the
-function names, or all if it takes `**`. The policy's response hides a column called `response`. The function returns a
-number up to MAX_REWARD, or a dict of such numbers by name. These are its parts, and their sum counts. With `async def`
-it can wait for another service, for example a judge behind HTTP.
+A reward function is called as `f(response=TEXT, **row)`. `row` has the problem's columns that the function names, or
+all if it takes `**`. The response hides a column called `response`. The function returns a number up to MAX_REWARD, or
+a dict of such numbers, its parts. Their sum is the reward. With `async def` it can wait for a service, such as a judge.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ MAX_NAME = 128
 _RESERVED_NAMES = ("mean", "std", "zero_variance_groups")
 """Other metrics with the prefix reward/."""
 _MAX_REASON = 500
-"""Characters of an error's text, because it may quote a whole response."""
+"""Characters of an error's text, which may quote a whole response."""
 MAX_FAILURE = 1000
 """Characters of a failure's message."""
 MAX_REWARD = 1e12
@@ -41,7 +40,7 @@ square of 1e24 leaves room for the gradients of log-probs, and for their number.
 
 
 class Failed(Exception):
-    """A reward or an environment raised, hung, died or returned an invalid value. The message is one line of text."""
+    """A reward or an environment raised, hung, died or returned an invalid value. The message is one line."""
 
     def __init__(self, reason: str):
         # foreign code may quote lone surrogates
@@ -63,7 +62,7 @@ class RewardFunction:
     label: str = ""
     """Name of its reward in the log; empty if it is the only function."""
     needed: Sequence[str] = ()
-    """Columns that it has no default for."""
+    """Columns without a default."""
 
     async def score(self, answer: str, response: str) -> Reward:
         """Return the weighted reward and its parts. Raises Failed for anything that the function raises."""
@@ -151,7 +150,7 @@ class RewardScorer:
 
 
 def _result(coroutine: Coroutine) -> Any:
-    """Run a coroutine that never waits, without an event loop: a plain function may start its own."""
+    """Run a coroutine that never waits, without an event loop, because a plain function may start its own."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -191,14 +190,14 @@ def _load(reward: str, is_only: bool) -> RewardFunction:
         factor = math.nan
     if not math.isfinite(factor):
         raise ValueError(
-            f"--reward {reward}: the weight is {weight!r}, not a finite number; write *0.5, say"
+            f"--reward {reward}: the weight is {weight!r}, not a finite number; write for example *0.5"
         )
     parameters = inspect.signature(function).parameters.values()
     columns = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if "response" not in columns and not takes_all:
         raise ValueError(
-            f"--reward {text} takes {sorted(columns)}, and not `response`, the text that it is to score"
+            f"--reward {text} takes {sorted(columns)}, and not `response`, the text that it must score"
         )
 
     needed = [p.name for p in parameters if p.name in columns and p.default is p.empty]
@@ -225,9 +224,9 @@ def _row(answer: str) -> dict:
 
 
 def number_of(value: Any, name: str) -> float:
-    """Return a finite number up to MAX_REWARD, also from an array without dimensions. Raises Failed for other values.
+    """Return a finite number up to MAX_REWARD, also from an array without dimensions.
 
-    `name` says in the message which value it is.
+    Raises Failed for other values, with the `name` of the value.
     """
     if getattr(value, "ndim", None) == 0:
         value = value.item()

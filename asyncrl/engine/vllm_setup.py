@@ -1,4 +1,4 @@
-"""Set up vLLM for a worker: its process, options and start. Read the state of its requests.
+"""The set-up of vLLM for a worker, and the state of its requests.
 
 Functions import vllm, so the import of this module costs nothing.
 """

@@ -73,10 +73,10 @@ class ForcedLengths(LLMProxy):
         length = min(length, max_tokens or length)
         return await super().generate(request_id, prompt_tokens, seed, length, prefix)
 
-    async def ask(self, engine_id: str, tokens: list[int], params):
+    async def run_request(self, engine_id: str, tokens: list[int], params):
         """Return the final output of a request that nothing but its length ends."""
         params.ignore_eos, params.stop_token_ids = True, []
-        return await super().ask(engine_id, tokens, params)
+        return await super().run_request(engine_id, tokens, params)
 
 
 # Simulated rewards and latencies
