@@ -1,8 +1,7 @@
 """The rollout worker process: one engine, and one coroutine per trajectory.
 
-A worker reads messages from the controller in order, so a ticket sent after an update is sampled under it. Tickets run
-at the same time and independently. Each is generated, stepped or scored as soon as its turn ends, and is then sent
-back. Nothing waits for a batch.
+A worker acts on the controller's messages in order, so a ticket sent after an update is sampled under it. Trajectories
+run concurrently. Each is scored and sent back as soon as it ends, without waiting for a batch.
 """
 
 import asyncio
@@ -50,18 +49,19 @@ from asyncrl.weights.stop_tokens import stop_token_ids
 
 
 class RolloutWorker:
-    """Serves one controller over one connection until it says stop."""
+    """Serves one controller over one connection until it gets Stop."""
 
     def __init__(
         self, spec: WorkerSpec, connection: Connection, proxy: LLMProxy, environments: Environments
     ):
-        """A worker is made in the event loop in which the engine was started."""
+        """Make a worker, in the event loop in which the engine was started."""
         self.spec, self.config, self.connection = spec, spec.config, connection
         self.proxy, self.environments = proxy, environments
         self._ended = asyncio.get_running_loop().create_future()
         self._inbox: asyncio.Queue = asyncio.Queue()
         self._tasks: set[asyncio.Task] = set()
-        self._episodes: dict[int, list[Episode]] = {}  # ticket -> its trajectories
+        self._episodes: dict[int, list[Episode]] = {}
+        """Trajectories by ticket id."""
         self._finished: list[Trajectory] = []
         self._probing: list[asyncio.Task] = []
 
@@ -88,7 +88,7 @@ class RolloutWorker:
                 self._ended.set_result(None)
 
     async def serve(self) -> None:
-        """Act on messages until one says stop or anything fails; then end what the worker has started."""
+        """Act on messages until Stop or a failure. Then end the engine and the environments."""
         loop = asyncio.get_running_loop()
         threading.Thread(
             target=self._read, args=(loop,), name="read-controller", daemon=True
@@ -96,24 +96,24 @@ class RolloutWorker:
         try:
             self.start(self.proxy.watch())
             self.start(self._act_on_messages())
-            # the first task to fail ends the worker at once, whatever the others wait for
+            # the first task that fails ends the worker at once
             await self._ended
         finally:
             self.proxy.shutdown()
             self.environments.close()
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read all messages, in a thread of its own, so that the controller's sends never fill the pipe."""
+        """Read all messages, in a thread, so that the controller's messages never fill the pipe."""
         while True:
             try:
                 message = self.connection.recv()
             except (EOFError, OSError):
-                os._exit(1)  # the controller is gone, and nobody is left to tell
+                os._exit(1)  # the controller is gone
             loop.call_soon_threadsafe(self._receive, message)
 
     def _receive(self, message) -> None:
         if isinstance(message, ReportProgress):
-            # At once, and not after an update that may wait for responses to end: the trainer waits for the answer.
+            # At once: an update before it may wait for responses to end, and the trainer waits for the answer.
             self.start(self._report_in_flight())
         else:
             self._inbox.put_nowait(message)
@@ -123,13 +123,13 @@ class RolloutWorker:
             await self.act(await self._inbox.get())
 
     def _start_tickets(self, tickets: list[Ticket]) -> None:
-        for ticket in tickets:  # noted at once, as the next message may be to abort them
+        for ticket in tickets:  # registered now, because the next message may abort them
             self.proxy.activity.add(trajectories=ticket.num_members)
             self._episodes[ticket.ticket_id] = self.make_episodes(ticket)
             self.start(self._run_ticket(ticket))
 
     async def _run_ticket(self, ticket: Ticket) -> None:
-        """Run the trajectories of a ticket and send them back: one, or a whole group."""
+        """Run the trajectories of a ticket and send them back together."""
         version, needed = self.proxy.version, ticket.min_version
         if version < needed:
             raise RuntimeError(f"ticket {ticket.ticket_id} needs version {needed}, got {version}")
@@ -143,7 +143,7 @@ class RolloutWorker:
         self._finished += trajectories
 
     def make_episodes(self, ticket: Ticket) -> list[Episode]:
-        """Make the trajectories of a ticket: one."""
+        """Return the trajectories of a ticket: one."""
         environment = self.environments.make_environment(ticket, ticket.member)
         return [
             Episode(
@@ -158,7 +158,7 @@ class RolloutWorker:
     async def _update(self, update: Update) -> None:
         """Load new weights and report. The probe is scored while sampling continues, and before the next update."""
         await asyncio.gather(*self._probing)
-        is_sent = self.spec.transport == "nccl"  # by the others an engine reads by itself
+        is_sent = self.spec.transport == "nccl"  # with other transports an engine reads the weights
         receiving = functools.partial(self.connection.send, Receiving()) if is_sent else None
         pause_s = await self.proxy.update(update.version, update.update_infos, receiving)
         self.connection.send(
@@ -171,12 +171,12 @@ class RolloutWorker:
     async def _score_probe(self, update: Update) -> None:
         scores = await asyncio.gather(*map(self.proxy.score, update.probe))
         lengths = decoded_lengths(update.probe)
-        # a layer below a CUDA graph may keep old weights that no prompt meets
+        # Decoding, too: CUDA graphs might keep old weights, and prompts do not use these graphs.
         decoded = await asyncio.gather(*map(self.proxy.decode, update.probe, lengths))
         self.connection.send(Probed(update.version, tuple(scores), tuple(decoded)))
 
     async def _abort(self, ticket_ids: list[int]) -> None:
-        """End these tickets' trajectories; they come back as `aborted`. Those that have ended are passed over."""
+        """End these tickets' running trajectories. They are sent back as `aborted`."""
         request_ids = set()
         for ticket_id in ticket_ids:
             for episode in self._episodes.get(ticket_id, ()):
@@ -186,19 +186,18 @@ class RolloutWorker:
 
     async def _suspend(self, suspend: Callable) -> None:
         """Stop sampling by `proxy.suspend` or `proxy.sleep`."""
-        await asyncio.gather(
-            *self._probing
-        )  # frozen, it could not end, and the update waits for it
+        # the next update waits for the probe, which could not end while sampling is stopped
+        await asyncio.gather(*self._probing)
         self.proxy.activity.pause("suspended")
         await suspend()
 
     async def _report_in_flight(self) -> None:
         await settle(self.proxy)
-        self.flush()  # what ends from here on ends after the answer
+        self.flush()  # the answer lacks trajectories that have ended
         self.connection.send(read_in_flight(self.proxy, self._episodes))
 
     def flush_soon(self) -> None:
-        """Send all that ends in this turn of the event loop by one message: the first flush takes everything."""
+        """Send all trajectories that end in this turn of the event loop by one message."""
         asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
@@ -217,7 +216,7 @@ class RolloutWorker:
     def _finish_task(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and not self._ended.done():
-            # a dead engine may only be its consequence
+            # the error may only be a consequence of a dead engine
             print(f"ended by {task.exception()!r}", flush=True)
             self._ended.set_exception(self.proxy.death or task.exception())
 
@@ -230,7 +229,7 @@ async def start_worker(
 ) -> RolloutWorker:
     """Start the parts of a worker, report that they are up, and return the worker.
 
-    Studies start other parts: another proxy, whose start is awaited, or other environments.
+    Studies replace the proxy, whose start is awaited, or the environments.
     """
     tokenizer = load_tokenizer(spec.model_path)
     start = time.monotonic()
@@ -238,7 +237,8 @@ async def start_worker(
     end_safe_path()
     plugins = spec.config.plugins
     worker_class = last_part((plugin.rollout_worker for plugin in plugins), RolloutWorker)
-    environments = start_environments(spec, tokenizer)  # after vLLM's fork: they may start threads
+    # after the engine is forked, because environments may start threads
+    environments = start_environments(spec, tokenizer)
     freeze_garbage()
     connection.send(Ready(time.monotonic() - start))
     return worker_class(spec, connection, proxy, environments)
@@ -250,13 +250,13 @@ def run_worker(spec: WorkerSpec, connection: Connection, start: Callable = start
     `start(spec, connection)` is awaited and returns the worker. Then its `serve()` is awaited.
     """
     set_up_process(spec)
-    # An engine that vLLM forks must not hold the pipe open, by whose end the controller knows that this process died.
+    # A forked engine must not keep the pipe open: its end tells the controller that this process died.
     os.register_at_fork(after_in_child=connection.close)
     with asyncio.Runner() as runner:
         worker = runner.run(start(spec, connection))
         runner.run(worker.serve())
     sys.stdout.flush()
-    os._exit(0)  # Python takes seconds to tidy up after vLLM's modules
+    os._exit(0)  # a normal exit takes seconds with vLLM's modules
 
 
 def main() -> None:

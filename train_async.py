@@ -1,8 +1,8 @@
 """Asynchronous RL of a language model: `torchrun train_async.py --algo grpo`.
 
-The trainer is here; rollout runs in processes of its own and does not stop for it. One turn of the loop takes a batch
-of groups that is fresh enough, makes one step on it, and publishes the new weights. Heavy imports are inside functions:
---help answers at once, and every process that is spawned imports this file.
+Rollout runs in separate processes and does not stop for the trainer. One turn of the loop takes a batch of groups that
+is fresh enough, makes one step on it, and publishes the new weights. Heavy imports are inside functions: --help must
+answer at once, and every spawned process imports this file.
 """
 
 import signal
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @checked_caller()
 def train(config: Config, worker_main: Callable | None = None) -> None:
-    """Run the whole job; every process that torchrun starts calls this.
+    """Run the whole job. Every process that torchrun starts calls this.
 
-    `worker_main(spec, connection)` is what rollout workers run in place of rollout.run_worker.
+    Rollout workers run `worker_main(spec, connection)`, by default rollout.run_worker.
     """
     from asyncrl.job.assemble import start_node, start_rank
     from asyncrl.job.step_log import print_time_shares
@@ -35,7 +35,7 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 
 
 def train_on(node: "Leader | Follower") -> None:
-    """The loop of a trainer rank; each call enters its own state of the clock."""
+    """Run the loop of a trainer rank. Each call enters its own state of the clock."""
     from asyncrl.job.checkpoints import Checkpoints
     from asyncrl.job.publisher import make_publisher
     from asyncrl.job.step_log import StepLog
@@ -61,7 +61,7 @@ def train_on(node: "Leader | Follower") -> None:
 
 def main() -> None:
     """Parse and train."""
-    # At once, without a word: among imports, code in C may clear an exception.
+    # Ctrl-C ends the imports at once and silently: C code may lose a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     keep_printing()
     config = parse_config()

@@ -1,4 +1,4 @@
-"""What the controller and a rollout worker say to each other, over one pipe per worker and in order."""
+"""The messages between the controller and a rollout worker. Each worker has one pipe, which keeps their order."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,38 +12,38 @@ IdleReason = Literal["weights", "version", "bound", "evaluation"]
 TokenSequences = tuple[tuple[int, ...], ...]
 """Token ids of each sequence."""
 MAX_DECODED = 1, 16
-"""Sequences of a probe from which an engine samples, and tokens that it samples from each, at most."""
+"""Most sequences of a probe that an engine continues, and most tokens that it samples for each."""
 
 
 def decoded_lengths(probe: TokenSequences) -> list[int]:
-    """Return how many last tokens of the first sequences an engine replaces by tokens that it samples."""
+    """Return how many last tokens an engine replaces by sampled tokens, in each of the first sequences."""
     num_sequences, num_tokens = MAX_DECODED
     return [min(num_tokens, len(tokens) - 1) for tokens in probe[:num_sequences]]
 
 
-# What they carry
+# Contents of messages
 
 
 @dataclass
 class SampledTokens:
-    """Tokens that the engine has returned since they were last asked for."""
+    """Counts of tokens that the engine returned since the last report."""
 
     new: int = 0
-    """All of them, those of aborted requests included."""
+    """All tokens, also of aborted requests."""
     resumed: int = 0
-    """Those that continued a response which an update had interrupted."""
+    """Tokens of responses that an update had interrupted, after the update."""
     discarded: int = 0
-    """Those that `restart` threw away."""
+    """Tokens that `restart` discarded."""
 
 
 @dataclass(frozen=True)
 class ActivityReport:
-    """What a rollout worker did since its last report."""
+    """States of a rollout worker since its last report."""
 
     changes: tuple[tuple[int, str, str], ...]
-    """When it entered a state, Unix ns; the state; and why, where there are several reasons."""
+    """Time of a change of state, Unix ns; the new state; and the reason, or empty."""
     until: int
-    """Unix ns."""
+    """End of the report, Unix ns."""
 
 
 # Messages: controller -> worker
@@ -51,7 +51,7 @@ class ActivityReport:
 
 @dataclass(frozen=True)
 class Tickets:
-    """Start these trajectories."""
+    """Start these tickets."""
 
     tickets: list[Ticket]
 
@@ -70,29 +70,29 @@ class Update:
     version: int
     update_infos: list[dict]
     probe: TokenSequences
-    """Sequences whose log-probs the trainer computed at the same version; may be empty."""
+    """Sequences whose log-probs the trainer computed at the same version; can be empty."""
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Stop these trajectories; each comes back as `aborted` with the tokens it has."""
+    """Stop these tickets. Their trajectories are returned as `aborted`, with their tokens so far."""
 
     ticket_ids: list[int]
 
 
 @dataclass(frozen=True)
 class Suspend:
-    """Stop sampling until the next update; what is running continues then."""
+    """Stop sampling until the next update. Running responses continue then."""
 
 
 @dataclass(frozen=True)
 class ReportProgress:
-    """Say at once how far your responses are (`InFlight`), and sample on."""
+    """Send an `InFlight` at once, and continue to sample."""
 
 
 @dataclass(frozen=True)
 class Idle:
-    """Reason why the worker has no ticket; only its time ledger reads it."""
+    """Reason why the worker has no ticket, for its time ledger."""
 
     reason: IdleReason
     """`weights`: none is loaded yet. `version`: queued tickets need newer weights. `bound`: the staleness bound is
@@ -101,7 +101,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Sleep:
-    """Stop sampling and give up the GPU's memory until the next update."""
+    """Stop sampling and free the GPU's memory until the next update."""
 
 
 @dataclass(frozen=True)
@@ -121,25 +121,25 @@ class Ready:
 
 @dataclass(frozen=True)
 class Receiving:
-    """The engine is paused and waits for the weights of its update: the trainer is to send them (`nccl`)."""
+    """The engine is paused and waits for the weights of its update, which the trainer must send (`nccl`)."""
 
 
 @dataclass(frozen=True)
 class Asleep:
-    """The engine has given up its memory."""
+    """The engine has freed its memory."""
 
 
 @dataclass(frozen=True)
 class Updated:
-    """The engine samples with `version` now."""
+    """The engine now samples with `version`."""
 
     version: int
     pause_s: float
-    """Time during which no request could make progress, seconds."""
+    """Seconds without progress of any request."""
     sampled: SampledTokens
-    """Tokens returned by the engine since the update before."""
+    """Tokens since the last update."""
     activity: ActivityReport | None
-    """None from a worker that keeps no time ledger."""
+    """None from a worker without a time ledger."""
 
 
 @dataclass(frozen=True)
@@ -148,36 +148,36 @@ class Probed:
 
     version: int
     logprobs: tuple[np.ndarray, ...]
-    """[T − 1] float32, nats, of each sequence's tokens from the second on, at temperature 1."""
+    """[T − 1] float32, nats, at temperature 1: each sequence's tokens from the second on."""
     decoded: tuple[np.ndarray, ...]
-    """[2, n] float32, nats, of n sampled tokens as in `decoded_lengths`: as they were sampled, and as a prompt."""
+    """[2, n] float32, nats: n sampled tokens (`decoded_lengths`) when sampled, and when read as a prompt."""
 
 
 ProbedVersions = dict[int, dict[int, Probed]]
-"""Version -> worker -> its scores."""
+"""Scores by version and worker."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Trajectories that ended since the last message; all those of one ticket come together."""
+    """Trajectories that ended since the last message. All trajectories of a ticket come together."""
 
     trajectories: list[Trajectory]
     activity: ActivityReport | None
-    """None where there is nothing new to say."""
+    """None without news."""
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """How far the responses are that have not ended."""
+    """Progress of the running responses."""
 
     partials: dict[int, Completion]
-    """Ticket -> its response, of one token at least."""
+    """Ticket → its response so far, at least one token."""
     lost: dict[int, int]
-    """Ticket -> tokens of what nobody can continue: responses of several turns, or of a group by one request."""
+    """Ticket → tokens that a resume loses. Multi-turn responses and group requests cannot be continued."""
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The last word of a worker that was told to stop."""
+    """The last message of a worker that got Stop."""
 
     activity: ActivityReport

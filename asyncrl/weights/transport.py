@@ -66,11 +66,11 @@ class Announcement:
     """Version that the trainer had reached when it published them; ahead of `version` by publish_delay."""
     staged: Staged
     probe: TokenSequences
-    """Token ids of sequences; an engine scores them with these weights."""
+    """Token ids of sequences that an engine scores with these weights."""
     evaluate: bool
     """Whether an evaluation follows."""
     made_at: float = field(default_factory=time.monotonic)
-    """Monotonic seconds."""
+    """Time of the announcement, monotonic seconds."""
 
 
 class Transport:
@@ -89,7 +89,7 @@ class Transport:
         self.announced = -1
 
     def init_info(self, worker: int = 0) -> dict:
-        """Return vLLM's init info for a worker's engine that has started."""
+        """Return vLLM's init info for a worker's engine."""
         return {}
 
     def reserve(self) -> bool:

@@ -57,11 +57,11 @@ def its_own_code(folder):
     ("spoil", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "its folder has no config.json"),
-        (only_a_pickle, "no *.safetensors, and weights of other formats are not read"),
-        (cut_weights, "model.safetensors is cut off or broken"),
+        (only_a_pickle, "no *.safetensors, and a pickle is not read"),
+        (cut_weights, "model.safetensors is truncated or broken"),
         (one_shard_of_two, "its folder lacks model-00002-of-00002.safetensors, and 0 more"),
         (no_tokenizer, "no tokenizer (tokenizer.json or the like)"),
-        (its_own_code, "it brings its own code (auto_map in config.json), which is not run here"),
+        (its_own_code, "it needs code of its folder (auto_map in config.json), which is not run here"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_refused_in_one_line_that_says_what_to_do(
@@ -145,7 +145,7 @@ def test_what_is_cached_in_part_and_what_the_hub_says_are_in_one_line(tmp_path, 
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     put_parts(tmp_path, (*HUB_FILES, *SHARDS[:3]))
-    line = rf"^--model Name/Model: .* lacks {SHARDS[3]}, and 1 more .*the hub says: no route to the hub; give"
+    line = rf"^--model Name/Model: .* lacks {SHARDS[3]}, and 1 more .*the hub reports: no route to the hub; give"
     with pytest.raises(ValueError, match=line):
         resolve_model("Name/Model", "gsm8k")
 

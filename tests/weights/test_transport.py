@@ -90,7 +90,7 @@ def test_of_a_large_model_some_versions_have_a_checksum(monkeypatch, capsys, cod
     theirs = [SharedBuffer(path, SPECS, on_gpu) for path in transport.init_info()["paths"]]
     buffers = [*transport._buffers, *theirs] if on_gpu else []
     assert cuda.locked == [(buffer.header.data_ptr(), 4096 + NUM_BYTES, 0) for buffer in buffers]
-    line = "warning: weights are copied slowly, as 4224 bytes cannot be locked: .*801"
+    line = "warning: weights are copied slowly, because 4224 bytes cannot be locked: .*801"
     assert len(re.findall(line, capsys.readouterr().out)) == (4 if code else 0)
     checked = []
     for version in range(7, 12):
