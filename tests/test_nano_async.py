@@ -208,7 +208,9 @@ def test_a_delay_is_the_lag_a_killed_worker_ends_a_run_and_a_table_compares_both
     assert (delayed.returncode, delayed.stderr) == (0, "")
     start, *lines = delayed.stdout.splitlines()
     steps = [line.split()[:2] for line in lines]
-    assert start == "starting the engines" and steps == [["step", str(step)] for step in range(1, 6)]
+    assert start == "starting the engines" and steps == [
+        ["step", str(step)] for step in range(1, 6)
+    ]
 
     process = start_python("nano_async.py", *small, f"--log={logs[1]}", stderr=subprocess.PIPE)
     assert process.stdout.readline() == "starting the engines\n"

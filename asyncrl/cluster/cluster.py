@@ -1,8 +1,7 @@
-"""The nodes of a run: which trainer ranks are on which, and what joins them.
+"""The nodes of a run, their trainer ranks and process groups.
 
-Every node has trainer ranks, and trains on its share of a step's groups. Local rank 0 leads it: it has the rollout
-workers, their samples and a copy of the weights for them. Across nodes go only the trainer's own collectives and, per
-step, rewards, counts and metrics.
+Every node trains on its share of a step's groups. Its local rank 0 leads it, and has the node's rollout workers, their
+samples and a copy of the weights. Nodes exchange only the trainer's collectives, and rewards, counts and metrics.
 """
 
 import dataclasses
@@ -24,16 +23,14 @@ from asyncrl.cluster.gathering import Gathering
 from asyncrl.config import Config
 
 JOIN_TIMEOUT_S = 180.0
-"""Longest wait for the ranks of all nodes. torchrun starts them together, so this is for their imports only."""
-
-
+"""Longest wait for the ranks of all nodes, for their imports. torchrun starts them together."""
 DOWNLOAD_S = 86400.0
-"""Longest wait for the model of all nodes, which may have to be downloaded, seconds."""
+"""Longest wait until all nodes have the model, perhaps downloaded, seconds."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The place of this rank among those of all nodes. By default it is alone, and needs no process group."""
+    """The position of this rank among the ranks of all nodes. By default it is the only one."""
 
     node: int = 0
     local_rank: int = 0
@@ -42,11 +39,11 @@ class Cluster:
     hosts: tuple[str, ...] = ("localhost",)
     """Host name of each node."""
     store: dist.Store | None = None
-    """Where process groups are formed; None in a cluster of one that was not formed by `join`."""
+    """Store in which process groups are formed; None for a single rank without `join`."""
     node_group: dist.ProcessGroup | None = None
-    """This node's ranks; None for all ranks, where one node has them all."""
+    """This node's ranks; None for all ranks, if there is one node."""
     leaders: Gathering | None = None
-    """Of all nodes; None where there is one, and on ranks that lead none."""
+    """Of all nodes; None if there is one node, and on followers."""
 
     @property
     def num_nodes(self) -> int:
@@ -54,12 +51,12 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all nodes."""
+        """Number of ranks of all nodes."""
         return sum(map(len, self.ranks_of_nodes))
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """Ranks of this node; the first is its leader."""
+        """Ranks of this node, its leader first."""
         return self.ranks_of_nodes[self.node]
 
     @property
@@ -69,27 +66,27 @@ class Cluster:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, who writes the records of the run and samples the held-out problems."""
+        """Whether this is rank 0, which writes the run's records and evaluates."""
         return self.is_leader and self.node == 0
 
     def name(self, node: int) -> str:
-        """A node as messages call it."""
+        """Return a node's name for messages."""
         return f"node {node} ({self.hosts[node]})"
 
     def scatter_on_node(self, values: list | None) -> Any:
-        """Give each rank of this node its own of the leader's `values`; collective on the node."""
-        if len(self.local_ranks) == 1:  # the leader is alone
+        """Return this rank's entry of the leader's `values`; collective on the node."""
+        if len(self.local_ranks) == 1:
             return values[0]
         mine = [None]
         dist.scatter_object_list(mine, values, src=self.local_ranks[0], group=self.node_group)
         return mine[0]
 
     def broadcast_on_node(self, value: Any) -> Any:
-        """The leader's value, on all ranks of its node; collective on the node."""
+        """Return the leader's value; collective on the node."""
         return self.scatter_on_node([value] * len(self.local_ranks))
 
     def gather(self, value: Any) -> list:
-        """Return the values of all leaders, in the order of nodes; collective over leaders. For small things only.
+        """Return the values of all leaders, in the order of nodes; collective over leaders. For small values only.
 
         A signal interrupts the wait. Raises RuntimeError after the timeout.
         """
@@ -99,8 +96,8 @@ class Cluster:
             values = self.leaders.gather(pickle.dumps(value))
         except TimeoutError:
             raise RuntimeError(
-                f"timed out: waited {self.leaders.timeout_s:g} s for all other nodes; if a step or a checkpoint only "
-                "takes that long, raise --timeout-s, of which this is twice"
+                f"timed out: waited {self.leaders.timeout_s:g} s, 2 × --timeout-s, for all other nodes; if a step or a "
+                "checkpoint takes that long, raise --timeout-s"
             ) from None
         return [pickle.loads(value) for value in values]
 
@@ -121,16 +118,16 @@ class Cluster:
             ) from None
 
     def max_over_ranks(self, counts: list[int]) -> list[int]:
-        """The largest of each count on any rank of any node; collective over ranks."""
+        """Return the maximum of each count over all ranks; collective over ranks."""
         largest = torch.tensor(counts)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest.tolist()
 
 
 def on_first_rank(function: Callable[[], Any]) -> Any:
-    """Return on all ranks what a function gives on rank 0; collective.
+    """Call a function on rank 0. Return its result on all ranks; collective.
 
-    Raises on all ranks the OSError or ValueError that it raises there.
+    An OSError or ValueError of the function is raised on all ranks.
     """
     outcome = [None, None]
     if dist.get_rank() == 0:
@@ -147,18 +144,18 @@ def on_first_rank(function: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Peer:
-    """What the ranks of a run must know of each other."""
+    """Facts that a rank sends to all other ranks."""
 
     node: int
     host: str
     fingerprint: dict[str, str] | None = None
-    """What its node runs, of leaders only."""
+    """Code and options of its node; None unless it is a leader."""
 
 
 def form_cluster(
     peers: list[Peer], rank: int, store: dist.Store, backend: str, timeout: datetime.timedelta
 ) -> Cluster:
-    """Form the process groups of a run whose ranks are `peers`, for this `rank`; collective."""
+    """Form the process groups of a run. Return the cluster as seen by `rank`, whose peers are in order; collective."""
     nodes: dict[int, list[int]] = {}
     for other, peer in enumerate(peers):
         nodes.setdefault(peer.node, []).append(other)
@@ -180,15 +177,14 @@ def form_cluster(
 
 
 def join(config: Config, device_type: str) -> Cluster:
-    """Meet the ranks of all nodes, make sure that they run the same, and form the process groups; collective.
+    """Meet the ranks of all nodes, check that nodes run the same, and form the process groups; collective.
 
-    Without torchrun this is the only rank. Raises ValueError for a rank that torchrun has not started. All ranks raise
-    it if nodes differ in code, options or kind of device. Raises RuntimeError if ranks are
-    missing.
+    Without torchrun this is the only rank. Raises ValueError for a rank that torchrun has not started, and on all ranks
+    if nodes differ in code, options or kind of device. Raises RuntimeError if ranks are missing.
     """
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
-    # As Megatron wants it; weights that are sent would wait for the trainer's kernels, here and in workers.
+    # Megatron sets it. Weights that are sent would wait for the trainer's kernels, here and in workers.
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
     if "RANK" not in os.environ:
@@ -208,33 +204,33 @@ def join(config: Config, device_type: str) -> Cluster:
 
 
 def _meet(store: dist.Store, rank: int, num_ranks: int, mine: Peer) -> list[Peer]:
-    """Return all peers. They come as JSON, as other nodes may have another version of this code."""
+    """Return all peers. They are sent as JSON, because nodes may have other versions of this code."""
     try:
         gathering = Gathering(store, rank, num_ranks, JOIN_TIMEOUT_S)
         peers = gathering.gather(msgspec.json.encode(mine))
     except TimeoutError as missing:
         raise RuntimeError(
-            f"of {num_ranks} ranks that torchrun starts {missing} did not come within {JOIN_TIMEOUT_S:.0f} s: look at "
-            "what their nodes printed"
+            f"of {num_ranks} ranks that torchrun starts, {missing} did not join within {JOIN_TIMEOUT_S:.0f} s; look at "
+            "the output of their nodes"
         ) from None
     try:
         return [msgspec.json.decode(peer, type=Peer) for peer in peers]
     except msgspec.ValidationError as error:
         raise ValueError(
-            f"the nodes run other versions of this code ({error}); put one commit on all of them"
+            f"the nodes have different versions of this code ({error}); use one commit on all nodes"
         ) from None
 
 
 def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:
-    """Raise ValueError, with the arithmetic, for what nodes or ranks cannot share."""
+    """Raise ValueError, with the arithmetic, for options that nodes or ranks cannot share."""
     if num_ranks % config.replicas:
         raise ValueError(
             f"--replicas {config.replicas} does not divide {num_ranks} trainer ranks: {num_ranks} / {config.replicas} "
-            f"= {num_ranks / config.replicas:.2f} ranks per replica; change one of the two"
+            f"= {num_ranks / config.replicas:.2f} ranks per replica; change --replicas or the number of ranks"
         )
     if config.record and num_nodes > 1:
         raise ValueError(
-            f"--record keeps the batches of one node, and {num_nodes} train; leave it out"
+            f"--record keeps the batches of one node, and {num_nodes} train; remove it"
         )
     shares, num_groups = num_nodes * config.minibatches, config.groups_per_step
     if num_groups % shares:
@@ -248,7 +244,7 @@ def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:
     if config.extra_groups % num_nodes:
         raise ValueError(
             f"--extra-groups {config.extra_groups} is not a multiple of {num_nodes} nodes: {config.extra_groups} / "
-            f"{num_nodes} = {config.extra_groups / num_nodes:.2f} per node; change one of the two"
+            f"{num_nodes} = {config.extra_groups / num_nodes:.2f} per node; use a multiple"
         )
     part = config.for_node(num_nodes)
     if part.max_outstanding_groups * num_nodes != config.max_outstanding_groups:
@@ -256,5 +252,5 @@ def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:
             f"--async-ratio {config.async_ratio:g} and --over-sampling {config.over_sampling:g} allow "
             f"{config.max_outstanding_groups} outstanding groups, {num_nodes} nodes with {part.groups_per_step} groups "
             f"per step each round that down to {num_nodes} × {part.max_outstanding_groups} = "
-            f"{part.max_outstanding_groups * num_nodes}; choose a ratio that leaves whole groups per node"
+            f"{part.max_outstanding_groups * num_nodes}; choose ratios with whole groups per node"
         )

@@ -1,4 +1,4 @@
-"""CPU cores that only the engine of a run uses. The trainer waits for it, so it must not wait for a core."""
+"""CPU cores that only the engine of a run uses. The trainer waits for the engine, so the engine must not wait."""
 
 import os
 import socket
@@ -9,14 +9,13 @@ from asyncrl.cluster.placement import Placement
 from asyncrl.cluster.processes import run_on
 
 CLAIM = "\0engine-cores"
-"""Name of an abstract socket. The run that holds it has reserved cores for its engine; other runs share all cores."""
+"""Name of an abstract socket. The run that holds it reserves cores for its engine. Other runs use all cores."""
 
 
 def claim_cores(placement: Placement, on_end: ExitStack) -> Placement:
-    """Return the placement with cores that are reserved for its engine until `on_end`.
+    """Reserve cores for the engine until `on_end`. Return the placement with them.
 
-    The placement is returned unchanged on GPUs, with several ranks or engines, with too few cores, and if another run
-    holds the claim.
+    It is unchanged on GPUs, with several ranks or engines, with too few cores, and if another run holds the claim.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if placement.trainer_gpus != (None,) or len(placement.workers) != 1:
@@ -35,7 +34,7 @@ def claim_cores(placement: Placement, on_end: ExitStack) -> Placement:
 
 
 def leave_cores(placement: Placement, on_end: ExitStack) -> None:
-    """Move this process off the engine's cores until `on_end`. Call it when the engine is up: starting uses all."""
+    """Move this process off the engine's cores until `on_end`. Call it when the engine is up: its start uses all."""
     allowed = os.sched_getaffinity(0)
     reserved = {core for worker in placement.workers for core in worker.cores}
     if reserved:

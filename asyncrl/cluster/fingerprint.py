@@ -1,4 +1,4 @@
-"""Compare code and options of all nodes. If they differ, collectives hang, or two trainings are mixed unnoticed."""
+"""A comparison of all nodes' code and options. If they differ, collectives hang, or two trainings are mixed."""
 
 import hashlib
 from pathlib import Path
@@ -13,7 +13,7 @@ MAX_SHOWN = 5
 
 
 def fingerprint(config: Config, root: Path = Path(ROOT)) -> dict[str, str]:
-    """Return what must be equal on all nodes: a hash by source file, user code included, and a value by option."""
+    """Return values that must be equal on all nodes: a hash by source file, with user code, and a value by option."""
     paths = [*root.glob("*.py")]
     for folder in FOLDERS:
         paths += root.joinpath(folder).rglob("*.py")

@@ -1,4 +1,4 @@
-"""How ranks exchange small values: through the store in which process groups are formed."""
+"""An exchange of small values between ranks, through the store in which process groups are formed."""
 
 import time
 
@@ -19,7 +19,7 @@ class Gathering:
         timeout_s: float,
         poll_s: float = 0.002,
     ):
-        """`store` has nothing else in it; each member counts the rounds by itself, and looks every `poll_s` seconds."""
+        """`store` has no other keys. Each member counts the rounds, and polls every `poll_s` seconds."""
         self.timeout_s = timeout_s
         self._poll_s = poll_s
         self._store = store
@@ -29,28 +29,27 @@ class Gathering:
         """Keys that this member wrote in the last round."""
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Return the values of all members, in their order; collective. For small things, of some MB at most.
+        """Return the values of all members, in their order; collective. For values up to some MB.
 
-        A signal interrupts the wait. Raises TimeoutError, with the members that are missing, or RuntimeError if the
-        store is gone.
+        A signal interrupts the wait. Raises TimeoutError with the missing members, RuntimeError if the store is gone.
         """
         self._round += 1
         keys = [f"{self._round}/{member}" for member in range(self._num_members)]
         read_keys, self._own_keys = self._own_keys, self._write(keys[self._member], value)
         deadline = time.monotonic() + self.timeout_s
-        while not self._store.check(keys):  # the store's own wait lets no signal through
+        while not self._store.check(keys):  # no signal interrupts the store's own wait
             if time.monotonic() > deadline:
                 missing = [i for i, key in enumerate(keys) if not self._store.check([key])]
                 raise TimeoutError(", ".join(map(str, missing)))
             time.sleep(self._poll_s)
         values = [self._read(key) for key in keys]
-        # All members have come to this round, so all have read the one before.
+        # all members have begun this round, so all have read the last one
         for key in read_keys:
             self._store.delete_key(key)
         return values
 
     def _write(self, key: str, value: bytes) -> list[str]:
-        """Write a value in pieces, and then their number. Returns all keys that were written."""
+        """Write a value in pieces, and then their number. Return all written keys."""
         starts = range(0, len(value), _PIECE_BYTES)
         piece_keys = [f"{key}/{index}" for index in range(len(starts))]
         for piece_key, start in zip(piece_keys, starts, strict=True):

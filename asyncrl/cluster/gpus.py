@@ -12,25 +12,25 @@ import psutil
 import pynvml
 
 LEAST_DRIVER = {"12": 525, "13": 580}
-"""Oldest driver by the CUDA that torch was built for."""
+"""Oldest driver by the CUDA version of torch."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, or one part of a GPU that is divided by MIG."""
+    """A GPU, or a MIG instance of one."""
 
     name: str
     total_bytes: int
     used_bytes: int
-    """Memory that processes and the driver hold now, ours included."""
+    """Memory that processes and the driver hold now."""
     uuid: str = ""
 
 
 def visible_gpus() -> list[Gpu]:
-    """Return the GPUs that torch may use, in CUDA's order; none on a host without GPUs.
+    """Return the GPUs that torch may use, in CUDA's order; [] on a host without GPUs.
 
-    Raises ValueError for GPUs of several kinds, and for a driver that is too old for this torch. CUDA orders GPUs of
-    several kinds by speed, unlike NVML, and the slowest would set the pace of all.
+    Raises ValueError for a driver that is too old for this torch, and for GPUs of several kinds. CUDA orders those by
+    speed, unlike NVML, and the slowest would determine the speed of a step.
     """
     import torch
 
@@ -41,14 +41,14 @@ def visible_gpus() -> list[Gpu]:
     if len({gpu.name for gpu in gpus}) > 1:
         kinds = ", ".join(f"gpu {i}: {gpu.name}" for i, gpu in enumerate(gpus))
         raise ValueError(
-            f"GPUs of several kinds are visible ({kinds}); choose one kind by CUDA_VISIBLE_DEVICES"
+            f"GPUs of several kinds are visible ({kinds}); select one kind by CUDA_VISIBLE_DEVICES"
         )
     check_driver(pynvml.nvmlSystemGetDriverVersion())
     return gpus
 
 
 def check_driver(version: str) -> None:
-    """Raise ValueError for a driver that is too old for this torch, unless CUDA's compat library stands in for it."""
+    """Raise ValueError for a driver that is too old for this torch, unless CUDA's compat library replaces it."""
     import torch
 
     least = LEAST_DRIVER.get((torch.version.cuda or "").partition(".")[0], 0)
@@ -62,10 +62,10 @@ def check_driver(version: str) -> None:
 
 
 def list_gpus(visible: str | None) -> list[Gpu]:
-    """Return the GPUs that `visible` names as CUDA_VISIBLE_DEVICES does, in its order; all for None.
+    """Return the GPUs named by `visible`, a value of CUDA_VISIBLE_DEVICES, in its order; all for None.
 
-    A name is an index, the UUID of a GPU or its beginning, or the UUID of a MIG instance. What no GPU has is left out.
-    Raises RuntimeError if there is no driver that answers.
+    A name is an index, the UUID of a GPU or its beginning, or the UUID of a MIG instance. Unknown names are ignored.
+    Raises RuntimeError if no driver answers.
     """
     try:
         pynvml.nvmlInit()
@@ -86,14 +86,14 @@ def list_gpus(visible: str | None) -> list[Gpu]:
         return named_gpus
     except pynvml.NVMLError as error:
         raise RuntimeError(
-            f"no driver says which GPUs are here (CUDA_VISIBLE_DEVICES={visible}): {error}; install the driver, or "
-            "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+            f"no driver lists the GPUs (CUDA_VISIBLE_DEVICES={visible}): {error}; install the driver, or start the "
+            "container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         ) from error
 
 
 def _describe(handle) -> Gpu:
-    """Return what NVML says of a GPU; of a divided one it is the first MIG instance, as CUDA takes that one."""
-    with suppress(pynvml.NVMLError):  # it is not divided
+    """Return NVML's data of a GPU, or of its first MIG instance, which is the one that CUDA uses."""
+    with suppress(pynvml.NVMLError):  # it has no MIG instance
         handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0)
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)

@@ -1,4 +1,4 @@
-"""Why a node ends: by its own error, where there is no other node. extras/node_watch.py watches several."""
+"""The reason why a node ends. extras/node_watch.py watches several nodes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ class NodeWatch:
 
     cluster: Cluster
     dump_stacks: Callable[[], str]
-    """Called when a wait takes too long; returns where the stacks are."""
+    """Called when a wait takes too long. Returns the place of the stacks."""
     reason: str | None = None
-    """Why the first other node that ended badly did so."""
+    """Reason of the first other node that failed."""
 
     def finish(self) -> None:
-        """Wait for the good end of other nodes, after that of this node."""
+        """Wait until the other nodes have finished, after this node has."""
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the cause of this node's end; of a wait that took too long with the stacks of all processes."""
+        """Return the cause of this node's end. After a timeout it names the stacks of all processes."""
         if isinstance(error, RuntimeError) and "timed out" in str(error).lower():
             return RuntimeError(f"{error}; {self.dump_stacks()}")
         return error

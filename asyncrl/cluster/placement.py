@@ -1,12 +1,11 @@
-"""Which process gets which device on this node. Pure but for `available_cores`; prints nothing, starts nothing.
+"""The device of each process of this node.
 
 no GPU        trainer ranks and rollout workers share the CPU cores; transport `shm`
 one GPU       the rollout worker shares it with the trainer rank; transport `ipc`
 several GPUs  one per trainer rank, the rest to rollout workers, `rollout_tp` each; transport `nccl`
 
-`--weight-sync` overrides the transport; `shm` goes everywhere. With `--num-rollout-workers 0` all that samples are
-machines that join, which `pull` the weights. One of these has no trainer rank: all its GPUs are its workers', and
-weights reach them by `shm`, as they come to its host memory.
+`--weight-sync` overrides the transport; `shm` works everywhere. With `--num-rollout-workers 0` only remote hosts
+sample, and `pull` the weights. A remote host has no trainer rank: its workers have all GPUs, and read weights by `shm`.
 """
 
 import os
@@ -16,9 +15,9 @@ from typing import Literal
 from asyncrl.config import Config
 
 SHARE_BESIDE_TRAINER, SHARE_ALONE = 0.45, 0.9
-"""Share of a GPU's memory for an engine beside a trainer rank, and for one that has the GPU for itself."""
+"""Share of a GPU's memory for an engine that shares the GPU with a trainer rank, and for one that does not."""
 CORES_PER_GPU_WORKER = 2
-"""Cores that a rollout worker on GPUs keeps busy: its own process, and its engine's."""
+"""Cores that a rollout worker on GPUs uses: one for its process, one for its engine."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,14 @@ class WorkerPlacement:
     num_gpus: int = 1
     """GPUs of its engine, one after the other."""
     cores: tuple[int, ...] = ()
-    """CPU cores that nobody else of the run uses once its engine is up; none if it shares all."""
+    """CPU cores that only its engine uses once it is up; () if it shares all cores."""
     kv_cache_bytes: int | None = None
-    """Bytes of each of them for keys and values; None: all that vLLM finds free within the engine's share."""
+    """Bytes of each GPU for keys and values; None: all free memory in the engine's share."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """All a worker process needs to start; it pickles."""
+    """Arguments of a worker process; it pickles."""
 
     config: Config
     placement: WorkerPlacement
@@ -52,7 +51,7 @@ class WorkerSpec:
     transport: str
     log_path: str
     sockets_path: str | None = None
-    """Folder for vLLM's sockets and all else that is temporary, removed with the run; vLLM's own choice if None."""
+    """Folder for vLLM's sockets and temporary files, removed with the run; None: vLLM's default."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,9 @@ class Placement:
     transport: Literal["shm", "ipc", "nccl", "pull"]
 
     def table(self) -> str:
-        """The placement as text, a line per process."""
-        nobody = "no rollout worker here: machines that join sample"
-        lines = [f"placement ({f'weights by {self.transport}' if self.workers else nobody}):"]
+        """Return the placement as text, a line per process."""
+        remote = "no rollout worker here: remote hosts sample"
+        lines = [f"placement ({f'weights by {self.transport}' if self.workers else remote}):"]
         for rank, gpu in enumerate(self.trainer_gpus):
             lines.append(f"  trainer rank {rank}     {_device(gpu, self.trainer_threads)}")
         for w in self.workers:
@@ -83,9 +82,7 @@ class Placement:
                 if w.gpu_memory_utilization
                 else ""
             )
-            device = _device(w.gpu, w.cpu_threads, w.num_gpus) + ", on cores of its own" * bool(
-                w.cores
-            )
+            device = _device(w.gpu, w.cpu_threads, w.num_gpus) + ", on own cores" * bool(w.cores)
             lines.append(f"  rollout worker {w.worker}   {device}{shared}{memory}")
         return "\n".join(lines)
 
@@ -101,8 +98,8 @@ def place(
 ) -> Placement:
     """Return the device of every process of a node, and the transport of weights.
 
-    Args: the GPUs and CPU cores that this node may use, the trainer ranks that torchrun started on it (0 on a host that
-    joined a run), and whether torch has NCCL. Raises ValueError, with the arithmetic, for what does not fit.
+    Args: numbers of GPUs and CPU cores that this node may use, number of its trainer ranks (0 on a remote host), and
+    whether torch has NCCL. Raises ValueError, with the arithmetic, if the processes do not fit.
     """
     if num_gpus:
         workers = _place_on_gpus(config, num_gpus, num_trainer_ranks)
@@ -119,7 +116,7 @@ def place(
         return Placement(trainer_gpus, threads, (), "pull")
     if config.colocate == "sleep" and workers[0].shared_with_rank is None:
         raise ValueError(
-            "--colocate sleep is for one GPU that trainer and engine share, and none is; use --colocate share"
+            "--colocate sleep is for one GPU that trainer and engine share, and they share none; use --colocate share"
         )
     transport = _choose_transport(config.weight_sync, workers[0], num_trainer_ranks, has_nccl)
     return Placement(trainer_gpus, threads, workers, transport)
@@ -128,7 +125,7 @@ def place(
 def _place_on_gpus(
     config: Config, num_gpus: int, num_trainer_ranks: int
 ) -> tuple[WorkerPlacement, ...]:
-    """Return the rollout workers of a node with GPUs: after the trainer's GPUs, or one worker on the trainer's only."""
+    """Return the rollout workers of a node with GPUs, after the trainer's GPUs or on the trainer's only GPU."""
     if config.dtype == "float32":
         raise ValueError(
             f"--dtype float32 is for the CPU, and {num_gpus} GPUs are visible; use auto, bfloat16 or float16"
@@ -156,12 +153,12 @@ def _count_on_cpu(config: Config, num_cores: int) -> int:
     """Return the number of rollout workers of a node without GPUs."""
     if config.batch_invariant:
         raise ValueError(
-            "--batch-invariant takes vLLM's kernels for GPUs, and none is visible; leave it out"
+            "--batch-invariant uses vLLM's kernels for GPUs, and no GPU is visible; remove it"
         )
     num_workers = 1 if config.num_rollout_workers is None else config.num_rollout_workers
     if config.rollout_tp > 1 and num_workers:
         raise ValueError(
-            f"--rollout-tp {config.rollout_tp} splits an engine over GPUs, and none is visible; use 1"
+            f"--rollout-tp {config.rollout_tp} splits an engine over GPUs, and no GPU is visible; use 1"
         )
     if num_workers > num_cores:
         raise ValueError(
@@ -174,7 +171,7 @@ def _count_on_cpu(config: Config, num_cores: int) -> int:
 def _choose_transport(
     wanted: str, worker: WorkerPlacement, num_trainer_ranks: int, has_nccl: bool
 ) -> str:
-    """Return the transport that is `wanted`, or for `auto` the fastest one. Raises ValueError if it cannot work."""
+    """Return the `wanted` transport, or for `auto` the fastest. Raises ValueError if it cannot work."""
     if worker.gpu is None or num_trainer_ranks == 0:
         possible, why = ["shm"], "without a GPU weights go through host memory"
     elif worker.shared_with_rank is not None:
@@ -194,10 +191,10 @@ def _choose_transport(
 
 
 def _threads(num_cores: int, num_processes: int) -> int:
-    """Return the compute threads of each process; where the optimizer is offloaded, AdamW runs on the trainer's."""
+    """Return the compute threads of each process. An offloaded AdamW also uses them."""
     return max(1, num_cores // max(1, num_processes))
 
 
 def available_cores() -> int:
-    """CPU cores that this process may run on."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -1,5 +1,4 @@
-"""Small facts about processes that several of ours need: how they end, with the parent or all together, memory, and
-cores."""
+"""Processes: how they end, with a parent or all together, and their signals, memory and cores."""
 
 import contextlib
 import ctypes
@@ -20,19 +19,19 @@ from typing import NoReturn
 import psutil
 
 GARBAGE_THRESHOLD = 10_000
-"""Objects made and not freed until Python looks for cycles; by default 700. Set before torch and vLLM are imported:
-they make a million objects that stay, and to look among them again and again took a tenth of the time."""
+"""Objects that are made and not freed between two collections; Python's default is 700. It is set before torch and vLLM
+are imported: they make a million objects, and repeated collections took a tenth of the time."""
 gc.set_threshold(GARBAGE_THRESHOLD)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BYTES, LARGEST_KEPT = 1 << 30, 32 << 20
-"""Freed memory that malloc keeps at the top of its heap; largest piece that it takes from there, the most it allows."""
+"""Freed memory that malloc keeps in its heap; largest piece that it allocates there, malloc's maximum."""
 LONGEST_TMPDIR = 50
-"""Bytes of a path to which a folder, 14, and a socket, 37, can be added. A socket has at most 107."""
+"""Bytes of the longest path. A folder (14) and a socket (37) are added, and a socket's path has at most 107."""
 FIRST_PARENT = os.getppid()
-"""Of this process, if it was not forked: an orphan has another one by the time that torch and the rest are imported."""
+"""Parent's pid at import. It is read now because an orphan gets a new parent before torch is imported."""
 STUCK_S = 4.0
-"""Time in which a rank must have begun its way down after torchrun's signal."""
-# torchrun's variables would make a child believe that it is a trainer rank.
+"""Time after torchrun's signal in which a rank must begin to end."""
+# with torchrun's variables a child would take itself for a trainer rank
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PET_", "ROLE_", "GROUP_")
 RUN_ID = "TORCHELASTIC_RUN_ID"
 TORCHRUN_NAMES = (
@@ -45,15 +44,15 @@ TORCHRUN_NAMES = (
 
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM]
-"""Signals that ask a run to stop. nohup has SIGHUP, the end of a terminal, ignored: then it stays so."""
+"""Signals that ask a run to stop. SIGHUP, the end of a terminal, stays ignored under nohup."""
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
     STOP_SIGNALS.append(signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """Somebody asked the run to stop: what to say, and its exit status.
+    """A signal asked the run to stop. Arguments: the reason, and the exit status.
 
-    No Exception: a signal may come while code of others runs, which catches those.
+    It is no Exception, because foreign code that runs at the time may catch every Exception.
     """
 
     def __str__(self) -> str:
@@ -61,19 +60,19 @@ class Interrupted(BaseException):
 
 
 class RolloutEnded(RuntimeError):
-    """No more can be sampled, by no fault of this code. The state of the run is as it should be, and can be saved."""
+    """No more responses can be sampled. The state of the run is valid, and can be saved."""
 
 
 class CannotContinue(RuntimeError):
-    """Rollout has ended on a node. All ranks raise it together, between two steps, so they can save the run."""
+    """Rollout has ended on a node. All ranks raise it between the same two steps, so they can save the run."""
 
 
 EXPECTED = (Interrupted, ValueError, OSError, RuntimeError)
-"""Errors that end a run in one line; any other is a fault of the code, and shows where."""
+"""Errors that end a run in one line. Any other error is a bug, and prints a traceback."""
 
 
 def run_job(job: Callable[[], None]) -> None:
-    """Run a job, and turn every way to end into one line and an exit status: 0 is for a finished job only."""
+    """Run a job. Turn every expected error into one line and an exit status; 0 is for a finished job only."""
     for number in STOP_SIGNALS:
         signal.signal(number, _interrupt)
     try:
@@ -93,12 +92,12 @@ def status_of(error: BaseException) -> int:
 
 
 def _interrupt(number: int, frame) -> None:
-    # What runs may lose the exception, so the next signal is heard until somebody has caught one.
+    # Foreign code may lose the exception, so the handler stays for the next signal.
     raise Interrupted(f"stopped by {signal.Signals(number).name}", 128 + number)
 
 
 def print_error(reason: str) -> None:
-    """Print why the run ends, and have torchrun say it again at the end of its own report."""
+    """Print why the run ends. torchrun prints it again in its own report."""
     print(f"error: {reason}", file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": f"error: {reason}", "timestamp": str(int(time.time()))}
@@ -107,7 +106,7 @@ def print_error(reason: str) -> None:
 
 
 def end_by(error: BaseException, take_down: Callable[[], None]) -> NoReturn:
-    """End this rank, one of several, by an error: its reason comes first, and no process group is destroyed.
+    """End this rank, one of several, by an error: print it, call `take_down`, and destroy no process group.
 
     NCCL's destruction waits for ranks that may be waiting for this one (pytorch#141510).
     """
@@ -123,7 +122,7 @@ def end_by(error: BaseException, take_down: Callable[[], None]) -> NoReturn:
 
 
 def folder_of_sockets() -> tempfile.TemporaryDirectory:
-    """Make a temporary folder for the files of engines, in /tmp if the path of a socket in TMPDIR would be too long."""
+    """Make a temporary folder for engines' files, in /tmp if a socket's path in TMPDIR would be too long."""
     folder = tempfile.gettempdir()
     place = folder if len(os.fsencode(folder)) <= LONGEST_TMPDIR else "/tmp"
     return tempfile.TemporaryDirectory(prefix="vllm-", dir=place, ignore_cleanup_errors=True)
@@ -132,9 +131,9 @@ def folder_of_sockets() -> tempfile.TemporaryDirectory:
 def exit_with_parent(poll_s: float = 1.0) -> None:
     """Start a daemon thread that ends this process within `poll_s` seconds of its parent's death, also an earlier one.
 
-    A thread and not PR_SET_PDEATHSIG: that one fires when the *thread* ends that started us, which may be a short one.
+    PR_SET_PDEATHSIG would fire when the *thread* ends that started this process.
     """
-    starter = multiprocessing.parent_process()  # known even if it died before this process got here
+    starter = multiprocessing.parent_process()  # known even if it is dead
     parent = FIRST_PARENT if starter is None else starter.pid
 
     def watch() -> None:
@@ -146,9 +145,9 @@ def exit_with_parent(poll_s: float = 1.0) -> None:
 
 
 def end_if_stuck() -> None:
-    """Start a daemon thread that ends this rank if torchrun's signal for a lost one has no effect.
+    """Start a daemon thread that ends this rank if torchrun's signal for a lost rank has no effect.
 
-    The main thread may stand in a collective of NCCL, where no handler of a signal runs.
+    No signal handler runs while the main thread is in a collective of NCCL.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -165,25 +164,22 @@ def end_if_stuck() -> None:
 
 
 def ignore_signals() -> None:
-    """Let the way down not be interrupted again: processes would be left behind."""
+    """Ignore further signals while the run ends. Otherwise processes would be left behind."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def freeze_garbage() -> None:
-    """Take what is alive now out of garbage collection.
-
-    The modules of torch, transformers and vllm are a million objects, and each full collection would walk them all.
-    """
+    """Exempt all current objects from garbage collection: a million of torch, transformers and vllm."""
     gc.collect()
     gc.freeze()
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what this process frees, and processes forked from it; nothing where malloc is not glibc's.
+    """Make glibc's malloc keep freed memory, in this process and processes that it forks.
 
-    A step frees and takes the same tensors again. Whether glibc gives their pages back in between depends on what was
-    freed before; where it does, each comes back by a page fault, which made a small step some percent longer.
+    Each step frees and allocates the same tensors. If glibc returns their pages in between, page faults make a small
+    step some percent longer.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
@@ -191,14 +187,14 @@ def keep_freed_memory() -> None:
 
 
 def run_on(pid: int, cores: Iterable[int]) -> None:
-    """Let all threads of a process, and those that they start, run on these CPU cores alone."""
+    """Restrict all threads of a process, and threads that they start, to these CPU cores."""
     for thread in os.listdir(f"/proc/{pid}/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(int(thread), cores)
 
 
 def without_torchrun(environment: dict[str, str]) -> dict[str, str]:
-    """The environment with torchrun's variables taken out."""
+    """Return the environment without torchrun's variables."""
     return {
         name: value
         for name, value in environment.items()
@@ -207,13 +203,13 @@ def without_torchrun(environment: dict[str, str]) -> dict[str, str]:
 
 
 def kill_session(pid: int, timeout_s: float = 10.0) -> None:
-    """SIGKILL a process that called os.setsid, and all that it started, and wait until they are gone.
+    """Kill a process that called os.setsid, and all processes that it started. Wait until they have ended.
 
-    Waiting matters on a GPU: a dying engine still holds its memory. Processes already gone are no error.
+    A dying engine still holds memory of its GPU. Processes that have ended already are no error.
     """
     members = _session_members(pid)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # finds children whose parent is dead, too
+        os.killpg(pid, signal.SIGKILL)  # reaches children of dead parents, too
     for member in members:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
@@ -223,8 +219,7 @@ def kill_session(pid: int, timeout_s: float = 10.0) -> None:
 
 
 def _has_not_ended(process: psutil.Process) -> bool:
-    """Whether it may hold anything still; one that has ended does not, though whoever inherited it may not have
-    noticed its end yet."""
+    """Return whether a process can still hold memory. A zombie does not: only its parent has not noticed its end."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -241,7 +236,7 @@ def _session_members(pid: int) -> list[psutil.Process]:
 
 
 def has_lost_a_rank() -> bool:
-    """Whether not all of torchrun's ranks of this node are alive; it then ends the others by SIGTERM."""
+    """Return whether a rank of this node has ended. torchrun then ends the other ranks by SIGTERM."""
     if RUN_ID not in os.environ:
         return False
     num_alive = sum(map(_has_not_ended, psutil.Process(os.getppid()).children()))

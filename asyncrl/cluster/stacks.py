@@ -1,4 +1,4 @@
-"""The Python stacks of all processes of a run, in one file: what a timeout leaves behind."""
+"""The Python stacks of all processes of a run, in one file. A timeout writes them."""
 
 import contextlib
 import faulthandler
@@ -14,16 +14,16 @@ import psutil
 from asyncrl.cluster.processes import RUN_ID
 
 STACKS_FILE = "ASYNC_RL_STACKS"
-"""Environment variable: the file to which the processes of a run write their stacks."""
+"""Environment variable with the file for the stacks of a run's processes."""
 DUMP_S = 0.2
 """Time that a process has to write its stacks."""
 _kept_open: list = []
 
 
 def run_root() -> psutil.Process:
-    """Return the first process of this node's run: torchrun's agent, or without one the trainer or the joined host.
+    """Return the first process of this node's run: torchrun's agent, or else the trainer or the joined host's process.
 
-    To be called in a trainer rank, or in a process that a rank started.
+    Call it in a trainer rank, or in a process that a rank started.
     """
     process = psutil.Process()
     if multiprocessing.parent_process() is not None:
@@ -32,16 +32,16 @@ def run_root() -> psutil.Process:
 
 
 def title(process: psutil.Process) -> str:
-    """Return what ps calls a process, cut to 60 characters, and its pid."""
+    """Return the title of a process in ps, at most 60 characters, and its pid."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return f"{' '.join(process.cmdline()).strip()[:60]} (pid {process.pid})"
     return f"process {process.pid}"
 
 
 def write_stacks_to(path: Path | None = None) -> None:
-    """Have this process, and those that it will start, append the stacks of all threads to a file at SIGUSR1.
+    """Make this process, and processes that it starts later, append the stacks of all threads to a file at SIGUSR1.
 
-    Without a path it is the file of the process that started this one, or stderr.
+    Without a path it is the parent's file, or stderr.
     """
     if path is not None:
         os.environ[STACKS_FILE] = str(path)
@@ -52,12 +52,11 @@ def write_stacks_to(path: Path | None = None) -> None:
 
 
 def dump_stacks(pid: int | None = None) -> str:
-    """Have a process and its descendants, by default all of this node's run, dump their Python stacks.
+    """Make a process and its descendants dump their Python stacks; by default all processes of this node's run.
 
-    Only processes that registered a handler for SIGUSR1 are asked: the signal would end the others. This process dumps
-    its stacks while it holds the interpreter's lock: a signal's handler would walk frames that may be changing.
-    Returns, for an error line, where the stacks are. Whoever asks has a reason to end, so nothing is raised if the file
-    cannot be written.
+    Only processes with a handler for SIGUSR1 get it: the signal would end other processes. This process dumps its
+    stacks while it holds the interpreter's lock, because a signal's handler would walk frames that may be changing.
+    Return the place of the stacks, for an error line. No error is raised if the file cannot be written.
     """
     name = os.environ.get(STACKS_FILE)
     with (

@@ -1,4 +1,4 @@
-"""Standard output and error that end no program: text that cannot be written is lost, and the program continues."""
+"""Standard output and error that never end a program. Text that cannot be written is lost."""
 
 import contextlib
 import io
@@ -8,20 +8,20 @@ import sys
 
 
 class LastingFile(io.FileIO):
-    """A standard stream whose writing never fails by some errors."""
+    """A standard stream that ignores some errors when it writes."""
 
     def __init__(self, descriptor: int, ignored: type[OSError]):
         super().__init__(descriptor, "w", closefd=False)
         self._ignored = ignored
 
     def write(self, text) -> int:
-        """Write bytes, or lose them by an error that is ignored. Return how many are done with.
+        """Write bytes, or lose them by an ignored error. Return the number of written or lost bytes.
 
-        Raises the first other OSError. What comes after it is lost.
+        Raises the first other OSError. Later text is lost.
         """
         written = None
         try:
-            while written is None:  # another program may have set the terminal not to block
+            while written is None:  # another program may have made the terminal non-blocking
                 select.select([], [self], [])
                 written = super().write(text)
         except OSError as error:
@@ -33,17 +33,16 @@ class LastingFile(io.FileIO):
 
 
 def keep_printing(ignored: type[OSError] = OSError) -> None:
-    """Make standard output and error of this process last, whatever happens to a terminal, a pipe or a disk.
+    """Make standard output and error of this process survive the end of a terminal or pipe, or a full disk.
 
-    Standard output loses what an `ignored` error keeps from being written, and standard error loses it by any. A
-    character that the encoding lacks is escaped. A stream that was closed goes to /dev/null. A stream that is not
-    Python's own stays as it is.
+    Standard output loses text by an `ignored` error, and standard error by any error. A character that the encoding
+    lacks is escaped. A closed stream goes to /dev/null. A stream that is not Python's own stays unchanged.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            # The next file would get the number, and C code would print into it. All below are taken: it gets this one.
+            # The next file would get this number, and C code would print into it. So /dev/null gets it now.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = _lasting(sys.stdout, sys.__stdout__, 1, ignored)
     sys.stderr = _lasting(sys.stderr, sys.__stderr__, 2, OSError)
@@ -55,7 +54,7 @@ def _lasting(
     descriptor: int,
     ignored: type[OSError],
 ) -> io.TextIOBase:
-    """Return a lasting stream in place of Python's own; another stream as it is."""
+    """Return a lasting stream in place of Python's own, and any other stream unchanged."""
     if stream is not original:
         return stream
     if stream is not None:

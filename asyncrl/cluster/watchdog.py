@@ -1,4 +1,4 @@
-"""A process beside every trainer rank. It kills processes that were stopped (SIGSTOP) for too long, and names them."""
+"""A process beside every trainer rank. It kills processes that are stopped (SIGSTOP) for too long, and names them."""
 
 import contextlib
 import os
@@ -17,11 +17,10 @@ ALONE_S = 5.0
 
 
 def watch_for_stopped(limit_s: float) -> Callable[[], None]:
-    """Fork a process that kills each process of this node's run that was stopped for `limit_s` seconds.
+    """Fork a process that kills each process of this node's run that is stopped for `limit_s` seconds.
 
-    Returns a function that ends it. Call this before there are threads. A stopped process looks alive to every process
-    that waits for it; the watchdog waits for no process. It outlives its rank, because torchrun's agent may be stopped
-    while the ranks finish.
+    Return a function that ends it. Call this before there are threads. A stopped process looks alive to processes that
+    wait for it. The watchdog outlives its rank, because torchrun's agent may be stopped while the ranks finish.
     """
     root = run_root()
     parent = os.getpid()
@@ -47,8 +46,8 @@ def watch_for_stopped(limit_s: float) -> Callable[[], None]:
 def _watch(root: psutil.Process, parent: int, limit_s: float) -> None:
     """Kill stopped processes until `root`, and with it the run, has ended.
 
-    A root that continues without `parent` and is not stopped is no agent of this run, because the agent was killed
-    earlier. Seconds are counted here, not read from a clock: this process may have been stopped, too.
+    A root that continues without `parent` and is not stopped is no agent of this run: the agent was killed earlier.
+    Seconds are counted, not read from a clock, because this process may have been stopped, too.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,7 @@
 """A rollout worker's process, its pipe and its log.
 
-Each has one duplex pipe, read by one thread and written by another, so that neither a slow nor a dead worker makes the
-trainer wait. Processes share no queue: one that is killed while it holds a shared queue's lock blocks all the others.
+One thread reads the duplex pipe and another writes it, so the trainer never waits for a slow or dead worker. Workers
+share no queue: a process that is killed while it holds the lock of a queue blocks all other processes.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from asyncrl.cluster.processes import kill_session
 LOG_LINES_SHOWN = 15
 JOIN_TIMEOUT_S = 10.0
 SAFE_PATH = "by the run"
-"""PYTHONSAFEPATH of a worker while its engine starts. Any text but the empty one turns it on."""
+"""PYTHONSAFEPATH of a worker while its engine starts. Any text turns it on."""
 
 
 class WorkerProcess:
@@ -31,27 +31,27 @@ class WorkerProcess:
     def __init__(
         self, spec: WorkerSpec, main: Callable, on_message: Callable, threads: ThreadPoolExecutor
     ):
-        """Start `main(spec, connection)` in a process of its own.
+        """Start `main(spec, connection)` in a process.
 
-        `on_message` is called with each message, in a thread, and with None when the process has gone.
+        A thread calls `on_message` with each message, and with None when the process has ended.
         """
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         self._log_path = Path(spec.log_path)
         self._log_path.touch()
         self._log_start = self._log_path.stat().st_size  # a restarted worker appends
-        # Not a daemon process: those may have no children, and the engine is one.
+        # not a daemon process, because daemons can have no children, such as the engine
         self.process = context.Process(
             target=_run, args=(main, spec, theirs), name=f"rollout-worker-{spec.placement.worker}"
         )
         self.started_at = time.monotonic()
         with _safe_path():
             self.process.start()
-        theirs.close()  # so that the pipe reads as closed as soon as the worker is gone
+        theirs.close()  # the pipe then ends with the worker
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
-        # First the one that ends the other: a signal may come between the two.
+        # first, because it ends the other thread, and a signal may come between the two
         self.reading: Future = threads.submit(self._read, ours, on_message)
-        """Ends with the process; holds the error if `on_message` raised one."""
+        """Ends with the process. It has the error if `on_message` raised one."""
         threads.submit(self._write, ours)
 
     def send(self, message) -> None:
@@ -59,8 +59,8 @@ class WorkerProcess:
         self._outbox.put(message)
 
     def _write(self, connection) -> None:
-        # Only this thread closes the pipe, after both have done with it: one closed in the middle of a write may give
-        # its number to the pipe of the next worker, which would then get what was meant for this one.
+        # Only this thread closes the pipe, after both threads have finished. If it were closed during a write, the next
+        # worker's pipe could get its number and the rest of the message.
         with connection:
             while (message := self._outbox.get()) is not None:
                 # the reading thread sees the same end and acts on it
@@ -77,20 +77,20 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit status; minus the signal's number if one killed it; None while it runs."""
+        """Exit status, or minus the number of the signal that killed it; None while it runs."""
         return self.process.exitcode
 
     def stop(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """End the process and all that it started, after at most `timeout_s` seconds to end by itself.
+        """Wait at most `timeout_s` seconds for the end of the process. Then kill it and all processes that it started.
 
-        Also one whose pipe has closed: it may have left an engine and reward processes.
+        A dead process may have left an engine and reward processes.
         """
         self.process.join(timeout=timeout_s)
         kill_session(self.process.pid)
         self.process.join()
 
     def death_report(self) -> str:
-        """Return who died, how and why, as far as that is known, and the last lines of the log."""
+        """Return which process died, how and why, if known, and the last lines of the log."""
         code = self.exit_code
         if code is None:
             how = "is still running and did not answer"
@@ -109,7 +109,7 @@ class WorkerProcess:
 def cause_in(log: list[str]) -> str:
     """Return the first error in the lines of a worker's log; empty without one.
 
-    Everybody who waits for an engine says that it is dead. These errors are no cause.
+    All callers that wait for a dead engine report its death. These errors are no cause.
     """
     errors = [
         match[0] for line in log if (match := re.search(r"[\w.]+(Error|Exception): .+", line))
@@ -117,12 +117,12 @@ def cause_in(log: list[str]) -> str:
     for error in errors:
         if not re.search(r"EngineDeadError|the engine is dead", error):
             return f": {error}"
-    return ": its engine was killed, most likely for want of memory" if errors else ""
+    return ": its engine was killed, most likely because memory ran out" if errors else ""
 
 
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """Have processes that are started, and those of vLLM, not look in the current folder for Python's own modules."""
+    """Make processes that start, also vLLM's, not import Python's own modules from the current folder."""
     given = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = given or SAFE_PATH
     try:
@@ -134,15 +134,15 @@ def _safe_path() -> Iterator[None]:
 
 
 def end_safe_path() -> None:
-    """Let programs that a worker starts import what lies beside them, unless the user has set PYTHONSAFEPATH."""
+    """Allow programs that a worker starts to import files beside them, unless the user has set PYTHONSAFEPATH."""
     if os.environ.get("PYTHONSAFEPATH") == SAFE_PATH:
         del os.environ["PYTHONSAFEPATH"]
 
 
 def _run(main: Callable, spec: WorkerSpec, connection) -> None:
-    """Run a worker in its process. Whatever it raises ends the process at once.
+    """Run a worker in its process. Any error ends the process at once.
 
-    multiprocessing would first wait for the engine, which nobody ends, and print the error afterwards.
+    multiprocessing would wait for the engine, which no process ends, before it prints the error.
     """
     try:
         main(spec, connection)
@@ -152,7 +152,7 @@ def _run(main: Callable, spec: WorkerSpec, connection) -> None:
 
 
 def _receive(connection):
-    """The next message, or None when the other end is gone, however the system says so."""
+    """Return the next message, or None if the other end is closed."""
     try:
         return connection.recv()
     except (EOFError, OSError):

@@ -71,7 +71,7 @@ def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_repli
 def test_a_rank_that_does_not_come_is_named(monkeypatch):
     monkeypatch.setattr("asyncrl.cluster.cluster.JOIN_TIMEOUT_S", 0.2)
     with pytest.raises(
-        RuntimeError, match="of 3 ranks that torchrun starts 0, 2 did not come within 0 s"
+        RuntimeError, match="of 3 ranks that torchrun starts, 0, 2 did not join within 0 s"
     ):
         _meet(dist.HashStore(), 1, 3, Peer(0, "a"))
 
@@ -80,7 +80,7 @@ def test_ranks_of_another_version_of_the_code_are_refused_in_one_line():
     store = dist.HashStore()
     store.set("1/0", "1")
     store.set("1/0/0", '{"node": 0, "hostname": "a"}')
-    line = "the nodes run other versions of this code (Object missing required field `host`); put one commit on all"
+    line = "the nodes have different versions of this code (Object missing required field `host`); use one commit on all"
     with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
         _meet(store, 1, 2, Peer(1, "b"))
 

@@ -32,7 +32,8 @@ def test_all_gather_values_of_any_size_in_the_order_of_nodes():
 def test_a_wait_that_takes_too_long_names_the_option_and_ends_with_stacks():
     one, _ = two_leaders(0.5)
     with pytest.raises(
-        RuntimeError, match=r"waited 0\.5 s for all other nodes; .* raise --timeout-s"
+        RuntimeError,
+        match=r"waited 0\.5 s, 2 × --timeout-s, for all other nodes; .* raise --timeout-s",
     ) as caught:
         Cluster(leaders=one).gather("mine")
     watch = NodeWatch(Cluster(), lambda: "stacks are in FILE")

@@ -95,7 +95,7 @@ def test_gpus_of_several_kinds_are_refused_by_name(nvml, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(
-        ValueError, match=r"gpu 0: NVIDIA H200, gpu 1: NVIDIA A100-SXM4-80GB\); choose one kind"
+        ValueError, match=r"gpu 0: NVIDIA H200, gpu 1: NVIDIA A100-SXM4-80GB\); select one kind"
     ):
         visible_gpus()
 

@@ -133,7 +133,7 @@ CONSEQUENCE = "ERROR 11-28 [core.py:9] vllm.v1.engine.exceptions.EngineDeadError
         ),
         (
             [CONSEQUENCE, "RuntimeError: the engine is dead"],
-            ": its engine was killed, most likely for want of memory",
+            ": its engine was killed, most likely because memory ran out",
         ),
     ],
 )

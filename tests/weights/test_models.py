@@ -61,7 +61,10 @@ def its_own_code(folder):
         (cut_weights, "model.safetensors is truncated or broken"),
         (one_shard_of_two, "its folder lacks model-00002-of-00002.safetensors, and 0 more"),
         (no_tokenizer, "no tokenizer (tokenizer.json or the like)"),
-        (its_own_code, "it needs code of its folder (auto_map in config.json), which is not run here"),
+        (
+            its_own_code,
+            "it needs code of its folder (auto_map in config.json), which is not run here",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_used_is_refused_in_one_line_that_says_what_to_do(
