@@ -66,7 +66,6 @@ class RolloutWorker:
         self._probing: list[asyncio.Task] = []
 
     async def act(self, message) -> None:
-        """Act on a message of the controller."""
         match message:
             case Tickets(tickets):
                 self._start_tickets(tickets)
@@ -201,7 +200,6 @@ class RolloutWorker:
         asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
-        """Send the trajectories that have ended."""
         finished, self._finished = self._finished, []
         if finished:
             self.connection.send(Finished(finished, self.proxy.activity.report_if_due()))

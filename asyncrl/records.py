@@ -60,7 +60,7 @@ def spread_columns(parts: Iterable[tuple[int, TokenColumns]], length: int) -> di
 
 @dataclass(frozen=True)
 class Completion(TokenColumns):
-    """A response or its first part, which any worker can continue. Written by a rollout worker."""
+    """A response, or its first part. Any worker can continue it. Written by a rollout worker."""
 
     tokens: list[int]
     """R token ids of the response."""
@@ -196,7 +196,7 @@ class Group:
 def check_trajectory(trajectory: Trajectory) -> None:
     """Raise RuntimeError for a trajectory that could poison a loss, with its first wrong token.
 
-    A generated token is wrong if its log-prob is not finite or above 1e-4 nats, or if it has no version.
+    A generated token needs a version, and a finite log-prob up to 1e-4 nats, which is rounding.
     """
     mask = trajectory.loss_mask
     logprobs = np.where(mask, trajectory.behavior_logprobs, 0.0)

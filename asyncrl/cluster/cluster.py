@@ -39,7 +39,7 @@ class Cluster:
     hosts: tuple[str, ...] = ("localhost",)
     """Host name of each node."""
     store: dist.Store | None = None
-    """Store in which process groups are formed; None for a single rank without `join`."""
+    """Store for process groups; None for a single rank without `join`."""
     node_group: dist.ProcessGroup | None = None
     """This node's ranks; None for all ranks, if there is one node."""
     leaders: Gathering | None = None
@@ -70,7 +70,6 @@ class Cluster:
         return self.is_leader and self.node == 0
 
     def name(self, node: int) -> str:
-        """Return a node's name for messages."""
         return f"node {node} ({self.hosts[node]})"
 
     def scatter_on_node(self, values: list | None) -> Any:
@@ -104,7 +103,7 @@ class Cluster:
     def wait_for_models(self) -> None:
         """Wait until all nodes have their model; collective over ranks.
 
-        A signal interrupts the wait, which --timeout-s does not limit. Raises RuntimeError after DOWNLOAD_S.
+        A signal interrupts the wait. Raises RuntimeError after DOWNLOAD_S, not after --timeout-s.
         """
         if self.num_ranks == 1:
             return
@@ -179,8 +178,8 @@ def form_cluster(
 def join(config: Config, device_type: str) -> Cluster:
     """Meet the ranks of all nodes, check that nodes run the same, and form the process groups; collective.
 
-    Without torchrun this is the only rank. Raises ValueError for a rank that torchrun has not started, and on all ranks
-    if nodes differ in code, options or kind of device. Raises RuntimeError if ranks are missing.
+    Without torchrun this is the only rank. All ranks raise ValueError if nodes differ in code, options or kind of
+    device. Raises ValueError for a rank that torchrun has not started, RuntimeError if ranks are missing.
     """
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"

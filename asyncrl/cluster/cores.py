@@ -15,7 +15,7 @@ CLAIM = "\0engine-cores"
 def claim_cores(placement: Placement, on_end: ExitStack) -> Placement:
     """Reserve cores for the engine until `on_end`. Return the placement with them.
 
-    It is unchanged on GPUs, with several ranks or engines, with too few cores, and if another run holds the claim.
+    It is unchanged on GPUs, with several ranks or engines, or too few cores, or if another run holds the claim.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if placement.trainer_gpus != (None,) or len(placement.workers) != 1:

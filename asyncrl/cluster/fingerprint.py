@@ -13,7 +13,7 @@ MAX_SHOWN = 5
 
 
 def fingerprint(config: Config, root: Path = Path(ROOT)) -> dict[str, str]:
-    """Return values that must be equal on all nodes: a hash by source file, with user code, and a value by option."""
+    """Return values that must be equal on all nodes: hashes of source files, with user code, and options."""
     paths = [*root.glob("*.py")]
     for folder in FOLDERS:
         paths += root.joinpath(folder).rglob("*.py")

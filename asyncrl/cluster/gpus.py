@@ -1,7 +1,6 @@
 """The GPUs that this process may use, as NVIDIA's management library (NVML) describes them.
 
-NVML makes no CUDA context. A context would take half a gigabyte of each GPU, and an engine that starts measures how
-much of its GPU is free.
+NVML makes no CUDA context. A context takes half a gigabyte of each GPU, and a starting engine measures its free memory.
 """
 
 import os
@@ -29,8 +28,8 @@ class Gpu:
 def visible_gpus() -> list[Gpu]:
     """Return the GPUs that torch may use, in CUDA's order; [] on a host without GPUs.
 
-    Raises ValueError for a driver that is too old for this torch, and for GPUs of several kinds. CUDA orders those by
-    speed, unlike NVML, and the slowest would determine the speed of a step.
+    Raises ValueError for a driver that is too old for this torch, and for GPUs of several kinds. CUDA orders different
+    GPUs by speed, and NVML does not. The slowest would determine the speed of a step.
     """
     import torch
 
@@ -92,7 +91,7 @@ def list_gpus(visible: str | None) -> list[Gpu]:
 
 
 def _describe(handle) -> Gpu:
-    """Return NVML's data of a GPU, or of its first MIG instance, which is the one that CUDA uses."""
+    """Return NVML's data of a GPU, or of its first MIG instance, because CUDA uses only that one."""
     with suppress(pynvml.NVMLError):  # it has no MIG instance
         handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0)
     try:

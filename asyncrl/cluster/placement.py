@@ -15,7 +15,7 @@ from typing import Literal
 from asyncrl.config import Config
 
 SHARE_BESIDE_TRAINER, SHARE_ALONE = 0.45, 0.9
-"""Share of a GPU's memory for an engine that shares the GPU with a trainer rank, and for one that does not."""
+"""Share of a GPU's memory for an engine, with and without a trainer rank on the same GPU."""
 CORES_PER_GPU_WORKER = 2
 """Cores that a rollout worker on GPUs uses: one for its process, one for its engine."""
 
@@ -98,8 +98,8 @@ def place(
 ) -> Placement:
     """Return the device of every process of a node, and the transport of weights.
 
-    Args: numbers of GPUs and CPU cores that this node may use, number of its trainer ranks (0 on a remote host), and
-    whether torch has NCCL. Raises ValueError, with the arithmetic, if the processes do not fit.
+    A remote host has 0 trainer ranks. `has_nccl`: torch has NCCL. Raises ValueError, with the arithmetic, if the
+    processes do not fit.
     """
     if num_gpus:
         workers = _place_on_gpus(config, num_gpus, num_trainer_ranks)
@@ -150,7 +150,6 @@ def _place_on_gpus(
 
 
 def _count_on_cpu(config: Config, num_cores: int) -> int:
-    """Return the number of rollout workers of a node without GPUs."""
     if config.batch_invariant:
         raise ValueError(
             "--batch-invariant uses vLLM's kernels for GPUs, and no GPU is visible; remove it"

@@ -19,8 +19,8 @@ from typing import NoReturn
 import psutil
 
 GARBAGE_THRESHOLD = 10_000
-"""Objects that are made and not freed between two collections; Python's default is 700. It is set before torch and vLLM
-are imported: they make a million objects, and repeated collections took a tenth of the time."""
+"""New objects between two garbage collections; Python's default is 700. It is set before torch and vLLM are imported.
+They make a million objects, and repeated collections took a tenth of the time."""
 gc.set_threshold(GARBAGE_THRESHOLD)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BYTES, LARGEST_KEPT = 1 << 30, 32 << 20
@@ -30,7 +30,7 @@ LONGEST_TMPDIR = 50
 FIRST_PARENT = os.getppid()
 """Parent's pid at import. It is read now because an orphan gets a new parent before torch is imported."""
 STUCK_S = 4.0
-"""Time after torchrun's signal in which a rank must begin to end."""
+"""Time that a rank has to begin its end after torchrun's signal."""
 # with torchrun's variables a child would take itself for a trainer rank
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PET_", "ROLE_", "GROUP_")
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -194,7 +194,6 @@ def run_on(pid: int, cores: Iterable[int]) -> None:
 
 
 def without_torchrun(environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment without torchrun's variables."""
     return {
         name: value
         for name, value in environment.items()

@@ -55,7 +55,7 @@ def dump_stacks(pid: int | None = None) -> str:
     """Make a process and its descendants dump their Python stacks; by default all processes of this node's run.
 
     Only processes with a handler for SIGUSR1 get it: the signal would end other processes. This process dumps its
-    stacks while it holds the interpreter's lock, because a signal's handler would walk frames that may be changing.
+    stacks under the interpreter's lock, because frames may change during a signal's handler.
     Return the place of the stacks, for an error line. No error is raised if the file cannot be written.
     """
     name = os.environ.get(STACKS_FILE)

@@ -46,7 +46,7 @@ def watch_for_stopped(limit_s: float) -> Callable[[], None]:
 def _watch(root: psutil.Process, parent: int, limit_s: float) -> None:
     """Kill stopped processes until `root`, and with it the run, has ended.
 
-    A root that continues without `parent` and is not stopped is no agent of this run: the agent was killed earlier.
+    If the root continues without `parent` and is not stopped, it is no agent: the agent was killed earlier.
     Seconds are counted, not read from a clock, because this process may have been stopped, too.
     """
     for number in STOP_SIGNALS:

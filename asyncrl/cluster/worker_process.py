@@ -1,7 +1,7 @@
 """A rollout worker's process, its pipe and its log.
 
-One thread reads the duplex pipe and another writes it, so the trainer never waits for a slow or dead worker. Workers
-share no queue: a process that is killed while it holds the lock of a queue blocks all other processes.
+One thread reads the pipe and another writes it, so the trainer never waits for a slow or dead worker. Workers share no
+queue. A process that is killed while it holds a queue's lock blocks all other processes.
 """
 
 import contextlib
@@ -142,7 +142,7 @@ def end_safe_path() -> None:
 def _run(main: Callable, spec: WorkerSpec, connection) -> None:
     """Run a worker in its process. Any error ends the process at once.
 
-    multiprocessing would wait for the engine, which no process ends, before it prints the error.
+    Before it prints the error, multiprocessing would wait for the engine, without end.
     """
     try:
         main(spec, connection)

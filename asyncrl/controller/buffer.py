@@ -6,7 +6,7 @@ The obvious design is a queue of finished groups that drops groups older than ma
         continue
 
 It drops long responses more often than short ones, which biases training. It does not limit running groups either. So a
-group gets a place before it starts, and a batch waits for groups that would come too late for the next batch.
+group gets a place before it starts. A batch waits for groups that would be too old for the next one.
 
 The buffer has no clock, process or I/O. The same calls give the same answers. B is groups_per_step, and t is the
 trainer's version. Freshness is a bound on every sample, as in ROLL Flash (arXiv 2510.11345).
@@ -28,7 +28,7 @@ class Resident:
     problem: int
     """Index of its problem in the task."""
     oldest_version: int
-    """Oldest version that its tokens can have: of its admission, later of its start, and at its end the exact one."""
+    """Oldest version that its tokens can have: at first of its admission, then of its start; exact once finished."""
     started: bool = False
     num_failed: int = 0
     members: dict[int, Trajectory] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class BufferState:
 
 
 class SampleBuffer:
-    """Admits groups, makes them whole, and gives batches in which no token is too old.
+    """Admits groups, collects their members, and returns batches without tokens that are too old.
 
     At most `max_outstanding_groups` hold a place: running, finished, or consumed and not yet published. Every group
     consumed at version t has oldest_version ≥ t − max_staleness. `stale_policy` decides about groups that would come
@@ -95,7 +95,7 @@ class SampleBuffer:
 
     @property
     def min_version(self) -> int:
-        """Oldest version with which a new group may start: the published version."""
+        """Oldest version for the start of a new group: the published version."""
         return max(0, self._published_step - self.config.publish_delay)
 
     # Admission
@@ -135,7 +135,7 @@ class SampleBuffer:
         """Add a finished trajectory. Return its group if this is the last member that the group needs.
 
         A trajectory of a finished or dropped group is only counted. Raises RuntimeError if its group was never admitted
-        or has this member, if it was aborted, or if it has a version older than the group's start.
+        or has this member, if it was aborted, or if a token is older than the group's start.
         """
         self.ledger.generate(trajectory.num_generated, self._closed.get(trajectory.group_id))
         if trajectory.group_id in self._closed:
@@ -153,7 +153,6 @@ class SampleBuffer:
         return group
 
     def group(self, group_id: int) -> Group:
-        """Return a finished group."""
         resident = self.residents[group_id]
         members = tuple(resident.members[i] for i in sorted(resident.members))
         return Group(group_id, members, resident.problem)

@@ -190,7 +190,6 @@ class Controller:
             self.ended_by = self.ended_by or error
 
     def _check_end(self) -> None:
-        """Raise the error that ended rollout."""
         if self.ended_by is not None:
             raise self.ended_by
 
@@ -233,7 +232,7 @@ class Controller:
             return self.buffer.find_batch()
 
     def consume_batch(self, batch: list[int]) -> list[Group]:
-        """Consume a batch, which is trained on now. Return its groups."""
+        """Consume a batch and return its groups, for training."""
         with self.lock:
             groups = self.buffer.consume(batch)
             self.dispatcher.drop_expired()
@@ -388,8 +387,8 @@ class Controller:
     ) -> Any:
         """Wait until `done()` is true and return its value. It is called after every change, under the lock.
 
-        While a worker starts, the timeout does not run. Raises errors of background threads, RolloutEnded after the
-        timeout, and RuntimeError if `is_possible()` is false for a second without a change.
+        While a worker starts, the timeout does not run. Raises errors of background threads, and RolloutEnded after the
+        timeout. Raises RuntimeError if `is_possible()` is false and nothing changes for a second.
         """
         deadline = time.monotonic() + self.config.timeout_s
         with self.lock:

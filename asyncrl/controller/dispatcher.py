@@ -62,7 +62,7 @@ class Dispatcher:
             self.on_ended_group(is_failed=False)
 
     def on_failed_group(self, trajectory: Trajectory) -> None:
-        """Drop a group with too many failed trajectories, of which `trajectory` is the last. Raises as `add`."""
+        """Drop a group after too many failures. `trajectory` is the last of them. Raises as `add`."""
         self.drop(trajectory.group_id, "failed")
         self.on_ended_group(is_failed=True)
 
@@ -189,7 +189,6 @@ class Dispatcher:
         return max(ticket.min_version, self.buffer.min_version_of(ticket.group_id))
 
     def send_out(self) -> None:
-        """Send out the tickets that can start."""
         outgoing: dict[int, list[Ticket]] = defaultdict(list)
         for worker, ticket in self.assign():
             worker.assign(ticket)

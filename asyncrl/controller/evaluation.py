@@ -49,7 +49,6 @@ class Evaluation:
         return float(np.mean(rewards)) if rewards else float("nan")
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of an evaluation that has ended."""
         num_failed = self.failures().num_failed
         metrics = {
             "eval/accuracy": self.accuracy(),

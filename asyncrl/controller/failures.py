@@ -24,7 +24,6 @@ class Failures:
 
     @property
     def num_failed(self) -> int:
-        """Failed responses."""
         return sum(self.reasons.values())
 
     @property
@@ -47,7 +46,6 @@ class Failures:
             self.reasons[message] = self.reasons.get(message, 0) + 1
 
     def count_group(self, is_failed: bool) -> None:
-        """Count a group that finished or failed."""
         self.num_groups += 1
         self.num_failed_groups += is_failed
 
@@ -57,7 +55,6 @@ class Failures:
         return max(self.reasons, key=self.reasons.get, default="")
 
     def since(self, earlier: "Failures") -> "Failures":
-        """Return the counts since `earlier`."""
         return Failures(
             self.num_responses - earlier.num_responses,
             self.num_groups - earlier.num_groups,

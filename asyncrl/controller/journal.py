@@ -75,7 +75,6 @@ class Journal:
     # Results of workers
 
     def trajectory(self, trajectory: Trajectory) -> None:
-        """Record a trajectory."""
         self.record("trajectory", **_summary(trajectory))
 
     def updated(self, worker: int, message: Updated, made_at: float) -> None:
@@ -148,7 +147,6 @@ class Journal:
 
 
 def _summary(trajectory: Trajectory) -> dict:
-    """Return the fields of a trajectory's event."""
     record = {
         "ticket": trajectory.ticket_id,
         "group": trajectory.group_id,

@@ -31,7 +31,6 @@ class Ledger:
         """All counts. A resumed run continues from them."""
 
     def issue(self) -> None:
-        """Count an admitted group."""
         self.counts["groups_issued"] += 1
 
     def generate(self, num_tokens: int, dropped: DropReason | None = None) -> None:
@@ -41,7 +40,6 @@ class Ledger:
             self.counts[f"tokens_dropped_{dropped}"] += num_tokens
 
     def consume(self, members: Collection[Trajectory]) -> None:
-        """Count a consumed group and its tokens."""
         self._end("consumed", members)
 
     def drop(self, reason: DropReason, members: Collection[Trajectory]) -> None:

@@ -12,7 +12,7 @@ from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Completion, Group, T
 from data.problem import Problem
 
 ReissueReason = Literal["died", "moved"]
-"""Reason to issue a ticket again: a worker of this node died with it, or the ticket moves to another worker."""
+"""`died`: a worker of this node died with the ticket. `moved`: the ticket moves to another worker."""
 IDS_PER_NODE = 10**9
 """Ids of groups and tickets of node n begin at n times this."""
 
@@ -48,7 +48,7 @@ class TicketSource:
             return ""
 
     def next_group(self) -> tuple[int, int]:
-        """Return a new group's id, and the index of its problem: the first that was put back, or the next one."""
+        """Return a new group's id, and the index of its problem: one that was put back, or the next one."""
         if not self.state.put_back:
             self.state.put_back.append(self.state.next_problem)
             self.state.next_problem += self._num_nodes

@@ -96,7 +96,6 @@ class Worker:
         return self.state in ("suspended", "falling_asleep", "asleep")
 
     def connect(self, transport: Transport) -> None:
-        """Connect the worker's engine to a weight transport."""
         self.transport = transport
         self.process.send(Connect(transport.init_info(self.index)))
 
@@ -131,7 +130,6 @@ class Worker:
         self.loading = None
 
     def request_progress(self) -> None:
-        """Ask the worker for the progress of its responses."""
         self.owes_progress, self.in_flight = True, None
         self.process.send(ReportProgress())
 
@@ -152,7 +150,6 @@ class Worker:
         self.num_restarts = 0
 
     def describe(self) -> str:
-        """Return the state of the worker in a few words."""
         state = (
             "updating"
             if self.loading and self.sent_version == self.loading.version
@@ -195,7 +192,6 @@ class Workers:
 
     @property
     def starting(self) -> list[Worker]:
-        """Workers whose engines are starting."""
         return [worker for worker in self if worker.state == "starting"]
 
     @property

@@ -33,7 +33,6 @@ class Request:
         return num_tokens
 
     def end(self, finish_reason: FinishReason) -> Completion:
-        """Return the whole response."""
         experts = self.parts[-1].experts if self.parts else None
         return Completion(self.tokens, finish_reason, experts, **join_columns(self.parts))
 

@@ -107,7 +107,6 @@ class Episode:
             self.tokens += step.tokens
 
     async def act(self, max_tokens: int) -> Completion:
-        """Sample one turn of the policy."""
         started_at = time.time()
         completion = await self.sample(tuple(self.tokens), max_tokens)
         self.turns.append((len(self.tokens), completion))

@@ -224,7 +224,6 @@ class LLMProxy:
         self._asleep = True
 
     async def resume(self) -> None:
-        """Continue sampling."""
         await self.engine.resume_generation()
         self.activity.resume()
         self._resumed.set()

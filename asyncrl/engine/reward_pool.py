@@ -1,9 +1,9 @@
 """Score responses in processes that can be killed, and that are replaced within milliseconds.
 
-A process of plain functions has one response at a time, and a process of async functions many. If a response hangs or
-kills its process, no other response fails: a response whose process dies is scored once more, in a new process where it
-is alone at first. A process may also be killed from outside. The processes run reward_process.py. They answer in JSON
-only, because a hostile one could send anything.
+A process of plain functions has one response at a time, and a process of async functions many. No response fails
+because another one hangs or kills its process. If a process dies, also from outside, its responses are scored once
+more, each in a new process. The processes run reward_process.py. They answer in JSON only, because a hostile one could
+send anything.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from asyncrl.engine.score import (
 
 COMMAND = [sys.executable, "-P", "-m", "asyncrl.engine.reward_process"]
 MAX_TOGETHER = 64
-"""Most responses that a process of async functions has at once: they wait for other services."""
+"""Most responses that a process of async functions has at once. They mostly wait for a service."""
 GRACE_S = 2.0
 """A process of async functions keeps the time limit itself. If it is silent for longer, it is blocked."""
 MAX_START_S = 60.0
@@ -144,7 +144,7 @@ def _parse(line: bytes) -> tuple[int, Reward | str]:
 
 
 class _PoolOfKind:
-    """The processes of the plain functions, or those of the async ones."""
+    """The processes of the plain functions, or of the async functions."""
 
     def __init__(
         self, scorer: RewardScorer, template: "_Template", timeout_s: float, num_processes: int

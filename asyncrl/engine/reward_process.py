@@ -1,7 +1,7 @@
 """The processes that score: a template that has imported everything, and the processes that are forked from it.
 
-They read text from a model, so they run under the limits of containment.py. They read lines of JSON, [number, limit in
-seconds, answer, response], and answer each with [number, reward, parts] or with [number, reason of the failure].
+They read text from a model, so they run under the limits of containment.py. A request is a line of JSON: [number, limit
+in seconds, answer, response]. The reply is [number, reward, parts] or [number, reason of the failure].
 """
 
 import asyncio

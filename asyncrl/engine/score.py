@@ -158,7 +158,7 @@ def _result(coroutine: Coroutine) -> Any:
 
 
 def load_scorer(task: str, rewards: Sequence[str] = ()) -> RewardScorer:
-    """Return the scorer of a task, or of reward functions `FILE.py:NAME` or `FILE.py:NAME*WEIGHT` that replace it.
+    """Return the scorer of a task, or of reward functions instead: `FILE.py:NAME` or `FILE.py:NAME*WEIGHT` each.
 
     Raises ValueError for a file that cannot be loaded, and for an object that is no reward function.
     """
@@ -177,7 +177,6 @@ def load_scorer(task: str, rewards: Sequence[str] = ()) -> RewardScorer:
 
 
 def _load(reward: str, is_only: bool) -> RewardFunction:
-    """Return the function of FILE.py:NAME or FILE.py:NAME*WEIGHT."""
     text, star, weight = reward.partition("*")
     function = load(text, "--reward")
     if not callable(function):
@@ -216,7 +215,6 @@ def _is_async(function: Callable) -> bool:
 
 
 def _row(answer: str) -> dict:
-    """Return the columns of a problem."""
     if answer.startswith("{"):
         with contextlib.suppress(ValueError):
             return json.loads(answer)

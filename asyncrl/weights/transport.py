@@ -134,7 +134,7 @@ class BufferedTransport(Transport):
     """A transport with one or two buffers. It never writes a buffer that a worker is reading.
 
     With two buffers it does not write the announced one either. So the trainer waits only for a worker that still loads
-    the version before the announced one. A single buffer is written when all workers have loaded it, and a worker that
+    the version before the announced one. A single buffer is written when all workers have loaded it. A worker that
     starts meanwhile waits for the next announcement.
     """
 
@@ -173,7 +173,7 @@ class BufferedTransport(Transport):
 def copy_parameters(parameters: Weights, views: Weights) -> None:
     """Copy each parameter into its view. The dtype of the view is sent.
 
-    Raises RuntimeError if names or their order differ from those of the views, ValueError if their number differs.
+    Raises RuntimeError if names or their order differ, ValueError if their number differs.
     """
     for (name, tensor), (expected, view) in zip(parameters, views, strict=True):
         if name != expected:

@@ -80,7 +80,7 @@ def test_ranks_of_another_version_of_the_code_are_refused_in_one_line():
     store = dist.HashStore()
     store.set("1/0", "1")
     store.set("1/0/0", '{"node": 0, "hostname": "a"}')
-    line = "the nodes have different versions of this code (Object missing required field `host`); use one commit on all"
+    line = "the nodes have different versions of this code (Object missing required field `host`); use one commit"
     with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
         _meet(store, 1, 2, Peer(1, "b"))
 
