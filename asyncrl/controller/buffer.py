@@ -65,8 +65,8 @@ class SampleBuffer:
         """`config` is the node's: see Config.for_node."""
         self.config = config
         self.trainer_version = 0
-        self._published_step = 0
-        """Step that was published last. Groups consumed by then have freed their places."""
+        self._published_at = 0
+        """Trainer's version at the last publish. Groups consumed by then have freed their places."""
         self.residents: dict[int, Resident] = {}
         # Groups whose later members are only counted, and the reason. Entries stay, because members may arrive late.
         self._closed: dict[int, DropReason] = {}
@@ -84,7 +84,7 @@ class SampleBuffer:
 
     def restore(self, state: BufferState) -> None:
         """Continue from a `state`, and keep its residents. Members of closed groups do not arrive in a resumed run."""
-        self.trainer_version = self._published_step = state.trainer_version
+        self.trainer_version = self._published_at = state.trainer_version
         self.ledger.counts.update(state.ledger)
         self.residents = dict(state.residents)
         self._may_have_batch = True
@@ -96,7 +96,7 @@ class SampleBuffer:
     @property
     def min_version(self) -> int:
         """Oldest version for the start of a new group: the published version."""
-        return max(0, self._published_step - self.config.publish_delay)
+        return max(0, self._published_at - self.config.publish_delay)
 
     # Admission
 
@@ -107,10 +107,8 @@ class SampleBuffer:
         """
         if self._is_bounded and self.min_version + self.config.max_staleness < self.trainer_version:
             return 0
-        num_unpublished = self.config.groups_per_step * (
-            self.trainer_version - self._published_step
-        )
-        return self.config.max_outstanding_groups - len(self.residents) - num_unpublished
+        unpublished = self.config.groups_per_step * (self.trainer_version - self._published_at)
+        return self.config.max_outstanding_groups - len(self.residents) - unpublished
 
     def admit(self, group_id: int, problem: int) -> int:
         """Give a place to a new group with a new id. Return the version that a worker needs to start it."""
@@ -254,9 +252,9 @@ class SampleBuffer:
                 f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.config.max_staleness}"
             )
 
-    def publish(self, step: int) -> None:
-        """Free the places of all groups consumed up to a step, because its weights are published."""
-        self._published_step = step
+    def publish(self, trainer_version: int) -> None:
+        """Free the places of all groups consumed up to a version, because weights are published at it."""
+        self._published_at = trainer_version
 
     # Dropping
 

@@ -240,8 +240,9 @@ class Controller:
             if self.config.over_sampling > 1 and self.evaluation is None:
                 self.workers.suspend()
             self.fill()
-            if self.config.colocate == "sleep":
-                self._put_to_sleep()
+            if self.config.colocate == "sleep":  # engines free their memory until the next update
+                self.finish_evaluations()
+                self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
             return groups
 
     def can_get_batch(self) -> bool:
@@ -252,11 +253,6 @@ class Controller:
         self._check_end()
         weights = self.announcements
         return weights.newest is None or weights.deferred is not None or self.dispatcher.can_go_on()
-
-    def _put_to_sleep(self) -> None:
-        """Wait for the running evaluation. Then make all engines free their memory until the next update."""
-        self.finish_evaluations()
-        self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
 
     # Weights and evaluation
 
@@ -292,7 +288,7 @@ class Controller:
     def announce(self, announcement: Announcement) -> None:
         """Make all workers load these weights, and evaluate them if asked. The caller holds the lock."""
         self.announcements.announce(announcement)
-        self.buffer.publish(announcement.step)
+        self.buffer.publish(announcement.trainer_version)
         self.dispatcher.drop_expired()
         tickets = self.tickets.for_evaluation(announcement.version) if announcement.evaluate else []
         if tickets:  # only the first node has held-out problems

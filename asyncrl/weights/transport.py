@@ -62,8 +62,8 @@ class Announcement:
 
     version: int
     """Policy version of the weights."""
-    step: int
-    """Version that the trainer had reached when it published them; ahead of `version` by publish_delay."""
+    trainer_version: int
+    """Trainer's version when it published them; up to publish_delay ahead of `version`."""
     staged: Staged
     probe: TokenSequences
     """Token ids of sequences that an engine scores with these weights."""
