@@ -52,13 +52,13 @@ class Checkpoints:
         self.node, self.policy = node, policy
         folder, self._is_shared = self._find_folder()
         self.writer = CheckpointWriter(policy, folder)
-        # An error does not wait for the checkpoint.
+        # It is called when the node ends, after an error has been reported.
         node.on_end.callback(self.writer.close, GRACE_S)
         if node.resumed is not None:
             restore_training_state(policy, str(node.resumed.resume_folder), self.writer.group)
             if node.cluster.is_first:
                 rename_newer(node.resumed)
-            # All ranks have read and accepted the checkpoint.
+            # Wait until all ranks have read and accepted the checkpoint.
             dist.barrier(self.writer.group)
             if node.cluster.is_leader:
                 node.run.truncate_records()

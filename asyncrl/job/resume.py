@@ -129,7 +129,7 @@ def load_controller_state(
         )
     if checkpoint.frozen_sha256 and checkpoint.frozen_sha256 != weights_sha256(model_path):
         raise ValueError(
-            f"--resume {config.resume}: the weights in {model_path} are not those that it began with"
+            f"--resume {config.resume}: the weights in {model_path} have changed since it began"
         )
     parts = [
         (checkpoint.resume_folder / f"node_{node}.msgpack").read_bytes()

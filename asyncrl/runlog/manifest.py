@@ -75,7 +75,7 @@ def find_newest_checkpoint(run: Path) -> Checkpoint:
         except ValueError as error:
             skipped.append(f"{path}: {error}")
     reasons = "".join(f"; {reason}" for reason in skipped)
-    raise ValueError(f"--resume {run}: no whole checkpoint is there{reasons}; begin a new run")
+    raise ValueError(f"--resume {run}: it has no whole checkpoint{reasons}; begin a new run")
 
 
 def _read_manifest(checkpoint: Path, run: Path) -> dict:
@@ -89,14 +89,14 @@ def _read_manifest(checkpoint: Path, run: Path) -> dict:
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__})") from None
     if digest != _hash_manifest(manifest):
-        raise ValueError(f"{MANIFEST} is not as it was written")
+        raise ValueError(f"{MANIFEST} was changed")
     if manifest["format"] != FORMAT:
         raise ValueError(f"its format is {manifest['format']}, and this code reads {FORMAT}")
     for name, digest in manifest["files"].items():
         if not (checkpoint / name).is_file():
             raise ValueError(f"{name} is missing")
         if hash_file(checkpoint / name) != digest:
-            raise ValueError(f"{name} is not as it was written")
+            raise ValueError(f"{name} was changed")
     facts, run_id = manifest["facts"], read_run_id(run)
     if facts["run_id"] != run_id:
         raise ValueError(f"it is of run {facts['run_id']}, and {run} is run {run_id}")

@@ -181,8 +181,8 @@ def test_the_newest_whole_checkpoint_is_found_what_is_newer_is_named_and_leftove
     assert tmp_path.exists() and find_newest_checkpoint(run).skipped == []
     flip(whole / "model.safetensors")
     (folder / "step_3/model.safetensors").unlink()
-    line = r"step_9: model.safetensors is not as it was written; .+step_3: model.safetensors is missing; begin"
-    with pytest.raises(ValueError, match=f"no whole checkpoint is there; .+{line} a new run$"):
+    line = r"step_9: model.safetensors was changed; .+step_3: model.safetensors is missing; begin"
+    with pytest.raises(ValueError, match=f"it has no whole checkpoint; .+{line} a new run$"):
         find_checkpoint(Config(resume=str(run)), Cluster())
 
 
