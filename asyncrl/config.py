@@ -312,8 +312,8 @@ class Config:
     gradients and optimizer state in host memory, 16 bytes per parameter with AdamW; never the gradient. `auto` takes on
     GPUs what the memory plan needs, `head` and smaller micro-batches first."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What trainer and engine compute in: auto is float32 on the CPU and bfloat16 on GPUs, which take no float32.
-    bfloat16 is fast on a CPU with avx512_bf16 or amx. float16 rounds 8 times less, and its loss is scaled
+    """What trainer and engine compute in. `auto` is bfloat16 on GPUs, which take no float32. On a CPU it measures a
+    layer, and is bfloat16 if that is 1.2 times as fast as float32. float16 rounds 8 times less, and its loss is scaled
     (extras/loss_scale.py). Trained weights, optimizer and log-probs from the logits on are float32 anyway."""
     batch_invariant: Annotated[bool, EVALUATION, NOT_COPIED] = False
     """Whether engines compute a token as if its request were alone, by vLLM's slower kernels for GPUs

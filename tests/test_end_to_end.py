@@ -272,6 +272,7 @@ def test_the_first_command_for_eight_gpus_starts_and_changes_the_weights_by_its_
     after = load_file(job.run_path / "checkpoints/step_3/model.safetensors")
     size = sum(weight.size for weight in before.values())
     assert f"\nlr: 0.001, the default for {size:,} parameters\n" in f"\n{job.output()}"
+    assert f"dtype: float32, the default for {size:,} parameters on a CPU\n" in job.output()
     ends = "a response ends at '<|endoftext|>' (0: tokenizer, generation_config.json, config.json), '<|im_end|>' (2: "
     assert ends in job.output()
     lrs = job.values("loss/lr")

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -194,13 +195,16 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
 
 
 def _fit_model(rank: Rank, model_path: str) -> Config:
-    """Return the options with a learning rate that fits the number of parameters. Rank 0 checks the disk.
+    """Return the options with a dtype and a learning rate that fit the model. Rank 0 checks the disk; collective.
 
     Raises ValueError if there is no room for checkpoints. Several nodes only print a warning: if they do not share the
     folder, checkpoints have only the weights.
     """
     size = num_parameters(model_path)
-    config, line = choose_lr(rank.config, size)
+    config = rank.config
+    if rank.device.type == "cpu":
+        config = _with_dtype(rank, model_path, size)
+    config, line = choose_lr(config, size)
     if rank.cluster.is_first and rank.trains:
         print(config.freshness(), line, sep="\n", flush=True)
     if rank.cluster.is_first and config.save_every is not None:
@@ -213,6 +217,20 @@ def _fit_model(rank: Rank, model_path: str) -> Config:
             line = f"warning: {error}"
         print(line, flush=True)
     return config
+
+
+def _with_dtype(rank: Rank, model_path: str, num_parameters: int) -> Config:
+    """Return the options with the dtype that rank 0 chooses for all CPUs; collective over leaders."""
+    from asyncrl.trainer.dtype import choose_dtype
+    from asyncrl.trainer.families import read_config
+
+    choice = rank.config.dtype, ""
+    if rank.cluster.is_first:
+        choice = choose_dtype(rank.config.dtype, read_config(model_path), num_parameters)
+    dtype, line = rank.cluster.gather(choice)[0]
+    if rank.cluster.is_first:
+        print(line, flush=True)
+    return replace(rank.config, dtype=dtype)
 
 
 def _fit_memory(rank: Rank, config: Config, model_path: str) -> tuple[Config, Placement]:
