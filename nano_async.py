@@ -5,13 +5,16 @@
     torchrun --nproc-per-node 2 nano_async.py --workers 2 --model Qwen/Qwen3-0.6B --task gsm8k --lr 2e-6 \
         --max-context 1536 --microbatch 8    # GPUs 0 and 1 train, 2 and 3 sample
 
-1. Workers sample with vLLM while the trainer makes its steps. Neither waits for the other, except for the bound of 3.
+1. Workers sample with vLLM while the trainer makes its steps. The trainer waits for its batch and for evaluations.
+   Workers wait only at the limit of 3.
 2. A token carries its version, the number of steps in the weights that sampled it, and the log-prob it then had. The
    loss divides by that probability, so it sees how far the policy has moved since.
-3. Groups of responses are numbered, and group g is in the batch of version floor(g / B). At version v, the groups below
-   v * B + floor((1 + alpha) * B) may start. So a group starts at most ceil(alpha) versions before its batch, and no
-   token is older. `--delay D` sends the weights of version v at version v + D, and adds D to the bound.
-4. New weights reach a worker between two tokens. A response that is half done continues under them.
+3. Groups of responses are numbered. With B groups a step, the step from version v trains on groups v * B to
+   (v + 1) * B - 1. At version v, the groups below v * B + floor((1 + alpha) * B) may start. So a group starts at most
+   ceil(alpha) versions before its batch. `--delay D` sends the weights of version v at version v + D. Together, no
+   token is older than ceil(alpha) + D steps.
+4. New weights reach a worker between two tokens. A response that is half done continues under them, and keeps the keys
+   and values of its earlier tokens.
 
 Run it in this folder, and read it from top to bottom. Weights travel through shared memory: /dev/shm must hold D + 2
 copies. train_async.py sends them by CUDA IPC or NCCL. This file saves no checkpoint and replaces no dead worker.
@@ -39,7 +42,6 @@ import zlib
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -78,8 +80,7 @@ class Options:
     microbatch: int = 64  # responses in a forward pass
     workers: int = 1
     seed: int = 0
-    # file for JSON lines, which scripts/table.py reads; torchrun takes --log for an option of its own
-    log: Annotated[str, tyro.conf.arg(aliases=["--log-file"])] = os.devnull
+    log_file: str = os.devnull  # JSON lines, which scripts/table.py reads
 
 
 @dataclass
@@ -131,9 +132,8 @@ class Rollout:
         self.num_held_out = num_held_out
         self.pipes = pipes
         self.held_back = []  # versions and weights that are not sent yet
-        self.version = 0  # that the workers have
-        self.num_started = 0  # groups, and so is the next number
-        self.num_used = 0
+        self.sent_version = 0
+        self.num_started = 0  # groups, and so the next number
         self.samples = defaultdict(list)  # responses that have arrived, by group
         self.arrived = queue.Queue()
         for pipe in pipes:
@@ -151,18 +151,19 @@ class Rollout:
         """Start groups of this size on the workers in turn, after the weights if there are new ones."""
         for index, pipe in enumerate(self.pipes):
             with suppress(OSError):  # a worker has ended, and `wait_for` says why
-                pipe.send((self.version, weights, groups[index :: len(self.pipes)], size))
+                pipe.send((self.sent_version, weights, groups[index :: len(self.pipes)], size))
 
     def publish(self, version: int, weights: list):
         """Send weights `delay` versions late, and start the groups that may start at this version."""
         self.held_back.append((version, weights))
         due = None
         if version == 0 or len(self.held_back) > self.options.delay:
-            self.version, due = self.held_back.pop(0)
-        num_places = math.floor((1 + self.options.alpha) * self.options.groups_per_step)
-        groups = range(self.num_started, self.num_used + num_places)
-        self.send(groups, self.options.group_size, due)
-        self.num_started = groups.stop
+            self.sent_version, due = self.held_back.pop(0)
+        num_groups = self.options.groups_per_step
+        num_may_start = version * num_groups + math.floor((1 + self.options.alpha) * num_groups)
+        num_may_start = min(num_may_start, self.options.steps * num_groups)
+        self.send(range(self.num_started, num_may_start), self.options.group_size, due)
+        self.num_started = num_may_start
 
     def wait_for(self, groups: range, size: int) -> list[Sample]:
         """Return all responses of groups of this size, when the last of them has arrived."""
@@ -174,8 +175,8 @@ class Rollout:
 
     def take_batch(self, version: int) -> list[Sample]:
         """Return the responses that the step from a version trains on."""
-        groups = range(self.num_used, self.num_used + self.options.groups_per_step)
-        self.num_used = groups.stop
+        num_groups = self.options.groups_per_step
+        groups = range(version * num_groups, (version + 1) * num_groups)
         batch = self.wait_for(groups, self.options.group_size)
         staleness = version - min(min(sample.versions) for sample in batch)
         assert staleness <= math.ceil(self.options.alpha) + self.options.delay, staleness
@@ -186,7 +187,10 @@ class Rollout:
         groups = range(-self.num_held_out, 0)
         self.send(groups, size=1)
         rewards = [sample.reward for sample in self.wait_for(groups, size=1)]
-        return {"eval/accuracy": sum(rewards) / len(rewards), "eval/policy_version": self.version}
+        return {
+            "eval/accuracy": sum(rewards) / len(rewards),
+            "eval/policy_version": self.sent_version,
+        }
 
 
 def score_tokens(model, samples: list[Sample], version: int) -> LossInputs:
@@ -240,11 +244,13 @@ def load_model(name: str):
 
 
 def gather_weights(model) -> list[tuple[str, torch.Tensor]]:
-    """Gather all weights into host memory that processes share."""
-    return [
-        (name, weight.full_tensor().detach().to("cpu", DTYPE, copy=True).share_memory_())
-        for name, weight in model.named_parameters(remove_duplicate=False)
-    ]
+    """Return all weights in host memory that processes share, on rank 0. All ranks must call it."""
+    weights = []
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        full = weight.full_tensor().detach()
+        if RANK == 0:
+            weights.append((name, full.to("cpu", DTYPE, copy=True).share_memory_()))
+    return weights
 
 
 def report(step: int, batch: list[Sample], metrics: dict[str, float], log):
@@ -270,7 +276,10 @@ def serve(pipe, options: Options, task, llm):
     held_out = task.eval_problems(NUM_HELD_OUT)
     while True:
         while pipe.poll(0 if running else None):
-            version, weights, groups, size = pipe.recv()
+            message = pipe.recv()
+            if message is None:
+                return
+            version, weights, groups, size = message
             if weights:  # they change between two tokens of each response
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             for group in groups:
@@ -288,8 +297,8 @@ def serve(pipe, options: Options, task, llm):
             sample.versions += [version] * (len(response.token_ids) - len(sample.versions))
             if output.finished:
                 sample.tokens = list(response.token_ids)
-                for token, logprobs in zip(sample.tokens, response.logprobs):
-                    sample.logprobs.append(logprobs[token].logprob)
+                steps = zip(sample.tokens, response.logprobs)
+                sample.logprobs = [logprobs[token].logprob for token, logprobs in steps]
                 sample.reward = float(task.score(sample.answer, response.text))
                 pipe.send(running.pop(output.request_id))
 
@@ -304,10 +313,10 @@ def start_engine(options: Options):
         dtype=DTYPE,
         max_model_len=options.max_context,
         load_format="dummy",  # the trainer sends all weights
-        hf_overrides={"tie_word_embeddings": False},  # also those of the head
+        hf_overrides={"tie_word_embeddings": False},  # it sends embedding and head apart
         enable_prefix_caching=False,  # it would keep keys and values of older weights
         async_scheduling=False,  # with it a step returns tokens of the step before
-        distributed_executor_backend=UniProcExecutor,  # in this process
+        distributed_executor_backend=UniProcExecutor,  # else a CPU gets one more process
         enable_chunked_prefill=NUM_GPUS > 0,  # on a CPU it fails with seeds
         enforce_eager=NUM_GPUS == 0,
         kv_cache_memory_bytes=None if NUM_GPUS else 1 << 30,
@@ -317,6 +326,7 @@ def start_engine(options: Options):
 def work(pipe, options: Options, task, index: int):
     """Run a worker. If it fails, its last message is the error as a text."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(NUM_GPUS)))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the engine has a store of its own
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[NUM_RANKS + index] if NUM_GPUS else ""
     try:
         serve(pipe, options, task, start_engine(options))
@@ -350,10 +360,10 @@ def main(options: Options):
     """Check the options, start the workers, and train."""
     check(options)
     try:
-        log = open(options.log if RANK == 0 else os.devnull, "w")
-        AutoConfig.from_pretrained(options.model, trust_remote_code=False)
+        AutoConfig.from_pretrained(options.model, trust_remote_code=False)  # is it there?
         loss = make_loss(options.algo, options.algo_args)
         task = make_task(options.task, options.seed, options.data_path)
+        log = open(options.log_file if RANK == 0 else os.devnull, "w")
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     print(json.dumps({"config": vars(options)}), file=log)
@@ -366,11 +376,17 @@ def main(options: Options):
         mp.get_context("spawn").Process(target=work, args=arguments, daemon=True).start()
         theirs.close()
         pipes.append(ours)
+    if NUM_GPUS:
+        torch.cuda.set_device(DEVICE)
     store = dist.HashStore() if NUM_RANKS == 1 else None
     dist.init_process_group(store=store, rank=RANK, world_size=NUM_RANKS)
     rollout = Rollout(options, pipes, len(task.eval_problems(NUM_HELD_OUT))) if pipes else None
     train(options, loss, rollout, log)
-    dist.destroy_process_group()  # workers are daemons, so they end with this process
+    for pipe in pipes:
+        pipe.send(None)
+    for process in mp.active_children():
+        process.join()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ def sampled_staleness(nano, options, num_steps, rng):
         )
         staleness.append(step - 1 - min(min(sample.versions) for sample in batch))
         rollout.publish(step, ["weights"])
+    for pipe in pipes:
+        pipe.send(None)
     return staleness
 
 
@@ -205,14 +207,14 @@ def test_a_delay_is_the_lag_a_killed_worker_ends_a_run_and_a_table_compares_both
     logs = [tmp_path / "delayed.jsonl", tmp_path / "killed.jsonl"]
     words = [*torchrun, "nano_async.py", *small, "--steps=5", "--delay=2", f"--log-file={logs[0]}"]
     delayed = run_python(*words, OMP_NUM_THREADS="1")
-    assert (delayed.returncode, delayed.stderr) == (0, "")
+    assert (delayed.returncode, delayed.stderr) == (0, ""), delayed.stderr
     start, *lines = delayed.stdout.splitlines()
     steps = [line.split()[:2] for line in lines]
     assert start == "starting the engines" and steps == [
         ["step", str(step)] for step in range(1, 6)
     ]
 
-    process = start_python("nano_async.py", *small, f"--log={logs[1]}", stderr=subprocess.PIPE)
+    process = start_python("nano_async.py", *small, f"--log-file={logs[1]}", stderr=subprocess.PIPE)
     assert process.stdout.readline() == "starting the engines\n"
     assert [process.stdout.readline()[:6] for _ in range(2)] == ["step 1", "step 2"]
     children = psutil.Process(process.pid).children()
@@ -273,7 +275,7 @@ def test_with_alpha_0_rewards_are_those_of_the_system(tmp_path):
     program, log = tmp_path / "like_the_system.py", tmp_path / "run.jsonl"
     program.write_text(LIKE_THE_SYSTEM)
     sizes = ["--steps=3", "--groups-per-step=6", "--group-size=4", "--seed=5"]
-    result = run_python(program, *sizes, "--alpha=0", f"--log={log}", PYTHONPATH=str(ROOT))
+    result = run_python(program, *sizes, "--alpha=0", f"--log-file={log}", PYTHONPATH=str(ROOT))
     assert (result.returncode, result.stderr) == (0, "")
     options = {"steps": 3, "groups_per_step": 6, "group_size": 4, "seed": 5, "async_ratio": 0}
     options |= {"max_running_requests": 1, "optim.warmup_steps": 0, "max_response_tokens": 56}
@@ -285,7 +287,7 @@ def test_with_alpha_0_rewards_are_those_of_the_system(tmp_path):
 @pytest.mark.study
 @pytest.mark.parametrize("seed", range(3))
 def test_addition_is_learned_in_80_steps(tmp_path, seed):
-    result = run_nano("--seed", seed, "--steps", 80, "--log", tmp_path / "run.jsonl")
+    result = run_nano("--seed", seed, "--steps", 80, "--log-file", tmp_path / "run.jsonl")
     assert result.returncode == 0, result.stderr
     accuracies = load_run(tmp_path / "run.jsonl").metrics["eval/accuracy"].dropna()
     assert accuracies.max() >= 0.9
