@@ -161,7 +161,6 @@ class Rollout:
             self.sent_version, due = self.held_back.pop(0)
         num_groups = self.options.groups_per_step
         num_may_start = version * num_groups + math.floor((1 + self.options.alpha) * num_groups)
-        num_may_start = min(num_may_start, self.options.steps * num_groups)
         self.send(range(self.num_started, num_may_start), self.options.group_size, due)
         self.num_started = num_may_start
 
@@ -297,8 +296,8 @@ def serve(pipe, options: Options, task, llm):
             sample.versions += [version] * (len(response.token_ids) - len(sample.versions))
             if output.finished:
                 sample.tokens = list(response.token_ids)
-                steps = zip(sample.tokens, response.logprobs)
-                sample.logprobs = [logprobs[token].logprob for token, logprobs in steps]
+                found = zip(sample.tokens, response.logprobs)
+                sample.logprobs = [logprobs[token].logprob for token, logprobs in found]
                 sample.reward = float(task.score(sample.answer, response.text))
                 pipe.send(running.pop(output.request_id))
 
@@ -370,12 +369,12 @@ def main(options: Options):
     pipes = []
     if RANK == 0:
         print("starting the engines", flush=True)
-    for index in range(options.workers if RANK == 0 else 0):
-        ours, theirs = mp.Pipe()
-        arguments = (theirs, options, task, index)
-        mp.get_context("spawn").Process(target=work, args=arguments, daemon=True).start()
-        theirs.close()
-        pipes.append(ours)
+        for index in range(options.workers):
+            ours, theirs = mp.Pipe()
+            arguments = (theirs, options, task, index)
+            mp.get_context("spawn").Process(target=work, args=arguments, daemon=True).start()
+            theirs.close()
+            pipes.append(ours)
     if NUM_GPUS:
         torch.cuda.set_device(DEVICE)
     store = dist.HashStore() if NUM_RANKS == 1 else None

@@ -116,7 +116,8 @@ def _load_log(path: Path) -> Run:
     if "config" not in header or not metrics:
         what = "has no options and steps; give the directory of a run, or a log of nano_async.py"
         raise ValueError(f"{path} {what}")
-    header["config"].pop("log")
+    for name in ("log", "log_file"):  # the first is in older logs
+        header["config"].pop(name, None)
     return Run(path, header, frame(metrics), cut)
 
 
