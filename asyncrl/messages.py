@@ -95,7 +95,7 @@ class Idle:
     """Reason why the worker has no ticket, for its time ledger."""
 
     reason: IdleReason
-    """`weights`: none is loaded yet. `version`: queued tickets need newer weights. `bound`: the staleness bound is
+    """`weights`: none are loaded yet. `version`: queued tickets need newer weights. `bound`: the staleness bound is
     reached. `evaluation`: it is reached because an evaluation delays new weights. Otherwise the worker is starved."""
 
 

@@ -1,1 +1,1 @@
-"""Processes, GPUs, memory and the nodes of a run: what runs where. Runs everywhere."""
+"""Processes, GPUs and nodes of a run. Runs everywhere."""

@@ -1,4 +1,4 @@
-"""An exchange of small values between ranks, through the store in which process groups are formed."""
+"""An exchange of small values between ranks, through the store of the process groups."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The GPUs that this process may use, as NVIDIA's management library (NVML) describes them.
+"""The GPUs that this process may use, from NVIDIA's management library (NVML).
 
 NVML makes no CUDA context. A context takes half a gigabyte of each GPU, and a starting engine measures its free memory.
 """

@@ -106,7 +106,7 @@ def print_error(reason: str) -> None:
 
 
 def end_by(error: BaseException, take_down: Callable[[], None]) -> NoReturn:
-    """End this rank, one of several, by an error: print it, call `take_down`, and destroy no process group.
+    """End this rank, one of several, by an error. Print it, call `take_down`, and destroy no process group.
 
     NCCL's destruction waits for ranks that may be waiting for this one (pytorch#141510).
     """
@@ -178,8 +178,7 @@ def freeze_garbage() -> None:
 def keep_freed_memory() -> None:
     """Make glibc's malloc keep freed memory, in this process and processes that it forks.
 
-    Each step frees and allocates the same tensors. If glibc returns their pages in between, page faults make a small
-    step some percent longer.
+    Each step frees and allocates the same tensors. Page faults would make a small step some percent longer.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)

@@ -150,7 +150,7 @@ class Dispatcher:
         """Yield the tickets that can start now, each with its worker. The caller adds it to the worker's load.
 
         A ticket goes to the least loaded worker that may start it. Of equally loaded workers the lowest `order` wins.
-        A ticket that no worker may start delays all tickets behind it. The heap is for thousands of workers.
+        A ticket that no worker may start delays all later tickets. The heap is for thousands of workers.
         """
         workers = list(self.workers) if self.queue else []
         loads = [

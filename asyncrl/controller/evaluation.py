@@ -1,4 +1,4 @@
-"""Evaluations on held-out problems, each pinned to one policy version, while sampling for training continues."""
+"""Evaluations on held-out problems, each at one policy version, while training responses are sampled, too."""
 
 import math
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Evaluation:
     def accuracy(self, group_id: int = EVALUATION_GROUP) -> float:
         """Return the mean reward over all problems, sampled or greedily.
 
-        A failed response counts 0. So a policy gains nothing if it makes the scorer hang.
+        A failed response counts 0, so a response that makes the scorer hang does not pay.
         """
         rewards = [
             0.0 if trajectory.finish_reason == "failed" else trajectory.reward

@@ -1,4 +1,4 @@
-"""The ledger counts where every group and every generated token went."""
+"""The ledger: the fate of every group and every generated token."""
 
 import operator
 from collections import Counter

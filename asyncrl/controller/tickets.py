@@ -19,7 +19,7 @@ IDS_PER_NODE = 10**9
 
 @dataclass
 class TicketState:
-    """State of a source of tickets. Earlier problems are consumed, resident, put back, or dropped for good."""
+    """State of a source of tickets. Issued problems are consumed, resident, put back, or dropped for good."""
 
     next_problem: int
     next_group: int

@@ -172,7 +172,7 @@ class Workers:
         """Whether any trajectory has arrived."""
         self._main = main
         self.by_index: dict[int, Worker] = {}
-        # of dead processes as well, because handling a death can fail
+        # also of dead processes, because handling a death can fail
         self._readings: list[Future] = []
         # Python's resource tracker removes semaphores of killed workers. Its warnings are not needed.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")

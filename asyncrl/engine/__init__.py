@@ -1,1 +1,1 @@
-"""One vLLM engine, and what one trajectory needs: requests, turns, environments, rewards. Runs in rollout workers."""
+"""One vLLM engine, its requests, and the turns, environments and rewards of a trajectory. Runs in rollout workers."""

@@ -57,7 +57,7 @@ class RewardPool:
         num_processes: int = 4,
         title: str = "rewards",
     ) -> None:
-        """`rewards` are those of load_scorer. `title` is for ps. `num_processes` is for each kind of functions.
+        """`rewards`: see load_scorer. `title` is for ps. `num_processes` is for each kind of functions.
 
         Raises ValueError for a file that cannot be loaded, and for an object that is no reward function.
         """
@@ -211,10 +211,10 @@ class _PoolOfKind:
 
 
 class _Template:
-    """The process from which others are forked. It never reads a response."""
+    """The process that forks scoring processes. It never reads a response."""
 
     def __init__(self, *arguments):
-        """`arguments` are those of run_template."""
+        """`arguments` of run_template."""
         self._arguments = json.dumps(arguments)
         self._is_closed = False
         self._start()

@@ -55,7 +55,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """Return environment variables that vLLM reads at import: device, threads, no telemetry."""
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    if direct != "*":  # some clients know it only if the list has nothing else
+    if direct != "*":  # some clients accept "*" only as the whole list
         direct = ",".join(filter(None, [direct, "127.0.0.1", "localhost"]))
     environment = {
         # An agent's or a judge's client reaches this host without a proxy.
@@ -105,8 +105,7 @@ def start_engine(spec: WorkerSpec):
     arguments = AsyncEngineArgs(**engine_options(spec))
     on_cpu = spec.placement.gpu is None
     if on_cpu:
-        # vLLM inspects a new class of models in another process, so that CUDA is not called here. That process would
-        # import all of vLLM, 9 s.
+        # to avoid CUDA, vLLM inspects new model classes in another process, which imports all of vLLM, 9 s
         registry._run_in_subprocess = lambda look: look()
         if arguments.create_model_config().is_hybrid:
             # vLLM caches states of recurrent layers only with chunked prefill; see engine_options
@@ -154,8 +153,8 @@ def engine_options(spec: WorkerSpec) -> dict:
         return options | {
             "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
             "enforce_eager": True,
-            # With chunked prefill a seeded request ends the engine: it rewinds the offset of a generator, and
-            # generators on the CPU have none.
+            # With chunked prefill a seeded request ends the engine: it rewinds the offset of a generator, which a
+            # generator on the CPU lacks.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_sequence_tokens),
             # This is the class, because on the CPU vLLM changes the name "uni" into "mp" to set OpenMP's environment.

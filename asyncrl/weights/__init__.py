@@ -1,1 +1,1 @@
-"""How weights get from the trainer to an engine: one transport a file. Runs at both ends."""
+"""Models, and transports of weights from the trainer to an engine. Runs at both ends."""

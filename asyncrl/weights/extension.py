@@ -40,9 +40,9 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """Loads weights from host memory that the trainer shares, without a copy.
+    """Loads weights from the trainer's shared memory, without a copy.
 
-    vLLM's layer-wise reload is needed for layers whose kernels repack their weights.
+    Some kernels repack weights, so it uses vLLM's layer-wise reload.
     """
 
     init_info_cls = ShmInitInfo
@@ -97,8 +97,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def _refresh_tied_head(self) -> None:
         """Repack a head that is tied to the embedding.
 
-        On the CPU a linear layer uses a packed copy of its weight. The reload repacks loaded layers only, and a tied
-        head is not loaded. It would keep the weights of the first version.
+        On the CPU a linear layer uses a packed copy of its weight. The reload repacks loaded layers only. A tied head
+        is not loaded, and would keep the weights of the first version.
         """
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):

@@ -1,7 +1,7 @@
 """Weights through two buffers of host memory, for CPU workers, and by option for any worker.
 
-memfd_create makes the buffers, so the kernel frees them with the trainer's last process. Their pages are locked beside
-a GPU. Otherwise each copy would go through a small buffer of CUDA's.
+memfd_create makes the buffers, so the kernel frees them with the trainer's last process. With a GPU their pages are
+locked. Otherwise each copy would go through a small buffer of CUDA.
 """
 
 import contextlib

@@ -53,7 +53,7 @@ class Staged:
 
     buffer: int
     messages: list[dict]
-    """vLLM's update infos, in the order in which the engine gets them."""
+    """vLLM's update infos, in order."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class Transport:
         return True
 
     def stage(self, version: int, parameters: Weights) -> Staged:
-        """Copy weights into a buffer that no worker reads. Raises RuntimeError if there is none."""
+        """Copy weights into a free buffer, which no worker reads. Raises RuntimeError without a free buffer."""
         collections.deque(parameters, maxlen=0)  # gathering them is collective
         return Staged(version, [])
 
     def announce(self, staged: Staged) -> None:
-        """Offer these weights to all workers, also to those that start later."""
+        """Offer these weights to all workers, also to workers that start later."""
         self.announced = staged.buffer
 
     def can_read(self, staged: Staged) -> bool:
@@ -118,7 +118,7 @@ class Transport:
         self.readers[staged.buffer] -= 1
 
     def send(self, worker: int, staged: Staged) -> None:
-        """Send staged weights to a worker that waits for them. Workers of most transports read them instead."""
+        """Send staged weights to a worker that waits for them. With most transports the worker reads them instead."""
 
     def drop(self, worker: int) -> None:
         """Close the connection to a worker that has died."""
