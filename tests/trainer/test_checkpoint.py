@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,10 +29,14 @@ from user_files import write_user_code
 
 from asyncrl.cluster.processes import Interrupted
 from asyncrl.config import OptimOptions
+from asyncrl.runlog.manifest import list_checkpoints
 from asyncrl.trainer.checkpoint import (
+    NodeState,
+    WeightWriter,
     check_finite,
     make_stager,
     restore_training_state,
+    save,
     save_weights,
     training_state,
     write_shards,
@@ -254,10 +259,15 @@ def fail_on_two_ranks(rank, folder, model, plain_optimizer) -> dict[str, str]:
     broken = replace(random_sequences(1)[0], advantage=float("nan"))
     share = [[[broken]]] if rank == 0 else [[]]
     errors["not finite"] = error_of(policy.train_step, share, 12)
+    run = SimpleNamespace(run_id="a" * 16, flush=lambda: None)
+    node = (
+        NodeState(0, run, {"groups": []}, [{"probe": {}, "records": {}}], {}) if rank == 0 else None
+    )
+    checkpoint = training_state(policy), node, WeightWriter(policy), group
+    save(Path(folder, "step_1"), *checkpoint)
     if rank == 1:
         limit_file_size(10_000)
-    state = training_state(policy)
-    errors["shards"] = error_of(write_shards, state, os.path.join(folder, "shards"), group)
+    errors["shards"] = error_of(save, Path(folder, "step_2"), *checkpoint)
     limit_file_size(10_000)
     errors["weights"] = error_of(save_weights, policy, os.path.join(folder, "full"))
     return errors
@@ -270,12 +280,15 @@ def test_what_one_of_two_ranks_cannot_do_both_know_in_one_line(tmp_path, model):
         "plain state": "ValueError: --optimizer keeps part..+ a scalar that is equal on all ranks",
         "exists": "OSError: checkpoint .+ exists already",
         "not finite": "NotFinite: loss nan .+",
-        "shards": "OSError: rank 1: .+ File too large.*",
+        "shards": "OSError: checkpoint .+step_2 was not written: rank 1: .+ File too large.*",
         "weights": "OSError: checkpoint .+ File too large.*",
     }
     for errors in run_group(fail_on_two_ranks, 2, str(tmp_path), model, plain):
         assert all(re.fullmatch(line, errors[name]) for name, line in lines.items()), errors
-    assert not (tmp_path / "full").exists() and not (tmp_path / "full.tmp").exists()
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"saved", "step_1"}
+    names = {path.name for path in list_checkpoints(tmp_path)[0].rglob("*.*")}
+    shards = {f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)}
+    assert names >= shards | {"node_0.msgpack", "manifest.json", "model.safetensors"}
     load(make_config(str(tmp_path / "saved")))
 
 
