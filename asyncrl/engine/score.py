@@ -24,7 +24,6 @@ from data.problem import Problem
 
 Reward = tuple[float, dict[str, float]]
 """A reward, and its parts by name. They are logged as reward/NAME."""
-_runner = asyncio.Runner()
 MAX_PARTS = 64
 MAX_NAME = 128
 """Characters of a part's name."""
@@ -137,9 +136,7 @@ class RewardScorer:
                     raise ValueError(f"{place}{error}") from None
 
     def score(self, answer: str, response: str) -> Reward:
-        """Return reward and parts by functions of one kind; async ones wait together. Raises Failed."""
-        if self.is_async:
-            return _runner.run(self.gather(answer, response))
+        """Return reward and parts by plain functions. Raises Failed."""
         rewards = [_result(function.score(answer, response)) for function in self.functions]
         return add_rewards(rewards, str(self))
 
