@@ -8,7 +8,7 @@ or fewer, as most steps are smaller than half a unit of the last place.
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import zstandard
@@ -29,6 +29,8 @@ class Snapshot:
     digest: str
     payload: np.ndarray
     """[bytes] uint8, an even number."""
+    deltas: dict[tuple[int, str], bytes | None] = field(default_factory=dict)
+    """Deltas to it that were made, by version and digest of their base; None if the whole snapshot is smaller."""
 
 
 def digest_of(payload: np.ndarray) -> str:

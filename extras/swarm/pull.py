@@ -39,8 +39,6 @@ class PullTransport(Transport):
         self.on_kept: Callable[[], None] = lambda: None
         """Called by a thread when hosts can be told of another version."""
         self._kept: dict[int, Snapshot] = {}
-        # (base, version): what open says
-        self._answers: dict[tuple[int, int], tuple[bool, np.ndarray | bytes]] = {}
         self._lock = threading.Lock()  # a thread keeps snapshots while the swarm reads
         self._free: list[torch.Tensor] = []  # payloads that nobody refers to any more
         self._thread = ThreadPoolExecutor(1)
@@ -95,24 +93,19 @@ class PullTransport(Transport):
             is_new = known is None or known.digest != snapshot.digest
             if is_new:
                 self._kept[version] = snapshot
-                self._forget(version)
+                self._forget_old()
         if is_new and self.writer is not None:
             self.writer.write(snapshot)
         self.on_kept()
 
-    def _forget(self, new: int) -> None:
-        """Forget old snapshots that nobody reads, and answers that are wrong or of no use once a version is new."""
+    def _forget_old(self) -> None:
+        """Forget old snapshots that no host reads."""
         old = [
             version for version in sorted(self._kept)[: -self.num_kept] if version != self.announced
         ]
         read = [version for version in old if self.readers[version]][:MAX_READ]
         for version in set(old) - set(read):
             del self._kept[version]
-        self._answers = {
-            pair: answer
-            for pair, answer in self._answers.items()
-            if pair[1] in self._kept and new not in pair
-        }
 
     def is_kept(self, version: int) -> bool:
         """Return whether hosts can be told of a version."""
@@ -137,23 +130,16 @@ class PullTransport(Transport):
         Raises ValueError if there is no such snapshot any more: a newer one has been announced since.
         """
         with self._lock:
-            new, old, answer = (
-                self._kept.get(version),
-                self._kept.get(base),
-                self._answers.get((base, version)),
-            )
+            new, old = self._kept.get(version), self._kept.get(base)
         if new is None:
             raise ValueError(f"no snapshot of version {version} is left")
-        if answer is not None:
-            return answer
         if old is None or base == version:
             return False, new.payload
-        delta = encode_delta(base, old.payload, new.payload)
-        answer = (False, new.payload) if delta is None else (True, delta)
-        with self._lock:
-            if self._kept.get(version) is new:  # it may have gone meanwhile
-                self._answers[base, version] = answer
-        return answer
+        way = base, old.digest
+        if way not in new.deltas:
+            new.deltas[way] = encode_delta(base, old.payload, new.payload)
+        delta = new.deltas[way]
+        return (False, new.payload) if delta is None else (True, delta)
 
     def check(self) -> None:
         """Raise what went wrong with the last snapshot after it was copied."""
