@@ -1,4 +1,4 @@
-"""Which hosts may join a run, at which of its nodes, and what they get: options and files of the model."""
+"""Admission: a host that asks to join gets options and files of the model, another node's address, or a refusal."""
 
 import socket
 from pathlib import Path
@@ -34,9 +34,9 @@ class Admission:
         user_code = user_code_digest(user_code_names(config))
         self._welcome = Welcome(shared_options(config), model_files(model_path), user_code)
         self.addresses: list[str] = []
-        """Address of each node of the run, on the first node, which all hosts ask; else empty."""
+        """Address of each node of the run. Only the first node knows them: all hosts ask it first."""
         self.loads: list[int] = []
-        """Rollout workers of each of these nodes, as far as is known here."""
+        """Rollout workers of each of these nodes, by the last count."""
 
     def answer(self, join: Join) -> Welcome | JoinAt | Refused:
         """Return the answer to a host: it joins here, or at the node with the fewest workers, or nowhere."""
@@ -91,7 +91,7 @@ def model_files(folder: str) -> dict[str, bytes]:
 
 
 def listening_address(listen: str, cluster: Cluster) -> str:
-    """Return the address at which a node listens: --listen on the first node, else any free port."""
+    """Return the address that a node listens at: --listen on the first node, else any free port."""
     if cluster.is_first:
         return listen
     return f"{listen.rpartition(':')[0] if _is_local(listen) else '0.0.0.0'}:*"

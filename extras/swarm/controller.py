@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Disbelieved:
-    """In place of a message of a host: what it sent is not believed, and it is shut out."""
+    """Takes the place of a host's message: the host is not believed, and is shut out."""
 
 
 class SwarmDispatcher(LeasingDispatcher):
@@ -52,9 +52,9 @@ class SwarmController(Controller):
     buffer_class = SwarmBuffer
     dispatcher_class = SwarmDispatcher
     swarm: "Swarm | None" = None
-    """Where hosts join."""
+    """The hosts of this node."""
     pulled: PullTransport | None = None
-    """What brings weights to hosts; known once the controller is connected."""
+    """Transport of weights to hosts; known once the controller is connected."""
 
     # Life of the workers
 
@@ -95,7 +95,7 @@ class SwarmController(Controller):
             self.dispatcher.move_tickets()
 
     def fetch_anew(self, worker: Worker, version: int) -> None:
-        """Have a worker fetch the newest weights, if it still fetches a version that is gone."""
+        """Make a worker fetch the newest weights, if it still fetches a version that is gone."""
         with self.lock:
             if (
                 worker.loading is not None
@@ -106,7 +106,7 @@ class SwarmController(Controller):
                 self.announcements.send_pending_update(worker)
 
     def fill(self) -> None:
-        """Start what can start, and send the newest weights to workers that can start nothing without them."""
+        """Start tickets, and send the newest weights to workers that cannot start a ticket without them."""
         self.dispatcher.move_tickets_if_due()
         super().fill()
         newest = self.announcements.newest
@@ -124,20 +124,22 @@ class SwarmController(Controller):
     def hold_batch(self) -> list[Group]:
         """Wait for the next batch and hold it, unless one is held. It is then consumed or refused.
 
-        Returns its groups, none if the run is asked to stop and has no worker. Raises as `wait_for_batch`.
+        Return its groups; empty if the run is asked to stop and has no worker. Raises as `wait_for_batch`.
         """
         self.wait_for_batch(lambda: self.hold_batch_if_ready() or self._is_left_alone())
         return self.buffer.held_groups
 
     def hold_batch_if_ready(self) -> list[Group]:
-        """Hold the next batch of groups, and return them; none while the batch must be waited for."""
+        """Hold the next batch of groups, and return them; empty while the batch must be waited for."""
         with self.lock:
             self.buffer.held = self.buffer.held or self.prepare_batch() or []
             return self.buffer.held_groups
 
     def refuse_batch(self, workers: Collection[int]) -> bool:
-        """Drop all groups of workers that are not believed. Returns whether the held batch has one; it is held no more
-        then, and another one is to be waited for."""
+        """Drop all groups of workers that are not believed. Return whether the held batch has one of them.
+
+        Such a batch is given back, and another one must be waited for.
+        """
         with self.lock:
             is_refused = not set(self.buffer.held).isdisjoint(self.buffer.groups_of(workers))
             if is_refused:
@@ -147,13 +149,13 @@ class SwarmController(Controller):
             return is_refused
 
     def consume_held_batch(self) -> list[Group]:
-        """Consume the batch that is held: it is trained on now. Returns its groups."""
+        """Consume the batch that is held: it is trained on now. Return its groups."""
         with self.lock:
             batch, self.buffer.held = self.buffer.held, []
             return self.consume_batch(batch)
 
     def has_evaluated(self) -> bool:
-        """Whether no evaluation is to be waited for: none runs, or the run is to stop and has no worker."""
+        """Return whether no evaluation runs, or it cannot end: the run must stop and has no worker."""
         return super().has_evaluated() or self._is_left_alone()
 
     def _is_left_alone(self) -> bool:
@@ -162,31 +164,31 @@ class SwarmController(Controller):
     # Weights
 
     def stage(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> Staged:
-        """Copy weights to where workers of this node read them, and, in one pass, to where hosts pull them from."""
+        """Copy weights, in one pass, for the workers of this node and for hosts."""
         return super().stage(version, self.pulled.copy(version, parameters))
 
     def announce(self, announcement: Announcement) -> None:
-        """Have all workers load these weights, hosts as soon as the snapshot is kept; see Controller."""
+        """Make all workers load these weights, hosts as soon as the snapshot is kept; see Controller."""
         self.pulled.announce(Staged(announcement.version, []))
         super().announce(announcement)
 
     def send_pending_update(self) -> None:
-        """Have hosts fetch the announced weights that are due, as another snapshot is kept."""
+        """Make hosts fetch the announced weights. It is called when another snapshot is kept."""
         with self.lock:
             for worker in self.workers:
                 if worker.is_up and worker.loading is None:
                     self.announcements.send_pending_update(worker)
 
-    # What was measured
+    # Measurements
 
     def take_metrics(self) -> Measured:
-        """Take what was measured since the last call, also `swarm/*` of what hosts did."""
+        """Take the metrics since the last call, also `swarm/*` of hosts."""
         return super().take_metrics() | self.swarm.take_metrics()
 
     def bans_host_of(self, worker: int, problem: str) -> bool:
         """Shut out the host of a worker whose weights are wrong.
 
-        Returns False for a worker of this node, and if no worker is left that is believed.
+        Return False for a worker of this node, and if no believed worker is left.
         """
         if worker < self.workers.num_workers:
             return False
@@ -194,7 +196,7 @@ class SwarmController(Controller):
         return any(self.is_believed(other.index) for other in self.workers)
 
     def is_believed(self, worker: int) -> bool:
-        """Whether the host of a worker was not shut out."""
+        """Return whether the host of a worker was not shut out."""
         return worker not in self.swarm.members.disbelieved
 
     def stop(self) -> None:

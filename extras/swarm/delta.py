@@ -1,10 +1,10 @@
 """A version of the weights as bytes, and what has changed between two of them.
 
 A *snapshot* is the payload of transport.py: all parameters, one after the other, in the dtype that is sent. Its name is
-its version and digest (blake3). A *delta* between two snapshots has the 16-bit words that differ: where they are,
-as gaps, and their new values, each byte plane apart and compressed. It is exact: whoever applies it to the right base
-has the very bytes of the new snapshot, and the digest says so. An update in bf16 changes one word in a hundred (1e-5)
-or fewer, as most steps are smaller than half a unit of the last place.
+its version and digest (blake3). A *delta* between two snapshots has the 16-bit words that differ: the gaps between
+them, and their new values. Each byte plane is separate, and all are compressed. A delta is exact: with the right base
+it gives the bytes of the new snapshot, and the digest proves it. An update in bf16 at lr 1e-5 changes at most one word
+in a hundred, because most steps are smaller than half a unit of the last place.
 """
 
 import struct
@@ -15,15 +15,15 @@ import zstandard
 from blake3 import blake3
 
 BLOCK_WORDS = 1 << 22
-"""Words whose changes are found, packed and applied at a time: 8 MiB. Both ends have the same."""
-LEVEL = 1  # of zstd: planes of zeros and noise gain nothing from more
+"""Words whose changes are found, packed and applied at a time: 8 MiB, the same at both ends."""
+LEVEL = 1  # of zstd: higher levels do not make planes of zeros and noise smaller
 _BLOCK = struct.Struct("<II")  # changed words, bytes that follow
 _HEADER = struct.Struct("<qQ")  # version of the base, words of a snapshot
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version of the weights; nobody writes into its bytes any more, so that all threads may read them."""
+    """A version of the weights. Its bytes never change, so all threads can read them."""
 
     version: int
     digest: str
@@ -34,12 +34,12 @@ class Snapshot:
 
 
 def digest_of(payload: np.ndarray) -> str:
-    """The digest that names a snapshot's bytes."""
+    """Return the digest that names a snapshot's bytes."""
     return blake3(payload, max_threads=blake3.AUTO).hexdigest()
 
 
 def encode_delta(base_version: int, base: np.ndarray, new: np.ndarray) -> bytes | None:
-    """What turns `base` into `new`, both [bytes] uint8 of one even size; None if that is not smaller than `new`."""
+    """Return the delta from `base` to `new`, [bytes] uint8 of one even size; None if it is not smaller than `new`."""
     old_words, new_words = base.view("<u2"), new.view("<u2")
     parts, pack = (
         [_HEADER.pack(base_version, len(new_words))],
@@ -97,7 +97,7 @@ def _apply_block(packed: bytes, num_changed: int, words: np.ndarray) -> None:
 
 
 def _planes(values: np.ndarray) -> bytes:
-    """The bytes of all numbers, least significant first: planes of zeros compress to nothing."""
+    """Return all first bytes of the numbers, then all second ones: planes of zeros compress best."""
     return np.ascontiguousarray(values.view(np.uint8).reshape(-1, values.itemsize).T).tobytes()
 
 

@@ -1,4 +1,4 @@
-"""Weights on this host: pulled once for all its engines, and put where the engines load them from."""
+"""Weights on this host: pulled once for all its engines, and put into memory that the engines share."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,7 +13,7 @@ class HostWeights:
     """Brings the versions that engines want to this host, and into shared memory."""
 
     def __init__(self, init_info: dict, ask: Callable[[Pull], None], wake: Callable[[], None]):
-        """`init_info`, `ask` and `wake` are those of Puller."""
+        """See Puller for `init_info`, `ask` and `wake`."""
         self.puller = Puller(init_info, ask, wake)
         self.transport = ShmTransport(self.puller.specs)
         self._staged: tuple[str, Staged] | None = None  # digest of what engines can load

@@ -1,7 +1,7 @@
 """The run's end of the connections of a swarm: one ROUTER socket, encrypted and authenticated both ways by CURVE.
 
-`runs/NAME/swarm.key` has the keys of the run, and whoever has that file may sample for it. One thread does all input
-and output.
+`runs/NAME/swarm.key` has the keys of the run. Everyone who has that file can sample for the run. One thread does all
+input and output.
 """
 
 import json
@@ -21,14 +21,16 @@ from extras.swarm.wire import read_key
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNSENT = 10_000
-"""Messages that wait for one host; a slower reader is cut off."""
+"""Messages that can wait for one host; a slower reader is cut off."""
 READ_S = 0.1
-"""Time for reading messages before what is to be sent has its turn, seconds."""
+"""Longest time of reading before messages are sent, seconds."""
 
 
 def make_key(path: Path) -> tuple[bytes, bytes, bytes]:
-    """Write the key file of a run, readable by its owner alone, and beside it the run's own secret; a run that goes on
-    keeps both. Returns the run's two keys and the hosts' public."""
+    """Write the key file of a run, and beside it the run's secret; only their owner can read them.
+
+    A run that is resumed keeps both. Return the run's public and secret key, and the hosts' public key.
+    """
     own = path.with_suffix(".secret")
     if own.exists():  # it is written last
         public, client_public, _ = read_key(str(path))
@@ -85,18 +87,20 @@ class Hub:
         beat: Callable[[], None],
         end: Callable[[], None],
     ) -> Future:
-        """Begin to serve, in a thread that is returned: `receive(frames)` takes each message, `beat()` is called every
-        BEAT_S seconds, and `end()` before the socket is closed."""
+        """Begin to serve, in a thread that is returned.
+
+        `receive(frames)` takes each message. `beat()` is called every BEAT_S, and `end()` before the socket is closed.
+        """
         self._serving = self._thread.submit(self._serve, receive, beat, end)
         return self._serving
 
     def do_soon(self, act: Callable[[], None]) -> None:
-        """Have something done in the thread; from any thread."""
+        """Call `act()` in the hub's thread; from any thread."""
         self._to_do.put(act)
         os.eventfd_write(self._wake, 1)
 
     def send(self, frames: list[bytes]) -> str | None:
-        """Send a message to the host that its first frame names; in the thread. Returns why that cannot be done."""
+        """Send frames to the host that the first one names, in the hub's thread. Return why that failed, or None."""
         try:
             self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
         except zmq.ZMQError as error:
@@ -110,7 +114,7 @@ class Hub:
         if self._serving is None:
             self._close()
         else:
-            self._serving.exception()  # which the run has ended with, if there is one
+            self._serving.exception()  # waits; the run has ended with it, if there is one
         self._thread.shutdown()
 
     def _serve(self, receive: Callable, beat: Callable, end: Callable) -> None:
@@ -122,7 +126,7 @@ class Hub:
                 ready = dict(poller.poll(1000 * link.BEAT_S / 2))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                # first, as who cannot be sent anything any more may have said why
+                # first: a host that has gone may have told why
                 if self._socket in ready:
                     self._receive_some(receive)
                 self._do_all()

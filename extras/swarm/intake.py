@@ -16,7 +16,7 @@ from extras.swarm.wire import Fetched
 
 
 class Intake:
-    """Gives the controller what engines of hosts send. A ValueError means that no honest host sends it."""
+    """Checks messages of engines. A ValueError means that no honest host sends such a message."""
 
     def __init__(self, config: Config, controller: SwarmController, model_path: str):
         """The model's folder tells how many tokens there are."""
@@ -28,7 +28,7 @@ class Intake:
         self._answered: deque[tuple[Ticket, Trajectory]] = deque()
 
     def take_answered(self) -> list[tuple[Ticket, Trajectory]]:
-        """Take what hosts have sampled since the last call, each with its ticket; none if nothing is verified."""
+        """Take the trajectories of hosts since the last call, each with its ticket; empty with verify_share 0."""
         return [self._answered.popleft() for _ in range(len(self._answered))]
 
     def start_engine(
@@ -60,7 +60,7 @@ class Intake:
         self._controller.on_message(worker, message)
 
     def _check(self, worker: Worker, trajectories: list[Trajectory]) -> None:
-        """Raise ValueError for trajectories that are not what the worker's tickets asked for."""
+        """Raise ValueError for trajectories that do not fit the worker's tickets."""
         dispatcher = self._controller.dispatcher
         members = Counter((trajectory.ticket_id, trajectory.member) for trajectory in trajectories)
         counts = Counter(trajectory.ticket_id for trajectory in trajectories)

@@ -9,7 +9,7 @@
 | host_weights.py, puller.py, delta.py | weights: pulled once for all engines, while they sample |
 
 Messages pass between the run and the engines unchanged, except about weights. If the run is out of reach or has given
-this host up, the host joins again, with its engines and weights. What it had of the run's tickets is void.
+this host up, the host joins again, with its engines and weights. Its tickets are void then.
 """
 
 import argparse
@@ -131,7 +131,7 @@ class JoinedHost:
         self.connection.join(address)
 
     def _keep_in_touch(self) -> str | None:
-        """Give a sign of life, and join again if there was none from the run. Return why to end, or None."""
+        """Give a sign of life, and join again if the run gives none. Return why to end, or None."""
         if self._welcome is None:
             self.connection.check_first_answer()
         silent_s = self.connection.link.silent_s
@@ -200,7 +200,7 @@ class JoinedHost:
         self._wake()
 
     def _hear_engines(self) -> None:
-        """Send the run what it waits for of the engines' messages."""
+        """Send the run the messages of engines that it waits for."""
         while not self._from_engines.empty():
             index, message = self._from_engines.get()
             answer = self.engines[index].hear(message)
@@ -215,7 +215,7 @@ class JoinedHost:
 
 
 def check_user_code(welcome: Welcome) -> None:
-    """Raise ValueError if the files of user code here are not those of the run."""
+    """Raise ValueError if user code here differs from the run's."""
     names = user_code_names(with_absolute_paths(Config.from_dict(welcome.options), Path.cwd()))
     with contextlib.suppress(OSError):
         if user_code_digest(names) == welcome.user_code_digest:

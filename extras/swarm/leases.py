@@ -1,12 +1,12 @@
-"""Leases: how long a host may have a ticket while another worker could take it.
+"""Leases: a host keeps a ticket for a limited time while another worker could take it.
 
-What they guarantee:
+Leases guarantee:
 
 1. A response is trained on once. A moved ticket has a new id, and the host's own answer is counted as late.
 2. No response is lost. A lease ends only when another worker takes the ticket, and a lost host's tickets are reissued.
 3. A ticket moves after `lease_s` to the fastest worker that has a free slot and new enough weights.
-4. It moves earlier if the trainer waits for it: when a worker FASTER times as fast could have sampled PATIENCE mean
-   responses since the host got it.
+4. It moves earlier if the trainer waits for it and the other worker is at least FASTER times as fast: when that
+   worker could have sampled PATIENCE mean responses meanwhile.
 5. Each move doubles the next lease. A long response is as long on every worker, and would move in circles.
 """
 
@@ -24,7 +24,7 @@ from asyncrl.records import Ticket, Trajectory
 from extras.swarm.remote import RemoteWorker
 
 FASTER = 2.0
-"""Speed of a worker that may take a ticket early, as a multiple of the host's."""
+"""Least speed of a worker that takes a ticket early, as a multiple of the host's."""
 PATIENCE = 2.0
 """Mean responses that this worker could have sampled meanwhile."""
 LOOK_S = 0.2
@@ -32,7 +32,7 @@ LOOK_S = 0.2
 
 
 class LeasingDispatcher(Dispatcher):
-    """Measures how fast workers are, and moves tickets away from slow hosts. It asks no host and waits for none."""
+    """Measures how fast workers are, and moves tickets away from slow hosts. It never waits for a host."""
 
     now: Callable[[], float] = staticmethod(time.monotonic)
     """Clock of leases, seconds; a simulation has another."""
@@ -47,7 +47,7 @@ class LeasingDispatcher(Dispatcher):
         self._looked_at = self.now()
 
     def finish_tickets(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Note that a worker has ended the tickets of these trajectories. Return those whose tickets had not moved."""
+        """Note that a worker has ended the tickets of these trajectories. Return the trajectories in time."""
         awaited = {ticket.ticket_id for ticket in worker.awaited}
         in_time = []
         for trajectory in super().finish_tickets(worker, trajectories):

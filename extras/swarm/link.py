@@ -1,4 +1,4 @@
-"""One end of the connection between a run and a host that samples for it; both ends have the same."""
+"""One end of the connection between a run and a host that samples for it; both ends use this class."""
 
 import time
 from collections import Counter
@@ -8,7 +8,7 @@ from extras.swarm.wire import BEAT_S, HOST, SILENCE_S, Beat, Codec
 
 
 class Link:
-    """Sends messages as frames, reads those that come, counts bytes, and knows when the other side was heard."""
+    """Sends and reads messages as frames, counts bytes, and knows when the other side was heard."""
 
     def __init__(self, received: tuple[type, ...], send_frames: Callable[[list[bytes]], None]):
         """`received` are the classes that may come from the other side; `send_frames(frames)` never waits."""
@@ -25,7 +25,7 @@ class Link:
         self._send_frames(frames)
 
     def read(self, frames: list[bytes]) -> tuple[int, object]:
-        """Return the engine, or HOST, and the message that came. Raises ValueError for what may not come."""
+        """Return the engine, or HOST, and the message that came. Raises ValueError for a message that must not come."""
         self.heard_at = time.monotonic()
         self.num_bytes["received"] += sum(map(len, frames))
         if len(frames) != 3:
@@ -34,15 +34,15 @@ class Link:
 
     @property
     def silent_s(self) -> float:
-        """Time since the other side was heard, seconds."""
+        """Return the time since the other side was heard, seconds."""
         return time.monotonic() - self.heard_at
 
     @property
     def is_silent(self) -> bool:
-        """Whether the other side is to be taken for gone."""
+        """Return whether the other side counts as gone."""
         return self.silent_s > SILENCE_S
 
     def beat(self) -> None:
-        """Give a sign of life, unless a message just was one; to be called every BEAT_S."""
+        """Give a sign of life, unless a message was just sent; to be called every BEAT_S."""
         if time.monotonic() > self.sent_at + BEAT_S / 2:
             self.send(Beat())

@@ -1,4 +1,4 @@
-"""The hosts that have joined a node of a run, and those that are shut out."""
+"""The hosts that have joined a node of a run, and the hosts that are shut out."""
 
 import itertools
 import time
@@ -12,8 +12,8 @@ from asyncrl.runlog.metrics import Measured, Sum
 from extras.swarm.link import Link
 
 COUNTS = ("joins", "leaves", "shut_out", "late", "mb_sent", "mb_received")
-"""Since the start of the run: hosts that joined, left and were shut out, trajectories of hosts that had left, and 10⁶
-bytes sent and received."""
+"""Counts since the start of the run: hosts that joined, left and were shut out; trajectories of hosts that had left;
+10⁶ bytes sent and received."""
 MAX_FAILED = 16
 """Trajectories of one host that can fail one after the other."""
 MAX_NAMED = 16
@@ -48,7 +48,7 @@ class Host:
             raise ValueError(
                 f"{MAX_FAILED} failed trajectories one after the other, the last by {trajectory.failure}"
             )
-        # Its Join may have waited, which looks like a clock that is behind; no trajectory ends in the future.
+        # A Join that waited looks like a clock that is behind. No trajectory ends in the future.
         ahead_s = self.clock_ahead_s = max(self.clock_ahead_s, trajectory.ended_at - time.time())
         if trajectory.num_generated:
             lag = newest_version - trajectory.oldest_version
@@ -111,7 +111,7 @@ class Members:
         return self._identities[worker]
 
     def shut_out(self, identity: bytes) -> None:
-        """Believe nothing any more that a host has sent."""
+        """Note that a host is not believed any more."""
         self._shut_out.add(identity)
 
     def is_shut_out(self, identity: bytes) -> bool:

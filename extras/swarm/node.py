@@ -1,4 +1,4 @@
-"""What `--listen` makes of a run: a controller that lets hosts in, and ranks that check what these have sampled."""
+"""The plugin of `--listen`: a controller with hosts, and ranks that check the samples of hosts."""
 
 import functools
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ RULES: list[Rule] = [
 
 
 class SwarmNode:
-    """What each rank does in a run that listens."""
+    """The part of every rank in a run that listens."""
 
     def take_batch(self, step: int, publisher: EngineChecker) -> list[Group] | None:
         """Wait for a batch that every node believes; see Leader. Collective.
 
-        A batch with a response of a host that is not believed is refused, and all groups of that host are dropped.
+        A batch with a response of a disbelieved host is refused, and all groups of that host are dropped.
         Raises, on all ranks, NobodySamples if the run is asked to stop and a node has no worker, and CannotContinue.
         """
         is_believed = False
@@ -64,8 +64,10 @@ class SwarmNode:
         return verifier
 
     def _believes(self, policy: Policy, version: int) -> bool:
-        """Check a share of what hosts sampled with the weights of a version. Returns whether no node refuses its batch;
-        collective."""
+        """Check a share of the hosts' samples with the weights of a version; collective.
+
+        Return whether no node refuses its batch.
+        """
         swarm = self.controller.swarm if self.cluster.is_leader else None
         if self.config.swarm.verify_share:
             lies = self._verifier.verify(
@@ -80,7 +82,7 @@ class SwarmNode:
         return self.cluster.max_over_ranks([int(is_refused)]) == [0]
 
     def _count_workers(self) -> None:
-        """Let each node know how many workers have joined the others; collective on leaders."""
+        """Share the number of workers of each node; collective on leaders."""
         swarm = self.controller.swarm
         num_workers = len(self.placement.workers) + swarm.members.num_workers
         swarm.admission.loads = self.cluster.gather(num_workers)
@@ -96,10 +98,10 @@ class SwarmFollower(SwarmNode, Follower):
 
 @dataclass(frozen=True)
 class SwarmLeader(SwarmNode, Leader):
-    """A leader whose node lets hosts in."""
+    """A leader whose node listens for hosts."""
 
     def launch(self) -> None:
-        """Open the place where hosts join, and start the node's own workers; collective on leaders."""
+        """Listen for hosts, and start the node's own workers; collective on leaders."""
         key_path = self.run.path / "swarm.key"
         keys = self.cluster.gather(make_key(key_path) if self.cluster.is_first else None)[0]
         address = listening_address(self.config.listen, self.cluster)
@@ -117,7 +119,7 @@ class SwarmLeader(SwarmNode, Leader):
 
 
 class SwarmPlugin(Plugin):
-    """What --listen changes."""
+    """The parts of a run that --listen changes."""
 
     rules = RULES
     controller = SwarmController

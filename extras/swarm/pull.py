@@ -1,8 +1,8 @@
-"""Weights that a distant host pulls: versioned snapshots, whole, or as what has changed since one that it has.
+"""The trainer's end of weights that hosts pull: versioned snapshots, whole or as deltas (delta.py).
 
-This is the trainer's end; puller.py is the host's, delta.py says what passes between them. Host memory here is at
-most that of num_kept + MAX_READ + 2 payloads (one is announced, one is being made), and of the deltas between them.
-The trainer waits for the copy of its weights alone: a thread computes the digest, and then hosts are told of a version.
+puller.py is the host's end. Memory: at most num_kept + MAX_READ + 2 payloads, and the deltas between them. Of the two
+one is announced, and one is being made. The trainer waits only for the copy of its weights. A thread computes the
+digest, and then hosts are told of the version.
 """
 
 import threading
@@ -21,18 +21,18 @@ from extras.swarm.snapshots import SnapshotWriter
 PIECE_BYTES = 4 << 20
 """Most bytes of weights in one message."""
 KEPT = 3
-"""Snapshots that stay to be the base of a delta, the newest included, where hosts fetch each version."""
+"""Newest snapshots that stay, to be bases of deltas, if hosts fetch each version."""
 MAX_READ = 3
-"""Older snapshots that stay while hosts read them, the oldest first; who reads another begins anew."""
+"""Older snapshots that stay while hosts read them, the oldest first. A host that reads another one begins anew."""
 
 
 class PullTransport(Transport):
-    """The trainer's end: keeps the newest snapshots, and makes of them what a host asks for."""
+    """Keeps the newest snapshots, and makes the deltas that hosts ask for."""
 
     def __init__(
         self, specs: list[ParameterSpec], writer: SnapshotWriter | None = None, num_kept: int = KEPT
     ):
-        """`writer` puts all versions on a file system, too; `num_kept` stay here to be the base of a delta."""
+        """`writer` also puts all versions on a file system; `num_kept` snapshots stay here."""
         super().__init__(specs)
         self.num_bytes, self.writer = payload_bytes(specs), writer
         self.num_kept = num_kept
@@ -40,13 +40,13 @@ class PullTransport(Transport):
         """Called by a thread when hosts can be told of another version."""
         self._kept: dict[int, Snapshot] = {}
         self._lock = threading.Lock()  # a thread keeps snapshots while the swarm reads
-        self._free: list[torch.Tensor] = []  # payloads that nobody refers to any more
+        self._free: list[torch.Tensor] = []  # payloads that are not used any more
         self._thread = ThreadPoolExecutor(1)
         self._keeping = Future()
         self._keeping.set_result(None)
 
     def init_info(self, worker: int = 0) -> dict:
-        """How parameters lie in a snapshot."""
+        """Return the layout of parameters in a snapshot."""
         return layout(self.specs)
 
     def stage(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> Staged:
@@ -60,7 +60,7 @@ class PullTransport(Transport):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `parameters` on, each after it was copied; a thread then keeps the snapshot.
 
-        Waits until the one before is kept, so that no more of them are made at a time, and raises what that did.
+        Waits until the snapshot before is kept, and raises its error: at most one is being made.
         """
         self._keeping.result()
         payload = self._take_payload()
@@ -71,21 +71,21 @@ class PullTransport(Transport):
         self._keeping = self._thread.submit(self._keep, version, payload)
 
     def _take_payload(self) -> np.ndarray:
-        """Take memory for a snapshot, which is used again as soon as nobody refers to the array."""
+        """Take memory for a snapshot. It is used again when the array is collected."""
         memory = self._free.pop() if self._free else self._new_payload()
         payload = memory.numpy()
         weakref.finalize(payload, self._free.append, memory)
         return payload
 
     def _new_payload(self) -> torch.Tensor:
-        # what lies between parameters is in the digest
+        # the digest covers the gaps between parameters
         memory = torch.zeros(self.num_bytes, dtype=torch.uint8)
         if torch.cuda.is_initialized():
             lock_pages(memory)
         return memory
 
     def _keep(self, version: int, payload: np.ndarray) -> None:
-        """Name a snapshot by its digest, and keep it; old ones that nobody reads go."""
+        """Name a snapshot by its digest, and keep it."""
         snapshot = Snapshot(version, digest_of(payload), payload)
         with self._lock:
             known = self._kept.get(version)
@@ -112,7 +112,7 @@ class PullTransport(Transport):
         return version in self._kept
 
     def staged(self, version: int) -> Staged:
-        """A snapshot that is there, as it is announced."""
+        """Return the announcement of a snapshot that is kept."""
         info = {
             "version": version,
             "digest": self._kept[version].digest,
@@ -123,11 +123,11 @@ class PullTransport(Transport):
         return Staged(version, [info])
 
     def open(self, version: int, base: int | None) -> tuple[bool, np.ndarray | bytes]:
-        """What brings a host that has `base`, or None, to `version`, and whether it is a delta: if that is smaller.
+        """Return whether a delta brings a host from `base` to `version`, and the bytes of the delta or snapshot.
 
-        It may take seconds of a core, and is called by one thread beside the trainer's: many hosts ask for the same.
-        What it returns stays readable when the snapshot goes.
-        Raises ValueError if there is no such snapshot any more: a newer one has been announced since.
+        `base` is None for a host without weights. A delta takes seconds of a core, so one thread beside the trainer's
+        calls this. The bytes stay readable when the snapshot goes.
+        Raises ValueError if the snapshot is gone: newer ones have been announced since.
         """
         with self._lock:
             new, old = self._kept.get(version), self._kept.get(base)
@@ -142,7 +142,7 @@ class PullTransport(Transport):
         return (False, new.payload) if delta is None else (True, delta)
 
     def check(self) -> None:
-        """Raise what went wrong with the last snapshot after it was copied."""
+        """Raise the error of the last snapshot after it was copied."""
         if self._keeping.done():
             self._keeping.result()
 

@@ -1,7 +1,7 @@
-"""The far end of weights that are pulled: takes in the newest version while engines sample with the one before.
+"""The host's end of weights that are pulled: takes in a version while engines sample with the one before.
 
-It comes from the run's file system where the run has one (snapshots.py), else by the socket in pieces: whole, or as
-what has changed since the version that is here. The host holds one payload, and one more while the next comes in.
+If the run has a file system (snapshots.py), a version comes from there. Else it comes by the socket in pieces, whole or
+as a delta. The host holds one payload, and one more while the next comes in.
 """
 
 import queue
@@ -19,12 +19,12 @@ from extras.swarm.wire import Piece, Pull
 
 
 class Puller:
-    """The newest weights that are here whole, and the way to the next. All calls are from one thread."""
+    """The version that is here, and the way to the next. One thread makes all calls."""
 
     def __init__(
         self, init_info: dict, ask: Callable[[Pull], None], wake: Callable[[], None] | None = None
     ):
-        """`init_info` says how parameters lie in a snapshot, `ask(pull)` sends for a piece of one.
+        """`init_info` is the layout of a snapshot, and `ask(pull)` asks the run for a piece.
 
         `wake()` is called from another thread when `collect` has something to take; without it no files are read.
         """
@@ -37,13 +37,15 @@ class Puller:
         self._ask, self._wake = ask, wake
         self._is_asking = False  # whether a piece of the wanted version is to come
         self._base: int | None = None  # version that the run's side is to count from
-        # what comes by the socket: (is_delta, bytes of all), and a part
+        # of the socket: (is_delta, bytes in all), and the bytes that have come
         self._stream, self._got = None, bytearray()
-        self._reading: dict | None = None  # update info of what is being read from files
+        self._reading: dict | None = (
+            None  # update info of the version that is being read from files
+        )
         self._read: queue.SimpleQueue = queue.SimpleQueue()
 
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor) of every parameter of the version that is here."""
+        """Return (Hugging Face name, tensor) of every parameter of the version that is here."""
         return parameter_views(torch.from_numpy(self.here.payload), self.specs)
 
     def want(self, info: dict) -> None:
@@ -70,7 +72,7 @@ class Puller:
         self._is_asking = False
 
     def give_up(self) -> None:
-        """Want nothing more, as the version is gone."""
+        """Stop: the version is gone."""
         self._begin(None, None)
 
     def _begin(self, info: dict | None, base: int | None) -> None:
@@ -78,9 +80,9 @@ class Puller:
         self._stream, self._got = None, bytearray()
 
     def take(self, piece: Piece) -> bool:
-        """Take in a piece, and ask for the next. Returns whether the wanted version is whole.
+        """Take in a piece, and ask for the next. Return whether the wanted version is whole.
 
-        Raises ValueError if a piece cannot be of a snapshot, or what came whole is not what was announced.
+        Raises ValueError if a piece cannot be of a snapshot, or if the whole has another digest than announced.
         """
         self._check(piece)
         if (
@@ -142,9 +144,9 @@ class Puller:
         self.give_up()
 
     def collect(self) -> bool:
-        """Take in what was read from files, if anything was; ask by the socket if that failed.
+        """Take in a version that was read from files. If that failed, ask by the socket.
 
-        Returns whether the wanted version is whole.
+        Return whether the wanted version is whole.
         """
         if self._read.empty():
             return False
@@ -166,7 +168,7 @@ class Puller:
         try:
             found = read_snapshot(info, base, self.num_bytes)
         except Exception as error:
-            # each file system has errors of its own, and the socket is there for all
+            # each file system has other errors; then the socket is used
             found = error
         self._read.put((info, found))
         self._wake()

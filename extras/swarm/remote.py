@@ -1,5 +1,4 @@
-"""What the controller of a run that listens knows besides: workers on hosts that have joined, and the batch that it
-holds until it is believed."""
+"""Workers on hosts, and the buffer that holds a batch until it is believed: records of a controller with hosts."""
 
 import time
 from collections.abc import Callable, Collection
@@ -18,14 +17,14 @@ from extras.swarm.wire import Fetch, Fetched
 
 
 class RemoteProcess:
-    """An engine of a host that has joined, with the calls of WorkerProcess; knows what answers it owes."""
+    """An engine of a host, with the calls of WorkerProcess. It knows the answers that are due."""
 
     exit_code = None
 
     def __init__(self, post: Callable[[object], None], name: str):
         self._post, self.name = post, name
         self.started_at = time.monotonic()
-        # answer and version -> shapes of the arrays that are to be in it
+        # answer and version -> shapes of the arrays in it
         self._due: dict[tuple[type, int], list[tuple[int, ...]]] = {}
 
     def send(self, message: object) -> None:
@@ -45,7 +44,7 @@ class RemoteProcess:
         self._post(message)
 
     def check_answer(self, message: Fetched | Updated | Probed) -> None:
-        """Raise ValueError for an answer to what was not asked."""
+        """Raise ValueError for an answer that is not due, or has wrong contents."""
         shapes = self._due.pop((type(message), message.version), None)
         if shapes is None:
             raise ValueError(
@@ -65,10 +64,10 @@ class RemoteProcess:
                 raise ValueError("log-probs of a probe that are not finite float32")
 
     def stop(self, timeout_s: float) -> None:
-        """Nothing: it was told, and nobody waits for a remote host."""
+        """Do nothing: a host ends its engines."""
 
     def death_report(self) -> str:
-        """Who it is."""
+        """Return the name of the engine and its host."""
         return f"{self.name} has left"
 
 
@@ -81,7 +80,7 @@ class Lease:
     num_moves: int = 0
     """Hosts that the ticket was taken from."""
     is_over: bool = False
-    """Whether another worker has the ticket now. The host still runs it, and its answer comes too late."""
+    """The ticket has moved to another worker. The host still runs it, and its answer comes too late."""
 
 
 @dataclass
@@ -92,46 +91,48 @@ class RemoteWorker(Worker):
     refresh_lag: int = 0
     now: Callable[[], float] = time.monotonic
     scores_probe: bool = False
-    """Whether the worker scores the probe after an update; one of each host does."""
+    """The worker scores the probe after an update. One worker of each host does."""
     staged: Staged | None = None
     """The snapshot that the host was told to fetch last."""
     leases: dict[int, Lease] = field(default_factory=dict)
     """One for each of its tickets, by id."""
 
     def connect(self, transport: Transport) -> None:
-        """Have the host take weights from the transport that the worker was made with."""
+        """Connect the host to the transport that the worker was made with."""
         super().connect(self.transport)
 
     def is_behind(self, newest: Announcement) -> bool:
-        """Whether the worker has to fetch the newest weights. It may be `refresh_lag` versions behind, unless it waits
-        for newer ones. An evaluation is of the newest alone, and nobody may miss it."""
+        """Return whether the worker must fetch the newest weights.
+
+        It can be `refresh_lag` versions behind, unless it waits for newer ones. An evaluation needs the newest.
+        """
         is_patient = (
             self.sent_version >= 0 and self.idle_reason != "version" and not newest.evaluate
         )
         return newest.version - self.sent_version >= max(1, self.refresh_lag if is_patient else 1)
 
     def can_load(self, announcement: Announcement) -> bool:
-        """Whether the worker may begin to fetch these weights: each version has memory of its own."""
+        """Return whether the worker can begin to fetch these weights."""
         return self.transport.is_kept(announcement.version)
 
     def load(self, announcement: Announcement) -> None:
-        """Have the weights come to the worker's host while it samples on; then it is to `load_fetched`."""
+        """Make the host fetch weights while the worker samples on. `load_fetched` follows."""
         self.loading = announcement
         self.staged = self.transport.staged(announcement.version)
         self.transport.acquire(self.staged)
         self.process.send(Fetch(announcement.version, self.staged.messages))
 
     def load_fetched(self) -> None:
-        """Have the worker load the weights that have come to its host, also if there are newer ones."""
+        """Make the worker load the weights that have come to its host, also if there are newer ones."""
         self.send_update(self.staged.messages, self.loading.probe if self.scores_probe else ())
 
     def finish_loading(self) -> None:
-        """Note that the host reads no weights any more."""
+        """Note that the host has read the weights."""
         self.transport.release(self.staged)
         self.loading = None
 
     def request_progress(self) -> None:
-        """Ask nothing: if the run is resumed, the responses of hosts are sampled again."""
+        """Do nothing: a resumed run samples the responses of hosts again."""
 
     def assign(self, ticket: Ticket) -> None:
         """Note that the worker has a ticket."""
@@ -150,18 +151,18 @@ class RemoteWorker(Worker):
 
 
 class SwarmWorkers(Workers):
-    """The workers of a node that listens: its own, and those of hosts that come and go."""
+    """The workers of a node that listens: local ones, and workers of hosts that come and go."""
 
     num_joined = 0
     """Remote workers that there were."""
     alone_since: float | None = None
     """When the last worker left, or the run began without any, monotonic seconds."""
     pulled: Transport = Transport()
-    """What brings weights to hosts."""
+    """Transport of weights to hosts."""
 
     @property
     def any_starting(self) -> bool:
-        """Whether a worker is starting, or none is there and a host may join: each has a timeout of its own."""
+        """Return whether a worker is starting, or the run waits for a host; both have other timeouts."""
         return not any(self) or super().any_starting
 
     def join(self, worker: RemoteWorker) -> RemoteWorker:
@@ -172,7 +173,7 @@ class SwarmWorkers(Workers):
         return worker
 
     def replace(self, worker: Worker) -> None:
-        """Start a dead worker anew; one of a host is left out."""
+        """Start a dead local worker anew; remove a worker of a host."""
         if not isinstance(worker, RemoteWorker):
             super().replace(worker)
             return
@@ -180,7 +181,7 @@ class SwarmWorkers(Workers):
         self.alone_since = time.monotonic()
 
     def check(self) -> None:
-        """Raise also what went wrong with a snapshot, and WorkerDied if no worker was there for `join_timeout_s`."""
+        """Raise also errors of snapshots, and WorkerDied if no worker was there for `join_timeout_s`."""
         super().check()
         self.pulled.check()
         self.alone_since = self.alone_since or time.monotonic()
@@ -192,20 +193,20 @@ class SwarmWorkers(Workers):
 
 
 class SwarmBuffer(SampleBuffer):
-    """A buffer of which a batch may be held: hosts may be some versions behind, and may be found to lie."""
+    """A buffer that can hold a batch until its hosts are believed. Hosts can be some versions behind."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.held: list[int] = []
-        """Groups of the batch that is held; they stay resident, and nothing new is admitted until they are consumed."""
+        """Groups of the held batch. They stay resident, and no group is admitted until they are consumed."""
 
     @property
     def min_version(self) -> int:
-        """Oldest version with which a new group may start."""
+        """Oldest version that can start a new group."""
         return max(0, super().min_version - self.config.swarm.refresh_lag)
 
     def num_free_places(self) -> int:
-        """Groups that may be admitted now; see SampleBuffer."""
+        """Return the number of groups that can be admitted now; see SampleBuffer."""
         return 0 if self.held else super().num_free_places()
 
     @property
@@ -214,13 +215,13 @@ class SwarmBuffer(SampleBuffer):
         return [self.group(group_id) for group_id in self.held]
 
     def holding_back(self) -> set[int]:
-        """Groups that run, and without which there is no next batch, now or in time for the groups after it."""
+        """Return running groups that the next batch waits for, or that would make later groups expire."""
         batch = self.oldest_finished()
         groups = self.residents if batch is None else self.left_too_late(batch)
         return {group_id for group_id in groups if self.is_running(group_id)}
 
     def groups_of(self, workers: Collection[int]) -> list[int]:
-        """Resident groups that have a trajectory of one of these workers."""
+        """Return the resident groups with a trajectory of one of these workers."""
         return [
             group_id
             for group_id, resident in self.residents.items()

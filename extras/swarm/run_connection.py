@@ -36,7 +36,7 @@ class RunConnection:
         self.address = address
         self.link = Link((*TO_ENGINE, *TO_HOST), self._send_frames)
         self.has_joined = False
-        """Whether the run has welcomed this connection."""
+        """The run has welcomed this connection."""
         self.socket: zmq.Socket | None = None
         self._keys = read_key(key_path)
         self._context = zmq.Context()
@@ -87,7 +87,7 @@ class RunConnection:
 
     @property
     def is_lost(self) -> bool:
-        """Whether to join again: the run is silent, or has not answered in time."""
+        """Return whether to join again: the run is silent, or has not answered in time."""
         if self.has_joined:
             return self.link.is_silent
         return time.monotonic() > self._asked_at + JOIN_S

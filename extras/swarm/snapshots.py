@@ -3,7 +3,7 @@
     VERSION-DIGEST.snapshot                   a whole one: zstd of its payload
     VERSION-DIGEST_VERSION-DIGEST.snapshot    the delta from one to another
 
-A file gets its name when it is complete: a listing of the folder says what is there, an update info only its URL.
+A file gets its name when it is complete. An update info has only the URL of the folder; hosts list the folder.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ WAIT_S, POLL_S = 30.0, 0.5
 CLOSE_S = 10.0
 """Time that the trainer gives the file system to remove all files at the end."""
 NAME = re.compile(r"(?:(\d+-[0-9a-f]{16})_)?(\d+-[0-9a-f]{16})\.snapshot")
-"""Of a file: the snapshot that its delta is from, if it is one, and the snapshot that it leads to."""
+"""Name of a file: the base of a delta, if it is one, and the snapshot that it leads to."""
 
 
 def one_line(error: Exception) -> str:
-    """An error of a file system in one line."""
+    """Return an error of a file system in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -44,7 +44,7 @@ def _version(node: str) -> int:
 
 
 class Folder:
-    """A folder of snapshots; all calls raise what its file system does."""
+    """A folder of snapshots. All calls raise errors of its file system."""
 
     def __init__(self, url: str):
         import fsspec  # slow to import
@@ -52,7 +52,7 @@ class Folder:
         self.fs, self.root = fsspec.url_to_fs(url)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of all snapshots and deltas that are there, by name."""
+        """Return the bytes of all snapshots and deltas, by name."""
         self.fs.invalidate_cache()
         listed = (
             (entry["name"].rpartition("/")[2], entry["size"])
@@ -61,36 +61,36 @@ class Folder:
         return {name: num_bytes or 0 for name, num_bytes in listed if NAME.fullmatch(name)}
 
     def path(self, name: str) -> str:
-        """A file, as its file system wants it."""
+        """Return the path of a file."""
         return f"{self.root}/{name}"
 
     def write(self, name: str, parts: Iterable[bytes]) -> None:
-        """Write a file; nobody sees it by its name before it is complete."""
+        """Write a file. It gets its name when it is complete."""
         with self.fs.open(self.path("part"), "wb") as file:
             file.writelines(parts)
         self.fs.mv(self.path("part"), self.path(name))
 
 
 class SnapshotWriter:
-    """The trainer's end: writes each version as a file in a thread of its own, so that no step waits for it.
+    """The trainer's end: a thread writes each version as a file, so that no step waits for it.
 
-    Beside the versions that pull.py keeps it may hold two payloads: one to be written, and the last that was.
+    Beside the versions of pull.py it holds at most two payloads: the next one, and the last one that was written.
     """
 
     def __init__(self, url: str):
-        """`url` is a folder of this run alone: snapshots that an earlier life of the run left there are removed.
+        """`url` is a folder of this run only. Snapshots of the run's earlier starts are removed.
 
         Raises ValueError if files cannot be written, read and removed there.
         """
         self.url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
         self.is_failing = False
-        """Whether writing the last one failed: hosts are not sent here then."""
+        """Writing the last version failed: hosts are not sent here then."""
         self._generations: list[list[str]] = []  # of files: each is an anchor, and the deltas since
         self._written: Snapshot | None = None
         self._next: queue.Queue = queue.Queue(maxsize=1)
         try:
             self._folder = self._open()
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system has other errors
             why = (
                 f"is no folder to write to ({one_line(error)}); give one that the hosts reach, too"
             )
@@ -110,10 +110,10 @@ class SnapshotWriter:
         return folder
 
     def write(self, snapshot: Snapshot | None) -> None:
-        """Have a version written, in place of one that still waits; with None that is all."""
+        """Queue a version for writing, in place of one that still waits. None is the end."""
         with contextlib.suppress(queue.Empty):
             self._next.get_nowait()
-        self._next.put(snapshot)  # one thread alone calls this, so there is room
+        self._next.put(snapshot)  # only one thread calls this, so there is room
 
     def close(self) -> None:
         """Remove all files, if the file system does that in time."""
@@ -128,7 +128,7 @@ class SnapshotWriter:
                 self._write(snapshot)
                 self.is_failing = False
             except Exception as error:
-                # each file system has errors of its own; the socket is there for all
+                # each file system has other errors; then the socket is used
                 if not self.is_failing:  # one line for all that fail in a row
                     why = f"cannot be written to {self.url} ({one_line(error)})"
                     print(
@@ -136,7 +136,7 @@ class SnapshotWriter:
                         flush=True,
                     )
                 self.is_failing = True
-        # Each file system has errors of its own. The next start of the run removes what remains.
+        # Each file system has other errors. The next start of the run removes files that remain.
         with contextlib.suppress(Exception):
             self._keep(0)
 
@@ -157,20 +157,20 @@ class SnapshotWriter:
             self._keep(KEPT_ANCHORS)
 
     def _keep(self, num_anchors: int) -> None:
-        """Remove all files but those since the last anchors."""
+        """Remove all files from before the last anchors."""
         while len(self._generations) > num_anchors:
             for name in self._generations[0]:
-                with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+                with contextlib.suppress(FileNotFoundError):  # it was removed by other hands
                     self._folder.fs.rm_file(self._folder.path(name))
-            # only now: what an error leaves there is removed the next time
+            # only now: files that an error leaves there are removed the next time
             del self._generations[0]
 
 
 def read_snapshot(info: dict, base: Snapshot | None, num_bytes: int) -> Snapshot:
-    """A version from files, by the update info of its announcement: from `base` or an anchor, whichever is less.
+    """Return a version from files, by the update info of its announcement: from `base` or an anchor, by fewest bytes.
 
     Waits until the trainer has written it. Raises ValueError if it is missing, ValueError or ZstdError if it is broken,
-    or what the file system raises.
+    or errors of the file system.
     """
     folder = Folder(info["snapshots"])
     files = _await_files(folder, info, base)
@@ -183,7 +183,7 @@ def read_snapshot(info: dict, base: Snapshot | None, num_bytes: int) -> Snapshot
                 zstandard.ZstdDecompressor().stream_reader(file).readinto(payload)
         else:
             payload = base.payload.copy() if payload is None else payload
-            delta = folder.fs.cat_file(folder.path(name), 0, num_bytes)  # none is larger
+            delta = folder.fs.cat_file(folder.path(name), 0, num_bytes)  # no delta is larger
             apply_delta(delta, _version(start), payload)
     if digest_of(payload) != info["digest"]:
         raise ValueError(
@@ -204,7 +204,7 @@ def _await_files(folder: Folder, info: dict, base: Snapshot | None) -> list[str]
 
 
 def cheapest_way(sizes: dict[str, int], wanted: str, here: str | None) -> list[str] | None:
-    """The files of fewest bytes that lead from `here`, or from nothing, to `wanted`; None if there is no way."""
+    """Return the files of fewest bytes that lead from `here`, or from a whole file, to `wanted`; None without a way."""
     deltas = {match[2]: match for match in map(NAME.fullmatch, sizes) if match[1] is not None}
     ways, chain, node = [], [], wanted
     while True:

@@ -1,8 +1,8 @@
 """The swarm: hosts that join a run while it goes, sample for it, and leave (Echo, arXiv 2508.05387).
 
-An engine of a host is a `Worker` whose pipe is a socket and whose weights are pulled; dispatcher, buffer and ledger do
+An engine of a host is a `Worker` whose pipe is a socket and whose weights are pulled. Dispatcher, buffer and ledger do
 not know the difference. A host that leaves, dies or falls silent is the death of its workers. Their tickets are issued
-again, and what the host sends afterwards is late, and only counted.
+again, and later answers of the host are only counted.
 
 | file | its part at the run's end |
 |---|---|
@@ -50,7 +50,7 @@ from extras.swarm.wire import (
 MAX_ENGINES = 256
 """Engines of one host."""
 MAX_SHOWN = 300
-"""Characters that are shown of what a disbelieved host has sent."""
+"""Characters that are shown of a disbelieved message."""
 
 
 class Swarm:
@@ -66,7 +66,7 @@ class Swarm:
     ):
         """Listen at HOST:PORT with the run's keys, and write events to `run`.
 
-        Raises ValueError if the address is taken, or snapshots cannot be written where --swarm.snapshots says.
+        Raises ValueError if the address is taken, or snapshots cannot be written to --swarm.snapshots.
         """
         self.config, self.record, self._model_path = config, run.record, model_path
         self.admission, self.members = Admission(config, model_path), Members(run.record)
@@ -74,13 +74,13 @@ class Swarm:
         self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
         self.hub = Hub(address, keys)
         self.verified: Measured = {}
-        """Metrics of what was verified (verify.py)."""
+        """Metrics of verification (verify.py)."""
         self._encoding = ThreadPoolExecutor(1)
 
     # Called by other threads
 
     def make_transport(self, specs: list[ParameterSpec]) -> PullTransport:
-        """Make what brings weights to hosts."""
+        """Make the transport of weights to hosts."""
         return PullTransport(specs, self._writer, max(KEPT, self.config.swarm.refresh_lag + 2))
 
     def start(self, controller: SwarmController) -> None:
@@ -95,7 +95,7 @@ class Swarm:
         self._encoding.shutdown()
 
     def shut_out(self, worker: int, why: str) -> None:
-        """Believe nothing any more that the host of a worker has sampled, and let it in no more."""
+        """Shut out the host of a worker: it is not believed, and must not join again."""
         identity = self.members.identity_of(worker)
         if not self.members.is_shut_out(identity):
             self.members.shut_out(identity)
@@ -211,7 +211,7 @@ class Swarm:
     # Ends
 
     def beat(self) -> None:
-        """Give signs of life, and lose hosts that give none; in the hub's thread."""
+        """Give signs of life, and give up silent hosts; in the hub's thread."""
         for host in list(self.members.hosts.values()):
             if host.link.is_silent:
                 self._lose(host, f"was silent for {host.link.silent_s:.0f} s")

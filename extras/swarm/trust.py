@@ -1,7 +1,7 @@
-"""What an honest host cannot have sent: looked for in every trajectory of a host that joined, before it is used.
+"""Contradictions in a trajectory of a host: with its ticket, with the run's options, or within itself.
 
-Found are contradictions: with the ticket, with the run's options, or within the trajectory; about 20 µs for one of 50
-tokens. Whether log-probs and rewards are true is another question: extras/swarm/verify.py asks it of a share of them.
+Every trajectory is checked before it is used; 50 tokens take about 20 µs. verify.py checks for a share of them whether
+log-probs and rewards are true.
 """
 
 from collections.abc import Iterator
@@ -16,30 +16,30 @@ from asyncrl.records import DTYPES, Ticket, Trajectory
 
 MAX_LOGPROB = 1e-4  # nats, by rounding
 MAX_SURPRISE = 40.0
-"""Nats that the tokens of a response may be less likely in total than if all of the vocabulary were equally likely. Of
-tokens that were sampled by their own probabilities p, 1/∏(p·vocabulary) is 1 on average, so by Markov's inequality an
-honest response exceeds this once in e⁴⁰. More would be a ratio of probabilities that no loss can hold."""
+"""Nats by which a response can be less likely than if all tokens of the vocabulary were equally likely. For tokens
+sampled by their probabilities p, 1/∏(p·vocabulary) is 1 on average. So by Markov's inequality an honest response exceeds this
+once in e⁴⁰. A larger ratio of probabilities would overflow in a loss."""
 CLOCK_SLACK_S = 1.0
-"""Time that an honest clock may be set back by, seconds."""
+"""Time by which an honest clock can be set back, seconds."""
 _DTYPES = {"tokens": np.int64, "loss_mask": np.bool_, **DTYPES}
 
 
 def mistake_in(
     trajectory: Trajectory, ticket: Ticket, config: Config, newest_version: int, vocab_size: int
 ) -> str | None:
-    """What an honest host cannot have sent for this ticket, in a few words, or None if there is no such thing.
+    """Return, in a few words, what no honest host sends for this ticket; None if there is no such mistake.
 
-    The types of the fields are taken as declared: extras/swarm/wire.py decodes nothing else. `ticket.min_version` is to
-    be what was asked for when the ticket was given out, `newest_version` the newest that its worker was told of.
+    wire.py has checked the types of the fields. `ticket.min_version` is the version that the ticket needed when it was
+    given out. `newest_version` is the newest that its worker was told of.
     """
-    # all else counts on arrays of one length
+    # other checks count on arrays of one length
     mistake = next(_of_ticket_and_arrays(trajectory, ticket, vocab_size), None)
     if mistake is not None:
         return mistake
     generated = np.flatnonzero(trajectory.loss_mask)
     num_known = _num_known(trajectory, generated, ticket)
     versions = trajectory.policy_versions[generated[num_known:]].tolist()
-    # lazily: each may count on those before
+    # lazily: a check can count on the checks before
     if config.is_agent:
         parts = (
             _of_segments(trajectory, config),
@@ -71,12 +71,12 @@ def _of_ticket_and_arrays(t: Trajectory, ticket: Ticket, vocab_size: int) -> Ite
         array = getattr(t, name)
         if array.dtype != dtype or array.shape != (t.tokens.size,):
             yield f"{name} of {array.dtype} {array.shape} for {t.tokens.size} tokens"
-    if np.count_nonzero(t.tokens.view(np.uint64) >= vocab_size):  # as those below 0 are then, too
+    if np.count_nonzero(t.tokens.view(np.uint64) >= vocab_size):  # negative ones are large then
         yield f"tokens from {t.tokens.min()} to {t.tokens.max()}, not in 0 … {vocab_size - 1}"
 
 
 def _of_segments(t: Trajectory, config: Config) -> Iterator[str]:
-    """Find what no calls of an agent can have made: each segment is a prompt, and ends with what was sampled."""
+    """Find segments that no calls of an agent make: each begins with a prompt, and ends with sampled tokens."""
     if sum(t.segment_lengths) != len(t.tokens) or min(t.segment_lengths, default=1) < 1:
         yield f"segments of {t.segment_lengths} tokens for {len(t.tokens)}"
         return
@@ -108,14 +108,14 @@ def _of_places(
         if start + num_generated < length:
             yield "tokens after the prompt that are not generated"
     least, most = min(1, num_generated), 1
-    if config.is_multi_turn:  # in which a turn that was aborted at once has no token
+    if config.is_multi_turn:  # a turn that was aborted at once has no token
         least, most = np.count_nonzero(t.loss_mask[1:] > t.loss_mask[:-1]), num_generated + 1
     if not least <= t.num_turns <= most or not t.num_turns - 1 <= len(t.turns) <= t.num_turns:
         yield f"{t.num_turns} turns, {len(t.turns)} of them with times, not {least} to {most} by its tokens"
 
 
 def _num_known(t: Trajectory, generated: np.ndarray, ticket: Ticket) -> int:
-    """Generated tokens that were the ticket's prefix: all of that, or none."""
+    """Return the number of generated tokens that are the ticket's prefix: all of it, or 0."""
     if ticket.prefix is None:
         return 0
     places = generated[: len(ticket.prefix.tokens)]

@@ -1,19 +1,18 @@
-"""Whether hosts that joined say the truth: of a share of their responses the trainer checks log-probs and rewards.
+"""Verification: the trainer computes log-probs and rewards of a share of the hosts' responses again.
 
-Log-probs are checked by a forward pass without gradient while the trainer has the version that all tokens of a response
-claim. Others come too late and are counted: none with async_ratio 0; 82% of the default job's, 97% if a response were
-looked at when its batch is taken and not when it arrives; and all of a host that lags. Rewards are scored again of
-any version, while the trainer trains; those of environments, which cannot be played again, are counted as not checked.
-extras/swarm/trust.py looks at every response for what no honest host sends. What all this does not stop:
+Log-probs come from a forward pass without gradient, while the trainer has the version that all tokens of a response
+claim. Other responses come too late and are counted. With async_ratio 0 none does; in the default job 82% do, and all
+of a host that lags. Rewards of any version are scored again while the trainer trains. Environments cannot be played again,
+so their rewards count as not checked. trust.py checks every response for contradictions. Not stopped:
 
-- A host that samples truly but chooses: the best of several responses, say. Seeds are assigned, but that a response
-  is the seed's own is not checked.
+- A host that samples truly but chooses, for example the best of several responses. Seeds are assigned, but a response
+  is not checked against its seed.
 - A host that always claims an older version than the trainer's, as far as tickets allow: all of it is too late.
-- Lies below `allowed_distance`: in bfloat16 engines differ by that much, and so may weights that are some steps older.
+- Lies below `allowed_distance`: in bfloat16 engines differ by that much, and weights some steps older can, too.
 - Few lies: n of them are all missed with probability (1 − verify_share)^n.
-- Lies found after the update that trained on them. What is found before an update never enters it.
-- False rewards of environments and async functions, and where scoring fails or takes too long here; false parts of any.
-- Hosts that take work and give it back, fail or are slow, which costs time alone.
+- Lies found after the update that trained on them. A lie found before an update never enters it.
+- False rewards of environments and async functions, and false parts of rewards. Rewards whose scoring fails here.
+- Hosts that take tickets and give them back, fail or are slow. This only costs time.
 """
 
 import asyncio
@@ -41,16 +40,19 @@ from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy
 
 SLACK_TOKENS, LARGEST = 10, 50
-"""Tokens without a difference that are added to every response, so that one token cannot lift the mean of a short one;
-and how much larger than the mean the difference of a single token may be."""
+"""Tokens without a difference that are added to every response, so that one token cannot lift the mean of a short one.
+LARGEST: difference of a single token, as a multiple of the mean, that counts as much as the mean."""
 REWARD_ROUNDING, MAX_SCORING = 1e-6, 1000
 END_S = 5.0
-"""Longest wait at the end of a run for the thread in which rewards are scored again."""
+"""Longest wait at the end of a run for the thread that scores rewards again."""
 
 
 def distance(own: np.ndarray, claimed: np.ndarray) -> float:
-    """How far claimed log-probs of a response are from the trainer's, nats: their mean difference over its tokens and
-    SLACK_TOKENS more, or 1/LARGEST of the largest difference if that is more."""
+    """Return the distance of claimed log-probs of a response from the trainer's, nats.
+
+    It is the mean difference over its tokens and SLACK_TOKENS more, or 1/LARGEST of the largest difference if that is
+    more.
+    """
     differences = np.abs(own.astype(np.float64) - claimed)
     return float(
         max(differences.sum() / (len(differences) + SLACK_TOKENS), differences.max() / LARGEST)
@@ -58,16 +60,16 @@ def distance(own: np.ndarray, claimed: np.ndarray) -> float:
 
 
 def allowed_distance(config: Config, dtype: torch.dtype) -> float:
-    """Largest `distance` of an honest response, nats, where the trainer computes in `dtype`.
+    """Return the largest `distance` of an honest response, nats, if the trainer computes in `dtype`.
 
     From runs of the default job with async_ratio 0, each response scored again (3 seeds of 40 steps, one of 80: 51,000
     responses; and 7,700 of guess_number), in float32 on a CPU: the largest distance was 8e-7, the largest difference of
     a token 1.3e-5. 1e-3 leaves 1,200 times that, and finds this share of responses with a lie (in brackets: at 0.1):
     weights 10 steps older 88% (4%), 2 steps 70% (0.2%), log-probs times 0.9 62% (0.04%), plus 0.01 99% (0%), shuffled
     96% (27%), two tokens exchanged 100% (99.8%). With the same weights in bfloat16 the largest distance was 0.019
-    (10,000 responses, on a CPU): 0.1 leaves 5 times that for larger models and GPUs, and holds where
-    top_p, top_k or min_p cut: rounding may move a token in or out, and a log-prob by up to log 2. So honest responses
-    are beyond it far less often than once in 10,000, and one that is beyond is enough.
+    (10,000 responses, on a CPU). 0.1 leaves 5 times that for larger models and GPUs. It also holds if top_p, top_k or
+    min_p cut: rounding can move a token in or out, and a log-prob by up to log 2. Honest responses are beyond it far
+    less often than once in 10,000. So one response beyond it is enough.
     """
     return (
         1e-3
@@ -77,7 +79,7 @@ def allowed_distance(config: Config, dtype: torch.dtype) -> float:
 
 
 class Verifier:
-    """Checks a share of the responses of joined hosts. Every trainer rank has one; a leader's has the responses."""
+    """Checks a share of the responses of joined hosts. Every trainer rank has one; leaders' get the responses."""
 
     def __init__(
         self,
@@ -88,9 +90,9 @@ class Verifier:
         stop_tokens: Collection[int] = (),
         key: bytes = b"",
     ):
-        """`key` decides which responses are checked; a random one by default, as hosts know the run's seed.
+        """`key` decides which responses are checked. It is random by default, because hosts know the run's seed.
 
-        Tokenizer and stop tokens are those of the run's model, on leaders.
+        Leaders have the tokenizer and stop tokens of the run's model.
         """
         self.config, self.cluster, self.tokenizer = config, cluster, tokenizer
         self.stop_tokens = stop_tokens
@@ -110,10 +112,10 @@ class Verifier:
     def verify(
         self, answered: list[tuple[Ticket, Trajectory]], policy: Policy, version: int
     ) -> list[tuple[int, str]]:
-        """Check a share of what came from joined hosts since the last call; collective.
+        """Check a share of the responses of hosts since the last call; collective.
 
-        `answered` is of leaders, and passed `mistake_in`; `version` is that of the weights now. Returns, on leaders,
-        the worker of each lie and what it is; false rewards by a later call than the one that they came with.
+        `answered` is of leaders, and passed `mistake_in`; `version` is that of the weights now. Return, on leaders, the
+        worker of each lie and a description. False rewards are returned by a later call.
         """
         drawn_pairs = [(ticket, t) for ticket, t in answered if self.chooses(t)]
         in_time = [t for _, t in drawn_pairs if (t.policy_versions[t.loss_mask] == version).all()]
@@ -130,7 +132,7 @@ class Verifier:
         return lies
 
     def chooses(self, t: Trajectory) -> bool:
-        """Whether a response is checked, which only this process can know; vLLM's log-probs of greedy ones are raw."""
+        """Return whether a response is checked; only this process knows. vLLM's greedy log-probs are raw."""
         digest = hashlib.blake2b(
             f"{t.ticket_id} {t.member}".encode(), key=self._key, digest_size=8
         ).digest()
@@ -138,7 +140,7 @@ class Verifier:
         return is_sampled and int.from_bytes(digest) < self.config.swarm.verify_share * 2**64
 
     def _begin_to_score(self, pairs: list[tuple[Ticket, Trajectory]]) -> None:
-        """Have responses scored in the background, one by one, in a process that starts at first use."""
+        """Begin to score responses in the background, in a process that starts at first use."""
         if not self._can_score or len(self._scoring) > MAX_SCORING:
             self.counts.update(rewards_unverified=len(pairs))
             return
@@ -173,28 +175,28 @@ class Verifier:
                 )
 
     def metrics(self) -> Measured:
-        """`swarm/*` of what was checked since the start, on a leader."""
+        """Return the metrics `swarm/*` of checks since the start, on a leader."""
         counts = {f"swarm/{name}": Sum(count) for name, count in self.counts.items()}
         return counts | {"swarm/verify_diff_max": Max(self.largest)}
 
     def close(self) -> None:
-        """End the scoring where it stands."""
+        """End the scoring at once."""
         if self._pool:
             self._pool.close()
             self._loop.call_soon_threadsafe(self._end_loop)
             self._thread.join(END_S)
 
     def _end_loop(self) -> None:
-        """End what runs in the loop, then the loop: a task that it leaves would be reported on the terminal."""
+        """End all tasks of the loop, then the loop: asyncio would report a pending task on the terminal."""
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
         self._loop.call_soon(self._loop.stop)
 
 
 def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) -> dict[int, float]:
-    """`distance` of each of a leader's trajectories by its index, on leaders; collective, all ranks score a part.
+    """Return the `distance` of each of a leader's trajectories by its index, on leaders; all ranks score a part.
 
-    That of several segments is the largest of theirs.
+    A trajectory of several segments has their largest distance. Collective.
     """
     policy.clock.enter("gather")
     sequences = []
@@ -223,8 +225,8 @@ def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) 
 
 
 def _gather_on_node(cluster: Cluster, value: Any) -> list | None:
-    """The values of this node's ranks, on its leader; None on the others. Collective on the node."""
-    if len(cluster.local_ranks) < 2:  # the leader is alone
+    """Return the values of this node's ranks on its leader, None on other ranks. Collective on the node."""
+    if len(cluster.local_ranks) < 2:  # only the leader
         return [value]
     values = [None] * len(cluster.local_ranks) if cluster.is_leader else None
     dist.gather_object(value, values, dst=cluster.local_ranks[0], group=cluster.node_group)

@@ -1,8 +1,8 @@
-"""What a host of the swarm and the run that it samples for say to each other, and all messages as bytes.
+"""Messages between a host of the swarm and its run, and all messages as bytes.
 
-Engines of a host say and hear what asyncrl/messages.py has; here is what the host itself does. As bytes a message
-is its kind, the name of a class that may come from that side, and its fields, as asyncrl/runlog/plain.py writes them:
-no pickle, which would run what a stranger sends. All else is a ValueError.
+The messages of engines are those of asyncrl/messages.py. Here are the messages of the host itself. As bytes a message
+is its kind, which is the name of a class that can come from that side, and its fields in plain data
+(asyncrl/runlog/plain.py). It is never a pickle, because a pickle can run code. Other bytes raise ValueError.
 """
 
 import hashlib
@@ -33,18 +33,18 @@ from asyncrl.user_code import files
 PROTOCOL = 4
 """Number of this page and of asyncrl/messages.py; a host that has another is refused."""
 BEAT_S, SILENCE_S = 2.0, 15.0
-"""Between two signs of life; without one for so long, the other side is taken for gone."""
+"""Seconds between two signs of life. After SILENCE_S without one the other side counts as gone."""
 JOIN_S = 60.0
 """Time that a run has to answer a host."""
 HOST = -1
-"""In place of an engine's number: of the host itself."""
+"""Stands for the host itself in place of an engine's number."""
 
 # Messages
 
 
 @dataclass(frozen=True)
 class Join:
-    """Host: I would sample for this run."""
+    """Host: I ask to sample for this run."""
 
     protocol: int
     code: str
@@ -54,7 +54,7 @@ class Join:
     host: str
     """Name of the host, for people."""
     unix_time: float
-    """Its clock, seconds: times that it says are moved by as much as that is off."""
+    """Its clock, seconds. The run corrects the host's times by the difference to its own clock."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Welcome:
     model_files: dict[str, bytes]
     """Files of the model's folder, by name: its configuration and its tokenizer."""
     user_code_digest: str = ""
-    """Of user code (asyncrl/user_code.py), which the host must have in the folder that it is started in."""
+    """Digest of user code (asyncrl/user_code.py). The host must have that code in the folder that it is started in."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +77,19 @@ class Refused:
 
 @dataclass(frozen=True)
 class JoinAt:
-    """Run: join another of my nodes, which samples less."""
+    """Run: join another node of mine. It has fewer workers."""
 
     address: str
 
 
 @dataclass(frozen=True)
 class JoinAgain:
-    """Run: this connection has not joined, or was given up; what the host has of the run's tickets is void."""
+    """Run: this connection has not joined, or was given up. The tickets of the host are void."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Either: I am there."""
+    """Either side: I am there."""
 
 
 @dataclass(frozen=True)
@@ -99,33 +99,33 @@ class Leave:
 
 @dataclass(frozen=True)
 class Pull:
-    """Host: send a piece of the way from `base`, or from nothing, to `version`."""
+    """Host: send a piece of the delta from `base` to `version`, or of the whole snapshot."""
 
     version: int
     base: int | None
     offset: int
-    """Bytes of it that are there."""
+    """Bytes that the host has already."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Run: a piece of the way to a version."""
+    """Run: a piece of a delta or snapshot."""
 
     version: int
     is_delta: bool
     num_bytes: int
-    """Of the whole way."""
+    """Size of the whole delta or snapshot."""
     offset: int
     data: bytes
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Run: have these weights come to the host of an engine, while it samples on, and say so."""
+    """Run: fetch these weights to the host of an engine, while it samples on, and report it."""
 
     version: int
     infos: list[dict]
-    """What to pull; see extras/swarm/pull.py."""
+    """The snapshot to pull; see extras/swarm/pull.py."""
 
 
 @dataclass(frozen=True)
@@ -141,22 +141,22 @@ TO_HOST = (Welcome, Refused, JoinAt, JoinAgain, Beat, Leave, Piece)
 FROM_HOST = (Join, Beat, Leave, Pull)
 
 
-# As bytes
+# Bytes
 
 
 class Codec:
-    """Encodes messages of some classes, and decodes those of others."""
+    """Encodes messages, and decodes messages of some classes."""
 
     def __init__(self, received: tuple[type, ...]):
         """`received` are the classes that may come from the other side."""
         self._kinds = {kind.__name__.encode(): kind for kind in received}
 
     def encode(self, message: object) -> tuple[bytes, bytes]:
-        """A message's kind and fields."""
+        """Return a message's kind and fields."""
         return type(message).__name__.encode(), plain.encode(message)
 
     def decode(self, kind: bytes, fields: bytes) -> object:
-        """The message. Raises ValueError if its kind may not come from there, or its fields are not of it."""
+        """Return the message. Raises ValueError for a kind that must not come, or for wrong fields."""
         if kind not in self._kinds:
             raise ValueError(f"a message of kind {kind[:40]!r}, not one of {sorted(self._kinds)}")
         return plain.decode(self._kinds[kind], fields)
@@ -168,19 +168,19 @@ def printable(text: str) -> str:
 
 
 def code_digest() -> str:
-    """One digest of all source files of a run."""
+    """Return one digest of all source files of a run."""
     code = [item for item in fingerprint(Config()).items() if item[0].endswith(".py")]
     return hashlib.sha256(str(code).encode()).hexdigest()
 
 
 def user_code_digest(texts: Iterable[str]) -> str:
-    """One digest of the files of user code: their places and contents. Raises OSError for one that is missing."""
+    """Return one digest of the places and contents of user code. Raises OSError for a missing file."""
     code = sorted((place, path.read_bytes()) for place, path in files(texts).items())
     return hashlib.sha256(str(code).encode()).hexdigest()
 
 
 def read_key(path: str) -> tuple[bytes, bytes, bytes]:
-    """The run's public key and the hosts' public and secret, from a key file. Raises ValueError if it is none."""
+    """Return the run's public key and the hosts' public and secret key. Raises ValueError for another file."""
     try:
         with open(path, encoding="utf-8") as file:
             keys = json.load(file)
