@@ -32,7 +32,7 @@ class Admission:
         self._code = code_digest()
         self._device = "cuda" if visible_gpus() else "cpu"
         user_code = user_code_digest(user_code_names(config))
-        self._welcome = Welcome(shared_options(config), model_files(model_path), user_code)
+        self._welcome = Welcome(shared_options(config), read_model_files(model_path), user_code)
         self.addresses: list[str] = []
         """Address of each node of the run. Only the first node knows them: all hosts ask it first."""
         self.loads: list[int] = []
@@ -74,7 +74,7 @@ def shared_options(config: Config) -> dict:
     }
 
 
-def model_files(folder: str) -> dict[str, bytes]:
+def read_model_files(folder: str) -> dict[str, bytes]:
     """Return configuration and tokenizer of a model's folder, by file name. Raises ValueError if they are too large."""
     files = {
         path.name: path.read_bytes()

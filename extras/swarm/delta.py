@@ -33,7 +33,7 @@ class Snapshot:
     """Deltas to it that were made, by version and digest of their base; None if the whole snapshot is smaller."""
 
 
-def digest_of(payload: np.ndarray) -> str:
+def compute_digest(payload: np.ndarray) -> str:
     """Return the digest that names a snapshot's bytes."""
     return blake3(payload, max_threads=blake3.AUTO).hexdigest()
 

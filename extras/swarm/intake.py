@@ -11,7 +11,7 @@ from asyncrl.records import Ticket, Trajectory
 from extras.swarm.controller import SwarmController
 from extras.swarm.members import Host
 from extras.swarm.remote import RemoteProcess
-from extras.swarm.trust import mistake_in
+from extras.swarm.trust import find_mistake
 from extras.swarm.wire import Fetched
 
 
@@ -31,13 +31,11 @@ class Intake:
         """Take the trajectories of hosts since the last call, each with its ticket; empty with verify_share 0."""
         return [self._answered.popleft() for _ in range(len(self._answered))]
 
-    def start_engine(
-        self, host: Host, engine: int, ready: Ready, post: Callable[[object], None]
-    ) -> Worker:
+    def start_engine(self, host: Host, ready: Ready, post: Callable[[object], None]) -> Worker:
         """Make a worker of a host's engine that is up. `post(message)` sends a message to it; never waits."""
         if not 0 <= ready.startup_s < 1e9:
             raise ValueError(f"{ready.startup_s:.4g} s as the time to start")
-        process = RemoteProcess(post, f"engine {engine} of {host.name}")
+        process = RemoteProcess(post)
         return self._controller.let_in(process, host.name, scores_probe=not host.engines)
 
     def receive(self, host: Host, worker: Worker, message: object) -> None:
@@ -77,5 +75,5 @@ class Intake:
                 )
             asked = replace(ticket, min_version=dispatcher.min_version(ticket))
             newest, vocab_size = worker.sent_version, self._vocab_size
-            if why := mistake_in(trajectory, asked, self._config, newest, vocab_size):
+            if why := find_mistake(trajectory, asked, self._config, newest, vocab_size):
                 raise ValueError(f"of ticket {ticket.ticket_id} {why}")

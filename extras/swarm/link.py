@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from extras.swarm.wire import BEAT_S, HOST, SILENCE_S, Beat, Codec
+from extras.swarm.wire import BEAT_S, HOST, SILENCE_S, Beat, decode, encode
 
 
 class Link:
@@ -12,14 +12,14 @@ class Link:
 
     def __init__(self, received: tuple[type, ...], send_frames: Callable[[list[bytes]], None]):
         """`received` are the classes that may come from the other side; `send_frames(frames)` never waits."""
-        self._codec, self._send_frames = Codec(received), send_frames
+        self._received, self._send_frames = received, send_frames
         self.num_bytes: Counter[str] = Counter()
         """`sent` and `received`."""
         self.heard_at = self.sent_at = time.monotonic()
 
     def send(self, message: object, engine: int = HOST) -> None:
         """Send a message to or of an engine, or the host itself."""
-        frames = [str(engine).encode(), *self._codec.encode(message)]
+        frames = [str(engine).encode(), *encode(message)]
         self.num_bytes["sent"] += sum(map(len, frames))
         self.sent_at = time.monotonic()
         self._send_frames(frames)
@@ -30,7 +30,7 @@ class Link:
         self.num_bytes["received"] += sum(map(len, frames))
         if len(frames) != 3:
             raise ValueError(f"a message of {len(frames)} frames, not 3")
-        return int(frames[0]), self._codec.decode(*frames[1:])
+        return int(frames[0]), decode(*frames[1:], self._received)
 
     @property
     def silent_s(self) -> float:

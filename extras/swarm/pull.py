@@ -15,7 +15,7 @@ import torch
 
 from asyncrl.weights.shm import lock_pages, parameter_views, payload_bytes
 from asyncrl.weights.transport import ParameterSpec, Staged, Transport, copy_parameters, layout
-from extras.swarm.delta import Snapshot, digest_of, encode_delta
+from extras.swarm.delta import Snapshot, compute_digest, encode_delta
 from extras.swarm.snapshots import SnapshotWriter
 
 PIECE_BYTES = 4 << 20
@@ -86,7 +86,7 @@ class PullTransport(Transport):
 
     def _keep(self, version: int, payload: np.ndarray) -> None:
         """Name a snapshot by its digest, and keep it."""
-        snapshot = Snapshot(version, digest_of(payload), payload)
+        snapshot = Snapshot(version, compute_digest(payload), payload)
         with self._lock:
             known = self._kept.get(version)
             # a late version may come twice

@@ -11,10 +11,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from asyncrl.engine.score import one_line
 from asyncrl.weights.shm import parameter_views, payload_bytes
 from asyncrl.weights.transport import specs_of
-from extras.swarm.delta import Snapshot, apply_delta, digest_of
-from extras.swarm.snapshots import one_line, read_snapshot
+from extras.swarm.delta import Snapshot, apply_delta, compute_digest
+from extras.swarm.snapshots import read_snapshot
 from extras.swarm.wire import Piece, Pull
 
 
@@ -126,7 +127,7 @@ class Puller:
             if is_delta:
                 payload = self.here.payload.copy()
                 apply_delta(self._got, self._base, payload)
-            if digest_of(payload) != info["digest"]:
+            if compute_digest(payload) != info["digest"]:
                 raise ValueError(
                     f"version {info['version']} arrived broken: its digest is not the one announced"
                 )

@@ -21,8 +21,8 @@ class RemoteProcess:
 
     exit_code = None
 
-    def __init__(self, post: Callable[[object], None], name: str):
-        self._post, self.name = post, name
+    def __init__(self, post: Callable[[object], None]):
+        self._post = post
         self.started_at = time.monotonic()
         # answer and version -> shapes of the arrays in it
         self._due: dict[tuple[type, int], list[tuple[int, ...]]] = {}
@@ -65,10 +65,6 @@ class RemoteProcess:
 
     def stop(self, timeout_s: float) -> None:
         """Do nothing: a host ends its engines."""
-
-    def death_report(self) -> str:
-        """Return the name of the engine and its host."""
-        return f"{self.name} has left"
 
 
 @dataclass

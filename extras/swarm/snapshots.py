@@ -17,7 +17,8 @@ from collections.abc import Iterable
 import numpy as np
 import zstandard
 
-from extras.swarm.delta import LEVEL, Snapshot, apply_delta, digest_of, encode_delta
+from asyncrl.engine.score import one_line
+from extras.swarm.delta import LEVEL, Snapshot, apply_delta, compute_digest, encode_delta
 
 ANCHOR_EVERY = 20
 """Versions from one whole file, or anchor, to the next."""
@@ -28,11 +29,6 @@ CLOSE_S = 10.0
 """Time that the trainer gives the file system to remove all files at the end."""
 NAME = re.compile(r"(?:(\d+-[0-9a-f]{16})_)?(\d+-[0-9a-f]{16})\.snapshot")
 """Name of a file: the base of a delta, if it is one, and the snapshot that it leads to."""
-
-
-def one_line(error: Exception) -> str:
-    """Return an error of a file system in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _node(version: int, digest: str) -> str:
@@ -185,7 +181,7 @@ def read_snapshot(info: dict, base: Snapshot | None, num_bytes: int) -> Snapshot
             payload = base.payload.copy() if payload is None else payload
             delta = folder.fs.cat_file(folder.path(name), 0, num_bytes)  # no delta is larger
             apply_delta(delta, _version(start), payload)
-    if digest_of(payload) != info["digest"]:
+    if compute_digest(payload) != info["digest"]:
         raise ValueError(
             f"the files of version {info['version']} in {info['snapshots']} are broken"
         )
@@ -195,7 +191,7 @@ def read_snapshot(info: dict, base: Snapshot | None, num_bytes: int) -> Snapshot
 def _await_files(folder: Folder, info: dict, base: Snapshot | None) -> list[str]:
     wanted, deadline = _node(info["version"], info["digest"]), time.monotonic() + WAIT_S
     here = None if base is None else _node(base.version, base.digest)
-    while (files := cheapest_way(sizes := folder.sizes(), wanted, here)) is None:
+    while (files := find_cheapest_way(sizes := folder.sizes(), wanted, here)) is None:
         is_past = any(_version(NAME.fullmatch(name)[2]) > info["version"] for name in sizes)
         if is_past or time.monotonic() > deadline:
             raise ValueError(f"version {info['version']} is not in {info['snapshots']}")
@@ -203,7 +199,7 @@ def _await_files(folder: Folder, info: dict, base: Snapshot | None) -> list[str]
     return files
 
 
-def cheapest_way(sizes: dict[str, int], wanted: str, here: str | None) -> list[str] | None:
+def find_cheapest_way(sizes: dict[str, int], wanted: str, here: str | None) -> list[str] | None:
     """Return the files of fewest bytes that lead from `here`, or from a whole file, to `wanted`; None without a way."""
     deltas = {match[2]: match for match in map(NAME.fullmatch, sizes) if match[1] is not None}
     ways, chain, node = [], [], wanted

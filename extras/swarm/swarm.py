@@ -173,7 +173,7 @@ class Swarm:
                 self._open(host, message)
             case Ready() if 0 <= engine < MAX_ENGINES and engine not in host.engines:
                 post = functools.partial(self._send_soon, host, engine)
-                worker = self.intake.start_engine(host, engine, message, post)
+                worker = self.intake.start_engine(host, message, post)
                 self.members.add_engine(host, engine, worker)
                 self.controller.on_message(worker, message)
             case _ if engine in host.engines:

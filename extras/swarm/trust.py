@@ -17,14 +17,14 @@ from asyncrl.records import DTYPES, Ticket, Trajectory
 MAX_LOGPROB = 1e-4  # nats, by rounding
 MAX_SURPRISE = 40.0
 """Nats by which a response can be less likely than if all tokens of the vocabulary were equally likely. For tokens
-sampled by their probabilities p, 1/∏(p·vocabulary) is 1 on average. So by Markov's inequality an honest response exceeds this
-once in e⁴⁰. A larger ratio of probabilities would overflow in a loss."""
+sampled by their probabilities p, 1/∏(p·vocabulary) is 1 on average. So by Markov's inequality an honest response
+exceeds this once in e⁴⁰. A larger ratio of probabilities would overflow in a loss."""
 CLOCK_SLACK_S = 1.0
 """Time by which an honest clock can be set back, seconds."""
 _DTYPES = {"tokens": np.int64, "loss_mask": np.bool_, **DTYPES}
 
 
-def mistake_in(
+def find_mistake(
     trajectory: Trajectory, ticket: Ticket, config: Config, newest_version: int, vocab_size: int
 ) -> str | None:
     """Return, in a few words, what no honest host sends for this ticket; None if there is no such mistake.
@@ -33,36 +33,32 @@ def mistake_in(
     given out. `newest_version` is the newest that its worker was told of.
     """
     # other checks count on arrays of one length
-    mistake = next(_of_ticket_and_arrays(trajectory, ticket, vocab_size), None)
+    mistake = next(_check_ticket(trajectory, ticket, vocab_size), None)
     if mistake is not None:
         return mistake
     generated = np.flatnonzero(trajectory.loss_mask)
-    num_known = _num_known(trajectory, generated, ticket)
+    num_known = _count_known(trajectory, generated, ticket)
     versions = trajectory.policy_versions[generated[num_known:]].tolist()
     # lazily: a check can count on the checks before
     if config.is_agent:
-        parts = (
-            _of_segments(trajectory, config),
-            _of_range(versions, ticket.min_version, newest_version),
-            _of_times_of_calls(trajectory),
-        )
+        parts = (_check_segments(trajectory, config),)
     else:
         parts = (
-            _of_places(trajectory, generated, ticket, config),
-            _of_prefix(num_known, len(generated), ticket, config),
-            _of_range(versions, ticket.min_version, newest_version),
-            _of_order(versions),
-            _of_times_of_turns(trajectory),
+            _check_places(trajectory, generated, ticket, config),
+            _check_prefix(num_known, len(generated), ticket, config),
+            _check_order(versions),
         )
     mistakes = chain(
         *parts,
-        _of_values(trajectory, generated, vocab_size),
-        _of_ending(trajectory, len(generated), config),
+        _check_range(versions, ticket.min_version, newest_version),
+        _check_times(trajectory, config.is_agent),
+        _check_values(trajectory, generated, vocab_size),
+        _check_ending(trajectory, len(generated), config),
     )
     return next(mistakes, None)
 
 
-def _of_ticket_and_arrays(t: Trajectory, ticket: Ticket, vocab_size: int) -> Iterator[str]:
+def _check_ticket(t: Trajectory, ticket: Ticket, vocab_size: int) -> Iterator[str]:
     if (t.ticket_id, t.group_id) != (ticket.ticket_id, ticket.group_id):
         yield f"ticket {t.ticket_id} of group {t.group_id}, asked were {ticket.ticket_id} and {ticket.group_id}"
     if not 0 <= t.member - ticket.member < ticket.num_members:
@@ -75,7 +71,7 @@ def _of_ticket_and_arrays(t: Trajectory, ticket: Ticket, vocab_size: int) -> Ite
         yield f"tokens from {t.tokens.min()} to {t.tokens.max()}, not in 0 … {vocab_size - 1}"
 
 
-def _of_segments(t: Trajectory, config: Config) -> Iterator[str]:
+def _check_segments(t: Trajectory, config: Config) -> Iterator[str]:
     """Find segments that no calls of an agent make: each begins with a prompt, and ends with sampled tokens."""
     if sum(t.segment_lengths) != len(t.tokens) or min(t.segment_lengths, default=1) < 1:
         yield f"segments of {t.segment_lengths} tokens for {len(t.tokens)}"
@@ -88,7 +84,7 @@ def _of_segments(t: Trajectory, config: Config) -> Iterator[str]:
         yield f"{len(t.segment_lengths)} segments, {t.num_turns} turns and {t.num_generated} generated tokens"
 
 
-def _of_places(
+def _check_places(
     t: Trajectory, generated: np.ndarray, ticket: Ticket, config: Config
 ) -> Iterator[str]:
     length, num_generated = len(t.tokens), len(generated)
@@ -114,7 +110,7 @@ def _of_places(
         yield f"{t.num_turns} turns, {len(t.turns)} of them with times, not {least} to {most} by its tokens"
 
 
-def _num_known(t: Trajectory, generated: np.ndarray, ticket: Ticket) -> int:
+def _count_known(t: Trajectory, generated: np.ndarray, ticket: Ticket) -> int:
     """Return the number of generated tokens that are the ticket's prefix: all of it, or 0."""
     if ticket.prefix is None:
         return 0
@@ -126,7 +122,9 @@ def _num_known(t: Trajectory, generated: np.ndarray, ticket: Ticket) -> int:
     return len(places) if are_same else 0
 
 
-def _of_prefix(num_known: int, num_generated: int, ticket: Ticket, config: Config) -> Iterator[str]:
+def _check_prefix(
+    num_known: int, num_generated: int, ticket: Ticket, config: Config
+) -> Iterator[str]:
     if (
         ticket.prefix is not None
         and num_generated
@@ -136,7 +134,7 @@ def _of_prefix(num_known: int, num_generated: int, ticket: Ticket, config: Confi
         yield "another beginning than the ticket's"
 
 
-def _of_values(t: Trajectory, generated: np.ndarray, vocab_size: int) -> Iterator[str]:
+def _check_values(t: Trajectory, generated: np.ndarray, vocab_size: int) -> Iterator[str]:
     logprobs = t.behavior_logprobs[generated].tolist()
     total, least = sum(logprobs), -len(logprobs) * log(vocab_size) - MAX_SURPRISE
     if not total >= least or max(logprobs, default=0.0) > MAX_LOGPROB:  # NaN is not
@@ -147,17 +145,17 @@ def _of_values(t: Trajectory, generated: np.ndarray, vocab_size: int) -> Iterato
         yield "a version of a token that is not generated"
 
 
-def _of_range(versions: list[int], oldest: int, newest: int) -> Iterator[str]:
+def _check_range(versions: list[int], oldest: int, newest: int) -> Iterator[str]:
     if versions and not (oldest <= min(versions) and max(versions) <= newest):
         yield f"versions {min(versions)} … {max(versions)}, not from {oldest} at least to {newest} at most"
 
 
-def _of_order(versions: list[int]) -> Iterator[str]:
+def _check_order(versions: list[int]) -> Iterator[str]:
     if versions != sorted(versions):
         yield f"versions {versions[0]} … {versions[-1]}, not ascending"
 
 
-def _of_ending(t: Trajectory, num_generated: int, config: Config) -> Iterator[str]:
+def _check_ending(t: Trajectory, num_generated: int, config: Config) -> Iterator[str]:
     reason, has_ended = t.finish_reason, t.finish_reason in ("stop", "length")
     has_times = config.is_agent or len(t.turns) == t.num_turns
     if has_ended and not (num_generated and t.loss_mask[-1] and has_times):
@@ -179,17 +177,10 @@ def _of_ending(t: Trajectory, num_generated: int, config: Config) -> Iterator[st
         yield f"{len(t.failure)} characters of failure, {reason}"
 
 
-def _of_times_of_turns(t: Trajectory) -> Iterator[str]:
-    earlier = t.started_at
-    for later in (*chain.from_iterable(t.turns), t.ended_at):
-        if not 0 <= earlier - CLOCK_SLACK_S <= later < 1e11:  # or NaN
-            yield f"a time of {later:.17g} after {earlier:.17g}"
-        earlier = later
-
-
-def _of_times_of_calls(t: Trajectory) -> Iterator[str]:
-    """Find calls out of the time of their trajectory; several may be answered at once."""
-    for times in t.turns or ((t.started_at, t.ended_at),):
+def _check_times(t: Trajectory, is_agent: bool) -> Iterator[str]:
+    """Find times that are out of order. An agent's calls can overlap, so each has an order of its own."""
+    calls = t.turns if is_agent else [tuple(chain.from_iterable(t.turns))]
+    for times in calls or [()]:
         for earlier, later in pairwise((t.started_at, *times, t.ended_at)):
             if not 0 <= earlier - CLOCK_SLACK_S <= later < 1e11:  # or NaN
                 yield f"a time of {later:.17g} after {earlier:.17g}"

@@ -2,8 +2,8 @@
 
 Log-probs come from a forward pass without gradient, while the trainer has the version that all tokens of a response
 claim. Other responses come too late and are counted. With async_ratio 0 none does; in the default job 82% do, and all
-of a host that lags. Rewards of any version are scored again while the trainer trains. Environments cannot be played again,
-so their rewards count as not checked. trust.py checks every response for contradictions. Not stopped:
+of a host that lags. Rewards of any version are scored again while the trainer trains. Environments cannot be played
+again, so their rewards count as not checked. trust.py checks every response for contradictions. Not stopped:
 
 - A host that samples truly but chooses, for example the best of several responses. Seeds are assigned, but a response
   is not checked against its seed.
@@ -114,7 +114,7 @@ class Verifier:
     ) -> list[tuple[int, str]]:
         """Check a share of the responses of hosts since the last call; collective.
 
-        `answered` is of leaders, and passed `mistake_in`; `version` is that of the weights now. Return, on leaders, the
+        `answered` is of leaders, and passed `find_mistake`; `version` is that of the weights now. Return, on leaders, the
         worker of each lie and a description. False rewards are returned by a later call.
         """
         drawn_pairs = [(ticket, t) for ticket, t in answered if self.chooses(t)]

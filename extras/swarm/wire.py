@@ -144,22 +144,17 @@ FROM_HOST = (Join, Beat, Leave, Pull)
 # Bytes
 
 
-class Codec:
-    """Encodes messages, and decodes messages of some classes."""
+def encode(message: object) -> tuple[bytes, bytes]:
+    """Return a message's kind and fields."""
+    return type(message).__name__.encode(), plain.encode(message)
 
-    def __init__(self, received: tuple[type, ...]):
-        """`received` are the classes that may come from the other side."""
-        self._kinds = {kind.__name__.encode(): kind for kind in received}
 
-    def encode(self, message: object) -> tuple[bytes, bytes]:
-        """Return a message's kind and fields."""
-        return type(message).__name__.encode(), plain.encode(message)
-
-    def decode(self, kind: bytes, fields: bytes) -> object:
-        """Return the message. Raises ValueError for a kind that must not come, or for wrong fields."""
-        if kind not in self._kinds:
-            raise ValueError(f"a message of kind {kind[:40]!r}, not one of {sorted(self._kinds)}")
-        return plain.decode(self._kinds[kind], fields)
+def decode(kind: bytes, fields: bytes, classes: Iterable[type]) -> object:
+    """Return the message of one of these classes. Raises ValueError for another kind, or for wrong fields."""
+    kinds = {message_class.__name__.encode(): message_class for message_class in classes}
+    if kind not in kinds:
+        raise ValueError(f"a message of kind {kind[:40]!r}, not one of {sorted(kinds)}")
+    return plain.decode(kinds[kind], fields)
 
 
 def printable(text: str) -> str:

@@ -46,7 +46,7 @@ class HostWalk(Walk):
 
     def mistake(self, trajectory, episode):
         size = len(self.tokenizer)
-        return trust.mistake_in(trajectory, episode.ticket, self.config, NEWEST, size)
+        return trust.find_mistake(trajectory, episode.ticket, self.config, NEWEST, size)
 
 
 def test_every_honest_agent_passes_and_each_lie_about_its_segments_is_found():

@@ -20,7 +20,7 @@ from asyncrl.weights.transport import ParameterSpec, Staged
 from extras.swarm.delta import Snapshot, apply_delta, encode_delta
 from extras.swarm.pull import KEPT, MAX_READ, PullTransport
 from extras.swarm.puller import Puller
-from extras.swarm.snapshots import Folder, SnapshotWriter, cheapest_way, read_snapshot
+from extras.swarm.snapshots import Folder, SnapshotWriter, find_cheapest_way, read_snapshot
 from extras.swarm.wire import Piece
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -337,7 +337,7 @@ class Files(Trainer):
         for snapshot in self.snapshots[-6:]:
             base = self.draw.choice([None, *self.snapshots[-6:]])
             nodes = node_of(snapshot), base and node_of(base)
-            least, files = least_bytes(sizes, *nodes), cheapest_way(sizes, *nodes)
+            least, files = least_bytes(sizes, *nodes), find_cheapest_way(sizes, *nodes)
             assert least == (math.inf if files is None else sum(map(sizes.get, files)))
             try:
                 self.read(snapshot, base)
@@ -379,7 +379,9 @@ def test_files_lead_to_each_version_that_was_written_until_two_whole_ones_came_a
     assert disk.cat_file("disk://run/notes.txt")
     assert not files.listed_names() and not Disk.shows_unfinished
     ring = {f"{n}-{'0' * 16}_{1 - n}-{'0' * 16}.snapshot": 1 for n in (0, 1)}
-    assert cheapest_way(ring, f"0-{'0' * 16}", None) is None, "no ring of names holds the search"
+    assert find_cheapest_way(ring, f"0-{'0' * 16}", None) is None, (
+        "no ring of names holds the search"
+    )
 
 
 def test_a_slow_or_full_file_system_holds_no_step_and_weights_come_by_the_socket_meanwhile(

@@ -12,7 +12,7 @@ from programs import wait_until
 from asyncrl.config import SwarmOptions
 from asyncrl.controller.workers import WorkerDied
 from asyncrl.messages import Finished, Update
-from extras.swarm.delta import digest_of
+from extras.swarm.delta import compute_digest
 from extras.swarm.wire import Fetch, Piece, Pull, Welcome
 
 
@@ -28,7 +28,7 @@ def test_weights_come_slowly_while_tickets_go_on_and_are_loaded_only_then(tmp_pa
         wait_until(lambda: far.saw(Update))
         far.changes = lambda m: pulls.append(m) or [] if type(m) is Pull else [m]
         monkeypatch.setattr(
-            "extras.swarm.pull.digest_of", lambda p: is_open.wait(60) and digest_of(p)
+            "extras.swarm.pull.compute_digest", lambda p: is_open.wait(60) and compute_digest(p)
         )
         run.value_of = lambda version: version + 0.25
         run.step()
@@ -143,7 +143,7 @@ def test_a_host_with_wrong_weights_is_shut_out_and_the_run_is_told_when_it_was_t
         assert all(problem in str(host.end()) for host in (a, b))
 
 
-@pytest.mark.parametrize("function", ["digest_of", "encode_delta"])
+@pytest.mark.parametrize("function", ["compute_digest", "encode_delta"])
 def test_a_run_ends_with_the_first_error_of_what_it_does_beside_the_trainer_for_hosts(
     tmp_path, monkeypatch, function
 ):

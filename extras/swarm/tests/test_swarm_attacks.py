@@ -14,7 +14,7 @@ from trajectories import make_trajectory
 
 from asyncrl.messages import Finished, Probed, Ready, SampledTokens, Update, Updated
 from extras.swarm.hub import MAX_MESSAGE_BYTES
-from extras.swarm.wire import Codec, Fetched, Join, JoinAgain, Piece, Pull, Refused, Welcome
+from extras.swarm.wire import Fetched, Join, JoinAgain, Piece, Pull, Refused, Welcome, decode
 
 pack = msgspec.msgpack.encode
 UPDATED = Updated(0, 0.1, SampledTokens(), None)
@@ -127,7 +127,7 @@ def test_a_host_that_sends_what_no_honest_one_can_is_shut_out(run, capsys, kind,
 )
 def test_bytes_that_are_no_array_are_refused_before_memory_is_taken(array):
     with pytest.raises(ValueError, match=r"as many bytes|a broken Probed"):
-        Codec((Probed,)).decode(b"Probed", pack({"version": 1, "logprobs": [array], "decoded": []}))
+        decode(b"Probed", pack({"version": 1, "logprobs": [array], "decoded": []}), [Probed])
 
 
 def test_a_message_that_is_too_large_ends_the_connection_and_a_name_is_shown_in_one_line(

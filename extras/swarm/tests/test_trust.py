@@ -17,8 +17,8 @@ from asyncrl.records import Completion, Ticket, join_columns
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.environments import ENVIRONMENTS
 from extras.environments.multi_turn import EnvironmentPool, MultiTurn
-from extras.swarm.trust import mistake_in
-from extras.swarm.wire import Codec
+from extras.swarm.trust import find_mistake
+from extras.swarm.wire import decode, encode
 
 TOKENIZER = load_tokenizer(resolve_model("tiny", "guess_number"))
 VOCAB = len(TOKENIZER)
@@ -212,21 +212,21 @@ def kinds_of(trajectory, ticket, config):
 
 
 def test_honest_trajectories_pass_and_each_lie_about_them_is_found():
-    draw, codec, seen = random.Random(0), Codec((Finished,)), Counter()
+    draw, seen = random.Random(0), Counter()
     for _ in range(120):
         config = draw.choice([SINGLE, RESTART, SEVERAL])
         trajectory, ticket = run(config, draw)
         plain = pickle.dumps(trajectory)
-        assert codec.decode(*codec.encode(Finished([trajectory], None)))
+        assert decode(*encode(Finished([trajectory], None)), [Finished])
         for honest in ({}, {"ended_at": trajectory.ended_at - 0.5}):  # a clock was set back
             changed = replace(trajectory, **honest)
-            assert mistake_in(changed, ticket, config, NEWEST, VOCAB) is None
+            assert find_mistake(changed, ticket, config, NEWEST, VOCAB) is None
         for kind in kinds_of(trajectory, ticket, config):
             for number, lie in enumerate(LIES.get(kind, ())):
                 change = lie(trajectory) if callable(lie) else lie
                 changed = replace(trajectory, **change)
                 is_lie = pickle.dumps(changed) != plain
-                mistake = mistake_in(changed, ticket, config, NEWEST, VOCAB)
+                mistake = find_mistake(changed, ticket, config, NEWEST, VOCAB)
                 assert mistake or not is_lie, (kind, number, trajectory, ticket)
                 seen[kind, number] += is_lie
     assert len(seen) == sum(map(len, LIES.values())) and min(seen.values()) > 1
