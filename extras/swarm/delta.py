@@ -29,8 +29,8 @@ class Snapshot:
     digest: str
     payload: np.ndarray
     """[bytes] uint8, an even number."""
-    deltas: dict[tuple[int, str], bytes | None] = field(default_factory=dict)
-    """Deltas to it that were made, by version and digest of their base; None if the whole snapshot is smaller."""
+    deltas: dict[int, bytes | None] = field(default_factory=dict)
+    """Deltas to it that were made, by the version of their base; None if the whole snapshot is smaller."""
 
 
 def compute_digest(payload: np.ndarray) -> str:

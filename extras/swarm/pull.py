@@ -133,12 +133,12 @@ class PullTransport(Transport):
             new, old = self._kept.get(version), self._kept.get(base)
         if new is None:
             raise ValueError(f"no snapshot of version {version} is left")
-        if old is None or base == version:
-            return False, new.payload
-        way = base, old.digest
-        if way not in new.deltas:
-            new.deltas[way] = encode_delta(base, old.payload, new.payload)
-        delta = new.deltas[way]
+        # a delta that a host has begun to read stays when its base goes
+        if base not in new.deltas:
+            if old is None or base == version:
+                return False, new.payload
+            new.deltas[base] = encode_delta(base, old.payload, new.payload)
+        delta = new.deltas[base]
         return (False, new.payload) if delta is None else (True, delta)
 
     def check(self) -> None:

@@ -114,8 +114,8 @@ class Verifier:
     ) -> list[tuple[int, str]]:
         """Check a share of the responses of hosts since the last call; collective.
 
-        `answered` is of leaders, and passed `find_mistake`; `version` is that of the weights now. Return, on leaders, the
-        worker of each lie and a description. False rewards are returned by a later call.
+        `answered` is of leaders, without mistakes (trust.py); `version` is that of the weights now. Return, on leaders,
+        the worker of each lie and a description. False rewards are returned by a later call.
         """
         drawn_pairs = [(ticket, t) for ticket, t in answered if self.chooses(t)]
         in_time = [t for _, t in drawn_pairs if (t.policy_versions[t.loss_mask] == version).all()]
