@@ -385,29 +385,24 @@ class Config:
                     raise ValueError(mistake.format(c=self))
         return self
 
-    @property
+    @functools.cached_property
     def plugins(self) -> list[Plugin]:
-        """Return the plugins of the optional systems in use."""
-        modules = [extras.load(option) for option, is_used in self._extras.items() if is_used]
-        return [module.PLUGIN for module in modules if hasattr(module, "PLUGIN")]
-
-    @property
-    def _extras(self) -> dict[str, Any]:
-        """Whether each option that only an optional system knows is used, by its name in asyncrl/extras.py."""
-        return {
-            "--scheduling": self.is_baseline,
-            "--task agent": self.is_agent,
-            "--task environment": is_environment(self.task),
-            "--listen": self.listen,
-            # these two count without their option, too: the choices of routers, and what could be shared
-            "--optim.seq-aux-loss-coef": self.optim.seq_aux_loss_coef
-            or extras.find("--optim.seq-aux-loss-coef"),
-            "--share-prefix": self.share_prefix != "off" or extras.find("--share-prefix"),
-            "--router-replay": self.router_replay,
-            "--dtype float16": self.dtype == "float16",
-            "--record": self.record,
-            "--wandb": self.wandb != "disabled",
-        }
+        """The plugins of the optional systems in use. Raises ValueError for an option whose module is missing."""
+        return extras.find_plugins(
+            {
+                "--scheduling": self.is_baseline,
+                "--task agent": self.is_agent,
+                "--task environment": is_environment(self.task),
+                "--listen": self.listen,
+                "--optim.seq-aux-loss-coef": self.optim.seq_aux_loss_coef,
+                "--share-prefix": self.share_prefix != "off",
+                "--router-replay": self.router_replay,
+                "--dtype float16": self.dtype == "float16",
+                "--record": self.record,
+                "--wandb": self.wandb != "disabled",
+                "planning": False,
+            }
+        )
 
     def changed(self, values: dict[str, Any]) -> "Config":
         """Return the config with other values of options, by their names in OPTIONS."""

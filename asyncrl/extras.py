@@ -1,14 +1,15 @@
 """The one place where the system names optional systems: a table from option to module of extras/.
 
-A module is imported when its option is used. Its folder may be deleted: then the option ends in one line that says so.
-The last three modules have no option. A run uses them if it needs them and they are there.
+A module is imported when its option is used. If its folder is deleted, the option ends in one line that reports it.
 """
 
 import importlib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from asyncrl import ROOT
+from asyncrl.plugins import Plugin
 
 MODULES = {
     "--listen": "extras.swarm.node",
@@ -25,10 +26,22 @@ MODULES = {
     "--task agent": "extras.agents.worker",
     "--task environment": "extras.environments.option",
     "--resume on another number of nodes": "extras.redistribute",
-    "planning": "extras.planning.fit",
+    "planning": "extras.planning.option",
     "advice": "extras.planning.advice",
-    "conversation": "extras.conversation",
 }
+ALWAYS = ("--optim.seq-aux-loss-coef", "--share-prefix", "--record", "planning")
+"""Modules that every run uses if they are there, also without their option: they count the choices of routers, measure
+what sequences share, keep the batch of a step that fails, and plan memory."""
+
+
+def find_plugins(is_used: dict[str, Any]) -> list[Plugin]:
+    """Return the plugins of options in use, in their order. Raises ValueError if one is missing."""
+    modules = [
+        load(option) if used else find(option)
+        for option, used in is_used.items()
+        if used or option in ALWAYS
+    ]
+    return [module.PLUGIN for module in modules if module is not None]
 
 
 def load(option: str) -> ModuleType:

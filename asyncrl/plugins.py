@@ -5,19 +5,21 @@ use. A class that a plugin gives to the core overrides public names only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
-    from asyncrl.cluster.placement import WorkerSpec
+    from asyncrl.cluster.cluster import Cluster
+    from asyncrl.cluster.placement import Placement, WorkerSpec
     from asyncrl.config import Config, Rule
     from asyncrl.controller.controller import Controller
     from asyncrl.controller.tickets import TicketSource
     from asyncrl.controller.workers import Workers
     from asyncrl.engine.environments import Environments
-    from asyncrl.job.node import Follower, Leader
+    from asyncrl.job.node import Follower, Leader, Rank
     from asyncrl.records import Group
     from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
     from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence
@@ -52,14 +54,11 @@ class Plugin:
 
     # A task
 
-    def prepare_task(
-        self, name: str, seed: int, data_path: str | None, task_args: Iterable[str]
-    ) -> Callable[[], "Task"]:
-        """Return a function that makes the task of --task and reads its data.
+    def prepare_task(self, config: "Config") -> Callable[[], "Task"] | None:
+        """Return a function that makes the task and reads its data; None for a task of another kind.
 
-        Only a plugin of a kind of tasks is asked. Raises ValueError for a wrong name or argument.
+        Raises ValueError for a wrong name or argument.
         """
-        raise NotImplementedError
 
     def start_environments(self, spec: "WorkerSpec", tokenizer) -> "Environments | None":
         """Return the environments of a worker's task; None for the core's own."""
@@ -69,16 +68,50 @@ class Plugin:
     rollout_worker: ClassVar[type["RolloutWorker"] | None] = None
     """Acts on messages (`act`) and makes the episodes of a ticket (`make_episodes`)."""
 
+    def engine_options(self, on_cpu: bool) -> dict[str, Any]:
+        """Return more arguments of vLLM's engine. The process that starts the engine calls this."""
+        return {}
+
     # A run
 
     ranks: ClassVar[tuple[type["Leader"], type["Follower"]] | None] = None
     """Classes of a node's ranks: how they wait for a batch (`take_batch`) and start (`launch`)."""
+
+    def start_mirror(
+        self, config: "Config", run_path: Path, run_id: str, resumed_from: int | None
+    ) -> Any:
+        """Return a second place for metrics; None gives no such place. It has `log(metrics, step=)` and `finish()`.
+
+        The run is resumed from the step `resumed_from`, or new.
+        """
+
+    def fit_memory(
+        self, config: "Config", placement: "Placement", model_path: str, cluster: "Cluster"
+    ) -> "tuple[Config, Placement] | None":
+        """Return options and placement that fit the memory of a node's GPUs; collective on leaders.
+
+        Raises ValueError if no options fit. None changes nothing.
+        """
+
+    def limit_memory(self, rank: "Rank") -> None:
+        """Limit the memory that a rank takes of its GPU, before it takes any."""
 
     def check(self, config: "Config", hf_config: "PreTrainedConfig") -> None:
         """Raise ValueError, in one line, for a model that does not fit the options."""
 
     def on_batch(self, leader: "Leader", step: int, groups: list["Group"]) -> None:
         """Act on a batch before the step that trains on it."""
+
+    def keep_batch(
+        self, node: "Leader | Follower", policy: "Policy", step: int, groups: list["Group"] | None
+    ) -> str | None:
+        """Keep the batch of a step that failed, and return the end of its error, on rank 0; collective.
+
+        Leaders have the `groups` of their node. None keeps nothing.
+        """
+
+    def on_end(self, run_path: Path) -> None:
+        """Act after the last step, on rank 0."""
 
     def make_policy_plugin(self, policy: "Policy") -> "PolicyPlugin | None":
         """Return what changes the passes and updates of a policy; None changes nothing."""

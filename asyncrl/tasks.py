@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from itertools import islice
 from typing import Any
 
-from asyncrl import extras, user_code
-from asyncrl.config import AGENT, Config, flag, is_environment, read_arguments
+from asyncrl import user_code
+from asyncrl.config import Config, flag, read_arguments
 from data import TASKS
 from data.problem import Problem, Task, check_unicode
 from data.tables import RowTask
@@ -19,33 +19,24 @@ MAX_REASON = 300
 """Characters that an error quotes of foreign code's."""
 
 
-def load_task(
-    name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()
-) -> Task:
-    """The task of that name, with its data.
+def load_task(config: Config) -> Task:
+    """Return the task of a run, with its data.
 
     Raises ValueError, in one line, for a wrong name or argument, data that cannot be read, and errors of user code.
     """
-    return prepare_task(name, seed, data_path, task_args)()
-
-
-def task_of(config: Config) -> Task:
-    """The task of a run; see load_task."""
-    task = load_task(config.task, config.seed, config.data_path, config.task_args)
+    task = prepare_task(config)()
     return LimitedTask(config, task) if user_code.is_user_code(config.task) else task
 
 
-def prepare_task(
-    name: str, seed: int, data_path: str | None = None, task_args: Iterable[str] = ()
-) -> Callable[[], Task]:
-    """A function that makes the task and reads its data. Raises ValueError for a wrong name or argument."""
-    if name.startswith(AGENT) or is_environment(name):
-        plugin = extras.load(
-            "--task agent" if name.startswith(AGENT) else "--task environment"
-        ).PLUGIN
-        return plugin.prepare_task(name, seed, data_path, task_args)
+def prepare_task(config: Config) -> Callable[[], Task]:
+    """Return a function that makes the task and reads its data. Raises ValueError for a wrong name or argument."""
+    for plugin in config.plugins:
+        make_task = plugin.prepare_task(config)
+        if make_task is not None:
+            return make_task
+    name, task_args = config.task, config.task_args
     task_class = _task_class(name)
-    given = {"seed": seed, "data_path": data_path}
+    given = {"seed": config.seed, "data_path": config.data_path}
     if user_code.is_user_code(name):
         return functools.partial(UserTask, name, with_arguments(task_class, name, task_args, given))
     return with_arguments(task_class, name, task_args, given | {"name": name.partition(":")[2]})

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.job.node import Follower, Leader
 from asyncrl.plugins import Plugin
 from asyncrl.records import Group
 from asyncrl.runlog.header import read_header, write_header
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.plain import decode, encode
 
-# The policy imports transformers for seconds, and a recorded run starts its workers before.
+# These import torch and transformers for seconds, and every command line imports this file.
 if TYPE_CHECKING:
+    from asyncrl.job.node import Follower, Leader
     from asyncrl.trainer.policy import Policy
 
 
@@ -61,24 +61,6 @@ def read_batch(path: Path, step: int) -> list[Group]:
     return batch.groups
 
 
-def keep(node: Follower | Leader, policy: "Policy", step: int, groups: list[Group] | None) -> str:
-    """Keep the batch on which a step failed, of which leaders have `groups`, and the weights before it; collective.
-
-    Returns what the error is to say of that, on rank 0.
-    """
-    from asyncrl.trainer.checkpoint import save_weights
-
-    path = node.run.path / f"failed_step_{step}" if node.cluster.is_first else None
-    try:
-        save_weights(policy, str(path / "weights") if path else "")
-        groups_of_nodes = node.cluster.gather(groups) if node.cluster.is_leader else []
-        if path:
-            _write_recording(path, step, list(itertools.chain(*groups_of_nodes)))
-    except OSError as failure:
-        return f"; its batch could not be kept: {failure}"
-    return f"; train on its batch again: python scripts/replay.py {path}" if path else ""
-
-
 def _write_recording(path: Path, step: int, groups: list[Group]) -> None:
     """Make a recording, as of a run with --record, of one step whose weights are in `path`/weights, below the run."""
     write_batch(batch_path(path, step), step, groups)
@@ -90,12 +72,36 @@ def _write_recording(path: Path, step: int, groups: list[Group]) -> None:
 
 
 class RecordingPlugin(Plugin):
-    """What --record changes."""
+    """Keeps every batch with --record, and always the batch of a step that fails."""
 
-    def on_batch(self, leader: Leader, step: int, groups: list[Group]) -> None:
+    def on_batch(self, leader: "Leader", step: int, groups: list[Group]) -> None:
         """Write what is trained on to the run directory."""
-        leader.clock.enter("save")
-        write_batch(batch_path(leader.run.path, step), step, groups)
+        if leader.config.record:
+            leader.clock.enter("save")
+            write_batch(batch_path(leader.run.path, step), step, groups)
+
+    def keep_batch(
+        self,
+        node: "Follower | Leader",
+        policy: "Policy",
+        step: int,
+        groups: list[Group] | None,
+    ) -> str:
+        """Keep the batch on which a step failed, of which leaders have `groups`, and the weights before it; collective.
+
+        Return the end of the error, on rank 0.
+        """
+        from asyncrl.trainer.checkpoint import save_weights
+
+        path = node.run.path / f"failed_step_{step}" if node.cluster.is_first else None
+        try:
+            save_weights(policy, str(path / "weights") if path else "")
+            groups_of_nodes = node.cluster.gather(groups) if node.cluster.is_leader else []
+            if path:
+                _write_recording(path, step, list(itertools.chain(*groups_of_nodes)))
+        except OSError as failure:
+            return f"; its batch could not be kept: {failure}"
+        return f"; train on its batch again: python scripts/replay.py {path}" if path else ""
 
 
 PLUGIN = RecordingPlugin()

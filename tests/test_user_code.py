@@ -9,7 +9,7 @@ from user_files import ENVIRONMENT, TASK, chat_tokenizer, write_jsonl, write_use
 
 from asyncrl import user_code
 from asyncrl.config import Config
-from asyncrl.tasks import load_task, score_of, task_of
+from asyncrl.tasks import load_task, prepare_task, score_of
 from data.problem import Problem
 from extras.environments.task import prepare_environment
 
@@ -114,7 +114,9 @@ def test_a_module_of_a_user_under_a_name_of_ours_is_refused_by_its_file(tmp_path
 
 def test_a_users_task_is_made_with_seed_data_and_arguments_and_scores_by_its_text_alone(tmp_path):
     text = f"{write_user_code(tmp_path, TASK)}:Double"
-    task = load_task(text, 3, "here", ("factor=3", "words={} x {} ="))
+    task = load_task(
+        Config(task=text, seed=3, data_path="here", task_args=("factor=3", "words={} x {} ="))
+    )
     problem = task.train_problem(0)
     assert problem == Problem("3 x 6 =", "18")
     held_out = {problem.prompt for problem in task.eval_problems(100)}
@@ -140,7 +142,7 @@ class Hanging:
 
 def test_problems_of_a_users_task_must_come_in_time(tmp_path):
     name = f"{write_user_code(tmp_path, HANGING)}:Hanging"
-    task = task_of(Config(task=name, env_timeout_s=0.2))
+    task = load_task(Config(task=name, env_timeout_s=0.2))
     line = "problem 17 is not there after 0.2 s; fix it, or raise --env-timeout-s"
     with pytest.raises(ValueError) as caught:
         task.train_problem(17)
@@ -151,7 +153,7 @@ def test_a_users_environment_takes_arguments_asks_and_rewards(tmp_path):
     turns = "class Echo(gymnasium.Env):\n    def __init__(self, turns: int = 3):\n        self.most = turns\n"
     source = ENVIRONMENT.replace("class Echo(gymnasium.Env):", turns)
     name = f"environment:{write_user_code(tmp_path, source)}:Echo"
-    task = load_task(name, 0, None, ("turns=5",))
+    task = prepare_task(Config(task=name, task_args=("turns=5",)))()
     environment = prepare_environment(name, ("turns=7",))()
     assert environment.most == 7
     problem = task.train_problem(0)
@@ -170,7 +172,9 @@ PROMPTS = {row["prompt"] for row in ROWS}
 
 
 def jsonl(path: Path, rows=ROWS, *task_args):
-    return load_task("jsonl", 0, str(write_jsonl(path, rows)), task_args)
+    return load_task(
+        Config(task="jsonl", data_path=str(write_jsonl(path, rows)), task_args=task_args)
+    )
 
 
 def prompts_of(task) -> tuple[set[str], set[str]]:
@@ -195,7 +199,9 @@ def test_held_out_rows_may_have_a_file_of_their_own_or_one_by_its_name(tmp_path)
     (tmp_path / "parts").mkdir()
     for name, rows in (("train-0", ROWS[:20]), ("train-1", ROWS[20:30]), ("validation", ROWS[30:])):
         write_jsonl(tmp_path / "parts" / f"{name}.jsonl", rows)
-    assert prompts_of(load_task("jsonl", 0, str(tmp_path / "parts"))) == expected
+    assert (
+        prompts_of(load_task(Config(task="jsonl", data_path=str(tmp_path / "parts")))) == expected
+    )
 
 
 @pytest.mark.parametrize("has_parts", [False, True])
@@ -208,7 +214,7 @@ def test_rows_of_parquet_and_of_saved_datasets_with_parts_are_read_too(tmp_path,
         table.train_test_split(10).save_to_disk(path)
     else:
         table.to_parquet(path)
-    train, held_out = prompts_of(load_task("jsonl", 0, path))
+    train, held_out = prompts_of(load_task(Config(task="jsonl", data_path=path)))
     assert train | held_out == PROMPTS and (len(held_out) == 10 or not has_parts)
 
 

@@ -54,16 +54,16 @@ def ask_task(
     from asyncrl.config import Config
     from asyncrl.controller.prompts import PromptSource
     from asyncrl.engine.score import load_scorer
-    from asyncrl.tasks import encode, load_task, task_of
+    from asyncrl.tasks import encode, load_task, prepare_task
     from asyncrl.user_code import with_absolute_paths
 
     options = {"task_args": tuple(task_args), "data_path": data_path, "reward": tuple(reward)}
     config = Config(task=task, **options, max_prompt_tokens=512)
     config = with_absolute_paths(config)
-    made = task_of(config)
+    made = load_task(config)
     problems = [*(made.train_problem(index) for index in range(6)), *made.eval_problems(3)]
     if config.is_multi_turn:
-        load_task(config.task, 0, None, task_args).first_observation(problems[0])
+        prepare_task(config)().first_observation(problems[0])
         return
     prompts = PromptSource(
         made.train_problem,

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from setproctitle import setproctitle
 
-from asyncrl import extras
 from asyncrl.cluster.gpus import list_gpus
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.cluster.processes import (
@@ -147,8 +146,8 @@ def engine_options(spec: WorkerSpec) -> dict:
         "weight_transfer_config": {"backend": spec.transport},
         "worker_extension_cls": "asyncrl.engine.extension.EngineExtension",
     }
-    if config.router_replay:
-        options |= extras.load("--router-replay").engine_options(on_cpu)
+    for plugin in config.plugins:
+        options |= plugin.engine_options(on_cpu)
     if on_cpu:
         return options | {
             "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,

@@ -235,16 +235,16 @@ def _with_dtype(rank: Rank, model_path: str, num_parameters: int) -> Config:
 
 def _fit_memory(rank: Rank, config: Config, model_path: str) -> tuple[Config, Placement]:
     """Return options and placement that fit the memory of the node's GPUs; collective on leaders."""
-    planning = extras.find("planning")
     if rank.device.type == "cpu":
         return config, rank.placement
-    if planning is None:
-        line = (
-            "memory: not planned, as extras/planning is missing; --save-memory auto saves nothing"
+    given = (config, rank.placement, model_path, rank.cluster)
+    fitted = last_part((plugin.fit_memory(*given) for plugin in config.plugins), None)
+    if fitted is None:
+        print(
+            "memory: not planned, as extras/planning is missing; --save-memory auto saves nothing",
+            flush=True,
         )
-        print(line, flush=True)
-        return config, rank.placement
-    return planning.fit(config, rank.placement, model_path, rank.cluster)
+    return fitted or (config, rank.placement)
 
 
 def _show(cluster: Cluster, placement: Placement, model_path: str) -> None:

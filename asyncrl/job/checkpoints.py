@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import psutil
 import torch.distributed as dist
 
-from asyncrl import extras
 from asyncrl.cluster.cluster import on_first_rank
 from asyncrl.cluster.processes import (
     STOP_SIGNALS,
@@ -27,6 +26,7 @@ from asyncrl.cluster.processes import (
 from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
 from asyncrl.job.resume import resume_command
+from asyncrl.plugins import last_part
 from asyncrl.records import Group
 from asyncrl.runlog.manifest import rename_newer
 from asyncrl.trainer.checkpoint import (
@@ -126,10 +126,9 @@ class Checkpoints:
         try:
             yield
         except NotFinite as error:
-            recording = extras.find("--record")
-            where = "; its batch is not kept, as extras/recording.py is missing"
-            if recording is not None:
-                where = recording.keep(self.node, self.policy, step, groups)
+            plugins = self.node.config.plugins
+            kept = (plugin.keep_batch(self.node, self.policy, step, groups) for plugin in plugins)
+            where = last_part(kept, "; its batch is not kept, as extras/recording.py is missing")
             raise RuntimeError(f"{error}{where}") from error
 
     def save_if_due(self, step: int, publisher: Publisher) -> None:

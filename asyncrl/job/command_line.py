@@ -256,7 +256,7 @@ def check(config: Config) -> None:
         try_loss(loss)
     try_estimator(config)
     try_optimizer(config)
-    prepare_task(config.task, config.seed, config.data_path, config.task_args)
+    prepare_task(config)
     if config.reward or not config.is_multi_turn:
         load_scorer(config.task, config.reward)
     user_code.files(user_code.user_code_names(config))

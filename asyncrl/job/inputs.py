@@ -9,7 +9,7 @@ from asyncrl.controller.tickets import TicketSource
 from asyncrl.engine.score import load_scorer
 from asyncrl.job import command_line
 from asyncrl.plugins import last_part
-from asyncrl.tasks import encode, task_of
+from asyncrl.tasks import encode, load_task
 from asyncrl.user_code import user_code_names
 from asyncrl.weights.models import load_tokenizer
 from data.problem import Task
@@ -17,7 +17,7 @@ from data.problem import Task
 
 def read_task(config: Config, cluster: Cluster) -> Task:
     """Return the task. Raises ValueError for a row that cannot be scored."""
-    task = task_of(config)
+    task = load_task(config)
     if task.summary and cluster.is_first:
         print(task.summary, flush=True)
     if config.reward or config.task == "jsonl":
@@ -95,7 +95,7 @@ def try_copies(config: Config) -> None:
         if texts:
             command_line.check(config)
         if config.task in texts:
-            task_of(config).train_problem(0)
+            load_task(config).train_problem(0)
     except ValueError as error:
         raise ValueError(
             f"{error}; a run loads copies of user code, and data beside it are not copied: give their absolute paths"

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.cores import leave_cores
 from asyncrl.cluster.node_watch import NodeWatch
@@ -94,9 +93,8 @@ class Rank:
                 options.reverse()  # the last of two counts
             torch._C._accelerator_setAllocatorSettings(",".join(filter(None, options)))
             torch.cuda.set_device(self.device)
-            planning = extras.find("planning")
-            if planning is not None:
-                planning.leave_room(self)
+            for plugin in self.config.plugins:
+                plugin.limit_memory(self)
 
     def wait_together(self, wait: Callable[[], Any]) -> Any:
         """Return the result of `wait()` on a leader, and None on other ranks; collective.

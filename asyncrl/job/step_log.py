@@ -1,6 +1,5 @@
 """What a run writes and prints about every step: rank 0 for all nodes, the other leaders their own events."""
 
-from asyncrl import extras
 from asyncrl.cluster.processes import freeze_garbage
 from asyncrl.config import GROUP_ADVANTAGES
 from asyncrl.controller.failures import Failures
@@ -172,8 +171,6 @@ def print_time_shares(node: Follower | Leader) -> None:
         for worker, spent in node.controller.journal.worker_time().items():
             print(describe(f"worker {worker}", spent))
     if node.cluster.is_first:
-        if extras.find("advice") is not None:
-            print(
-                f"for advice on α and the split of devices: python scripts/advise.py {node.run.path}"
-            )
+        for plugin in node.config.plugins:
+            plugin.on_end(node.run.path)
         print(f"finished: {node.run.path}", flush=True)

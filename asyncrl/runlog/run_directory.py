@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from asyncrl import extras
 from asyncrl.config import Config
+from asyncrl.plugins import last_part
 from asyncrl.runlog.header import make_header, write_header
 from asyncrl.runlog.manifest import read_run_id
 from asyncrl.runlog.record_file import RecordFile
@@ -64,7 +64,7 @@ class RunDirectory:
         self.config = with_copied_files(config, self.path / "code") if resumed is None else config
         self._is_first = not node_folder
         self._resumed = resumed
-        self._wandb = None
+        self._mirror = None
         if resumed is None and self._is_first:
             run_id = secrets.token_hex(8)
         self.run_id = run_id if resumed is None else self._check_records(run_id)
@@ -104,13 +104,13 @@ class RunDirectory:
         return recorded_id
 
     def _begin(self) -> None:
-        """Write run.json, and begin or continue the run at Weights & Biases."""
+        """Write run.json, and begin or continue the mirror of the metrics."""
         step = None if self._resumed is None else self._resumed["step"]
         header = write_header(self.path / "run.json", self._header, step)
-        if self._is_first and self.config.wandb != "disabled":
-            self._wandb = extras.load("--wandb").start(
-                self._config_as_given, self.path, header["wandb_id"], step
-            )
+        if self._is_first:
+            given = (self._config_as_given, self.path, header["wandb_id"], step)
+            mirrors = (plugin.start_mirror(*given) for plugin in self.config.plugins)
+            self._mirror = last_part(mirrors, None)
 
     def truncate_records(self) -> None:
         """Truncate the records of a resumed run to its checkpoint, then write the buffered lines.
@@ -145,8 +145,8 @@ class RunDirectory:
     def log_metrics(self, metrics: dict[str, float]) -> None:
         """Append one step's metrics."""
         self._files["metrics"].append(metrics)
-        if self._wandb is not None:
-            self._wandb.log(metrics, step=int(metrics["step"]))
+        if self._mirror is not None:
+            self._mirror.log(metrics, step=int(metrics["step"]))
 
     def record(self, event: str, **fields) -> None:
         """Append an event, stamped with the time."""
@@ -157,7 +157,7 @@ class RunDirectory:
         self._files["samples"].append(fields)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Record the end of the run, with the error that caused it. Then close all files and the wandb run.
+        """Record the end of the run, with the error that caused it. Then close all files and the mirror.
 
         A resume that ends before `truncate_records` leaves the records unchanged.
         """
@@ -167,8 +167,8 @@ class RunDirectory:
         )
         for file in self._files.values():
             file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        if self._mirror is not None:
+            self._mirror.finish()
 
 
 def _make_directory(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from asyncrl import user_code
-from asyncrl.config import read_arguments
+from asyncrl.config import Config, read_arguments
 from data.problem import Problem, Task
 from data.tables import Rows, RowTask, load_splits, placed
 from extras.agents import verifiers_task
@@ -54,18 +54,16 @@ def read_row(row: dict, place: str) -> Problem:
     return Problem(text, text, environment_seed=0)
 
 
-def prepare_task(
-    name: str, seed: int, data_path: str | None, task_args: Iterable[str]
-) -> Callable[[], Task]:
+def prepare_task(config: Config) -> Callable[[], Task]:
     """Return a function that makes the task of agents and reads its problems.
 
     Raises ValueError for an agent that cannot be run, for problems that are not there, and for a wrong argument.
     """
+    name, task_args = config.task, config.task_args
     if name.startswith(verifiers_task.PREFIX):
         environment = verifiers_task.load_environment(name, task_args)
-        return functools.partial(
-            AgentTask, seed, verifiers_task.splits_of(environment, name), f"rows of {name}"
-        )
+        splits = verifiers_task.splits_of(environment, name)
+        return functools.partial(AgentTask, config.seed, splits, f"rows of {name}")
     make_problems = None
     if user_code.is_user_code(name):
         function = user_code.load(name)
@@ -79,27 +77,24 @@ def prepare_task(
             shlex.split(name)
         except ValueError as error:
             raise ValueError(f"--task {name}: {error}; write it as a shell would read it") from None
-    if data_path is None and make_problems is None:
+    if config.data_path is None and make_problems is None:
         raise ValueError(
             f"--task {name} has no problems; give --data-path, or write `def problems(seed)` in the agent's file"
         )
     parameters = inspect.signature(AgentTask, eval_str=True).parameters.values()
     options = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     arguments = read_arguments("task-args", task_args, f"--task {name}", options)
-    return functools.partial(_read, name, seed, data_path, make_problems, arguments)
+    return functools.partial(_read, config, make_problems, arguments)
 
 
 def _read(
-    name: str,
-    seed: int,
-    data_path: str | None,
+    config: Config,
     make_problems: Callable[[int], Iterable[dict]] | None,
     arguments: dict[str, Any],
 ) -> AgentTask:
-    if data_path is not None:
-        return AgentTask(seed, load_splits(data_path), data_path, **arguments)
-    with user_code.errors_as_value_error(name):
-        rows = list(itertools.islice(make_problems(seed), MAX_PROBLEMS))
-    return AgentTask(
-        seed, {"": placed(rows, f"problems of {name}")}, f"problems of {name}", **arguments
-    )
+    if config.data_path is not None:
+        return AgentTask(config.seed, load_splits(config.data_path), config.data_path, **arguments)
+    with user_code.errors_as_value_error(config.task):
+        rows = list(itertools.islice(make_problems(config.seed), MAX_PROBLEMS))
+    source = f"problems of {config.task}"
+    return AgentTask(config.seed, {"": placed(rows, source)}, source, **arguments)

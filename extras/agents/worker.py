@@ -1,6 +1,6 @@
 """The rollout worker of agents: it serves an OpenAI endpoint, and runs an agent for each ticket."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from asyncrl import user_code
 from asyncrl.cluster.placement import WorkerSpec
@@ -78,11 +78,9 @@ class AgentPlugin(Plugin):
     rules = RULES
     rollout_worker = AgentWorker
 
-    def prepare_task(
-        self, name: str, seed: int, data_path: str | None, task_args: Iterable[str]
-    ) -> Callable[[], Task]:
+    def prepare_task(self, config: Config) -> Callable[[], Task]:
         """Return a function that makes the task. Raises ValueError for a wrong name or argument."""
-        return prepare_task(name, seed, data_path, task_args)
+        return prepare_task(config)
 
     def start_environments(self, spec: WorkerSpec, tokenizer) -> Agents:
         """Return what the agents of a worker share.

@@ -3,7 +3,7 @@
 Importing this costs little. The worker's part imports the engine's.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asyncrl.plugins import Plugin
@@ -11,6 +11,7 @@ from extras.environments.task import prepare_task
 
 if TYPE_CHECKING:
     from asyncrl.cluster.placement import WorkerSpec
+    from asyncrl.config import Config
     from asyncrl.engine.environments import Environments
     from data.problem import Task
 
@@ -18,11 +19,9 @@ if TYPE_CHECKING:
 class EnvironmentPlugin(Plugin):
     """What a task that is an environment changes."""
 
-    def prepare_task(
-        self, name: str, seed: int, data_path: str | None, task_args: Iterable[str]
-    ) -> Callable[[], "Task"]:
+    def prepare_task(self, config: "Config") -> Callable[[], "Task"]:
         """Return a function that makes the task. Raises ValueError for a wrong name or argument."""
-        return prepare_task(name, seed, task_args)
+        return prepare_task(config.task, config.seed, config.task_args)
 
     def start_environments(self, spec: "WorkerSpec", tokenizer) -> "Environments":
         """Return the environments of a worker's task."""

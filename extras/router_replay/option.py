@@ -44,17 +44,16 @@ RULES: list[Rule] = [
 ]
 
 
-def engine_options(on_cpu: bool) -> dict:
-    """Return vLLM's engine arguments; called in the process that starts the engine."""
-    from extras.router_replay import engine
-
-    return engine.engine_options(on_cpu)
-
-
 class ReplayPlugin(Plugin):
     """What --router-replay changes."""
 
     rules = RULES
+
+    def engine_options(self, on_cpu: bool) -> dict:
+        """Return vLLM's engine arguments, by which it returns the experts of each token."""
+        from extras.router_replay import engine
+
+        return engine.engine_options(on_cpu)
 
     def check(self, config: Config, hf_config: "PreTrainedConfig") -> None:
         """Raise ValueError, in one line, for a model whose routers are not known."""

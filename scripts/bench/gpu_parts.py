@@ -175,7 +175,7 @@ def bare(setup: Setup) -> dict:
     ):
         options.pop(ours, None)
     llm = LLM(**options)
-    task, tokenizer = load_task(config.task, 0), load_tokenizer(config.model)
+    task, tokenizer = load_task(config), load_tokenizer(config.model)
     params = SamplingParams(
         temperature=1.0, max_tokens=config.max_response_tokens, detokenize=False
     )

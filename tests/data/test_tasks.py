@@ -46,10 +46,10 @@ SPLITS = {
 def load(name, seed, folder):
     """A task; gsm8k has rows of its own."""
     if name != "gsm8k":
-        return load_task(name, seed)
+        return load_task(Config(task=name, seed=seed))
     for split, rows in ROWS_OF.items():
         write_jsonl(folder / f"{split}.jsonl", rows)
-    return load_task(name, seed, str(folder))
+    return load_task(Config(task=name, seed=seed, data_path=str(folder)))
 
 
 def asked(task, name, problem):
@@ -170,9 +170,9 @@ def test_rows_that_a_name_calls_held_out_are_never_trained_on_in_any_form(write,
         write(folder, parts)
         if num_trained is None and write is write_folders:
             with pytest.raises(ValueError, match="it has the folders contest, latest; give one"):
-                load_task("jsonl", 0, str(folder))
+                load_task(Config(task="jsonl", data_path=str(folder)))
             continue
-        task = load_task("jsonl", 0, str(folder))
+        task = load_task(Config(task="jsonl", data_path=str(folder)))
         trained = Counter(problem.prompt.rpartition(" ")[0] for problem in task.train)
         if num_trained is not None:
             assert [trained[name] for name in names] == num_trained
@@ -197,7 +197,10 @@ ANSWERS = [
 @pytest.mark.parametrize(("name", "text"), ANSWERS)
 def test_a_reward_gets_what_the_file_has(name, text, tmp_path):
     (tmp_path / name).write_text(text)
-    given = [json.loads(p.answer) for p in load_task("jsonl", 0, str(tmp_path / name)).rows]
+    given = [
+        json.loads(p.answer)
+        for p in load_task(Config(task="jsonl", data_path=str(tmp_path / name))).rows
+    ]
     if name.endswith("csv"):
         expected = list(csv.DictReader(text.splitlines()))
     elif text.startswith("["):
@@ -214,10 +217,12 @@ def test_a_file_of_held_out_rows_replaces_those_of_the_table_and_is_what_its_opt
             [{"prompt": f"{name} {i}", "answer": "1"} for i in range(5)],
         )
     file = write_jsonl(tmp_path / "train_too.jsonl", [{"prompt": "other", "answer": "1"}])
-    task = load_task("jsonl", 0, str(tmp_path / "d"), [f"test={file}"])
+    task = load_task(
+        Config(task="jsonl", data_path=str(tmp_path / "d"), task_args=(f"test={file}",))
+    )
     assert {problem.prompt for problem in task.train} == {f"train {i}" for i in range(5)}
     assert [problem.place for problem in task.held_out] == [f"{file}, row 0"]
-    alone = load_task("jsonl", 0, str(tmp_path / "d" / "val.jsonl"))
+    alone = load_task(Config(task="jsonl", data_path=str(tmp_path / "d" / "val.jsonl")))
     assert len(alone.rows) == 5 and alone.train[0].place.startswith(f"{tmp_path}/d/val.jsonl, row ")
 
 
@@ -228,7 +233,7 @@ def encoded(tmp_path, row, *task_args, change=None):
     """The text of the prompt of a row, and its tokens."""
     rows = [{"prompt": "other", "answer": "1"}] * 3 + [{"answer": "1"} | row]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    task = load_task("jsonl", 0, str(path), task_args)
+    task = load_task(Config(task="jsonl", data_path=str(path), task_args=tuple(task_args)))
     tokenizer = chat_tokenizer()
     if change is not None:
         change(tokenizer)
@@ -294,14 +299,15 @@ def test_a_plain_prompt_ends_as_the_row_does_whatever_the_tokenizer_puts_behind_
 OFFLINE = """
 from pathlib import Path
 import datasets
+from asyncrl.config import Config
 from asyncrl.tasks import load_task
 try:
-    load_task("gsm8k", 0)
+    load_task(Config(task="gsm8k"))
 except ValueError as error:
     print(error)
 for name, rows in {rows}.items():
     datasets.Dataset.from_list(rows).to_parquet({part!r} + f"/{{name}}-00000-of-00001.parquet")
-print(len(load_task("gsm8k", 0).eval_problems(100)))
+print(len(load_task(Config(task="gsm8k")).eval_problems(100)))
 """
 
 
@@ -357,7 +363,7 @@ def test_the_number_of_a_response_that_counts_is_the_boxed_or_the_last_one(
 
 def test_reasoning_gym_scores_what_stands_between_its_tags():
     name = "reasoning_gym:basic_arithmetic"
-    task, score = load_task(name, seed=0), score_of(name)
+    task, score = load_task(Config(task=name)), score_of(name)
     for problem in map(task.train_problem, range(20)):
         right = json.loads(problem.answer)["answer"]
         assert score(problem.answer, f"so <answer>{right}</answer>") == 1.0

@@ -25,7 +25,7 @@ from asyncrl.job.assemble import start_node
 from asyncrl.job.inputs import check_model, make_tickets
 from asyncrl.job.node import Rank
 from asyncrl.runlog.manifest import Checkpoint
-from asyncrl.tasks import task_of
+from asyncrl.tasks import load_task
 from asyncrl.trainer.families import CPU_HEAD_SIZES, check_engine, longest_sequence
 from asyncrl.weights.models import resolve_model
 
@@ -34,7 +34,7 @@ from asyncrl.weights.models import resolve_model
 def test_a_group_is_one_ticket_exactly_without_replication(replicate_prompts):
     config = Config(replicate_prompts=replicate_prompts, group_size=3)
     model_path = resolve_model(config.model, config.task)
-    tickets = make_tickets(config, Cluster(), model_path, task_of(config)).for_group(0, 0, 0)
+    tickets = make_tickets(config, Cluster(), model_path, load_task(config)).for_group(0, 0, 0)
     assert [ticket.num_members for ticket in tickets] == ([1, 1, 1] if replicate_prompts else [3])
 
 
@@ -284,7 +284,7 @@ def test_a_resumed_run_takes_the_rows_that_it_began_with_from_anywhere_and_no_ot
     rows = [{"prompt": f"a{i:02d} =", "answer": "x"} for i in range(40)]
     config = Config(task="jsonl", data_path=str(write_jsonl(tmp_path / "begun.jsonl", rows)))
     model_path = resolve_model(config.model, config.task)
-    begun = make_tickets(config, Cluster(), model_path, task_of(config)).prompts.digest
+    begun = make_tickets(config, Cluster(), model_path, load_task(config)).prompts.digest
     nodes = [{"probe": {}, "records": {}, "problems": begun}]
     resumed = Checkpoint(tmp_path, [], "id", 3, "a digest", nodes, [])
     changed = [rows[0] | {"answer": "y"}, *rows[1:]]
