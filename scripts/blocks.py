@@ -5,13 +5,13 @@ another number than the records: tests/test_docs.py makes all blocks again and c
 """
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from algos import LOSSES
-from asyncrl.config import OPTIONS, Config, allowed_values
-from asyncrl.job.command_line import option_texts
+from asyncrl.config import OPTIONS, allowed_values
 from asyncrl.trainer.loss import keywords_of
 from scripts.bench import gpu as gpu_bench
 from scripts.bench import rollout as rollout_bench
@@ -65,19 +65,18 @@ def predictions() -> str:
 
 def options() -> str:
     """Return all options in their groups, and the keyword arguments of the losses."""
-    rows_by_title = {}
-    for title, name, text in option_texts(Config):
-        if title:
-            rows = rows_by_title[title] = []
-            continue
-        option = OPTIONS[name]
-        meaning = " ".join(text.split()).replace("|", "\\|")
-        allowed = allowed_values(option.kind)
-        rows.append([f"`{option.flag}`", f"`{option.shown_default}`", allowed, meaning])
-    blocks = [
-        f"**{title}**\n\n{table('option | default | allowed | meaning', rows)}\n"
-        for title, rows in rows_by_title.items()
-    ]
+    blocks = []
+    for part, declared in itertools.groupby(OPTIONS.values(), lambda option: option.part):
+        rows = [
+            [
+                f"`{option.flag}`",
+                f"`{option.shown_default}`",
+                allowed_values(option.kind),
+                option.text.replace("|", "\\|"),
+            ]
+            for option in declared
+        ]
+        blocks.append(f"**{part}**\n\n{table('option | default | allowed | meaning', rows)}\n")
     keywords = []
     for algo, loss in LOSSES.items():
         shown = [f"`{keyword.name}={keyword.default}`" for keyword in keywords_of(loss)]

@@ -4,9 +4,8 @@ User code (FILE.py:NAME) is found and tried here, before anything heavy starts. 
 for each part of Config.
 """
 
-import inspect
+import itertools
 import os
-import re
 import sys
 import textwrap
 from dataclasses import dataclass, replace
@@ -32,15 +31,12 @@ from asyncrl.config import (
 from asyncrl.engine.score import load_scorer
 from asyncrl.tasks import prepare_task
 
-_FIELD = re.compile(r'^    # (.+)$|^    (\w+): (?:.+\n)+?    """([^"]+)"""$', re.MULTILINE)
-
 
 @dataclass(frozen=True)
 class Command:
     """Options of the command alone."""
 
-    # This command
-    like: str | None = None
+    like: Annotated[str | None, "This command"] = None
     """Take the options of another run, runs/NAME, as defaults."""
     dry_run: bool = False
     """Print placement, memory and a predicted step, and end."""
@@ -172,18 +168,14 @@ def _help_for(algo: str | None) -> str:
 
         return describe(algo)
     lines = ["usage: train_async.py [options]", "", str(Config.__doc__)]
-    for title, name, text in [*option_texts(Config), *option_texts(Command)]:
-        if title:
-            lines += ["", f"{title}:"]
-            continue
-        option = ALL[name]
-        notes = f"{option.shown_default}; {allowed_values(option.kind)}"
-        meaning = f"{' '.join(text.split())} (default: {notes})"
-        indent = " " * 6
-        lines += [
-            f"  {option.flag}",
-            textwrap.fill(meaning, 100, initial_indent=indent, subsequent_indent=indent),
-        ]
+    indent = " " * 6
+    for part, options in itertools.groupby(ALL.values(), lambda option: option.part):
+        lines += ["", f"{part}:"]
+        for option in options:
+            notes = f"{option.shown_default}; {allowed_values(option.kind)}"
+            meaning = f"{option.text} (default: {notes})"
+            wrapped = textwrap.fill(meaning, 100, initial_indent=indent, subsequent_indent=indent)
+            lines += [f"  {option.flag}", wrapped]
     return "\n".join(lines)
 
 
@@ -231,11 +223,10 @@ def _unknown(token: str) -> str:
     word = name.strip("-")
     hint = nearest(name, (option.flag for option in ALL.values()))
     old_names = {new: old for old, new in RENAMED.items()}
-    texts = ((OPTIONS[name], text) for _, name, text in option_texts(Config) if name)
-    for option, text in texts:
+    for option in OPTIONS.values():
         if option.flag.endswith(f".{word}") or old_names.get(option.name, "").endswith(f".{word}"):
             hint = f"; write {option.flag} VALUE"
-        if f"`{word.replace('-', '_')}=" in text:
+        if f"`{word.replace('-', '_')}=" in option.text:
             hint = f"; write {option.flag} {word.replace('-', '_')}=VALUE"
     if word in OF_OTHERS:
         hint = f"; write {OF_OTHERS[word]}"
@@ -260,20 +251,3 @@ def check(config: Config) -> None:
     if config.reward or not config.is_multi_turn:
         load_scorer(config.task, config.reward)
     user_code.files(user_code.user_code_names(config))
-
-
-def option_texts(kind: type) -> list[tuple[str, str, str]]:
-    """Return the title of a part, or the name and text of an option, in the order of a class that declares options."""
-    texts = []
-    for title, name, text in _FIELD.findall(inspect.getsource(kind)):
-        group = getattr(kind, name, None)
-        if title or not hasattr(group, "__dataclass_fields__"):
-            texts.append((title, name, text))
-            continue
-        prefix = name.partition("_")[0]
-        texts.append((f"{text} (--{prefix}.NAME)", "", ""))
-        inner_texts = _FIELD.findall(inspect.getsource(type(group)))
-        texts += [
-            ("", f"{prefix}.{inner}", text_of_option) for _, inner, text_of_option in inner_texts
-        ]
-    return texts
