@@ -26,6 +26,7 @@ from msgspec import Meta
 
 from asyncrl import extras
 from asyncrl.plugins import Plugin
+from data import MULTI_TURN_TASKS, TASK_NAMES
 
 
 class ChangeableBy(enum.Enum):
@@ -51,12 +52,6 @@ SHOWN_LIMIT = 10**5
 """Upper limits from here on only guard against nonsense. People are told of them if they exceed them."""
 MAX_OUTSTANDING = 10**6
 """Responses that may be outstanding at once. Making a ticket for each takes 20 seconds."""
-MULTI_TURN_TASKS = ("frozen_lake", "guess_number")
-"""Tasks that are environments: the keys of ENVIRONMENTS in data/environments.py."""
-TASKS = (
-    "addition", "gsm8k", "jsonl", "reasoning_gym:NAME", "sums:one_digit", "sums:two_digits", "sums:largest_of_four",
-    *MULTI_TURN_TASKS,
-)  # fmt: skip
 USER_CODE = (
     r"\A(?P<kind>environment:|agent:)?(?P<file>.+\.py):(?P<name>[^\W\d]\w*)(?P<weight>\*\S*)?\Z"
 )
@@ -86,12 +81,12 @@ Assignment = Annotated[
 Task = Annotated[
     str,
     Meta(
-        pattern=rf"\A({'|'.join(TASKS)})\Z|{USER_CODE}|\A({'|'.join(AGENT)}).".replace(
+        pattern=rf"\A({'|'.join(TASK_NAMES)})\Z|{USER_CODE}|\A({'|'.join(AGENT)}).".replace(
             "NAME", r"\w+"
         ),
-        title=f"one of {', '.join(TASKS)}, or your own, FILE.py:NAME, agent:FILE.py:NAME, agent:COMMAND or "
+        title=f"one of {', '.join(TASK_NAMES)}, or your own, FILE.py:NAME, agent:FILE.py:NAME, agent:COMMAND or "
         "verifiers:NAME",
-        examples=list(TASKS),
+        examples=list(TASK_NAMES),
     ),
 ]
 Reward = Annotated[

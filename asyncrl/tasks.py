@@ -53,9 +53,7 @@ def with_arguments(
     options = [
         parameter for parameter in signature.parameters.values() if parameter.name not in given
     ]
-    arguments = read_arguments(
-        "task-args", task_args, f"--task {user_code.as_typed(name)}", options
-    )
+    arguments = read_arguments("task-args", task_args, f"--task {name}", options)
     arguments |= {
         key: given[key] for key in given if key in signature.parameters and given[key] is not None
     }
@@ -63,7 +61,7 @@ def with_arguments(
         signature.bind(**arguments)
     except TypeError as error:
         raise ValueError(
-            f"--task {user_code.as_typed(name)}: {error}; give it as --data-path or --task-args NAME=VALUE"
+            f"--task {name}: {error}; give it as --data-path or --task-args NAME=VALUE"
         ) from None
     return functools.partial(make, **arguments)
 
@@ -189,7 +187,7 @@ class LimitedTask(Task):
             return result.result(limit_s)
         except TimeoutError:
             raise ValueError(
-                f"--task {user_code.as_typed(self._config.task)}: {what} is not there after {limit_s:g} s; fix it, or "
+                f"--task {self._config.task}: {what} is not there after {limit_s:g} s; fix it, or "
                 f"raise --{flag(option)} if it is only slow"
             ) from None
 

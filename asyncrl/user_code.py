@@ -21,7 +21,7 @@ import site
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -33,37 +33,46 @@ from asyncrl.config import USER_CODE, Config, nearest
 _MAX_REASON = 300  # characters
 
 
+@dataclass(frozen=True)
+class UserCode:
+    """A name in a file, as an option gives it: FILE.py:NAME."""
+
+    kind: str
+    """`environment:` or `agent:` of a task, or empty."""
+    file: Path
+    """Absolute."""
+    name: str
+    weight: str
+    """`*WEIGHT` of a reward, or empty."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.file}:{self.name}{self.weight}"
+
+
+def parse_user_code(text: str) -> UserCode | None:
+    """Return the user code that an option names; None for the name of shipped code."""
+    match = re.match(USER_CODE, text)
+    if match is None:
+        return None
+    kind, file, name, weight = match.groups(default="")
+    return UserCode(kind, Path(os.path.abspath(file)), name, weight)
+
+
 def is_user_code(text: str) -> bool:
-    """Whether a text is FILE.py:NAME, also with `environment:` before it, or a weight behind."""
-    return re.match(USER_CODE, text) is not None
-
-
-def file_of(text: str) -> Path:
-    """The file of a FILE.py:NAME, absolute."""
-    return Path(os.path.abspath(re.match(USER_CODE, text)["file"]))
+    """Return whether an option names user code."""
+    return parse_user_code(text) is not None
 
 
 def run_name_part(text: str) -> str:
-    """A task or loss as a word, for the name of a run: FILE-NAME of user code."""
-    match = re.match(USER_CODE, text)
-    return (
-        f"{Path(match['file']).stem}-{match['name']}" if match else re.sub(r"[^\w.+=-]+", "-", text)
-    )
-
-
-def as_typed(text: str) -> str:
-    """A task as it is given on the command line."""
-    return text.removeprefix("environment:")
+    """Return a task or a loss as a word, for the name of a run: FILE-NAME of user code."""
+    code = parse_user_code(text)
+    return f"{code.file.stem}-{code.name}" if code else re.sub(r"[^\w.+=-]+", "-", text)
 
 
 def user_code_names(config: Config) -> list[str]:
-    """Each FILE.py:NAME of a run."""
-    return list(
-        filter(
-            is_user_code,
-            (config.algo, config.advantage, config.task, config.optimizer, *config.reward),
-        )
-    )
+    """Return each FILE.py:NAME of a run."""
+    names = (config.algo, config.advantage, config.task, config.optimizer, *config.reward)
+    return list(filter(is_user_code, names))
 
 
 def with_absolute_paths(config: Config, folder: Path | None = None) -> Config:
@@ -72,16 +81,16 @@ def with_absolute_paths(config: Config, folder: Path | None = None) -> Config:
     Paths of rows become absolute, too, so that a run resumed in another folder has the same.
     """
 
-    def locate(match: re.Match) -> str:
-        file = Path(match["file"])
-        path = os.path.abspath(file if folder is None else folder / _place(file))
-        return f"{match['kind'] or ''}{path}:{match['name']}{match['weight'] or ''}"
+    def locate(text: str) -> str:
+        code = parse_user_code(text)
+        if code and folder:
+            code = replace(code, file=Path(os.path.abspath(folder / _place(code.file))))
+        return str(code or text)
 
     options = {
-        name: re.sub(USER_CODE, locate, getattr(config, name))
-        for name in ("algo", "advantage", "task", "optimizer")
+        name: locate(getattr(config, name)) for name in ("algo", "advantage", "task", "optimizer")
     }
-    rewards = tuple(re.sub(USER_CODE, locate, reward) for reward in config.reward)
+    rewards = tuple(map(locate, config.reward))
     if config.data_path:
         options["data_path"] = os.path.abspath(config.data_path)
     if config.task == "jsonl":
@@ -111,7 +120,8 @@ def files(texts: Iterable[str]) -> dict[str, Path]:
     Raises ValueError for two files of one place, and OSError for a file that is missing.
     """
     paths: dict[str, Path] = {}
-    waiting = [(file_of(text).parent, file_of(text)) for text in texts]
+    named = [parse_user_code(text).file for text in texts]
+    waiting = [(path.parent, path) for path in named]
     for folder, path in waiting:
         place = path.relative_to(folder).with_name(_place(path)).as_posix()
         if paths.setdefault(place, path) != path:
@@ -149,32 +159,33 @@ def load(text: str, option: str = "--task", shipped: Mapping[str, Any] | None = 
     """
     if shipped and text in shipped:
         return shipped[text]
-    if not is_user_code(text):
+    code = parse_user_code(text)
+    if code is None:
         known = ", ".join(shipped or {})
         raise ValueError(
             f"{option} {text!r} is none of {known}, nor FILE.py:NAME{nearest(text, shipped or {})}"
         )
     module = _module(text, option)
-    name = re.match(USER_CODE, text)["name"]
-    if hasattr(module, name):
-        return getattr(module, name)
+    if hasattr(module, code.name):
+        return getattr(module, code.name)
     defined = [
         word
         for word, value in vars(module).items()
         if getattr(value, "__module__", "") == module.__name__
     ]
     raise ValueError(
-        f"{option} {module.__file__} has no {name}; it has {', '.join(defined) or 'none'}{nearest(name, defined)}"
+        f"{option} {module.__file__} has no {code.name}; it has {', '.join(defined) or 'none'}"
+        f"{nearest(code.name, defined)}"
     )
 
 
 @functools.cache
 def _module(text: str, option: str) -> ModuleType:
     """The module of a file, imported once. A copy in another folder replaces it, with what it imports."""
-    file = file_of(text)
+    file = parse_user_code(text).file
     folder = str(file.parent)
     if not file.is_file():
-        raise ValueError(f"{option} {as_typed(text)}: there is no file {file}; give FILE.py:NAME")
+        raise ValueError(f"{option} {text}: there is no file {file}; give FILE.py:NAME")
     places = {  # of a package, the folder that it is in
         place.partition("/")[0].removesuffix(".py"): folder if "/" in place else str(path)
         for place, path in files([text]).items()
@@ -202,8 +213,9 @@ def errors_as_value_error(text: str, option: str = "--task") -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # foreign code may raise anything
-        reason = _described(error, file_of(text)) if is_user_code(text) else error
-        raise ValueError(f"{option} {as_typed(text)}: {reason}") from error
+        code = parse_user_code(text)
+        reason = _described(error, code.file) if code else error
+        raise ValueError(f"{option} {text}: {reason}") from error
 
 
 def _described(error: BaseException, file: Path) -> str:

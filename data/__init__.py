@@ -17,6 +17,13 @@ TASKS = {
     "sums": Sums,
 }
 """Tasks of one turn. One that takes a `name` is chosen as TASK:NAME."""
+MULTI_TURN_TASKS = ("frozen_lake", "guess_number")
+"""Tasks of several turns: the keys of ENVIRONMENTS in data/environments.py, which imports gymnasium."""
+TASK_NAMES = (
+    "addition", "gsm8k", "jsonl", "reasoning_gym:NAME", *(f"sums:{level}" for level in Sums.LEVELS),
+    *MULTI_TURN_TASKS,
+)  # fmt: skip
+"""All tasks, as they are chosen."""
 
 
 def make_task(name: str, seed: int, data_path: str | None = None) -> Task:

@@ -12,7 +12,6 @@ import pandas as pd
 from tyro.conf import Positional
 
 from asyncrl.config import nearest
-from asyncrl.user_code import as_typed
 from scripts.lines import markdown, run_command
 from scripts.runs import SUMMARY, Run, load, names, spread, summarise
 
@@ -90,8 +89,6 @@ def show(value: object) -> str:
     """Return an option's value as the command line has it."""
     if isinstance(value, list | tuple):
         return " ".join(map(show, value)) or "none"
-    if isinstance(value, str):
-        return as_typed(value)
     text = f"{value:.10g}" if isinstance(value, float) else str(value)
     return text.lower() if value is None or isinstance(value, bool) else text
 

@@ -206,7 +206,8 @@ def _on_defaults(given: dict[str, Any], default: Config | None) -> Config:
 def _located(config: Config, folder: Path | None = None) -> Config:
     """Return the options with absolute paths of user code, so that all processes mean one file.
 
-    A class of gymnasium gets `environment:` before it. Raises ValueError, in one line, for a task that does not load.
+    A class of gymnasium becomes environment:FILE.py:NAME, because processes that must not import user code ask for the
+    kind of the task. Raises ValueError, in one line, for a task that does not load.
     """
     config = user_code.with_absolute_paths(config, folder)
     if not user_code.is_user_code(config.task) or config.is_multi_turn:

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.config import AGENT, MULTI_TURN_TASKS, is_environment, nearest
-from asyncrl.user_code import as_typed
+from asyncrl.config import AGENT, is_environment, nearest
+from data import MULTI_TURN_TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MODELS = ROOT / "data" / "tiny"
@@ -45,7 +45,7 @@ def _tiny_model(task: str) -> Path:
     has_none = task == "gsm8k" or task.startswith(("reasoning_gym:", *AGENT))
     if has_none or is_environment(task):
         raise ValueError(
-            f"--model tiny: there is no tiny model for --task {as_typed(task)}; give --model smollm2, or {_ALLOWED[5:]}"
+            f"--model tiny: there is no tiny model for --task {task}; give --model smollm2, or {_ALLOWED[5:]}"
         )
     return TINY_MODELS / "addition"
 

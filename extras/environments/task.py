@@ -47,7 +47,7 @@ class EnvironmentTask(DrawnTask):
             observation, _ = self._environment.reset(seed=problem.environment_seed)
         if not isinstance(observation, str):
             raise ValueError(
-                f"--task {user_code.as_typed(self._name)}: reset gives {type(observation).__name__} to observe; give "
+                f"--task {self._name}: reset gives {type(observation).__name__} to observe; give "
                 "a str"
             )
         return observation

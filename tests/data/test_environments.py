@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from asyncrl.config import MULTI_TURN_TASKS
+from data import MULTI_TURN_TASKS
 from data.environments import ENVIRONMENTS, FrozenLake, GuessNumber
 
 MOVES = {
