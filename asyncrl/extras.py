@@ -1,4 +1,4 @@
-"""The one place where the system names optional systems: a table from option to module of extras/.
+"""The only place that names optional systems: a table from option to module of extras/.
 
 A module is imported when its option is used. If its folder is deleted, the option ends in one line that reports it.
 """
@@ -30,8 +30,8 @@ MODULES = {
     "advice": "extras.planning.advice",
 }
 ALWAYS = ("--optim.seq-aux-loss-coef", "--share-prefix", "--record", "planning")
-"""Modules that every run uses if they are there, also without their option: they count the choices of routers, measure
-what sequences share, keep the batch of a step that fails, and plan memory."""
+"""Modules that every run uses if they are there, also without their option. They count the choices of routers, measure
+shared prefixes, keep the batch of a failed step, and plan memory."""
 
 
 def find_plugins(is_used: dict[str, Any]) -> list[Plugin]:

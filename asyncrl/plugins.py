@@ -1,7 +1,7 @@
-"""What an optional system may do to a run: one class, with a part or a method for each place at which the core asks.
+"""Changes of a run by optional systems. One class has a part or a method for each place of the core that asks.
 
-A module of extras/ that an option turns on has an instance as `PLUGIN`. `Config.plugins` lists those of the options in
-use. A class that a plugin gives to the core overrides public names only.
+`PLUGIN` of a module of extras/ is an instance. `Config.plugins` lists the instances of the options in use. A class that
+a plugin gives to the core overrides public names only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +37,7 @@ def last_part(parts: Iterable[Part | None], default: Part) -> Part:
 
 
 class Plugin:
-    """What an optional system changes. A part that is None, and a method that is not overridden, change nothing."""
+    """Changes by an optional system. By default no part and no method changes a run."""
 
     rules: ClassVar[Sequence["Rule"]] = ()
     """Combinations of options that are refused, each with its error."""
@@ -45,7 +45,7 @@ class Plugin:
     # Dispatch
 
     controller: ClassVar[type["Controller"] | None] = None
-    """Leads rollout. Its `dispatcher_class` decides which groups start, which worker gets a ticket, and what to do with
+    """Leads rollout. Its `dispatcher_class` decides which groups start and which worker gets a ticket. It also answers
     messages that the controller does not know. Its `buffer_class` decides which groups make a batch."""
     workers: ClassVar[type["Workers"] | None] = None
     """Starts and replaces a node's rollout workers."""
@@ -90,7 +90,7 @@ class Plugin:
     ) -> "tuple[Config, Placement] | None":
         """Return options and placement that fit the memory of a node's GPUs; collective on leaders.
 
-        Raises ValueError if no options fit. None changes nothing.
+        None leaves both unchanged. Raises ValueError if no options fit.
         """
 
     def limit_memory(self, rank: "Rank") -> None:
@@ -107,20 +107,20 @@ class Plugin:
     ) -> str | None:
         """Keep the batch of a step that failed, and return the end of its error, on rank 0; collective.
 
-        Leaders have the `groups` of their node. None keeps nothing.
+        Leaders have the `groups` of their node. None stands for a batch that is not kept.
         """
 
     def on_end(self, run_path: Path) -> None:
         """Act after the last step, on rank 0."""
 
     def make_policy_plugin(self, policy: "Policy") -> "PolicyPlugin | None":
-        """Return what changes the passes and updates of a policy; None changes nothing."""
+        """Return the changes of a policy's passes and updates; None for a policy that is unchanged."""
 
 
 class PolicyPlugin:
-    """What an optional system changes of one policy. A method that is not overridden changes nothing.
+    """Changes of one policy by an optional system. By default no method changes it.
 
-    The policy has one list of them, in the order of `Config.plugins`, and asks each at the same places on all ranks.
+    The policy lists them in the order of `Config.plugins`, and asks each at the same places on all ranks.
     """
 
     def deal_update(

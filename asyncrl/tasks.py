@@ -22,7 +22,7 @@ MAX_REASON = 300
 def load_task(config: Config) -> Task:
     """Return the task of a run, with its data.
 
-    Raises ValueError, in one line, for a wrong name or argument, data that cannot be read, and errors of user code.
+    Raises ValueError, in one line, for a wrong name or argument, unreadable data, and errors of user code.
     """
     task = prepare_task(config)()
     return LimitedTask(config, task) if user_code.is_user_code(config.task) else task
@@ -45,7 +45,7 @@ def prepare_task(config: Config) -> Callable[[], Task]:
 def with_arguments(
     make: Callable, name: str, task_args: Iterable[str], given: dict[str, Any]
 ) -> functools.partial:
-    """`make` with arguments from --task-args, and with those of the `given` ones that it takes.
+    """Return `make` with arguments from --task-args, and with all `given` arguments that it takes.
 
     Raises ValueError for an argument that it does not take, and for one that it lacks.
     """
@@ -67,10 +67,10 @@ def with_arguments(
 
 
 def score_of(name: str) -> Callable[[str, str], Any]:
-    """The score of a single-turn task: a function of a problem's answer and a response.
+    """Return the score of a single-turn task: a function of a problem's answer and a response.
 
-    It gives a finite number, or in user code a dict of parts. It runs in processes where no task is made, on whatever a
-    policy writes. Raises ValueError if the task has no such score.
+    It returns a finite number, or in user code a dict of parts. It runs in processes without a task, on any text of a
+    policy. Raises ValueError if the task has no such score.
     """
     task_class = _task_class(name)
     score = inspect.getattr_static(task_class, "score", None)
@@ -83,7 +83,7 @@ def score_of(name: str) -> Callable[[str, str], Any]:
 
 
 def _task_class(name: str) -> type:
-    """The class of a single-turn task."""
+    """Return the class of a single-turn task."""
     task_class = TASKS.get(name.partition(":")[0]) or user_code.load(name, "--task", TASKS)
     if not isinstance(task_class, type):
         raise ValueError(
@@ -98,9 +98,9 @@ def _task_class(name: str) -> type:
 
 
 def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]:
-    """Token ids of a prompt. Raises ValueError, with the problem's place, for what a template or a tokenizer refuses.
+    """Return token ids of a prompt. Raises ValueError, with the problem's place, if template or tokenizer refuse it.
 
-    A tiny model's tokenizer, say, may not know the words.
+    For example, a tiny model's tokenizer knows few words.
     """
     place = f"{problem.place}: " * bool(problem.place)
     try:
@@ -136,7 +136,7 @@ class UserTask(Task):
             return [_checked(problem, "eval_problems") for problem in problems]
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
-        """Token ids of the prompt, by the task's encode_prompt if it has one, else through the chat template."""
+        """Return token ids of the prompt, by the task's encode_prompt if it has one, else through the chat template."""
         if not hasattr(self._task, "encode_prompt"):
             return super().encode_prompt(problem, tokenizer)
         with user_code.errors_as_value_error(self._name):
@@ -144,7 +144,8 @@ class UserTask(Task):
 
 
 def _checked(problem: Any, method: str) -> Problem:
-    """The problem that a method of user code gave. Raises TypeError if it is none, ValueError as `check_unicode`."""
+    """Return the problem that a method of user code gave. Raises TypeError for another type, and ValueError like
+    `check_unicode`."""
     if not isinstance(problem, Problem) or not isinstance(problem.answer, str):
         raise TypeError(
             f"{method} gave {str(problem)[:80]!r}; give data.problem.Problem(prompt, answer), answer a str"
@@ -156,7 +157,7 @@ def _checked(problem: Any, method: str) -> Problem:
 class LimitedTask(Task):
     """A task of user code, whose problems and prompts must come in time.
 
-    What hangs would keep the controller's lock, and nobody could end the run.
+    A call that hangs would keep the controller's lock, and the run could not end.
     """
 
     def __init__(self, config: Config, task: Task) -> None:
@@ -179,7 +180,7 @@ class LimitedTask(Task):
         return self._within("env_timeout_s", what, self._task.encode_prompt, problem, tokenizer)
 
     def _within(self, option: str, what: str, function: Callable, *arguments) -> Any:
-        """Return what a function returns within the seconds of an option. Raises ValueError after that time."""
+        """Return the result of a function within the seconds of an option. Raises ValueError after that time."""
         limit_s = getattr(self._config, option)
         result: Future = Future()
         self._calls.put((result, function, arguments))

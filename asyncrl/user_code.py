@@ -1,13 +1,13 @@
-"""User code: a loss, a task, a reward, an environment or an optimizer in a file of the user's, as FILE.py:NAME.
+"""User code: a loss, a task, a reward, an environment or an optimizer in a user's file, FILE.py:NAME.
 
-A command line is checked with the files where they are. Then the run copies them to runs/NAME/code, with the files
-beside them that they import. Trainer ranks, rollout workers and resumes load those copies, whatever happens to the
-files. Of several nodes, each leader copies the files at the same paths to its node's folder of the run. Before that,
-the fingerprints of nodes compare them.
+A command line is checked with the files in their place. Then the run copies them to runs/NAME/code, with the files
+beside them that they import. Trainer ranks, rollout workers and resumes load the copies, so later changes of the files
+have no effect. On several nodes each leader copies the files from the same paths to its node's folder of the run. The
+fingerprints of nodes compare the files before.
 
-Only the text FILE.py:NAME travels between processes. Each process imports the file as a module of the file's name. Of
-the files beside it, those that it imports are found, and no others: they would hide modules of Python or of libraries.
-So the name of an installed module is refused.
+Only the text FILE.py:NAME travels between processes. Each process imports the file as a module of the file's name. It
+finds only imported files beside it, because other files could hide modules of Python or of libraries. So the name of
+an installed module is refused.
 """
 
 import ast
@@ -35,7 +35,7 @@ _MAX_REASON = 300  # characters
 
 @dataclass(frozen=True)
 class UserCode:
-    """A name in a file, as an option gives it: FILE.py:NAME."""
+    """A name in a file: FILE.py:NAME of an option."""
 
     kind: str
     """`environment:` or `agent:` of a task, or empty."""
@@ -76,9 +76,9 @@ def user_code_names(config: Config) -> list[str]:
 
 
 def with_absolute_paths(config: Config, folder: Path | None = None) -> Config:
-    """Return the options with absolute paths of user code, which is in that folder, or else where the options say.
+    """Return the options with absolute paths of user code, in `folder` if it is given.
 
-    Paths of rows become absolute, too, so that a run resumed in another folder has the same.
+    Paths of rows become absolute, too, so a run that is resumed from another folder reads the same rows.
     """
 
     def locate(text: str) -> str:
@@ -102,7 +102,10 @@ def with_absolute_paths(config: Config, folder: Path | None = None) -> Config:
 
 
 def with_copied_files(config: Config, folder: Path) -> Config:
-    """Copy the files of user code into a folder, which is made if there are any. Return the options with the copies."""
+    """Copy the files of user code into a folder, and return the options with the copies.
+
+    The folder is made if there are files.
+    """
     for place, path in files(user_code_names(config)).items():
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / place)
@@ -110,12 +113,12 @@ def with_copied_files(config: Config, folder: Path) -> Config:
 
 
 def _place(file: Path) -> str:
-    """Return the name of a file's copy: its module's, which has no dots."""
+    """Return the name of a file's copy: the module's name, without dots."""
     return file.stem.replace(".", "_") + file.suffix
 
 
 def files(texts: Iterable[str]) -> dict[str, Path]:
-    """Files of user code by their place in their folder: those that are named, and what they import from there.
+    """Return files of user code by their place in their folder: named files, and files there that they import.
 
     Raises ValueError for two files of one place, and OSError for a file that is missing.
     """
@@ -135,10 +138,10 @@ def files(texts: Iterable[str]) -> dict[str, Path]:
 
 
 def _imported(path: Path, folder: Path) -> Iterator[Path]:
-    """Files of a folder that a file imports, also inside functions."""
+    """Yield the files of a folder that a file imports, also inside functions."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # whoever loads it says so
+    except (SyntaxError, ValueError):  # loading the file reports the mistake
         return
     names = set()
     for node in ast.walk(tree):
@@ -152,10 +155,10 @@ def _imported(path: Path, folder: Path) -> Iterator[Path]:
 
 
 def load(text: str, option: str = "--task", shipped: Mapping[str, Any] | None = None) -> Any:
-    """The object of that name: one of those `shipped` with this code, or FILE.py:NAME of user code.
+    """Return the object of that name: `shipped` with this code, or FILE.py:NAME of user code.
 
-    Raises ValueError, in one line, for a file that is missing, has the name of another module, raises when it is
-    imported (with the line), or lacks the name.
+    Raises ValueError, in one line, if the file is missing, lacks the name, or is called like another module. An error
+    while the file is imported becomes a ValueError with its line.
     """
     if shipped and text in shipped:
         return shipped[text]
@@ -181,7 +184,7 @@ def load(text: str, option: str = "--task", shipped: Mapping[str, Any] | None = 
 
 @functools.cache
 def _module(text: str, option: str) -> ModuleType:
-    """The module of a file, imported once. A copy in another folder replaces it, with what it imports."""
+    """Return the module of a file, imported once. A copy in another folder replaces the module and its imports."""
     file = parse_user_code(text).file
     folder = str(file.parent)
     if not file.is_file():
@@ -196,7 +199,7 @@ def _module(text: str, option: str) -> ModuleType:
             raise ValueError(
                 f"{option} {folder}/{name}.py has the name of another module; rename it"
             )
-    # A program may have imported its own file before: what it has made of it must not be another module's.
+    # A program can have imported its own file before. Objects of that module must not belong to another module.
     loaded = {name: getattr(sys.modules.get(name), "__file__", None) for name in places}
     moved = {name for name, place in places.items() if PLACES.get(name, loaded[name]) != place}
     for module in [module for module in sys.modules if module.partition(".")[0] in moved]:
@@ -209,7 +212,7 @@ def _module(text: str, option: str) -> ModuleType:
 
 @contextlib.contextmanager
 def errors_as_value_error(text: str, option: str = "--task") -> Iterator[None]:
-    """Turn what user code raises here into a ValueError of one line, with its file and line; shipped code has none."""
+    """Turn any error here into a ValueError of one line. For user code it has file and line."""
     try:
         yield
     except (Exception, SystemExit) as error:  # foreign code may raise anything
@@ -219,10 +222,10 @@ def errors_as_value_error(text: str, option: str = "--task") -> Iterator[None]:
 
 
 def _described(error: BaseException, file: Path) -> str:
-    """Return where in the folder of a file an error comes from, and what it says, on one line."""
+    """Return the file and line of an error, in the folder of a file, and its text, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames]
-    if isinstance(error, SyntaxError) and error.filename:  # a file with a NUL byte has none
+    if isinstance(error, SyntaxError) and error.filename:  # missing for a file with a NUL byte
         places.append((error.filename, error.lineno))
     where = file.name
     for name, line in places:

@@ -1,4 +1,4 @@
-"""The program that calls train(): whether the processes of a run can import it, and how it ends."""
+"""The program that calls train(). Processes of a run must be able to import it, and it ends in one line."""
 
 import contextlib
 import multiprocessing
@@ -18,7 +18,7 @@ _UNGUARDED = (
 
 @contextlib.contextmanager
 def checked_caller() -> Iterator[None]:
-    """Refuse a caller from which no run can start. An expected error that nobody catches ends a program in one line."""
+    """Refuse a caller that cannot start a run. An expected error that is not caught ends a program in one line."""
     try:
         _check_caller()
         yield
@@ -52,7 +52,7 @@ def _check_caller() -> None:
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     name = getattr(getattr(main, "__spec__", None), "name", "")
-    if file is None or name.endswith("__main__"):  # a notebook, or a package: nothing is imported
+    if file is None or name.endswith("__main__"):  # no process imports a notebook or a package
         return
     if not os.path.isfile(file):
         raise ValueError(

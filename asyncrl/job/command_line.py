@@ -1,7 +1,7 @@
 """The command line of a run, read by tyro from the options that Config declares.
 
-User code (FILE.py:NAME) is found and tried here, before anything heavy starts. --help is printed here too, with a title
-for each part of Config.
+User code (FILE.py:NAME) is found and tried here, before slow parts start. --help is printed here, too, with a title for
+each part of Config.
 """
 
 import itertools
@@ -34,14 +34,14 @@ from asyncrl.tasks import prepare_task
 
 @dataclass(frozen=True)
 class Command:
-    """Options of the command alone."""
+    """Options of the command, not of the run."""
 
     like: Annotated[str | None, "This command"] = None
-    """Take the options of another run, runs/NAME, as defaults."""
+    """Another run, runs/NAME, whose options are the defaults."""
     dry_run: bool = False
     """Print placement, memory and a predicted step, and end."""
     gpus: str | None = None
-    """GPUs to plan for, as 8xH100; unset takes those of this machine."""
+    """GPUs to plan for, for example 8xH100. Unset takes the GPUs of this machine."""
 
 
 OF_OTHERS = {
@@ -60,7 +60,7 @@ OF_OTHERS = {
     "ppo": "--algo grpo, or decoupled_ppo with a proximal policy",
     "dataset": "--task NAME, and --data-path FILE for rows of your own",
 }
-"""What is written here for an option that another project has."""
+"""Options of other projects, with the words for them here."""
 ALL = OPTIONS | {option.name: option for option in options_of(Command)}
 MAY_BE_UNSET = [option for option in ALL.values() if option.is_switch and option.default is None]
 """Switches that are also neither on nor off."""
@@ -73,7 +73,7 @@ NEW_WORDS = {
 
 
 def _text_type(option: Option) -> Any:
-    """Return what tyro reads of an option: texts, which msgspec converts once all are known, or a switch."""
+    """Return the type that tyro reads of an option: a switch, or texts. msgspec converts texts once all are known."""
     kind: Any = str
     if option.is_switch and option.default is not None:
         kind = bool
@@ -85,7 +85,7 @@ def _text_type(option: Option) -> Any:
 def parse_config(args: list[str] | None = None) -> Config:
     """Read the command line (`args`, or sys.argv) into a checked Config.
 
-    Exits with status 2 and one line that says what was given, what is allowed and what to change.
+    Exits with status 2 for a mistake. One line shows the given words, the allowed values, and the change to make.
     """
     try:
         given = _read(args)
@@ -108,14 +108,14 @@ def parse_config(args: list[str] | None = None) -> Config:
 
 
 def read_options(args: list[str] | None = None, default: Config | None = None) -> Config:
-    """Read options on top of `default`, without a check of what they say together. Raises ValueError, in one line."""
+    """Read options on top of `default`, without a check of combinations. Raises ValueError, in one line."""
     return _on_defaults(_read(args), default)
 
 
 def _read(args: list[str] | None) -> dict[str, Any]:
-    """Return the texts that a command line gives, by the names of options; or print what --help asks for, and exit.
+    """Return the texts of a command line, by the names of options. With --help print the help, and exit.
 
-    A switch is a truth and not a text. Raises ValueError, in one line, for what is no option.
+    A switch is a truth and not a text. Raises ValueError, in one line, for a word that is no option.
     """
     args = at_home(sys.argv[1:] if args is None else args)
     words = [_as_text(word) for word in args if word not in ("-h", "--help")]
@@ -123,8 +123,8 @@ def _read(args: list[str] | None) -> dict[str, Any]:
     for option in ALL.values():
         if option.is_list and names.count(option.flag) > 1:
             raise ValueError(f"{option.flag} is given twice; put all its values behind one")
-    # Only options that are given have a key, so defaults that depend on other options can be chosen later. tyro takes
-    # long to describe all of them.
+    # Only given options have a key: defaults that depend on other options are chosen later.
+    # tyro is slow to describe all options.
     kinds = {
         name: _text_type(option)
         for name, option in ALL.items()
@@ -140,8 +140,8 @@ def _read(args: list[str] | None) -> dict[str, Any]:
 
 
 def _as_text(word: str) -> str:
-    """Return a word of the command line: a name of the last release as it is now, and a switch that may be unset, as
-    `--compile`, with its value as text."""
+    """Return a word of the command line for tyro: a name of the last release becomes the name of today. A switch that
+    can be unset, for example `--compile`, gets its value as text."""
     name, sign, value = word.partition("=")
     new = NEW_WORDS.get(name.replace("_", "-"))
     if new is not None:
@@ -180,7 +180,7 @@ def _help_for(algo: str | None) -> str:
 
 
 def _on_defaults(given: dict[str, Any], default: Config | None) -> Config:
-    """Return the options of a run: those that are given, on top of `default` or of the defaults that they choose."""
+    """Return the options of a run: the given ones on top of `default`, or of the defaults that they choose."""
     values = {name: value for name, value in given.items() if name in OPTIONS}
     if given.get("resume"):
         if "like" in given:
@@ -206,8 +206,8 @@ def _on_defaults(given: dict[str, Any], default: Config | None) -> Config:
 def _located(config: Config, folder: Path | None = None) -> Config:
     """Return the options with absolute paths of user code, so that all processes mean one file.
 
-    A class of gymnasium becomes environment:FILE.py:NAME, because processes that must not import user code ask for the
-    kind of the task. Raises ValueError, in one line, for a task that does not load.
+    A class of gymnasium becomes environment:FILE.py:NAME. So processes know the kind of the task without an import.
+    Raises ValueError, in one line, for a task that does not load.
     """
     config = user_code.with_absolute_paths(config, folder)
     if not user_code.is_user_code(config.task) or config.is_multi_turn:
@@ -219,7 +219,7 @@ def _located(config: Config, folder: Path | None = None) -> Config:
 
 
 def _unknown(token: str) -> str:
-    """Return what to say of an option that is none. It may be an option of a group, or an argument of a loss."""
+    """Return the error for an unknown option. It can be meant for an option of a group, or an argument of a loss."""
     name = token.partition("=")[0].replace("_", "-")
     word = name.strip("-")
     hint = nearest(name, (option.flag for option in ALL.values()))
@@ -237,7 +237,7 @@ def _unknown(token: str) -> str:
 def check(config: Config) -> None:
     """Try the loss, the advantage estimator, the optimizer, the task and the rewards of a run.
 
-    Raises ValueError, in one line, for an argument that one of them does not take, and for user code that is unfit.
+    Raises ValueError, in one line, for a wrong argument of one of them, and for unfit user code.
     """
     from asyncrl.trainer.advantage import try_estimator
     from asyncrl.trainer.loss import choose_loss, try_loss
