@@ -557,12 +557,14 @@ class Option:
         """Return the error for a value that is not allowed."""
         shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
         limits = _limits_of(self.kind)
-        kind = get_args(_bare(self.kind))[0] if self.is_list else self.kind
-        hint = nearest(str(shown), limits.examples if limits else get_args(_bare(kind)))
+        kind = get_args(_without_annotations(self.kind))[0] if self.is_list else self.kind
+        hint = nearest(
+            str(shown), limits.examples if limits else get_args(_without_annotations(kind))
+        )
         return f"{self.flag} must be {allowed_values(self.kind, value)}, got {shown!r}{hint}"
 
 
-def _bare(annotation: Any) -> Any:
+def _without_annotations(annotation: Any) -> Any:
     """Return a type without its annotations."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
@@ -590,8 +592,8 @@ def options_of(
         metas = getattr(hint, "__metadata__", ())
         part = next((meta for meta in metas if isinstance(meta, str)), part)
         flags = (*changeable_by, *(meta for meta in metas if isinstance(meta, ChangeableBy)))
-        if dataclasses.is_dataclass(_bare(hint)):
-            yield from options_of(_bare(hint), f"{path}.", part, flags)
+        if dataclasses.is_dataclass(_without_annotations(hint)):
+            yield from options_of(_without_annotations(hint), f"{path}.", part, flags)
         else:
             name = path.replace("advantage_options.", "advantage.")
             yield Option(name, path, kind, part, hint, frozenset(flags), field.default)
@@ -819,7 +821,7 @@ def flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def at_home(words: Iterable[str]) -> list[str]:
+def with_home_folder(words: Iterable[str]) -> list[str]:
     """Return words of a command line with the home folder for `~`. A shell does not replace it behind `=`."""
     pattern = r"\A((?:[\w.-]+[=:])*)(~[\w.-]*)(?=/|\Z)"
     return [re.sub(pattern, lambda m: m[1] + os.path.expanduser(m[2]), word) for word in words]

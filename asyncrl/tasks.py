@@ -128,12 +128,12 @@ class UserTask(Task):
 
     def train_problem(self, index: int) -> Problem:
         with user_code.errors_as_value_error(self._name):
-            return _checked(self._task.train_problem(index), "train_problem")
+            return _check_problem(self._task.train_problem(index), "train_problem")
 
     def eval_problems(self, count: int) -> list[Problem]:
         with user_code.errors_as_value_error(self._name):
             problems = islice(self._task.eval_problems(count), count)
-            return [_checked(problem, "eval_problems") for problem in problems]
+            return [_check_problem(problem, "eval_problems") for problem in problems]
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
         """Return token ids of the prompt, by the task's encode_prompt if it has one, else through the chat template."""
@@ -143,7 +143,7 @@ class UserTask(Task):
             return [int(token) for token in self._task.encode_prompt(problem, tokenizer)]
 
 
-def _checked(problem: Any, method: str) -> Problem:
+def _check_problem(problem: Any, method: str) -> Problem:
     """Return the problem that a method of user code gave. Raises TypeError for another type, and ValueError like
     `check_unicode`."""
     if not isinstance(problem, Problem) or not isinstance(problem.answer, str):
@@ -165,7 +165,9 @@ class LimitedTask(Task):
         self.rows, self.summary = task.rows, task.summary
         self._calls = queue.SimpleQueue()
         # A daemon thread: one that hangs keeps no process from ending.
-        threading.Thread(target=_answer, args=(self._calls,), name="task", daemon=True).start()
+        threading.Thread(
+            target=_answer_calls, args=(self._calls,), name="task", daemon=True
+        ).start()
 
     def train_problem(self, index: int) -> Problem:
         what = f"problem {index}"
@@ -193,7 +195,7 @@ class LimitedTask(Task):
             ) from None
 
 
-def _answer(calls: queue.SimpleQueue) -> None:
+def _answer_calls(calls: queue.SimpleQueue) -> None:
     """Answer calls of user code one after the other, for ever."""
     while True:
         result, function, arguments = calls.get()

@@ -84,7 +84,7 @@ def with_absolute_paths(config: Config, folder: Path | None = None) -> Config:
     def locate(text: str) -> str:
         code = parse_user_code(text)
         if code and folder:
-            code = replace(code, file=Path(os.path.abspath(folder / _place(code.file))))
+            code = replace(code, file=Path(os.path.abspath(folder / _copy_name(code.file))))
         return str(code or text)
 
     options = {
@@ -112,7 +112,7 @@ def with_copied_files(config: Config, folder: Path) -> Config:
     return with_absolute_paths(config, folder)
 
 
-def _place(file: Path) -> str:
+def _copy_name(file: Path) -> str:
     """Return the name of a file's copy: the module's name, without dots."""
     return file.stem.replace(".", "_") + file.suffix
 
@@ -126,18 +126,18 @@ def files(texts: Iterable[str]) -> dict[str, Path]:
     named = [parse_user_code(text).file for text in texts]
     waiting = [(path.parent, path) for path in named]
     for folder, path in waiting:
-        place = path.relative_to(folder).with_name(_place(path)).as_posix()
+        place = path.relative_to(folder).with_name(_copy_name(path)).as_posix()
         if paths.setdefault(place, path) != path:
             raise ValueError(
                 f"{path} and {paths[place]} would be one module; rename one of the two"
             )
         waiting += [
-            (folder, file) for file in _imported(path, folder) if file not in paths.values()
+            (folder, file) for file in _imported_files(path, folder) if file not in paths.values()
         ]
     return paths
 
 
-def _imported(path: Path, folder: Path) -> Iterator[Path]:
+def _imported_files(path: Path, folder: Path) -> Iterator[Path]:
     """Yield the files of a folder that a file imports, also inside functions."""
     try:
         tree = ast.parse(path.read_bytes())
@@ -207,7 +207,7 @@ def _module(text: str, option: str) -> ModuleType:
     PLACES.update(places)
     importlib.invalidate_caches()
     with errors_as_value_error(text, option):
-        return importlib.import_module(Path(_place(file)).stem)
+        return importlib.import_module(Path(_copy_name(file)).stem)
 
 
 @contextlib.contextmanager
@@ -217,11 +217,11 @@ def errors_as_value_error(text: str, option: str = "--task") -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:  # foreign code may raise anything
         code = parse_user_code(text)
-        reason = _described(error, code.file) if code else error
+        reason = _describe_error(error, code.file) if code else error
         raise ValueError(f"{option} {text}: {reason}") from error
 
 
-def _described(error: BaseException, file: Path) -> str:
+def _describe_error(error: BaseException, file: Path) -> str:
     """Return the file and line of an error, in the folder of a file, and its text, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames]

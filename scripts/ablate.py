@@ -30,7 +30,7 @@ import tyro
 
 from asyncrl import user_code
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.config import OPTIONS, Config, at_home, flag, nearest, switch
+from asyncrl.config import OPTIONS, Config, flag, nearest, switch, with_home_folder
 from asyncrl.job.command_line import check, read_options
 from scripts.grids import key, loss, read_records, record_of, report, setting
 from scripts.runs import load
@@ -309,7 +309,7 @@ def main() -> None:
     """Read the command line, run what is missing, report."""
     keep_printing()
     try:
-        arguments = read_arguments(at_home(sys.argv[1:]))
+        arguments = read_arguments(with_home_folder(sys.argv[1:]))
         is_study = arguments.study is not None
         name = "study" if is_study else time.strftime("ablation-%Y%m%d-%H%M%S")
         out = arguments.out or Path("runs") / name

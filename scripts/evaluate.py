@@ -15,7 +15,14 @@ import tyro
 
 from asyncrl.cluster.processes import run_job
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.config import OPTIONS, ChangeableBy, Config, at_home, flag, options_changeable_by
+from asyncrl.config import (
+    OPTIONS,
+    ChangeableBy,
+    Config,
+    flag,
+    options_changeable_by,
+    with_home_folder,
+)
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.job.command_line import check, read_options
 from asyncrl.job.resume import read_resumed_options
@@ -108,7 +115,10 @@ def main() -> None:
     """Read the command line and evaluate."""
     keep_printing(BrokenPipeError)
     given, words = tyro.cli(
-        Arguments, args=at_home(sys.argv[1:]), description=__doc__, return_unknown_args=True
+        Arguments,
+        args=with_home_folder(sys.argv[1:]),
+        description=__doc__,
+        return_unknown_args=True,
     )
 
     def job() -> None:

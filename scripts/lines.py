@@ -9,7 +9,7 @@ from pathlib import Path
 import tyro
 
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.config import at_home
+from asyncrl.config import with_home_folder
 
 
 def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
@@ -48,6 +48,6 @@ def run_command(main: Callable[..., None]) -> None:
     """Read the command line into the arguments of `main`, and call it. A user's mistake ends it with one line."""
     keep_printing(BrokenPipeError)
     try:
-        tyro.cli(main, args=at_home(sys.argv[1:]))
+        tyro.cli(main, args=with_home_folder(sys.argv[1:]))
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")

@@ -21,7 +21,7 @@ from pathlib import Path
 import tyro
 
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.config import at_home, flag
+from asyncrl.config import flag, with_home_folder
 from asyncrl.job.command_line import read_options
 from extras.planning import planner
 from extras.planning.plan import RUN_NAME, numbers, picture, why_worse
@@ -52,7 +52,7 @@ class Arguments:
 def main(args: list[str] | None = None) -> None:
     """Read the command line and print the plan."""
     keep_printing(BrokenPipeError)
-    words = at_home(sys.argv[1:] if args is None else args)
+    words = with_home_folder(sys.argv[1:] if args is None else args)
     given, options = tyro.cli(Arguments, description=__doc__, args=words, return_unknown_args=True)
     try:
         start = time.perf_counter()

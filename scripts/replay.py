@@ -28,7 +28,14 @@ import tyro
 
 from asyncrl.cluster.processes import run_job
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.config import OPTIONS, ChangeableBy, Config, Option, at_home, options_changeable_by
+from asyncrl.config import (
+    OPTIONS,
+    ChangeableBy,
+    Config,
+    Option,
+    options_changeable_by,
+    with_home_folder,
+)
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import read_checked_header
 from asyncrl.runlog.manifest import weights_sha256
@@ -246,7 +253,10 @@ def main() -> None:
     """Read the command line and replay."""
     keep_printing()
     given, options = tyro.cli(
-        Arguments, args=at_home(sys.argv[1:]), description=__doc__, return_unknown_args=True
+        Arguments,
+        args=with_home_folder(sys.argv[1:]),
+        description=__doc__,
+        return_unknown_args=True,
     )
 
     def job() -> None:

@@ -22,11 +22,11 @@ from asyncrl.config import (
     Config,
     Option,
     allowed_values,
-    at_home,
     flag,
     nearest,
     options_of,
     switch,
+    with_home_folder,
 )
 from asyncrl.engine.score import load_scorer
 from asyncrl.tasks import prepare_task
@@ -44,7 +44,7 @@ class Command:
     """GPUs to plan for, for example 8xH100. Unset takes the GPUs of this machine."""
 
 
-OF_OTHERS = {
+OPTIONS_OF_OTHER_PROJECTS = {
     "staleness": "--async-ratio N for at most N steps, or --async-ratio 0 --publish-delay N for exactly N",
     "lag": "--async-ratio N for at most N steps, or --async-ratio 0 --publish-delay N for exactly N",
     "max-staleness": "--async-ratio N, which is that bound in steps",
@@ -61,8 +61,10 @@ OF_OTHERS = {
     "dataset": "--task NAME, and --data-path FILE for rows of your own",
 }
 """Options of other projects, with the words for them here."""
-ALL = OPTIONS | {option.name: option for option in options_of(Command)}
-MAY_BE_UNSET = [option for option in ALL.values() if option.is_switch and option.default is None]
+ALL_OPTIONS = OPTIONS | {option.name: option for option in options_of(Command)}
+MAY_BE_UNSET = [
+    option for option in ALL_OPTIONS.values() if option.is_switch and option.default is None
+]
 """Switches that are also neither on nor off."""
 NEW_WORDS = {
     switch(old, is_on): switch(new, is_on)
@@ -88,9 +90,9 @@ def parse_config(args: list[str] | None = None) -> Config:
     Exits with status 2 for a mistake. One line shows the given words, the allowed values, and the change to make.
     """
     try:
-        given = _read(args)
+        given = _read_words(args)
         gpus = given.get("gpus")
-        config = _on_defaults(given, None).checked()
+        config = _with_defaults(given, None).checked()
         check(config)
         if not given.get("dry_run"):
             if gpus:
@@ -109,25 +111,25 @@ def parse_config(args: list[str] | None = None) -> Config:
 
 def read_options(args: list[str] | None = None, default: Config | None = None) -> Config:
     """Read options on top of `default`, without a check of combinations. Raises ValueError, in one line."""
-    return _on_defaults(_read(args), default)
+    return _with_defaults(_read_words(args), default)
 
 
-def _read(args: list[str] | None) -> dict[str, Any]:
+def _read_words(args: list[str] | None) -> dict[str, Any]:
     """Return the texts of a command line, by the names of options. With --help print the help, and exit.
 
     A switch is a truth and not a text. Raises ValueError, in one line, for a word that is no option.
     """
-    args = at_home(sys.argv[1:] if args is None else args)
-    words = [_as_text(word) for word in args if word not in ("-h", "--help")]
+    args = with_home_folder(sys.argv[1:] if args is None else args)
+    words = [_todays_word(word) for word in args if word not in ("-h", "--help")]
     names = [flag(word.partition("=")[0]) for word in words]
-    for option in ALL.values():
+    for option in ALL_OPTIONS.values():
         if option.is_list and names.count(option.flag) > 1:
             raise ValueError(f"{option.flag} is given twice; put all its values behind one")
     # Only given options have a key: defaults that depend on other options are chosen later.
     # tyro is slow to describe all options.
     kinds = {
         name: _text_type(option)
-        for name, option in ALL.items()
+        for name, option in ALL_OPTIONS.items()
         if option.flag in names or switch(name, False) in names
     }
     with parse_errors.on_parse_error(_refuse):
@@ -139,7 +141,7 @@ def _read(args: list[str] | None) -> dict[str, Any]:
     return given
 
 
-def _as_text(word: str) -> str:
+def _todays_word(word: str) -> str:
     """Return a word of the command line for tyro: a name of the last release becomes the name of today. A switch that
     can be unset, for example `--compile`, gets its value as text."""
     name, sign, value = word.partition("=")
@@ -157,7 +159,7 @@ def _as_text(word: str) -> str:
 def _refuse(event: parse_errors.ParseErrorEvent) -> NoReturn:
     """Raise ValueError with one line in place of the box that tyro would print."""
     if isinstance(event, parse_errors.UnrecognizedArgs):
-        raise ValueError(_unknown(event.tokens[0]))
+        raise ValueError(_unknown_option_error(event.tokens[0]))
     raise ValueError(f"{event.argument.lowered.name_or_flags[-1]} expected one argument")
 
 
@@ -169,7 +171,7 @@ def _help_for(algo: str | None) -> str:
         return describe(algo)
     lines = ["usage: train_async.py [options]", "", str(Config.__doc__)]
     indent = " " * 6
-    for part, options in itertools.groupby(ALL.values(), lambda option: option.part):
+    for part, options in itertools.groupby(ALL_OPTIONS.values(), lambda option: option.part):
         lines += ["", f"{part}:"]
         for option in options:
             notes = f"{option.shown_default}; {allowed_values(option.kind)}"
@@ -179,7 +181,7 @@ def _help_for(algo: str | None) -> str:
     return "\n".join(lines)
 
 
-def _on_defaults(given: dict[str, Any], default: Config | None) -> Config:
+def _with_defaults(given: dict[str, Any], default: Config | None) -> Config:
     """Return the options of a run: the given ones on top of `default`, or of the defaults that they choose."""
     values = {name: value for name, value in given.items() if name in OPTIONS}
     if given.get("resume"):
@@ -191,7 +193,7 @@ def _on_defaults(given: dict[str, Any], default: Config | None) -> Config:
 
         run = Path(given["resume"])
         begun = read_resumed_options(run)
-        return check_changes(_located(begun.changed(values), run / "code"), begun)
+        return check_changes(_with_located_code(begun.changed(values), run / "code"), begun)
     if given.get("like"):
         from asyncrl.job.resume import read_checked_header
 
@@ -200,10 +202,10 @@ def _on_defaults(given: dict[str, Any], default: Config | None) -> Config:
     elif default is None and given.get("model", Config.model) != Config.model:
         is_sums = given.get("task", "").startswith("sums")
         default = Config(max_prompt_tokens=512, max_response_tokens=24 if is_sums else 1024)
-    return _located((default or Config()).changed(values))
+    return _with_located_code((default or Config()).changed(values))
 
 
-def _located(config: Config, folder: Path | None = None) -> Config:
+def _with_located_code(config: Config, folder: Path | None = None) -> Config:
     """Return the options with absolute paths of user code, so that all processes mean one file.
 
     A class of gymnasium becomes environment:FILE.py:NAME. So processes know the kind of the task without an import.
@@ -218,19 +220,19 @@ def _located(config: Config, folder: Path | None = None) -> Config:
     return config
 
 
-def _unknown(token: str) -> str:
+def _unknown_option_error(token: str) -> str:
     """Return the error for an unknown option. It can be meant for an option of a group, or an argument of a loss."""
     name = token.partition("=")[0].replace("_", "-")
     word = name.strip("-")
-    hint = nearest(name, (option.flag for option in ALL.values()))
+    hint = nearest(name, (option.flag for option in ALL_OPTIONS.values()))
     old_names = {new: old for old, new in RENAMED.items()}
     for option in OPTIONS.values():
         if option.flag.endswith(f".{word}") or old_names.get(option.name, "").endswith(f".{word}"):
             hint = f"; write {option.flag} VALUE"
         if f"`{word.replace('-', '_')}=" in option.text:
             hint = f"; write {option.flag} {word.replace('-', '_')}=VALUE"
-    if word in OF_OTHERS:
-        hint = f"; write {OF_OTHERS[word]}"
+    if word in OPTIONS_OF_OTHER_PROJECTS:
+        hint = f"; write {OPTIONS_OF_OTHER_PROJECTS[word]}"
     return f"{name} is no option{hint} (--help lists all)"
 
 

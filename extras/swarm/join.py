@@ -28,7 +28,7 @@ from pathlib import Path
 import zmq
 
 from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals
-from asyncrl.config import Config, at_home
+from asyncrl.config import Config, with_home_folder
 from asyncrl.messages import Connect, Ready, Stop, Updated
 from asyncrl.user_code import user_code_names, with_absolute_paths
 from extras.swarm import link
@@ -240,7 +240,7 @@ def main(worker_main: Callable) -> None:
         metavar="GPUS",
         help="of an engine here; by default as the run's own",
     )
-    given = parser.parse_args(at_home(sys.argv[1:]))
+    given = parser.parse_args(with_home_folder(sys.argv[1:]))
     match = re.fullmatch(r"(?a)[\w.-]+:(\d{1,5})", given.join)
     if match is None or not 0 < int(match[1]) < 2**16:
         sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")

@@ -10,7 +10,7 @@ from user_files import ENVIRONMENT, LOSS, TASK, write_user_code
 
 from asyncrl import user_code
 from asyncrl.cluster.fingerprint import check_same, fingerprint
-from asyncrl.config import OPTIONS, Config, OptimOptions, at_home
+from asyncrl.config import OPTIONS, Config, OptimOptions, with_home_folder
 from asyncrl.job.command_line import parse_config, read_options
 from asyncrl.runlog.run_directory import RunDirectory
 
@@ -157,7 +157,7 @@ def test_a_run_may_be_below_home(option, tmp_path, monkeypatch):
 )
 def test_home_is_put_where_a_path_begins_and_nowhere_else(word, expected, monkeypatch):
     monkeypatch.setenv("HOME", "HOME")
-    assert at_home([word]) == [expected]
+    assert with_home_folder([word]) == [expected]
 
 
 def test_names_of_the_last_release_are_accepted_with_a_warning(capsys):
