@@ -26,7 +26,7 @@ MODULES = {
     "--task agent": "extras.agents.worker",
     "--task environment": "extras.environments.option",
     "--resume on another number of nodes": "extras.redistribute",
-    "planning": "extras.planning.option",
+    "planning": "extras.planning.fit",
     "advice": "extras.planning.advice",
 }
 ALWAYS = ("--optim.seq-aux-loss-coef", "--share-prefix", "--record", "planning")

@@ -1,20 +1,19 @@
 """Fit a run into the memory of its GPUs: choose the savings of `--save-memory auto`, and an engine's share of a GPU.
 
-A run calls `fit` before it loads anything. A dry run calls the same functions for GPUs that are not here.
+A run calls `fit_memory` before it loads anything. A dry run calls the same functions for GPUs that are not here.
 """
 
 import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.gpus import Gpu, visible_gpus
 from asyncrl.cluster.placement import Placement
 from asyncrl.config import Config
+from asyncrl.plugins import Plugin
 from extras.planning.memory import (
     CONTEXT_BYTES,
     Sharing,
@@ -29,40 +28,8 @@ from extras.planning.memory import (
 from extras.planning.shape import ModelShape, read_shape
 
 if TYPE_CHECKING:
+    from asyncrl.cluster.cluster import Cluster
     from asyncrl.job.node import Rank
-
-
-def fit(
-    config: Config, placement: Placement, model_path: str, cluster: Cluster
-) -> tuple[Config, Placement]:
-    """Return the options with savings, the same on all nodes, and the placement with the engine's share.
-
-    Prints the arithmetic. Collective on leaders. Raises ValueError, with the arithmetic, if the run cannot fit.
-    """
-    sharing = Sharing(
-        len(cluster.local_ranks) * cluster.num_nodes,
-        cluster.num_ranks // config.replicas,
-        host_bytes=free_host_bytes(),
-    )
-    node = (placement, read_shape(model_path), visible_gpus(), sharing)
-    ways = ways_to_fit(config)
-    config = ways[max(cluster.gather(first_that_fits(ways, *node)))]
-    placement, arithmetic = plan_memory(config, *node)
-    print(arithmetic, flush=True)
-    return config, placement
-
-
-def leave_room(rank: "Rank") -> None:
-    """Limit the trainer to its part of a shared GPU, so that a restarted engine finds its own.
-
-    There is no limit if the user's share for the engine leaves no part.
-    """
-    for worker in rank.placement.workers:
-        if worker.shared_with_rank is not None and rank.config.colocate == "share":
-            context = CONTEXT_BYTES / torch.cuda.get_device_properties(rank.device).total_memory
-            fraction = 1 - worker.gpu_memory_utilization - context
-            if fraction > 0:
-                torch.cuda.set_per_process_memory_fraction(fraction)
 
 
 def plan_memory(
@@ -117,3 +84,47 @@ def _fullest(gpus: list[Gpu], indices: Iterable[int]) -> Gpu:
     """Return the GPU with the most memory of other processes. Its name has its number."""
     index = max(indices, key=lambda i: gpus[i].used_bytes)
     return replace(gpus[index], name=f"gpu {index} ({gpus[index].name})")
+
+
+class PlanningPlugin(Plugin):
+    """Fits a run into the memory of its GPUs, and names the script that gives advice."""
+
+    def fit_memory(
+        self, config: Config, placement: Placement, model_path: str, cluster: "Cluster"
+    ) -> tuple[Config, Placement]:
+        """Return the options with savings, the same on all nodes, and the placement with the engine's share.
+
+        Prints the arithmetic. Collective on leaders. Raises ValueError, with the arithmetic, if the run cannot fit.
+        """
+        sharing = Sharing(
+            len(cluster.local_ranks) * cluster.num_nodes,
+            cluster.num_ranks // config.replicas,
+            host_bytes=free_host_bytes(),
+        )
+        node = (placement, read_shape(model_path), visible_gpus(), sharing)
+        ways = ways_to_fit(config)
+        config = ways[max(cluster.gather(first_that_fits(ways, *node)))]
+        placement, arithmetic = plan_memory(config, *node)
+        print(arithmetic, flush=True)
+        return config, placement
+
+    def limit_memory(self, rank: "Rank") -> None:
+        """Limit the trainer to its part of a shared GPU, so that a restarted engine finds its own.
+
+        There is no limit if the user's share for the engine leaves no part.
+        """
+        import torch  # here, because command lines import this file
+
+        for worker in rank.placement.workers:
+            if worker.shared_with_rank is not None and rank.config.colocate == "share":
+                context = CONTEXT_BYTES / torch.cuda.get_device_properties(rank.device).total_memory
+                fraction = 1 - worker.gpu_memory_utilization - context
+                if fraction > 0:
+                    torch.cuda.set_per_process_memory_fraction(fraction)
+
+    def on_end(self, run_path: Path) -> None:
+        """Name the script that gives advice."""
+        print(f"for advice on α and the split of devices: python scripts/advise.py {run_path}")
+
+
+PLUGIN = PlanningPlugin()

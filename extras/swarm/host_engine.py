@@ -111,7 +111,7 @@ def start_engines(
     workers = place(config, len(visible_gpus()), available_cores(), 0).workers
     planning = extras.find("planning")
     if planning is not None and config.rollout_tp > 1:
-        planning.PLUGIN.check_tp(str(folder), config.rollout_tp)
+        planning.check_tp(planning.read_shape(str(folder)), config.rollout_tp)
     engines = []
     for index, worker in enumerate(workers):
         log = str(folder / f"worker_{index}.log")

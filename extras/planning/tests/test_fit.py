@@ -19,7 +19,7 @@ from asyncrl.cluster.placement import place
 from asyncrl.config import Config
 from asyncrl.plugins import last_part
 from asyncrl.trainer.lora import add_adapters, named_adapters
-from extras.planning.fit import first_that_fits, fit, plan_memory
+from extras.planning.fit import PLUGIN, first_that_fits, plan_memory
 from extras.planning.memory import (
     GIB,
     Sharing,
@@ -208,7 +208,7 @@ def test_a_run_fits_itself_into_what_it_sees_and_prints_the_arithmetic(monkeypat
     assert "host memory of a machine: 122.05 GiB" in capsys.readouterr().out
     monkeypatch.setattr("extras.planning.fit.free_host_bytes", lambda: 100 * GIB)
     with pytest.raises(ValueError, match=r"the host has 100\.0 GiB free"):
-        fit(*given)
+        PLUGIN.fit_memory(*given)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
