@@ -3,14 +3,21 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from trajectories import make_trajectory
 
+from asyncrl.config import Config
+from asyncrl.controller.workers import Worker
+from asyncrl.records import EVALUATION_GROUP, Ticket
 from extras.simulation.cluster import Case, Cluster, simulate
 from extras.simulation.engine import EngineCurve, Swarm
 from extras.simulation.workload import Workload, lengths_up_to
 from extras.swarm.controller import SwarmController, SwarmDispatcher
 from extras.swarm.leases import LOOK_S
+from extras.swarm.remote import RemoteWorker, SwarmBuffer
 
 
 class WatchedDispatcher(SwarmDispatcher):
@@ -122,3 +129,30 @@ def test_a_ticket_moves_at_once_to_the_fastest_free_worker_when_its_lease_is_ove
     hosts = Swarm(1e7, 0.02, uplink_bytes_per_s=1e7, stay_s=draw.choice([100.0, 1e9]))
     cluster = Cluster(curve, 8, 0.002, message_s=draw.choice([0, 1]), swarm=hosts)
     simulate(Case(options, Workload(lengths_up_to(400)), cluster, seed=seed))
+
+
+@pytest.mark.parametrize("group_id", [7, EVALUATION_GROUP])
+def test_a_slow_host_loses_what_the_trainer_waits_for_and_late_tokens_of_training_are_counted(
+    group_id,
+):
+    config, reasons, process = Config(listen="here:1"), [], SimpleNamespace(send=lambda message: ())
+    host = RemoteWorker(0, process, state="sampling", sent_version=0, now=lambda: 0.0)
+    other = Worker(1, process, state="sampling", sent_version=0)
+    source = SimpleNamespace(
+        issue_again=lambda ticket, reason: reasons.append(reason) or replace(ticket, ticket_id=2)
+    )
+    dispatcher = SwarmDispatcher(config, [host, other], SwarmBuffer(config), source)
+    dispatcher.now = lambda: 100.0
+    dispatcher.buffer.admit(7, 0)
+    ticket = Ticket(1, group_id, 0, 1, 0, (2, 3), "", None, 0, 0)
+    other.assign(replace(ticket, ticket_id=0))
+    answer = replace(make_trajectory(group_id, 0), ticket_id=0, started_at=0.0, ended_at=1.0)
+    assert dispatcher.finish_tickets(other, [answer]) == [answer]
+    host.assign(ticket)
+    assert dispatcher.is_awaited(host, ticket)
+    dispatcher.move_tickets()
+    assert reasons == ["moved"] and list(other.running) == [2]
+    assert not dispatcher.is_awaited(host, ticket)
+    assert dispatcher.finish_tickets(host, [replace(answer, ticket_id=1)]) == []
+    num_late = dispatcher.buffer.ledger.counts["tokens_dropped_late"]
+    assert num_late == (answer.num_generated if group_id == 7 else 0)
