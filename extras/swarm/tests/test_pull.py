@@ -225,6 +225,17 @@ def test_whatever_comes_over_the_network_a_host_has_the_very_weights_of_a_versio
     assert network.puller.here.digest == network.info["digest"]
 
 
+def test_as_many_bases_are_kept_as_asked_a_version_is_no_base_of_itself_and_none_outlives_the_run():
+    transport = PullTransport([ParameterSpec("w", torch.float32, (64,))], num_kept=5)
+    for version in range(7):
+        transport.stage(version, [("w", torch.full((64,), float(version)))])
+    assert [version for version in range(9) if transport.is_kept(version)] == [2, 3, 4, 5, 6]
+    is_delta, stream = transport.open(6, 6)
+    assert not is_delta and len(stream) == 256
+    transport.close()
+    assert not any(map(transport.is_kept, range(9)))
+
+
 class Disk(MemoryFileSystem):
     """A file system that may be full, or stand still until it is told to go on."""
 
