@@ -292,9 +292,10 @@ class Config:
     """Rank of adapters on all linear layers of the decoder (LoRA, alpha = 2·rank). Only they are trained. 0: none."""
     max_tokens_per_microbatch: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 16384
     """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
-    share_prefix: Annotated[Sharing, REPLAY] = "off"
+    share_prefix: Annotated[Sharing, REPLAY] = "auto"
     """Tokens that the trainer reads once: a group's prompt, or any common prefix of an update. The gradient is equal.
-    `auto` chooses the cheapest by an estimate for each update, and `off` for models that cannot share."""
+    `auto` chooses the cheapest by an estimate for each update. It is `off` on GPUs, where nobody has timed it, and for
+    models and options that exclude sharing."""
     router_replay: Annotated[bool, REPLAY] = False
     """Route each token of a mixture of experts to the experts that the engine chose (R3, extras/router_replay)."""
     save_memory: Annotated[
@@ -390,7 +391,7 @@ class Config:
                 "--task environment": is_environment(self.task),
                 "--listen": self.listen,
                 "--optim.seq-aux-loss-coef": self.optim.seq_aux_loss_coef,
-                "--share-prefix": self.share_prefix != "off",
+                "--share-prefix": self.share_prefix in ("prompt", "tree"),
                 "--router-replay": self.router_replay,
                 "--dtype float16": self.dtype == "float16",
                 "--record": self.record,

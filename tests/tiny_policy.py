@@ -184,11 +184,15 @@ def brute_force_nucleus(row, target, temperature, top_p, top_k=0, min_p=0.0):
 
 
 def make_config(model: str, **options) -> Config:
-    """A wide clip of the loss and none of the gradient. SGD does not amplify rounding, as AdamW's first steps do."""
-    clips = {"algo": "tis", "algo_args": ("clip_high=10",), "max_grad_norm": 1e9}
+    """A wide clip of the loss and none of the gradient, and no prefix is shared.
+
+    SGD does not amplify rounding, as AdamW's first steps do.
+    """
+    defaults = {"algo": "tis", "algo_args": ("clip_high=10",), "max_grad_norm": 1e9}
+    defaults |= {"model": model, "optimizer": "sgd", "lr": 0.1, "share_prefix": "off"}
     if "algo" in options:
-        clips["algo_args"] = ()
-    return Config(**{"model": model, "optimizer": "sgd", "lr": 0.1, **clips, **options})
+        defaults["algo_args"] = ()
+    return Config(**defaults | options)
 
 
 def load(config: Config, clock: TrainerClock | None = None) -> Policy:

@@ -20,7 +20,7 @@ class BalancePlugin(Plugin):
 
     rules = (
         (
-            lambda c: c.optim.seq_aux_loss_coef > 0 and c.share_prefix != "off",
+            lambda c: c.optim.seq_aux_loss_coef > 0 and c.share_prefix in ("prompt", "tree"),
             "--optim.seq-aux-loss-coef {c.optim.seq_aux_loss_coef:g} balances experts within a sequence, and "
             "--share-prefix {c.share_prefix} reads several as one; change one of the two",
         ),

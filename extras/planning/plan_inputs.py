@@ -70,15 +70,13 @@ def lengths_of(run, config: Config, prompt_tokens: float | None) -> Lengths:
         raise ValueError(
             f"{run.path}/events.jsonl has no response; give a run that has trained, or --lengths"
         )
-    if (
-        prompt_tokens is None
-        and "tokens/forward" in run.metrics
-        and options.get("share_prefix") in (None, False, "off")
-    ):
+    saved_share = run.metrics.get("tokens/saved_share")
+    if saved_share is None and options.get("share_prefix") in (None, False, "off"):
+        saved_share = 0
+    if prompt_tokens is None and "tokens/forward" in run.metrics and saved_share is not None:
         prompts = options["groups_per_step"] * options["group_size"]
-        prompt_tokens = (
-            run.metrics["tokens/forward"] - run.metrics["tokens/trained"]
-        ).mean() / prompts
+        all_tokens = run.metrics["tokens/forward"] / (1 - saved_share)
+        prompt_tokens = (all_tokens - run.metrics["tokens/trained"]).mean() / prompts
     clipped = tokens[tokens > 0].astype(float).clip(upper=config.max_response_tokens)
     prompt = min(prompt_tokens or math.inf, config.max_prompt_tokens)
     return Lengths.of(prompt, clipped, config.groups_per_step * config.group_size)

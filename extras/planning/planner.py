@@ -187,7 +187,7 @@ class Job:
     def read_tokens(self) -> float:
         """Tokens that the trainer reads in a pass over a step's batch."""
         prompts = self.config.groups_per_step * (
-            self.config.group_size if self.config.share_prefix == "off" else 1
+            self.config.group_size if self.config.share_prefix in ("off", "auto") else 1
         )
         return prompts * self.lengths.prompt + self.tokens
 

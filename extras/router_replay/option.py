@@ -23,7 +23,7 @@ CPU."""
 
 RULES: list[Rule] = [
     (
-        lambda c: c.share_prefix != "off",
+        lambda c: c.share_prefix in ("prompt", "tree"),
         "--router-replay has the experts of each response, and --share-prefix {c.share_prefix} reads a prefix of "
         "several once; change one of the two",
     ),

@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
+from asyncrl.config import Config
 from asyncrl.plugins import PolicyPlugin
+from asyncrl.trainer.attention import print_on_rank_0
 from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
 from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence
 from asyncrl.trainer.policy import Policy
@@ -14,13 +17,28 @@ from extras.trees.attention import attention_mask, dense_cost, unfit_for_sharing
 from extras.trees.tree import choose_bundles, count_tokens
 
 
+def reason_against(config: Config, model: PreTrainedConfig, device: torch.device) -> str | None:
+    """Return why `--share-prefix auto` shares nothing in a run; None if it may."""
+    if device.type != "cpu":
+        return "it was timed on CPUs only; try prompt or tree"
+    if config.router_replay:
+        return "--router-replay has the experts of each response"
+    if config.optim.seq_aux_loss_coef:
+        return "--optim.seq-aux-loss-coef balances experts within a sequence"
+    unfit = unfit_for_sharing(model)
+    return f"the model has {', '.join(unfit)}" if unfit else None
+
+
 class Sharing(PolicyPlugin):
     """Reads once what several sequences of an update begin with."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        can_share = not unfit_for_sharing(policy.module.model.config)
-        self._share_prefix = policy.config.share_prefix if can_share else "off"
+        self._share_prefix = policy.config.share_prefix
+        reason = reason_against(policy.config, policy.module.model.config, policy.device)
+        if self._share_prefix == "auto" and reason:
+            self._share_prefix = "off"
+            print_on_rank_0(f"--share-prefix auto is off: {reason}")
         self.attention_of_trees = policy.module.attention
         """That of micro-batches with a shared prefix, as transformers names it."""
         if policy.device.type == "cuda":

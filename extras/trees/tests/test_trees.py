@@ -29,13 +29,14 @@ from tiny_policy import (
     random_tree,
     save_tiny_family,
 )
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
-from asyncrl.config import Config, Sharing
+from asyncrl.config import Config, OptimOptions, Sharing
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.packing import ATTENTION_BLOCK, pack
 from extras.trees.attention import _block_mask_maker, dense_cost, mask_function
 from extras.trees.option import PLUGIN
+from extras.trees.policy import reason_against
 from extras.trees.tree import bundle, choose_bundles, count_tokens
 
 BUDGETS = st.just(math.inf) | st.integers(20, 60)
@@ -156,7 +157,9 @@ def test_the_mask_s_maker_is_compiled_once_for_all_widths(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_model_that_cannot_share_is_refused_in_one_line_and_auto_shares_nothing_there(tmp_path):
+def test_a_model_that_cannot_share_is_refused_in_one_line_and_auto_shares_nothing_there(
+    tmp_path, capsys
+):
     windowed = MistralConfig(sliding_window=64)
     for sharing in ("off", "auto"):
         PLUGIN.check(Config(share_prefix=sharing), windowed)
@@ -166,3 +169,25 @@ def test_a_model_that_cannot_share_is_refused_in_one_line_and_auto_shares_nothin
     policy = load(make_config(save_tiny_family("gpt_oss", str(tmp_path)), share_prefix="auto"))
     (bundles,) = policy.deal_update(random_tree(6), 1)
     assert [len(b.sequences) for b in bundles] == [1] * 6
+    assert (
+        capsys.readouterr().out == "--share-prefix auto is off: the model has sliding_attention\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "options, device, reason",
+    [
+        ({}, "cpu", None),
+        ({}, "cuda", "it was timed on CPUs only"),
+        ({"router_replay": True}, "cpu", "--router-replay has the experts of each response"),
+        (
+            {"optim": OptimOptions(seq_aux_loss_coef=0.1)},
+            "cpu",
+            "--optim.seq-aux-loss-coef balances",
+        ),
+    ],
+)
+def test_auto_is_the_default_and_off_where_something_excludes_it(options, device, reason):
+    config = Config(**options).checked()
+    actual = reason_against(config, LlamaConfig(), torch.device(device))
+    assert config.share_prefix == "auto" and str(actual).startswith(str(reason))
