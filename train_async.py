@@ -45,6 +45,7 @@ def train_on(node: "Leader | Follower") -> None:
     config = node.config
     policy = load_policy(config, node.model_path, node.device, node.clock)
     checkpoints = Checkpoints(node, policy)
+    checkpoints.restore()
     publisher = make_publisher(node, policy)
     publisher.publish(node.first_version)
     with StepLog(node) as log, checkpoints:  # from here on a signal lets the step end

@@ -45,7 +45,7 @@ class LossInputs:
     lags: Tensor | None = None
     """[N] int64, the trainer's version − that which sampled the token, steps; 0 for all if it is not given."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """[N] each: all that was recorded of the tokens as they were sampled, by name (asyncrl.records.TokenColumns)."""
+    """[N] each, by name: recorded columns (asyncrl.records.TokenColumns), and columns that the trainer added."""
 
     def __post_init__(self) -> None:
         if self.lags is None:

@@ -243,7 +243,7 @@ class Config:
     drop_zero_variance: bool = False
     """Replace groups whose rewards are all equal by new groups. Equal rewards give no advantage within a group."""
     extra_groups: Annotated[int, Meta(ge=0, le=MAX_OUTSTANDING)] = 0
-    """Groups outstanding beyond the capacity; for each batch at most so many that would come too late are aborted."""
+    """Extra outstanding groups. For each batch, at most this many groups that would come too late are aborted."""
     extra_members: Annotated[int, Meta(ge=0, le=MAX_OUTSTANDING)] = 0
     """Responses started beyond group_size. The first group_size to finish make the group, and the rest is aborted."""
     over_sampling: Annotated[float, Meta(ge=1, le=1000)] = 1.0

@@ -40,10 +40,18 @@ def slice_columns(record: TokenColumns, tokens: slice | np.ndarray) -> dict[str,
 
 
 def join_columns(parts: Iterable[TokenColumns]) -> dict[str, np.ndarray]:
-    """Return the concatenated columns of several records, by name."""
+    """Return the concatenated columns of several records, by name.
+
+    Raises RuntimeError if a record lacks a column of another one.
+    """
     columns = [slice_columns(part, slice(None)) for part in parts]
     empty = {name: np.zeros(0, dtype) for name, dtype in DTYPES.items()}
     names = columns[0] if columns else empty
+    if any(part.keys() != names.keys() for part in columns):
+        raise RuntimeError(
+            f"the parts of a response have different columns: {[list(part) for part in columns]}; a part from a "
+            "checkpoint lacks a column that was added since, so begin a new run"
+        )
     return {name: np.concatenate([part[name] for part in columns or [empty]]) for name in names}
 
 
@@ -96,7 +104,7 @@ class Ticket:
     environment_seed: int | None
     """Seed of the environment, the same for a whole group; None for single-turn tasks."""
     seed: int
-    """Sampling seed, from run seed, group and member, and from the second new attempt on also from its number."""
+    """Sampling seed, from run seed, group and member. A ticket whose workers died twice gets a new one."""
     min_version: int
     """Policy version that the worker must have loaded before it starts, steps."""
     prefix: Completion | None = field(default=None, compare=False)

@@ -65,7 +65,7 @@ class SampleBuffer:
         """`config` is the node's: see Config.for_node."""
         self.config = config
         self.trainer_version = 0
-        self._published_at = 0
+        self._version_at_publish = 0
         """Trainer's version at the last publish. Groups consumed by then have freed their places."""
         self.residents: dict[int, Resident] = {}
         # Groups whose later members are only counted, and the reason. Entries stay, because members may arrive late.
@@ -84,7 +84,7 @@ class SampleBuffer:
 
     def restore(self, state: BufferState) -> None:
         """Continue from a `state`, and keep its residents. Members of closed groups do not arrive in a resumed run."""
-        self.trainer_version = self._published_at = state.trainer_version
+        self.trainer_version = self._version_at_publish = state.trainer_version
         self.ledger.counts.update(state.ledger)
         self.residents = dict(state.residents)
         self._may_have_batch = True
@@ -94,9 +94,9 @@ class SampleBuffer:
         return self.config.stale_policy != "gate"
 
     @property
-    def min_version(self) -> int:
-        """Oldest version for the start of a new group: the published version."""
-        return max(0, self._published_at - self.config.publish_delay)
+    def start_version(self) -> int:
+        """Oldest version under which a new group may start: that of the published weights."""
+        return max(0, self._version_at_publish - self.config.publish_delay)
 
     # Admission
 
@@ -105,16 +105,21 @@ class SampleBuffer:
 
         It is 0 while groups that start now would be too old for every later batch.
         """
-        if self._is_bounded and self.min_version + self.config.max_staleness < self.trainer_version:
+        if (
+            self._is_bounded
+            and self.start_version + self.config.max_staleness < self.trainer_version
+        ):
             return 0
-        unpublished = self.config.groups_per_step * (self.trainer_version - self._published_at)
+        unpublished = self.config.groups_per_step * (
+            self.trainer_version - self._version_at_publish
+        )
         return self.config.max_outstanding_groups - len(self.residents) - unpublished
 
     def admit(self, group_id: int, problem: int) -> int:
         """Give a place to a new group with a new id. Return the version that a worker needs to start it."""
-        self.residents[group_id] = Resident(problem, self.min_version)
+        self.residents[group_id] = Resident(problem, self.start_version)
         self.ledger.issue()
-        return self.min_version
+        return self.start_version
 
     def start(self, group_id: int, version: int) -> None:
         """Mark a group as started by a worker with `version`. The first start sets its oldest version."""
@@ -123,7 +128,7 @@ class SampleBuffer:
             resident.started, resident.oldest_version = True, max(resident.oldest_version, version)
             self._may_have_batch = True
 
-    def min_version_of(self, group_id: int) -> int:
+    def needed_version(self, group_id: int) -> int:
         """Return the version that a worker needs to start another member of a running group; else 0."""
         # one look-up, because another thread may drop the group
         resident = self.residents.get(group_id)
@@ -228,8 +233,8 @@ class SampleBuffer:
     def left_too_late(self, batch: list[int]) -> Iterator[int]:
         """Yield the fewest groups to give up so that every other group outside `batch` meets its deadline.
 
-        Running groups go first. B groups are taken per step, earliest deadline first. If that order misses a deadline,
-        every order does.
+        A group's deadline is the last version that may train on it. Running groups are given up first. B groups are
+        taken per step, earliest deadline first; if that order misses a deadline, every order does.
         """
         if self.config.stale_policy != "wait":
             return
@@ -254,7 +259,7 @@ class SampleBuffer:
 
     def publish(self, trainer_version: int) -> None:
         """Free the places of all groups consumed up to a version, because weights are published at it."""
-        self._published_at = trainer_version
+        self._version_at_publish = trainer_version
 
     # Dropping
 

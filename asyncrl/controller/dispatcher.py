@@ -177,16 +177,17 @@ class Dispatcher:
 
     def has_weights(self, worker: Worker, ticket: Ticket) -> bool:
         """Return whether a worker's engine is up, and was sent weights that are new enough for a ticket."""
-        return worker.is_up and worker.sent_version >= self.min_version(ticket)
+        return worker.is_up and worker.sent_version >= self.needed_version(ticket)
 
-    def min_version(self, ticket: Ticket) -> int:
+    def needed_version(self, ticket: Ticket) -> int:
         """Return the version that a worker needs before it may start this ticket.
 
-        Workers get new weights at different times. The first started member sets the version for its whole group.
+        Workers get new weights at different times. All members of a group need at least the version with which its
+        first member started.
         """
         if ticket.is_evaluation:
             return ticket.min_version
-        return max(ticket.min_version, self.buffer.min_version_of(ticket.group_id))
+        return max(ticket.min_version, self.buffer.needed_version(ticket.group_id))
 
     def send_out(self) -> None:
         outgoing: dict[int, list[Ticket]] = defaultdict(list)

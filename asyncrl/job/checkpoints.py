@@ -48,28 +48,32 @@ class Checkpoints:
     """Saves a run at the end of its steps. Every rank has one. In its context a signal ends the run after a step."""
 
     def __init__(self, node: Follower | Leader, policy: Policy):
-        """Make the writer of checkpoints. In a resumed run, also restore policy and records; collective."""
+        """Make the writer of checkpoints; collective. Call `restore` next."""
         self.node, self.policy = node, policy
         folder, self._is_shared = self._find_folder()
         self.writer = CheckpointWriter(policy, folder)
         # It is called when the node ends, after an error has been reported.
         node.on_end.callback(self.writer.close, GRACE_S)
-        if node.resumed is not None:
-            restore_training_state(policy, str(node.resumed.resume_folder), self.writer.group)
-            if node.cluster.is_first:
-                rename_newer(node.resumed)
-            # Wait until all ranks have read and accepted the checkpoint.
-            dist.barrier(self.writer.group)
-            if node.cluster.is_leader:
-                node.run.truncate_records()
-        # The first copy allocates host memory, which takes long. Engines start meanwhile.
-        self.writer.stager.stage(training_state(policy))
         self._handlers: dict[int, Any] = {}
         self._signal_number = 0  # of the signal that asked the run to stop; 0 before
         self._last_step: tuple[int, Publisher] | None = None
         """The last step since this start of the run."""
         self._is_saved = False
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0
+
+    def restore(self) -> None:
+        """Continue from the checkpoint of a resumed run: restore the policy, and truncate records; collective."""
+        resumed = self.node.resumed
+        if resumed is not None:
+            restore_training_state(self.policy, str(resumed.resume_folder), self.writer.group)
+            if self.node.cluster.is_first:
+                rename_newer(resumed)
+            # Wait until all ranks have read and accepted the checkpoint.
+            dist.barrier(self.writer.group)
+            if self.node.cluster.is_leader:
+                self.node.run.truncate_records()
+        # The first copy of a state allocates host memory, which takes long. Engines start meanwhile.
+        self.writer.stager.stage(training_state(self.policy))
 
     def _find_folder(self) -> tuple[Path, bool]:
         """Return the folder of checkpoints, and whether all nodes share it; collective."""

@@ -62,9 +62,9 @@ class EngineCheck:
                 raise RuntimeError(problem)
 
     def finish(self) -> None:
-        """Print of which worker the probe could not tell whether it had its version, or the one before.
+        """Print the worker whose version is least certain, if the probe cannot tell it from the version before.
 
-        A worker that was shut out is not asked for.
+        Workers that were shut out do not count.
         """
         controller = self._node.controller
         surety = [

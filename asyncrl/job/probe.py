@@ -207,7 +207,7 @@ class Probe:
 
 
 def _is_new(tokens: TokenSequences) -> np.ndarray:
-    """Return whether each scored token [N] follows others than in an earlier sequence: else it adds no knowledge."""
+    """Mark the scored tokens [N] whose prefix is in no earlier sequence; equal prefixes have equal log-probs."""
     prefixes: set[tuple[int, ...]] = set()
     is_new = []
     for sequence in tokens:

@@ -121,7 +121,10 @@ class LeadingPublisher(Publisher):
         return dict(list(self._snapshots)[:-1])
 
     def _resumed_snapshots(self, specs: list[ParameterSpec]) -> Iterator[Snapshot]:
-        """What was held back, but for what is older than weights that were announced: a last step's are at once."""
+        """Yield the delayed weights of the checkpoint, but no older version than the published one.
+
+        The last step of a run publishes without delay, so older ones may be there.
+        """
         resumed = self.node.resumed
         for version in resumed.delayed if resumed else ():
             if version >= self.node.restored.published_version:

@@ -33,7 +33,7 @@ from asyncrl.user_code import with_absolute_paths
 
 
 def read_resumed_options(run: Path) -> Config:
-    """Return the options with which a run began, with its present place and its copies of user code.
+    """Return the options of a run's last start, with its present place and its copies of user code.
 
     Raises ValueError, in one line, if there is no such run.
     """

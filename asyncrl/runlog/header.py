@@ -47,7 +47,7 @@ def read_header(run: Path) -> dict:
 def write_header(path: Path, header: dict, resumed_from: int | None) -> dict:
     """Write run.json and return it.
 
-    If the run is resumed from a step, the fields of the first start stay, and those of each resume are added to a list.
+    A resumed run keeps the fields of its first start, but for the options, and adds those of each resume to a list.
     """
     if resumed_from is not None and path.exists():
         start = {"step": resumed_from} | {name: header[name] for name in START_FIELDS}

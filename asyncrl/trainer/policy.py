@@ -149,7 +149,9 @@ class Policy(WholeWeights):
     def _with_initial_scores(self, batch: MicroBatch, has_proximal: bool) -> MicroBatch:
         """Add columns of scores by the weights before the first update: values, and proximal log-probs if asked."""
         scores = self.forward(self.module, batch)
-        columns = batch.columns | {"values": scores.values}
+        columns = dict(batch.columns)
+        if self.module.value_head is not None:
+            columns["values"] = scores.values
         if has_proximal:
             columns["proximal_logprobs"] = scores.logprobs
         return replace(batch, columns=columns)

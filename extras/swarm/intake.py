@@ -73,7 +73,7 @@ class Intake:
                 raise ValueError(
                     f"ticket {ticket.ticket_id} as aborted, which it was not told to abort"
                 )
-            asked = replace(ticket, min_version=dispatcher.min_version(ticket))
+            asked = replace(ticket, min_version=dispatcher.needed_version(ticket))
             newest, vocab_size = worker.sent_version, self._vocab_size
             if why := find_mistake(trajectory, asked, self._config, newest, vocab_size):
                 raise ValueError(f"of ticket {ticket.ticket_id} {why}")

@@ -77,10 +77,12 @@ def start(tmp_path, model, one_rank):
         )
         node.run.record("worker_ready", worker=0)
         try:
-            return Checkpoints(node, load(config))
+            checkpoints = Checkpoints(node, load(config))
+            checkpoints.restore()
         except ValueError as error:
             node.run.close(error)
             raise
+        return checkpoints
 
     return make
 
