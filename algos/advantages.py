@@ -1,7 +1,7 @@
 """Advantage estimators: how good a response was, compared with others.
 
-Each takes rewards [S] float64 and group_ids [S] int64 (any integers; equal means same prompt), S sequences of one step,
-and returns advantages [S] float64. All raise RuntimeError on a reward that is not finite.
+Each takes the rewards [S] float64 of S sequences of one step, and their group_ids [S] int64. Equal ids mean the same
+prompt. It returns advantages [S] float64. All raise RuntimeError for a reward that is not finite.
 """
 
 import torch

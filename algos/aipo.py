@@ -4,7 +4,7 @@
     loss_t = −sg(min(r_t, cap))·A·log π(t)          sg = stop-gradient
 
 LlamaRL, arXiv 2505.24034, «Asynchronous Importance weighted Policy Optimization».
-Differs from the paper: nothing known; it is tis.py with a cap above 1, which lets likelier tokens weigh more.
+Differs from the paper: nothing known. It is tis.py with a cap above 1, so likelier tokens weigh more.
 """
 
 from algos import tis

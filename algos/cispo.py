@@ -1,14 +1,14 @@
-"""CISPO: the importance weight is clipped and not the update, so that rare tokens keep their gradient.
+"""CISPO: the clip limits the importance weight and not the update, so rare tokens keep their gradient.
 
     r_t    = exp(log π(t) − log π_behavior(t))
     loss_t = −sg(clip(r_t, 1 − clip_low, 1 + clip_high))·A·log π(t)          sg = stop-gradient
     and with unified_mask, weight 0 where PPO would cut the gradient:
              (A > 0 and r_t > 1 + clip_high) or (A < 0 and r_t < 1 − clip_low)
 
-MiniMax-M1, arXiv 2506.13585, section 3.1, where the mask is the «unified» form.
-Differs from the paper: the denominator is the engine's own log-prob; the paper leaves the weight without a lower bound
-(`clip_low=1`) and tunes the upper one, the defaults here are those of ROLL Flash's code; the mask uses the range of
-the clip and not one of its own; group and length normalisation are the advantage's and `loss_aggregation`'s.
+MiniMax-M1, arXiv 2506.13585, section 3.1; its «unified» form has the mask.
+Differs from the paper: the denominator is the engine's own log-prob. The paper has no lower bound of the weight
+(`clip_low=1`) and tunes the upper one; the defaults here are those of ROLL Flash's code. The mask has the range of the
+clip. The advantage normalises by group, and `loss_aggregation` by length.
 """
 
 import torch

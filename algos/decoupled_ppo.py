@@ -1,4 +1,4 @@
-"""Decoupled PPO: the clip is anchored at the proximal policy, and a separate weight corrects for staleness.
+"""Decoupled PPO: PPO's clip around the proximal policy, times a weight that corrects for staleness.
 
     u_t    = exp(log π(t) − log π_proximal(t))                     how far this step has moved
     w_t    = exp(log π_proximal(t) − log π_behavior(t))            how stale the token was when the step began
@@ -6,10 +6,10 @@
     action "mask": w_t = 0 where w_t > behavior_weight_cap;  "truncate": w_t = min(w_t, the cap)
 
 AReaL, arXiv 2505.24298, eq. 5; the decoupling is arXiv 2110.00641. The proximal policy is the trainer's at the start of
-the step. In the first update of a step it is the current one: then u = 1 in value, the clip does nothing, and the
-gradient is −w·A, importance-weighted policy gradient. With `minibatches` 1 there is no other update, and that is right.
-Differs from the paper: w is capped, as in its code (cap 5 per token, then the default); a masked token stays in the
-denominator of the mean, because token weights are fixed before any loss is seen; log-ratios are clamped to ±20 nats.
+the step. In the first update of a step it is the current one. Then u is 1, the clip does nothing, and the gradient is
+−w·A, importance-weighted policy gradient. With `minibatches` 1 there is no other update, and that is right.
+Differs from the paper: w is capped, as in its code (a cap of 5 per token was then the default). A masked token stays in
+the denominator of the mean, because token weights are fixed before the loss. Log-ratios are clamped to ±20 nats.
 """
 
 from typing import Literal

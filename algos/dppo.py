@@ -1,4 +1,4 @@
-"""DPPO: a token is left out once its own probability, and not its ratio, has moved too far.
+"""DPPO: a token is left out if its probability, and not its ratio, has moved too far.
 
     p      = π(t),  b = π_behavior(t),  r_t = p/b
     D_t    = |p − b|                                                  with divergence "tv"
@@ -9,15 +9,15 @@
     loss_t = −sg(M_t·min(r_t, cap))·A·log π(t) + squared·(log r_t)²          sg = stop-gradient
 
 Divergence PPO, arXiv 2602.04879, eq. 13 and 14: «this token or another» stands for the whole distribution. A rare token
-may double, which PPO's clip forbids; a sure one may not fall by a fifth, which the clip allows. The cap is of section
-5.4. The default bounds are those of verl's example: 0.15 for "tv" and 0.05 for "kl". The default cap is ours: verl's is
-3, and its example of DPPO sets 10,000.
-prime-rl's default loss is this one with deltas of 0.2 and `squared=0.001`, the squared log-ratio that pulls back to the
-policy that sampled, Kimi K2.5, arXiv 2602.02276. Its IPO has `sides=both`, deltas of 0.1 and the same square. It has no
-cap, and the square also counts for tokens that are left out, as here.
-Differs from the paper: its top-k divergences are not here; a token left out stays in the denominator of the mean.
-Others: verl stops the gradient at the ratio, as here; SkyRL lets it pass and has no cap. Up to the cap the gradients
-are the same; above it a ratio with gradient would have none, where ours is bounded.
+may double, and PPO's clip forbids that. A sure token may not fall by a fifth, and PPO's clip allows that. Section 5.4
+has the cap. The default bounds are those of verl's example: 0.15 for "tv" and 0.05 for "kl". The default cap is ours:
+verl's is 3, and its example of DPPO sets 10,000.
+prime-rl's default loss is this one with deltas of 0.2 and `squared=0.001`. The square pulls back to the policy that
+sampled (Kimi K2.5, arXiv 2602.02276). Its IPO has `sides=both`, deltas of 0.1 and the same square. It has no cap, and
+the square also counts for tokens that are left out, as here.
+Differs from the paper: its top-k divergences are not here. A token left out stays in the denominator of the mean.
+Others: verl stops the gradient at the ratio, as here. SkyRL lets it pass and has no cap. Up to the cap the gradients
+are the same. Above the cap ours stays bounded, and a ratio with gradient would have none.
 """
 
 from typing import Literal
@@ -61,7 +61,7 @@ def loss(
 
 
 def _binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """KL of «this token or another», [N] nats; infinite where the other policy is sure of the token and this is not."""
+    """Return the KL of «this token or another», [N] nats; infinite if only the other policy is sure of the token."""
     rest, other_rest = (
         (-torch.expm1(values)).clamp(min=0) for values in (logprobs, other_logprobs)
     )

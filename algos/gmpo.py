@@ -1,4 +1,4 @@
-"""GMPO: tokens are clipped one by one, and the sequence weighs by the geometric mean of what is left.
+"""GMPO: each token is clipped, and the sequence weighs by the geometric mean of the clipped ratios.
 
     l_t    = log π(t) − log π_behavior(t), at most log_clip_high where A > 0, at least −log_clip_low where A < 0
     g      = exp(mean over the sequence of l)
@@ -6,12 +6,12 @@
 
 Geometric-Mean Policy Optimization, arXiv 2507.20673; the defaults are its range of ratios, exp(−0.4) … exp(0.4).
 gspo.py takes the mean first and clips afterwards: there a sequence is cut as a whole, here token by token.
-Differs from the paper: the denominator is the engine's own log-prob; the loss of a sequence is repeated on each of its
-tokens, so `loss_aggregation` says whether sequences (`sequence_mean`, as in the paper) or tokens weigh the same; the
-mean log-ratio is clamped to ±20 nats. Others: verl and TRL clip in nats too, as here.
-The gradient of one token's loss is spread over the sequence, −g·A/length to each token. Summed over a sequence whose
-tokens share one advantage and one weight, as with every `loss_aggregation`, it is −g·A: on fresh data policy gradient.
-With an advantage per token every token would get their mean, so `--advantage gae` is refused.
+Differs from the paper: the denominator is the engine's own log-prob. Every token has the loss of its sequence, so
+`loss_aggregation` says whether sequences (`sequence_mean`, as in the paper) or tokens weigh the same. The mean
+log-ratio is clamped to ±20 nats. Others: verl and TRL clip in nats too, as here.
+The gradient of one token's loss is spread over the sequence, −g·A/length to each token. If the tokens of a sequence
+share advantage and weight, as with every `loss_aggregation`, their sum is −g·A: on fresh data policy gradient. With an
+advantage per token every token would get the mean, so `--advantage gae` is refused.
 """
 
 import torch

@@ -5,10 +5,10 @@
     and with dual_clip c > 1, where A < 0:  loss_t = −max(min(...), c·A)
 
 PPO, arXiv 1707.06347, eq. 7; GRPO, arXiv 2402.03300, eq. 3; clip_high > clip_low («clip-higher») is DAPO,
-arXiv 2503.14476, eq. 10; the dual clip is arXiv 1912.09729, section 3. INTELLECT-2's two-sided clip (arXiv 2505.07291),
-min(r, δ)·A in the place of r·A, is the dual clip with c = δ wherever δ is at least 1 + clip_high, as it is meant to be.
-Differs from the paper: the denominator is the engine's own log-prob, so that one update per step still corrects for
-staleness; the KL term is the trainer's (`kl_coef`), and 1/length is a choice of `loss_aggregation`; log-ratios are
+arXiv 2503.14476, eq. 10; the dual clip is arXiv 1912.09729, section 3. INTELLECT-2's two-sided clip (arXiv 2505.07291)
+has min(r, δ)·A in place of r·A. It is the dual clip with c = δ if δ is at least 1 + clip_high, as intended.
+Differs from the paper: the denominator is the engine's own log-prob, so one update per step still corrects for
+staleness. The KL term is the trainer's (`kl_coef`), and 1/length is a choice of `loss_aggregation`. Log-ratios are
 clamped to ±20 nats.
 """
 

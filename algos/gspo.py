@@ -4,12 +4,12 @@
     loss_t = −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A)      for every token; gradient flows through s
 
 Group Sequence Policy Optimization, arXiv 2507.18071, section 4.1; the defaults are those of its section 5.1.
-Differs from the paper: the denominator is the engine's own log-prob; the loss of a sequence is repeated on each of its
-tokens, so `loss_aggregation` says whether sequences (`sequence_mean`, as in the paper) or tokens weigh the same; the
-mean log-ratio is clamped to ±20 nats.
-The gradient of one token's loss is spread over the sequence, −s·A/length to each token. Summed over a sequence whose
-tokens share one advantage and one weight, as with every `loss_aggregation`, it is −s·A: on fresh data policy gradient.
-With an advantage per token every token would get their mean, so `--advantage gae` is refused.
+Differs from the paper: the denominator is the engine's own log-prob. Every token has the loss of its sequence, so
+`loss_aggregation` says whether sequences (`sequence_mean`, as in the paper) or tokens weigh the same. The mean
+log-ratio is clamped to ±20 nats.
+The gradient of one token's loss is spread over the sequence, −s·A/length to each token. If the tokens of a sequence
+share advantage and weight, as with every `loss_aggregation`, their sum is −s·A: on fresh data policy gradient. With an
+advantage per token every token would get the mean, so `--advantage gae` is refused.
 """
 
 from algos.inputs import LossInputs, LossOutput, NonNegative, Share, needs_equal_advantages

@@ -1,17 +1,16 @@
-"""IcePop: PPO's clip against the proximal policy; tokens too far from the policy that sampled them are left out.
+"""IcePop: PPO's clip around the proximal policy, without tokens that are too far from the policy that sampled them.
 
     u_t    = exp(log π(t) − log π_proximal(t))
     k_t    = exp(log π_proximal(t) − log π_behavior(t)), or its geometric mean over the sequence with level "sequence"
     w_t    = k_t where low ≤ k_t ≤ high, or 1 there with weighs=false; else 0
     loss_t = −w_t·min(u_t·A, clip(u_t, 1 − clip_low, 1 + clip_high)·A)
 
-Ling team, «Every Step Evolves» (Ring-1T), arXiv 2510.18855, where IcePop is the mask M(k; α, β) with α = 0.5, β = 5.
-Differs from the paper: its k is only training engine against inference engine at one version, ours holds the staleness
-as well; level "sequence" is not in it, and weighs by the geometric mean, which is no importance weight but has the
-scale of one token's; a token left out stays in the denominator of the mean; the KL term is the
-trainer's; log-ratios are clamped to ±20 nats. The proximal policy of a step's first update is the current one, as in
-decoupled_ppo.py.
-With `weighs=false` the mask is a trust region alone: the paper multiplies by k, and verl's rejection sampling
+Ling team, «Every Step Evolves» (Ring-1T), arXiv 2510.18855: IcePop is its mask M(k; α, β) with α = 0.5, β = 5.
+Differs from the paper: its k compares training and inference engine at one version, and ours includes staleness. Level
+"sequence" is ours. It weighs by the geometric mean, which is no importance weight but has the scale of one token's. A
+token left out stays in the denominator of the mean. The KL term is the trainer's. Log-ratios are clamped to ±20 nats.
+The proximal policy of a step's first update is the current one, as in decoupled_ppo.py.
+With `weighs=false` the mask is only a trust region. The paper multiplies by k, and verl's rejection sampling
 (`rollout_rs` without `rollout_is`) does not.
 """
 

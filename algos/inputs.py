@@ -1,4 +1,4 @@
-"""What a policy loss gets: the trained tokens of one micro-batch, flat, with no padding and no mask; and its options.
+"""The inputs of a policy loss: the trained tokens of a micro-batch, flat, without padding or mask; and its options.
 
 The ranges of options are annotations in a loss's signature. A ratio is at most e²⁰, so 1e9 does not limit it; float32
 ends below 1e39. A loss itself says which two arguments exclude each other, and asyncrl/trainer/loss.py refuses what
@@ -76,8 +76,8 @@ def couples_tokens(loss: Callable) -> bool:
     """Return whether a loss couples all tokens of an optimizer update: then its second parameter is named `update`.
 
     The loss gets there the LossInputs of all trained tokens of the update, of all micro-batches and ranks, without
-    gradient. The trainer makes one more pass over the update for it. A token's loss must depend on what else is in its
-    micro-batch through `update` alone, so that micro-batches, packing and ranks never change the gradient.
+    gradient. The trainer makes one more pass over the update for it. A token's loss must depend on other
+    tokens only through `update`. Then micro-batches, packing and ranks never change the gradient.
     """
     return "update" in inspect.signature(loss).parameters
 

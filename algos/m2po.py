@@ -1,4 +1,4 @@
-"""M2PO: no clip; the tokens that moved furthest are left out until the second moment of the update is small enough.
+"""M2PO: no clip. The tokens that moved furthest are left out, until the second moment of the update is small enough.
 
     r_t    = exp(log π(t) − log π_behavior(t)),    m_t = (log r_t)²
     M_t    = 0 for the tokens with the largest m_t among those that go on moving away (A·log r_t > 0), until the mean of
@@ -8,13 +8,13 @@
 Second-Moment Trust Policy Optimization, arXiv 2510.01161, algorithm 1, as Trinity-RFT and ms-swift have it: the mean of
 m is over those that go on, not over all. It couples all tokens of an optimizer update. A token that is left out stays
 in the denominator of the mean loss.
-Differs: what moved as far as the last token left out goes with it, one response sampled twice for example; the
-logarithm of r, not that in m, is clamped to ±20 nats.
-The authors' code cuts more tokens. It solves Σ min(m, τ²) = m2_threshold·n for τ and clips there, so a cut token still
-counts τ² in the sum, and here it does not count. By default their clip is never inside 0.7 … 1.5.
-AReaL has another form: m is of the proximal policy against the one that sampled; tokens of either direction are left
-out, in each micro-batch by itself, until the mean is below the threshold and not equal to it; one token always stays;
-those left out leave the loss mask, and with it the denominator; its PPO clip stays on top.
+Differs: tokens that moved exactly as far as the last one left out go with it. The logarithm of r, not that in m, is
+clamped to ±20 nats.
+The authors' code cuts more tokens. It solves Σ min(m, τ²) = m2_threshold·n for τ, and clips there. A cut token still
+counts τ² in their sum, and here it does not count. By default their clip is never inside 0.7 … 1.5.
+AReaL has another form. Its m compares the proximal policy with the one that sampled. It leaves out tokens of either
+direction, in each micro-batch, until the mean is below the threshold. One token always stays. Tokens left out leave the
+loss mask, and so the denominator. Its PPO clip stays on top.
 """
 
 import torch
@@ -34,14 +34,14 @@ def loss(inputs: LossInputs, update: LossInputs, *, m2_threshold: Positive = 0.0
 
 
 def _moments(inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """m [N], nats², and where the gradient moves a token further away from the policy that sampled it, [N] bool."""
+    """Return m [N], nats², and whether the gradient moves a token further from the policy that sampled it, [N] bool."""
     log_ratio = inputs.log_ratio.detach()
     return log_ratio.square(), inputs.advantages * log_ratio > 0
 
 
 def _least_left_out(moments: Tensor, goes_on: Tensor, threshold: float) -> Tensor:
-    """The smallest m that is left out of the update; infinite if none is."""
-    # Those that do not go on are 0 in it. To take them out, or to read how many there are, has the host wait for a GPU.
+    """Return the smallest m that is left out of the update; infinite if there is none."""
+    # Tokens that do not go on count as 0. Removing or counting them would make the host wait for a GPU.
     ascending = torch.where(goes_on, moments, 0.0).sort().values
     # The mean of the smallest 1, 2, 3 … rises, so those within the threshold come first.
     is_small = ascending.double().cumsum(0) <= threshold * (ascending > 0).cumsum(0)

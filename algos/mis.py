@@ -1,4 +1,4 @@
-"""MIS: masked importance sampling. What lies outside a band of ratios is left out, where TIS would truncate it.
+"""MIS: masked importance sampling. Tokens outside a band of ratios are left out; TIS would truncate them.
 
     r_t    = exp(log π(t) − log π_behavior(t))
     level "token":      w_t = r_t where low ≤ r_t ≤ high, else 0
@@ -9,13 +9,13 @@
 Trust Region Masking, arXiv 2512.23075, has the theory: per-token clips cannot bound the error of a long sequence, so a
 sequence goes or stays as a whole. g says how far a token moved on average, whatever the length; s favours the short.
 Useful bands are far narrower for g: SkyRL has 0.99 … 1.01 and NeMo RL 0.999 … 1.002 for long responses.
-Differs from the paper: there the largest divergence of a token decides, over the whole vocabulary; here it is the
-ratios of what was sampled, as in public code. What is left out stays in the denominator of the mean.
-Others: verl, TRL, SkyRL and NeMo RL mask by π_proximal/π_behavior on top of a PPO clip, as icepop.py does; here it is
-the current policy and no clip. With "sequence" TRL weighs by s, as here, and SkyRL by a ratio of its own choice; with
-"geometric" NeMo RL weighs by r_t, as here, and verl not at all: g itself is no importance weight. The gradient stops at
-the weight, or it would be spread over the sequence. A cap below `high` is truncation inside the mask, as verl, SkyRL
-and slime combine the two.
+Differs from the paper: there a token's largest divergence over the vocabulary decides. Here the ratios of sampled
+tokens decide, as in public code. Tokens left out stay in the denominator of the mean.
+Others: verl, TRL, SkyRL and NeMo RL mask by π_proximal/π_behavior on top of a PPO clip, as icepop.py does. Here the
+ratio is of the current policy, and there is no clip. With "sequence" TRL weighs by s, as here, and SkyRL by another
+ratio. With "geometric" NeMo RL weighs by r_t, as here, and verl not at all: g is no importance weight. The gradient
+stops at the weight, or it would be spread over the sequence. A cap below `high` truncates inside the mask, as in verl,
+SkyRL and slime.
 """
 
 from typing import Literal

@@ -34,9 +34,9 @@ def weighted_proximal_clip(
     """Return −w·(PPO's clipped objective of u = π(t)/π_proximal(t)), [N], and the stats [N].
 
     `clips` are clip_low, clip_high and dual_clip of `clipped_objective`. `stale` [N] is the ratio of staleness, without
-    gradient. w is `stale` where low ≤ stale ≤ high, or 1 there unless it `weighs`; beyond, it is 0 with "mask" and
-    `high` with "truncate". The stats are ratio, proximal_ratio (u), weight (w), and clipped: where the clip cuts the
-    gradient to 0, or `stale` is outside.
+    gradient. If low ≤ stale ≤ high, w is `stale`, or 1 unless it `weighs`. Beyond, w is 0 with "mask" and `high` with
+    "truncate". The stats are ratio, proximal_ratio (u), weight (w) and clipped. A token is clipped if the clip cuts its
+    gradient to 0, or if `stale` is outside.
     """
     outside = (stale < low) | (stale > high)
     weight = torch.where(

@@ -1,17 +1,17 @@
-"""OPSM: on top of GRPO's clip, a bad response that the policy has moved away from is left out as a whole.
+"""OPSM: GRPO's clip, without bad responses that the policy has moved away from.
 
     r_t    = exp(log π(t) − log π_behavior(t))
     M      = 0 where A < 0 and mean over the sequence of log π_behavior(t) − log π(t) > delta; else 1
     loss_t = −M·min(r_t·A, clip(r_t, 1 − clip_low, 1 + clip_high)·A)
 
 DeepSeek-V3.2, arXiv 2512.02556, eq. 9, «off-policy sequence masking». M carries no gradient. The mean estimates
-KL(behavior ‖ π) in nats per token; good responses stay, however far. With an advantage per token no response is good
-or bad as a whole, so `--advantage gae` is refused.
+KL(behavior ‖ π) in nats per token. Good responses stay, however far. With an advantage per token no whole response is
+good or bad, so `--advantage gae` is refused.
 Differs from the paper: it gives no delta. TRL's example is 0.5, the default here; slime's default is 1e-4. The KL term
-is the trainer's (`kl_coef`), 1/length is a choice of `loss_aggregation`, a sequence left out stays in the denominator
-of the mean, and log-ratios are clamped to ±20 nats.
-Others: TRL has the policy that sampled in the mask, as here, and its trainer's own log-probs in the clip; slime has
-those in both, unless it is told to use the engine's.
+is the trainer's (`kl_coef`), and 1/length is a choice of `loss_aggregation`. A sequence left out stays in the
+denominator of the mean. Log-ratios are clamped to ±20 nats.
+Others: TRL has the policy that sampled in the mask, as here, and its trainer's log-probs in the clip. slime has its
+trainer's log-probs in both by default.
 """
 
 import torch

@@ -1,17 +1,17 @@
 """The proximal policy without a forward pass of its own: interpolated between behavior and current policy.
 
 A step starts at trainer version t, which is the proximal policy, and makes version t + 1 in M updates. After m of them
-the current policy has the fractional version t + m/M. For a token that version v ≤ t sampled, linear in the version:
+the current policy has the fractional version t + m/M. A token was sampled by version v ≤ t. Linear in the version:
 
     log π_proximal ≈ log π_behavior + a·(log π − log π_behavior),    a = (t − v) / (t + m/M − v),    gradient stopped
 
-Before the first update a = 1: the proximal policy is the current one, exactly. For a fresh token (v = t) later on,
-a = 0: it is the one that sampled, exactly but for the engine's rounding. Between, a is in (0, 1) without any clamp.
+Before the first update a = 1, and the proximal policy is exactly the current one. In later updates a fresh token
+(v = t) has a = 0, and its proximal policy is the one that sampled, but for rounding. Otherwise a is in (0, 1).
 
 A-3PO, arXiv 2512.06547; AReaL's `prox_logp_method: loglinear`.
-Differs from the paper: there a = (v_θ − 1 − v) / (v_θ − v) with v_θ the whole version of the current policy, clamped to
-[0, 1] and the same in all updates of a step. Its anchor is one version back even before the first update; ours is where
-`--proximal recompute` has it.
+Differs from the paper: there a = (v_θ − 1 − v) / (v_θ − v), clamped to [0, 1]. v_θ is the whole version of the current
+policy, the same in all updates of a step. So its anchor is one version back even before the first update. Ours is the
+anchor of `--proximal recompute`.
 """
 
 from torch import Tensor

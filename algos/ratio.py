@@ -1,6 +1,6 @@
-"""The importance ratio, which every loss reports and most of them use: of a token, of a sequence, and clipped.
+"""The importance ratio of a token or a sequence, and its clip. Every loss reports it, and most losses use it.
 
-The pessimistic clip of PPO is shared by losses that differ in the ratio that they give it:
+Losses with different ratios share PPO's pessimistic clip:
 
     objective = min(ratio·A, clip(ratio, 1 − clip_low, 1 + clip_high)·A)
     and with dual_clip c > 1, where A < 0:  max(objective, c·A)
@@ -18,7 +18,7 @@ MAX_LOG_RATIO = 20.0
 def importance_ratio(log_ratio: Tensor) -> Tensor:
     """Return exp(log_ratio) of values clamped to ±20 nats, [N]; past that a ratio has no gradient.
 
-    Beyond 88 nats it would be infinite in float32, and where a clip cuts an infinite ratio's gradient to 0, 0·∞ is NaN.
+    Above 88 nats it would be infinite in float32. If a clip then cuts its gradient to 0, 0·∞ is NaN.
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -36,7 +36,7 @@ def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
 
     sequence_ids as in LossInputs. The exponential of a sum of log-ratios is the ratio of the whole sequence.
     """
-    # There are as many totals as tokens: to ask how many sequences there are has the host wait for a GPU.
+    # There are as many totals as tokens, because counting the sequences would make the host wait for a GPU.
     totals = torch.zeros_like(values).index_add(0, sequence_ids, values)
     return totals[sequence_ids]
 
@@ -48,9 +48,9 @@ def clipped_objective(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the objective [N], to be maximised, and where its gradient is cut to 0, [N] bool; ratio, advantages [N].
+    """Return the objective [N], to be maximised, and whether its gradient is cut to 0, [N] bool; ratio, advantages [N].
 
-    Only a ratio past the clip in the direction that the advantage asks for is cut, and one past the dual clip.
+    A ratio is cut past the clip in the direction of its advantage, and past the dual clip.
     """
     objective = torch.minimum(
         ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages

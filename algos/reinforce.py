@@ -4,7 +4,7 @@
 
 Williams 1992, «Simple statistical gradient-following algorithms»; the `vanilla` variant of ROLL Flash
 (arXiv 2510.11345).
-Differs from the paper: the baseline is inside the advantage (algos/advantages.py); tokens, not episodes, are weighted.
+Differs from the paper: the advantage has the baseline (algos/advantages.py). Tokens have weights, not episodes.
 """
 
 from algos.inputs import LossInputs, LossOutput

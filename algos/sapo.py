@@ -1,4 +1,4 @@
-"""SAPO: the clip is a smooth gate, so that a token counts less the further it moved and none is cut.
+"""SAPO: a smooth gate in place of the clip. A token counts less the further it moved, and none is cut.
 
     r_t    = exp(log π(t) − log π_behavior(t))
     loss_t = −4/τ·σ(τ·(r_t − 1))·A          τ = tau_positive where A > 0, else tau_negative; gradient flows through r
@@ -6,12 +6,12 @@
 Its gradient is that of importance sampling times 4·σ·(1 − σ), which is 1 at r_t = 1 and less on either side, for good
 tokens and bad ones. PPO's clip cuts one side only.
 
-Soft Adaptive Policy Optimization, arXiv 2511.20347; the defaults are those of its authors, and τ is larger where A < 0
-because pushing one token down raises all the others.
-Differs from the paper: the denominator is the engine's own log-prob; 1/length is a choice of `loss_aggregation`
-(`sequence_mean` there); log-ratios are clamped to ±20 nats. Others: verl, TRL and SkyRL have the same gate, with the
-trainer's own log-probs of the start of the step below the line. AReaL has those of the policy that sampled, as here.
-Its value at r_t = 1 is −2·A/τ and not −A: only its gradient means anything.
+Soft Adaptive Policy Optimization, arXiv 2511.20347; the defaults are its authors'. τ is larger if A < 0, because
+pushing one token down raises all other tokens.
+Differs from the paper: the denominator is the engine's own log-prob. 1/length is a choice of `loss_aggregation`
+(`sequence_mean` there). Log-ratios are clamped to ±20 nats. Others: verl, TRL and SkyRL have the same gate, and divide
+by the trainer's log-probs at the start of the step. AReaL divides by the policy that sampled, as here.
+Its value at r_t = 1 is −2·A/τ and not −A: only its gradient has a meaning.
 """
 
 import torch

@@ -1,20 +1,20 @@
-"""Sequence IS: importance sampling of whole sequences. The control: unbiased where tokens are summed, and the noisiest.
+"""Sequence IS: importance sampling of whole sequences. The control: unbiased if tokens are summed, and the noisiest.
 
     s      = exp(sum over the sequence of log π(t) − log π_behavior(t)) = Π r, at most cap if there is one
     loss_t = −sg(s)·A·log π(t)          sg = stop-gradient
 
-Without a cap the sum over a sequence has the gradient s·A·∇log π(sequence), whose mean over the policy that sampled is
-that of A·∇log π(sequence) over π: what fresh data would give. A token's own ratio is only a factor of s, so a loss that
-weighs tokens one by one is biased however wide its clip; the price of s is a variance that grows exponentially with
-length and staleness. results/bandit shows both: use it to measure others by, and on short responses.
+Without a cap, the sum over a sequence has the gradient s·A·∇log π(sequence). Its mean over the policy that sampled is
+the mean of A·∇log π(sequence) over π, as on fresh data. A token's own ratio is only a factor of s, so a loss that
+weighs single tokens is biased, however wide its clip. The price of s is a variance that grows exponentially with length
+and staleness. results/bandit shows both. Use it as a measure for other losses, and on short responses.
 
 Per-trajectory importance sampling: Precup, Sutton and Singh 2000, «Eligibility Traces for Off-Policy Policy
-Evaluation»; as the naive correction that is unbiased and unusably noisy it is in VESPO, arXiv 2602.10693.
-Differs from the paper: log s is clamped to ±20 nats. Unbiased holds with `loss_aggregation` constant, since the other
-two divide by lengths that the policy chooses, and with an advantage whose baseline is independent of the response.
-The gradient stops at s. With −s·A as the loss of every token it would come once per token, as many times too large as
-the sequence is long; it would have to be divided by the length; and a cap would then cut a gradient instead of
-bounding it. verl's and SkyRL's sequence-level TIS is the capped one, on top of a PPO clip: tis_ppo.py.
+Evaluation». VESPO, arXiv 2602.10693, has it as the naive correction: unbiased, and too noisy to use.
+Differs from the paper: log s is clamped to ±20 nats. It is unbiased with `loss_aggregation` constant, because the other
+two divide by lengths that the policy chooses. The baseline of the advantage must not depend on the response.
+The gradient stops at s. If every token had the loss −s·A, the gradient would come once per token, and would need a
+division by the length. A cap would then cut the gradient and not bound it. The sequence-level TIS of verl and SkyRL is
+the capped one, on top of a PPO clip: tis_ppo.py.
 """
 
 from algos.inputs import Cap, LossInputs, LossOutput

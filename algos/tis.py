@@ -4,8 +4,8 @@
     loss_t = −sg(clip(r_t, clip_low, clip_high)) · A · log π(t)          sg = stop-gradient
 
 ROLL Flash, arXiv 2510.11345, «Truncated IS»; the clipped weight is that of IMPALA, arXiv 1802.01561, section 4.1.
-Differs from the paper: nothing known; the defaults [0, 1] are those of its code.
-What verl, NeMo RL, SkyRL and slime call TIS is another formula, a PPO clip times a truncated weight: tis_ppo.py.
+Differs from the paper: nothing known. The defaults [0, 1] are those of its code.
+The TIS of verl, NeMo RL, SkyRL and slime is another formula, a PPO clip times a truncated weight: tis_ppo.py.
 """
 
 from algos.inputs import Cap, LossInputs, LossOutput, Share

@@ -1,4 +1,4 @@
-"""TIS-PPO: PPO's clip against the proximal policy, times a truncated weight for how stale the token was.
+"""TIS-PPO: PPO's clip around the proximal policy, times a truncated weight for the token's staleness.
 
     u_t    = exp(log π(t) − log π_proximal(t))
     w_t    = min(exp(log π_proximal(t) − log π_behavior(t)), cap)
@@ -6,13 +6,13 @@
     loss_t = −w_t·min(u_t·A, clip(u_t, 1 − clip_low, 1 + clip_high)·A)
     and with dual_clip c > 1, where A < 0:  loss_t = −w_t·max(min(...), c·A)
 
-What verl, NeMo RL, SkyRL and slime call TIS: Yao et al. 2025, «Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training»; truncation is IMPALA's, arXiv 1802.01561, section 4.1, the clip PPO's, arXiv 1707.06347, eq. 7.
-verl and NeMo RL combine it with the dual clip, arXiv 1912.09729, section 3.
+It is the TIS of verl, NeMo RL, SkyRL and slime: Yao et al. 2025, «Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training». Truncation is IMPALA's, arXiv 1802.01561, section 4.1; the clip is PPO's, arXiv 1707.06347,
+eq. 7. verl and NeMo RL combine it with the dual clip, arXiv 1912.09729, section 3.
 It is decoupled_ppo.py with `action=truncate` and a cap of 2, to the bit at level "token". ROLL's TIS (tis.py) is
-another formula: no clip, one ratio from the current policy to the one that sampled, truncated at 1.
-Differs from the paper: its weight is only training engine against inference engine at one version, ours holds the
-staleness as well; log-ratios are clamped to ±20 nats. The gradient passes through u and never through w, as everywhere.
+another formula. It has no clip, and truncates one ratio, of the current policy to the one that sampled, at 1.
+Differs from the paper: its weight compares training and inference engine at one version, and ours includes staleness.
+Log-ratios are clamped to ±20 nats. The gradient passes through u and never through w, as everywhere.
 The proximal policy of a step's first update is the current one, as in decoupled_ppo.py.
 """
 

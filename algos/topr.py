@@ -1,13 +1,13 @@
-"""TOPR: good responses are imitated however stale they are, bad ones only as far as they are still likely.
+"""TOPR: good responses are imitated, however stale. Bad ones count only as far as they are still likely.
 
     r_t    = exp(log π(t) − log π_behavior(t))
     loss_t = −A·log π(t)                            where reward > 0
     loss_t = −sg(clip(r_t, 0, 1))·A·log π(t)        elsewhere                sg = stop-gradient
 
 Tapered Off-Policy REINFORCE, arXiv 2503.14286, section 3; ROLL Flash, arXiv 2510.11345.
-Differs from the paper: the ratio is a token's and not the whole response's, as in ROLL Flash; a reward of 0 counts as
-bad (the paper's rewards are ±1, and its good side is R ≥ 0, which would make every response of a 0/1 task good); A
-stands where the paper has R, so a good response with A < 0 is pushed away untapered.
+Differs from the paper: the ratio is a token's and not the response's, as in ROLL Flash. A reward of 0 counts as bad.
+The paper's rewards are ±1, and its good side is R ≥ 0; so every response of a 0/1 task would be good. A stands in place
+of the paper's R, so a good response with A < 0 is pushed away untapered.
 """
 
 from algos import weighted_topr

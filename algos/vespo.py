@@ -1,4 +1,4 @@
-"""VESPO: a sequence weighs by a smooth bump of its whole importance ratio, highest near 1 and 0 far away.
+"""VESPO: a sequence's weight is a smooth bump of its importance ratio, highest near 1 and 0 far away.
 
     w      = exp(sum over the sequence of log π(t) − log π_behavior(t))
     φ(w)   = e^λ·w^k·e^(−λ·w)          k_positive and lambda_positive where A ≥ 0, else k_negative and lambda_negative
@@ -7,10 +7,10 @@
 φ(1) = 1, and its highest point is at w = k/λ: at 2/3 for good responses, at 3/2 for bad ones. k says how fast it falls
 to 0 with w, λ how fast it falls as w grows.
 
-VESPO, arXiv 2602.10693, section 3.4 (k and λ are c1 and c2 there); the defaults are those of its code and of TRL.
-Differs from the paper: nothing known, but that the log-ratio of a sequence is clamped to ±20 nats. As there the weight
-is a sequence's and no length enters: the longer a response, the further from 1 is w and the less it counts. TRL
-multiplies π/π_proximal by its capped π_proximal/π_behavior, here it is one ratio.
+VESPO, arXiv 2602.10693, section 3.4 (k and λ are c1 and c2 there). The defaults are those of its code and of TRL.
+Differs from the paper: the log-ratio of a sequence is clamped to ±20 nats, and nothing else is known. No length enters
+the weight, as there. So w is further from 1 for a longer response, and it counts less. TRL multiplies π/π_proximal by
+its capped π_proximal/π_behavior; here it is one ratio.
 """
 
 import math

@@ -4,8 +4,8 @@
     loss_t = negative_weight·topr_t    elsewhere
 
 ROLL Flash, arXiv 2510.11345, «Weighted TOPR»; TOPR itself is arXiv 2503.14286 (topr.py).
-Differs from the paper: as topr.py. With weights other than 1 it is not policy gradient even on fresh data: that is the
-option's purpose, it trades the pull of good responses against the push of bad ones.
+Differs from the paper: as topr.py. With weights other than 1 it is no policy gradient, even on fresh data. It trades
+the pull of good responses against the push of bad ones.
 """
 
 import torch
