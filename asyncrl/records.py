@@ -75,7 +75,7 @@ class Completion(TokenColumns):
     finish_reason: FinishReason
     """`aborted` if more of it can be sampled."""
     experts: np.ndarray | None = None
-    """[P + R − 1, layers, k] uint8 or uint16, experts of the prompt's P tokens and of R − 1 tokens of the response. The
+    """[P + R − 1, layers, k] uint8 or uint16, experts of all tokens but the last: P of the prompt, R − 1 sampled. The
     engine's keys and values had them at the last token. None without --router-replay."""
 
     @property

@@ -1,7 +1,7 @@
 """Addition of two numbers, column by column with carry, least significant column first.
 
-Every column and every answer digit has a label, so a model can find it by its label and need not count: 385 + 494 = 879
-is asked as `a54 b89 c34 =` and answered `a9 b7 c8`. A final carry makes one more digit.
+Every column and every digit of the answer has a label, so a model need not count. 385 + 494 = 879 is asked as
+`a54 b89 c34 =` and answered `a9 b7 c8`. A final carry makes one more digit.
 """
 
 import random

@@ -64,14 +64,14 @@ class Task:
         raise NotImplementedError
 
     def eval_problems(self, count: int) -> list[Problem]:
-        """Up to `count` distinct held-out problems, the same for every seed. Fewer if the task has fewer."""
+        """Return up to `count` distinct held-out problems, the same for every seed."""
         raise NotImplementedError
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
-        """Token ids of the prompt.
+        """Return the token ids of the prompt.
 
-        Raises ValueError for chat messages without a chat template, for messages that a template leaves out, for a last
-        message of the assistant that is not to be continued, and for options that the template does not have.
+        Raises ValueError for chat messages without a chat template, for messages that the template leaves out, and for
+        options that it lacks. It also refuses a last message of the assistant that is not to be continued.
         """
         prompt = problem.prompt
         if tokenizer.chat_template is None:
@@ -111,9 +111,9 @@ def check_options(options: dict, tokenizer) -> None:
 
 
 def check_written(messages: list[dict], text: str, is_continued: bool) -> None:
-    """Raise ValueError for a message that a chat template has left out of a text, or whose end it has changed.
+    """Raise ValueError if a chat template left a message out of a text, or changed its end.
 
-    Earlier messages of the assistant are often shortened: of them nothing is asked.
+    Templates often shorten earlier messages of the assistant, so these are not checked.
     """
     for message in messages:
         content = message.get("content")

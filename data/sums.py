@@ -1,6 +1,6 @@
-"""Questions in plain words that a small chat model can learn to answer: sums of two numbers, the largest of four.
+"""Questions in plain words for a small chat model: sums of two numbers, or the largest of four.
 
-A quarter is held out. Questions that differ only in the order of their numbers are in the same split, so 22 of the 100
+A quarter is held out. Two questions with the same numbers in another order are in the same split. So 22 of the 100
 one-digit sums are never trained on.
 """
 

@@ -74,15 +74,15 @@ def load_splits(path: str | None, hub_name: str = "", hub_part: str = "") -> dic
 
 
 def placed(rows: Iterable[dict], source: str, part: str = "") -> Rows:
-    """Rows after their places: their numbers from 0 in a part of a source."""
+    """Return each row after its place: its number, from 0, in a part of a source."""
     behind = f" of {part}" * bool(part)
     return [(f"{source}, row {number}{behind}", row) for number, row in enumerate(rows)]
 
 
 def split_of(part: str) -> str:
-    """`train`, `test` or `validation`, by the words in the name of a file or split; empty if it has none of them.
+    """Return `train`, `test` or `validation`, by the words in the name of a file or split; empty if no word fits.
 
-    Raises ValueError for a name that says two of them.
+    Raises ValueError for a name with two of them.
     """
     words = set(re.findall(r"[a-z]+", part.lower()))
     splits = [split for split, known in SPLIT_WORDS.items() if words & known]
@@ -194,7 +194,7 @@ def shuffled(length: int, seed: str) -> tuple[int, ...]:
 
 
 def _hub_folder(name: str, part: str) -> Path:
-    """The folder of a part of a dataset of the hub: downloaded, or in the local cache if the hub does not answer."""
+    """Return the folder of a part of a hub's dataset. It is downloaded, or cached if the hub does not answer."""
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
@@ -204,7 +204,7 @@ def _hub_folder(name: str, part: str) -> Path:
 
 
 def _read(path: Path) -> dict[str, list[dict]]:
-    """Rows of a file or folder by part: the names of its splits or files; a single part has no name."""
+    """Return the rows of a file or folder by the name of their split or file. A single part has no name."""
     import datasets
 
     if path.is_file():
@@ -213,7 +213,7 @@ def _read(path: Path) -> dict[str, list[dict]]:
     if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         loaded = datasets.load_from_disk(str(path))
     elif (path / "README.md").exists() and "\nconfigs:" in (path / "README.md").read_text("utf-8"):
-        # The card of a dataset says which files are which split.
+        # The card of a dataset assigns its files to splits.
         loaded = datasets.load_dataset(str(path))
     if loaded is None:
         return {str(file.relative_to(path)): _read_file(file) for file in _files(path)}
@@ -222,7 +222,7 @@ def _read(path: Path) -> dict[str, list[dict]]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Files of rows in a folder, and in those folders in it that are called as splits, or in the only one.
+    """Return the files of rows in a folder, and in its folders that are named like splits, or in its only folder.
 
     Raises ValueError for files of several forms or in several folders.
     """
@@ -281,9 +281,9 @@ def _read_file(file: Path) -> list[dict]:
 
 
 def _read_csv(file: Path) -> list[dict]:
-    """Rows of a .csv file, whose cells are texts.
+    """Return the rows of a .csv file. All cells are texts.
 
-    `datasets` would judge cells by their looks: it makes 7 of 007, 2.5 of 2.50, and nothing of None.
+    `datasets` would guess types: 007 becomes 7, 2.50 becomes 2.5, and None becomes empty.
     """
     csv.field_size_limit(sys.maxsize)
     with file.open(encoding="utf-8-sig", newline="") as lines:

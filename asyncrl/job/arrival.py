@@ -1,10 +1,10 @@
-"""Whether an engine has the version that it says, or an older one, by what the trainer's log-probs do between versions.
+"""Tells whether an engine has the version that it reports, or an older one, by the trainer's change between versions.
 
-Engine and trainer round in other ways, in bfloat16 by more than a version changes. But rounding points nowhere, and an
-older version points back along the trainer's own change. Two slopes over all probe tokens measure this: `lag` of the
-engine's distance behind its version, and `lead` of its distance ahead of the version before. Of two neighbouring
-versions the change is half of the difference between the version after and the version before. Its rounding is of
-other versions than the one that is compared, so it has no part in the mean of either slope's products.
+Engine and trainer round differently, in bfloat16 by more than a version changes. But rounding has no direction, and an
+older version lies back along the trainer's own change. Two slopes over all probe tokens measure this. `lag` is the
+engine's distance behind its version, and `lead` is its distance ahead of the version before. The change at a version
+is half of the difference between the next version and the one before. So its rounding is that of other versions than
+the compared one, and does not bias either slope.
 
 |                                   | lag | lead |
 |-----------------------------------|-----|------|
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 
 SURE = 6.0
-"""Standard errors of a sure answer. Tokens round alike, so honest runs have up to twice the error that is computed."""
+"""Standard errors of a sure answer. Tokens round alike, so the true error is up to twice the computed one."""
 TOLERATED = 1 / 3
-"""Share of `lead` that `lag` must exceed in an alarm, for what trainer and engine compute differently for good."""
+"""Share of `lead` that `lag` must exceed in an alarm, because trainer and engine may always differ a little."""
 
 
 @dataclass(frozen=True)
 class Lag:
-    """How far an engine is behind the version that it says."""
+    """Distance of an engine behind the version that it reports."""
 
     lag: float
     """Versions behind."""
@@ -42,9 +42,9 @@ class Lag:
 
 
 def measure_lag(products: np.ndarray, squares: np.ndarray) -> Lag | None:
-    """Return the lag of an engine from sums over publishes of N tokens, [2, N] float64 each: of lag and of lead.
+    """Return the lag of an engine from sums over publishes, [2, N] float64 each, for lag and lead of N tokens.
 
-    None if no weight has changed.
+    Returns None if no weight has changed.
 
     `products` are of changes and distances, `squares` of changes. A token is one observation however often it was
     compared, because its rounding persists.
@@ -70,15 +70,16 @@ def measure_lag(products: np.ndarray, squares: np.ndarray) -> Lag | None:
 
 
 class Arrivals:
-    """What the scores of one engine say, over the versions that this start of a run compares."""
+    """The scores of one engine, over the versions that this start of a run compares."""
 
     def __init__(self) -> None:
         self._whole = self._recent = np.zeros((2, 2, 1))
         self._newest = -1
 
     def add(self, version: int, engine: np.ndarray, trainer: list[np.ndarray]) -> None:
-        """Take an engine's log-probs of a version, and the trainer's from two versions before it to one after; [N]
-        nats each. A version that comes again is not counted again."""
+        """Add an engine's log-probs of a version, and the trainer's from two versions before to one after.
+
+        Each has [N] nats. A version counts once."""
         if version <= self._newest:
             return
         self._newest = version
@@ -94,10 +95,10 @@ class Arrivals:
 
     @property
     def whole(self) -> Lag | None:
-        """The lag over all versions that were compared."""
+        """Return the lag over all compared versions."""
         return measure_lag(*self._whole)
 
     @property
     def recent(self) -> Lag | None:
-        """The lag since the engine was last nearer to its version than to older ones."""
+        """Return the lag since the engine was last nearer to its version than to older ones."""
         return measure_lag(*self._recent)

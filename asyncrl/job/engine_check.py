@@ -1,4 +1,4 @@
-"""Acts on engines whose weights are not the trainer's: a warning, a ban of the host, or the end of the run."""
+"""Acts on engines with wrong weights: it warns, bans the host, or ends the run."""
 
 from dataclasses import asdict
 
@@ -9,7 +9,7 @@ from asyncrl.trainer.model import compute_dtype
 
 
 class EngineCheck:
-    """Does what is to be done about engines whose weights are not the trainer's."""
+    """Compares the engines of a node with the trainer, and acts on wrong weights."""
 
     def __init__(self, node: Leader) -> None:
         """Check the engines of a node, joined hosts included."""
@@ -17,7 +17,7 @@ class EngineCheck:
         self._allowed = ALLOWED_MISMATCH[compute_dtype(node.config, node.device)]
         self._has_warned = False
         self._first_version: int | None = None
-        """The version that this start of the run compared first."""
+        """First version that this start of the run compared."""
 
     def check(self, step: int) -> None:
         """Compare what engines have scored since the last call with the trainer's scores of the same version.

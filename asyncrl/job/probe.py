@@ -1,8 +1,8 @@
-"""Whether the engines have the trainer's weights: both score the same probe at every publish, and must agree.
+"""Compares the engines' weights with the trainer's: both score the same probe at every publish, and must agree.
 
-A weight that never arrived shows nowhere else: rewards still come in, and the loss is still finite. So the first
-weights of a run end it if they differ by more than rounding, and later ones are warned of once. An engine that surely
-has older weights than it says ends the run at any time.
+Nothing else shows a weight that never arrived: rewards still come in, and the loss is finite. If the first weights of a
+run differ by more than rounding, the run ends. Later differences bring one warning. The run always ends if an engine
+surely has older weights than it reports.
 """
 
 import itertools
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 NUM_RANDOM = 4
 """Sequences of random tokens, before the first batch."""
 NUM_SEQUENCES = {torch.float32: 4, torch.bfloat16: 128, torch.float16: 128}
-"""Sequences at most: many where rounding hides what a version changes. A request of the engine costs milliseconds."""
+"""Most sequences. There are many if rounding hides the change of a version. A request costs milliseconds."""
 NUM_TOKENS = 2048
-"""Tokens of all sequences together, at most."""
+"""Most tokens of all sequences together."""
 MAX_TOKENS = 256
-"""Longest sequence. It is also one below the engine's context length, as an engine must have room to sample a token."""
+"""Longest sequence. It stays one below the engine's context length, so that the engine can sample a token."""
 NUM_VERSIONS = 64
-"""Versions, besides those of publish_delay, whose log-probs are kept: a slow worker loads a version late."""
+"""Versions with kept log-probs, besides those of publish_delay: a slow worker loads a version late."""
 ALLOWED_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.02}
 """Largest mean difference of an engine that has the trainer's weights, nats per token, by the dtype of computing.
 
-In float32 on a CPU the tiny model has 2e-6 on random tokens. In bfloat16 on a CPU it has 0.03, and SmolLM2-135M has
-0.07, or 0.12 where a sequence has 16 tokens; 0.063 is the largest of 239 versions of its stored runs. In float16 on a
-CPU the tiny model has 0.003 on random tokens. One norm of the tiny model that is not sent makes 0.4 and more. On an
-H200, means over steps of SmolLM2-135M are 0.043 to 0.052 in bfloat16, and 0.005 to 0.007 in float16."""
+On a CPU the tiny model has 2e-6 in float32, 0.003 in float16 and 0.03 in bfloat16, on random tokens. SmolLM2-135M has
+0.07 in bfloat16, or 0.12 for sequences of 16 tokens. The largest of 239 versions of its stored runs is 0.063. If one
+norm of the tiny model is not sent, the difference is 0.4 or more. On an H200, SmolLM2-135M has means over steps of
+0.043 to 0.052 in bfloat16, and of 0.005 to 0.007 in float16."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How far an engine's log-probs of the probe are from the trainer's at one version, over all tokens."""
+    """Difference of an engine's and the trainer's log-probs of the probe at one version, over all tokens."""
 
     worker: int
     version: int
@@ -57,11 +57,11 @@ class Mismatch:
     abs_max: float
     """Largest |difference|, nats."""
     decoded: float
-    """Mean of |difference| within the engine, of tokens as they were sampled and as a prompt has them, nats."""
+    """Mean of |difference| within the engine, between decoded tokens and the same tokens read as a prompt, nats."""
 
     @classmethod
     def measure(cls, worker: int, probed: Probed, trainer: np.ndarray) -> "Mismatch":
-        """Return how what an engine scored differs from the trainer's log-probs [N] float32 nats of the same tokens."""
+        """Compare an engine's scores with the trainer's log-probs [N] float32 nats of the same tokens."""
         gap = trainer.astype(np.float64) - np.concatenate(probed.logprobs)
         k3 = float(np.mean(np.expm1(gap) - gap))
         sampled, read = np.concatenate(probed.decoded, axis=1)

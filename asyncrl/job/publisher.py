@@ -1,4 +1,4 @@
-"""The trainer's side of publishing: which version, and when."""
+"""The trainer's side of publishing: it chooses the version, and sends it."""
 
 import collections
 from collections.abc import Iterator
@@ -26,10 +26,10 @@ class Publisher:
         self.node, self.policy, self.config = node, policy, node.config
 
     def publish(self, step: int, groups: list[Group] | None = None) -> None:
-        """Publish the version that is due after a step, 0 before the first, which trained on `groups`; collective.
+        """Publish the version that is due after a step that trained on `groups`; collective. Step 0 is the start.
 
-        The last step's is due at once, as no sample is trained on any more. After every `eval_every` steps, the first
-        and the last, the held-out problems are sampled at the published version.
+        The last step's version is due at once, because no more samples are trained on. Every `eval_every` steps, at the
+        start and after the last step, the published version samples the held-out problems.
         """
         probe = self.node.probe
         self.node.clock.enter("publish")
@@ -40,15 +40,15 @@ class Publisher:
         self.send(step, self.policy.sent_parameters())
 
     def send(self, step: int, weights: Weights) -> None:
-        """Gather the weights after a step, which a leader sends; collective."""
+        """Gather the weights after a step. A leader also sends them; collective."""
         for _ in weights:
             pass
 
     def check_engines(self, step: int) -> None:
-        """Compare what engines have scored with the trainer's scores; a leader does."""
+        """Compare the engines' scores with the trainer's, on a leader."""
 
     def check_last(self, version: int) -> None:
-        """Compare the engines at the last version that is published; a leader does."""
+        """Compare the engines at the last published version, on a leader."""
 
 
 class LeadingPublisher(Publisher):
@@ -71,7 +71,7 @@ class LeadingPublisher(Publisher):
         self._snapshots = collections.deque(self._resumed_snapshots(specs))
 
     def send(self, step: int, weights: Weights) -> None:
-        """Copy the weights that are due to where workers read them, when there is room, and announce them."""
+        """Copy the due weights into the transport when it has room, and announce them to the workers."""
         controller, version = self.node.controller, step
         if self.config.publish_delay and step < self.config.steps:
             version, weights = self._delayed(step, weights)
@@ -117,7 +117,7 @@ class LeadingPublisher(Publisher):
 
     @property
     def delayed(self) -> dict[int, Weights]:
-        """Full weights of the versions that are held back, by version, without the newest; copies, none is changed."""
+        """Return copies of the weights that are held back, by version, without the newest."""
         return dict(list(self._snapshots)[:-1])
 
     def _resumed_snapshots(self, specs: list[ParameterSpec]) -> Iterator[Snapshot]:

@@ -28,8 +28,8 @@ from asyncrl.user_code import run_name_part, with_absolute_paths, with_copied_fi
 class RunDirectory:
     """Writes the records of a run. Each line is written when the call returns. Threads can share it.
 
-    Other nodes than the first write run.json and events in a folder RUN/node_N, because options and hardware can
-    differ. If nodes share no file system, their RUN has that folder only.
+    Other nodes write run.json and events in a folder RUN/node_N, because options and hardware can differ. If nodes
+    share no file system, their RUN has that folder only.
     """
 
     def __init__(

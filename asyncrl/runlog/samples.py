@@ -1,4 +1,4 @@
-"""The samples of a step that people can read in samples.jsonl: the best and the worst member of a group."""
+"""The samples of a step for people, in samples.jsonl: the best and the worst member of a group."""
 
 from collections.abc import Callable, Iterator
 

@@ -306,7 +306,7 @@ def write_shards(state: dict[str, Tensor], folder: Path | str, group: dist.Proce
 
 
 def restore_training_state(policy: "Policy", folder: str, group: dist.ProcessGroup) -> None:
-    """Set a new policy to the training state in a folder, written by any number of ranks; collective on the gloo group.
+    """Set a new policy to a folder's training state, from any number of ranks; collective on the gloo group.
 
     Each rank takes the random generators of the rank with its number, if there was one. Raises ValueError if the folder
     is of another model or optimizer.

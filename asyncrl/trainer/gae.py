@@ -4,7 +4,7 @@
 
 over the trained tokens t = 1 … n of a sequence. Schulman et al., arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347,
 equations 11 and 12. V_t is the value of all tokens before token t. r_n is the reward, and every other r_t is 0. V_{n+1}
-is 0, also if the response was cut. Tokens of an environment make no step: the first token of a turn follows the last
+is 0, also if the response was cut. Tokens of an environment make no step: a turn's first token follows the last
 token of the turn before.
 
 The values are fitted to G_t, returns of the policy that sampled; with stale data that is an older policy. With λ = 1

@@ -18,13 +18,13 @@ _MUST_TRAIN = {
     0.0: "fresh tokens, whose ratio is 1",
     1e-5: "tokens that only rounding has moved, by 1e-5 nats the way their advantage points",
 }
-"""Tokens by how far they moved, nats. A loss must train some of each: a clip or band must be wider than the difference
-of engine and trainer at one version."""
+"""Tokens by how far they moved, nats. A loss must train some of each. So a clip or band must be wider than the
+difference of engine and trainer at one version."""
 
 _SEQUENCES = (torch.arange(6) // 3, torch.arange(6))
 _MOVES = ((1.0, -0.7, -0.3, -1.0, 0.4, 0.6), (1.0, -0.7, -0.3, -3.0, 0.4, 0.6))
-"""Log-ratios of six tokens, nats. In the first case a mask or clip cuts single tokens but no sequence, as the means of
-both are 0. In the second case it cuts the second sequence, but not all tokens in it."""
+"""Log-ratios of six tokens, nats. In the first case a mask or clip cuts single tokens but no sequence: both means
+are 0. In the second case it cuts the second sequence, but not all tokens in it."""
 
 
 def choose_loss(config: Config) -> Callable:
@@ -93,7 +93,7 @@ def check_signature(loss: Any) -> None:
 
 
 def try_loss(loss: Callable) -> None:
-    """Compute a loss on six tokens of a good and a bad sequence: first on stale tokens, then on those of _MUST_TRAIN.
+    """Compute a loss on six tokens of a good and a bad sequence: stale ones, then those of _MUST_TRAIN.
 
     Raises TypeError unless it returns a loss and stats for each token. Raises ValueError for tokens of _MUST_TRAIN
     without a gradient, or with one that is not finite. Passes on errors of the loss.

@@ -15,7 +15,7 @@ from asyncrl.records import TokenColumns, slice_columns, spread_columns
 ATTENTION_BLOCK = 128
 """Tokens in a block of FlexAttention's mask. Rows of whole blocks need one compiled kernel only."""
 Layout = Literal["one_row", "short_rows", "row_each"]
-"""How bundles lie in a micro-batch: all in one row, in rows as long as the longest bundle, or one in each row."""
+"""How bundles lie in a micro-batch: all in one row, in rows of the longest bundle's length, or one a row."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class MicroBatch:
     input_ids: Tensor
     """[R, L] int64; 0 at the padding of a row's end."""
     position_ids: Tensor
-    """[R, L] int64, from 0 in each sequence; all 0 at padding, so each padding token is a sequence of its own."""
+    """[R, L] int64, from 0 in each sequence. Padding is all 0, so each padding token is its own sequence."""
     visible_until: Tensor | None
     """[R, L] int64, first column after the token's subtree: the columns from the token to there attend to it. None
     if no bundle shares a prefix; then position_ids show the sequences."""
