@@ -4,6 +4,7 @@ Of G responses of R tokens to a prompt of P, P + G·R tokens are read instead of
 2511.00413; PrefixGrouper, 2506.05433, of prompts). There is no model here, so everything can be checked by hand.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class Tree:
     shared: tuple[int, ...]
     """[S − 1] tokens that each but the first begins with as the one before it, and that are read there."""
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
         """Tokens to read."""
         return sum(len(s.tokens) for s in self.sequences) - sum(self.shared)
@@ -68,13 +69,25 @@ def bundle(
     """
     if share_prefix == "off":
         return [Tree((sequence,), ()) for sequence in sequences]
+    return join_trees(*order(sequences, share_prefix), max_tokens)
+
+
+def order(
+    sequences: list[TrainSequence], share_prefix: Sharing
+) -> tuple[list[TrainSequence], list[int]]:
+    """Return sequences so that neighbours share the most, and how many tokens each shares with the next one."""
     ordered = depth_first(sequences)
     if share_prefix == "prompt":
         ordered.sort(key=lambda sequence: sequence.group_id)
-    max_tokens = max([max_tokens, *(len(sequence.tokens) for sequence in sequences)])
+    return ordered, shared_with_next(ordered, share_prefix)
+
+
+def join_trees(ordered: list[TrainSequence], depths: list[int], max_tokens: float) -> list[Tree]:
+    """Join sequences in the order of `order` to trees; see bundle."""
+    max_tokens = max([max_tokens, *(len(sequence.tokens) for sequence in ordered)])
     # The nodes of the path from the root: depth, and the bundles that ended below it.
     path: list[tuple[int, list[Tree]]] = [(0, [])]
-    for sequence, depth in zip(ordered, shared_with_next(ordered, share_prefix), strict=True):
+    for sequence, depth in zip(ordered, depths, strict=True):
         below = [Tree((sequence,), ())]
         while path[-1][0] > depth:
             prefix, bundles = path.pop()
@@ -120,7 +133,7 @@ def choose_bundles(
     bundles, about equal tokens each.
 
     Whole trees save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
-    for its square; so trees are cut at half the limit, and half of that, while this helps. `auto` takes prompts or
+    for its square; so trees are also cut at half the limit, at half of that, and so on. `auto` takes prompts or
     trees, whichever costs less, if that saves WORTH_SHARING of the cost. `cost` is that of computing bundles of these
     lengths on one rank.
     """
@@ -135,11 +148,14 @@ def choose_bundles(
         )
         best = min(shared, key=costliest)
         return best if costliest(best) < (1 - WORTH_SHARING) * costliest(apart) else apart
-    longest = max((len(sequence.tokens) for sequence in sequences), default=1)
-    limits = [max_tokens]
-    while share_prefix != "off" and limits[-1] > longest:
+    if share_prefix == "off":
+        return balance(bundle(sequences), num_ranks)
+    ordered, depths = order(sequences, share_prefix)
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    limits = [min(max_tokens, sum(lengths))]
+    while limits[-1] > max(lengths, default=1):
         limits.append(limits[-1] // 2)
-    deals = (balance(bundle(sequences, share_prefix, limit), num_ranks) for limit in limits)
+    deals = (balance(join_trees(ordered, depths, limit), num_ranks) for limit in limits)
     return min(deals, key=costliest)
 
 
