@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import wandb  # noqa: F401  later, a finalizer's traceback can make CPython 3.11 fail to parse it
 from option_words import words_that_change
 from programs import ROOT
 from user_files import contents
