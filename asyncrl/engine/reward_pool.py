@@ -153,8 +153,9 @@ class _PoolOfKind:
         self._scorer = scorer
         self._timeout_s = timeout_s
         self._limit_s = timeout_s + GRACE_S * scorer.is_async
-        self._most = MAX_TOGETHER if scorer.is_async else 1
-        self._room = asyncio.Semaphore(num_processes * self._most)
+        self._capacity = MAX_TOGETHER if scorer.is_async else 1
+        """Responses that a process has at once."""
+        self._room = asyncio.Semaphore(num_processes * self._capacity)
         self._places: list[_Process] = []
         """Each process as often as it can take another response."""
         self._is_forking = asyncio.Lock()
@@ -163,7 +164,9 @@ class _PoolOfKind:
         request = [self._timeout_s, answer, response]
         async with self._room:
             try:
-                return await self._ask(await self._take_place(), request, is_alone=self._most == 1)
+                return await self._ask(
+                    await self._take_place(), request, is_alone=self._capacity == 1
+                )
             except _Died:
                 return await self._ask(await self._take_place(is_new=True), request, is_alone=True)
 
@@ -178,7 +181,7 @@ class _PoolOfKind:
                 return await self._fork()
             if not self._places:
                 process = await self._fork()  # places may become free meanwhile
-                self._places += [process] * self._most
+                self._places += [process] * self._capacity
             return self._places.pop()
 
     async def _ask(self, process: _Process, request: list, *, is_alone: bool) -> Reward:
