@@ -448,8 +448,10 @@ class Config:
 
     def freshness(self) -> str:
         """Return the bound on staleness, for people."""
-        first, *others = self._staleness_parts
-        options = " + ".join([first, *(part for part in others if self._staleness_parts[part])])
+        first, *other_parts = self._staleness_parts
+        options = " + ".join(
+            [first, *(part for part in other_parts if self._staleness_parts[part])]
+        )
         if self.stale_policy == "gate":
             return f"freshness: --stale-policy gate bounds the mean staleness by {options}, and no maximum"
         steps = "step" if self.max_staleness == 1 else "steps"

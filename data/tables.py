@@ -226,7 +226,7 @@ def _files(path: Path) -> list[Path]:
 
     Raises ValueError for files of several forms or in several folders.
     """
-    found = [
+    files = [
         file
         for file in sorted([*path.glob("*"), *path.glob("*/*")])
         if file.suffix.lower() in READABLE + UNREADABLE
@@ -234,18 +234,18 @@ def _files(path: Path) -> list[Path]:
         and file.name not in NO_ROWS
         and not re.search(r"(^|/)[._]", str(file.relative_to(path)))
     ]
-    others = {
-        file.parent for file in found if file.parent != path and not split_of(file.parent.name)
+    other_folders = {
+        file.parent for file in files if file.parent != path and not split_of(file.parent.name)
     }
-    if any(file.parent == path for file in found):
-        found = [file for file in found if file.parent not in others]
-    elif len(others) > 1:
-        names = ", ".join(sorted(folder.name for folder in others))
-        raise ValueError(f"it has the folders {names}; give one of them, as {min(others)}")
-    forms = sorted({file.suffix.lower() for file in found})
+    if any(file.parent == path for file in files):
+        files = [file for file in files if file.parent not in other_folders]
+    elif len(other_folders) > 1:
+        names = ", ".join(sorted(folder.name for folder in other_folders))
+        raise ValueError(f"it has the folders {names}; give one of them, as {min(other_folders)}")
+    forms = sorted({file.suffix.lower() for file in files})
     if len(forms) > 1:
         raise ValueError(f"it has files of several forms, {', '.join(forms)}; leave those of one")
-    return found
+    return files
 
 
 def _read_file(file: Path) -> list[dict]:

@@ -148,8 +148,8 @@ class Probe:
             tokens = tokens[: NUM_SEQUENCES[compute_dtype(self._config, policy.device)]]
             most = min(NUM_TOKENS, self._config.max_tokens_per_microbatch)
             fits = np.cumsum([len(ids) for ids in tokens]) <= most
-            chosen = _as_tokens(ids.tolist() for ids in tokens[: max(1, int(fits.sum()))])
-            self.tokens = cluster.broadcast_on_node(chosen)
+            chosen_tokens = _as_tokens(ids.tolist() for ids in tokens[: max(1, int(fits.sum()))])
+            self.tokens = cluster.broadcast_on_node(chosen_tokens)
 
     def score(self, policy: "Policy", version: int) -> None:
         """Have the trainer score the probe at a version; collective."""

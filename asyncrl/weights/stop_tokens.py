@@ -52,8 +52,8 @@ def _sources(model_path: str, tokenizer) -> dict[int, list[str]]:
     tokens = {"tokenizer": {tokenizer.eos_token_id} - {None}}
     tokens |= {name: set(_configured(Path(model_path, name))) for name in CONFIG_FILES}
     tokens[TEMPLATE] = _message_ends(tokenizer) if tokenizer.chat_template else set()
-    ids = {token for found in tokens.values() for token in found}
-    return {token: [name for name, found in tokens.items() if token in found] for token in ids}
+    ids = {token for ends in tokens.values() for token in ends}
+    return {token: [name for name, ends in tokens.items() if token in ends] for token in ids}
 
 
 def _configured(path: Path) -> list[int]:
@@ -98,10 +98,10 @@ def _tokens_behind(tokenizer, messages: list[dict], mark: str, tokens: list[int]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:  # a template is foreign code
         return []
-    _, found, behind = text.rpartition(mark)
+    _, found_mark, behind = text.rpartition(mark)
     names = {str(tokenizer.added_tokens_decoder[token]): token for token in tokens}
     longest_first = sorted(filter(str.strip, names), key=len, reverse=True)
-    if not found or not longest_first:
+    if not found_mark or not longest_first:
         return []
     pattern = "|".join(map(re.escape, longest_first))
     return [names[name] for name in re.findall(pattern, behind.partition(ASKED_AGAIN)[0])]
