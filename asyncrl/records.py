@@ -3,6 +3,7 @@
 T is the length of a trajectory in tokens, prompt included.
 """
 
+import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -164,7 +165,7 @@ class Trajectory(TokenColumns):
     @property
     def segments(self) -> list[slice]:
         """Segments as slices of the arrays. Each is a sequence for the trainer."""
-        ends = np.cumsum(self.segment_lengths or len(self.tokens)).tolist()
+        ends = itertools.accumulate(self.segment_lengths or (len(self.tokens),))
         return [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
 
     @property
@@ -174,7 +175,7 @@ class Trajectory(TokenColumns):
             return self.num_generated
         return len(self.tokens) - int(self.loss_mask.argmax())
 
-    @property
+    @functools.cached_property
     def oldest_version(self) -> int:
         """Oldest version of its generated tokens, steps. There must be one."""
         return int(self.policy_versions[self.loss_mask].min())

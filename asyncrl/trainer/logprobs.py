@@ -1,7 +1,7 @@
 """Computes log-probs of the trained tokens without logits of all tokens: the head runs in chunks.
 
-A chunk is the head, the engine's sampling transform, a float32 log-softmax and the pick of the target. Only hidden
-states are kept, and the backward pass computes each chunk again. The head must be called inside
+A chunk is the head, the engine's sampling transform, a float32 log-softmax and the pick of the target. The backward
+pass computes each chunk but the last again, so of these only hidden states are kept. The head must be called inside
 `TokenLogprobs.forward`: only there has FSDP2 gathered its weight, in the dtype of computing.
 """
 
@@ -65,7 +65,7 @@ class TokenLogprobs(nn.Module):
 
         Tensors are those of MicroBatch. `attention_kwargs` tell which tokens see each other, if positions do not.
 
-        The head runs on `chunk_rows` tokens at a time, and again in the backward pass. Beside the head's weight and
+        The head runs on `chunk_rows` tokens at a time. Beside the head's weight and
         gradient its peak is a multiple of chunk_rows · vocabulary · 4 bytes, whatever the number of tokens. Here it is
         for 1,024 rows and a vocabulary of 151,936:
 
@@ -84,12 +84,14 @@ class TokenLogprobs(nn.Module):
         )
         rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
         head = functools.partial(self.score_rows, sampling=sampling)
+        row_chunks, target_chunks = rows.split(self.chunk_rows), targets.split(self.chunk_rows)
+        *chunks, last_chunk = zip(row_chunks, target_chunks, strict=True)
         parts = [
-            checkpoint(head, chunk, chunk_targets, use_reentrant=False, preserve_rng_state=False)
-            for chunk, chunk_targets in zip(
-                rows.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True
-            )
+            checkpoint(head, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in chunks
         ]
+        # The backward pass begins with the last chunk, so computing it again would save no memory.
+        parts.append(head(*last_chunk))
         values = torch.zeros(len(rows), device=rows.device)
         if self.value_head is not None:
             values = self.value_head(rows)

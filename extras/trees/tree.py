@@ -4,10 +4,9 @@ Of G responses of R tokens to a prompt of P, P + G·R tokens are read instead of
 2511.00413; PrefixGrouper, 2506.05433, of prompts). There is no model here, so everything can be checked by hand.
 """
 
-import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +27,8 @@ class Tree:
     sequences: tuple[TrainSequence, ...]
     shared: tuple[int, ...]
     """[S − 1] tokens that each but the first begins with as the one before it, and that are read there."""
-
-    @functools.cached_property
-    def num_tokens(self) -> int:
-        """Tokens to read."""
-        return sum(len(s.tokens) for s in self.sequences) - sum(self.shared)
+    num_tokens: int
+    """Tokens to read."""
 
     def places(self, start: int) -> list[np.ndarray]:
         """Return where the tokens [T] of each sequence are read, if the tree begins at the place `start`."""
@@ -68,27 +64,31 @@ def bundle(
     parts do not fit together here, they do not fit together higher up: there they also need their shared prefix.
     """
     if share_prefix == "off":
-        return [Tree((sequence,), ()) for sequence in sequences]
+        return as_trees(sequences)
     return join_trees(*order(sequences, share_prefix), max_tokens)
 
 
-def order(
-    sequences: list[TrainSequence], share_prefix: Sharing
-) -> tuple[list[TrainSequence], list[int]]:
-    """Return sequences so that neighbours share the most, and how many tokens each shares with the next one."""
+def as_trees(sequences: list[TrainSequence]) -> list[Tree]:
+    """Return a tree for each sequence."""
+    return [Tree((sequence,), (), len(sequence.tokens)) for sequence in sequences]
+
+
+def order(sequences: list[TrainSequence], share_prefix: Sharing) -> tuple[list[Tree], list[int]]:
+    """Return sequences, each a tree, so that neighbours share the most, and the tokens that each shares with the next
+    one."""
     ordered = depth_first(sequences)
     if share_prefix == "prompt":
         ordered.sort(key=lambda sequence: sequence.group_id)
-    return ordered, shared_with_next(ordered, share_prefix)
+    return as_trees(ordered), shared_with_next(ordered, share_prefix)
 
 
-def join_trees(ordered: list[TrainSequence], depths: list[int], max_tokens: float) -> list[Tree]:
+def join_trees(ordered: list[Tree], depths: list[int], max_tokens: float) -> list[Tree]:
     """Join sequences in the order of `order` to trees; see bundle."""
-    max_tokens = max([max_tokens, *(len(sequence.tokens) for sequence in ordered)])
+    max_tokens = max([max_tokens, *(tree.num_tokens for tree in ordered)])
     # The nodes of the path from the root: depth, and the bundles that ended below it.
     path: list[tuple[int, list[Tree]]] = [(0, [])]
-    for sequence, depth in zip(ordered, depths, strict=True):
-        below = [Tree((sequence,), ())]
+    for tree, depth in zip(ordered, depths, strict=True):
+        below = [tree]
         while path[-1][0] > depth:
             prefix, bundles = path.pop()
             below = _joined([*bundles, *below], prefix, max_tokens)
@@ -112,14 +112,19 @@ def shared_with_next(sequences: list[TrainSequence], share_prefix: Sharing) -> l
 
 def _joined(parts: list[Tree], prefix: int, max_tokens: float) -> list[Tree]:
     """Read parts that begin with the same `prefix` tokens together, as many as fit."""
-    bins = first_fit_decreasing([part.num_tokens - prefix for part in parts], max_tokens - prefix)
-    bundles = []
-    for members in bins:
-        together = [parts[index] for index in sorted(members)]
-        sequences = itertools.chain(*(part.sequences for part in together))
-        shared = itertools.chain(*((prefix, *part.shared) for part in together))
-        bundles.append(Tree(tuple(sequences), tuple(shared)[1:]))
-    return bundles
+    lengths = [part.num_tokens - prefix for part in parts]
+    if prefix + sum(lengths) <= max_tokens:
+        return [_join(parts, prefix)]
+    bins = first_fit_decreasing(lengths, max_tokens - prefix)
+    return [_join([parts[index] for index in sorted(members)], prefix) for members in bins]
+
+
+def _join(parts: list[Tree], prefix: int) -> Tree:
+    """Return one tree of parts that begin with the same `prefix` tokens."""
+    sequences = [sequence for part in parts for sequence in part.sequences]
+    shared = [depth for part in parts for depth in (prefix, *part.shared)]
+    num_tokens = sum(part.num_tokens for part in parts) - prefix * (len(parts) - 1)
+    return Tree(tuple(sequences), tuple(shared[1:]), num_tokens)
 
 
 def choose_bundles(
@@ -129,34 +134,48 @@ def choose_bundles(
     share_prefix: Sharing,
     cost: Callable[[list[int]], float],
 ) -> list[list[Bundle]]:
-    """Bundle the sequences of an update so that the rank with the most to compute has as little as may be: [rank] →
+    """Bundle the sequences of an update so that the costliest rank has as little to compute as possible: [rank] →
     bundles, about equal tokens each.
 
     Whole trees save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
-    for its square; so trees are also cut at half the limit, at half of that, and so on. `auto` takes prompts or
-    trees, whichever costs less, if that saves WORTH_SHARING of the cost. `cost` is that of computing bundles of these
-    lengths on one rank.
+    for its square. So smaller trees are tried, too. `auto` takes prompts or trees, whichever costs less, if that saves
+    WORTH_SHARING of the cost. `cost` is that of computing bundles of these lengths on one rank.
     """
+    apart = balance(as_trees(sequences), num_ranks)
+    if share_prefix == "off":
+        return apart
 
     def costliest(deal: list[list[Bundle]]) -> float:
         return max(cost([item.num_tokens for item in bundles]) for bundles in deal)
 
+    kinds: tuple[Sharing, ...] = (share_prefix,)
     if share_prefix == "auto":
-        apart, *shared = (
-            choose_bundles(sequences, num_ranks, max_tokens, kind, cost)
-            for kind in ("off", "prompt", "tree")
-        )
-        best = min(shared, key=costliest)
-        return best if costliest(best) < (1 - WORTH_SHARING) * costliest(apart) else apart
-    if share_prefix == "off":
-        return balance(bundle(sequences), num_ranks)
+        kinds = ("prompt", "tree")
+    cuts = itertools.chain(*(cut_smaller(sequences, kind, max_tokens) for kind in kinds))
+    deals = [balance(trees, num_ranks) for trees in cuts]
+    costs = [costliest(deal) for deal in deals]
+    if share_prefix == "auto" and min(costs) >= (1 - WORTH_SHARING) * costliest(apart):
+        return apart
+    return deals[costs.index(min(costs))]
+
+
+def cut_smaller(
+    sequences: list[TrainSequence], share_prefix: Sharing, max_tokens: int
+) -> Iterator[list[Tree]]:
+    """Yield trees of at most `max_tokens`, then smaller ones: each time the largest tree before is halved.
+
+    Both halves read the prefix that all sequences of that tree share.
+    """
     ordered, depths = order(sequences, share_prefix)
-    lengths = [len(sequence.tokens) for sequence in sequences]
-    limits = [min(max_tokens, sum(lengths))]
-    while limits[-1] > max(lengths, default=1):
-        limits.append(limits[-1] // 2)
-    deals = (balance(join_trees(ordered, depths, limit), num_ranks) for limit in limits)
-    return min(deals, key=costliest)
+    longest = max((tree.num_tokens for tree in ordered), default=0)
+    limit = max_tokens
+    while True:
+        trees = join_trees(ordered, depths, limit)
+        yield trees
+        if limit <= longest:
+            return
+        largest = max(trees, key=lambda tree: tree.num_tokens, default=Tree((), (), 0))
+        limit = (largest.num_tokens + min(largest.shared, default=0)) // 2
 
 
 def count_tokens(sequences: list[TrainSequence], deal: list[list[Bundle]]) -> np.ndarray:
