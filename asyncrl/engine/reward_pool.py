@@ -78,8 +78,10 @@ class RewardPool:
 
         Raises Failed if a function raises, hangs, kills its process, or returns neither a finite number nor a dict.
         """
-        scoring = [part.score(answer, response) for part in self._parts]
-        return add_rewards(await asyncio.gather(*scoring))
+        first, *others = [part.score(answer, response) for part in self._parts]
+        if not others:  # the task that `gather` makes would take as long as the rest
+            return add_rewards([await first])
+        return add_rewards(await asyncio.gather(first, *others))
 
     def close(self) -> None:
         """End the processes at once."""
@@ -164,25 +166,34 @@ class _PoolOfKind:
         request = [self._timeout_s, answer, response]
         async with self._room:
             try:
-                return await self._ask(
-                    await self._take_place(), request, is_alone=self._capacity == 1
-                )
+                process = await self._take_place()
+                return await self._ask(process, request, is_alone=self._capacity == 1)
             except _Died:
-                return await self._ask(await self._take_place(is_new=True), request, is_alone=True)
+                async with self._is_forking:
+                    process = await self._fork()
+                return await self._ask(process, request, is_alone=True)
 
     def close(self) -> None:
         self._places.clear()
         self._template.close()
 
-    async def _take_place(self, *, is_new: bool = False) -> _Process:
-        async with self._is_forking:
-            self._places = [process for process in self._places if not process.is_dead]
-            if is_new:
-                return await self._fork()
-            if not self._places:
-                process = await self._fork()  # places may become free meanwhile
-                self._places += [process] * self._capacity
-            return self._places.pop()
+    async def _take_place(self) -> _Process:
+        """Return a process that can take a response. If there is none, fork one."""
+        process = self._free_process()
+        if process is None:
+            async with self._is_forking:
+                process = self._free_process()  # places can become free meanwhile
+                if process is None:
+                    process = await self._fork()
+                    self._places += [process] * (self._capacity - 1)
+        return process
+
+    def _free_process(self) -> _Process | None:
+        while self._places:
+            process = self._places.pop()
+            if not process.is_dead:
+                return process
+        return None
 
     async def _ask(self, process: _Process, request: list, *, is_alone: bool) -> Reward:
         """Score a response. Kill the process if it hangs. Raises _Died if another response may be the cause."""
