@@ -14,8 +14,6 @@ from algos import LOSSES
 from asyncrl.config import OPTIONS, allowed_values
 from asyncrl.trainer.loss import keywords_of
 from scripts.bench import gpu as gpu_bench
-from scripts.bench import rollout as rollout_bench
-from scripts.bench.harness import gain_text, rounds
 from scripts.lines import markdown, read
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -116,15 +114,3 @@ def machines(part: str) -> str:
     page = (RESULTS / "swarm" / "table.md").read_text(encoding="utf-8")
     (block,) = (block for block in page.split("\n\n") if block.startswith(f"| {part} |"))
     return lines(re.sub(r" \[[^]]*\]", "", block).splitlines())
-
-
-def mechanisms() -> str:
-    """Return how many times the trained tokens/s of its baseline each mechanism of rollout makes, round by round."""
-    records, rows = records_of("rollout"), []
-    for comparison in rollout_bench.COMPARISONS:
-        settings = rounds(records, "arm", comparison=comparison.name)
-        (column,) = (c for c in comparison.columns if c.key == "trained_tokens_per_s")
-        for setting, (option, baseline, paper, against) in comparison.mechanisms.items():
-            gain = gain_text(column.gains(settings[setting], settings[against]))
-            rows.append([option, baseline, paper, gain.replace(" [", "× [")])
-    return table("option | baseline | paper | gain in trained tokens/s [range]", rows)

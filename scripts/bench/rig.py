@@ -5,7 +5,6 @@ of them can be measured in turn.
 """
 
 import io
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
@@ -27,10 +26,9 @@ from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.models import resolve_model
 from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import Announcement, ParameterSpec
-from scripts.bench.workloads import NO_LEARNING
-from scripts.lines import read
 
-IDLE_TIMEOUT_S, SETTLE_S = 60.0, 0.1
+NO_LEARNING = 1e-12
+"""Learning rate that costs what any other costs and leaves weights, and lengths of responses, as they are."""
 TRANSPORTS = {"ipc": IpcTransport, "shm": ShmTransport}
 """Those that one GPU, or none, can have."""
 
@@ -45,8 +43,6 @@ class Rig:
         self.node, self.controller, self.config = node, node.controller, node.config
         self.version = 0
         """Of the weights that are published next."""
-        self.published_at: dict[int, float] = {}
-        """Unix time by version."""
         dtype = getattr(torch, self.config.dtype_on(node.device.type))
         model = AutoModelForCausalLM.from_pretrained(
             node.model_path, dtype=torch.float32, trust_remote_code=False
@@ -61,18 +57,9 @@ class Rig:
     def step(self) -> list[Group]:
         """Publish the weights under the next version, and take a batch."""
         staged = self.controller.stage(self.version, self.weights)
-        self.published_at[self.version] = time.time()
         self.controller.publish(Announcement(self.version, self.version, staged, (), False))
         self.version += 1
         return self.controller.consume_batch(self.controller.wait_for_batch())
-
-    def update_seconds(self, since: int) -> list[float]:
-        """Return the times from each publish to when a worker sampled under it, of the versions from `since` on."""
-        return [
-            event["time"] - self.published_at[event["version"]]
-            for event in read(self.node.run.path / "events.jsonl")
-            if event["event"] == "update" and event["version"] >= since
-        ]
 
 
 @contextmanager
@@ -96,24 +83,6 @@ def running(
             node = lead(rank, model_path, task, worker_main)
         torch.set_num_threads(node.placement.trainer_threads)
         yield node
-
-
-def wait_until_idle(node: Leader) -> None:
-    """Wait until no worker does anything; with over-sampling, until what is left is suspended.
-
-    Raises RuntimeError if one still does after IDLE_TIMEOUT_S.
-    """
-    is_suspended = node.config.over_sampling > 1
-    deadline = time.monotonic() + IDLE_TIMEOUT_S
-    while any(
-        worker.loading or (worker.running and not is_suspended)
-        for worker in node.controller.workers
-    ):
-        if time.monotonic() > deadline:
-            waiting = node.controller.dispatcher.describe()
-            raise RuntimeError(f"not idle after {IDLE_TIMEOUT_S:g} s: {waiting}")
-        time.sleep(0.01)
-    time.sleep(SETTLE_S)
 
 
 def quiet() -> redirect_stdout:
