@@ -8,15 +8,14 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from algos import LOSSES
 from asyncrl.config import OPTIONS, allowed_values
 from asyncrl.trainer.loss import keywords_of
 from scripts.bench import gpu as gpu_bench
-from scripts.lines import markdown, read
+from scripts.lines import ROOT, markdown, read
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
+RESULTS = ROOT / "results"
 
 
 def records_of(name: str) -> list[dict]:

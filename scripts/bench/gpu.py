@@ -1,57 +1,118 @@
 """What a GPU gives, in one table: `python scripts/bench/gpu.py`, or `bash scripts/gpu_check.sh`.
 
 Each part runs in a process of its own, within a time limit, so that one that fails or hangs leaves the other rows. A
-part that no longer fits into the budget is not begun, and the table says so. A bench that is started again runs what
-failed or was not begun. `--device cpu --out FOLDER` runs the same code with a tiny model and without a GPU: to see that
-it runs, not to measure.
+part that no longer fits into the budget is not begun, and the table says so. Each part is at once a line of gpu.jsonl,
+with what made it. A bench that is started again runs what failed or was not begun. `--device cpu --out FOLDER` runs the
+same code with a tiny model and without a GPU: to see that it runs, not to measure.
 """
 
 import contextlib
-import functools
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from asyncrl.cluster.gpus import visible_gpus
-from scripts.bench import harness
-from scripts.bench.harness import ROOT, Arguments, Bench, Case
+from asyncrl.cluster.processes import kill_session
+from scripts.lines import ROOT, provenance, read, replace_record, run_command
 
 BUDGET_S = 470.0
 """Of one call; the whole takes several, an hour at most."""
 FAR_OFF = 1.5
 """Factor between measurement and prediction from which the table says what to change."""
-TABLES = harness.tables_beside(__file__)
+MAKERS = ("commit", "changes", "hardware", "packages")
+"""Fields of a record of which none may differ if its part is not to run again."""
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 """What is done, and what is shown of it; gpu.toml says what is what."""
 
 
-def run_part(part: str, limit_s: float, device: str, models: Path, deadline: float) -> dict:
-    """Run a part in a process of its own, and no longer than to `deadline`. Returns its numbers, or how it failed."""
-    kind, model = part.split()
-    gpu = gpu_name() if device == "cuda" else None
-    record = {"kind": kind, "model": model, "gpu": gpu, "seconds": 0.0}
-    start = time.monotonic()
-    left_s = deadline - start
-    if left_s < limit_s / 3:
-        return record | {"failed": f"not run: {max(0.0, left_s):.0f} s are left"}
-    limit_s = min(limit_s, left_s)
-    log = Path(tempfile.mkstemp(prefix=f"bench-gpu-{kind}-{model}-", suffix=".log")[1])
-    result = log.with_suffix(".json")
-    command = [sys.executable, __file__, "--part", kind, model, device, str(models), str(result)]
-    environment = {"HF_HUB_OFFLINE": "1"}
+# Parts
+
+
+def chosen_parts(device: str, only: list[str] | None) -> dict[str, float]:
+    """Return the time limit of each part whose name, or its first word, is in `only`, or of all parts if it is None.
+
+    Raises ValueError for an unknown name.
+    """
+    parts = TABLES["tiny_parts" if device == "cpu" else "parts"]
+    names = {part: {part, part.split()[0]} for part in parts}
+    known = sorted(set().union(*names.values()))
+    for name in only or known:
+        if name not in known:
+            raise ValueError(f"--only {name!r} is none of {', '.join(map(repr, known))}")
+    return {part: limit_s for part, limit_s in parts.items() if names[part] & set(only or known)}
+
+
+def check(device: str, out: Path, made: dict) -> None:
+    """Raise ValueError if there is no GPU, or if records would not be fit for the folder."""
+    is_kept = out.resolve().is_relative_to(ROOT / "results")
+    if device == "cuda" and gpu_name() is None:
+        raise ValueError(
+            "torch sees no NVIDIA GPU; --device cpu --out FOLDER runs the same code without one"
+        )
+    if device == "cpu" and is_kept:
+        raise ValueError(
+            "what --device cpu measures means nothing; keep it out of results/ with --out FOLDER"
+        )
+    if made["dirty"] and is_kept:
+        raise ValueError(
+            f"records in {out} name their commit, and changes are uncommitted; commit them or give --out"
+        )
+
+
+def run_parts(parts: dict[str, float], device: str, budget_s: float, path: Path) -> None:
+    """Run the parts that the file has no numbers of, and put their records there."""
+    deadline, made = time.monotonic() + budget_s, provenance()
+    done = {
+        record["case"]
+        for record in read(path)
+        if "numbers" in record and all(record[name] == made[name] for name in MAKERS)
+    }
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-models-") as models:
+        for part, limit_s in parts.items():
+            if part in done:
+                continue
+            left_s = deadline - time.monotonic()
+            outcome = {"seconds": 0.0, "failed": f"not run: {max(0.0, left_s):.0f} s are left"}
+            if left_s >= limit_s / 3:
+                outcome = run_part(part, min(limit_s, left_s), device, models)
+            kind, model = part.split()
+            place = {"case": part, "kind": kind, "model": model}
+            gpu = gpu_name() if device == "cuda" else None
+            replace_record(place | {"gpu": gpu} | outcome | made, path, ("case",))
+            print(f"{part}: {outcome.get('failed', 'done')}", flush=True)
+
+
+def run_part(part: str, limit_s: float, device: str, models: str) -> dict:
+    """Run a part in a process of its own. Returns its seconds with its numbers, or with how it failed."""
+    folder = Path(tempfile.mkdtemp(prefix=f"bench-gpu-{part.replace(' ', '-')}-"))
+    log, result = folder / "log", folder / "numbers.json"
+    command = [sys.executable, __file__, "--part", *part.split(), device, models, str(result)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    status = harness.run_process(command, log, environment, limit_s)
-    record["seconds"] = round(time.monotonic() - start, 1)
+    start = time.monotonic()
+    with open(log, "w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )  # fmt: skip
+    try:
+        how = f"exited with {process.wait(limit_s)}"
+    except subprocess.TimeoutExpired:
+        how = f"took more than {limit_s:.0f} s"
+    finally:
+        kill_session(process.pid)
+        process.wait()
+    seconds = {"seconds": round(time.monotonic() - start, 1)}
     if result.exists():
-        return record | {"numbers": json.loads(result.read_text())}
-    how = f"took more than {limit_s:.0f} s" if status is None else f"exited with {status}"
-    return record | {"failed": f"{how}; {last_error(log.read_text())} ({log})"}
+        return seconds | {"numbers": json.loads(result.read_text())}
+    return seconds | {"failed": f"{how}; {last_error(log.read_text())} ({log})"}
 
 
 def last_error(log: str) -> str:
@@ -66,13 +127,19 @@ def measure(kind: str, model: str, device: str, models: str, result: str) -> Non
     from scripts.bench.trainer_alone import FUNCTIONS, Setup
 
     if kind not in FUNCTIONS:
-        from scripts.bench.gpu_parts import FUNCTIONS  # and with it what only rollout needs
+        from scripts.bench.gpu_parts import FUNCTIONS  # and with it what only an engine needs
 
     numbers = FUNCTIONS[kind](Setup(device, model, Path(models)))
     Path(result).write_text(json.dumps(numbers))
     sys.stdout.flush()
     # all that is left is the end of engines, which must not fail what has been measured
     os._exit(0)
+
+
+def gpu_name() -> str | None:
+    """Return the first GPU's name and memory."""
+    gpus = visible_gpus()
+    return f"{gpus[0].name}, {gpus[0].total_bytes / 2**30:.0f} GiB" if gpus else None
 
 
 # The table
@@ -111,60 +178,55 @@ def _rows(record: dict) -> Iterator[tuple[str, str]]:
             yield what.format_map(fields), value.format_map(fields)
 
 
-def report(records: list[dict]) -> list[str]:
-    """Return the GPUs and the table."""
+def made_by(records: Iterable[dict]) -> list[str]:
+    """Return what made the records, a line for each command and commit."""
+    lines = {}
+    for r in records:
+        packages = ", ".join(f"{name} {version}" for name, version in r["packages"].items())
+        code = f"`{r['command']}`: commit {r['commit']}{', with changes' * r['dirty']}"
+        load = f"load {r['load_before']} before the start"
+        lines[f"{code}; {r['hardware']}; {load}; {packages}."] = None
+    return list(lines)
+
+
+def write(out: Path) -> list[dict]:
+    """Write table.md from the records, and return them. Raises ValueError if there are none."""
+    records = read(out / "gpu.jsonl")
+    if not records:
+        raise ValueError(f"{out}/gpu.jsonl has no records; run python scripts/bench/gpu.py first")
+    how = "What is measured, and how, is on top of `scripts/bench/gpu.py`. Numbers are medians [minimum–maximum]."
     gpus = dict.fromkeys(record["gpu"] or "no GPU: the numbers mean nothing" for record in records)
-    return [", ".join(gpus), f"```\n{table(records)}\n```"]
+    made, shown = "\n".join(made_by(records)), f"```\n{table(records)}\n```"
+    text = "\n\n".join(["# What a GPU gives", made, how, ", ".join(gpus), shown])
+    (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
+    return records
 
 
 # The command line
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuArguments(Arguments):
-    """The command line."""
+def main(
+    out: Path = ROOT / "results" / "gpu",
+    only: list[str] | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
+    budget_s: float = BUDGET_S,
+    report: bool = False,
+) -> None:
+    """Measure and print the table; exits with 1 if a part failed.
 
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Where everything runs."""
-    budget_s: float = BUDGET_S
-    """Seconds in all."""
-
-
-def cases(given: GpuArguments, models: Path) -> list[Case]:
-    """Return a case for each part, with random models in a folder that they share."""
-    if given.device == "cuda" and gpu_name() is None:
-        raise ValueError(
-            "torch sees no NVIDIA GPU; --device cpu --out FOLDER runs the same code without one"
-        )
-    if given.device == "cpu" and given.out.resolve().is_relative_to(ROOT / "results"):
-        raise ValueError(
-            "what --device cpu measures means nothing; keep it out of results/ with --out FOLDER"
-        )
-    deadline = time.monotonic() + given.budget_s
-    is_tiny = given.size == "tiny" or given.device == "cpu"
-    parts = TABLES["tiny_parts" if is_tiny else "parts"]
-
-    def case(part: str, limit_s: float) -> Case:
-        run_once = functools.partial(run_part, part, limit_s, given.device, models, deadline)
-        return Case(part, {given.device: lambda logs: contextlib.nullcontext(run_once)}, warm_up=0)
-
-    return [case(part, limit_s) for part, limit_s in parts.items()]
-
-
-def gpu_name() -> str | None:
-    """Return the first GPU's name and memory."""
-    gpus = visible_gpus()
-    return f"{gpus[0].name}, {gpus[0].total_bytes / 2**30:.0f} GiB" if gpus else None
-
-
-def main() -> None:
-    """Measure and print the table; exits with 1 if a part failed."""
-    defaults = GpuArguments(out=ROOT / "results/gpu", repeats=1)
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-models-") as models:
-        these = functools.partial(cases, models=Path(models))
-        bench = Bench("gpu", "What a GPU gives", these, report, ("case",), defaults)
-        records = harness.main(bench)
-    print(table(records), flush=True)
+    Args:
+        out: Folder of the records.
+        only: Parts, or first words of parts; unset has all.
+        device: Where everything runs.
+        budget_s: Seconds in all.
+        report: Measure nothing, write the page again.
+    """
+    if not report:
+        parts = chosen_parts(device, only)
+        check(device, out, provenance())
+        run_parts(parts, device, budget_s, out / "gpu.jsonl")
+    records = write(out)
+    print(f"{table(records)}\nrecords: {out}", flush=True)
     sys.exit(any("failed" in record for record in records))
 
 
@@ -172,4 +234,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--part"]:
         measure(*sys.argv[2:])
     else:
-        main()
+        run_command(main)

@@ -18,24 +18,22 @@ from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import Placement, WorkerSpec, available_cores, place
 from asyncrl.config import Config, flag
 from asyncrl.engine.proxy import LLMProxy
-from asyncrl.engine.vllm_setup import engine_options, worker_environment
-from asyncrl.tasks import load_task
+from asyncrl.engine.vllm_setup import worker_environment
 from asyncrl.trainer.policy import load_policy
-from asyncrl.weights.models import load_tokenizer
+from asyncrl.weights.ipc import IpcTransport
+from asyncrl.weights.shm import ShmTransport
 from extras.planning.fit import plan_memory
 from extras.planning.memory import Sharing
 from extras.planning.shape import read_shape
-from rollout import run_worker
-from scripts.bench.harness import ROOT
-from scripts.bench.rig import TRANSPORTS, Rig, running
 from scripts.bench.trainer_alone import Setup, made_up, one_rank, peak_memory, timed
+from scripts.lines import ROOT
 from scripts.runs import load
 
+TRANSPORTS = {"ipc": IpcTransport, "shm": ShmTransport}
+"""Those that one GPU, or none, can have."""
 SYNC_ROUNDS = 5
 ENGINE_SHARE = 0.25
 """Of the GPU, for an engine beside a trainer that makes no step."""
-ROLLOUT_STEPS = 4
-"""Of which the first warms up."""
 JOB_GROUPS, JOB_STEPS, JOB_WARM_UP = 16, 6, 2
 PROBES, PROBE_TOKENS = 4, 256
 
@@ -135,63 +133,6 @@ def _publish(pair: Pair, version: int, device: str) -> tuple[float, float]:
     return stage_s, load_s
 
 
-# Rollout
-
-
-def rollout(setup: Setup) -> dict:
-    """Run a real worker and controller, synchronous, without a trainer: generated tokens/s."""
-    config = setup.config(async_ratio=0.0)
-    folder = Path(tempfile.mkdtemp(prefix="bench-gpu-")) / "rollout"
-    steps = []
-    with running(config, run_worker, folder, setup.device) as node:
-        rig = Rig(node)
-        for _ in range(ROLLOUT_STEPS):
-            seconds, groups = timed(rig.step, "cpu")
-            tokens = sum(t.num_generated for group in groups for t in group.trajectories)
-            steps.append((seconds, tokens))
-    return _rates(steps)
-
-
-def _rates(steps: list[tuple[float, int]]) -> dict:
-    """Return tokens/s of steps of (seconds, tokens), the first of which warms up."""
-    rates = [tokens / seconds for seconds, tokens in steps[1:]]
-    return {
-        "tokens_per_s": statistics.median(rates), "spread": float(np.ptp(rates)),
-        "steps": len(rates), "tokens": steps[1][1],
-    }  # fmt: skip
-
-
-def bare(setup: Setup) -> dict:
-    """Run vLLM alone: LLM.generate of as many responses to the same prompts, without log-probs. Tokens/s."""
-    config = setup.config(async_ratio=0.0)
-    options = engine_options(enter_worker(config, setup.device))
-    from vllm import LLM, SamplingParams  # it reads the environment
-
-    for ours in (
-        "weight_transfer_config",
-        "worker_extension_cls",
-        "logprobs_mode",
-        "disable_log_stats",
-    ):
-        options.pop(ours, None)
-    llm = LLM(**options)
-    task, tokenizer = load_task(config), load_tokenizer(config.model)
-    params = SamplingParams(
-        temperature=1.0, max_tokens=config.max_response_tokens, detokenize=False
-    )
-    steps = []
-    for step in range(ROLLOUT_STEPS):
-        prompts = []
-        for group in range(config.groups_per_step):
-            problem = task.train_problem(step * config.groups_per_step + group)
-            prompt = {"prompt_token_ids": task.encode_prompt(problem, tokenizer)}
-            prompts += [prompt] * config.group_size
-        generate = functools.partial(llm.generate, prompts, params, use_tqdm=False)
-        seconds, outputs = timed(generate, "cpu")
-        steps.append((seconds, sum(len(output.outputs[0].token_ids) for output in outputs)))
-    return _rates(steps)
-
-
 # Whole jobs
 
 
@@ -230,7 +171,8 @@ def job_numbers(metrics: pd.DataFrame) -> dict:
     }  # fmt: skip
 
 
-FUNCTIONS = {function.__name__: function for function in (sync, rollout, bare)} | {
+FUNCTIONS = {
+    "sync": sync,
     "job-sync": functools.partial(job, async_ratio=0.0),
     "job-async": functools.partial(job, async_ratio=1.0),
     "job-sleep": functools.partial(job, async_ratio=0.0, colocate="sleep"),

@@ -1,4 +1,4 @@
-"""The GPU bench's parts without rollout, which need no vLLM, and what they share with the others."""
+"""The GPU bench's parts without an engine, which need no vLLM, and what they share with the others."""
 
 import functools
 import math
@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -17,42 +17,22 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import record_function
 
 from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy, load_policy
 from extras.planning.shape import ModelShape, read_shape
-from scripts.bench.harness import ROOT, tables_beside
+from scripts.lines import ROOT
 from scripts.qwen3_shapes import save_random_qwen3
 
-JOBS = tables_beside(Path(__file__).with_name("gpu.py"))["jobs"]
+JOBS = tomllib.loads(Path(__file__).with_name("gpu.toml").read_text(encoding="utf-8"))["jobs"]
 TRAIN_STEPS = 4
 """Of which the first warms up."""
 LENGTHS, TINY_LENGTHS = [512] * 64, [32, 48, 64, 16]
 """Tokens of the sequences of a step."""
-PARTS = {
-    "FSDP::": "collectives",
-    "c10d::": "collectives",
-    "layer": "layers",
-    "optimizer": "optimizer",
-    "aten::embedding": "embedding",
-    "autograd::engine::evaluate_function: EmbeddingBackward0": "embedding",
-}
-"""How the names of a profile's ranges begin -> the part of a step that they are of; all else is of head and loss."""
 PROFILE_ROWS = 50
 """Kernels that a profile lists: the costliest."""
-WAITS = (
-    "cudaStreamSynchronize",
-    "cudaDeviceSynchronize",
-    "cudaEventSynchronize",
-    "aten::_local_scalar_dense",
-    "aten::nonzero",
-)
-"""What has the host wait for the device."""
 
 
 @dataclass(frozen=True)
@@ -122,68 +102,16 @@ def trainer(setup: Setup, budget: int = 16384) -> dict:
     }  # fmt: skip
 
 
-# Where the time of a step goes
-
-
-def profile(
-    setup: Setup, lengths: list[int] = LENGTHS, budget: int = 16384, prompt_share: float = 0.25
-) -> dict:
-    """Profile a training step: seconds of its parts, its costliest kernels, and how often the host waits.
-
-    On the CPU operations are in place of kernels. The profiler itself makes a step longer.
-    """
-    with training(setup, lengths, budget, prompt_share) as (policy, train_step, _):
-        mark_parts(policy)
+def profile(setup: Setup, lengths: list[int] = LENGTHS, prompt_share: float = 0.25) -> dict:
+    """Profile a training step: its costliest kernels, or operations on the CPU. The profiler makes a step longer."""
+    with training(setup, lengths, prompt_share=prompt_share) as (_, train_step, _):
         for _ in range(TRAIN_STEPS - 1):
             train_step()
         with torch.profiler.profile() as profiler:
             step_s, _ = timed(train_step, setup.device)
     clock = "self_device_time_total" if setup.device == "cuda" else "self_cpu_time_total"
-    parts = Counter()
-    for event in profiler.events():
-        if event.device_type == DeviceType.CPU and not event.is_user_annotation:
-            parts[part_of(event)] += getattr(event, clock) / 1e6
     averages = profiler.key_averages()
-    kind = DeviceType.CUDA if setup.device == "cuda" else DeviceType.CPU
-    kernels = [row for row in averages if row.device_type == kind and not row.is_user_annotation]
-    kernels.sort(key=lambda row: -getattr(row, clock))
-    return {
-        "step_s": step_s, "busy_s": parts.total(),
-        "parts": {part: round(seconds, 4) for part, seconds in parts.most_common()},
-        "waits": {average.key: average.count for average in averages if average.key in WAITS},
-        "kernels": "\n".join(
-            f"{getattr(row, clock) / 1e3:8.2f} ms {row.count:6} × {row.key[:90]}" for row in kernels[:PROFILE_ROWS]
-        ),
-    }  # fmt: skip
-
-
-def mark_parts(policy: Policy) -> None:
-    """Put ranges that a profile shows around the optimizer, and around each layer's passes, forward and backward."""
-    ranges = []
-
-    def enter(*_: object) -> None:
-        ranges.append(record_function("layer"))
-        ranges[-1].__enter__()
-
-    def leave(*_: object) -> None:
-        ranges.pop().__exit__(None, None, None)
-
-    for layer in policy.module.model.base_model.layers:
-        layer.register_forward_pre_hook(enter)
-        layer.register_forward_hook(leave)
-        layer.register_full_backward_pre_hook(enter)
-        layer.register_full_backward_hook(leave)
-    policy._step = record_function("optimizer")(policy._step)
-
-
-def part_of(event: FunctionEvent | None) -> str:
-    """Return the part of a step that an operation is of: that of the innermost range around it."""
-    while event is not None:
-        for beginning, part in PARTS.items():
-            if event.name.startswith(beginning):
-                return part
-        event = event.cpu_parent
-    return "head and loss"
+    return {"step_s": step_s, "kernels": averages.table(sort_by=clock, row_limit=PROFILE_ROWS)}
 
 
 def matmul_rate(device: str) -> float:

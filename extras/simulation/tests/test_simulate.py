@@ -19,8 +19,7 @@ from extras.simulation.swarm import Uplink
 from extras.simulation.workload import Turns, Workload, lengths_up_to
 from extras.swarm.pull import KEPT
 from scripts import simulate as script
-from scripts.bench.harness import ROOT
-from scripts.lines import read
+from scripts.lines import ROOT, read, replace_record
 
 LAW = lengths_up_to(400)
 FAILING = Workload(LAW, Turns(3, 5, LatencyLaw.parse("constant:1 fail:0.05"), 10.0))
@@ -256,5 +255,5 @@ def test_a_run_replaces_its_earlier_record(tmp_path):
     path = tmp_path / "simulation.jsonl"
     for seed, number in ((0, 1), (1, 1), (1, 2)):
         new = {"study": "scale", "setting": "128 GPUs", "seed": seed, "numbers": number}
-        script.replace_record(new, path)
+        replace_record(new, path, script.KEY)
     assert [(record["seed"], record["numbers"]) for record in read(path)] == [(0, 1), (1, 2)]

@@ -1,4 +1,4 @@
-"""The GPU bench: its arithmetic, the profile of a step, and its table."""
+"""The GPU bench: its arithmetic, the profile of a step, what it runs again, and its table."""
 
 import pytest
 
@@ -24,16 +24,28 @@ def test_flops_are_those_of_every_multiply_add():
     assert training_flops(shape, lengths, num_trained) == pytest.approx(expected, rel=0.005)
 
 
-def test_the_profile_of_a_step_has_every_part_and_adds_up(tmp_path):
+def test_the_profile_of_a_step_lists_its_costliest_operations(tmp_path):
     numbers = profile(Setup("cpu", "tiny", tmp_path))
-    parts = {"layers", "head and loss", "optimizer", "embedding", "collectives"}
-    assert numbers["parts"].keys() == parts and min(numbers["parts"].values()) > 0
-    assert sum(numbers["parts"].values()) == pytest.approx(numbers["busy_s"], abs=1e-3)
-    assert 0 < numbers["busy_s"] <= numbers["step_s"]
-    assert numbers["waits"]["aten::_local_scalar_dense"] >= 3  # loss, norm and changed weights
+    assert numbers["step_s"] > 0 and "aten::mm" in numbers["kernels"]
     record = {"case": "profile tiny", "kind": "profile", "model": "tiny", "numbers": numbers}
-    shown = gpu.table([record])
-    assert "'head and loss': " in shown and "aten::_log_softmax" in shown and "aten::mm" in shown
+    assert numbers["kernels"] in gpu.table([record])
+
+
+def run_bench(out, budget_s):
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(out, ["trainer"], "cpu", budget_s)
+    (record,) = read(out / "gpu.jsonl")
+    return int(ended.value.code), record
+
+
+def test_the_bench_runs_without_a_gpu_what_failed_and_nothing_twice(tmp_path):
+    status, record = run_bench(tmp_path, budget_s=0)
+    assert status == 1 and record["failed"] == "not run: 0 s are left"
+    status, record = run_bench(tmp_path, budget_s=400)
+    assert status == 0, record
+    assert record["numbers"]["steps"] == 3 and record["numbers"]["mfu"] > 0
+    assert "no GPU: the numbers mean nothing" in (tmp_path / "table.md").read_text()
+    assert run_bench(tmp_path, budget_s=0) == (0, record)
 
 
 def test_the_stored_records_give_the_rows_of_the_stored_table():
