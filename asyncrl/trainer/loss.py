@@ -68,24 +68,14 @@ def describe(algo: str) -> str:
 
 
 def check_signature(loss: Any) -> None:
-    """Raise TypeError unless `loss` is a function of the inputs, and its other parameters have defaults."""
-    if not inspect.isfunction(loss):
+    """Raise TypeError unless `loss` takes the inputs and perhaps `update`, and other parameters have defaults."""
+    try:
+        needed = ("inputs", "update") if couples_tokens(loss) else ("inputs",)
+        inspect.signature(loss).bind(*needed)
+    except TypeError as error:
         raise TypeError(
-            f"it is a {type(loss).__name__}; give a function loss(inputs, *, NAME=VALUE)"
-        )
-    first, *keywords = list(inspect.signature(loss).parameters.values()) or [None]
-    if keywords and keywords[0].name == "update" and keywords[0].kind is not first.KEYWORD_ONLY:
-        keywords = keywords[1:]
-    without = [
-        k.name
-        for k in keywords
-        if k.default is k.empty and k.kind in (k.POSITIONAL_OR_KEYWORD, k.KEYWORD_ONLY)
-    ]
-    if first is None or first.kind is first.KEYWORD_ONLY or without:
-        raise TypeError(
-            f"{loss.__name__} takes {inspect.signature(loss)}; its first parameter must be the inputs "
-            "(algos.LossInputs), its second may be `update`, and all others need defaults"
-        )
+            f"{error}; give a function loss(inputs, *, NAME=VALUE) or loss(inputs, update, *, NAME=VALUE)"
+        ) from None
 
 
 def try_loss(loss: Callable) -> None:
