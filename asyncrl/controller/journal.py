@@ -24,9 +24,8 @@ class Journal:
         self._clock = clock
         # of this node's own workers only
         self._ledgers: dict[int, TimeLedger] = {}
-        self._reported: dict[
-            int, int
-        ] = {}  # worker that is up → end of its newest report, on its own clock
+        # workers that are up, and have reported on their own clock
+        self._reporting: set[int] = set()
         self._starts: Counter[int] = Counter()
         self._measured: list[Measured] = []
         self._probes: ProbedVersions = {}
@@ -36,7 +35,7 @@ class Journal:
     def started(self, worker: int) -> None:
         """Record that a worker's process is started, perhaps again."""
         if worker not in self._ledgers:
-            self._ledgers[worker] = TimeLedger(WORKER_STATES, "starting", self._clock())
+            self._ledgers[worker] = TimeLedger(self._clock())
         self.record("worker_started", worker=worker, attempt=self._starts[worker])
         self._starts[worker] += 1
 
@@ -46,23 +45,17 @@ class Journal:
         exit_code, tickets = worker.process.exit_code, len(worker.running)
         self.record("worker_died", worker=index, exit_code=exit_code, tickets=tickets)
         if index in self._ledgers:
-            self._reported.pop(index, None)
+            self._reporting.discard(index)
             self._enter(index, "restarting", self._clock())
             self.started(index)
 
     def active(self, worker: int, report: ActivityReport | None) -> None:
-        """Record a worker's report, if any. Raises RuntimeError if it overlaps the last report."""
+        """Record a worker's report, if any."""
         if report is None:
             return
-        reported = self._reported.get(worker, 0)
+        self._reporting.add(worker)
         for time_ns, state, _ in report.changes:
-            if time_ns < reported:
-                raise RuntimeError(
-                    f"worker {worker} reports {state!r} at {time_ns} ns after reporting until {reported}"
-                )
-            reported = time_ns
             self._enter(worker, state, time_ns)
-        self._reported[worker] = report.until
         self._enter(worker, self._ledgers[worker].state, report.until)
         if report.changes:
             changes = [(ns / 1e9, state, reason) for ns, state, reason in report.changes]
@@ -121,7 +114,7 @@ class Journal:
         """Return the nanoseconds in each state that became known since the last call, summed over workers."""
         spent: Counter[str] = Counter()
         for worker, ledger in self._ledgers.items():
-            until = ledger.until if worker in self._reported else max(self._clock(), ledger.until)
+            until = ledger.until if worker in self._reporting else max(self._clock(), ledger.until)
             spent += ledger.take(until).spent
         return spent
 

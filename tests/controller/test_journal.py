@@ -52,9 +52,6 @@ def test_where_one_clock_takes_over_from_another_nothing_is_counted_twice():
     assert journal.time_at(100) == {"starting": 100}
     journal.report(110, (98, "starved"), (103, "decoding"))
     assert journal.time_at(108) == {"starved": 3, "decoding": 7}
-    message = "worker 0 reports 'starved' at 109 ns after reporting until 110"
-    with pytest.raises(RuntimeError, match=message):
-        journal.report(115, (109, "starved"))
     journal.die()
     assert journal.time_at(130) == {"restarting": 20}
 

@@ -17,7 +17,7 @@ from asyncrl.runlog.time_ledger import (
 def test_accounts_follow_on_each_other_and_say_every_nanosecond_what_was_done():
     """An oracle of its own: the state of each nanosecond, in a list."""
     rng, start = random.Random(0), 1_700_000_000_000_000_000
-    ledger, spans, states, state = TimeLedger(WORKER_STATES, "starting", start), [], [], "starting"
+    ledger, spans, states, state = TimeLedger(start), [], [], "starting"
     total = Counter()
     for _ in range(2000):
         states += [state] * rng.choice([0, 1, rng.randrange(9)])
