@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from asyncrl.weights.shm import NO_CHECKSUM, SharedBuffer
+from asyncrl.weights.shm import SharedBuffer
 from asyncrl.weights.transport import specs_of
 
 
@@ -32,11 +32,10 @@ class ShmInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """The buffer to read, and the version and checksum that it must have."""
+    """The buffer to read, and the version that it must have."""
 
     buffer: int
     version: int
-    checksum: int
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
@@ -72,9 +71,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         buffer = self._buffers[update_info.buffer]
-        buffer.check(update_info.version, update_info.checksum)
+        buffer.check(update_info.version)
         loaded = self.model.load_weights(buffer.parameters)
-        buffer.check(update_info.version, NO_CHECKSUM)  # the trainer has not written meanwhile
+        buffer.check(update_info.version)  # the trainer has not written meanwhile
         by_name = dict(self.model.named_parameters(remove_duplicate=False))
         loaded_parameters = {id(by_name[name]) for name in loaded & by_name.keys()}
         missing = {

@@ -19,9 +19,6 @@ from asyncrl.weights.transport import (
 
 ALIGNMENT = 64  # bytes: each parameter begins at a multiple
 HEADER_BYTES = 4096  # one page; it begins with the version, int64
-CHECKSUM_EVERY_VERSION_BELOW = 64 << 20
-"""Bytes. A larger buffer is checked only once, because checksums would take long."""
-NO_CHECKSUM = 0
 
 
 def slot_bytes(specs: list[ParameterSpec], alignment: int = ALIGNMENT) -> list[int]:
@@ -67,34 +64,15 @@ class SharedBuffer:
         self.header, self.payload = memory[:HEADER_BYTES].view(torch.int64), memory[HEADER_BYTES:]
         self.parameters = parameter_views(self.payload, specs)
         """(Hugging Face name, tensor that aliases the buffer) of every parameter."""
-        self._is_checked = False
         if on_gpu:
             lock_pages(memory)
 
-    def checksum(self) -> int:
-        """Return the wrapping sum of the payload as int64 words; never NO_CHECKSUM."""
-        return int(self.payload.view(torch.int64).sum()) or 1
-
-    def seal(self, version: int) -> int:
-        """Mark the payload as complete. Return its checksum, or NO_CHECKSUM for a large buffer after the first time."""
-        due = not self._is_checked or len(self.payload) < CHECKSUM_EVERY_VERSION_BELOW
-        self._is_checked = True
-        self.header[0] = version
-        return self.checksum() if due else NO_CHECKSUM
-
-    def check(self, version: int, checksum: int) -> None:
-        """Raise RuntimeError unless the buffer holds `version` whole, by its header and by its bytes."""
+    def check(self, version: int) -> None:
+        """Raise RuntimeError unless the buffer holds `version` whole, by its header."""
         held_version = int(self.header[0])
         if held_version != version:
             raise RuntimeError(
                 f"weight buffer holds version {held_version}, expected {version}: it was overwritten while in use"
-            )
-        if checksum == NO_CHECKSUM:
-            return
-        actual = self.checksum()
-        if actual != checksum:
-            raise RuntimeError(
-                f"weights of version {version} arrived broken: checksum {actual}, the trainer sent {checksum}"
             )
 
 
@@ -122,4 +100,5 @@ class ShmTransport(BufferedTransport):
         memory = self._buffers[buffer]
         memory.header[0] = -1  # no version while the payload is incomplete
         copy_parameters(parameters, memory.parameters)
-        return [{"buffer": buffer, "version": version, "checksum": memory.seal(version)}]
+        memory.header[0] = version
+        return [{"buffer": buffer, "version": version}]

@@ -6,11 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncrl.weights.shm import (
-    NO_CHECKSUM,
-    SharedBuffer,
-    ShmTransport,
-)
+from asyncrl.weights.shm import SharedBuffer, ShmTransport
 from asyncrl.weights.transport import ParameterSpec
 
 SPECS = [ParameterSpec("a", torch.float32, (3, 5)), ParameterSpec("b", torch.bfloat16, (7,))]
@@ -28,7 +24,7 @@ def reader(transport, staged):
     return SharedBuffer(path, SPECS)
 
 
-def test_what_is_staged_is_read_in_the_dtype_that_is_sent_unless_it_is_overwritten_or_broken():
+def test_what_is_staged_is_read_in_the_dtype_that_is_sent_unless_it_is_overwritten():
     transport = ShmTransport(SPECS)
     names, dtype_names = ["a", "b"], ["float32", "bfloat16"]
     expected = {"names": names, "dtype_names": dtype_names, "shapes": [[3, 5], [7]]}
@@ -37,17 +33,12 @@ def test_what_is_staged_is_read_in_the_dtype_that_is_sent_unless_it_is_overwritt
     (message,) = staged.messages
     assert (message["buffer"], message["version"]) == (staged.buffer, 4)
     buffer = reader(transport, staged)
-    buffer.check(4, message["checksum"])
+    buffer.check(4)
     read = dict(buffer.parameters)
     assert read["a"].equal(torch.full((3, 5), 2.5))
     assert read["b"].equal(torch.full((7,), 2.5, dtype=torch.bfloat16))
     with pytest.raises(RuntimeError, match="holds version 4, expected 3"):
-        buffer.check(3, NO_CHECKSUM)
-    for wrong in (0.0, 9.0):
-        read["a"][1, 1] = wrong
-        buffer.check(4, NO_CHECKSUM)
-        with pytest.raises(RuntimeError, match="version 4 arrived broken: checksum"):
-            buffer.check(4, message["checksum"])
+        buffer.check(3)
 
 
 def test_a_buffer_is_written_only_whole():
@@ -58,7 +49,7 @@ def test_a_buffer_is_written_only_whole():
     def interrupted():
         yield parameters(1.0)[0]
         with pytest.raises(RuntimeError, match="holds version -1, expected 0"):
-            reader(transport, first).check(0, NO_CHECKSUM)
+            reader(transport, first).check(0)
         yield parameters(1.0)[1]
 
     assert transport.stage(1, interrupted()).buffer == first.buffer
@@ -80,24 +71,13 @@ class Cuda:
 
 
 @pytest.mark.parametrize("code", [None, 0, 801])
-def test_of_a_large_model_some_versions_have_a_checksum(monkeypatch, capsys, code):
-    """It is the first in each buffer. Beside a GPU both ends lock whole buffers, or copy slowly."""
+def test_beside_a_gpu_both_ends_lock_whole_buffers_or_copy_slowly(monkeypatch, capsys, code):
     cuda, on_gpu = Cuda(code), code is not None
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
-    monkeypatch.setattr("asyncrl.weights.shm.CHECKSUM_EVERY_VERSION_BELOW", NUM_BYTES)
     transport = ShmTransport(SPECS)
     theirs = [SharedBuffer(path, SPECS, on_gpu) for path in transport.init_info()["paths"]]
     buffers = [*transport._buffers, *theirs] if on_gpu else []
     assert cuda.locked == [(buffer.header.data_ptr(), 4096 + NUM_BYTES, 0) for buffer in buffers]
     line = "warning: weights are copied slowly, because 4224 bytes cannot be locked: .*801"
     assert len(re.findall(line, capsys.readouterr().out)) == (4 if code else 0)
-    checked = []
-    for version in range(7, 12):
-        staged = transport.stage(version, parameters(version))
-        transport.announce(staged)
-        checksum = staged.messages[0]["checksum"]
-        theirs[staged.buffer].check(version, checksum)
-        if checksum != NO_CHECKSUM:
-            checked.append(version)
-    assert checked == [7, 8]
