@@ -10,12 +10,10 @@ unlike vLLM's sending end. The staged memory itself is sent, without another cop
 """
 
 import functools
-import math
 import os
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -53,6 +51,7 @@ class NcclLink:
     ):
         """Meet the other ranks at the port of `listening`, and take that socket over.
 
+        `timeout_s` limits the wait. A worker that joins late ends by its own limit, --timeout-s, so this one is longer.
         Raises RuntimeError if NCCL's library is missing.
         """
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -60,7 +59,7 @@ class NcclLink:
 
         torch.cuda.set_device(device)  # of this thread
         self._stream = torch.cuda.Stream(device)
-        meet = {"store_timeout": int(timeout_s) + 1, "listen_socket": listening}
+        meet = {"store_timeout": int(timeout_s), "listen_socket": listening}
         group = StatelessProcessGroup.create(
             ADDRESS, listening.getsockname()[1], 0, num_ranks, **meet
         )
@@ -82,30 +81,29 @@ class NcclLink:
 
 
 class _Sender:
-    """A thread that opens the link to one worker, and then sends weights on request."""
+    """A thread that opens the link to one worker, and then sends weights on request.
 
-    def __init__(self, worker: int, open_link: Callable[[], NcclLink], timeout_s: float):
-        self._worker, self._open_link, self._timeout_s = worker, open_link, timeout_s
+    It has no limit of time. A worker ends itself after --timeout-s in a transfer, and its death drops the link.
+    """
+
+    def __init__(self, worker: int, open_link: Callable[[], NcclLink]):
+        self._worker, self._open_link = worker, open_link
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._link: NcclLink | None = None
         self._error: Exception | None = None
         self._is_dropped = False
-        self._begin(f"joining rollout worker {worker}'s NCCL group")
+        self._action = f"joining rollout worker {worker}'s NCCL group"
         # a daemon, because a thread that waits for a dead worker in NCCL must not keep the process alive
         threading.Thread(target=self._run, name=f"send-to-worker-{worker}", daemon=True).start()
-
-    def _begin(self, action: str) -> None:
-        self._action, self._deadline = action, time.monotonic() + self._timeout_s
 
     def _run(self) -> None:
         try:
             self._link = self._open_link()
+            self._action = f"sending weights to rollout worker {self._worker} by NCCL"
             while not self._is_dropped:
-                self._deadline = math.inf
                 chunks = self._jobs.get()
                 if chunks is None:
                     return
-                self._begin(f"sending weights to rollout worker {self._worker} by NCCL")
                 self._link.send(chunks)
         except Exception as error:  # of torch or vLLM; `check` raises it in the main thread
             self._error = error
@@ -116,8 +114,6 @@ class _Sender:
     def check(self) -> None:
         if self._error is not None:
             raise RuntimeError(f"{self._action} failed: {self._error}") from self._error
-        if time.monotonic() > self._deadline:
-            raise TimeoutError(f"{self._action} takes too long")
 
     def drop(self) -> None:
         self._is_dropped = True
@@ -146,7 +142,7 @@ class NcclTransport(BufferedTransport):
         timeout_s: float,
         open_link: Callable[..., NcclLink] = NcclLink,
     ):
-        """`ranks_per_worker`: GPUs of one worker's engine. `timeout_s` limits its joining, and each transfer."""
+        """`ranks_per_worker`: GPUs of one worker's engine. `timeout_s` is the limit of each action of a worker."""
         super().__init__(specs, num_buffers=1)
         # now, because it takes seconds, and a thread would import it during a step
         if open_link is NcclLink:
@@ -161,10 +157,10 @@ class NcclTransport(BufferedTransport):
         self.drop(worker)
         listening, num_ranks = socket.create_server((ADDRESS, 0)), 1 + self.ranks_per_worker
         open_link = functools.partial(
-            self._open_link, listening, num_ranks, self.device, self._timeout_s
+            self._open_link, listening, num_ranks, self.device, 2 * self._timeout_s
         )
         port = listening.getsockname()[1]  # before it is taken over
-        self._senders[worker] = _Sender(worker, open_link, self._timeout_s)
+        self._senders[worker] = _Sender(worker, open_link)
         return {
             "master_address": ADDRESS,
             "master_port": port,
@@ -190,7 +186,7 @@ class NcclTransport(BufferedTransport):
             sender.drop()
 
     def check(self) -> None:
-        """Raise RuntimeError if a group or a transfer has failed, TimeoutError if one takes too long."""
+        """Raise RuntimeError if a group or a transfer has failed."""
         for sender in list(self._senders.values()):
             sender.check()
 

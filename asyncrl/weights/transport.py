@@ -124,7 +124,7 @@ class Transport:
         """Close the connection to a worker that has died."""
 
     def check(self) -> None:
-        """Raise RuntimeError if a transfer has failed, TimeoutError if one takes too long."""
+        """Raise RuntimeError if a transfer has failed."""
 
     def close(self) -> None:
         """Close all connections."""
