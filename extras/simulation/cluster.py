@@ -16,18 +16,9 @@ from asyncrl.records import Group
 from asyncrl.weights.transport import Announcement, Staged, Transport
 from extras.baselines import BaselineController, BaselineTickets
 from extras.simulation.clock import Clock
-from extras.simulation.engine import FLOPS_EFFICIENCY, GPUS, MODELS, Cluster
+from extras.simulation.engine import Cluster
 from extras.simulation.workers import SimulatedWorkers
 from extras.simulation.workload import Workload
-
-FLOPS_PER_PARAMETER = 8
-"""Operations of training on a token: 6 for forward and backward, 2 for the log-probs before the update."""
-
-
-def train_s_per_token(model: str, gpu: str, num_gpus: int) -> float:
-    """Return seconds of training for each token, divided perfectly over so many GPUs."""
-    flops = FLOPS_PER_PARAMETER * MODELS[model].num_parameters
-    return flops / (GPUS[gpu].flops * FLOPS_EFFICIENCY * num_gpus)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A simulated inference engine, and the speeds of real ones by a roofline model.
+"""A simulated inference engine, and the speeds of real ones by the formulas of the planner.
 
 Requests that run at the same time decode at the same rate (continuous batching). So one number gives the progress of
 all requests: the tokens that each has decoded since the engine started. A prefill stops decoding for its time.
@@ -9,42 +9,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from extras.planning.planner import Job, Pool, largest_engine, make_engine, prefill_s
 from extras.simulation.clock import Alarm, Clock
 
-BYTES_PER_VALUE = 2  # bfloat16 weights and KV cache
-
-
-@dataclass(frozen=True)
-class Model:
-    """Sizes of a language model, from its configuration on the Hugging Face hub."""
-
-    num_parameters: float
-    kv_bytes: int
-    """KV cache of one token, bytes."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU's data sheet: dense bfloat16 operations/s, bytes/s and bytes of memory."""
-
-    flops: float
-    bytes_per_s: float
-    memory_bytes: float
-
-
-MODELS = {
-    "Qwen3-4B": Model(4.0e9, 2 * 36 * 8 * 128 * BYTES_PER_VALUE),
-    "Qwen3-8B": Model(8.2e9, 2 * 36 * 8 * 128 * BYTES_PER_VALUE),
-}
-GPUS = {"H800": Gpu(989e12, 3.35e12, 80e9), "M2 Pro": Gpu(14e12, 2e11, 16e9)}
-
-# Assumptions, the same for every model and GPU: the share of the data sheet that kernels reach, and the host's part.
-BANDWIDTH_EFFICIENCY = 0.7
-FLOPS_EFFICIENCY = 0.4
-STEP_OVERHEAD_S = 0.003
-MEMORY_SHARE = 0.9
-MAX_RUNNING_REQUESTS = 128
-"""Most requests of an engine, if its memory holds as many: ROLL's default."""
+CURVE_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Numbers of requests for which a curve has the planner's speed."""
 
 
 @dataclass(frozen=True)
@@ -74,28 +43,12 @@ class EngineCurve:
         return EngineCurve(decode, prefill, replicas * self.max_running_requests)
 
 
-def roofline(model: str, gpu: str, mean_context_tokens: float) -> EngineCurve:
-    """Return the curve of an engine on one GPU. A step of n requests with contexts of this mean length takes
-
-    overhead + max(2·P·n / (flops·0.4), (2·P + n·context·kv_bytes) / (bandwidth·0.7)) seconds,
-
-    with P parameters of 2 bytes, and 2 floating-point operations for each. Prefill is bound by operations.
-    """
-    num_parameters, sheet = MODELS[model].num_parameters, GPUS[gpu]
-    flops = sheet.flops * FLOPS_EFFICIENCY
-    bandwidth = sheet.bytes_per_s * BANDWIDTH_EFFICIENCY
-    weight_bytes = BYTES_PER_VALUE * num_parameters
-    context_bytes = mean_context_tokens * MODELS[model].kv_bytes
-    room = sheet.memory_bytes * MEMORY_SHARE - weight_bytes
-
-    def seconds(n: int) -> float:
-        memory_s = (weight_bytes + n * context_bytes) / bandwidth
-        return STEP_OVERHEAD_S + max(2 * num_parameters * n / flops, memory_s)
-
-    numbers = (1, 2, 4, 8, 16, 32, 64, 128, 2 * MAX_RUNNING_REQUESTS)
-    most = min(MAX_RUNNING_REQUESTS, int(room / context_bytes))
-    decode = tuple((n, 1 / seconds(n)) for n in numbers)
-    return EngineCurve(decode, flops / (2 * num_parameters), most)
+def roofline(job: Job, pool: Pool) -> EngineCurve:
+    """Return the curve of an engine on one GPU of the pool (extras/planning/planner.py)."""
+    steps_s = [float(make_engine(job, pool, 1, n).decode_s) for n in CURVE_REQUESTS]
+    decode = tuple((n, 1 / step_s) for n, step_s in zip(CURVE_REQUESTS, steps_s, strict=True))
+    prefill_tokens_per_s = job.lengths.prompt / prefill_s(job, pool, 1)
+    return EngineCurve(decode, prefill_tokens_per_s, int(largest_engine(job, pool, 1).requests))
 
 
 @dataclass(frozen=True)

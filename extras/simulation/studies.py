@@ -1,15 +1,22 @@
 """Studies of studies.toml as simulated cases."""
 
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.config import Config
 from extras.latency_law import LatencyLaw
-from extras.simulation.cluster import Case, train_s_per_token
-from extras.simulation.engine import BYTES_PER_VALUE, MODELS, Cluster, Swarm, roofline
+from extras.planning.planner import Job, Pool, read_sheets
+from extras.planning.shape import ModelShape
+from extras.simulation.cluster import Case
+from extras.simulation.engine import Cluster, Swarm, roofline
 from extras.simulation.workload import LengthLaw, Turns, Workload, lengths_up_to
 
-STUDIES = Path(__file__).with_name("studies.toml")
+FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+MAX_RUNNING_REQUESTS = 128
+"""Most requests of an engine, if its memory holds as many: ROLL's default."""
+FLOPS_PER_PARAMETER = 8
+"""Operations of training on a token: 6 for forward and backward, 2 for the log-probs before the update."""
 SYNC_BYTES_PER_S = 8e9
 """Weights to all engines: verl reports 59 s for 235B on 64 -> 64 GPUs."""
 
@@ -42,16 +49,16 @@ class Setting:
 
     def _cluster(self, lengths: LengthLaw) -> Cluster:
         fields = self.fields
-        model = fields.get("model", "Qwen3-8B")
-        curve = roofline(model, fields.get("gpu", "H800"), lengths.mean_context)
-        slots = fields["options"].get("max_running_requests", curve.max_running_requests)
-        curve = replace(curve, max_running_requests=slots).scaled(
-            replicas=fields.get("replicas", 1)
-        )
-        weight_bytes = BYTES_PER_VALUE * MODELS[model].num_parameters
+        shape = ModelShape(**FILE["models"][fields.get("model", "Qwen3-8B")])
+        options = {"max_running_requests": MAX_RUNNING_REQUESTS} | fields["options"]
+        job = Job(Config.from_dict(options), shape, lengths.means)
+        curve = roofline(job, pool_of(fields.get("gpu", "H800")))
+        curve = curve.scaled(replicas=fields.get("replicas", 1))
+        weight_bytes = 2 * shape.num_parameters
         train_s = sync_s = 0.0
         if "train_gpus" in fields:
-            train_s = train_s_per_token(model, "H800", fields["train_gpus"])
+            flops_per_s = pool_of("H800").flops_per_s * fields["train_gpus"]
+            train_s = FLOPS_PER_PARAMETER * shape.num_parameters / flops_per_s
             sync_s = weight_bytes / SYNC_BYTES_PER_S
         swarm = Swarm(weight_bytes, **fields["swarm"]) if "swarm" in fields else None
         return Cluster(
@@ -59,10 +66,15 @@ class Setting:
         )
 
 
+def pool_of(gpu: str) -> Pool:
+    """Return one GPU of a data sheet."""
+    sheet = (read_sheets() | FILE["gpus"])[gpu]
+    return Pool(gpu, gpu, count=1, gpus=1, price_per_hour=0.0, **sheet)
+
+
 def read_studies() -> dict[str, dict]:
     """Return the studies of the file by name."""
-    file = tomllib.loads(STUDIES.read_text(encoding="utf-8"))
-    return {study["name"]: study for study in file["study"]}
+    return {study["name"]: study for study in FILE["study"]}
 
 
 def settings(only: list[str] | None = None) -> list[Setting]:

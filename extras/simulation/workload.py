@@ -14,6 +14,7 @@ from asyncrl.controller.prompts import PromptSource
 from asyncrl.records import Ticket
 from data.problem import Problem
 from extras.latency_law import LatencyLaw
+from extras.planning.planner import Lengths
 
 LONGEST_TO_MEDIAN = 20.0
 """ROLL Flash: the longest response is more than 20 times the median."""
@@ -41,13 +42,13 @@ class LengthLaw:
         z = math.sqrt(1 - WITHIN_SHARE) * common + math.sqrt(WITHIN_SHARE) * own
         return min(max(1, round(self.median * math.exp(self.sigma * z))), self.longest)
 
-    @functools.cached_property
-    def mean_context(self) -> float:
-        """Mean tokens of a running request at a random time, prompt included: long requests run longer."""
+    @property
+    def means(self) -> Lengths:
+        """Mean lengths of single responses."""
         normal, count = NormalDist(), 20_000
         normals = (normal.inv_cdf((i + 0.5) / count) for i in range(count))
-        lengths = [min(self.median * math.exp(self.sigma * z), self.longest) for z in normals]
-        return PROMPT_TOKENS + sum(length * length for length in lengths) / (2 * sum(lengths))
+        lengths = (min(self.median * math.exp(self.sigma * z), self.longest) for z in normals)
+        return Lengths.of(PROMPT_TOKENS, lengths, num=1)
 
 
 def draws_of(problem: int, ticket: Ticket) -> random.Random:

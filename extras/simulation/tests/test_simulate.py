@@ -14,7 +14,7 @@ from extras.latency_law import LatencyLaw
 from extras.simulation import studies
 from extras.simulation.clock import Clock
 from extras.simulation.cluster import Case, Cluster, simulate
-from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm, roofline
+from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm
 from extras.simulation.swarm import Uplink
 from extras.simulation.workload import Turns, Workload, lengths_up_to
 from extras.swarm.pull import KEPT
@@ -180,19 +180,19 @@ def test_weights_take_a_host_the_time_of_their_bytes_and_those_no_longer_kept_co
     assert whole.numbers["fetch_s"] > 10 * files.numbers["fetch_s"]
 
 
-@pytest.mark.parametrize(("context", "num_requests", "most"), [(10_000, 128, 37), (100, 256, 128)])
-def test_a_roofline_is_its_formula_and_holds_as_many_requests_as_fit(context, num_requests, most):
-    """Weights and cache are the limit of the long context, floating-point operations that of the short one."""
-    curve = roofline("Qwen3-8B", "H800", context)
-    kv_bytes = 2 * 36 * 8 * 128 * 2 * context
-    for n in (1, 16, num_requests):
-        compute_s = 2 * 8.2e9 * n / (0.4 * 989e12)
-        memory_s = (16.4e9 + n * kv_bytes) / 0.7 / 3.35e12
-        assert 1 / curve.rate(n) == pytest.approx(0.003 + max(compute_s, memory_s))
-    assert curve.max_running_requests == most
-
-
 # Studies
+
+
+def test_a_study_has_engines_and_a_trainer_as_fast_as_the_data_sheet_says():
+    (setting,) = (s for s in studies.settings(["split of 40 GPUs"]) if s.name == "24 + 16")
+    cluster = setting.case(seed=0).cluster
+    kv_bytes = 2 * 36 * 8 * 128 * 2 * lengths_up_to(32768).means.context
+    for n in (1, 16, 128):  # so few that reading takes longer than multiplying
+        step_s = 0.003 + (16.4e9 + n * kv_bytes) / 0.7 / 3.35e12
+        assert 1 / cluster.curve.rate(n) == pytest.approx(step_s)
+    assert cluster.curve.prefill_tokens_per_s == pytest.approx(0.4 * 989e12 / 16.4e9)
+    assert cluster.curve.max_running_requests == 128
+    assert cluster.train_s_per_token == pytest.approx(8 * 8.2e9 / (0.4 * 989e12 * 16))
 
 
 def test_every_setting_in_the_file_of_studies_is_a_valid_run():
