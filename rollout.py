@@ -227,7 +227,7 @@ async def start_worker(
 ) -> RolloutWorker:
     """Start the parts of a worker, report that they are up, and return the worker.
 
-    Studies replace the proxy, whose start is awaited, or the environments.
+    Tests replace the proxy, whose start is awaited, and studies the environments.
     """
     tokenizer = load_tokenizer(spec.model_path)
     start = time.monotonic()
