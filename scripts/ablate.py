@@ -3,12 +3,11 @@
     python scripts/ablate.py --algos grpo grpo:clip_high=0.4 tis --async-ratio 0 --publish-delay 0 4 --seeds 3
     python scripts/ablate.py --algos grpo --sweep 'lr=0.001|0.0003' --sweep 'share_prefix=off|tree' -- --steps 40
     python scripts/ablate.py --replay runs/A runs/B --algos tis topr    # on the batches of runs made with --record
-    python scripts/ablate.py --study lag --parallel 2                   # a part of docs/staleness.md, or all of it
 
 Every combination is one cell: one `torchrun train_async.py`, all with the same number of steps. A finished cell is a
-line of OUT/cells.jsonl and is not run again: the same --out continues where it stopped. What follows `--` is given to
-every run. A part of --study is what study.toml says, in OUT/PART. grids.py says what is kept, and makes of it
-table.md, paired.md (stale less fresh data), against.md (each loss less the baseline), cells.csv and curves.png.
+line of OUT/cells.jsonl and is not run again: the same --out continues where it stopped. Another command with this --out
+adds its cells. What follows `--` is given to every run. grids.py says what is kept, and makes of it table.md, paired.md
+(stale less fresh data), against.md (each loss less the baseline), cells.csv and curves.png.
 """
 
 import itertools
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -39,7 +37,6 @@ from scripts.table import show
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py")
 REPLAY = (sys.executable, "scripts/replay.py")
-STUDY = tomllib.loads((ROOT / "scripts" / "study.toml").read_text(encoding="utf-8"))
 AXES = ("algo", "algo_args", "async_ratio", "publish_delay", "seed")
 """Options that every cell names first."""
 
@@ -60,8 +57,6 @@ class Arguments:
     """OPTION=V1|V2: values of any option of train_async.py, a list's items apart by blanks. May be given again."""
     replay: list[Path] = field(default_factory=list)
     """Replay these runs with each of --algos."""
-    study: list[str] | None = None
-    """Run these parts of study.toml, or all; --out, --parallel, --keep-runs and --report alone go with it."""
     out: Path | None = None
     """Where records, tables and the figure go; unset makes runs/ablation-DATE-TIME."""
     keep_runs: bool = False
@@ -196,24 +191,6 @@ def cells_of(arguments: Arguments) -> list[dict]:
     return [cell | {"seed": seed} for seed in range(arguments.seeds) for cell in cells.values()]
 
 
-def study(names: Sequence[str]) -> dict[str, tuple[list[dict], tuple[str, ...]]]:
-    """Return the cells and the options of every run of the chosen parts of study.toml, or of all.
-
-    Whole seeds come first over all grids of a part. Raises ValueError for a part that there is not.
-    """
-    chosen_parts = {}
-    for name in names or STUDY:
-        if name not in STUDY:
-            parts = f"{', '.join(STUDY)}{nearest(name, STUDY)}"
-            raise ValueError(f"--study {name}: the parts are {parts}")
-        extra = shlex.split(STUDY[name]["extra"])
-        cells = []
-        for words in STUDY[name]["grids"]:
-            cells += cells_of(read_arguments([*shlex.split(words), "--", *extra]))
-        chosen_parts[name] = sorted(cells, key=lambda cell: cell["seed"]), tuple(extra)
-    return chosen_parts
-
-
 # Runs
 
 
@@ -310,16 +287,10 @@ def main() -> None:
     keep_printing()
     try:
         arguments = read_arguments(with_home_folder(sys.argv[1:]))
-        is_study = arguments.study is not None
-        name = "study" if is_study else time.strftime("ablation-%Y%m%d-%H%M%S")
-        out = arguments.out or Path("runs") / name
-        if arguments.report and not (arguments.out or is_study):
+        out = arguments.out or Path("runs") / time.strftime("ablation-%Y%m%d-%H%M%S")
+        if arguments.report and not arguments.out:
             raise ValueError("--report needs --out, the directory of a grid")
-        if not is_study:
-            return run_grid(arguments, [] if arguments.report else cells_of(arguments), out)
-        for part, (cells, extra) in study(arguments.study).items():
-            parallel = min(arguments.parallel, STUDY[part].get("parallel", arguments.parallel))
-            run_grid(replace(arguments, extra=extra, parallel=parallel), cells, out / part)
+        run_grid(arguments, [] if arguments.report else cells_of(arguments), out)
     except KeyboardInterrupt:
         sys.exit(f"stopped; the same --out continues: --out {shlex.quote(str(out))}")
     except ValueError as error:

@@ -8,8 +8,6 @@ import pytest
 from programs import ROOT
 
 KEPT = [p for p in sorted(ROOT.glob("results/*/*.md")) if p.read_text().startswith("<!-- Made by")]
-# The pages of the study are made again in test_study.py.
-KEPT = [page for page in KEPT if page.parent.name != "study"]
 
 
 def sha256(data):
@@ -23,7 +21,20 @@ def test_a_kept_table_is_of_the_records_that_are_there(page):
         r"<!-- .* from (.*), sha256 (\w+)…, page sha256 (\w+)…. -->", head
     ).groups()
     records = b"".join((page.parent / name).read_bytes() for name in names.split())
-    assert digests == [sha256(records), sha256(body.encode())] and body.startswith(("| ", "- "))
+    assert digests == [sha256(records), sha256(body.encode())] and body.startswith(("| ", "- ", "# "))
+
+
+def test_the_losses_that_the_page_of_staleness_names_are_those_in_bold():
+    page = (ROOT / "docs/staleness.md").read_text()
+    short, _, rest = page.partition("## In short")[2].partition("![")
+    rows = [line.strip("| ").split(" | ") for line in rest.splitlines() if line[:3] == "| `"]
+    bold = [{row[0] for row in rows if row[column].startswith("**")} for column in range(1, 6)]
+    for column, lag in enumerate(("1", "4", "16", "4", "16")):
+        model = "SmolLM2-135M" if column > 2 else "tiny model"
+        sentence = next(
+            line for line in short.splitlines() if line.startswith(f"- {model}, lag {lag}:")
+        )
+        assert {*re.findall(r"`\w+`", sentence.partition(";")[0])} == bold[column], sentence
 
 
 def test_the_scripts_in_the_history_are_at_the_commits_that_the_page_names():
@@ -33,7 +44,7 @@ def test_the_scripts_in_the_history_are_at_the_commits_that_the_page_names():
         pytest.skip("this clone has no history")
     page = (ROOT / "results/README.md").read_text()
     rows = re.findall(r"^\| .* \| `([\w/]+\.py)` \| (\w{12}) \|$", page, re.MULTILINE)
-    assert len(rows) == 19
+    assert len(rows) == 20
     for script, commit in rows:
         assert not (ROOT / script).exists(), f"{script} is here, so it needs no row"
         subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], check=True)
