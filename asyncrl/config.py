@@ -36,7 +36,7 @@ class ChangeableBy(enum.Enum):
     NODE = "one of several nodes, for itself"
     HOST = "the trainer, while joined hosts stay: no engine reads the option"
     REPLAY = "a replay of the run's batches"
-    EVALUATION = "a replay with --evaluate"
+    EVALUATION = "an evaluation of a model, by scripts/evaluate.py"
     NOT_COPIED = "a replay, which begins with the default"
 
 

@@ -2,7 +2,6 @@
 
     python scripts/ablate.py --algos grpo grpo:clip_high=0.4 tis --async-ratio 0 --publish-delay 0 4 --seeds 3
     python scripts/ablate.py --algos grpo --sweep 'lr=0.001|0.0003' --sweep 'share_prefix=off|tree' -- --steps 40
-    python scripts/ablate.py --replay runs/A runs/B --algos tis topr    # on the batches of runs made with --record
 
 Every combination is one cell: one `torchrun train_async.py`, all with the same number of steps. A finished cell is a
 line of OUT/cells.jsonl and is not run again: the same --out continues where it stopped. Another command with this --out
@@ -36,7 +35,6 @@ from scripts.table import show
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py")
-REPLAY = (sys.executable, "scripts/replay.py")
 AXES = ("algo", "algo_args", "async_ratio", "publish_delay", "seed")
 """Options that every cell names first."""
 
@@ -55,8 +53,6 @@ class Arguments:
     """Seeds 0 … N − 1."""
     sweep: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
     """OPTION=V1|V2: values of any option of train_async.py, a list's items apart by blanks. May be given again."""
-    replay: list[Path] = field(default_factory=list)
-    """Replay these runs with each of --algos."""
     out: Path | None = None
     """Where records, tables and the figure go; unset makes runs/ablation-DATE-TIME."""
     keep_runs: bool = False
@@ -90,8 +86,6 @@ def options(cell: dict, extra: Sequence[str] = ()) -> list[str]:
     """Return the command line of a cell's run, with the options that all runs are given."""
     words = []
     for name, value in cell.items():
-        if name == "of":
-            continue
         if isinstance(value, bool):
             words.append(switch(name, value))
         elif isinstance(value, list):
@@ -109,18 +103,13 @@ def cell_name(cell: dict) -> str:
         parts.append(letters.get(name, f"{name}=") + show(value))
     if "seed" in cell:
         parts.insert(3, f"s{cell['seed']}")
-    if "of" in cell:
-        parts.append(f"replay-{cell['of']}")
     return re.sub(r"[^\w.+=-]", "+", "-".join(parts))
 
 
-def read_cell(
-    texts: dict[str, str | list[str]], extra: Sequence[str], common: Config, is_run: bool = True
-) -> dict:
+def read_cell(texts: dict[str, str | list[str]], extra: Sequence[str], common: Config) -> dict:
     """Return a cell, which has the values that texts mean to a run with the options `extra`, read as `common`.
 
-    Raises ValueError if such a run would not accept it, or if `extra` has other values. A cell that is no run has the
-    other options of a recorded run, and they are not known here.
+    Raises ValueError if such a run would not accept it, or if `extra` has other values.
     """
     config = user_code.with_absolute_paths(common.changed(texts))
     values = {name: OPTIONS[name].value_in(config) for name in texts}
@@ -130,8 +119,7 @@ def read_cell(
         for name, value in values.items():
             if f"--{flag(name)}" in flags and OPTIONS[name].value_in(common) != value:
                 raise ValueError(f"--{flag(name)} is the grid's; give it before --")
-        if is_run:
-            check(config.checked())
+        check(config.checked())
     except ValueError as error:
         raise ValueError(f"cell {cell_name(cell)}: {error}") from None
     return cell
@@ -169,12 +157,6 @@ def cells_of(arguments: Arguments) -> list[dict]:
     """
     losses, extra = [read_loss(text) for text in arguments.algos], arguments.extra
     common = read_options([*extra])
-    if arguments.replay:
-        # A loss does not take the options of the recorded run's loss.
-        replays = [{"algo_args": []} | texts for texts in losses]
-        replayed = [read_cell(texts, extra, common, is_run=False) for texts in replays]
-        runs = [run.resolve().name for run in arguments.replay]
-        return [{"of": run} | cell for run in runs for cell in replayed]
     if arguments.seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
     axes = read_axes(arguments)
@@ -268,12 +250,10 @@ def keep(record: dict, path: Path) -> None:
 
 def run_grid(arguments: Arguments, cells: list[dict], out: Path) -> None:
     """Run what is missing of a grid, and report. Raises ValueError as `run_missing` and `report` do."""
-    recorded = {run.resolve().name: run.resolve() for run in arguments.replay}
     keep_in = out / "runs" if arguments.keep_runs else None
 
     def run(cell: dict) -> dict:
-        command = [*REPLAY, str(recorded[cell["of"]]), "--evaluate"] if recorded else TRAIN
-        return run_cell(cell, [*command, *options(cell, arguments.extra)], keep_in)
+        return run_cell(cell, [*TRAIN, *options(cell, arguments.extra)], keep_in)
 
     baseline = arguments.baseline
     if not arguments.report:

@@ -113,8 +113,8 @@ def loss(cell: dict) -> str:
 
 
 def setting(cell: dict) -> dict:
-    """Return the options of a cell that are neither loss nor seed; nor the recorded run, in place of a seed."""
-    left_out = ("algo", "algo_args", "seed", "of")
+    """Return the options of a cell that are neither loss nor seed."""
+    left_out = ("algo", "algo_args", "seed")
     return {name: value for name, value in cell.items() if name not in left_out}
 
 
@@ -235,28 +235,20 @@ def against(runs: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """
     keys = {}
     for cell_key, run in runs[runs["loss"] == baseline].iterrows():
-        keys[run["setting"], seed_of(run["record"]["cell"])] = cell_key
-    places = [(run.setting, seed_of(run.record["cell"])) for run in runs.itertuples()]
+        keys[run["setting"], run["seed"]] = cell_key
+    places = [(run.setting, run.seed) for run in runs.itertuples()]
     return less(runs, [keys.get(place, "") for place in places])
-
-
-def seed_of(cell: dict) -> str:
-    """Return what runs of a pair share beside their setting: the seed, or the recorded run of a replay."""
-    return str(cell.get("seed", cell.get("of")))
 
 
 def less(runs: pd.DataFrame, partners: Sequence[str]) -> pd.DataFrame:
     """Return a row per run of `measures_of` that has another run as partner: MEASURES less the partner's, and noise.
 
-    All are compared up to one version, the last that sampled in every run: later ones are of runs with less lag alone.
-    Replays train on the recorded rewards, so only what they evaluate differs.
+    All are compared up to one version, the last that sampled in every run: only runs with less lag have later ones.
     """
     if runs.empty:
         return runs
     partner = runs.reindex(partners).set_axis(runs.index)
     change = runs[[*MEASURES]] - partner[[*MEASURES]]
-    if "of" in runs:
-        change[["level", "area", "oscillation"]] = math.nan
     rows = runs[["loss", "setting", "start", "end"]].join(change)
     by_version = runs["rewards"] - partner["rewards"]
     rows["area_noise"] = [error_of_mean(rewards) for rewards in by_version]
@@ -442,9 +434,9 @@ def missing(
     is_fresh = cells.map(lambda cell: not (cell.get("async_ratio") or cell.get("publish_delay")))
     is_paired = cells.map(key).isin(rows.index)
     alone = runs.loc[~is_failed & ~is_fresh & ~is_paired, "loss"].unique()
-    seeds = cells.map(seed_of)
-    if seeds.nunique() < MIN_SEEDS:
-        yield f"An interval needs {MIN_SEEDS} seeds, and this grid has {seeds.nunique()}: differences are means alone."
+    num_seeds = runs["seed"].nunique()
+    if num_seeds < MIN_SEEDS:
+        yield f"An interval needs {MIN_SEEDS} seeds, and this grid has {num_seeds}: differences are means alone."
     if rows.empty:
         yield "There is no paired.md: no run on stale data has its run on fresh data (async_ratio and publish_delay 0)."
     elif alone:

@@ -12,15 +12,14 @@ On the CPU two replays give the same bits, and so does the recorded run itself i
 are its own. Other ranks or threads add floats in another order; a GPU's kernels may do so from one replay to the next.
 
 It writes a run directory like a run's, beside RUN. Of sampling it has nothing to tell: no rollout/*, ledger/* and
-mismatch/*, no samples, and tokens/generated is 0; time/wait_s is what reading a batch takes. With --evaluate a
-rollout worker comes up beside the training and samples the held-out problems with the last weights, as the run does;
-that is in the last line of metrics.jsonl.
+mismatch/*, no samples, and tokens/generated is 0; time/wait_s is what reading a batch takes. To sample the held-out
+problems with its last weights, give scripts/evaluate.py this directory.
 """
 
 import os
 import sys
 import time
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,7 +41,6 @@ from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.time_ledger import Account
 from asyncrl.user_code import run_name_part
 from extras.recording import batch_path, read_batch
-from rollout import run_worker
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Recording:
             )
 
 
-def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -> Config:
+def choose_options(recording: Recording, arguments: list[str]) -> Config:
     """Return the recorded run's options, with defaults for records and devices, changed by `arguments`.
 
     Raises ValueError for one that a replay cannot change, for more steps than were recorded, and for what
@@ -102,13 +100,11 @@ def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -
         },
         steps=min(run.steps, recording.num_steps),
         runs_dir=str(recording.path.parent),
-        # with 0 there would be no held-out problems
-        eval_every=run.eval_every or run.steps,
     )
     chosen = read_options(arguments, own)
     for option in OPTIONS.values():
         if option.value_in(chosen) != option.value_in(own):
-            _check_may_change(option, option.value_in(run), evaluate)
+            _check_may_change(option, option.value_in(run))
     if chosen.steps > recording.num_steps:
         raise ValueError(
             f"--steps {chosen.steps}: {recording.path} has batches of {recording.num_steps} steps"
@@ -117,56 +113,46 @@ def choose_options(recording: Recording, arguments: list[str], evaluate: bool) -
     return replace(chosen, run_name=chosen.run_name or name).checked()
 
 
-def _check_may_change(option: Option, recorded, evaluate: bool) -> None:
+def _check_may_change(option: Option, recorded) -> None:
     """Raise ValueError unless a replay may change an option; one of sampling is part of the data."""
-    if ChangeableBy.REPLAY in option.changeable_by or (
-        evaluate and ChangeableBy.EVALUATION in option.changeable_by
-    ):
+    if ChangeableBy.REPLAY in option.changeable_by:
         return
-    if ChangeableBy.EVALUATION in option.changeable_by:
-        raise ValueError(
-            f"{option.flag} means nothing without --evaluate: a replay samples nothing"
-        )
     may_change = ", ".join(other.flag for other in options_changeable_by(ChangeableBy.REPLAY))
     made = f"the batches were made with {option.name} = {recorded}"
     raise ValueError(f"{option.flag} cannot be changed: {made}. A replay may change {may_change}")
 
 
-def replay(recording: Recording, config: Config, evaluate: bool) -> None:
+def replay(recording: Recording, config: Config) -> None:
     """Run the whole replay; every trainer rank calls this."""
     from asyncrl.cluster.stacks import write_stacks_to
-    from asyncrl.job.assemble import follow, open_records, start_node, start_rank
+    from asyncrl.job.assemble import follow, open_records, start_rank
     from asyncrl.trainer.optimizer import choose_lr
     from asyncrl.trainer.policy import load_policy
     from asyncrl.weights.models import num_parameters, resolve_model
 
-    with start_rank(config) as rank, ExitStack() as stack:
+    with start_rank(config) as rank:
         if rank.cluster.num_nodes > 1:
             raise ValueError(
                 f"a replay runs on one node, got {rank.cluster.num_nodes}; use --nnodes 1"
             )
         model_path = resolve_model(config.model, config.task)
+        config, _ = choose_lr(config, num_parameters(model_path))
         run = None
         if rank.cluster.is_leader:
             recording.check_weights(config.model, model_path)
-        if evaluate:
-            node = stack.enter_context(start_node(rank, run_worker))
-            run = node.run if rank.cluster.is_leader else None
-        else:
-            config, _ = choose_lr(config, num_parameters(model_path))
-            run = open_records(rank, config, model_path) if rank.cluster.is_leader else None
-            shared = rank.cluster.broadcast_on_node(run and (run.config, run.path / "stacks.txt"))
-            run_config, stacks_path = shared
-            write_stacks_to(stacks_path)
-            rank.use_device()
-            node = follow(rank, run_config, model_path)
+            run = open_records(rank, config, model_path)
+        shared = rank.cluster.broadcast_on_node(run and (run.config, run.path / "stacks.txt"))
+        run_config, stacks_path = shared
+        write_stacks_to(stacks_path)
+        rank.use_device()
+        node = follow(rank, run_config, model_path)
         policy = load_policy(node.config, model_path, node.device, node.clock)
-        train(recording, node, policy, run, evaluate)
+        train(recording, node, policy, run)
     if run is not None:
         print(f"finished: {run.path}", flush=True)
 
 
-def train(recording: Recording, node, policy, run, evaluate: bool) -> None:
+def train(recording: Recording, node, policy, run) -> None:
     """Make every step on its recorded batch, as train_async.train does on what rollout gives it; collective.
 
     The leader has the records of the replay, `run`; other ranks have None.
@@ -188,12 +174,10 @@ def train(recording: Recording, node, policy, run, evaluate: bool) -> None:
             updates = batch.deal(groups, step, policy, node.cluster)
             stats = policy.train_step(updates, policy_version=step - 1)
             num_samples += stats["samples"]
-            clock.enter("evaluate")
-            evaluated = evaluate_last(node, policy) if evaluate and step == config.steps else {}
             clock.enter("other")
             if run is not None:
                 account = clock.take()
-                metrics = metrics_of(config, step, groups, stats, evaluated, account)
+                metrics = metrics_of(config, step, groups, stats, account)
                 metrics["samples"] = num_samples
                 run.record("step", step=step, spans=account.spans_s)
                 run.log_metrics(metrics)
@@ -203,27 +187,8 @@ def train(recording: Recording, node, policy, run, evaluate: bool) -> None:
                 save_weights(policy, str(run.checkpoint_path(step)) if run else "")
 
 
-def evaluate_last(node, policy) -> dict[str, float]:
-    """Publish the last weights and sample the held-out problems with them; collective. Nothing but on rank 0.
-
-    Raises what ended rollout before the evaluation.
-    Seeds of sampling follow from version and problem, so a replay and its run are sampled alike. Training prompts
-    start behind the held-out ones, as in a run; nobody takes them.
-    """
-    from asyncrl.job.publisher import make_publisher
-
-    make_publisher(node, policy).publish(node.config.steps)
-    if not node.cluster.is_leader:
-        return {}
-    controller = node.controller
-    controller.finish_evaluations()
-    if controller.evaluation is not None or controller.announcements.newest is None:
-        raise controller.ended_by
-    return controller.take_evaluation()
-
-
 def metrics_of(
-    config: Config, step: int, groups, stats: dict[str, float], evaluated: dict, account: Account
+    config: Config, step: int, groups, stats: dict[str, float], account: Account
 ) -> dict[str, float]:
     """Return the metrics of a step, under the names that a run uses."""
     from asyncrl.runlog.metrics import batch_metrics, merge_nodes, time_metrics, training_metrics
@@ -232,7 +197,6 @@ def metrics_of(
         "step": step,
         "policy_version": step,
         **merge_nodes([batch_metrics(groups, step - 1, config)]),
-        **evaluated,
         "tokens/generated": 0,
         **training_metrics(stats),
         **time_metrics(account.spent),
@@ -245,8 +209,6 @@ class Arguments:
 
     run: tyro.conf.Positional[Path]
     """Directory of a run made with --record."""
-    evaluate: bool = False
-    """Sample the held-out problems with the last weights."""
 
 
 def main() -> None:
@@ -261,7 +223,7 @@ def main() -> None:
 
     def job() -> None:
         recording = Recording.open(given.run)
-        replay(recording, choose_options(recording, options, given.evaluate), given.evaluate)
+        replay(recording, choose_options(recording, options))
 
     run_job(job)
 

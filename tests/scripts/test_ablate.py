@@ -53,8 +53,7 @@ def test_a_grid_has_whole_seeds_first_and_losses_beside_each_other_and_sweeps_an
 def ablate_stub(tmp_path, monkeypatch, capsys):
     """Runs a grid of the stub, whole, and returns what it printed."""
     (tmp_path / "stub.py").write_text(STUB)
-    for name in ("TRAIN", "REPLAY"):
-        monkeypatch.setattr(ablate, name, (sys.executable, tmp_path / "stub.py"))
+    monkeypatch.setattr(ablate, "TRAIN", (sys.executable, tmp_path / "stub.py"))
 
     def run(*words):
         words = "--async-ratio", "0", "--seeds", "1", "--out", str(tmp_path / "grid"), *words
@@ -85,20 +84,3 @@ def test_a_grid_keeps_each_run_and_its_error_ends_with_one_that_is_killed_and_re
     assert algos == ["grpo", "kimi", "tis"]
     assert {"curves.png", "cells.csv"} < {path.name for path in grid.iterdir()}
     assert "cells, " not in ablate_stub("--report")
-
-
-# Replays
-
-
-def test_replays_of_recorded_runs_are_rows_with_means_over_the_runs(ablate_stub, tmp_path):
-    words = ("--replay", "runs/a", "runs/b", "--algos", "grpo", "tis:clip_high=0.3")
-    assert "| tis:clip_high=0.3 | 2 |" in ablate_stub(*words)
-    records = read_records(tmp_path / "grid" / "cells.jsonl")
-    assert [cell_name(record["cell"]) for record in records] == [
-        "grpo-replay-a", "tis+clip_high=0.3-replay-a", "grpo-replay-b", "tis+clip_high=0.3-replay-b",
-    ]  # fmt: skip
-    assert [options(record["cell"]) for record in records[:2]] == [
-        ["--algo-args", "--algo=grpo"],
-        ["--algo-args", "clip_high=0.3", "--algo=tis"],
-    ]
-    assert "| 0.2500 |" in (tmp_path / "grid" / "table.md").read_text(), "drift"

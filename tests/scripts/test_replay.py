@@ -65,10 +65,10 @@ def make_node(config, clock):
 
 def replay_to_end(recording, name, *options):
     """Replay in this process; return the metrics without the times, and the fingerprint of the last weights."""
-    config = choose_options(recording, [f"--run-name={name}", *options], evaluate=False)
+    config = choose_options(recording, [f"--run-name={name}", *options])
     clock = TrainerClock()
     node = make_node(config, clock)
-    train(recording, node, load(config, clock), node.run, evaluate=False)
+    train(recording, node, load(config, clock), node.run)
     node.run.close()
     metrics = runs.load(node.run.path).metrics.filter(regex="^(?!time/|trainer_time/)")
     return metrics, weights_sha256(node.run.checkpoint_path(config.steps))
@@ -134,9 +134,9 @@ def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_sa
 @pytest.mark.parametrize("option", REFUSALS)
 def test_what_made_the_batches_cannot_be_changed(recording, option):
     recording = replace(recording, num_steps=2)
-    assert choose_options(recording, [], evaluate=False).steps == 2
+    assert choose_options(recording, []).steps == 2
     with pytest.raises(ValueError) as error:
-        choose_options(recording, [option], evaluate=False)
+        choose_options(recording, [option])
     assert is_line(str(error.value), REFUSALS[option]), error.value
 
 
