@@ -1,7 +1,7 @@
 """What ablate.py keeps of a grid of runs, and the tables and the figure that are made of it.
 
 OUT/cells.jsonl has a line per run: its `cell` (loss, seed and the other options that vary: its *setting*), how it was
-made, and its curves. A run that ended with an error is in no mean.
+made, its summary and its curves. A run that ended with an error is in no difference.
 
 Runs of one seed share problems, first weights and sampling seeds. So runs are compared in pairs of one seed, not mean
 with mean: a loss on stale data with the same loss on fresh data (async_ratio 0, publish_delay 0), and each loss with
@@ -12,7 +12,7 @@ because its reward is seen later.
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from scipy import stats
 
 from algos import LOSSES
 from scripts.lines import markdown, read
-from scripts.runs import MISSING, SUMMARY, Run, evaluations, progress, summarise
+from scripts.runs import MISSING, SUMMARY, Run, evaluations, summarise
 from scripts.table import COLUMNS, grouped, show, sort_key
 
 SERIES = {
@@ -38,16 +38,13 @@ LATE_COLUMNS = {
 """Columns of means over the last tenth of the steps."""
 MEASURES = {
     "level": "Level: mean training reward of versions {start} to {end}",
-    "area": "Area: mean training reward of versions 0 to {end}, each once, however many batches it sampled",
-    "oscillation": "Oscillation: standard deviation of the reward around a straight line through the versions of level",
     "final": "Final: held-out accuracy of the last weights",
 }
-"""What is compared of two runs; the last is of whole runs, not by version. Oscillation uses every point and leaves a
-trend out; the largest drop from a running maximum would rest on two points, and grow with their number."""
+"""What is compared of two runs; the last is of whole runs, not by version."""
 MIN_SEEDS = 3
 """Fewer show nothing: two that happen to be alike make an interval of no width."""
 MIN_VERSIONS = 5
-"""Versions in the second half of the steps that level and oscillation need."""
+"""Versions in the second half of the steps that level needs."""
 COLOURS = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]
 """Colours of losses, strong ones first."""
 DASHES = "-", "--", ":", "-."
@@ -60,44 +57,35 @@ DASHES = "-", "--", ":", "-."
 def read_records(path: Path) -> list[dict]:
     """Return the records of a cells.jsonl, the last one of each cell; none if there is no such file.
 
-    Raises ValueError, naming the line, if one is broken.
+    Raises ValueError, naming the line, if one is broken or of older code.
     """
     records = {}
     for number, record in enumerate(read(path), start=1):
-        try:
-            records[key(record["cell"])] = record
-        except (KeyError, TypeError) as error:
-            what = f"{path}, line {number} is not a cell ({type(error).__name__}: {error})"
-            raise ValueError(f"{what}; delete the line and ablate.py runs its cell again") from None
+        if not {"cell", "summary"} <= {*record}:
+            raise ValueError(
+                f"{path}, line {number} is not a cell with a summary, or is of older code; delete the line and "
+                "ablate.py runs its cell again"
+            )
+        records[key(record["cell"])] = record
     return list(records.values())
 
 
 def record_of(run: Run) -> dict:
-    """Return what is kept of a cell's run: provenance, evaluations and curves."""
+    """Return what is kept of a cell's run: provenance, evaluations, summary and curves."""
     record = {name: run.info[name] for name in ("git_commit", "hardware", "packages")}
     record["git_dirty"] = bool(run.info["git_diff"])
     record["evaluations"] = list(evaluations(run.metrics).items())
+    late = run.metrics.tail(max(1, len(run.metrics) // 10)).reindex(columns=[*LATE_COLUMNS])
+    numbers = summarise(run.metrics) | late.astype(float).mean().to_dict()
+    record["summary"] = {
+        name: None if math.isnan(number) else number for name, number in numbers.items()
+    }
     record["series"] = {
         name: [float(f"{value:.7g}") for value in run.metrics[metric].astype(float)]
         for name, metric in SERIES.items()
         if metric in run.metrics
     }
     return record
-
-
-def metrics_of(record: dict) -> pd.DataFrame:
-    """Return the curves of a cell under the names of metrics.jsonl; the line of an evaluation has no meaning."""
-    metrics = pd.DataFrame(record["series"]).rename(columns=SERIES)
-    metrics["step"] = range(1, len(metrics) + 1)
-    columns = ["eval/policy_version", "eval/accuracy"]
-    evaluated = pd.DataFrame(record["evaluations"], columns=columns)
-    num_earlier = max(0, len(evaluated) - len(metrics))
-    metrics = metrics.join(evaluated[num_earlier:].reset_index(drop=True))
-    if num_earlier:
-        metrics["eval/earlier"] = [evaluated[:num_earlier].to_dict("records")] + [None] * (
-            len(metrics) - 1
-        )
-    return metrics
 
 
 def key(cell: dict) -> str:
@@ -142,13 +130,11 @@ def runs_of(records: list[dict]) -> pd.DataFrame:
 
 
 def summaries(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return what summarise says of each row of `runs_of`, its late means, and its error."""
+    """Return the summary of each row of `runs_of`, and its error."""
     rows = []
     for record in runs["record"]:
         error = " ".join(record.get("error", "").split())
-        metrics = metrics_of(record)
-        late = metrics.tail(max(1, len(metrics) // 10)).reindex(columns=[*LATE_COLUMNS]).mean()
-        rows.append({"error": error, **summarise(metrics), **late})
+        rows.append({"error": error, **record["summary"]})
     return pd.DataFrame(rows)
 
 
@@ -161,9 +147,14 @@ def table(runs: pd.DataFrame) -> list[str]:
         {**columns, **COLUMNS, **LATE_COLUMNS},
     )
     shown = shown.loc[:, (shown != MISSING).any()]
-    if (shown["error"] == "").all():
+    lines = ["", "Mean ± standard deviation over n seeds."]
+    num_failed = shown.loc[shown["error"] != "", "n"].sum()
+    if num_failed:
+        failed = f"Of {len(runs)} runs {num_failed} failed."
+        lines += ["", f"{failed} No figure, difference or interval has them."]
+    else:
         shown = shown.drop(columns="error")
-    return [*markdown(shown, shown.to_numpy()), "", "Mean ± standard deviation over n seeds."]
+    return [*markdown(shown, shown.to_numpy()), *lines]
 
 
 # Pairs
@@ -199,14 +190,10 @@ def measures_of(records: list[dict]) -> pd.DataFrame:
     runs["start"], runs["end"] = min(steps) // 2, rewards.index[-1]
     late = rewards.loc[min(steps) // 2 :]
     runs["rewards"] = [rewards[run] for run in runs.index]
-    runs["level"] = runs["oscillation"] = math.nan
-    runs["area"] = rewards.mean()
+    runs["level"] = late.mean() if len(late) >= MIN_VERSIONS else math.nan
     runs["final"] = [
         of_run.get(last, math.nan) for of_run, last in zip(evaluations, steps, strict=True)
     ]
-    if len(late) >= MIN_VERSIONS:
-        squares = np.polyfit(late.index, late, 1, full=True)[1]
-        runs["level"], runs["oscillation"] = late.mean(), np.sqrt(squares / (len(late) - 2))
     return runs.set_axis([key(record["cell"]) for record in runs["record"]])
 
 
@@ -251,7 +238,6 @@ def less(runs: pd.DataFrame, partners: Sequence[str]) -> pd.DataFrame:
     change = runs[[*MEASURES]] - partner[[*MEASURES]]
     rows = runs[["loss", "setting", "start", "end"]].join(change)
     by_version = runs["rewards"] - partner["rewards"]
-    rows["area_noise"] = [error_of_mean(rewards) for rewards in by_version]
     rows["level_noise"] = [
         error_of_mean(rewards.loc[start:])
         for rewards, start in zip(by_version, rows["start"], strict=True)
@@ -330,31 +316,17 @@ def compact(compared: pd.DataFrame) -> list[str]:
 
 
 def measure_tables(rows: pd.DataFrame) -> list[str]:
-    """Return a table for each measure of differences, with what it is, and a line for what there is none of."""
-    page = []
+    """Return a table for each measure of differences that has values, with what it is."""
+    page = [
+        "",
+        f"Level needs {MIN_VERSIONS} versions, from half of the steps on, that sampled in all runs. Final accuracy "
+        "needs an evaluation of the last weights (`--eval-every`).",
+    ]
     for name, text in MEASURES.items():
         if rows[name].notna().any():
             heading = text.format(start=rows["start"].max(), end=rows["end"].max())
             page += ["", f"**{heading}.**", "", *compact(compare(rows, name))]
-    for line in absent(rows):
-        page += ["", line]
     return page
-
-
-def absent(rows: pd.DataFrame) -> list[str]:
-    """Return a line for each of MEASURES that differences have not, and why."""
-    lines = []
-    if rows["level"].isna().all() and rows["area"].notna().any():
-        num_versions = max(0, rows["end"].max() - rows["start"].max() + 1)
-        lines.append(
-            f"There is no level and no oscillation. They need at least {MIN_VERSIONS} versions, from half of the steps "
-            f"on, that sampled in all runs. This grid has {num_versions}: make more steps."
-        )
-    if rows["final"].isna().all():
-        lines.append(
-            "There is no final accuracy. It needs an evaluation of the last weights: set `--eval-every`."
-        )
-    return lines
 
 
 def paired_page(rows: pd.DataFrame) -> list[str]:
@@ -376,9 +348,9 @@ def against_page(rows: pd.DataFrame, baseline: str) -> list[str]:
     if rows.empty:
         return []
     return [
-        f"A loss less `{baseline}` with the same seed and setting, so at the same lag. Above zero the loss is better, "
-        "but for oscillation. Intervals take differences as normal. Their spread is that of the seeds, or the noise "
-        "within a run where that is larger.",
+        f"A loss less `{baseline}` with the same seed and setting, so at the same lag. Above zero the loss is better. "
+        "Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run where that "
+        "is larger.",
         *measure_tables(rows),
     ]
 
@@ -407,9 +379,9 @@ def report(out: Path, baseline: str | None = None) -> None:
     csv.to_csv(out / "cells.csv", index=False)
     measured = measures_of(records)
     rows, pairs = differences(measured), against(measured, baseline)
-    notes = [*draw(runs, out / "curves.png"), *missing(runs, rows, pairs, baseline)]
+    draw(runs, out / "curves.png")
     tables = {
-        "table.md": [*table(runs), *(line for note in notes for line in ("", note))],
+        "table.md": table(runs),
         "paired.md": paired_page(rows),
         "against.md": against_page(pairs, baseline),
     }
@@ -423,46 +395,9 @@ def report(out: Path, baseline: str | None = None) -> None:
     print(*sorted(path for path in out.iterdir() if path.is_file()), sep="\n")
 
 
-def missing(
-    runs: pd.DataFrame, rows: pd.DataFrame, pairs: pd.DataFrame, baseline: str
-) -> Iterator[str]:
-    """Yield a line for each thing that a reader may look for in the tables of a grid, and does not find."""
-    is_failed = runs["record"].map(lambda record: "error" in record)
-    if is_failed.any():
-        yield f"Of {len(runs)} runs {is_failed.sum()} failed. No figure, difference or interval has them."
-    cells = runs["record"].map(lambda record: record["cell"])
-    is_fresh = cells.map(lambda cell: not (cell.get("async_ratio") or cell.get("publish_delay")))
-    is_paired = cells.map(key).isin(rows.index)
-    alone = runs.loc[~is_failed & ~is_fresh & ~is_paired, "loss"].unique()
-    num_seeds = runs["seed"].nunique()
-    if num_seeds < MIN_SEEDS:
-        yield f"An interval needs {MIN_SEEDS} seeds, and this grid has {num_seeds}: differences are means alone."
-    if rows.empty:
-        yield "There is no paired.md: no run on stale data has its run on fresh data (async_ratio and publish_delay 0)."
-    elif alone:
-        yield f"Not in paired.md, for want of a run on fresh data with its options and seed: {', '.join(alone)}."
-    for table_rows in (rows, pairs):
-        if not table_rows.empty:
-            yield from absent(table_rows)
-            break
-    if pairs.empty:
-        yield f"There is no against.md: no other loss ran in a setting and with a seed of `{baseline}`."
-
-
-def draw(runs: pd.DataFrame, path: Path) -> list[str]:
-    """Draw held-out accuracy over samples, a panel per setting: means of the seeds that did not fail.
-
-    If a run has fewer than two accuracies, training reward is drawn of all. Returns a line that says so.
-    """
+def draw(runs: pd.DataFrame, path: Path) -> None:
+    """Draw training reward by the version that sampled, a panel per setting: means of the seeds that did not fail."""
     sound = runs[runs["record"].map(lambda record: "error" not in record)]
-    curves = {run.Index: accuracy_over_samples(run.record) for run in sound.itertuples()}
-    what, notes = "held-out accuracy", []
-    if any(len(curve) < 2 for curve in curves.values()):
-        what = "training reward"
-        notes = [
-            "curves.png shows training reward: not every run has two evaluations (`--eval-every`)."
-        ]
-        curves = {run.Index: reward_over_samples(run.record) for run in sound.itertuples()}
     settings = runs["setting"].unique()
     figure = Figure(figsize=(4 * len(settings) + 4, 4), layout="constrained")
     axes = figure.subplots(1, len(settings), sharex=True, sharey=True, squeeze=False)[0]
@@ -472,26 +407,12 @@ def draw(runs: pd.DataFrame, path: Path) -> list[str]:
         dashes = DASHES[(number + number // len(COLOURS)) % len(DASHES)]
         style = {"color": COLOURS[number % len(COLOURS)], "ls": dashes}
         for setting_name, group in sound[sound["loss"] == name].groupby("setting", sort=False):
-            points = pd.concat([curves[run] for run in group.index])
+            points = pd.concat([reward_by_version(record) for record in group["record"]])
             means = points.groupby(level=0).mean()
             (lines[name],) = panels[setting_name].plot(means, marker=".", **style)
     for name, panel in panels.items():
-        panel.set(title=name.replace("`", ""), xlabel="samples trained on")
+        panel.set(title=name.replace("`", ""), xlabel="policy version")
         panel.grid(alpha=0.3)
-    axes[0].set_ylabel(what)
+    axes[0].set_ylabel("training reward")
     figure.legend(lines.values(), lines, loc="outside right upper")
     figure.savefig(path, dpi=100)
-    return notes
-
-
-def reward_over_samples(record: dict) -> pd.Series:
-    """Return the mean training reward of each step over the samples trained on."""
-    return pd.Series(record["series"]["reward"], record["series"]["samples"])
-
-
-def accuracy_over_samples(record: dict) -> pd.Series:
-    """Return held-out accuracy over the samples that its version had been trained on."""
-    metrics = metrics_of(record)
-    accuracy = evaluations(metrics).groupby(level=0).last()
-    points = progress(metrics).assign(accuracy=accuracy)
-    return points.set_index("samples")["accuracy"].dropna()

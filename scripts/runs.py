@@ -171,7 +171,7 @@ def summarise(metrics: pd.DataFrame) -> dict[str, float]:
     accuracies = evaluations(metrics)
     tenth = max(1, len(metrics) // 10)
     seconds = metrics["time/step_s"].sum()
-    # A replay samples nothing, and a grid does not keep these two.
+    # A replay samples nothing.
     rollout = metrics.reindex(columns=["tokens/generated", "time/wait_s"]).astype(float)
     last = metrics.iloc[-1]
     return {

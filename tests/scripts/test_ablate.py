@@ -75,6 +75,9 @@ def test_a_grid_keeps_each_run_and_its_error_ends_with_one_that_is_killed_and_re
     assert record["options"] == [*options(record["cell"]), "--steps=1"]
     assert record["git_dirty"] is False and "error" not in record
     assert record["series"]["reward"] == [0.3333333] and record["evaluations"] == [[1, 0.5]]
+    summary = record["summary"]
+    assert summary["reward_last"] == 1 / 3 and summary["accuracy_last"] == 0.5
+    assert summary["drift/k3"] == 0.25 and summary["wait_share"] is summary["loss/ess"] is None
     assert failed["error"] == "error: the loss is not finite" and failed["series"]["samples"] == [8]
     assert (grid / "runs/grpo-a0-k0-s0/metrics.jsonl").exists()
     (grid / "runs/tis-a0-k0-s0").mkdir()  # of a grid that was killed

@@ -11,24 +11,25 @@ from scipy import stats
 from user_files import write_jsonl
 
 from scripts import grids
+from scripts.runs import SUMMARY
 
 RNG = np.random.default_rng(0)
 
 
 def make_record(algo="grpo", delay=0, seed=0, *, ratio=0.0, steps=40, error=None, **options):
-    """A run with random rewards. Its last weights are always evaluated."""
+    """A run with random rewards and numbers. Its last weights are always evaluated."""
     cell = {"algo": algo, "async_ratio": ratio, "publish_delay": delay, "seed": seed} | options
     series = {
         "reward": RNG.uniform(size=steps).tolist(),
         "staleness_mean": [min(step, delay) + ratio for step in range(steps)],
-        "staleness_max": [min(step, delay) + 2 for step in range(steps)],
-        "step_s": [2.0] * steps,
-        "samples": [8 * step for step in range(1, steps + 1)],
-        "drift_k3": [step / 8 for step in range(steps)],
     }
     evaluations = [[0, 0.25], [0, 0.3], [steps // 2, 1.0], [steps, RNG.uniform()]]
-    record = {"cell": cell, "options": [], "series": series, "evaluations": evaluations}
-    return record | ({"error": error} if error else {})
+    summary = dict.fromkeys([*SUMMARY, *grids.LATE_COLUMNS])
+    summary |= {"steps": steps, "samples": 8 * steps, "staleness_max": delay + 2}
+    summary |= {"reward_first": seed / 64, "reward_last": 0.5, "accuracy_last": (delay + seed) / 32}
+    summary |= {"staleness_mean": 0.9 * delay, "seconds_per_step": 2.0, "drift/k3": 4.6875 + seed}
+    kept = {"series": series, "evaluations": evaluations, "summary": summary}
+    return {"cell": cell, "options": []} | kept | ({"error": error} if error else {})
 
 
 def test_grpos_fresh_run_serves_a_loss_without_one_where_both_have_one_gradient():
@@ -123,8 +124,8 @@ def test_a_cell_that_was_written_twice_counts_once_and_a_broken_line_is_named(tm
     records = [make_record(), make_record()]
     path = write_jsonl(tmp_path / "cells.jsonl", records)
     assert grids.read_records(path) == records[1:]
-    path.write_text(path.read_text() + '{"options": []}\n')
-    with pytest.raises(ValueError, match=r"line 3 is not a cell .*delete the line"):
+    path.write_text(path.read_text() + '{"cell": {}, "options": []}\n')
+    with pytest.raises(ValueError, match=r"line 3 is not a cell .*older code; delete the line"):
         grids.read_records(path)
 
 
@@ -150,36 +151,35 @@ def test_a_report_writes_the_tables_the_csv_and_a_figure_that_shows_something(tm
         grids.report(tmp_path, "ppo")
 
 
-NOTES = {
-    "two seeds, no evaluation, few steps": (
-        [make_record(a, k, s, steps=8) for a in ("grpo", "tis") for k in (0, 4) for s in (0, 1)],
-        ["training reward", "3 seeds, and this grid has 2", "at least 5 versions", "has 0", "no final accuracy"],
-    ),
-    "one loss": ([make_record("tis", 0, seed) for seed in range(3)], ["no paired.md", "no other loss ran"]),
-    "all failed": ([make_record(error="it broke")], ["Of 1 runs 1 failed", "no paired.md"]),
-    "a loss without fresh runs": (
-        [make_record(a, k, s) for a, k in (("grpo", 0), ("grpo", 4), ("my.py:f", 4)) for s in range(3)],
-        ["Not in paired.md", "my.py:f"],
-    ),
-    "runs of unequal length": ([make_record(steps=steps, seed=steps) for steps in (9, 40, 31)], ["no paired.md"]),
+GRIDS = {
+    "two seeds, no evaluation, few steps": [
+        make_record(a, k, s, steps=8) | {"evaluations": []} for a in ("grpo", "tis") for k in (0, 4) for s in (0, 1)
+    ],
+    "one loss": [make_record("tis", 0, seed) for seed in range(3)],
+    "all failed": [make_record(error="it broke")],
+    "a loss without fresh runs": [
+        make_record(a, k, s) for a, k in (("grpo", 0), ("grpo", 4), ("my.py:f", 4)) for s in range(3)
+    ],
+    "runs of unequal length": [make_record(steps=steps, seed=steps) for steps in (9, 40, 31)],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NOTES)
-def test_a_report_says_what_it_has_not_and_shows_reward_in_the_place_of_accuracy(
-    name, tmp_path, capsys
-):
-    records, notes = NOTES[name]
-    if "no evaluation" in name:
-        records = [record | {"evaluations": []} for record in records]
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_grid_without_some_pairs_or_measures_has_the_pages_of_the_others(name, tmp_path, capsys):
+    records = GRIDS[name]
     write_jsonl(tmp_path / "cells.jsonl", records)
     grids.report(tmp_path)
     printed = capsys.readouterr().out
-    assert all(note in printed for note in notes), printed
-    assert "reward, last tenth" in printed
-    for page in tmp_path.glob("*ed.md"):
-        text = page.read_text()
-        assert "t-interval" in text or "An interval needs 3 seeds" in text
+    assert ("Of 1 runs 1 failed" in printed) == (name == "all failed")
+    assert "reward, first tenth" in printed and (tmp_path / "curves.png").exists()
+    pages = {path.name: path.read_text() for path in tmp_path.glob("*.md")}
+    some_pairs = name in ("two seeds, no evaluation, few steps", "a loss without fresh runs")
+    assert ("paired.md" in pages) == ("against.md" in pages) == some_pairs
+    for page in ("paired.md", "against.md") if some_pairs else ():
+        measured = "my.py:f" in {record["cell"]["algo"] for record in records}
+        assert ("**Level: " in pages[page]) == ("**Final: " in pages[page]) == measured
+        assert "Level needs 5 versions" in pages[page]
+        assert ("my.py:f" in pages[page]) == (measured and page == "against.md")
 
 
 def test_thirty_losses_have_lines_that_differ_and_a_legend_outside_of_the_panels(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from user_files import write_jsonl
 
-from scripts.grids import metrics_of
 from scripts.runs import evaluations, failures, frame, load, names, progress, summarise
 
 RECORDED = Path(__file__).parents[2] / "results/smollm2/one_digit-s0"
@@ -65,9 +64,6 @@ def test_a_line_has_all_evaluations_that_ended_in_its_step(path):
     ]
     write_jsonl(path / "metrics.jsonl", lines)
     assert [*evaluations(load(path).metrics).items()] == [*expected.items()]
-    # a grid keeps more evaluations than steps
-    record = {"series": {"reward": [0.0, 0.0, 0.0]}, "evaluations": [*expected.items()]}
-    assert [*evaluations(metrics_of(record)).items()] == [*expected.items()]
 
 
 def test_failures_of_training_and_of_evaluations_are_told_apart(path):
