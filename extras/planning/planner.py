@@ -68,11 +68,6 @@ An engine on an H200 loaded the 310 of Qwen3-0.6B in 0.097 s by CUDA IPC: median
 """
 TPS = (1, 2, 4, 8)
 """Numbers of GPUs that an engine can have."""
-SAVINGS = tuple(
-    itertools.chain(
-        *(itertools.combinations(("head", "activations", "optimizer"), n) for n in range(4))
-    )
-)
 SHEETS, QUANTILES = Path(__file__).with_name("gpu_sheets.toml"), 2000
 MOST_COMBINATIONS, BESIDE = 4096, 2
 """Combinations of the sites' engines that are tried at a time; and choices on each side of the best."""
@@ -167,7 +162,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be planned. The planner chooses replicas, rollout_tp and save_memory, and can lower the micro-batch."""
+    """A run to be planned. The planner chooses replicas and rollout_tp.
+
+    If save_memory is auto it also chooses savings and micro-batch.
+    """
 
     config: Config
     shape: ModelShape
@@ -196,6 +194,12 @@ class Job:
         """Passes without gradient: the reference, and proximal log-probs or values."""
         anchors = self.config.minibatches > 1 and self.config.proximal == "recompute"
         return (self.config.kl_coef > 0) + (anchors or self.config.advantage == "gae")
+
+    @cached_property
+    def ways_to_fit(self) -> list[tuple[tuple[str, ...], int]]:
+        """Savings of memory and tokens of a micro-batch, as a run tries them, the cheapest first."""
+        configs = memory.ways_to_fit(self.config)
+        return [*dict.fromkeys((c.save_memory, c.max_tokens_per_microbatch) for c in configs)]
 
     @property
     def requests(self) -> int:
@@ -311,17 +315,14 @@ def training_s(job: Job, cluster: Cluster, t: Training) -> float:
 
 
 def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> Iterator[Training]:
-    """Yield the settings that fit on so many GPUs, with the largest micro-batch, because it is the fastest."""
+    """Yield the settings that fit on so many GPUs."""
     ranks, room = machines * gpus, memory.available_bytes(pool.device)
-    divisors = [shards for shards in range(1, ranks + 1) if not ranks % shards]
-    for shards, savings in itertools.product(divisors, SAVINGS):
-        if shards % gpus and gpus % shards:
+    for shards, way in itertools.product(range(1, ranks + 1), job.ways_to_fit):
+        if ranks % shards or (shards % gpus and gpus % shards):
             continue
-        for tokens in memory.budgets(job.config):
-            training = Training(pool, machines, gpus, shards, savings, tokens, stages)
-            if memory.total(training.items(job)) <= room:
-                yield training
-                break
+        training = Training(pool, machines, gpus, shards, *way, stages)
+        if memory.total(training.items(job)) <= room:
+            yield training
 
 
 # Sampling
@@ -718,8 +719,8 @@ def shared_splits(job: Job, pool: Pool) -> Iterator[Split]:
     """Yield splits with trainer and engine on one GPU, all other GPUs idle. At α = 0 the engine sleeps in a step."""
     update_s = max(4 * job.shape.num_parameters / pool.hbm_bytes_per_s, load_s(job))
     colocate = "sleep" if job.config.async_ratio == 0 else "share"
-    for savings, tokens in itertools.product(SAVINGS, memory.budgets(job.config)):
-        t = Training(pool, 1, 1, 1, savings, tokens, True)
+    for way in job.ways_to_fit:
+        t = Training(pool, 1, 1, 1, *way, True)
         config = replace(t.config(job), colocate=colocate)
         try:
             share, _, _ = memory.plan_shared(config, job.shape, pool.device)
@@ -786,15 +787,14 @@ def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
 
 def _refusal(job: Job, cluster: Cluster) -> str:
     """Return why nothing fits: the least need of a rank of each pool's largest trainer, and of its largest engine."""
-    texts, tps = [], [tp for tp in TPS if memory.can_split(job.shape, tp)]
+    texts = []
     for pool in cluster.pools:
-        ranks, tp = pool.count * pool.gpus, max(tp for tp in tps if tp <= pool.gpus)
-        tokens = memory.budgets(job.config)[-1]
-        t = Training(pool, pool.count, pool.gpus, ranks, SAVINGS[-1], tokens, False)
-        needs = {
-            f"one of {ranks} trainer ranks": t.items(job),
-            f"a GPU of a tp {tp} engine": memory.engine_items(job.config, job.shape, tp),
-        }
-        texts.append(f"{pool.name} has {memory.available_bytes(pool.device) / memory.GIB:.1f} GiB")
-        texts += [f"{who} needs {memory.listed(items)}" for who, items in needs.items()]
+        ranks, room = pool.count * pool.gpus, memory.available_bytes(pool.device) / memory.GIB
+        t = Training(pool, pool.count, pool.gpus, ranks, *job.ways_to_fit[-1], False)
+        tp = max(tp for tp in TPS if tp <= pool.gpus and memory.can_split(job.shape, tp))
+        engine = memory.engine_items(job.config, job.shape, tp)
+        texts.append(
+            f"{pool.name} has {room:.1f} GiB; one of {ranks} trainer ranks needs {memory.listed(t.items(job))}; "
+            f"a GPU of a tp {tp} engine needs {memory.listed(engine)}"
+        )
     return f"the model fits on no GPUs to train and to sample: {'; '.join(texts)}; take more GPUs, or larger ones"
