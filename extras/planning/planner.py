@@ -24,8 +24,7 @@ bytes of KV cache per token and GPU, β bytes/s of a link one way, a its latency
 HexGen (arXiv 2502.07903, table 1) with three changes: W replaces 12·H²·l, the KV cache is read, and the maximum is
 taken because the kernels of a layer read its weights while they multiply.
 
-GPUs of a kind are alike, so only a few splits differ. Each has a bound. Splits are solved in the order of their bounds,
-until a bound is not below the plans that were found.
+GPUs of a kind are alike, so only a few splits differ. All are solved.
 """
 
 import itertools
@@ -71,6 +70,8 @@ TPS = (1, 2, 4, 8)
 SHEETS, QUANTILES = Path(__file__).with_name("gpu_sheets.toml"), 2000
 MOST_COMBINATIONS, BESIDE = 4096, 2
 """Combinations of the sites' engines that are tried at a time; and choices on each side of the best."""
+NUM_PLANS = 4
+"""Plans that people are shown."""
 GAP = 1e-4
 """Relative difference below which two steps count as equally long."""
 
@@ -487,41 +488,6 @@ class Split:
         generation_s = self.job.tokens / rate + update_s
         return least_step_s(generation_s, self.training_s, self.alpha, tail_s)
 
-    @cached_property
-    def limits(self) -> tuple[float, float, float]:
-        """Tokens/s, seconds of update and seconds of tail that no choice of engines beats.
-
-        The rate is bounded by the best engine for each GPU, and by the best engine for each request alone.
-        """
-        engines = [engine for site in self.sites for engine in site.engines]
-        alone = max(make_engine(self.job, e.pool, e.tp, 1).rate for e in engines)
-        rate = sum(
-            site.machines * site.gpus * max(e.rate / e.tp for e in site.engines)
-            for site in self.sites
-        )
-        update_s = min(site.update_s for site in self.sites)
-        tail = min(tail_s(self.job, engine) for engine in engines)
-        return min(rate, self.job.requests * alone), update_s, tail
-
-    def least_rate(self, step_s: float) -> float:
-        """Return tokens/s below which no step takes so few seconds; infinite if no rate is enough."""
-        _, update_s, tail = self.limits
-        busy_s = min(step_s, step_s * (1 + self.alpha) - self.training_s - tail) - update_s
-        is_possible = busy_s > 0 and self.training_s <= step_s
-        return self.job.tokens / busy_s if is_possible else math.inf
-
-    def bound(self, limit_s: float | None) -> float:
-        """Return a lower bound on `Plan.value`."""
-        if limit_s is None:
-            return float(self.step_s(*self.limits))
-        rate = self.least_rate(limit_s)
-        if rate > self.limits[0]:
-            return math.inf
-        prices = (
-            e.pool.price_per_hour * e.tp / e.rate for site in self.sites for e in site.engines
-        )
-        return self.training_price + (0.0 if self.colocate else rate * min(prices))
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -733,31 +699,24 @@ def shared_splits(job: Job, pool: Pool) -> Iterator[Split]:
             yield Split(job, t, seconds, (site,), colocate)
 
 
-def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None, num: int = 4) -> list[Plan]:
-    """Return plans with the least step, or with `tokens_per_s` the cheapest, the best first.
+def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None) -> list[Plan]:
+    """Return up to NUM_PLANS plans with the least step, or with `tokens_per_s` the cheapest, the best first.
 
     There is one plan for each choice of GPUs that train. Raises ValueError, with the arithmetic, if there is no plan.
     """
     cluster = replace(cluster, pools=tuple(calibrated(job, pool) for pool in cluster.pools))
     limit_s = tokens_per_s and job.tokens / tokens_per_s
-    bounds = [(split.bound(limit_s), split) for split in splits(job, cluster)]
-    if not bounds:
+    candidates = [*splits(job, cluster)]
+    if not candidates:
         raise ValueError(_refusal(job, cluster))
-    best: dict[tuple, Plan] = {}
-    for bound, split in sorted(bounds, key=lambda pair: pair[0]):
-        values = sorted(plan.value(limit_s) for plan in best.values())
-        if bound == math.inf or (len(values) >= num and bound >= values[num - 1]):
-            break
-        known = best.get(split.trainer)
-        if known and bound >= known.value(limit_s):
-            continue
-        solved = solve(split, limit_s)
-        if solved and (not known or solved.value(limit_s) < known.value(limit_s)):
-            best[split.trainer] = solved
-    if not best:
-        fastest = job.tokens / plan(job, cluster, num=1)[0].step_s
+    plans = [solved for split in candidates if (solved := solve(split, limit_s))]
+    if not plans:
+        fastest = job.tokens / plan(job, cluster)[0].step_s
         raise ValueError(f"no plan has {tokens_per_s:g} tokens/s; the fastest has {fastest:g}")
-    return sorted(best.values(), key=lambda plan: (plan.value(limit_s), plan.cost_per_hour))[:num]
+    best: dict[tuple, Plan] = {}
+    for solved in sorted(plans, key=lambda plan: (plan.value(limit_s), plan.cost_per_hour)):
+        best.setdefault(solved.split.trainer, solved)
+    return [*best.values()][:NUM_PLANS]
 
 
 def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:

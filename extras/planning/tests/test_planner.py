@@ -338,18 +338,6 @@ def test_training_and_sampling_take_what_their_formulas_say(seed):
 # What brute force does not see
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_least_rate_makes_a_step_as_long_as_the_limit(seed):
-    for split in itertools.islice(planner.splits(*random_case(seed)), 50):
-        _, update_s, tail = split.limits
-        for limit_s in (0.9 * split.training_s, 1.1 * update_s, 4.0 * split.training_s):
-            rate = split.least_rate(limit_s)
-            if rate == math.inf:
-                assert split.step_s(1e15, update_s, tail) > limit_s * (1 - 1e-9)
-            else:
-                assert split.step_s(rate, update_s, tail) == pytest.approx(limit_s)
-
-
 def test_without_prices_the_fewest_gpus_are_the_cheapest():
     c = cluster(pool(count=4, gpus=4, price_per_hour=0.0))
     wanted = job().tokens / plan(job(), c)[0].step_s / 1.5
