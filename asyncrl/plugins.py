@@ -161,5 +161,5 @@ class PolicyPlugin:
         return False
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the step that ends, equal on all ranks; collective."""
+        """Return metrics of the step that ends, by their names in the log, equal on all ranks; collective."""
         return {}

@@ -87,10 +87,10 @@ class ScaledLoss(PolicyPlugin):
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Return `scale`, that of the next update, and `skipped_updates`, those of this step."""
+        """Return the scale of the next update, and the number of skipped updates of this step."""
         num_skipped = self._num_skipped
         self._num_skipped = 0
-        return {"scale": self._scaling["loss_scale"], "skipped_updates": num_skipped}
+        return {"loss/scale": self._scaling["loss_scale"], "loss/skipped_updates": num_skipped}
 
     def _change_scale(self, factor: float) -> None:
         self._scaling["loss_scale"] *= factor

@@ -48,7 +48,7 @@ def test_the_gradient_and_all_metrics_are_those_without_a_scale(model, options):
     plain = load(config)
     randomize(plain)
     metrics, gradients = PlainTrainer(plain).train_step([sequences])
-    metrics |= {"scale": loss_scale.FIRST_SCALE, "skipped_updates": 0}
+    metrics |= {"loss/scale": loss_scale.FIRST_SCALE, "loss/skipped_updates": 0}
     parts = (plain.module, plain.reference, plain.loss, plain.device, plain.clock)
     policy = Policy(config, model, *parts)
     policy.plugins.append(loss_scale.ScaledLoss(policy))
@@ -84,7 +84,7 @@ def overflow_on_two_ranks(rank, config, folder):
     write_shards(training_state(policy), folder, group)
     resumed = load(config)
     restore_training_state(resumed, folder, group)
-    scales = [step(p, random_sequences(4), num_ranks=2)["scale"] for p in (policy, resumed)]
+    scales = [step(p, random_sequences(4), num_ranks=2)["loss/scale"] for p in (policy, resumed)]
     return skipped, all(is_same), num_updates, scales
 
 
@@ -94,9 +94,9 @@ def test_an_update_that_overflows_on_one_rank_is_skipped_on_all_and_a_resume_kee
     config = make_config(model, dtype="float16", optimizer="adamw")
     for outcome in run_group(overflow_on_two_ranks, 2, config, str(tmp_path)):
         metrics, is_same, num_updates, scales = outcome
-        assert (metrics["skipped_updates"], metrics["scale"]) == (1, 2.0**39)
-        assert (metrics["grad_norm"], metrics["changed_weights"]) == (0, 0)
-        assert math.isfinite(metrics["loss"]) and is_same and num_updates == (0, 0)
+        assert (metrics["loss/skipped_updates"], metrics["loss/scale"]) == (1, 2.0**39)
+        assert (metrics["loss/grad_norm"], metrics["loss/changed_weights"]) == (0, 0)
+        assert math.isfinite(metrics["loss/total"]) and is_same and num_updates == (0, 0)
         # doubled by the 200th update in a row, which the resumed policy makes too
         assert scales == [2.0**10] * 2
 

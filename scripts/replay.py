@@ -191,14 +191,14 @@ def metrics_of(
     config: Config, step: int, groups, stats: dict[str, float], account: Account
 ) -> dict[str, float]:
     """Return the metrics of a step, under the names that a run uses."""
-    from asyncrl.runlog.metrics import batch_metrics, merge_nodes, time_metrics, training_metrics
+    from asyncrl.runlog.metrics import batch_metrics, merge_nodes, time_metrics
 
     return {
         "step": step,
         "policy_version": step,
         **merge_nodes([batch_metrics(groups, step - 1, config)]),
         "tokens/generated": 0,
-        **training_metrics(stats),
+        **stats,
         **time_metrics(account.spent),
     }
 

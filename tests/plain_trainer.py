@@ -184,7 +184,7 @@ class PlainTrainer:
         of_updates, statistics, gradients = zip(*results, strict=True)
         for name in of_updates[0]:
             metrics[name] = float(np.mean([update[name] for update in of_updates]))
-        metrics["lr"] = of_updates[-1]["lr"]
+        metrics["loss/lr"] = of_updates[-1]["loss/lr"]
         if self.choices:
             metrics |= self.of_experts()
         return metrics | reduce(statistics), list(gradients)
@@ -258,7 +258,7 @@ class PlainTrainer:
         rows = {name: row.detach().double().numpy() for name, row in rows.items()}
         share = sample_size(sequence_ratios(rows)) if config.optim.scale_lr_by_ess else 1.0
         lr = learning_rate(config, self.num_updates, VERSION + progress, share)
-        return {"loss": loss.item(), "lr": lr, **self.step(lr)}, rows, self.gradient
+        return {"loss/total": loss.item(), "loss/lr": lr, **self.step(lr)}, rows, self.gradient
 
     def balance(self, chances):
         """Return the balance loss of a sequence, by the chances [layers, T, E] of experts; note what it chooses."""
@@ -322,7 +322,7 @@ class PlainTrainer:
         num_weights = sum(weight.numel() for weight in self.trained.values())
         share = sum(num_changed[: len(self.trained)]) / num_weights
         self.num_updates += 1
-        return {"grad_norm": float(norms[0]), "changed_weights": share}
+        return {"loss/grad_norm": float(norms[0]), "loss/changed_weights": share}
 
 
 def columns_of(sequences) -> dict[str, Tensor]:
@@ -357,20 +357,23 @@ def reduce(statistics) -> dict[str, float]:
         is_inside = (first <= rows["lag"]) & (rows["lag"] <= last)
         if is_inside.any():
             of_bucket = means({name: row[is_inside] for name, row in rows.items()})
+            metrics[f"tokens/trained{bucket.replace('/', '_')}"] = int(is_inside.sum())
             metrics |= {name + bucket: value for name, value in of_bucket.items()}
     ratios = np.sort(np.exp(-rows["drift/k1"]))
     for name, share in {"ratio_q01": 0.01, "ratio_q99": 0.99, "ratio_max": 1.0}.items():
-        metrics[name] = ratios[round(share * (len(ratios) - 1))]
+        metrics[f"loss/{name}"] = ratios[round(share * (len(ratios) - 1))]
     whole = np.concatenate([sequence_ratios(update) for update in statistics])
-    return metrics | {"sequence_ess": sample_size(whole)}
+    return metrics | {"loss/sequence_ess": sample_size(whole)}
 
 
 def means(rows) -> dict[str, float]:
     """Return the means of statistics [N] by name, and what else is said of N tokens."""
     weights = rows.get("weight", rows["ratio"])
     metrics = {name: row.mean() for name, row in rows.items() if name not in ("lag", "id")}
-    metrics |= {"tokens": len(weights), "slope": np.linalg.norm(rows["slope"])}
-    return metrics | ({"ess": sample_size(weights)} if weights.any() else {})
+    metrics["slope"] = np.linalg.norm(rows["slope"])
+    if weights.any():
+        metrics["ess"] = sample_size(weights)
+    return {name if "/" in name else f"loss/{name}": value for name, value in metrics.items()}
 
 
 def sequence_ratios(rows):

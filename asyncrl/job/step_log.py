@@ -12,7 +12,6 @@ from asyncrl.runlog.metrics import (
     merge,
     merge_nodes,
     time_metrics,
-    training_metrics,
 )
 from asyncrl.runlog.progress import Progress
 from asyncrl.runlog.samples import choose_samples
@@ -93,7 +92,7 @@ class StepLog:
             "policy_version": step,
             **merge_nodes(nodes),
             **self.node.controller.take_evaluation(),
-            **training_metrics(stats),
+            **stats,
             **time_metrics(account.spent),
         }
         metrics["samples"] += self.num_samples

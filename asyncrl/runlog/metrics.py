@@ -151,23 +151,6 @@ def batch_metrics(
     return metrics
 
 
-UNCHANGED_PREFIXES = ("drift/", "experts/", "memory/", "samples", "staleness/", "tokens/", "value/")
-"""Prefixes of the policy's stats that keep their names in the log."""
-
-
-def training_metrics(stats: dict[str, float]) -> dict[str, float]:
-    """Return the policy's stats by their names in the log: loss/NAME, except those of UNCHANGED_PREFIXES."""
-    renamed = {"loss": "loss/total", "tokens": "tokens/trained"}
-    metrics = {}
-    for name, value in stats.items():
-        if name.startswith("tokens/lag_"):
-            name = name.replace("tokens/", "tokens/trained_")
-        elif not name.startswith(UNCHANGED_PREFIXES):
-            name = renamed.get(name, f"loss/{name}")
-        metrics[name] = value
-    return metrics
-
-
 def time_metrics(spent: Counter[str]) -> dict[str, float]:
     """Return seconds of the step and its phases, and shares of the trainer's states. `spent` has nanoseconds."""
     phases = {

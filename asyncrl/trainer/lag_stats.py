@@ -20,12 +20,13 @@ T = TypeVar("T")
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 LAST_LAGS = (0, 1, 2, 4, 8)
 """Largest lag of each bucket but the last, steps."""
-QUANTILES = {"ratio_q01": 0.01, "ratio_q99": 0.99, "ratio_max": 1.0}
+QUANTILES = {"loss/ratio_q01": 0.01, "loss/ratio_q99": 0.99, "loss/ratio_max": 1.0}
+NUM_TRAINED = "tokens/trained"
 WEIGHT = "importance weight"
 WEIGHT_SQUARED = "importance weight squared"
 SLOPE_SQUARED = "slope squared"
 NOT_REPORTED = (WEIGHT, WEIGHT_SQUARED, SLOPE_SQUARED)
-"""Sums behind `ess` and `slope`."""
+"""Sums behind `loss/ess` and `loss/slope`."""
 
 
 class TokenStats:
@@ -33,7 +34,7 @@ class TokenStats:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        """[6] float64 by name, on the tokens' device, so that only `reduce` waits for a GPU. "tokens" is a count."""
+        """[6] float64 by name, on the tokens' device, so that only `reduce` waits for a GPU. NUM_TRAINED is a count."""
         self._log_ratios: list[Tensor] = []
         """Log-ratios of each micro-batch, [N] float32 nats."""
         self._sequence_log_ratios: list[Tensor] = []
@@ -53,11 +54,11 @@ class TokenStats:
         stats = {
             "drift/k1": -log_ratios,
             "drift/k3": k3(behavior_logprobs, logprobs, behavior_logprobs),
-            "ratio": importance_ratio(log_ratios),
-            "entropy": scores.entropy.detach(),
-            "advantage": batch.advantages,
-            "reward": batch.rewards,
-            "length": batch.lengths,
+            "loss/ratio": importance_ratio(log_ratios),
+            "loss/entropy": scores.entropy.detach(),
+            "loss/advantage": batch.advantages,
+            "loss/reward": batch.rewards,
+            "loss/length": batch.lengths,
         }
         self.add(stats | loss_stats, batch.lags)
         sums = log_ratios.new_zeros(batch.num_sequences)
@@ -85,9 +86,9 @@ class TokenStats:
         )
 
     def add(self, stats: dict[str, Tensor], lags: Tensor) -> None:
-        """Add per-token stats [N] of tokens with `lags` [N] int64, steps."""
-        columns = {"tokens": torch.ones_like(lags), **stats}
-        weight = columns.get("weight", columns.get("ratio"))
+        """Add per-token stats [N], by their names in the log, of tokens with `lags` [N] int64, steps."""
+        columns = {NUM_TRAINED: torch.ones_like(lags), **stats}
+        weight = columns.get("loss/weight", columns.get("loss/ratio"))
         if weight is not None:
             columns[WEIGHT] = weight
             columns[WEIGHT_SQUARED] = weight.double() ** 2
@@ -106,10 +107,10 @@ class TokenStats:
     def reduce(self) -> dict[str, float]:
         """Return the means over all ranks, by name and by `name/lag_BUCKET` for buckets with tokens; collective.
 
-        More names: `ess` is the effective sample size of tokens, (Σw)² / (n·Σw²). Its weights w are the loss's
-        `weight`, or `ratio` if it reports none; `ess` is absent if all are 0. `slope` is the norm of the slopes.
-        `ratio_q01`, `ratio_q99` and `ratio_max` are quantiles of the tokens' ratios. `sequence_ess` is the effective
-        sample size of the sequences' ratios. `tokens` is a sum.
+        More names: `loss/ess` is the effective sample size of tokens, (Σw)² / (n·Σw²). Its weights w are the loss's
+        `weight`, or `ratio` if it reports none; it is absent if all are 0. `loss/slope` is the norm of the slopes.
+        `loss/ratio_q01`, `ratio_q99` and `ratio_max` are quantiles of the tokens' ratios. `loss/sequence_ess` is the
+        effective sample size of the sequences' ratios. `tokens/trained` and `tokens/trained_lag_BUCKET` are sums.
         """
         sums = {name: total.cpu().numpy() for name, total in self._sums.items()}
         ranks = gather_from_ranks(
@@ -123,21 +124,23 @@ class TokenStats:
         metrics |= _tails(_joined(log_ratios), _joined(sequence_log_ratios))
         for index, bucket in enumerate(LAG_BUCKETS):
             means = _means({name: float(buckets[index]) for name, buckets in totals.items()})
+            if means:
+                metrics[f"{NUM_TRAINED}_lag_{bucket}"] = means.pop(NUM_TRAINED)
             metrics |= {f"{name}/lag_{bucket}": mean for name, mean in means.items()}
         return metrics
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
     """Turn sums over n tokens into means; {} if n = 0."""
-    num_tokens = sums.get("tokens", 0.0)
+    num_tokens = sums.get(NUM_TRAINED, 0.0)
     if not num_tokens:
         return {}
     means = {name: total / num_tokens for name, total in sums.items() if name not in NOT_REPORTED}
     if SLOPE_SQUARED in sums:
-        means["slope"] = math.sqrt(sums[SLOPE_SQUARED])
+        means["loss/slope"] = math.sqrt(sums[SLOPE_SQUARED])
     if sums.get(WEIGHT_SQUARED):
-        means["ess"] = sums[WEIGHT] ** 2 / (num_tokens * sums[WEIGHT_SQUARED])
-    return means | {"tokens": num_tokens}
+        means["loss/ess"] = sums[WEIGHT] ** 2 / (num_tokens * sums[WEIGHT_SQUARED])
+    return means | {NUM_TRAINED: num_tokens}
 
 
 def trained_on(updates: Updates, policy_version: int) -> dict[str, float]:
@@ -184,7 +187,7 @@ def _tails(log_ratios: Tensor, sequence_log_ratios: Tensor) -> dict[str, float]:
     ratios = importance_ratio(log_ratios)
     quantiles = np.quantile(ratios, list(QUANTILES.values()), method="nearest").tolist()
     ess = _effective_sample_size(sequence_log_ratios)
-    return {**dict(zip(QUANTILES, quantiles, strict=True)), "sequence_ess": ess}
+    return {**dict(zip(QUANTILES, quantiles, strict=True)), "loss/sequence_ess": ess}
 
 
 def _effective_sample_size(log_weights: Tensor) -> float:

@@ -88,10 +88,10 @@ class Policy(WholeWeights):
         epoch, seed, version and epoch draw their order. Proximal log-probs and values are those of the weights before
         the first update.
 
-        Returns metrics that are equal on all ranks. `loss`, `grad_norm` (before clipping) and `changed_weights` (share
-        of weights that an update changes in bfloat16) are means over the updates. `lr` is that of the last update.
-        `tokens/forward` counts the tokens of one pass over the step. trained_on, TokenStats, the plugins and
-        estimate_step (with a value head) add the rest.
+        Returns metrics by their names in the log, equal on all ranks. `loss/total`, `grad_norm` (before clipping) and
+        `changed_weights` (share of weights that an update changes in bfloat16) are means over the updates. `loss/lr` is
+        that of the last update. `tokens/forward` counts the tokens of one pass over the step. trained_on, TokenStats,
+        the plugins and estimate_step (with a value head) add the rest.
         Raises NotFinite for a non-finite loss or gradient. Raises RuntimeError for an update without a trained token,
         and for a token of a newer version than `policy_version`.
         """
@@ -109,7 +109,7 @@ class Policy(WholeWeights):
         ]
         for name in results[0]:
             metrics[name] = sum(result[name] for result in results) / len(results)
-        metrics["lr"] = results[-1]["lr"]
+        metrics["loss/lr"] = results[-1]["loss/lr"]
         metrics |= stats.reduce()
         for plugin in self.plugins:
             metrics |= plugin.metrics()
@@ -194,7 +194,7 @@ class Policy(WholeWeights):
     def _update(
         self, batches: list[MicroBatch], policy_version: int, progress: float, stats: TokenStats
     ) -> dict[str, float]:
-        """Make one optimizer update of a step; return its loss, grad_norm, lr and changed_weights.
+        """Make one optimizer update of a step; return its loss, gradient norm, learning rate and changed weights.
 
         `policy_version` is the version before the step. `progress`, in [0, 1), is the share of its updates made so far.
         """
@@ -248,17 +248,18 @@ class Policy(WholeWeights):
             # Shape [0], but in the graph: FSDP's backward collectives must still run on this rank.
             return scores.logprobs + scores.values
         inputs = _loss_inputs(batch, scores.logprobs, progress)
-        loss, token_stats = self.loss(inputs) if update is None else self.loss(inputs, update)
+        loss, loss_stats = self.loss(inputs) if update is None else self.loss(inputs, update)
+        token_stats = {f"loss/{name}": column for name, column in loss_stats.items()}
         if ref_logprobs is not None:
             estimator = KL_ESTIMATORS[self.config.kl_estimator]
             kl = estimator(scores.logprobs, ref_logprobs, batch.columns["behavior_logprobs"])
-            token_stats = token_stats | {"kl_ref": kl.detach()}
+            token_stats["loss/kl_ref"] = kl.detach()
             loss = loss + self.config.kl_coef * kl
         if self.config.optim.entropy_coef:
             loss = loss - self.config.optim.entropy_coef * scores.entropy
         if "returns" in batch.columns:
             errors = (scores.values - batch.columns["returns"]) ** 2 / 2
-            token_stats = token_stats | {"value/loss": errors.detach()}
+            token_stats["value/loss"] = errors.detach()
             loss = loss + self.config.advantage_options.value_coef * errors
         stats.add_scores(batch, scores, token_stats)
         return loss
@@ -299,7 +300,12 @@ class Policy(WholeWeights):
         if any([plugin.skips_update(loss, is_finite) for plugin in self.plugins]):
             self.optimizer.zero_grad()
             self.clock.enter("forward_backward")
-            return {"loss": loss, "grad_norm": 0.0, "lr": lr, "changed_weights": 0.0}
+            return {
+                "loss/total": loss,
+                "loss/grad_norm": 0.0,
+                "loss/lr": lr,
+                "loss/changed_weights": 0.0,
+            }
         if not is_finite:
             raise NotFinite(
                 f"loss {loss} and gradient norm {grad_norm} at update {self.num_updates} must be finite: "
@@ -316,10 +322,10 @@ class Policy(WholeWeights):
         changed_weights = float(self.sum_over_ranks(num_changed)) / num_weights
         self.clock.enter("forward_backward")
         return {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "changed_weights": changed_weights,
+            "loss/total": loss,
+            "loss/grad_norm": grad_norm,
+            "loss/lr": lr,
+            "loss/changed_weights": changed_weights,
         }
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:

@@ -74,8 +74,8 @@ class Trained:
     """What one process measured."""
 
     def __init__(self, metrics: list[dict], attention: str, num_parameters: int):
-        self.losses = [line["loss"] for line in metrics]
-        self.grad_norms = [line["grad_norm"] for line in metrics]
+        self.losses = [line["loss/total"] for line in metrics]
+        self.grad_norms = [line["loss/grad_norm"] for line in metrics]
         self.tokens_read = [line["tokens/forward"] for line in metrics]
         self.peak_gib = metrics[-1].get("memory/peak_gib", 0.0)
         self.attention, self.num_parameters = attention, num_parameters

@@ -64,12 +64,12 @@ def test_a_value_that_is_not_finite_stays_in_its_lag_and_its_statistic(bad):
 def test_weights_beyond_a_floats_range_have_an_effective_sample_size():
     """The longest sequence outweighs the others."""
     huge = math.exp(50)  # its square overflows float32
-    assert reduced([0, 0], ratio=[huge, 0.0])["ess"] == pytest.approx(0.5)
+    assert reduced([0, 0], **{"loss/ratio": [huge, 0.0]})["loss/ess"] == pytest.approx(0.5)
     batch = pack(random_sequences(5), "short_rows")
     batch = replace(batch, lags=torch.zeros_like(batch.targets))
     logprobs = (batch.columns["behavior_logprobs"] + 300).requires_grad_()
     stats = TokenStats()
     stats.add_scores(batch, TokenScores(logprobs, logprobs, logprobs), {})
     metrics = stats.reduce()
-    assert metrics["sequence_ess"] == pytest.approx(1 / 5)
-    assert metrics["ratio_max"] == pytest.approx(math.exp(20))
+    assert metrics["loss/sequence_ess"] == pytest.approx(1 / 5)
+    assert metrics["loss/ratio_max"] == pytest.approx(math.exp(20))

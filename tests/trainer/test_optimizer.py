@@ -98,5 +98,5 @@ def test_groups_of_a_users_optimizer_keep_their_share_of_the_learning_rate(tmp_p
     optim = OptimOptions(warmup_steps=2, args=("share=0.25",))
     policy = load(make_config(model, lr=0.5, optimizer=f"{path}:halved", optim=optim))
     measured = policy.train_step([[random_sequences(4)]], policy_version=11)
-    assert measured["lr"] == 0.5 / 2, "the first of two updates of warm-up"
+    assert measured["loss/lr"] == 0.5 / 2, "the first of two updates of warm-up"
     assert [group["lr"] for group in policy.optimizer.param_groups] == [0.25 * 0.5 / 2]

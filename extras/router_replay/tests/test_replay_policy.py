@@ -117,7 +117,7 @@ def test_float16_has_the_gradient_of_a_small_loss_with_the_recorded_experts(tmp_
     expected_metrics, (expected,) = PlainReplay(policy).train_step(updates)
     metrics, (gradient,) = make_step(policy, updates, 40)
     assert relative_error(gradient, expected) < 0.01
-    assert metrics["skipped_updates"] == 0
+    assert metrics["loss/skipped_updates"] == 0
     # rounding may decide between two experts of about equal logits
     rerouted = expected_metrics["experts/rerouted"]
     assert metrics["experts/rerouted"] == pytest.approx(rerouted, abs=0.02)
