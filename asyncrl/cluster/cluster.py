@@ -183,9 +183,6 @@ def join(config: Config, device_type: str) -> Cluster:
     """
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
-    # Megatron sets it. Weights that are sent would wait for the trainer's kernels, here and in workers.
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
     if "RANK" not in os.environ:
         return form_cluster([Peer(0, "localhost")], 0, dist.HashStore(), backend, timeout)
     if not {"LOCAL_RANK", "GROUP_RANK"} <= os.environ.keys():

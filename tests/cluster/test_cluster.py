@@ -85,19 +85,6 @@ def test_ranks_of_another_version_of_the_code_are_refused_in_one_line():
         _meet(store, 1, 2, Peer(1, "b"))
 
 
-@pytest.mark.parametrize(("told", "left"), [("1", None), ("32", "32")])
-def test_one_queue_for_all_streams_of_a_gpu_is_not_taken_over_from_megatron(
-    monkeypatch, told, left
-):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", told)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(
-        "asyncrl.cluster.cluster.form_cluster",
-        lambda *_: os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
-    )
-    assert join(Config(), "cuda") == left
-
-
 def test_ranks_that_torchrun_has_not_started_are_a_mistake_of_the_user(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("GROUP_RANK", raising=False)
