@@ -67,8 +67,12 @@ def _write_recording(path: Path, step: int, groups: list[Group]) -> None:
     weights = str(path / "weights")
     header = read_header(path.parent)
     header["config"] |= {"model": weights, "steps": step}
-    header |= {"weights_sha256": weights_sha256(weights), "first_step": step}
-    write_header(path / "run.json", header, None)
+    _write_header(path, header | {"first_step": step}, weights)
+
+
+def _write_header(path: Path, header: dict, weights: str) -> None:
+    """Write run.json of a recording, with the fingerprint of the weights that it begins with."""
+    write_header(path / "run.json", header | {"weights_sha256": weights_sha256(weights)}, None)
 
 
 class RecordingPlugin(Plugin):
@@ -78,6 +82,8 @@ class RecordingPlugin(Plugin):
         """Write what is trained on to the run directory."""
         if leader.config.record:
             leader.clock.enter("save")
+            if step == 1:
+                _write_header(leader.run.path, read_header(leader.run.path), leader.model_path)
             write_batch(batch_path(leader.run.path, step), step, groups)
 
     def keep_batch(

@@ -140,7 +140,7 @@ def replay(recording: Recording, config: Config) -> None:
         run = None
         if rank.cluster.is_leader:
             recording.check_weights(config.model, model_path)
-            run = open_records(rank, config, model_path)
+            run = open_records(rank, config)
         shared = rank.cluster.broadcast_on_node(run and (run.config, run.path / "stacks.txt"))
         run_config, stacks_path = shared
         write_stacks_to(stacks_path)

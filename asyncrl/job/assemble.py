@@ -37,7 +37,6 @@ from asyncrl.job.inputs import check_model, make_tickets, read_task, try_copies
 from asyncrl.job.node import Follower, Leader, Rank
 from asyncrl.job.resume import find_checkpoint, load_controller_state, resume_command
 from asyncrl.plugins import last_part
-from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.advantage import choose_estimator
@@ -136,7 +135,7 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
     if rank.resumed:
         digest = tickets.prompts.digest
         restored = load_controller_state(rank.resumed, model_path, cluster, config, digest)
-    run = open_records(rank, config, model_path)
+    run = open_records(rank, config)
     config = run.config
     if not rank.resumed:
         try_copies(config)
@@ -256,7 +255,7 @@ def _show(cluster: Cluster, placement: Placement, model_path: str) -> None:
         print(stop_tokens, flush=True)
 
 
-def open_records(rank: Rank, config: Config, model_path: str) -> RunDirectory:
+def open_records(rank: Rank, config: Config) -> RunDirectory:
     """Make or continue the run directory on rank 0, and a folder in it on the leaders of other nodes.
 
     Collective on leaders.
@@ -271,7 +270,7 @@ def open_records(rank: Rank, config: Config, model_path: str) -> RunDirectory:
     )
     run = None
     if cluster.is_first:
-        run = open_directory(weights_sha256=weights_sha256(model_path) if config.record else None)
+        run = open_directory()
         if rank.trains:
             print(f"run directory: {run.path}", flush=True)
         texts = user_code_names(run.config)

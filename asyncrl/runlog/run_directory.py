@@ -40,10 +40,9 @@ class RunDirectory:
         gpus: Iterable[str] = (),
         node_folder: str = "",
         run_id: str | None = None,
-        weights_sha256: str | None = None,
         resumed: dict | None = None,
     ):
-        """Make the directory and write run.json, in a recorded run with the fingerprint of its first weights.
+        """Make the directory and write run.json.
 
         `gpus` are names of the node's GPUs. A node other than the first has `node_folder`, RUN/node_N, and the `run_id`
         of the first node. The name of a run that ended before its first step can be used again. Raises ValueError if
@@ -71,7 +70,6 @@ class RunDirectory:
         """Each checkpoint of the run has it, too."""
         header = make_header(with_absolute_paths(config), num_ranks, gpus)
         self._header = {"run_id": self.run_id} | header
-        self._header |= {} if weights_sha256 is None else {"weights_sha256": weights_sha256}
         if resumed is None:
             self._begin()
             self.record("run_started")

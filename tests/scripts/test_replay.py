@@ -21,7 +21,6 @@ from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer import batch
 from asyncrl.trainer.checkpoint import save_weights
 from asyncrl.trainer.policy import NotFinite
-from extras.recording import batch_path, write_batch
 from scripts import runs
 from scripts.replay import Recording, choose_options, train
 
@@ -44,11 +43,11 @@ def config(model, tmp_path):
 @pytest.fixture
 def recording(config):
     """The run, recorded."""
-    directory = RunDirectory(config, weights_sha256=weights_sha256(config.model))
+    node = make_node(config, TrainerClock())
     for step in range(1, NUM_STEPS + 1):
-        write_batch(batch_path(directory.path, step), step, make_groups(step))
-    directory.close()
-    return Recording.open(directory.path)
+        node.on_batch(step, make_groups(step))
+    node.run.close()
+    return Recording.open(node.run.path)
 
 
 def make_groups(step):
