@@ -64,12 +64,6 @@ def check_model(config: Config, model_path: str, device: str) -> None:
         plugin.check(config, model)
     check_engine(config, model, device)
     tokenizer = load_tokenizer(model_path)
-    if config.tool_parser and "tools" not in str(tokenizer.chat_template):
-        print(
-            f"warning: --tool-parser {config.tool_parser} reads calls of tools, and the chat template of --model "
-            f"{config.model} shows the policy no tools; describe them in a message, or change the template",
-            flush=True,
-        )
     special = set(tokenizer.all_special_ids)
     for token, index in tokenizer.get_vocab().items():
         # Gemma's text models lack the token of an image, which no template writes.

@@ -1,6 +1,7 @@
 """The rollout worker of agents: it serves an OpenAI endpoint, and runs an agent for each ticket."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from asyncrl import user_code
 from asyncrl.cluster.placement import WorkerSpec
@@ -8,6 +9,7 @@ from asyncrl.config import Config
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.plugins import Plugin
 from asyncrl.records import Ticket
+from asyncrl.weights.models import load_tokenizer
 from asyncrl.weights.stop_tokens import stop_token_ids
 from data.problem import Task
 from extras.agents import verifiers_task
@@ -19,6 +21,9 @@ from extras.agents.runners import Agent, Coroutines, Programs, last_line_as_rewa
 from extras.agents.task import prepare_task
 from extras.agents.template import Template
 from rollout import RolloutWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 REWARD_PROCESSES = 4
 
@@ -81,6 +86,18 @@ class AgentPlugin(Plugin):
     def prepare_task(self, config: Config) -> Callable[[], Task]:
         """Return a function that makes the task. Raises ValueError for a wrong name or argument."""
         return prepare_task(config)
+
+    def check(self, config: Config, hf_config: "PreTrainedConfig") -> None:
+        """Warn of a chat template that shows the policy no tools, although a parser reads calls of tools."""
+        if not config.tool_parser:
+            return
+        template = load_tokenizer(hf_config.name_or_path).chat_template
+        if "tools" not in str(template):
+            print(
+                f"warning: --tool-parser {config.tool_parser} reads calls of tools, and the chat template of --model "
+                f"{config.model} shows the policy no tools; describe them in a message, or change the template",
+                flush=True,
+            )
 
     def start_environments(self, spec: WorkerSpec, tokenizer) -> Agents:
         """Return what the agents of a worker share.

@@ -126,25 +126,6 @@ def test_sizes_of_heads_are_those_of_vllm():
 
 
 @pytest.mark.parametrize(
-    ("template", "parser", "is_warned"),
-    [
-        ("{{ messages }}", "hermes", True),
-        ("{{ messages }}", "", False),
-        ("{% if tools %}{{ tools }}{% endif %}{{ messages }}", "hermes", False),
-    ],
-)
-def test_an_agent_whose_tools_the_template_does_not_show_is_warned_of_it(
-    template, parser, is_warned, tmp_path, capsys
-):
-    path = save_tiny_model(str(tmp_path))
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(path)
-    check_model(Config(model=path, tool_parser=parser), path, "cuda")
-    assert ("shows the policy no tools" in capsys.readouterr().out) is is_warned
-
-
-@pytest.mark.parametrize(
     ("family", "options", "limit"),
     [
         ("qwen3", {}, 512),

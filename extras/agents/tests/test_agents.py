@@ -12,17 +12,21 @@ import pytest
 from fake_engine import SamplingEngine
 from programs import wait_until
 from speech import KEEP, assert_trained_once, calls_of, make_ticket, make_tokenizer, speech
+from tiny_policy import save_tiny_model
+from transformers import AutoTokenizer
 from user_files import write_user_code
 
 from asyncrl import user_code
 from asyncrl.config import Config
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.reward_pool import RewardPool
+from asyncrl.trainer.families import read_config
 from extras.agents.endpoint import MAX_BODY_BYTES, Endpoint
 from extras.agents.episode import AgentEpisode, Agents
 from extras.agents.replies import Replies
 from extras.agents.runners import Coroutines, Programs, last_line_as_reward
 from extras.agents.template import Template
+from extras.agents.worker import PLUGIN
 
 TOOLS = [
     {
@@ -220,6 +224,25 @@ def test_a_tool_call_that_cannot_be_read_leaves_the_reply_as_text(capsys):
     assert trajectory.reward == 1.0, trajectory.failure
     assert room.agents.replies.num_unread == 1
     assert "1 replies are left as text" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "is_warned"),
+    [
+        ("{{ messages }}", "hermes", True),
+        ("{{ messages }}", "", False),
+        ("{% if tools %}{{ tools }}{% endif %}{{ messages }}", "hermes", False),
+    ],
+)
+def test_an_agent_whose_tools_the_template_does_not_show_is_warned_of_it(
+    template, parser, is_warned, tmp_path, capsys
+):
+    path = save_tiny_model(str(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    PLUGIN.check(Config(model=path, tool_parser=parser), read_config(path))
+    assert ("shows the policy no tools" in capsys.readouterr().out) is is_warned
 
 
 def test_a_dead_engine_ends_the_worker_and_fails_no_trajectory():
