@@ -11,7 +11,7 @@ from plain_trainer import record_gradients
 from tiny_policy import load, random_sequences, weights_of
 from trajectories import make_trajectory
 
-from asyncrl.cluster.cluster import Peer, form_cluster
+from asyncrl.cluster.cluster import form_cluster
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
 from asyncrl.trainer import batch
@@ -52,9 +52,8 @@ def groups_of_node(node: int) -> list[Group]:
 def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     """Train one step per config on four ranks of two nodes; each rank writes `rank_N.pt`."""
     torch.set_num_threads(1)
-    peers = [Peer(node, "ab"[node]) for node in NODE_OF_RANK]
-    store = dist.FileStore(os.path.join(folder, "store"), len(peers))
-    cluster = form_cluster(peers, rank, store, "gloo", TIMEOUT)
+    store = dist.FileStore(os.path.join(folder, "store"), 4)
+    cluster = form_cluster((NODE_OF_RANK[rank], "a host", {}), rank, 4, store, "gloo", TIMEOUT)
     found = []
     for config in configs:
         policy = load(config)

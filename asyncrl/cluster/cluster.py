@@ -7,25 +7,26 @@ samples and a copy of the weights. Nodes exchange only the trainer's collectives
 import dataclasses
 import datetime
 import os
-import pickle
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from asyncrl.cluster.fingerprint import check_same, fingerprint
-from asyncrl.cluster.gathering import Gathering
 from asyncrl.config import Config
 
+T = TypeVar("T")
 JOIN_TIMEOUT_S = 180.0
 """Longest wait for the ranks of all nodes, for their imports. torchrun starts them together."""
 DOWNLOAD_S = 86400.0
 """Longest wait until all nodes have the model, perhaps downloaded, seconds."""
+POLL_S, STORE_POLL_S = 0.002, 0.1
+"""Seconds between two looks at a collective, and at the store, which serves all ranks."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Cluster:
     """Store for process groups; None for a single rank without `join`."""
     node_group: dist.ProcessGroup | None = None
     """This node's ranks; None for all ranks, if there is one node."""
-    leaders: Gathering | None = None
-    """Of all nodes; None if there is one node, and on followers."""
+    leaders: dist.ProcessGroup | None = None
+    """Leaders of all nodes; None if there is one node, and on followers."""
 
     @property
     def num_nodes(self) -> int:
@@ -91,30 +92,21 @@ class Cluster:
         """
         if self.leaders is None:
             return [value]
-        try:
-            values = self.leaders.gather(pickle.dumps(value))
-        except TimeoutError:
-            raise RuntimeError(
-                f"timed out: waited {self.leaders.timeout_s:g} s, 2 × --timeout-s, for all other nodes; if a step or a "
-                "checkpoint takes that long, raise --timeout-s"
-            ) from None
-        return [pickle.loads(value) for value in values]
+        arrived = dist.barrier(self.leaders, async_op=True)
+        while not arrived.is_completed():  # no signal interrupts a collective
+            time.sleep(POLL_S)
+        arrived.wait()
+        return gather_from_ranks(value, self.leaders)
 
     def wait_for_models(self) -> None:
         """Wait until all nodes have their model; collective over ranks.
 
         A signal interrupts the wait. Raises RuntimeError after DOWNLOAD_S, not after --timeout-s.
         """
-        if self.num_ranks == 1:
-            return
-        store = dist.PrefixStore("models", self.store)
-        gathering = Gathering(store, dist.get_rank(), self.num_ranks, DOWNLOAD_S, poll_s=0.1)
-        try:
-            gathering.gather(b"")
-        except TimeoutError as ranks:
-            raise RuntimeError(
-                f"timed out: ranks {ranks} wait for their model after {DOWNLOAD_S:g} s"
-            ) from None
+        if self.num_ranks > 1:
+            store, rank = dist.PrefixStore("models", self.store), dist.get_rank()
+            limit = {"timeout_s": DOWNLOAD_S, "action": "get their model"}
+            wait_for_ranks(store, rank, self.num_ranks, **limit)
 
     def max_over_ranks(self, counts: list[int]) -> list[int]:
         """Return the maximum of each count over all ranks; collective over ranks."""
@@ -141,38 +133,68 @@ def on_first_rank(function: Callable[[], Any]) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class Peer:
-    """Facts that a rank sends to all other ranks."""
+def gather_from_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks, or of those of a group; collective."""
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
-    node: int
-    host: str
-    fingerprint: dict[str, str] | None = None
-    """Code and options of its node; None unless it is a leader."""
+
+def wait_for_ranks(
+    store: dist.Store, rank: int, num_ranks: int, *, timeout_s: float, action: str
+) -> None:
+    """Wait until all ranks call this with one store, which has no other keys. A signal interrupts the wait.
+
+    Raises RuntimeError, with the missing ranks, after `timeout_s` seconds or if the store is gone.
+    """
+    store.set(str(rank), "")
+    deadline = time.monotonic() + timeout_s
+    while not store.check(list(map(str, range(num_ranks)))):
+        if time.monotonic() > deadline:
+            missing = [str(other) for other in range(num_ranks) if not store.check([str(other)])]
+            raise RuntimeError(
+                f"of {num_ranks} ranks that torchrun starts, {', '.join(missing)} did not {action} within "
+                f"{timeout_s:.0f} s; look at the output of their nodes"
+            )
+        time.sleep(STORE_POLL_S)
 
 
 def form_cluster(
-    peers: list[Peer], rank: int, store: dist.Store, backend: str, timeout: datetime.timedelta
+    mine: tuple[int, str, dict[str, str]],
+    rank: int,
+    num_ranks: int,
+    store: dist.Store,
+    backend: str,
+    timeout: datetime.timedelta,
 ) -> Cluster:
-    """Form the process groups of a run. Return the cluster as seen by `rank`, whose peers are in order; collective."""
-    nodes: dict[int, list[int]] = {}
-    for other, peer in enumerate(peers):
-        nodes.setdefault(peer.node, []).append(other)
-    ranks_of_nodes, node = tuple(map(tuple, nodes.values())), list(nodes).index(peers[rank].node)
-    hosts = tuple(peers[ranks[0]].host for ranks in ranks_of_nodes)
-    cluster = Cluster(node, ranks_of_nodes[node].index(rank), ranks_of_nodes, hosts, store)
-    group_store = dist.PrefixStore("trainer", store)
+    """Form the process groups of a run. Return the cluster as seen by `rank`; collective.
+
+    `mine` is this rank's node, its host, and on a leader the fingerprint of code and options. It has plain values,
+    because nodes may have other versions of this code. All ranks raise ValueError if fingerprints differ.
+    """
     dist.init_process_group(
-        backend, store=group_store, rank=rank, world_size=len(peers), timeout=timeout
+        backend,
+        store=dist.PrefixStore("trainer", store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timeout,
     )
+    nodes_of_ranks, hosts_of_ranks, fingerprints = zip(*gather_from_ranks(mine), strict=True)
+    nodes: dict[int, list[int]] = {}
+    for other, other_node in enumerate(nodes_of_ranks):
+        nodes.setdefault(other_node, []).append(other)
+    ranks_of_nodes, node = tuple(map(tuple, nodes.values())), list(nodes).index(mine[0])
+    first_ranks = [ranks[0] for ranks in ranks_of_nodes]
+    hosts = tuple(hosts_of_ranks[first] for first in first_ranks)
+    cluster = Cluster(node, ranks_of_nodes[node].index(rank), ranks_of_nodes, hosts, store)
     if cluster.num_nodes == 1:
         return cluster
+    check_same({cluster.name(i): fingerprints[first] for i, first in enumerate(first_ranks)})
     node_group, _ = dist.new_subgroups_by_enumeration(ranks_of_nodes, timeout, "gloo")
-    leaders = None
-    if cluster.is_leader:
-        leader_store = dist.PrefixStore("leaders", store)
-        leaders = Gathering(leader_store, node, cluster.num_nodes, timeout.total_seconds())
-    return dataclasses.replace(cluster, node_group=node_group, leaders=leaders)
+    leaders = dist.new_group(first_ranks, timeout, "gloo")
+    return dataclasses.replace(
+        cluster, node_group=node_group, leaders=leaders if cluster.is_leader else None
+    )
 
 
 def join(config: Config, device_type: str) -> Cluster:
@@ -184,37 +206,20 @@ def join(config: Config, device_type: str) -> Cluster:
     timeout = datetime.timedelta(seconds=2 * config.timeout_s)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" not in os.environ:
-        return form_cluster([Peer(0, "localhost")], 0, dist.HashStore(), backend, timeout)
+        return form_cluster((0, "localhost", {}), 0, 1, dist.HashStore(), backend, timeout)
     if not {"LOCAL_RANK", "GROUP_RANK"} <= os.environ.keys():
         raise ValueError(
             "RANK is set without LOCAL_RANK and GROUP_RANK; start the ranks by torchrun, or unset RANK"
         )
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-    mine = Peer(int(os.environ["GROUP_RANK"]), socket.gethostname())
+    # groups would wait for --timeout-s, and would not name a missing rank
+    met = dist.PrefixStore("ranks", store)
+    wait_for_ranks(met, rank, num_ranks, timeout_s=JOIN_TIMEOUT_S, action="join")
+    values = {}
     if os.environ["LOCAL_RANK"] == "0":
-        mine = dataclasses.replace(mine, fingerprint=fingerprint(config) | {"device": device_type})
-    peers = _meet(dist.PrefixStore("peers", store), rank, num_ranks, mine)
-    leaders = {f"node {peer.node} ({peer.host})": peer for peer in peers if peer.fingerprint}
-    check_same({name: peer.fingerprint for name, peer in leaders.items()})
-    return form_cluster(peers, rank, store, backend, timeout)
-
-
-def _meet(store: dist.Store, rank: int, num_ranks: int, mine: Peer) -> list[Peer]:
-    """Return all peers. They are sent as JSON, because nodes may have other versions of this code."""
-    try:
-        gathering = Gathering(store, rank, num_ranks, JOIN_TIMEOUT_S)
-        peers = gathering.gather(msgspec.json.encode(mine))
-    except TimeoutError as missing:
-        raise RuntimeError(
-            f"of {num_ranks} ranks that torchrun starts, {missing} did not join within {JOIN_TIMEOUT_S:.0f} s; look at "
-            "the output of their nodes"
-        ) from None
-    try:
-        return [msgspec.json.decode(peer, type=Peer) for peer in peers]
-    except msgspec.ValidationError as error:
-        raise ValueError(
-            f"the nodes have different versions of this code ({error}); use one commit on all nodes"
-        ) from None
+        values = fingerprint(config) | {"device": device_type}
+    mine = (int(os.environ["GROUP_RANK"]), socket.gethostname(), values)
+    return form_cluster(mine, rank, num_ranks, store, backend, timeout)
 
 
 def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:

@@ -20,7 +20,9 @@ class NodeWatch:
         """Wait until the other nodes have finished, after this node has."""
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the cause of this node's end. After a timeout it names the stacks of all processes."""
+        """Return the cause of this node's end. After a timeout it names the option and the stacks."""
         if isinstance(error, RuntimeError) and "timed out" in str(error).lower():
-            return RuntimeError(f"{error}; {self.dump_stacks()}")
+            return RuntimeError(
+                f"{error}; if a step or a checkpoint takes that long, raise --timeout-s; {self.dump_stacks()}"
+            )
         return error

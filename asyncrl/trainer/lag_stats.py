@@ -4,7 +4,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from algos.kl import k3
 from algos.ratio import importance_ratio
+from asyncrl.cluster.cluster import gather_from_ranks
 from asyncrl.trainer.logprobs import TokenScores
 from asyncrl.trainer.packing import MicroBatch, Updates
 
-T = TypeVar("T")
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 LAST_LAGS = (0, 1, 2, 4, 8)
 """Largest lag of each bucket but the last, steps."""
@@ -167,13 +166,6 @@ def trained_on(updates: Updates, policy_version: int) -> dict[str, float]:
         "staleness/max": int(staleness.max()),
         "staleness/token_mean": float((policy_version - np.concatenate(versions_of_ranks)).mean()),
     }
-
-
-def gather_from_ranks(value: T) -> list[T]:
-    """Return the values of all ranks; collective."""
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

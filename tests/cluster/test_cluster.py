@@ -1,16 +1,18 @@
 import dataclasses
 import os
-import re
+import signal
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from plain_trainer import record_gradients
 from ranks import run_ranks
-from several_nodes import groups_of_node, train_on_two_nodes
+from several_nodes import TIMEOUT, groups_of_node, train_on_two_nodes
 from tiny_policy import assert_same_gradient, load
 
-from asyncrl.cluster.cluster import Cluster, Peer, _meet, join
+from asyncrl.cluster.cluster import Cluster, form_cluster, join, wait_for_ranks
+from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.config import Config
 from asyncrl.trainer.batch import make_updates
 from asyncrl.trainer.dealing import distribute
@@ -68,21 +70,46 @@ def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_repli
     assert sum(num_sequences[:2]) == sum(num_sequences[2:]) == 6, "no sample leaves its node"
 
 
-def test_a_rank_that_does_not_come_is_named(monkeypatch):
-    monkeypatch.setattr("asyncrl.cluster.cluster.JOIN_TIMEOUT_S", 0.2)
+def test_a_rank_that_does_not_come_is_named():
     with pytest.raises(
         RuntimeError, match="of 3 ranks that torchrun starts, 0, 2 did not join within 0 s"
     ):
-        _meet(dist.HashStore(), 1, 3, Peer(0, "a"))
+        wait_for_ranks(dist.HashStore(), 1, 3, timeout_s=0.2, action="join")
 
 
-def test_ranks_of_another_version_of_the_code_are_refused_in_one_line():
-    store = dist.HashStore()
-    store.set("1/0", "1")
-    store.set("1/0/0", '{"node": 0, "hostname": "a"}')
-    line = "the nodes have different versions of this code (Object missing required field `host`); use one commit"
-    with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
-        _meet(store, 1, 2, Peer(1, "b"))
+def gather_slowly(rank: int, folder: str) -> None:
+    """Gather from both nodes, the second of which is late. A signal interrupts the first one's next wait."""
+    store = dist.FileStore(os.path.join(folder, "store"), 2)
+    cluster = form_cluster((rank, f"host{rank}", {}), rank, 2, store, "gloo", TIMEOUT)
+    values = [os.urandom(20 << 20), b""]
+    time.sleep(rank)
+    gathered = cluster.gather(values[rank])
+    assert [len(value) for value in gathered] == [20 << 20, 0] and gathered[rank] == values[rank]
+    if rank == 0:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        start = time.monotonic()
+        with pytest.raises(InterruptedError):
+            cluster.gather(values[rank])
+        assert time.monotonic() - start < 2
+        store.set("interrupted", "")
+    store.wait(["interrupted"])
+    dist.destroy_process_group()
+
+
+def interrupt(number, frame):
+    raise InterruptedError("stopped")
+
+
+def test_leaders_gather_values_of_any_size_and_a_signal_ends_the_wait(tmp_path):
+    assert run_ranks(gather_slowly, 2, str(tmp_path)) == [0, 0]
+
+
+def test_a_wait_that_takes_too_long_names_the_option_and_ends_with_stacks():
+    watch = NodeWatch(Cluster(), lambda: "stacks are in FILE")
+    error = RuntimeError("Timed out waiting 110000ms for send operation")
+    hint = "if a step or a checkpoint takes that long, raise --timeout-s"
+    assert str(watch.explain(error)) == f"{error}; {hint}; stacks are in FILE"
 
 
 def test_ranks_that_torchrun_has_not_started_are_a_mistake_of_the_user(monkeypatch):

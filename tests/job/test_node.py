@@ -17,7 +17,7 @@ from tiny_policy import VOCAB, save_tiny_family, save_tiny_model
 from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 from user_files import TASK, write_jsonl, write_user_code
 
-from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
+from asyncrl.cluster.cluster import Cluster, form_cluster
 from asyncrl.cluster.placement import Placement, WorkerPlacement, place
 from asyncrl.config import Config
 from asyncrl.job import assemble
@@ -297,9 +297,8 @@ def wait_for_a_download(rank: int, folder: str, nodes: list[int]) -> None:
 
     assemble.resolve_model, assemble.lead = resolve_model, lead
     store = dist.FileStore(f"{folder}/store", len(nodes))
-    peers = [Peer(number, f"host{number}") for number in nodes]
     limit = datetime.timedelta(seconds=LIMIT_S)
-    cluster = form_cluster(peers, rank, store, "gloo", limit)
+    cluster = form_cluster((nodes[rank], "a host", {}), rank, len(nodes), store, "gloo", limit)
     surroundings = (None, torch.device("cpu"), None, ExitStack(), None, None)
     with start_node(Rank(Config(), cluster, *surroundings), None) as started:
         assert started.model_path == folder

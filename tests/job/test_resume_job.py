@@ -255,6 +255,48 @@ def test_a_rank_that_fails_ends_at_once_with_its_worker_waits_for_no_other_and_t
     assert_nothing_is_left(workers, set(os.listdir("/dev/shm")))
 
 
+LATE_TASK = """
+import os
+import time
+from pathlib import Path
+
+from data.problem import Problem
+
+
+class Numbers:
+    def train_problem(self, index):
+        if Path("{path}").exists() and os.environ["GROUP_RANK"] == "1":
+            time.sleep(15)
+        return Problem("a1 b2 =", str(index))
+
+    def eval_problems(self, count):
+        return [Problem("a1 b2 =", "3")] * count
+
+    @staticmethod
+    def score(answer, response):
+        return float(answer == response)
+"""
+
+
+def test_a_second_signal_ends_a_node_at_once_while_it_waits_for_the_other(tmp_path):
+    file, is_late = tmp_path / "my_task.py", tmp_path / "is_late"
+    file.write_text(LATE_TASK.format(path=is_late))
+    options = {"task": f"{file}:Numbers", "steps": 100_000, "async_ratio": 1}
+    waits, late = (start(tmp_path, place, **options) for place in torchrun_variables([0, 1]))
+    waits.wait_until(lambda: waits.num_steps() >= 2)
+    is_late.touch()
+    time.sleep(3)  # until it waits for the other
+    start_s = time.monotonic()
+    os.kill(waits.process.pid, signal.SIGINT)
+    waits.wait_until(lambda: "SIGINT: saves and ends after this step" in waits.output())
+    os.kill(waits.process.pid, signal.SIGINT)
+    assert waits.wait(20) == 128 + signal.SIGINT
+    assert time.monotonic() - start_s < 10
+    assert "error: stopped by SIGINT; " in waits.output()
+    assert late.wait(60) == 1
+    assert f"error: node 0 ({HOST}) ended: stopped by SIGINT" in late.output()
+
+
 def test_when_a_node_is_killed_the_other_ends_with_all_stacks_and_without_its_worker(tmp_path):
     places = torchrun_variables([0, 1])
     stays, killed = (start(tmp_path, place, steps=100_000, async_ratio=1) for place in places)

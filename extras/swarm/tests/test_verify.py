@@ -16,7 +16,7 @@ from tiny_policy import VOCAB, brute_force_nucleus, load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from user_files import write_user_code
 
-from asyncrl.cluster.cluster import Cluster, Peer, form_cluster
+from asyncrl.cluster.cluster import Cluster, form_cluster
 from asyncrl.config import Config, SwarmOptions
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Ticket, Trajectory
 from asyncrl.runlog.metrics import merge_nodes
@@ -210,9 +210,8 @@ def seven_with_a_lie(config):
 def verify_on_two_nodes(rank: int, folder: str, config: Config) -> None:
     """Body of a spawned rank, of two nodes of two: node 0 has one response and node 1 seven, then nobody any."""
     torch.set_num_threads(1)
-    peers = [Peer(node, "ab"[node]) for node in NODE_OF_RANK]
     store = dist.FileStore(f"{folder}/store", 4)
-    cluster = form_cluster(peers, rank, store, "gloo", TIMEOUT)
+    cluster = form_cluster((NODE_OF_RANK[rank], "a host", {}), rank, 4, store, "gloo", TIMEOUT)
     policy = load(config)
     verifier = make_verifier(config, cluster=cluster)
     pairs = seven_with_a_lie(config)[: (1, 7)[cluster.node]] if cluster.is_leader else []
