@@ -29,12 +29,12 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
     from asyncrl.job.step_log import print_time_shares
     from rollout import run_worker
 
-    with start_rank(config) as rank, start_node(rank, worker_main or run_worker) as node:
-        train_on(node)
-    print_time_shares(node)
+    with start_rank(config) as bare_rank, start_node(bare_rank, worker_main or run_worker) as rank:
+        train_on(rank)
+    print_time_shares(rank)
 
 
-def train_on(node: "Leader | Follower") -> None:
+def train_on(rank: "Leader | Follower") -> None:
     """Run the loop of a trainer rank. Each call enters its own state of the clock."""
     from asyncrl.job.checkpoints import Checkpoints
     from asyncrl.job.publisher import make_publisher
@@ -42,16 +42,16 @@ def train_on(node: "Leader | Follower") -> None:
     from asyncrl.trainer import batch
     from asyncrl.trainer.policy import load_policy
 
-    config = node.config
-    policy = load_policy(config, node.model_path, node.device, node.clock)
-    checkpoints = Checkpoints(node, policy)
+    config = rank.config
+    policy = load_policy(config, rank.model_path, rank.device, rank.clock)
+    checkpoints = Checkpoints(rank, policy)
     checkpoints.restore()
-    publisher = make_publisher(node, policy)
-    publisher.publish(node.first_version)
-    with StepLog(node) as log, checkpoints:  # from here on a signal lets the step end
-        for step in range(node.first_version + 1, config.steps + 1):
-            groups = node.take_batch(step, publisher)
-            updates = batch.deal(groups, step, policy, node.cluster)
+    publisher = make_publisher(rank, policy)
+    publisher.publish(rank.first_version)
+    with StepLog(rank) as log, checkpoints:  # from here on a signal lets the step end
+        for step in range(rank.first_version + 1, config.steps + 1):
+            groups = rank.take_batch(step, publisher)
+            updates = batch.deal(groups, step, policy, rank.cluster)
             with checkpoints.keep_failed_batch(step, groups):
                 stats = policy.train_step(updates, policy_version=step - 1)
             publisher.publish(step, groups)

@@ -103,7 +103,7 @@ class Plugin:
         """Act on a batch before the step that trains on it."""
 
     def keep_batch(
-        self, node: "Leader | Follower", policy: "Policy", step: int, groups: list["Group"] | None
+        self, rank: "Leader | Follower", policy: "Policy", step: int, groups: list["Group"] | None
     ) -> str | None:
         """Keep the batch of a step that failed, and return the end of its error, on rank 0; collective.
 

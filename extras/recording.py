@@ -88,7 +88,7 @@ class RecordingPlugin(Plugin):
 
     def keep_batch(
         self,
-        node: "Follower | Leader",
+        rank: "Follower | Leader",
         policy: "Policy",
         step: int,
         groups: list[Group] | None,
@@ -99,10 +99,10 @@ class RecordingPlugin(Plugin):
         """
         from asyncrl.trainer.checkpoint import save_weights
 
-        path = node.run.path / f"failed_step_{step}" if node.cluster.is_first else None
+        path = rank.run.path / f"failed_step_{step}" if rank.cluster.is_first else None
         try:
             save_weights(policy, str(path / "weights") if path else "")
-            groups_of_nodes = node.cluster.gather(groups) if node.cluster.is_leader else []
+            groups_of_nodes = rank.cluster.gather(groups) if rank.cluster.is_leader else []
             if path:
                 _write_recording(path, step, list(itertools.chain(*groups_of_nodes)))
         except OSError as failure:

@@ -69,15 +69,15 @@ def sample(config: Config, num_samples: int) -> Evaluation:
     from asyncrl.trainer.policy import load_policy
     from rollout import run_worker
 
-    with start_rank(config, trains=False) as rank, start_node(rank, run_worker) as node:
-        problems = node.controller.tickets.prompts.eval_problems
+    with start_rank(config, trains=False) as bare_rank, start_node(bare_rank, run_worker) as rank:
+        problems = rank.controller.tickets.prompts.eval_problems
         problems[:] = [problem for problem in problems for _ in range(num_samples)]
-        policy = load_policy(node.config, node.model_path, node.device, node.clock)
-        publisher = make_publisher(node, policy)
-        publisher.publish(node.first_version)
-        node.controller.finish_evaluations()
-        publisher.check_last(node.first_version)
-        return node.controller.ended_evaluations[-1]
+        policy = load_policy(rank.config, rank.model_path, rank.device, rank.clock)
+        publisher = make_publisher(rank, policy)
+        publisher.publish(rank.first_version)
+        rank.controller.finish_evaluations()
+        publisher.check_last(rank.first_version)
+        return rank.controller.ended_evaluations[-1]
 
 
 def describe(evaluation: Evaluation, num_samples: int) -> list[str]:

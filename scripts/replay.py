@@ -130,29 +130,29 @@ def replay(recording: Recording, config: Config) -> None:
     from asyncrl.trainer.policy import load_policy
     from asyncrl.weights.models import num_parameters, resolve_model
 
-    with start_rank(config) as rank:
-        if rank.cluster.num_nodes > 1:
+    with start_rank(config) as bare_rank:
+        if bare_rank.cluster.num_nodes > 1:
             raise ValueError(
-                f"a replay runs on one node, got {rank.cluster.num_nodes}; use --nnodes 1"
+                f"a replay runs on one node, got {bare_rank.cluster.num_nodes}; use --nnodes 1"
             )
         model_path = resolve_model(config.model, config.task)
         config, _ = choose_lr(config, num_parameters(model_path))
         run = None
-        if rank.cluster.is_leader:
+        if bare_rank.cluster.is_leader:
             recording.check_weights(config.model, model_path)
-            run = open_records(rank, config)
-        shared = rank.cluster.broadcast_on_node(run and (run.config, run.path / "stacks.txt"))
+            run = open_records(bare_rank, config)
+        shared = bare_rank.cluster.broadcast_on_node(run and (run.config, run.path / "stacks.txt"))
         run_config, stacks_path = shared
         write_stacks_to(stacks_path)
-        rank.use_device()
-        node = follow(rank, run_config, model_path)
-        policy = load_policy(node.config, model_path, node.device, node.clock)
-        train(recording, node, policy, run)
+        bare_rank.use_device()
+        rank = follow(bare_rank, run_config, model_path)
+        policy = load_policy(rank.config, model_path, rank.device, rank.clock)
+        train(recording, rank, policy, run)
     if run is not None:
         print(f"finished: {run.path}", flush=True)
 
 
-def train(recording: Recording, node, policy, run) -> None:
+def train(recording: Recording, rank, policy, run) -> None:
     """Make every step on its recorded batch, as train_async.train does on what rollout gives it; collective.
 
     The leader has the records of the replay, `run`; other ranks have None.
@@ -161,7 +161,7 @@ def train(recording: Recording, node, policy, run) -> None:
     from asyncrl.trainer import batch
     from asyncrl.trainer.checkpoint import save_weights
 
-    config, clock = node.config, node.clock
+    config, clock = rank.config, rank.clock
     num_samples = (recording.first_step - 1) * config.groups_per_step * config.group_size
     if run is not None:
         run.record("replay", of=str(recording.path), weights_sha256=recording.weights_sha256)
@@ -171,7 +171,7 @@ def train(recording: Recording, node, policy, run) -> None:
         for step in range(recording.first_step, config.steps + 1):
             clock.enter("wait")
             groups = read_batch(batch_path(recording.path, step), step) if run else None
-            updates = batch.deal(groups, step, policy, node.cluster)
+            updates = batch.deal(groups, step, policy, rank.cluster)
             stats = policy.train_step(updates, policy_version=step - 1)
             num_samples += stats["samples"]
             clock.enter("other")

@@ -82,31 +82,33 @@ def start_rank(config: Config, trains: bool = True) -> Iterator[Rank]:
 
 
 @contextmanager
-def start_node(rank: Rank, worker_main: Callable) -> Iterator[Leader | Follower]:
-    """Yield the rank with its node's model. A leader also has records and rollout workers, which `rank` takes down.
+def start_node(bare_rank: Rank, worker_main: Callable) -> Iterator[Leader | Follower]:
+    """Yield the rank as a leader or a follower, with its node's model; `bare_rank` takes everything down.
+
+    A leader also has records and rollout workers.
 
     Workers run `worker_main(spec, connection)`, and start while the caller loads the policy. If a signal ends the run,
     its error tells how to continue.
     """
-    cluster = rank.cluster
-    run_path = rank.config.resume and Path(rank.config.resume)
+    cluster = bare_rank.cluster
+    run_path = bare_rank.config.resume and Path(bare_rank.config.resume)
     try:
         if cluster.is_leader:
             # Mistakes in rows are reported before a model is fetched.
-            task = read_task(rank.config, cluster)
-            model_path = resolve_model(rank.config.model, rank.config.task)
+            task = read_task(bare_rank.config, cluster)
+            model_path = resolve_model(bare_rank.config.model, bare_rank.config.task)
         cluster.wait_for_models()
         if cluster.is_leader:
-            node = lead(rank, model_path, task, worker_main)
-            run_path = run_path or node.run.path
-            stacks_path = node.run.path / "stacks.txt"
-            cluster.broadcast_on_node((node.config, model_path, stacks_path))
+            rank = lead(bare_rank, model_path, task, worker_main)
+            run_path = run_path or rank.run.path
+            stacks_path = rank.run.path / "stacks.txt"
+            cluster.broadcast_on_node((rank.config, model_path, stacks_path))
         else:
             config, model_path, stacks_path = cluster.broadcast_on_node(None)
             write_stacks_to(stacks_path)
-            node = follow(rank, config, model_path)
-        node.use_device()
-        yield node
+            rank = follow(bare_rank, config, model_path)
+        rank.use_device()
+        yield rank
     except Interrupted as error:
         if cluster.is_first:
             error.args = (f"{error}; {resume_command(run_path)}", *error.args[1:])

@@ -47,13 +47,13 @@ OUT_OF_TIME = os.EX_TEMPFAIL
 class Checkpoints:
     """Saves a run at the end of its steps. Every rank has one. In its context a signal ends the run after a step."""
 
-    def __init__(self, node: Follower | Leader, policy: Policy):
+    def __init__(self, rank: Follower | Leader, policy: Policy):
         """Make the writer of checkpoints; collective. Call `restore` next."""
-        self.node, self.policy = node, policy
+        self.rank, self.policy = rank, policy
         folder, self._is_shared = self._find_folder()
         self.writer = CheckpointWriter(policy, folder)
-        # It is called when the node ends, after an error has been reported.
-        node.on_end.callback(self.writer.close, GRACE_S)
+        # It is called when the rank ends, after an error has been reported.
+        rank.on_end.callback(self.writer.close, GRACE_S)
         self._handlers: dict[int, Any] = {}
         self._signal_number = 0  # of the signal that asked the run to stop; 0 before
         self._last_step: tuple[int, Publisher] | None = None
@@ -63,22 +63,22 @@ class Checkpoints:
 
     def restore(self) -> None:
         """Continue from the checkpoint of a resumed run: restore the policy, and truncate records; collective."""
-        resumed = self.node.resumed
+        resumed = self.rank.resumed
         if resumed is not None:
             restore_training_state(self.policy, str(resumed.resume_folder), self.writer.group)
-            if self.node.cluster.is_first:
+            if self.rank.cluster.is_first:
                 rename_newer(resumed)
             # Wait until all ranks have read and accepted the checkpoint.
             dist.barrier(self.writer.group)
-            if self.node.cluster.is_leader:
-                self.node.run.truncate_records()
+            if self.rank.cluster.is_leader:
+                self.rank.run.truncate_records()
         # The first copy of a state allocates host memory, which takes long. Engines start meanwhile.
         self.writer.stager.stage(training_state(self.policy))
 
     def _find_folder(self) -> tuple[Path, bool]:
         """Return the folder of checkpoints, and whether all nodes share it; collective."""
-        cluster = self.node.cluster
-        run = Path(self.node.config.runs_dir) / on_first_rank(lambda: self.node.run.path.name)
+        cluster = self.rank.cluster
+        run = Path(self.rank.config.runs_dir) / on_first_rank(lambda: self.rank.run.path.name)
         (is_elsewhere,) = cluster.max_over_ranks([not (run / "run.json").exists()])
         if is_elsewhere and cluster.is_first:
             print(
@@ -97,7 +97,7 @@ class Checkpoints:
     def __exit__(self, kind, error, traceback) -> None:
         try:
             if isinstance(error, NobodySamples):
-                self._stop(*self.node.cluster.max_over_ranks([self._signal_number]))
+                self._stop(*self.rank.cluster.max_over_ranks([self._signal_number]))
             elif isinstance(error, CannotContinue):
                 self._save_before_end(error)
             elif error is None:
@@ -108,13 +108,13 @@ class Checkpoints:
 
     def _handle_signal(self, number: int, frame) -> None:
         """Stop the run after this step. After a second signal, or if a node or rank is lost, end it at once."""
-        cluster, watch = self.node.cluster, self.node.watch
+        cluster, watch = self.rank.cluster, self.rank.watch
         if self._signal_number or watch.reason is not None or has_lost_a_rank():
             signal.signal(number, self._handlers[number])
             signal.raise_signal(number)
         self._signal_number = number
         if cluster.is_leader:
-            self.node.controller.is_asked_to_stop = True
+            self.rank.controller.is_asked_to_stop = True
             name = signal.Signals(number).name
             line = f"{name}: saves and ends after this step; a second signal ends the run at once"
             # print is not reentrant, and a signal can come inside it. The terminal can be gone.
@@ -130,8 +130,8 @@ class Checkpoints:
         try:
             yield
         except NotFinite as error:
-            plugins = self.node.config.plugins
-            kept = (plugin.keep_batch(self.node, self.policy, step, groups) for plugin in plugins)
+            plugins = self.rank.config.plugins
+            kept = (plugin.keep_batch(self.rank, self.policy, step, groups) for plugin in plugins)
             where = last_part(kept, "; its batch is not kept, as extras/recording.py is missing")
             raise RuntimeError(f"{error}{where}") from error
 
@@ -140,11 +140,11 @@ class Checkpoints:
 
         Raises Interrupted if the run stops. Raises OSError if the checkpoint before this one could not be written.
         """
-        config, now = self.node.config, time.monotonic()
+        config, now = self.rank.config, time.monotonic()
         self._longest_step_s = max(self._longest_step_s, now - self._step_ended)
         wanted = config.save_every is not None and config.is_due(step, config.save_every)
         mine = [int(wanted), self._signal_number, int(self._is_out_of_time())]
-        due, number, is_late = self.node.cluster.max_over_ranks(mine)
+        due, number, is_late = self.rank.cluster.max_over_ranks(mine)
         self._last_step = step, publisher
         self._is_saved = False
         if due or number or is_late:
@@ -158,7 +158,7 @@ class Checkpoints:
 
         `number` is that of a signal, or 0 for the limit of time. Raises OSError as `save_if_due`.
         """
-        reason = f"--stop-after-s {self.node.config.stop_after_s:g}, which is nearly over,"
+        reason = f"--stop-after-s {self.rank.config.stop_after_s:g}, which is nearly over,"
         status = OUT_OF_TIME
         if number:
             reason = signal.Signals(number).name
@@ -168,7 +168,7 @@ class Checkpoints:
             if not self._is_saved:
                 self._save(*self._last_step)
         self.writer.wait()
-        self.node.watch.finish()  # All nodes stop here, so no node is the cause.
+        self.rank.watch.finish()  # All nodes stop here, so no node is the cause.
         raise Interrupted(f"stopped by {reason}", status)
 
     def _save_before_end(self, error: CannotContinue) -> None:
@@ -180,43 +180,43 @@ class Checkpoints:
             return  # No step was made since the start.
         separator = "\n" if "\n" in str(error) else "; "  # A dead worker's error ends with its log.
         try:
-            if not self._is_saved and self._last_step[0] < self.node.config.steps:
+            if not self._is_saved and self._last_step[0] < self.rank.config.steps:
                 self._save(*self._last_step)
             self.writer.wait()
         except (OSError, RuntimeError) as failure:
             error.args = (f"{error}{separator}{failure}",)
-        if self.node.cluster.is_first:
-            error.args = (f"{error}{separator}{resume_command(self.node.run.path)}",)
-        self.node.watch.finish()  # as in `_stop`
+        if self.rank.cluster.is_first:
+            error.args = (f"{error}{separator}{resume_command(self.rank.run.path)}",)
+        self.rank.watch.finish()  # as in `_stop`
 
     def _is_out_of_time(self) -> bool:
         """Return whether the next step and its checkpoint could end after `stop_after_s`, by the longest so far."""
-        if not self.node.config.stop_after_s:
+        if not self.rank.config.stop_after_s:
             return False
         elapsed_s = time.time() - psutil.Process().create_time()
         save_s = self.writer.longest_s or self._longest_step_s
-        return elapsed_s + self._longest_step_s + save_s > self.node.config.stop_after_s
+        return elapsed_s + self._longest_step_s + save_s > self.rank.config.stop_after_s
 
     def _save(self, step: int, publisher: Publisher) -> None:
         """Copy the state of the run, and begin to write it in the background."""
-        node = self.node
+        rank = self.rank
         self._is_saved = True
-        node.clock.enter("save")
+        rank.clock.enter("save")
         if not self._is_shared:
             save_weights(
-                self.policy, str(node.run.checkpoint_path(step)) if node.cluster.is_first else ""
+                self.policy, str(rank.run.checkpoint_path(step)) if rank.cluster.is_first else ""
             )
             return
         self.writer.wait()
         state = None
-        if node.cluster.is_leader:
-            rollout = node.controller.snapshot(node.run.sizes)
+        if rank.cluster.is_leader:
+            rollout = rank.controller.snapshot(rank.run.sizes)
             delayed = publisher.delayed
             facts = {
                 "records": rollout.records,
-                "probe": node.probe.state(delayed),
-                "problems": node.controller.tickets.prompts.digest,
+                "probe": rank.probe.state(delayed),
+                "problems": rank.controller.tickets.prompts.digest,
             }
-            facts_of_nodes = node.cluster.gather(facts)
-            state = NodeState(node.cluster.node, node.run, rollout, facts_of_nodes, delayed)
+            facts_of_nodes = rank.cluster.gather(facts)
+            state = NodeState(rank.cluster.node, rank.run, rollout, facts_of_nodes, delayed)
         self.writer.start(step, training_state(self.policy), state)

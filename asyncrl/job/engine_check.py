@@ -11,10 +11,10 @@ from asyncrl.trainer.model import compute_dtype
 class EngineCheck:
     """Compares the engines of a node with the trainer, and acts on wrong weights."""
 
-    def __init__(self, node: Leader) -> None:
+    def __init__(self, leader: Leader) -> None:
         """Check the engines of a node, joined hosts included."""
-        self._node = node
-        self._allowed = ALLOWED_MISMATCH[compute_dtype(node.config, node.device)]
+        self._leader = leader
+        self._allowed = ALLOWED_MISMATCH[compute_dtype(leader.config, leader.device)]
         self._has_warned = False
         self._first_version: int | None = None
         """First version that this start of the run compared."""
@@ -25,40 +25,40 @@ class EngineCheck:
         A worker of this node that has other weights is warned of, once. A joined host is shut out.
         Raises RuntimeError if the first weights that this start of the run compares are wrong.
         """
-        node = self._node
-        for mismatch in node.probe.compare(node.controller.take_probes()):
-            node.run.record(
+        leader = self._leader
+        for mismatch in leader.probe.compare(leader.controller.take_probes()):
+            leader.run.record(
                 "mismatch", worker=mismatch.worker, version=mismatch.version, **mismatch.metrics()
             )
             if self._first_version is None:
                 self._first_version = mismatch.version
-            problem = mismatch.describe(self._allowed, node.placement.transport)
-            if problem is None or node.controller.bans_host_of(mismatch.worker, problem):
+            problem = mismatch.describe(self._allowed, leader.placement.transport)
+            if problem is None or leader.controller.bans_host_of(mismatch.worker, problem):
                 continue
             if mismatch.version == self._first_version:
                 raise RuntimeError(problem)
             if not self._has_warned:
                 self._has_warned = True
-                node.run.record("warning", text=f"step {step}: {problem}")
+                leader.run.record("warning", text=f"step {step}: {problem}")
                 print(f"warning: step {step}: {problem}", flush=True)
         self._follow()
 
     def _follow(self) -> None:
         """Look whether engines have older weights than they say. Raises RuntimeError if one surely has."""
-        node = self._node
-        for version, worker in node.probe.follow():
-            arrivals = node.probe.arrivals[worker]
-            node.run.record("lag", worker=worker, version=version, **asdict(arrivals.whole))
+        leader = self._leader
+        for version, worker in leader.probe.follow():
+            arrivals = leader.probe.arrivals[worker]
+            leader.run.record("lag", worker=worker, version=version, **asdict(arrivals.whole))
             lag = arrivals.recent
             if not lag.behind > SURE:
                 continue
             problem = (
                 f"worker {worker} has older weights than it says: at version {version} its log-probs of the probe lie "
                 f"{lag.lag:.2g} ± {lag.lag_error:.1g} versions behind, and {lag.lead:.2g} ahead of the version before. "
-                f"Every staleness is then recorded wrongly. Likely cause: --weight-sync {node.placement.transport} "
+                f"Every staleness is then recorded wrongly. Likely cause: --weight-sync {leader.placement.transport} "
                 "brings weights late, or only some of them; try another --weight-sync"
             )
-            if not node.controller.bans_host_of(worker, problem):
+            if not leader.controller.bans_host_of(worker, problem):
                 raise RuntimeError(problem)
 
     def finish(self) -> None:
@@ -66,10 +66,10 @@ class EngineCheck:
 
         Workers that were shut out do not count.
         """
-        controller = self._node.controller
+        controller = self._leader.controller
         surety = [
             (arrivals.whole.right if arrivals.whole else 0.0, worker)
-            for worker, arrivals in self._node.probe.arrivals.items()
+            for worker, arrivals in self._leader.probe.arrivals.items()
             if controller.is_believed(worker)
         ]
         least, worker = min(surety, default=(0.0, 0))

@@ -22,8 +22,8 @@ Snapshot = tuple[int, list[tuple[str, Tensor]]]
 class Publisher:
     """Does a rank's part of publishing: it scores the probe, and helps to gather the weights."""
 
-    def __init__(self, node: Follower | Leader, policy: Policy):
-        self.node, self.policy, self.config = node, policy, node.config
+    def __init__(self, rank: Follower | Leader, policy: Policy):
+        self.rank, self.policy, self.config = rank, policy, rank.config
 
     def publish(self, step: int, groups: list[Group] | None = None) -> None:
         """Publish the version that is due after a step that trained on `groups`; collective. Step 0 is the start.
@@ -31,10 +31,10 @@ class Publisher:
         The last step's version is due at once, because no more samples are trained on. Every `eval_every` steps, at the
         start and after the last step, the published version samples the held-out problems.
         """
-        probe = self.node.probe
-        self.node.clock.enter("publish")
+        probe = self.rank.probe
+        self.rank.clock.enter("publish")
         if step:
-            probe.choose(groups, self.policy, self.node.cluster)
+            probe.choose(groups, self.policy, self.rank.cluster)
         probe.score(self.policy, step)
         self.check_engines(step)
         self.send(step, self.policy.sent_parameters())
@@ -54,11 +54,11 @@ class Publisher:
 class LeadingPublisher(Publisher):
     """Publishes policy versions, `publish_delay` steps late, to the workers of a node."""
 
-    def __init__(self, node: Leader, policy: Policy):
+    def __init__(self, rank: Leader, policy: Policy):
         """Join trainer and workers, and wait until all engines of this node are up."""
-        super().__init__(node, policy)
+        super().__init__(rank, policy)
         specs = policy.sent_specs()
-        if node.cluster.is_first:
+        if rank.cluster.is_first:
             print(f"attention of the trainer: {policy.module.attention}", flush=True)
             differs = describe_differences(policy.model_path, [spec.name for spec in specs])
             if differs:
@@ -66,19 +66,19 @@ class LeadingPublisher(Publisher):
                     f"warning: beside --model {policy.model_path}, checkpoints {differs}",
                     flush=True,
                 )
-        node.connect_workers(specs)
-        self._engine_check = EngineCheck(node)
+        rank.connect_workers(specs)
+        self._engine_check = EngineCheck(rank)
         self._snapshots = collections.deque(self._resumed_snapshots(specs))
 
     def send(self, step: int, weights: Weights) -> None:
         """Copy the due weights into the transport when it has room, and announce them to the workers."""
-        controller, version = self.node.controller, step
+        controller, version = self.rank.controller, step
         if self.config.publish_delay and step < self.config.steps:
             version, weights = self._delayed(step, weights)
         every = self.config.eval_every
         evaluates = every > 0 and self.config.is_due(step, every)
-        if step and step == self.node.first_version:
-            restored = self.node.restored
+        if step and step == self.rank.first_version:
+            restored = self.rank.restored
             evaluates = restored.evaluates or (evaluates and restored.published_version < version)
         evaluates = controller.withdraw() or evaluates
         try:
@@ -90,7 +90,7 @@ class LeadingPublisher(Publisher):
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
         controller.publish(
-            Announcement(version, step, staged, self.node.probe.tokens_at(version), evaluates)
+            Announcement(version, step, staged, self.rank.probe.tokens_at(version), evaluates)
         )
 
     def check_engines(self, step: int) -> None:
@@ -101,16 +101,16 @@ class LeadingPublisher(Publisher):
 
         Raises CannotContinue if rollout has ended before.
         """
-        controller = self.node.controller
+        controller = self.rank.controller
         newest = controller.announcements.newest
         has_version = newest is not None and newest.version == version
         try:
             if controller.ended_by is not None and (controller.evaluation or not has_version):
                 raise controller.ended_by
-            if self.node.probe.tokens_at(version):
+            if self.rank.probe.tokens_at(version):
                 controller.finish_probes(version)
                 self.check_engines(version)
-                if version > self.node.first_version:
+                if version > self.rank.first_version:
                     self._engine_check.finish()
         except RolloutEnded as error:
             raise CannotContinue(f"{error}; the last evaluation has not ended") from None
@@ -125,9 +125,9 @@ class LeadingPublisher(Publisher):
 
         The last step of a run publishes without delay, so older ones may be there.
         """
-        resumed = self.node.resumed
+        resumed = self.rank.resumed
         for version in resumed.delayed if resumed else ():
-            if version >= self.node.restored.published_version:
+            if version >= self.rank.restored.published_version:
                 weights = load_file(resumed.resume_folder / "delayed" / f"{version}.safetensors")
                 yield version, [(spec.name, weights[spec.name]) for spec in specs]
 
@@ -140,6 +140,6 @@ class LeadingPublisher(Publisher):
         return self._snapshots[0]
 
 
-def make_publisher(node: Follower | Leader, policy: Policy) -> Publisher:
+def make_publisher(rank: Follower | Leader, policy: Policy) -> Publisher:
     """Return a rank's publisher; on a leader when all engines of its node are up."""
-    return LeadingPublisher(node, policy) if isinstance(node, Leader) else Publisher(node, policy)
+    return LeadingPublisher(rank, policy) if isinstance(rank, Leader) else Publisher(rank, policy)

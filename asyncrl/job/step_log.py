@@ -30,9 +30,9 @@ CUT_SHARE = 0.9
 class StepLog:
     """Writes a step's metrics and sample on rank 0, of all nodes, and its event on each leader; nothing elsewhere."""
 
-    def __init__(self, node: Follower | Leader):
-        self.node = node
-        self.clock = node.clock
+    def __init__(self, rank: Follower | Leader):
+        self.rank = rank
+        self.clock = rank.clock
         self.progress: Progress | None = None
         self.tokens_before = 0
         """Tokens that were generated until the last step."""
@@ -45,53 +45,53 @@ class StepLog:
 
     def __enter__(self) -> "StepLog":
         """End the account of the start: the first step begins. The records of a resumed run are truncated by now."""
-        if self.node.cluster.is_first:
-            self.progress = Progress(self.node.config.steps)
-            if self.node.first_version:
-                last = self.node.run.last_metrics()
+        if self.rank.cluster.is_first:
+            self.progress = Progress(self.rank.config.steps)
+            if self.rank.first_version:
+                last = self.rank.run.last_metrics()
                 self.tokens_before = last.get("tokens/generated", 0)
                 self.num_samples = last.get("samples", 0)
                 self.has_signal = True
-        if self.node.cluster.is_leader:
-            self.reported = self.node.controller.failures()
+        if self.rank.cluster.is_leader:
+            self.reported = self.rank.controller.failures()
         self.clock.enter("other")
         freeze_garbage()
         self.clock.take()
         return self
 
     def __exit__(self, *_) -> None:
-        if self.node.cluster.is_leader:
-            self.print_failures("in the whole run", self.node.controller.failures())
+        if self.rank.cluster.is_leader:
+            self.print_failures("in the whole run", self.rank.controller.failures())
         if self.progress is not None:
             self.progress.close()
             self.clock.take()
-            self.node.run.record("trainer_time", seconds=seconds(self.clock.total))
+            self.rank.run.record("trainer_time", seconds=seconds(self.clock.total))
 
     def write(self, step: int, groups: list[Group] | None, stats: dict[str, float]) -> None:
         """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
         self.clock.enter("other")
         account = self.clock.take()
-        config = self.node.config
-        if not self.node.cluster.is_leader:
+        config = self.rank.config
+        if not self.rank.cluster.is_leader:
             return
         measured = self._measure(step, groups)
         if step % STEPS_OF_FAILURES == 0:
             self.report_failures()
         if step == config.steps:
-            self.node.controller.finish_evaluations()
+            self.rank.controller.finish_evaluations()
             self.clock.enter("evaluate")  # also where another node's is waited for
-        nodes = self.node.cluster.gather(measured)
+        nodes = self.rank.cluster.gather(measured)
         self.clock.enter("other")
-        self.node.run.record(
+        self.rank.run.record(
             "step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups]
         )
-        if not self.node.cluster.is_first:
+        if not self.rank.cluster.is_first:
             return
         metrics = {
             "step": step,
             "policy_version": step,
             **merge_nodes(nodes),
-            **self.node.controller.take_evaluation(),
+            **self.rank.controller.take_evaluation(),
             **stats,
             **time_metrics(account.spent),
         }
@@ -102,26 +102,26 @@ class StepLog:
         self.warn_of_equal_rewards(step, metrics)
         self.warn_of_cut_responses(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
-        self.node.run.log_metrics(metrics)
+        self.rank.run.log_metrics(metrics)
         for sample in choose_samples(
-            step, groups, self.node.tokenizer.decode, self.node.controller.tickets.answer
+            step, groups, self.rank.tokenizer.decode, self.rank.controller.tickets.answer
         ):
-            self.node.run.log_sample(**sample)
+            self.rank.run.log_sample(**sample)
         self.progress.show(metrics)
 
     def _measure(self, step: int, groups: list[Group]) -> Measured:
         """Return this node's part of the metrics of all nodes."""
-        node = self.node
-        measured = batch_metrics(groups, step - 1, node.config, node.cluster.num_nodes)
+        rank = self.rank
+        measured = batch_metrics(groups, step - 1, rank.config, rank.cluster.num_nodes)
         worst = merge(
             {name: Max(value) for name, value in metrics.items()}
-            for metrics in node.probe.take_newest()
+            for metrics in rank.probe.take_newest()
         )
-        return measured | worst | node.controller.take_metrics()
+        return measured | worst | rank.controller.take_metrics()
 
     def report_failures(self) -> None:
         """Print, on each leader, what failed since the last call, if that is more than a few responses."""
-        failures = self.node.controller.failures()
+        failures = self.rank.controller.failures()
         newest = failures.since(self.reported)
         self.reported = failures
         if newest.is_reported:
@@ -129,14 +129,14 @@ class StepLog:
 
     def print_failures(self, when: str, failures: Failures) -> None:
         """Print, on each leader, the failures of its node, if there are any."""
-        cluster = self.node.cluster
+        cluster = self.rank.cluster
         where = f"{cluster.name(cluster.node)}: " if cluster.num_nodes > 1 else ""
         if failures.reasons:
             print(f"warning: {where}{when} {failures}", flush=True)
 
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
         """Warn once if the run has learnt nothing from its first steps, and say where to look."""
-        config = self.node.config
+        config = self.rank.config
         differs = metrics["reward/std"] > 0
         if config.advantage in GROUP_ADVANTAGES:
             differs = metrics["reward/zero_variance_groups"] < 1
@@ -144,32 +144,32 @@ class StepLog:
         if not self.has_signal and step == min(STEPS_WITHOUT_SIGNAL, config.steps):
             print(
                 f"warning: in {step} steps no group had unequal rewards (mean {metrics['reward/mean']:g}): nothing is "
-                f"learnt; look at the responses in {self.node.run.path}/samples.jsonl, and at --task and its reward",
+                f"learnt; look at the responses in {self.rank.run.path}/samples.jsonl, and at --task and its reward",
                 flush=True,
             )
 
     def warn_of_cut_responses(self, step: int, metrics: dict[str, float]) -> None:
         """Warn once if hardly a response of the first batch has ended, and say what ends one."""
-        config, share = self.node.config, metrics["response/cut"]
+        config, share = self.rank.config, metrics["response/cut"]
         if step == 1 and share >= CUT_SHARE:
             num_responses = config.groups_per_step * config.group_size
-            ends = describe_stop_tokens(self.node.model_path, self.node.tokenizer)
+            ends = describe_stop_tokens(self.rank.model_path, self.rank.tokenizer)
             print(
                 f"warning: {round(share * num_responses)} of {num_responses} responses of the first batch reached "
                 f"--max-response-tokens {config.max_response_tokens}; {ends}; raise that limit, or, if "
-                f"{self.node.run.path}/samples.jsonl shows another end, add it to eos_token_id in the model's "
+                f"{self.rank.run.path}/samples.jsonl shows another end, add it to eos_token_id in the model's "
                 "generation_config.json",
                 flush=True,
             )
 
 
-def print_time_shares(node: Follower | Leader) -> None:
+def print_time_shares(rank: Follower | Leader) -> None:
     """Print on each leader what trainer and workers spent their time on, and on rank 0 where the records are."""
-    if node.cluster.is_leader:
-        print(describe("trainer ", node.clock.total))
-        for worker, spent in node.controller.journal.worker_time().items():
+    if rank.cluster.is_leader:
+        print(describe("trainer ", rank.clock.total))
+        for worker, spent in rank.controller.journal.worker_time().items():
             print(describe(f"worker {worker}", spent))
-    if node.cluster.is_first:
-        for plugin in node.config.plugins:
-            plugin.on_end(node.run.path)
-        print(f"finished: {node.run.path}", flush=True)
+    if rank.cluster.is_first:
+        for plugin in rank.config.plugins:
+            plugin.on_end(rank.run.path)
+        print(f"finished: {rank.run.path}", flush=True)

@@ -403,13 +403,13 @@ class NodeState:
 def save(
     path: Path,
     state: dict[str, Tensor],
-    node: NodeState | None,
+    node_state: NodeState | None,
     weights: WeightWriter,
     group: dist.ProcessGroup,
 ) -> None:
     """Write a checkpoint to the new folder `path`; collective on the gloo group of all ranks.
 
-    `state` is this rank's training state in host memory. Leaders add `node`. Raises OSError as `new_folder`.
+    `state` is this rank's training state in host memory. Leaders add `node_state`. Raises OSError as `new_folder`.
     """
     with new_folder(path, group) as folder:
         resume_folder = folder / RESUME_FOLDER
@@ -417,18 +417,18 @@ def save(
             check_finite(state)
         write_shards(state, resume_folder, group)
         with fail_together(group):
-            if node is not None:
-                node.write(resume_folder)
+            if node_state is not None:
+                node_state.write(resume_folder)
         with fail_together(group):
             if dist.get_rank() == 0:
                 weights.write(read_trained_weights(str(resume_folder)), folder)
                 write_manifest(
                     folder,
-                    run_id=node.run.run_id,
+                    run_id=node_state.run.run_id,
                     step=parse_step(path),
                     frozen_sha256=weights.frozen_sha256,
-                    nodes=node.facts,
-                    delayed=list(node.delayed),
+                    nodes=node_state.facts,
+                    delayed=list(node_state.delayed),
                 )
 
 
@@ -466,17 +466,17 @@ class CheckpointWriter:
         self._saving = concurrent.futures.Future()
         self._saving.set_result(None)
 
-    def start(self, step: int, state: dict[str, Tensor], node: NodeState | None) -> None:
+    def start(self, step: int, state: dict[str, Tensor], node_state: NodeState | None) -> None:
         """Copy the state, and begin to save it. Call `wait` for the checkpoint before first."""
         self.path = self.folder / f"step_{step}"
-        self._saving = self._thread.submit(self._save, self.stager.stage(state), node)
+        self._saving = self._thread.submit(self._save, self.stager.stage(state), node_state)
 
-    def _save(self, state: dict[str, Tensor], node: NodeState | None) -> None:
+    def _save(self, state: dict[str, Tensor], node_state: NodeState | None) -> None:
         started = time.monotonic()
         if self.device.type == "cuda":
             # A thread begins on GPU 0. torch waits for a stream while it writes, and would make a context there.
             torch.cuda.set_device(self.device)
-        save(self.path, state, node, self.weights, self.group)
+        save(self.path, state, node_state, self.weights, self.group)
         with fail_together(self.group):
             if dist.get_rank() == 0:
                 prune(self.folder, self.config.keep_last)

@@ -31,7 +31,7 @@ RULES: list[Rule] = [
 ]
 
 
-class SwarmNode:
+class SwarmRank:
     """The part of every rank in a run that listens."""
 
     def take_batch(self, step: int, publisher: EngineChecker) -> list[Group] | None:
@@ -89,7 +89,7 @@ class SwarmNode:
 
 
 @dataclass(frozen=True)
-class SwarmFollower(SwarmNode, Follower):
+class SwarmFollower(SwarmRank, Follower):
     """A rank that only trains, and helps to check."""
 
     tokenizer: ClassVar[None] = None
@@ -97,7 +97,7 @@ class SwarmFollower(SwarmNode, Follower):
 
 
 @dataclass(frozen=True)
-class SwarmLeader(SwarmNode, Leader):
+class SwarmLeader(SwarmRank, Leader):
     """A leader whose node listens for hosts."""
 
     def launch(self) -> None:

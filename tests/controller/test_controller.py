@@ -198,11 +198,11 @@ def test_a_wait_in_vain_leaves_a_state_to_save_and_is_raised_by_the_next_batch(r
     controller.buffer.find_batch = lambda: [0, 1]
     with pytest.raises(RolloutEnded, match=r"waited 100 s for an? (evaluation|free weight)"):
         controller.wait_for_batch()
-    node = SimpleNamespace(
+    rank = SimpleNamespace(
         controller=controller, probe=SimpleNamespace(tokens_at=lambda _: ((1, 2),))
     )
     with pytest.raises(CannotContinue, match="the last evaluation has not ended"):
-        LeadingPublisher.check_last(SimpleNamespace(node=node), 1)
+        LeadingPublisher.check_last(SimpleNamespace(rank=rank), 1)
     assert run.now == pytest.approx(ended_at, abs=PROGRESS_S + 2), "nothing is waited for once more"
 
 

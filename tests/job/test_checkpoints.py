@@ -63,7 +63,7 @@ def start(tmp_path, model, one_rank):
         defaults = {"run_name": "one", "algo": "reinforce", "lr": 0.01}
         config = Config(model=model, runs_dir=str(tmp_path), **defaults, **options)
         saved = resumed.probe_of(0) if resumed else {"tokens": [[1, 2, 3]], "scores": []}
-        node = SimpleNamespace(
+        rank = SimpleNamespace(
             config=config,
             cluster=Cluster(),
             run=RunDirectory(config, resumed=resumed and resumed.event(0)),
@@ -75,12 +75,12 @@ def start(tmp_path, model, one_rank):
             probe=Probe(config, saved),
             watch=NodeWatch(Cluster(), lambda: "no stacks"),
         )
-        node.run.record("worker_ready", worker=0)
+        rank.run.record("worker_ready", worker=0)
         try:
-            checkpoints = Checkpoints(node, load(config))
+            checkpoints = Checkpoints(rank, load(config))
             checkpoints.restore()
         except ValueError as error:
-            node.run.close(error)
+            rank.run.close(error)
             raise
         return checkpoints
 
@@ -88,7 +88,7 @@ def start(tmp_path, model, one_rank):
 
 
 def folder_of(checkpoints: Checkpoints) -> Path:
-    return checkpoints.node.run.path / "checkpoints"
+    return checkpoints.rank.run.path / "checkpoints"
 
 
 def names(checkpoints: Checkpoints) -> list[str]:
@@ -106,7 +106,7 @@ def save(checkpoints: Checkpoints, *steps: int) -> None:
 
 
 def newest(checkpoints: Checkpoints) -> Checkpoint:
-    return find_newest_checkpoint(checkpoints.node.run.path)
+    return find_newest_checkpoint(checkpoints.rank.run.path)
 
 
 # What is saved
@@ -116,14 +116,14 @@ def test_a_run_says_at_its_start_which_tensors_its_checkpoints_will_lack(
     model, start, capsys, monkeypatch
 ):
     checkpoints = start(steps=1)
-    node, policy = checkpoints.node, checkpoints.policy
-    vars(node).update(ENGINES)
-    LeadingPublisher(node, policy)
+    rank, policy = checkpoints.rank, checkpoints.policy
+    vars(rank).update(ENGINES)
+    LeadingPublisher(rank, policy)
     assert "warning" not in capsys.readouterr().out
     missing, *specs = policy.sent_specs()
     renamed = dataclasses.replace(missing, name="renamed")
     monkeypatch.setattr(policy, "sent_specs", lambda: [renamed, *specs])
-    LeadingPublisher(node, policy)
+    LeadingPublisher(rank, policy)
     line = f"checkpoints will lack {missing.name}; will have, and it lacks, renamed\n"
     assert f"warning: beside --model {model}, {line}" in capsys.readouterr().out
 
@@ -150,7 +150,7 @@ def test_the_thread_that_saves_uses_no_gpu_but_that_of_its_rank(start, monkeypat
 
 def test_a_checkpoint_that_does_not_fit_the_model_leaves_the_run_as_it_was(start):
     checkpoints = start(save_every=2, steps=4, lora_rank=2)
-    run = checkpoints.node.run
+    run = checkpoints.rank.run
     for step in (1, 2, 3):
         run.log_metrics({"step": step})
         save(checkpoints, step)
@@ -163,9 +163,9 @@ def test_a_checkpoint_that_does_not_fit_the_model_leaves_the_run_as_it_was(start
     accepted = start(resumed=found, lora_rank=2)
     with pytest.raises(ValueError, match="one is written by a run that has not ended"):
         start(resumed=found, lora_rank=2)
-    accepted.node.run.close()
-    assert accepted.node.run.last_metrics() == {"step": 2} and names(accepted) == ["step_2"]
-    assert accepted.node.run.run_id == run.run_id
+    accepted.rank.run.close()
+    assert accepted.rank.run.last_metrics() == {"step": 2} and names(accepted) == ["step_2"]
+    assert accepted.rank.run.run_id == run.run_id
 
 
 def delay_writing(checkpoints: Checkpoints, wait) -> None:
@@ -188,7 +188,7 @@ def is_waited_for() -> bool:
 
 def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
     checkpoints = start(steps=3, publish_delay=3, async_ratio=0.0)
-    policy, probe = checkpoints.policy, checkpoints.node.probe
+    policy, probe = checkpoints.policy, checkpoints.rank.probe
     held = {}
     for version in (1, 2):
         specs = policy.sent_specs()
@@ -196,26 +196,26 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
         probe.score(policy, version)
     checkpoints.save_if_due(3, SimpleNamespace(delayed=held))
     checkpoints.writer.wait()
-    checkpoints.node.run.close()
+    checkpoints.rank.run.close()
     found = newest(checkpoints)
     manifest = json.loads((found.resume_folder / "manifest.json").read_text())["manifest"]
     files = {str(path.relative_to(found.path)) for path in contents(found.path)}
     assert files == manifest["files"].keys() | {"resume/manifest.json"}
-    node = start(resumed=found, publish_delay=3, steps=9).node
+    rank = start(resumed=found, publish_delay=3, steps=9).rank
     scores = {v: probe._scores[v].logprobs - np.float32(0.5) for v in held}
     nothing = np.zeros((2, 1), np.float32)
     engines = {v: {0: Probed(v, (scores[v],), (nothing,))} for v in held}
-    mismatches = [(seen.version, seen.abs_mean) for seen in node.probe.compare(engines)]
+    mismatches = [(seen.version, seen.abs_mean) for seen in rank.probe.compare(engines)]
     assert mismatches == [(version, pytest.approx(0.5)) for version in (1, 2)]
-    vars(node).update(ENGINES)
-    node.restored = SimpleNamespace(published_version=0)
-    publisher = LeadingPublisher(node, policy)
+    vars(rank).update(ENGINES)
+    rank.restored = SimpleNamespace(published_version=0)
+    publisher = LeadingPublisher(rank, policy)
     version, published = publisher._delayed(3, policy.named_full_parameters())
     assert version == 1
     for (name, weight), (sent_name, expected) in zip(published, held[1], strict=True):
         assert name == sent_name and weight.equal(expected)
-    node.restored = SimpleNamespace(published_version=3)  # the run was to end with that step
-    publisher = LeadingPublisher(node, policy)
+    rank.restored = SimpleNamespace(published_version=3)  # the run was to end with that step
+    publisher = LeadingPublisher(rank, policy)
     versions = [publisher._delayed(step, policy.named_full_parameters())[0] for step in range(3, 9)]
     assert versions == [3, 3, 3, 3, 4, 5], "a worker never goes back to older weights"
 
@@ -304,8 +304,8 @@ def test_however_a_run_ends_its_due_checkpoints_are_whole_and_have_the_weights_o
     options = {"save_every": save_every, "keep_last": keep_last, "steps": steps}
     checkpoints = start(stop_after_s=elapsed_s + 1000, **options)
     checkpoints._longest_step_s = 400  # and a save as long, as none is known yet
-    node, folder, weights, written_before = checkpoints.node, folder_of(checkpoints), {}, []
-    node.on_end.callback(lambda: written_before.append((folder / f"step_{last}").exists()))
+    rank, folder, weights, written_before = checkpoints.rank, folder_of(checkpoints), {}, []
+    rank.on_end.callback(lambda: written_before.append((folder / f"step_{last}").exists()))
 
     def wait():
         while not is_waited_for():
@@ -319,7 +319,7 @@ def test_however_a_run_ends_its_due_checkpoints_are_whole_and_have_the_weights_o
         if line
         else nullcontext()
     )
-    with ended, node.on_end, checkpoints:
+    with ended, rank.on_end, checkpoints:
         for step in range(1, last + 1):
             train(checkpoints.policy, step)
             weights[step] = weights_of(checkpoints.policy)
@@ -328,7 +328,7 @@ def test_however_a_run_ends_its_due_checkpoints_are_whole_and_have_the_weights_o
             checkpoints.save_if_due(step, PUBLISHER)
         if end == "a signal while nobody samples":
             signal.raise_signal(number)
-            assert node.controller.is_asked_to_stop
+            assert rank.controller.is_asked_to_stop
             raise NobodySamples
         if end == "an error":
             raise RuntimeError("not finite")
@@ -368,7 +368,7 @@ class Interrupting(io.RawIOBase):
 def begin_to_end(end, checkpoints, number, monkeypatch) -> None:
     """Do what ends a run, before its last step is saved."""
     if end == "a signal and a lost node":
-        checkpoints.node.watch.reason = "node 1 is gone"
+        checkpoints.rank.watch.reason = "node 1 is gone"
     if end == "a signal and a lost rank":
         monkeypatch.setattr(module, "has_lost_a_rank", lambda: True)
     if "signal" in end and "nobody" not in end:

@@ -47,14 +47,14 @@ def test_a_run_whose_groups_all_had_equal_rewards_says_once_that_it_learns_nothi
 )
 def test_a_run_whose_first_responses_hardly_end_says_once_what_ends_one(shares, num_cut, capsys):
     config = Config(groups_per_step=10, group_size=4, max_response_tokens=17)
-    node = SimpleNamespace(
+    rank = SimpleNamespace(
         config=config,
         clock=TrainerClock(),
         run=RUN,
         model_path=MODEL,
         tokenizer=load_tokenizer(MODEL),
     )
-    log = StepLog(node)
+    log = StepLog(rank)
     for step, share in enumerate(shares, start=1):
         log.warn_of_cut_responses(step, {"response/cut": share})
     text = capsys.readouterr().out

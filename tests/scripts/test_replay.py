@@ -43,11 +43,11 @@ def config(model, tmp_path):
 @pytest.fixture
 def recording(config):
     """The run, recorded."""
-    node = make_node(config, TrainerClock())
+    rank = make_leader(config, TrainerClock())
     for step in range(1, NUM_STEPS + 1):
-        node.on_batch(step, make_groups(step))
-    node.run.close()
-    return Recording.open(node.run.path)
+        rank.on_batch(step, make_groups(step))
+    rank.run.close()
+    return Recording.open(rank.run.path)
 
 
 def make_groups(step):
@@ -55,8 +55,8 @@ def make_groups(step):
     return random_groups(10 * step, num=2, group_size=3, max_tokens=24, newest=step - 1)
 
 
-def make_node(config, clock):
-    """The only rank's node, with records and without workers."""
+def make_leader(config, clock):
+    """The only rank, with records and without workers."""
     rank = config, Cluster(), None, CPU, clock, None, None, None
     return Leader(*rank, config.model, RunDirectory(config), None, None, None)
 
@@ -65,11 +65,11 @@ def replay_to_end(recording, name, *options):
     """Replay in this process; return the metrics without the times, and the fingerprint of the last weights."""
     config = choose_options(recording, [f"--run-name={name}", *options])
     clock = TrainerClock()
-    node = make_node(config, clock)
-    train(recording, node, load(config, clock), node.run)
-    node.run.close()
-    metrics = runs.load(node.run.path).metrics.filter(regex="^(?!time/|trainer_time/)")
-    return metrics, weights_sha256(node.run.checkpoint_path(config.steps))
+    rank = make_leader(config, clock)
+    train(recording, rank, load(config, clock), rank.run)
+    rank.run.close()
+    metrics = runs.load(rank.run.path).metrics.filter(regex="^(?!time/|trainer_time/)")
+    return metrics, weights_sha256(rank.run.checkpoint_path(config.steps))
 
 
 def train_by_hand(policy, steps):
@@ -104,26 +104,26 @@ def test_a_replay_gives_the_bits_of_the_run_itself_and_another_loss_other_weight
 
 def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_same_way(config):
     config = replace(config, steps=9, record=False)
-    node = make_node(config, TrainerClock())
-    policy, groups = load(config, node.clock), make_groups(4)
+    rank = make_leader(config, TrainerClock())
+    policy, groups = load(config, rank.clock), make_groups(4)
     train_by_hand(policy, (1, 2, 3))
     for group in groups:
         for trajectory in group.trajectories:
             trajectory.behavior_logprobs[trajectory.loss_mask] = float("nan")
     updates = batch.deal(groups, 4, policy, Cluster())
-    checkpoints = SimpleNamespace(node=node, policy=policy)
+    checkpoints = SimpleNamespace(rank=rank, policy=policy)
     failed = pytest.raises(RuntimeError, match="must be finite")
     with failed as error, Checkpoints.keep_failed_batch(checkpoints, 4, groups):
         policy.train_step(updates, 3)
-    node.run.close()
-    kept = node.run.path / "failed_step_4"
+    rank.run.close()
+    kept = rank.run.path / "failed_step_4"
     assert str(error.value).endswith(f"train on its batch again: python scripts/replay.py {kept}")
     message = str(error.value.__cause__)
     with pytest.raises(NotFinite) as again:
         replay_to_end(Recording.open(kept), "again")
     assert message in (str(again.value), str(again.value).replace("update 0", "update 6"))
     # A batch that cannot be kept hides no reason.
-    (node.run.path / "failed_step_1").write_text("in the way")
+    (rank.run.path / "failed_step_1").write_text("in the way")
     failed = pytest.raises(RuntimeError, match=r"loss nan .* could not be kept: .*failed_step_1")
     with failed, Checkpoints.keep_failed_batch(checkpoints, 1, groups):
         raise NotFinite("loss nan must be finite")
