@@ -412,6 +412,13 @@ class Config:
             extra_groups=self.extra_groups // num_nodes,
         )
 
+    def published_version(self, trainer_version: int) -> int:
+        """Return the version that publish_delay lets rollout have when the trainer is at `trainer_version`.
+
+        The last version is published without delay, because no more samples are trained on.
+        """
+        return max(0, trainer_version - self.publish_delay)
+
     @property
     def max_outstanding_groups(self) -> int:
         """⌊(1 + α)·B⌋, or ⌊R·B⌋ when over-sampling, plus extra_groups: groups that run, wait, or are trained on."""

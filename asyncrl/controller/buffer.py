@@ -96,7 +96,7 @@ class SampleBuffer:
     @property
     def start_version(self) -> int:
         """Oldest version under which a new group may start: that of the published weights."""
-        return max(0, self._version_at_publish - self.config.publish_delay)
+        return self.config.published_version(self._version_at_publish)
 
     # Admission
 

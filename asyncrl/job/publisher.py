@@ -135,7 +135,7 @@ class LeadingPublisher(Publisher):
         """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
         copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights]
         self._snapshots.append((step, copies))
-        while self._snapshots[0][0] < step - self.config.publish_delay:
+        while self._snapshots[0][0] < self.config.published_version(step):
             self._snapshots.popleft()
         return self._snapshots[0]
 

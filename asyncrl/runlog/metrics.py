@@ -115,7 +115,7 @@ def batch_metrics(
 ) -> Measured:
     """Return metrics of a node's part of the batch that is consumed at the trainer's `policy_version`.
 
-    The parts of all nodes have equally many trajectories. The published weights are publish_delay steps older.
+    The parts of all nodes have equally many trajectories.
     Staleness is in the policy's stats, because the loop can add other groups.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -123,7 +123,7 @@ def batch_metrics(
     lengths = [trajectory.num_generated for trajectory in trajectories]
     versions = [trajectory.policy_versions[trajectory.loss_mask] for trajectory in trajectories]
     token_versions = np.concatenate(versions)
-    published = max(0, policy_version - config.publish_delay)
+    published = config.published_version(policy_version)
     means = {
         "reward/mean": rewards,
         "reward/zero_variance_groups": [np.ptp(group.rewards) == 0 for group in groups],

@@ -168,7 +168,7 @@ class Simulation:
             self._counts["reissued"] += fields["tickets"]
 
     def _publish(self) -> None:
-        version = max(0, self._version - self.config.publish_delay)
+        version = self.config.published_version(self._version)
         with self.workers.timed():
             self.controller.publish(Announcement(version, self._version, Staged(0, []), (), False))
         self.clock.after(self.case.cluster.sync_s, self._begin_waiting)
