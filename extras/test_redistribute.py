@@ -66,7 +66,7 @@ class Node:
         # raises for a token beyond the bound
         groups = self.buffer.consume(self.buffer.find_batch())
         self.done += [group.problem for group in groups]
-        self.buffer.publish(self.buffer.trainer_version)
+        self.buffer.free_consumed_places(self.buffer.trainer_version)
         self.fill()
         return groups
 

@@ -367,7 +367,7 @@ class Walk:
         info = self.staged.messages[0]
         info |= {"trainer_version": self.version, "evaluate": self.evaluate}
         self.oracle.asked += [info["version"]] * self.evaluate
-        self.controller.publish(
+        self.controller.announce_or_defer(
             Announcement(info["version"], self.version, self.staged, (), self.evaluate)
         )
         self.trainer = "finishing" if self.version == self.steps else "waiting"

@@ -35,10 +35,10 @@ class Announcements:
         deferred, self.deferred = self.deferred, None
         return deferred
 
-    def announce(self, announcement: Announcement) -> None:
+    def offer(self, announcement: Announcement) -> None:
         """Make all workers load these weights: at once, or when they are up and have loaded older weights.
 
-        A delayed version may be announced twice. The second announcement wakes suspended workers.
+        A delayed version may be offered twice. The second offer wakes suspended workers.
         """
         self.newest = announcement
         self.transport.announce(announcement.staged)

@@ -204,7 +204,7 @@ class SampleBuffer:
         return batch
 
     def consume(self, batch: list[int]) -> list[Group]:
-        """Take out and return the groups of a batch. They keep their places until `publish`."""
+        """Take out and return the groups of a batch. They keep their places until `free_consumed_places`."""
         groups = [self.group(group_id) for group_id in batch]
         self.trainer_version += 1
         for group in groups:
@@ -257,8 +257,8 @@ class SampleBuffer:
                 f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.config.max_staleness}"
             )
 
-    def publish(self, trainer_version: int) -> None:
-        """Free the places of all groups consumed up to a version, because weights are published at it."""
+    def free_consumed_places(self, trainer_version: int) -> None:
+        """Free the places of all groups consumed up to a trainer version, at which weights are published."""
         self._version_at_publish = trainer_version
 
     # Dropping

@@ -276,7 +276,7 @@ class Controller:
             deferred = self.announcements.take_deferred()
         return deferred is not None and deferred.evaluate
 
-    def publish(self, announcement: Announcement) -> None:
+    def announce_or_defer(self, announcement: Announcement) -> None:
         """Make all workers load these weights, at once or after the running evaluation."""
         with self.lock:
             self.lock.notify_all()
@@ -287,8 +287,8 @@ class Controller:
 
     def announce(self, announcement: Announcement) -> None:
         """Make all workers load these weights, and evaluate them if asked. The caller holds the lock."""
-        self.announcements.announce(announcement)
-        self.buffer.publish(announcement.trainer_version)
+        self.announcements.offer(announcement)
+        self.buffer.free_consumed_places(announcement.trainer_version)
         self.dispatcher.drop_expired()
         tickets = self.tickets.for_evaluation(announcement.version) if announcement.evaluate else []
         if tickets:  # only the first node has held-out problems
@@ -328,7 +328,7 @@ class Controller:
     # Snapshots
 
     def snapshot(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
-        """Return the state that a resumed run needs. Call it after `publish`, before the next batch is consumed.
+        """Return the state that a resumed run needs. Call it between `announce_or_defer` and `consume_batch`.
 
         Weights that wait for an evaluation are announced first, unless it cannot end. If responses continue after a
         resume, workers report their tokens. The state is that of the last report. Sampling continues meanwhile.

@@ -37,10 +37,10 @@ class Publisher:
             probe.choose(groups, self.policy, self.rank.cluster)
         probe.score(self.policy, step)
         self.check_engines(step)
-        self.send(step, self.policy.sent_parameters())
+        self.stage_and_announce(step, self.policy.sent_parameters())
 
-    def send(self, step: int, weights: Weights) -> None:
-        """Gather the weights after a step. A leader also sends them; collective."""
+    def stage_and_announce(self, step: int, weights: Weights) -> None:
+        """Gather the weights after a step; collective. A leader also stages and announces them."""
         for _ in weights:
             pass
 
@@ -70,7 +70,7 @@ class LeadingPublisher(Publisher):
         self._engine_check = EngineCheck(rank)
         self._snapshots = collections.deque(self._resumed_snapshots(specs))
 
-    def send(self, step: int, weights: Weights) -> None:
+    def stage_and_announce(self, step: int, weights: Weights) -> None:
         """Copy the due weights into the transport when it has room, and announce them to the workers."""
         controller, version = self.rank.controller, step
         if self.config.publish_delay and step < self.config.steps:
@@ -85,11 +85,11 @@ class LeadingPublisher(Publisher):
             staged = controller.stage(version, weights)
         except RolloutEnded:
             # The step can be saved, and the next batch raises the error. Gathering is collective.
-            super().send(step, weights)
+            super().stage_and_announce(step, weights)
             return
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
-        controller.publish(
+        controller.announce_or_defer(
             Announcement(version, step, staged, self.rank.probe.tokens_at(version), evaluates)
         )
 

@@ -170,7 +170,9 @@ class Simulation:
     def _publish(self) -> None:
         version = self.config.published_version(self._version)
         with self.workers.timed():
-            self.controller.publish(Announcement(version, self._version, Staged(0, []), (), False))
+            self.controller.announce_or_defer(
+                Announcement(version, self._version, Staged(0, []), (), False)
+            )
         self.clock.after(self.case.cluster.sync_s, self._begin_waiting)
 
     def _begin_waiting(self) -> None:

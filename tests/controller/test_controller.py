@@ -155,7 +155,7 @@ def test_a_cut_waits_for_weights_that_an_evaluation_holds_back(run):
     run.oracle.is_evaluation_due = True
     staged = run.controller.stage(1, [])
     staged.messages[0] |= {"trainer_version": 1, "evaluate": True}
-    run.controller.publish(Announcement(1, 1, staged, (), evaluate=True))
+    run.controller.announce_or_defer(Announcement(1, 1, staged, (), evaluate=True))
     assert run.controller.announcements.deferred is not None
     state = run.controller.snapshot(dict)
     assert [evaluation.version for evaluation in state.evaluations] == [0]

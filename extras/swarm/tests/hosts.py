@@ -58,7 +58,7 @@ class Run:
         evaluate |= self.controller.withdraw()
         weights = torch.full((self.num_floats,), self.value_of(self.version))
         staged = self.controller.stage(self.version, [("w", weights)])
-        self.controller.publish(
+        self.controller.announce_or_defer(
             Announcement(self.version, self.version, staged, self.probe, evaluate)
         )
 
