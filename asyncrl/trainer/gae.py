@@ -105,9 +105,9 @@ def _estimate(batch: MicroBatch, options: AdvantageOptions) -> Tensor:
     return torch.stack([advantages, values + errors, errors])
 
 
-def _moments(columns: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return mean and unbiased variance, [3] each, of the rows [3, N] over the tokens of all ranks."""
-    sums = torch.cat([columns.sum(1), (columns**2).sum(1), columns.new_tensor([columns.shape[1]])])
+def _moments(rows: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return mean and unbiased variance, [3] each, of `rows` [3, N] over the tokens of all ranks."""
+    sums = torch.cat([rows.sum(1), (rows**2).sum(1), rows.new_tensor([rows.shape[1]])])
     sums = sum_over_ranks(sums).cpu()
     num_tokens = sums[-1]
     mean = sums[:3] / num_tokens

@@ -59,7 +59,7 @@ class TrainSequence(TokenColumns):
     def num_tokens(self) -> int:
         return len(self.tokens)
 
-    def places(self, start: int) -> list[np.ndarray]:
+    def row_indices(self, start: int) -> list[np.ndarray]:
         return [np.arange(start, start + self.num_tokens)]
 
 
@@ -70,8 +70,8 @@ class Bundle(Protocol):
     num_tokens: int
     """Tokens to read."""
 
-    def places(self, start: int) -> list[np.ndarray]:
-        """Return the place [T] of each token of each sequence, for a bundle that begins at `start`."""
+    def row_indices(self, start: int) -> list[np.ndarray]:
+        """Return the flat index in the rows, [T], of each token of each sequence. The bundle begins at `start`."""
         ...
 
 
@@ -193,34 +193,26 @@ def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> Micr
     Raises RuntimeError for a sequence whose first token is marked as trained.
     """
     bundles = bundles or [_NOTHING_TO_TRAIN]
-    lengths = [bundle.num_tokens for bundle in bundles]
-    width = sum(lengths) if layout == "one_row" else max(lengths)
+    bundle_lengths = [bundle.num_tokens for bundle in bundles]
+    width = sum(bundle_lengths) if layout == "one_row" else max(bundle_lengths)
     is_shared = any(len(bundle.sequences) > 1 for bundle in bundles)
     if layout == "one_row" and is_shared:
         width = math.ceil(width / ATTENTION_BLOCK) * ATTENTION_BLOCK
-    rows = [[member] for member in range(len(bundles))]
-    if layout != "row_each":
-        rows = first_fit_decreasing(lengths, width)
-    starts = {}
-    for row, members in enumerate(rows):
-        start = row * width
-        for member in members:
-            starts[member] = start
-            start += lengths[member]
-    # input_ids, position_ids and visible_until, flat
-    columns = np.zeros((3, len(rows) * width), dtype=np.int64)
-    columns[2] = np.arange(len(rows) * width) + 1
+    num_rows, starts = _place_bundles(bundle_lengths, width, layout)
+    # input_ids, position_ids and visible_until of the rows' tokens, flat
+    row_tokens = np.zeros((3, num_rows * width), dtype=np.int64)
+    row_tokens[2] = np.arange(num_rows * width) + 1
     sources = []
-    for member, item in enumerate(bundles):
-        for sequence, places in zip(item.sequences, item.places(starts[member]), strict=True):
-            columns[0, places] = sequence.tokens
-            columns[1, places] = np.arange(len(places))
+    for bundle, start in zip(bundles, starts, strict=True):
+        for sequence, indices in zip(bundle.sequences, bundle.row_indices(start), strict=True):
+            row_tokens[0, indices] = sequence.tokens
+            row_tokens[1, indices] = np.arange(len(indices))
             # A shared prefix is visible until the last sequence that begins with it.
-            columns[2, places] = places[-1] + 1
-            sources.append(places[:-1][sequence.loss_mask[1:]])
-    input_ids, position_ids, visible_until = torch.from_numpy(columns).view(3, -1, width)
-    visible_until -= width * torch.arange(len(rows))[:, None]
-    trained = _trained_columns([sequence for item in bundles for sequence in item.sequences])
+            row_tokens[2, indices] = indices[-1] + 1
+            sources.append(indices[:-1][sequence.loss_mask[1:]])
+    input_ids, position_ids, visible_until = torch.from_numpy(row_tokens).view(3, -1, width)
+    visible_until -= width * torch.arange(num_rows)[:, None]
+    trained = _trained_columns([sequence for bundle in bundles for sequence in bundle.sequences])
     return MicroBatch(
         input_ids,
         position_ids,
@@ -229,6 +221,20 @@ def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> Micr
         **trained,
         lags=policy_version - trained["columns"]["policy_versions"].long(),
     )
+
+
+def _place_bundles(bundle_lengths: list[int], width: int, layout: Layout) -> tuple[int, list[int]]:
+    """Return the number of rows of `width` tokens, and the flat index at which each bundle begins."""
+    rows = [[index] for index in range(len(bundle_lengths))]
+    if layout != "row_each":
+        rows = first_fit_decreasing(bundle_lengths, width)
+    starts = [0] * len(bundle_lengths)
+    for row, indices in enumerate(rows):
+        start = row * width
+        for index in indices:
+            starts[index] = start
+            start += bundle_lengths[index]
+    return len(rows), starts
 
 
 def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:

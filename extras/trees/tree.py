@@ -30,8 +30,8 @@ class Tree:
     num_tokens: int
     """Tokens to read."""
 
-    def places(self, start: int) -> list[np.ndarray]:
-        """Return where the tokens [T] of each sequence are read, if the tree begins at the place `start`."""
+    def row_indices(self, start: int) -> list[np.ndarray]:
+        """Return the flat index, [T], at which each token of each sequence is read. The tree begins at `start`."""
         path = np.zeros(0, dtype=np.int64)
         paths = []
         for sequence, shared in zip(self.sequences, (0, *self.shared), strict=True):
