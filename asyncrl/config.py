@@ -278,7 +278,8 @@ class Config:
     loss_aggregation: Annotated[Literal["token_mean", "sequence_mean", "constant"], REPLAY] = (
         "token_mean"
     )
-    """Token weights of the summed loss: 1/tokens, 1/(sequences·length), or 1/(sequences·max_response_tokens)."""
+    """Token weights of the summed loss: 1/tokens, 1/(trajectories·length), or
+    1/(trajectories·max_response_tokens). A length is a trajectory's number of trained tokens."""
     kl_coef: Annotated[NonNegative, REPLAY] = 0.0
     """Weight of the KL penalty to the initial model (β); 0 keeps no reference model in memory."""
     kl_estimator: Annotated[KlEstimator, REPLAY] = "k3"

@@ -20,7 +20,7 @@ Layout = Literal["one_row", "short_rows", "row_each"]
 
 @dataclass(frozen=True)
 class TrainSequence(TokenColumns):
-    """A trajectory of T tokens, from its prompt to its end, with its advantage."""
+    """A trajectory, or one segment of it: T tokens with its advantage."""
 
     tokens: np.ndarray
     """[T] int64, T ≥ 1."""
@@ -107,7 +107,7 @@ class MicroBatch:
     """[N] float32."""
     rewards: Tensor
     """[N] float32."""
-    lengths: Tensor
+    trajectory_lengths: Tensor
     """[N] int64, number of trained tokens in the token's trajectory."""
     num_sequences: int
     """S, sequences with a trained token."""
@@ -152,18 +152,19 @@ class UpdateTotals(NamedTuple):
     """Trajectories with a trained token; fewer than sequences if some have several segments."""
 
 
-def token_weights(lengths: Tensor, totals: UpdateTotals, config: Config) -> Tensor:
+def token_weights(trajectory_lengths: Tensor, totals: UpdateTotals, config: Config) -> Tensor:
     """Return the weight [N] float32 of each trained token in the summed loss of one update.
 
-    `lengths` [N] int64 as in MicroBatch. Totals of the whole update make the gradient independent of micro-batches,
-    packing and ranks.
+    `trajectory_lengths` [N] int64 as in MicroBatch. Totals of the whole update make the gradient independent of
+    micro-batches, packing and ranks.
     """
     divisors = {
         "token_mean": totals.tokens,
-        "sequence_mean": totals.trajectories * lengths.double(),
+        "sequence_mean": totals.trajectories * trajectory_lengths.double(),
         "constant": totals.trajectories * config.max_response_tokens,
     }
-    weights = torch.ones_like(lengths, dtype=torch.float64) / divisors[config.loss_aggregation]
+    ones = torch.ones_like(trajectory_lengths, dtype=torch.float64)
+    weights = ones / divisors[config.loss_aggregation]
     return weights.float()
 
 
@@ -247,28 +248,28 @@ def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
 
     targets = [sequence.tokens[sequence.loss_mask] for sequence in sequences]
     columns = [slice_columns(sequence, sequence.loss_mask) for sequence in sequences]
-    lengths = torch.tensor([sequence.num_trained for sequence in sequences])
-    in_trajectories = [
+    num_trained = torch.tensor([sequence.num_trained for sequence in sequences])
+    trajectory_lengths = [
         sequence.trained_in_trajectory or sequence.num_trained for sequence in sequences
     ]
 
     def of_sequences(values: list | Tensor) -> Tensor:
-        return torch.as_tensor(values).repeat_interleave(lengths)
+        return torch.as_tensor(values).repeat_interleave(num_trained)
 
     return {
         "targets": torch.from_numpy(np.concatenate(targets)),
-        "sequence_ids": of_sequences((lengths > 0).cumsum(0) - 1),
+        "sequence_ids": of_sequences((num_trained > 0).cumsum(0) - 1),
         "columns": {
             name: torch.from_numpy(np.concatenate([values[name] for values in columns]))
             for name in columns[0]
         },
         "advantages": of_sequences([sequence.advantage for sequence in sequences]).float(),
         "rewards": of_sequences([sequence.reward for sequence in sequences]).float(),
-        "lengths": of_sequences(in_trajectories),
-        "num_sequences": int((lengths > 0).sum()),
+        "trajectory_lengths": of_sequences(trajectory_lengths),
+        "num_sequences": int((num_trained > 0).sum()),
         "num_trajectories": sum(
             sequence.num_trained / length
-            for sequence, length in zip(sequences, in_trajectories, strict=True)
+            for sequence, length in zip(sequences, trajectory_lengths, strict=True)
             if length
         ),
     }

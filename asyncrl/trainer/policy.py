@@ -215,7 +215,7 @@ class Policy(WholeWeights):
                 self.module.set_requires_gradient_sync(is_last, recurse=False)
                 self.module.set_reshard_after_backward(is_last, recurse=False)
             per_token_loss = self._per_token_loss(batch, progress, update, stats)
-            weights = token_weights(batch.lengths, totals, self.config)
+            weights = token_weights(batch.trajectory_lengths, totals, self.config)
             summed = (per_token_loss * weights).sum()
             for plugin in self.plugins:
                 summed = summed + plugin.extra_loss(batch, totals.sequences)
