@@ -137,7 +137,7 @@ class Walk:
         )
         workers = self.workers_class(self, config, Placement((None,), 1, placed, "shm"))
         controller_class = last_part((plugin.controller for plugin in plugins), Controller)
-        self.controller = controller_class(config, workers, tickets, self._record, restored=state)
+        self.controller = controller_class(config, workers, tickets, self._record, state=state)
         self.controller.lock.wait = self._act_while_waiting
         self.controller.launch()
         self.trainer, self.is_in_vain = "connecting", False

@@ -56,11 +56,11 @@ class Controller:
         record: Callable[..., None],
         clock: TrainerClock | None = None,
         num_nodes: int = 1,
-        restored: ControllerState | None = None,
+        state: ControllerState | None = None,
     ):
         """`record(event, **fields)` writes an event. `clock` is the trainer's.
 
-        `num_nodes` nodes share the groups of a step. A resumed run continues from `restored`.
+        `num_nodes` nodes share the groups of a step. A resumed run continues from `state`.
         """
         self.config, self.workers, self.tickets = config, workers, tickets
         self.clock = clock or TrainerClock()
@@ -80,8 +80,8 @@ class Controller:
         self.ended_by: RolloutEnded | None = None
         """Reason why no more groups are admitted. The next wait for a batch raises it, so a running step can finish."""
         self._has_timed_out = False
-        if restored is not None:
-            self._restore(restored)
+        if state is not None:
+            self._restore(state)
 
     # Life of the workers
 

@@ -62,12 +62,14 @@ def start_rank(config: Config, trains: bool = True) -> Iterator[Rank]:
     _prepare_process(config, on_end)
     clock = TrainerClock()
     cluster = join(config, "cuda" if visible_gpus() else "cpu")
-    resumed = find_checkpoint(config, cluster)
+    checkpoint = find_checkpoint(config, cluster)
     watch_class = extras.load("--nnodes").LeaderWatch if cluster.num_nodes > 1 else NodeWatch
     watch = watch_class(cluster, dump_stacks)
     try:
         placement, device = _take_device(config, cluster)
-        yield Rank(config, cluster, placement, device, clock, on_end, watch, resumed, trains=trains)
+        yield Rank(
+            config, cluster, placement, device, clock, on_end, watch, checkpoint, trains=trains
+        )
         watch.finish()
     except (Exception, SystemExit, Interrupted) as error:
         # The end of another node may be the cause, also of an exit by user code.
@@ -133,20 +135,22 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
     _show(cluster, placement, model_path)
     check_model(config, model_path, rank.device.type)
     tickets = make_tickets(config, cluster, model_path, task)
-    restored = None
-    if rank.resumed:
+    controller_state = None
+    if rank.checkpoint:
         digest = tickets.prompts.digest
-        restored = load_controller_state(rank.resumed, model_path, cluster, config, digest)
+        controller_state = load_controller_state(
+            rank.checkpoint, model_path, cluster, config, digest
+        )
     run = open_records(rank, config)
     config = run.config
-    if not rank.resumed:
+    if not rank.checkpoint:
         try_copies(config)
     write_stacks_to(run.path / "stacks.txt")
     workers_class = last_part((plugin.workers for plugin in config.plugins), Workers)
     workers = workers_class(config, placement, model_path, run.path, worker_main)
     controller_class = last_part((plugin.controller for plugin in config.plugins), Controller)
     controller = controller_class(
-        config, workers, tickets, run.record, rank.clock, cluster.num_nodes, restored
+        config, workers, tickets, run.record, rank.clock, cluster.num_nodes, controller_state
     )
     leader_class, _ = _rank_classes(config)
     leader = leader_class(
@@ -155,7 +159,7 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
         run=run,
         tokenizer=load_tokenizer(model_path),
         controller=controller,
-        restored=restored,
+        controller_state=controller_state,
     )
     leader.launch()
     return leader
@@ -268,7 +272,7 @@ def open_records(rank: Rank, config: Config) -> RunDirectory:
         config,
         cluster.num_ranks,
         gpus=[gpu.name for gpu in visible_gpus()],
-        resumed=rank.resumed and rank.resumed.event(cluster.node),
+        resume_event=rank.checkpoint and rank.checkpoint.event(cluster.node),
     )
     run = None
     if cluster.is_first:

@@ -63,11 +63,11 @@ class Checkpoints:
 
     def restore(self) -> None:
         """Continue from the checkpoint of a resumed run: restore the policy, and truncate records; collective."""
-        resumed = self.rank.resumed
-        if resumed is not None:
-            restore_training_state(self.policy, str(resumed.resume_folder), self.writer.group)
+        checkpoint = self.rank.checkpoint
+        if checkpoint is not None:
+            restore_training_state(self.policy, str(checkpoint.resume_folder), self.writer.group)
             if self.rank.cluster.is_first:
-                rename_newer(resumed)
+                rename_newer(checkpoint)
             # Wait until all ranks have read and accepted the checkpoint.
             dist.barrier(self.writer.group)
             if self.rank.cluster.is_leader:

@@ -60,7 +60,7 @@ class Rank:
     on_end: ExitStack
     """Stops what was started, last first."""
     watch: NodeWatch
-    resumed: Checkpoint | None
+    checkpoint: Checkpoint | None
     """Checkpoint that the run continues from; None for a new run."""
     trains: bool = field(default=True, kw_only=True)
     """Whether there are steps. Else the first weights are only evaluated."""
@@ -68,12 +68,13 @@ class Rank:
     @property
     def first_version(self) -> int:
         """Policy version that this start of the run begins with: 0, or the checkpoint's."""
-        return self.resumed.step if self.resumed else 0
+        return self.checkpoint.step if self.checkpoint else 0
 
     @functools.cached_property
     def probe(self) -> Probe:
         """The probe of a new run, or the checkpoint's."""
-        return Probe(self.config, self.resumed and self.resumed.probe_of(self.cluster.node))
+        saved = self.checkpoint and self.checkpoint.probe_of(self.cluster.node)
+        return Probe(self.config, saved)
 
     def parts(self, **changes: Any) -> dict[str, Any]:
         """Return the fields of a Rank by name, some of them changed."""
@@ -133,8 +134,8 @@ class Leader(Rank):
     run: RunDirectory
     tokenizer: Any
     controller: Controller
-    restored: ControllerState | None
-    """State that the controller continues from."""
+    controller_state: ControllerState | None
+    """State that the controller of a resumed run continues from; None for a new run."""
 
     def launch(self) -> None:
         """Start the rollout workers, which `on_end` stops. Return when they are up only if they share a GPU."""

@@ -78,8 +78,8 @@ class LeadingPublisher(Publisher):
         every = self.config.eval_every
         evaluates = every > 0 and self.config.is_due(step, every)
         if step and step == self.rank.first_version:
-            restored = self.rank.restored
-            evaluates = restored.evaluates or (evaluates and restored.published_version < version)
+            state = self.rank.controller_state
+            evaluates = state.evaluates or (evaluates and state.published_version < version)
         evaluates = controller.withdraw() or evaluates
         try:
             staged = controller.stage(version, weights)
@@ -125,10 +125,10 @@ class LeadingPublisher(Publisher):
 
         The last step of a run publishes without delay, so older ones may be there.
         """
-        resumed = self.rank.resumed
-        for version in resumed.delayed if resumed else ():
-            if version >= self.rank.restored.published_version:
-                weights = load_file(resumed.resume_folder / "delayed" / f"{version}.safetensors")
+        checkpoint = self.rank.checkpoint
+        for version in checkpoint.delayed if checkpoint else ():
+            if version >= self.rank.controller_state.published_version:
+                weights = load_file(checkpoint.resume_folder / "delayed" / f"{version}.safetensors")
                 yield version, [(spec.name, weights[spec.name]) for spec in specs]
 
     def _delayed(self, step: int, weights: Weights) -> Snapshot:

@@ -40,7 +40,7 @@ class RunDirectory:
         gpus: Iterable[str] = (),
         node_folder: str = "",
         run_id: str | None = None,
-        resumed: dict | None = None,
+        resume_event: dict | None = None,
     ):
         """Make the directory and write run.json.
 
@@ -48,33 +48,36 @@ class RunDirectory:
         of the first node. The name of a run that ended before its first step can be used again. Raises ValueError if
         another run has the name.
 
-        `resumed` is the first event of a resumed run, about its checkpoint. `resumed["records"]` are the bytes of each
-        record file at that checkpoint. `truncate_records` cuts the files to them. Before that no file is changed, and
-        all lines are buffered. Raises ValueError if the records are another run's, or would be cut within a line.
+        `resume_event` is the first event of a resumed run, about its checkpoint. `resume_event["records"]` are the
+        bytes of each record file at that checkpoint. `truncate_records` cuts the files to them. Before that no file is
+        changed, and all lines are buffered. Raises ValueError if the records are another run's, or would be cut within
+        a line.
         """
         name = node_folder or config.run_name or _make_name(config)
         self.path = Path(config.runs_dir) / name
-        if resumed is None:
+        if resume_event is None:
             _make_directory(self.path)
         self.path.mkdir(parents=True, exist_ok=True)  # A node can be new in a resumed run.
         names = ("events",) if node_folder else ("metrics", "events", "samples")
-        self._files = self._open(names, is_buffered=resumed is not None)
+        self._files = self._open(names, is_buffered=resume_event is not None)
         self._config_as_given = config
-        self.config = with_copied_files(config, self.path / "code") if resumed is None else config
+        self.config = (
+            with_copied_files(config, self.path / "code") if resume_event is None else config
+        )
         self._is_first = not node_folder
-        self._resumed = resumed
+        self._resume_event = resume_event
         self._mirror = None
-        if resumed is None and self._is_first:
+        if resume_event is None and self._is_first:
             run_id = secrets.token_hex(8)
-        self.run_id = run_id if resumed is None else self._check_records(run_id)
+        self.run_id = run_id if resume_event is None else self._check_records(run_id)
         """Each checkpoint of the run has it, too."""
         header = make_header(with_absolute_paths(config), num_ranks, gpus)
         self._header = {"run_id": self.run_id} | header
-        if resumed is None:
+        if resume_event is None:
             self._begin()
             self.record("run_started")
         else:
-            self.record("run_resumed", **resumed)
+            self.record("run_resumed", **resume_event)
 
     def _open(self, names: Iterable[str], is_buffered: bool) -> dict[str, RecordFile]:
         """Open records by name. Raises ValueError if another process still writes them."""
@@ -98,12 +101,12 @@ class RunDirectory:
                 f"{self.path} is of run {recorded_id}, and the checkpoint of run {run_id}; move it away"
             )
         for name, file in self._files.items():
-            file.check_truncation(self._resumed["records"].get(name, 0))
+            file.check_truncation(self._resume_event["records"].get(name, 0))
         return recorded_id
 
     def _begin(self) -> None:
         """Write run.json, and begin or continue the mirror of the metrics."""
-        step = None if self._resumed is None else self._resumed["step"]
+        step = None if self._resume_event is None else self._resume_event["step"]
         header = write_header(self.path / "run.json", self._header, step)
         if self._is_first:
             given = (self._config_as_given, self.path, header["wandb_id"], step)
@@ -116,11 +119,11 @@ class RunDirectory:
         A resume does it last, because the truncated lines are lost. Warns of each file that is shorter than the
         checkpoint states. Does nothing in a new run.
         """
-        if self._resumed is None:
+        if self._resume_event is None:
             return
         self._begin()
         for name, file in self._files.items():
-            file.truncate_to(self._resumed["records"].get(name, 0))
+            file.truncate_to(self._resume_event["records"].get(name, 0))
 
     def checkpoint_path(self, step: int) -> Path:
         """Return the path of a step's checkpoint."""

@@ -66,9 +66,9 @@ def start(tmp_path, model, one_rank):
         rank = SimpleNamespace(
             config=config,
             cluster=Cluster(),
-            run=RunDirectory(config, resumed=resumed and resumed.event(0)),
+            run=RunDirectory(config, resume_event=resumed and resumed.event(0)),
             controller=Rollout(),
-            resumed=resumed,
+            checkpoint=resumed,
             on_end=ExitStack(),
             device=torch.device("cpu"),
             clock=TrainerClock(),
@@ -208,13 +208,15 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
     mismatches = [(seen.version, seen.abs_mean) for seen in rank.probe.compare(engines)]
     assert mismatches == [(version, pytest.approx(0.5)) for version in (1, 2)]
     vars(rank).update(ENGINES)
-    rank.restored = SimpleNamespace(published_version=0)
+    rank.controller_state = SimpleNamespace(published_version=0)
     publisher = LeadingPublisher(rank, policy)
     version, published = publisher._delayed(3, policy.named_full_parameters())
     assert version == 1
     for (name, weight), (sent_name, expected) in zip(published, held[1], strict=True):
         assert name == sent_name and weight.equal(expected)
-    rank.restored = SimpleNamespace(published_version=3)  # the run was to end with that step
+    rank.controller_state = SimpleNamespace(
+        published_version=3
+    )  # the run was to end with that step
     publisher = LeadingPublisher(rank, policy)
     versions = [publisher._delayed(step, policy.named_full_parameters())[0] for step in range(3, 9)]
     assert versions == [3, 3, 3, 3, 4, 5], "a worker never goes back to older weights"

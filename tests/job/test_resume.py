@@ -213,12 +213,12 @@ def test_records_that_somebody_has_changed_are_refused_or_named(ended, capsys, n
     within_a_line = resumed | {"records": resumed["records"] | {name: size - 2}}
     line = rf"{name}\.jsonl .+ is not the end of a line.+ Nothing was changed"
     with pytest.raises(ValueError, match=line) as caught:
-        RunDirectory(config, resumed=within_a_line)
+        RunDirectory(config, resume_event=within_a_line)
     assert contents(path) == before and "\n" not in str(caught.value)
     del caught  # which has the file open, and locked
     os.truncate(file, size - 3)
     whole = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
-    run = RunDirectory(config, resumed=resumed)
+    run = RunDirectory(config, resume_event=resumed)
     run.truncate_records()
     run.close()
     counted = f"{size - 3} of the {size} bytes that the checkpoint counts"
@@ -244,7 +244,7 @@ def test_weights_and_biases_continue_in_the_same_run(tmp_path):
     run.log_metrics({"step": 1})
     resumed = {"step": 1, "records": run.sizes(), "skipped": []}
     run.close()
-    run = RunDirectory(config, resumed=resumed)
+    run = RunDirectory(config, resume_event=resumed)
     run.truncate_records()
     run.log_metrics({"step": 2})
     run.close()
