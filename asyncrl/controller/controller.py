@@ -163,23 +163,20 @@ class Controller:
         self.workers.have_worked = True
         self.journal.trajectory(trajectory)
         if not trajectory.is_evaluation:
-            is_first_failure = trajectory.failure and not self.dispatcher.failures.reasons
-            if is_first_failure:
-                rule = "its group is dropped unless --extra-members covers it"
-                print(f"warning: a response failed: {trajectory.failure}; {rule}", flush=True)
             with self._noting_end():
                 self.dispatcher.add(trajectory)
         elif self.evaluation.add(trajectory):
-            ended, self.evaluation = self.evaluation, None
-            self.ended_evaluations.append(ended)
-            self.journal.record("evaluation", version=ended.version, accuracy=ended.accuracy())
-            if ended.failures().is_reported:
-                print(
-                    f"warning: evaluation of version {ended.version}: {ended.failures()}",
-                    flush=True,
-                )
-            if deferred := self.announcements.take_deferred():
-                self.announce(deferred)
+            self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
+        """Record the evaluation whose last trajectory has arrived. Then announce the weights that waited for it."""
+        ended, self.evaluation = self.evaluation, None
+        self.ended_evaluations.append(ended)
+        self.journal.record("evaluation", version=ended.version, accuracy=ended.accuracy())
+        if ended.failures().is_reported:
+            print(f"warning: evaluation of version {ended.version}: {ended.failures()}", flush=True)
+        if deferred := self.announcements.take_deferred():
+            self.announce(deferred)
 
     @contextlib.contextmanager
     def _noting_end(self) -> Iterator[None]:

@@ -50,7 +50,7 @@ class Dispatcher:
     def add(self, trajectory: Trajectory) -> None:
         """Add a trajectory of a training group. Raises RolloutEnded if too many groups fail."""
         if trajectory.finish_reason != "aborted":
-            self.failures.count(trajectory.failure)
+            self._count_response(trajectory.failure)
         if trajectory.finish_reason == "failed":
             if not self.buffer.add_failed(trajectory):
                 self.on_failed_group(trajectory)
@@ -60,6 +60,13 @@ class Dispatcher:
             elif self.config.extra_members:
                 self._abort(group.group_id)
             self.on_ended_group(is_failed=False)
+
+    def _count_response(self, failure: str) -> None:
+        """Count a response that was not aborted, by its failure, or empty. Warn of the first failure of the run."""
+        if failure and not self.failures.reasons:
+            rule = "its group is dropped unless --extra-members covers it"
+            print(f"warning: a response failed: {failure}; {rule}", flush=True)
+        self.failures.count(failure)
 
     def on_failed_group(self, trajectory: Trajectory) -> None:
         """Drop a group after too many failures. `trajectory` is the last of them. Raises as `add`."""
