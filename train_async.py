@@ -39,7 +39,7 @@ def train_on(rank: "Leader | Follower") -> None:
     from asyncrl.job.checkpoints import Checkpoints
     from asyncrl.job.publisher import make_publisher
     from asyncrl.job.step_log import StepLog
-    from asyncrl.trainer import batch
+    from asyncrl.trainer.batch import share_batch
     from asyncrl.trainer.policy import load_policy
 
     config = rank.config
@@ -51,7 +51,7 @@ def train_on(rank: "Leader | Follower") -> None:
     with StepLog(rank) as log, checkpoints:  # from here on a signal lets the step end
         for step in range(rank.first_version + 1, config.steps + 1):
             groups = rank.take_batch(step, publisher)
-            updates = batch.deal(groups, step, policy, rank.cluster)
+            updates = share_batch(groups, step, policy, rank.cluster)
             with checkpoints.keep_failed_batch(step, groups):
                 stats = policy.train_step(updates, policy_version=step - 1)
             publisher.publish(step, groups)

@@ -123,12 +123,12 @@ class PolicyPlugin:
     The policy lists them in the order of `Config.plugins`, and asks each at the same places on all ranks.
     """
 
-    def deal_update(
+    def split_over_ranks(
         self, sequences: list["TrainSequence"], num_ranks: int
     ) -> "list[list[Bundle]] | None":
         """Return the sequences of an update as bundles for each rank; None leaves that to the policy."""
 
-    def pack(self, batch: "MicroBatch", bundles: list["Bundle"]) -> "MicroBatch":
+    def extend_batch(self, batch: "MicroBatch", bundles: list["Bundle"]) -> "MicroBatch":
         """Return a micro-batch of a step, packed from `bundles`, with more fields or columns; it is on the host."""
         return batch
 

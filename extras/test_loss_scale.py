@@ -12,8 +12,8 @@ from tiny_policy import VERSION, load, make_config, random_sequences, save_tiny_
 
 from asyncrl.config import AdvantageOptions, OptimOptions
 from asyncrl.trainer.checkpoint import restore_training_state, training_state, write_shards
-from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.policy import NotFinite, Policy
+from asyncrl.trainer.splitting import distribute
 from extras import loss_scale
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -158,7 +158,7 @@ def train(recording: Recording, rank, policy, run) -> None:
     The leader has the records of the replay, `run`; other ranks have None.
     """
     from asyncrl.runlog.progress import Progress
-    from asyncrl.trainer import batch
+    from asyncrl.trainer.batch import share_batch
     from asyncrl.trainer.checkpoint import save_weights
 
     config, clock = rank.config, rank.clock
@@ -171,7 +171,7 @@ def train(recording: Recording, rank, policy, run) -> None:
         for step in range(recording.first_step, config.steps + 1):
             clock.enter("wait")
             groups = read_batch(batch_path(recording.path, step), step) if run else None
-            updates = batch.deal(groups, step, policy, rank.cluster)
+            updates = share_batch(groups, step, policy, rank.cluster)
             stats = policy.train_step(updates, policy_version=step - 1)
             num_samples += stats["samples"]
             clock.enter("other")

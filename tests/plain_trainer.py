@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from algos import KL_ESTIMATORS, LossInputs
 from algos.inputs import couples_tokens
-from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.loss import choose_loss
 from asyncrl.trainer.optimizer import learning_rate
+from asyncrl.trainer.splitting import distribute
 
 LAGS_OF_BUCKET = {
     "": (0, math.inf),
@@ -394,7 +394,7 @@ def make_step(policy, updates, budget):
     gradients = record_gradients(policy)
     policy.config = replace(policy.config, max_tokens_per_microbatch=budget)
     num_ranks, layout = dist.get_world_size(), policy.module.layout
-    shares = distribute(updates, num_ranks, budget, layout, policy.deal_update)
+    shares = distribute(updates, num_ranks, budget, layout, policy.split_over_ranks)
     share = [[*update, []] for update in shares[dist.get_rank()]]
     return policy.train_step(share, VERSION), gradients
 

@@ -14,7 +14,7 @@ from trajectories import make_trajectory
 from asyncrl.cluster.cluster import form_cluster
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
-from asyncrl.trainer import batch
+from asyncrl.trainer.batch import share_batch
 
 TIMEOUT = datetime.timedelta(seconds=60)
 NODE_OF_RANK = [0, 0, 1, 1]
@@ -58,7 +58,7 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
     for config in configs:
         policy = load(config)
         gradients = record_gradients(policy)
-        share = batch.deal(
+        share = share_batch(
             groups_of_node(cluster.node) if cluster.is_leader else None, 1, policy, cluster
         )
         metrics = policy.train_step(share, policy_version=12)

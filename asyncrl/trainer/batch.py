@@ -1,7 +1,7 @@
 """Turns the groups of a step into each rank's micro-batches, and gives each trajectory its advantage.
 
-Every node deals its own groups to its own ranks. Nodes exchange only rewards, because advantages are estimated over the
-whole step.
+Every node shares its own groups among its own ranks. Nodes exchange only rewards, because advantages are estimated
+over the whole step.
 """
 
 import itertools
@@ -15,14 +15,14 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory, slice_columns
 from asyncrl.trainer.advantage import choose_estimator
-from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.loss import reads_sequences
 from asyncrl.trainer.packing import TrainSequence, Updates
 from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.splitting import distribute
 
 
-def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> Updates:
-    """Deal a step's groups to the node's ranks: this rank's [update][micro-batch] → bundles; collective.
+def share_batch(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> Updates:
+    """Share a step's groups among the node's ranks: this rank's [update][micro-batch] → bundles; collective.
 
     `groups` is the node's batch on its leader, and None on other ranks. Ranks get about equal tokens.
     """
@@ -35,7 +35,7 @@ def deal(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
             len(cluster.local_ranks),
             policy.config.max_tokens_per_microbatch,
             policy.module.layout,
-            policy.deal_update,
+            policy.split_over_ranks,
         )
     return cluster.scatter_on_node(shares)
 
@@ -57,7 +57,7 @@ def check_segments(groups: list[Group], config: Config, loss: Callable) -> None:
 def make_updates(
     groups: list[Group], config: Config, cluster: Cluster, step: int
 ) -> list[list[TrainSequence]]:
-    """Give every trajectory its advantage, and deal whole groups to the step's minibatches; collective over leaders.
+    """Give every trajectory its advantage, and split whole groups over the step's minibatches; collective over leaders.
 
     Groups come sorted by age, and so by length. Several minibatches get them in a random order, drawn from seed and
     step. The numbers of groups in minibatches differ by at most one.

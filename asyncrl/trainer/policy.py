@@ -19,7 +19,6 @@ from algos.inputs import couples_tokens, gathered
 from algos.proximal import loglinear
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer.dealing import balance
 from asyncrl.trainer.gae import estimate_step
 from asyncrl.trainer.lag_stats import TokenStats, trained_on
 from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
@@ -45,6 +44,7 @@ from asyncrl.trainer.packing import (
     with_equal_counts,
 )
 from asyncrl.trainer.sampling import Sampling
+from asyncrl.trainer.splitting import split_evenly
 
 
 class NotFinite(RuntimeError):
@@ -73,13 +73,15 @@ class Policy(WholeWeights):
         plugins = [plugin.make_policy_plugin(self) for plugin in self.config.plugins]
         self.plugins = [plugin for plugin in plugins if plugin is not None]
 
-    def deal_update(self, sequences: list[TrainSequence], num_ranks: int) -> list[list[Bundle]]:
-        """Deal the sequences of an update to ranks: [rank] → bundles, about equal tokens each."""
+    def split_over_ranks(
+        self, sequences: list[TrainSequence], num_ranks: int
+    ) -> list[list[Bundle]]:
+        """Split the sequences of an update over ranks: [rank] → bundles, about equal tokens each."""
         for plugin in self.plugins:
-            bundles = plugin.deal_update(sequences, num_ranks)
+            bundles = plugin.split_over_ranks(sequences, num_ranks)
             if bundles is not None:
                 return bundles
-        return balance(sequences, num_ranks)
+        return split_evenly(sequences, num_ranks)
 
     def train_step(self, updates: Updates, policy_version: int) -> dict[str, float]:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
@@ -132,7 +134,7 @@ class Policy(WholeWeights):
     ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
         """Pack a step and add initial scores (see `train_step`); return it with metrics of values; collective."""
         batches = [
-            [self.pack(bundles, policy_version) for bundles in update]
+            [self.pack_to_train(bundles, policy_version) for bundles in update]
             for update in with_equal_counts(updates)
         ]
         has_values = self.module.value_head is not None
@@ -169,7 +171,7 @@ class Policy(WholeWeights):
         self.module.reshard()
         return scores[: len(microbatches)]
 
-    def pack(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
+    def pack_to_train(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
         """Pack bundles to train on. Raises RuntimeError for a token of a newer version than the trainer's."""
         batch = pack(bundles, self.module.layout, policy_version)
         newest = max(batch.columns["policy_versions"].tolist(), default=policy_version)
@@ -179,7 +181,7 @@ class Policy(WholeWeights):
                 "versions are stamped or published wrongly"
             )
         for plugin in self.plugins:
-            batch = plugin.pack(batch, bundles)
+            batch = plugin.extend_batch(batch, bundles)
         return batch.to(self.device)
 
     def forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> TokenScores:

@@ -101,7 +101,7 @@ class Replaying(PolicyPlugin):
         self._num_bytes = 0
         """Size of the records that were packed since the last step."""
 
-    def pack(self, batch: MicroBatch, bundles: list[Bundle]) -> MicroBatch:
+    def extend_batch(self, batch: MicroBatch, bundles: list[Bundle]) -> MicroBatch:
         """Return the micro-batch with the experts of its tokens."""
         sequences = [bundle.sequences[0] for bundle in bundles]
         config = self._policy.module.model.config

@@ -34,10 +34,10 @@ from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.score import load_scorer
 from asyncrl.records import GREEDY_GROUP, Ticket, Trajectory, slice_columns
 from asyncrl.runlog.metrics import Max, Measured, Sum
-from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.splitting import distribute
 
 SLACK_TOKENS, LARGEST = 10, 50
 """Tokens without a difference that are added to every response, so that one token cannot lift the mean of a short one.

@@ -44,14 +44,16 @@ class Sharing(PolicyPlugin):
         if policy.device.type == "cuda":
             self.attention_of_trees = "flex_attention"
         self._counts = np.zeros(3)
-        """Sums of count_tokens over the updates that were dealt since the last step; 0 where another rank deals."""
+        """Sums of count_tokens over the updates that were split since the last step; 0 where another rank splits."""
 
-    def deal_update(self, sequences: list[TrainSequence], num_ranks: int) -> list[list[Bundle]]:
-        """Bundle the sequences of an update, and deal the bundles to ranks: [rank] → bundles."""
+    def split_over_ranks(
+        self, sequences: list[TrainSequence], num_ranks: int
+    ) -> list[list[Bundle]]:
+        """Bundle the sequences of an update, and split the bundles over ranks: [rank] → bundles."""
         limit = self._policy.config.max_tokens_per_microbatch
-        deal = choose_bundles(sequences, num_ranks, limit, self._share_prefix, self.cost)
-        self._counts += count_tokens(sequences, deal)
-        return deal
+        shares = choose_bundles(sequences, num_ranks, limit, self._share_prefix, self.cost)
+        self._counts += count_tokens(sequences, shares)
+        return shares
 
     def cost(self, lengths: list[int]) -> int:
         """Return the cost of computing bundles of `lengths` tokens; its unit depends on the attention."""
@@ -64,7 +66,7 @@ class Sharing(PolicyPlugin):
         """Return shares of all tokens of a step's sequences, on all ranks.
 
         `tokens/saved_share` are not read, and `tokens/shareable` would not be read by one tree of each update (ERR and
-        POR of Tree Training, arXiv 2511.00413). Without an update that was dealt here there are no shares.
+        POR of Tree Training, arXiv 2511.00413). Without an update that was split here there are no shares.
         """
         counts = self._policy.sum_over_ranks(torch.from_numpy(self._counts)).tolist()
         self._counts = np.zeros(3)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.config import Sharing
-from asyncrl.trainer.dealing import balance
 from asyncrl.trainer.packing import Bundle, TrainSequence, first_fit_decreasing
+from asyncrl.trainer.splitting import split_evenly
 
 WORTH_SHARING = 0.1
 """Least share of an update's cost for which `auto` shares prefixes. The cost is a rough estimate. On a GPU sharing
@@ -137,26 +137,26 @@ def choose_bundles(
     """Bundle the sequences of an update so that the costliest rank has as little to compute as possible: [rank] →
     bundles, about equal tokens each.
 
-    Whole trees save the most tokens. But a few of them cannot be dealt evenly, and where attention is dense a row pays
+    Whole trees save the most tokens. But a few of them cannot be split evenly, and where attention is dense a row pays
     for its square. So smaller trees are tried, too. `auto` takes prompts or trees, whichever costs less, if that saves
     WORTH_SHARING of the cost. `cost` is that of computing bundles of these lengths on one rank.
     """
-    apart = balance(as_trees(sequences), num_ranks)
+    apart = split_evenly(as_trees(sequences), num_ranks)
     if share_prefix == "off":
         return apart
 
-    def costliest(deal: list[list[Bundle]]) -> float:
-        return max(cost([item.num_tokens for item in bundles]) for bundles in deal)
+    def costliest(shares: list[list[Bundle]]) -> float:
+        return max(cost([item.num_tokens for item in bundles]) for bundles in shares)
 
     kinds: tuple[Sharing, ...] = (share_prefix,)
     if share_prefix == "auto":
         kinds = ("prompt", "tree")
     cuts = itertools.chain(*(cut_smaller(sequences, kind, max_tokens) for kind in kinds))
-    deals = [balance(trees, num_ranks) for trees in cuts]
-    costs = [costliest(deal) for deal in deals]
+    choices = [split_evenly(trees, num_ranks) for trees in cuts]
+    costs = [costliest(shares) for shares in choices]
     if share_prefix == "auto" and min(costs) >= (1 - WORTH_SHARING) * costliest(apart):
         return apart
-    return deals[costs.index(min(costs))]
+    return choices[costs.index(min(costs))]
 
 
 def cut_smaller(
@@ -178,9 +178,9 @@ def cut_smaller(
         limit = (largest.num_tokens + min(largest.shared, default=0)) // 2
 
 
-def count_tokens(sequences: list[TrainSequence], deal: list[list[Bundle]]) -> np.ndarray:
-    """Count tokens of an update that is dealt: of all its sequences, those to read, and those of one tree of all."""
+def count_tokens(sequences: list[TrainSequence], shares: list[list[Bundle]]) -> np.ndarray:
+    """Count tokens of an update that is split: of all its sequences, those to read, and those of one tree of all."""
     num_all = sum(sequence.num_tokens for sequence in sequences)
-    num_read = sum(bundle.num_tokens for bundles in deal for bundle in bundles)
+    num_read = sum(bundle.num_tokens for bundles in shares for bundle in bundles)
     num_shareable = sum(shared_with_next(depth_first(sequences), "tree"))
     return np.array([num_all, num_read, num_all - num_shareable])

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.config import Config, OptimOptions
-from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy, load_policy
+from asyncrl.trainer.splitting import distribute
 from extras.planning.shape import ModelShape, read_shape
 from scripts.lines import ROOT
 from scripts.qwen3_shapes import save_random_qwen3

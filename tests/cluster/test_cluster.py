@@ -15,7 +15,7 @@ from asyncrl.cluster.cluster import Cluster, form_cluster, join, wait_for_ranks
 from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.config import Config
 from asyncrl.trainer.batch import make_updates
-from asyncrl.trainer.dealing import distribute
+from asyncrl.trainer.splitting import distribute
 
 CASES = {"reinforce": 1, "reinforce_baseline": 2, "grpo": 4}
 """Advantage estimator and --replicas of each run on two nodes of two ranks."""
@@ -52,7 +52,7 @@ def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_repli
     updates = make_updates(groups_of_node(0) + groups_of_node(1), alone, Cluster(), step=1)
     policy = load(alone)
     gradients = record_gradients(policy)
-    (share,) = distribute(updates, 1, 100_000, policy.module.layout, policy.deal_update)
+    (share,) = distribute(updates, 1, 100_000, policy.module.layout, policy.split_over_ranks)
     expected = policy.train_step(share, policy_version=12)
     of_ranks = [of_rank[case] for of_rank in found]
     whole = of_ranks[0][2]

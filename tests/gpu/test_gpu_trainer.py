@@ -17,8 +17,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 import asyncrl.trainer.model
 from asyncrl.config import Config, OptimOptions
-from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.policy import load_policy
+from asyncrl.trainer.splitting import distribute
 from scripts.qwen3_shapes import save_random_qwen3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -59,7 +59,7 @@ def measure(rank: int, path: str, name: str, result: str) -> None:
         sequences = random_sequences(64, step, 64, 256)
         if name in GROUPED_OPTIONS:
             sequences = grouped_sequences(8, 8, seed=step, max_prompt=400)
-        share = distribute([sequences], 1, 16384, policy.module.layout, policy.deal_update)[0]
+        share = distribute([sequences], 1, 16384, policy.module.layout, policy.split_over_ranks)[0]
         start = time.perf_counter()
         metrics.append(policy.train_step(share, policy_version=12))
         seconds.append(round(time.perf_counter() - start, 3))

@@ -37,7 +37,7 @@ from asyncrl.runlog.manifest import Checkpoint, find_newest_checkpoint, list_che
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.checkpoint import CheckpointWriter
-from asyncrl.trainer.dealing import distribute
+from asyncrl.trainer.splitting import distribute
 
 PUBLISHER = SimpleNamespace(delayed={})
 ENGINES = {"connect_workers": lambda specs: None}

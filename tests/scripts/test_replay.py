@@ -18,7 +18,7 @@ from asyncrl.job.node import Leader
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer import batch
+from asyncrl.trainer.batch import share_batch
 from asyncrl.trainer.checkpoint import save_weights
 from asyncrl.trainer.policy import NotFinite
 from scripts import runs
@@ -76,7 +76,7 @@ def train_by_hand(policy, steps):
     """Train on the batches of these steps as a run does."""
     stats = []
     for step in steps:
-        updates = batch.deal(make_groups(step), step, policy, Cluster())
+        updates = share_batch(make_groups(step), step, policy, Cluster())
         stats.append(policy.train_step(updates, step - 1))
     return stats
 
@@ -110,7 +110,7 @@ def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_sa
     for group in groups:
         for trajectory in group.trajectories:
             trajectory.behavior_logprobs[trajectory.loss_mask] = float("nan")
-    updates = batch.deal(groups, 4, policy, Cluster())
+    updates = share_batch(groups, 4, policy, Cluster())
     checkpoints = SimpleNamespace(rank=rank, policy=policy)
     failed = pytest.raises(RuntimeError, match="must be finite")
     with failed as error, Checkpoints.keep_failed_batch(checkpoints, 4, groups):

@@ -13,10 +13,10 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import AdvantageOptions, Config
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer.batch import check_segments, deal, make_updates
-from asyncrl.trainer.dealing import balance, distribute
+from asyncrl.trainer.batch import check_segments, make_updates, share_batch
 from asyncrl.trainer.lag_stats import trained_on
 from asyncrl.trainer.packing import UpdateTotals, pack, token_weights
+from asyncrl.trainer.splitting import distribute, split_evenly
 
 STEP = 6
 OTHER_NODE = [(50.0, 100, 0), (10.0, 100, 0), (7.0, 101, 0), (3.0, 101, 0)]
@@ -105,23 +105,23 @@ def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_d
     )  # fmt: skip
     groups = make_groups() * 2
 
-    def deal_update(sequences, num_ranks):
-        return balance(sequences[::-1], num_ranks)
+    def split_over_ranks(sequences, num_ranks):
+        return split_evenly(sequences[::-1], num_ranks)
 
     policy = SimpleNamespace(
         config=config,
         clock=TrainerClock(),
         module=SimpleNamespace(layout="row_each"),
-        deal_update=deal_update,
+        split_over_ranks=split_over_ranks,
         loss=LOSSES["grpo"],
     )
     cluster = UnsentShares(ranks_of_nodes=((0, 1),))
-    shares = deal(groups, 3, policy, cluster)
+    shares = share_batch(groups, 3, policy, cluster)
     updates = make_updates(groups, config, cluster, 3)
-    assert repr(shares) == repr(distribute(updates, 2, 12, "row_each", deal_update))
+    assert repr(shares) == repr(distribute(updates, 2, 12, "row_each", split_over_ranks))
     assert repr(shares) != repr(distribute(updates, 2, 12, "row_each"))
     assert policy.clock.take().spans[-1][0] == "gather"
-    assert deal(None, 3, policy, cluster) is None
+    assert share_batch(None, 3, policy, cluster) is None
 
 
 def test_a_users_advantage_that_is_not_finite_ends_in_a_line(tmp_path):
@@ -190,14 +190,14 @@ def test_what_a_step_trains_on_is_counted_by_trajectory_also_what_the_loop_mixes
         config=Config(minibatches=2),
         clock=TrainerClock(),
         module=SimpleNamespace(layout="row_each"),
-        deal_update=balance,
+        split_over_ranks=split_evenly,
         loss=LOSSES["grpo"],
     )
     for batch in (groups, mixed):
         members = [t for group in batch for t in group.trajectories]
         tokens = [v for t in members for v in t.policy_versions.tolist() if v >= 0]
         staleness = [STEP - 1 - t.oldest_version for t in members]
-        assert trained_on(deal(batch, STEP, policy, Cluster()), STEP - 1) == {
+        assert trained_on(share_batch(batch, STEP, policy, Cluster()), STEP - 1) == {
             "samples": len(members),
             "staleness/mean": pytest.approx(np.mean(staleness)),
             "staleness/max": max(staleness),

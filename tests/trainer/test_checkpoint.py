@@ -41,7 +41,7 @@ from asyncrl.trainer.checkpoint import (
     training_state,
     write_shards,
 )
-from asyncrl.trainer.dealing import distribute
+from asyncrl.trainer.splitting import distribute
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 STEPS = 4

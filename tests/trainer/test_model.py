@@ -103,7 +103,7 @@ def test_layers_are_compiled_for_trees_of_all_sizes(untied, graphs):
     policy = load(make_config(untied, compile=True, temperature=0.8, share_prefix="tree"))
     change_sharing(policy, attention_of_trees="flex_attention")
     for num in (2, 60):
-        batch = policy.pack(bundle(random_tree(num, num, vocabulary=20), "tree"), 12)
+        batch = policy.pack_to_train(bundle(random_tree(num, num, vocabulary=20), "tree"), 12)
         for raw in (False, True):
             with torch.no_grad():
                 policy.forward(policy.module, batch, raw)

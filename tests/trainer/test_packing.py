@@ -18,8 +18,8 @@ from packed_rows import (
 )
 from tiny_policy import make_sequence, random_sequences
 
-from asyncrl.trainer.dealing import distribute, fill_microbatches
 from asyncrl.trainer.packing import first_fit_decreasing, pack
+from asyncrl.trainer.splitting import distribute, fill_microbatches
 
 
 @settings(max_examples=80, deadline=None)

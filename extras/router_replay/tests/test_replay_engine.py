@@ -38,7 +38,7 @@ def replayed(pair, prompt, response, experts):
     """[R] nats, the trainer's log-probs of a response with these experts, behind another sequence in its row."""
     short = sequence_of([3], [4, 5, 6], np.full((3, 2, 2), [0, 1], np.uint8))
     sequences = [sequence_of(prompt, response, experts), short]
-    batch = pair.policy.pack(sequences, 0)
+    batch = pair.policy.pack_to_train(sequences, 0)
     with torch.no_grad():
         logprobs = pair.policy.forward(pair.policy.module, batch).logprobs
     pair.policy.module.reshard()

@@ -32,8 +32,8 @@ from tiny_policy import (
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from asyncrl.config import Config, OptimOptions, Sharing
-from asyncrl.trainer.dealing import distribute
 from asyncrl.trainer.packing import ATTENTION_BLOCK, pack
+from asyncrl.trainer.splitting import distribute
 from extras.trees.attention import _block_mask_maker, dense_cost, mask_function
 from extras.trees.option import PLUGIN
 from extras.trees.policy import reason_against
@@ -83,8 +83,10 @@ def test_what_may_be_read_together_is_read_once_and_seen_by_its_own_branches_alo
 def test_bundles_are_dealt_to_ranks_as_sequences_are(updates, ranks, budget, layout, sharing):
     cost = sum if layout == "one_row" else dense_of_64
     limits = {"max_tokens": budget, "share_prefix": sharing, "cost": cost}
-    deal_update = functools.partial(choose_bundles, **limits)
-    check_shares(distribute(updates, ranks, budget, layout, deal_update), updates, budget, layout)
+    split_over_ranks = functools.partial(choose_bundles, **limits)
+    check_shares(
+        distribute(updates, ranks, budget, layout, split_over_ranks), updates, budget, layout
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_a_model_that_cannot_share_is_refused_in_one_line_and_auto_shares_nothin
     with pytest.raises(ValueError, match=line):
         PLUGIN.check(Config(model="m", share_prefix="tree"), windowed)
     policy = load(make_config(save_tiny_family("gpt_oss", str(tmp_path)), share_prefix="auto"))
-    (bundles,) = policy.deal_update(random_tree(6), 1)
+    (bundles,) = policy.split_over_ranks(random_tree(6), 1)
     assert [len(b.sequences) for b in bundles] == [1] * 6
     assert (
         capsys.readouterr().out == "--share-prefix auto is off: the model has sliding_attention\n"

@@ -1,4 +1,4 @@
-"""Deals the sequences of an update to ranks and micro-batches, with about equal work for each rank."""
+"""Splits the sequences of an update over ranks and micro-batches, with about equal work for each rank."""
 
 from collections.abc import Callable
 
@@ -11,8 +11,8 @@ from asyncrl.trainer.packing import (
 )
 
 
-def balance(bundles: list[Bundle], num_ranks: int) -> list[list[Bundle]]:
-    """Deal bundles to ranks, longest first, each to the rank with the fewest tokens."""
+def split_evenly(bundles: list[Bundle], num_ranks: int) -> list[list[Bundle]]:
+    """Split bundles over ranks: longest first, each to the rank with the fewest tokens."""
     bundles_of_ranks: list[list[Bundle]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for item in sorted(bundles, key=lambda item: -item.num_tokens):
@@ -27,16 +27,16 @@ def distribute(
     num_ranks: int,
     max_tokens: int,
     layout: Layout = "short_rows",
-    deal_update: Callable[[list[TrainSequence], int], list[list[Bundle]]] = balance,
+    split_over_ranks: Callable[[list[TrainSequence], int], list[list[Bundle]]] = split_evenly,
 ) -> list[Updates]:
     """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → bundles.
 
-    `deal_update` is that of Policy, and `layout` that of pack. A micro-batch has at most `max_tokens`. Ranks may get
-    different numbers of micro-batches.
+    `split_over_ranks` is that of Policy, and `layout` that of pack. A micro-batch has at most `max_tokens`. Ranks may
+    get different numbers of micro-batches.
     """
     shares: list[Updates] = [[] for _ in range(num_ranks)]
     for update in updates:
-        for share, bundles in zip(shares, deal_update(update, num_ranks), strict=True):
+        for share, bundles in zip(shares, split_over_ranks(update, num_ranks), strict=True):
             share.append(fill_microbatches(bundles, max_tokens, layout))
     return shares
 
