@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from asyncrl.cluster.processes import CannotContinue, RolloutEnded
 from asyncrl.job.engine_check import EngineCheck
@@ -15,8 +14,8 @@ from asyncrl.trainer.checkpoint import describe_differences
 from asyncrl.trainer.policy import Policy
 from asyncrl.weights.transport import Announcement, ParameterSpec, Weights
 
-Snapshot = tuple[int, list[tuple[str, Tensor]]]
-"""A version and a copy of its weights."""
+VersionedWeights = tuple[int, Weights]
+"""A version and its weights."""
 
 
 class Publisher:
@@ -50,6 +49,11 @@ class Publisher:
     def check_last(self, version: int) -> None:
         """Compare the engines at the last published version, on a leader."""
 
+    @property
+    def delayed(self) -> dict[int, Weights]:
+        """Copies of the weights that are held back, by version, without the newest; empty on a follower."""
+        return {}
+
 
 class LeadingPublisher(Publisher):
     """Publishes policy versions, `publish_delay` steps late, to the workers of a node."""
@@ -68,19 +72,16 @@ class LeadingPublisher(Publisher):
                 )
         rank.connect_workers(specs)
         self._engine_check = EngineCheck(rank)
-        self._snapshots = collections.deque(self._resumed_snapshots(specs))
+        self._held_back = collections.deque(self._read_held_back(specs))
+        """Copies of the weights of the newest versions, oldest first; empty without `publish_delay`."""
 
     def stage_and_announce(self, step: int, weights: Weights) -> None:
         """Copy the due weights into the transport when it has room, and announce them to the workers."""
-        controller, version = self.rank.controller, step
-        if self.config.publish_delay and step < self.config.steps:
-            version, weights = self._delayed(step, weights)
-        every = self.config.eval_every
-        evaluates = every > 0 and self.config.is_due(step, every)
-        if step and step == self.rank.first_version:
-            state = self.rank.controller_state
-            evaluates = state.evaluates or (evaluates and state.published_version < version)
-        evaluates = controller.withdraw() or evaluates
+        controller = self.rank.controller
+        version, weights = self._due(step, weights)
+        # `withdraw` always runs: it frees the buffer of the weights that wait for an evaluation.
+        asked_before = controller.withdraw()
+        evaluates = asked_before or self._evaluates(step, version)
         try:
             staged = controller.stage(version, weights)
         except RolloutEnded:
@@ -92,6 +93,29 @@ class LeadingPublisher(Publisher):
         controller.announce_or_defer(
             Announcement(version, step, staged, self.rank.probe.tokens_at(version), evaluates)
         )
+
+    def _due(self, step: int, weights: Weights) -> VersionedWeights:
+        """Return the version that is due after a step, and its weights: of `publish_delay` steps ago, or the first.
+
+        Copies on the CPU wait for their turn. The version of the last step is due at once.
+        """
+        if not self.config.publish_delay or step == self.config.steps:
+            return step, weights
+        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights]
+        self._held_back.append((step, copies))
+        while self._held_back[0][0] < self.config.published_version(step):
+            self._held_back.popleft()
+        return self._held_back[0]
+
+    def _evaluates(self, step: int, version: int) -> bool:
+        """Return whether the version that is published after a step samples the held-out problems."""
+        every = self.config.eval_every
+        evaluates = every > 0 and self.config.is_due(step, every)
+        if step and step == self.rank.first_version:
+            # A resumed run publishes again. The checkpoint knows if an evaluation has begun, and if it has ended.
+            state = self.rank.controller_state
+            return state.evaluates or (evaluates and state.published_version < version)
+        return evaluates
 
     def check_engines(self, step: int) -> None:
         self._engine_check.check(step)
@@ -117,10 +141,9 @@ class LeadingPublisher(Publisher):
 
     @property
     def delayed(self) -> dict[int, Weights]:
-        """Return copies of the weights that are held back, by version, without the newest."""
-        return dict(list(self._snapshots)[:-1])
+        return dict(list(self._held_back)[:-1])
 
-    def _resumed_snapshots(self, specs: list[ParameterSpec]) -> Iterator[Snapshot]:
+    def _read_held_back(self, specs: list[ParameterSpec]) -> Iterator[VersionedWeights]:
         """Yield the delayed weights of the checkpoint, but no older version than the published one.
 
         The last step of a run publishes without delay, so older ones may be there.
@@ -130,14 +153,6 @@ class LeadingPublisher(Publisher):
             if version >= self.rank.controller_state.published_version:
                 weights = load_file(checkpoint.resume_folder / "delayed" / f"{version}.safetensors")
                 yield version, [(spec.name, weights[spec.name]) for spec in specs]
-
-    def _delayed(self, step: int, weights: Weights) -> Snapshot:
-        """Keep a copy of these weights on the CPU and return those of `publish_delay` steps ago, or the first."""
-        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights]
-        self._snapshots.append((step, copies))
-        while self._snapshots[0][0] < self.config.published_version(step):
-            self._snapshots.popleft()
-        return self._snapshots[0]
 
 
 def make_publisher(rank: Follower | Leader, policy: Policy) -> Publisher:

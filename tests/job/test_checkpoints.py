@@ -210,15 +210,14 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
     vars(rank).update(ENGINES)
     rank.controller_state = SimpleNamespace(published_version=0)
     publisher = LeadingPublisher(rank, policy)
-    version, published = publisher._delayed(3, policy.named_full_parameters())
+    version, published = publisher._due(3, policy.named_full_parameters())
     assert version == 1
     for (name, weight), (sent_name, expected) in zip(published, held[1], strict=True):
         assert name == sent_name and weight.equal(expected)
-    rank.controller_state = SimpleNamespace(
-        published_version=3
-    )  # the run was to end with that step
+    # the run was to end with that step
+    rank.controller_state = SimpleNamespace(published_version=3)
     publisher = LeadingPublisher(rank, policy)
-    versions = [publisher._delayed(step, policy.named_full_parameters())[0] for step in range(3, 9)]
+    versions = [publisher._due(step, policy.named_full_parameters())[0] for step in range(3, 9)]
     assert versions == [3, 3, 3, 3, 4, 5], "a worker never goes back to older weights"
 
 
