@@ -50,11 +50,11 @@ def train_on(rank: "Leader | Follower") -> None:
     publisher.publish(rank.first_version)
     with StepLog(rank) as log, checkpoints:  # from here on a signal lets the step end
         for step in range(rank.first_version + 1, config.steps + 1):
-            groups = rank.take_batch(step, publisher)
+            groups = rank.take_batch(step, engine_checker=publisher)
             updates = share_batch(groups, step, policy, rank.cluster)
             with checkpoints.keep_failed_batch(step, groups):
                 stats = policy.train_step(updates, policy_version=step - 1)
-            publisher.publish(step, groups)
+            publisher.publish(step, probe_source=groups)
             log.write(step, groups, stats)
             checkpoints.save_if_due(step, publisher)
         publisher.check_last(config.steps)

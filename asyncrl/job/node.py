@@ -121,7 +121,7 @@ class Follower(Rank):
 
     model_path: str
 
-    def take_batch(self, step: int, publisher: EngineChecker) -> None:
+    def take_batch(self, step: int, engine_checker: EngineChecker) -> None:
         """Wait with the leader, which has the groups of the step; see Leader."""
         self.wait_together(list)
 
@@ -160,15 +160,16 @@ class Leader(Rank):
         self.controller.connect(transport)
         leave_cores(self.placement, self.on_end)
 
-    def take_batch(self, step: int, publisher: EngineChecker) -> list[Group]:
-        """Wait for the groups that this node trains on in a step, and compare the engines; collective.
+    def take_batch(self, step: int, engine_checker: EngineChecker) -> list[Group]:
+        """Wait for the groups that this node trains on in a step; collective.
 
+        `engine_checker` compares the engines' weights with the policy's before their samples are trained on.
         Raises CannotContinue on all ranks, before any node consumes groups, if rollout has ended on a node.
         """
         self.clock.enter("wait")
         batch = self.wait_together(self.controller.wait_for_batch)
         groups = self.controller.consume_batch(batch)
-        publisher.check_engines(step)
+        engine_checker.check_engines(step)
         self.on_batch(step, groups)
         return groups
 

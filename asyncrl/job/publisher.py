@@ -24,16 +24,16 @@ class Publisher:
     def __init__(self, rank: Follower | Leader, policy: Policy):
         self.rank, self.policy, self.config = rank, policy, rank.config
 
-    def publish(self, step: int, groups: list[Group] | None = None) -> None:
-        """Publish the version that is due after a step that trained on `groups`; collective. Step 0 is the start.
+    def publish(self, step: int, probe_source: list[Group] | None = None) -> None:
+        """Publish the version that is due after a step; collective. Step 0 is the start.
 
-        The last step's version is due at once, because no more samples are trained on. Every `eval_every` steps, at the
-        start and after the last step, the published version samples the held-out problems.
+        Every `eval_every` steps, at the start and after the last step, the published version samples the held-out
+        problems. The probe is chosen once, from `probe_source`: the groups of the first step, on a leader.
         """
         probe = self.rank.probe
         self.rank.clock.enter("publish")
         if step:
-            probe.choose(groups, self.policy, self.rank.cluster)
+            probe.choose(probe_source, self.policy, self.rank.cluster)
         probe.score(self.policy, step)
         self.check_engines(step)
         self.stage_and_announce(step, self.policy.sent_parameters())

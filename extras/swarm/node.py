@@ -34,7 +34,7 @@ RULES: list[Rule] = [
 class SwarmRank:
     """The part of every rank in a run that listens."""
 
-    def take_batch(self, step: int, publisher: EngineChecker) -> list[Group] | None:
+    def take_batch(self, step: int, engine_checker: EngineChecker) -> list[Group] | None:
         """Wait for a batch that every node believes; see Leader. Collective.
 
         A batch with a response of a disbelieved host is refused, and all groups of that host are dropped.
@@ -47,8 +47,8 @@ class SwarmRank:
             has_batch = not self.cluster.is_leader or bool(held)
             if self.cluster.max_over_ranks([int(not has_batch)]) == [1]:
                 raise NobodySamples
-            publisher.check_engines(step)
-            is_believed = self._believes(publisher.policy, step - 1)
+            engine_checker.check_engines(step)
+            is_believed = self._believes(engine_checker.policy, step - 1)
         if not self.cluster.is_leader:
             return None
         groups = self.controller.consume_held_batch()
