@@ -195,17 +195,19 @@ class SampleBuffer:
         Under `wait` all other groups must still meet their deadlines. The oldest finished groups leave the most room
         for them. If this batch leaves too little, every batch does. Raises RuntimeError if a group breaks the bound.
         """
-        batch = self.oldest_finished() if self._may_have_batch else None
-        self._may_have_batch = batch is not None and next(self.left_too_late(batch), None) is None
         if not self._may_have_batch:
             return None
-        for group_id in batch:
+        group_ids = self.oldest_finished()
+        if group_ids is None or next(self.too_late_after(group_ids), None) is not None:
+            self._may_have_batch = False
+            return None
+        for group_id in group_ids:
             self._check_fresh(group_id)
-        return batch
+        return group_ids
 
-    def consume(self, batch: list[int]) -> list[Group]:
+    def consume(self, group_ids: list[int]) -> list[Group]:
         """Take out and return the groups of a batch. They keep their places until `free_consumed_places`."""
-        groups = [self.group(group_id) for group_id in batch]
+        groups = [self.group(group_id) for group_id in group_ids]
         self.trainer_version += 1
         for group in groups:
             del self.residents[group.group_id]
@@ -214,8 +216,8 @@ class SampleBuffer:
 
     def surplus(self) -> list[int]:
         """Return the groups to give up for a batch; [] if they would be more than extra_groups."""
-        batch = self.oldest_finished() if self.config.extra_groups else None
-        too_late = [] if batch is None else list(self.left_too_late(batch))
+        group_ids = self.oldest_finished() if self.config.extra_groups else None
+        too_late = [] if group_ids is None else list(self.too_late_after(group_ids))
         return too_late if len(too_late) <= self.config.extra_groups else []
 
     def oldest_finished(self) -> list[int] | None:
@@ -230,8 +232,8 @@ class SampleBuffer:
         """Return a sort key: the oldest group comes first."""
         return self.residents[group_id].oldest_version, group_id
 
-    def left_too_late(self, batch: list[int]) -> Iterator[int]:
-        """Yield the fewest groups to give up so that every other group outside `batch` meets its deadline.
+    def too_late_after(self, group_ids: list[int]) -> Iterator[int]:
+        """Yield the fewest groups to give up so that all others outside the batch `group_ids` meet their deadlines.
 
         A group's deadline is the last version that may train on it. Running groups are given up first. B groups are
         taken per step, earliest deadline first; if that order misses a deadline, every order does.
@@ -239,9 +241,10 @@ class SampleBuffer:
         if self.config.stale_policy != "wait":
             return
         kept: list[int] = []
-        for group_id in sorted(self.residents.keys() - batch, key=self._age):
+        for group_id in sorted(self.residents.keys() - group_ids, key=self._age):
             kept.append(group_id)
             deadline = self.residents[group_id].oldest_version + self.config.max_staleness
+            # After this batch, deadline − trainer_version batches of B groups are left until the deadline.
             if len(kept) > self.config.groups_per_step * (deadline - self.trainer_version):
                 running = [group_id for group_id in kept if self.is_running(group_id)]
                 too_late = (running or kept)[-1]

@@ -215,7 +215,13 @@ class Controller:
             if self.config.drop_zero_variance
             else "a batch"
         )
-        return self.wait_until(done or self.prepare_batch, kind, self.can_get_batch)
+
+        def find_batch() -> Any:
+            # places stay taken while an evaluation delays weights
+            self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
+            return done() if done else self.prepare_batch()
+
+        return self.wait_until(find_batch, kind, self.can_get_batch)
 
     def prepare_batch(self) -> list[int] | None:
         """Drop groups that the next batch need not wait for. Return its groups' ids, or None if it must be waited for.
@@ -223,15 +229,13 @@ class Controller:
         The batch stays valid until it is consumed.
         """
         with self.lock:
-            # places stay taken while an evaluation delays weights
-            self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
             self.dispatcher.drop_surplus()
             return self.buffer.find_batch()
 
-    def consume_batch(self, batch: list[int]) -> list[Group]:
+    def consume_batch(self, group_ids: list[int]) -> list[Group]:
         """Consume a batch and return its groups, for training."""
         with self.lock:
-            groups = self.buffer.consume(batch)
+            groups = self.buffer.consume(group_ids)
             self.dispatcher.drop_expired()
             # no update may interrupt an evaluation, so it could not continue
             if self.config.over_sampling > 1 and self.evaluation is None:

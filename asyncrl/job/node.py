@@ -167,8 +167,8 @@ class Leader(Rank):
         Raises CannotContinue on all ranks, before any node consumes groups, if rollout has ended on a node.
         """
         self.clock.enter("wait")
-        batch = self.wait_together(self.controller.wait_for_batch)
-        groups = self.controller.consume_batch(batch)
+        group_ids = self.wait_together(self.controller.wait_for_batch)
+        groups = self.controller.consume_batch(group_ids)
         engine_checker.check_engines(step)
         self.on_batch(step, groups)
         return groups

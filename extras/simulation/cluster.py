@@ -190,9 +190,9 @@ class Simulation:
         if not self._is_waiting or self._is_over:
             return
         with self.workers.timed():
-            batch = self.controller.prepare_batch()
-            groups = [] if batch is None else self.controller.consume_batch(batch)
-        if batch is None:
+            group_ids = self.controller.prepare_batch()
+            groups = [] if group_ids is None else self.controller.consume_batch(group_ids)
+        if group_ids is None:
             return
         self._is_waiting = False
         step = self._step(groups)

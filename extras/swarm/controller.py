@@ -151,8 +151,8 @@ class SwarmController(Controller):
     def consume_held_batch(self) -> list[Group]:
         """Consume the batch that is held: it is trained on now. Return its groups."""
         with self.lock:
-            batch, self.buffer.held = self.buffer.held, []
-            return self.consume_batch(batch)
+            group_ids, self.buffer.held = self.buffer.held, []
+            return self.consume_batch(group_ids)
 
     def has_evaluated(self) -> bool:
         """Return whether no evaluation runs, or it cannot end: the run must stop and has no worker."""

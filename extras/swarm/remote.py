@@ -212,8 +212,8 @@ class SwarmBuffer(SampleBuffer):
 
     def holding_back(self) -> set[int]:
         """Return running groups that the next batch waits for, or that would make later groups expire."""
-        batch = self.oldest_finished()
-        groups = self.residents if batch is None else self.left_too_late(batch)
+        group_ids = self.oldest_finished()
+        groups = self.residents if group_ids is None else self.too_late_after(group_ids)
         return {group_id for group_id in groups if self.is_running(group_id)}
 
     def groups_of(self, workers: Collection[int]) -> list[int]:
