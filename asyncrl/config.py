@@ -438,28 +438,26 @@ class Config:
             math.ceil((self.max_outstanding_groups - self.extra_groups) / self.groups_per_step) - 1
         )
 
-    @functools.cached_property
-    def _staleness_parts(self) -> dict[str, int]:
-        """Steps that are added to the bound on staleness, after what adds them."""
-        return {
-            f"--async-ratio {self.async_ratio:g} rounded up": math.ceil(self.async_ratio - 1e-9),
-            f"--publish-delay {self.publish_delay}": self.publish_delay,
-            f"{MAX_RESUMES} resumes of a partial rollout": MAX_RESUMES * (self.over_sampling > 1),
-            f"--swarm.refresh-lag {self.swarm.refresh_lag}": self.swarm.refresh_lag,
-        }
+    @property
+    def max_resumes(self) -> int:
+        """Times that a response can be suspended and resumed."""
+        return MAX_RESUMES if self.over_sampling > 1 else 0
 
     @functools.cached_property
     def max_staleness(self) -> int:
-        """Oldest version of a trained token, steps behind: ⌈α⌉ + publish_delay + refresh_lag, and MAX_RESUMES when
-        over-sampling."""
-        return sum(self._staleness_parts.values())
+        """Oldest version of a trained token, steps behind: ⌈α⌉ + publish_delay + max_resumes + refresh_lag."""
+        rounded_ratio = math.ceil(self.async_ratio - 1e-9)
+        return rounded_ratio + self.publish_delay + self.max_resumes + self.swarm.refresh_lag
 
     def freshness(self) -> str:
         """Return the bound on staleness, for people."""
-        first, *other_parts = self._staleness_parts
-        options = " + ".join(
-            [first, *(part for part in other_parts if self._staleness_parts[part])]
-        )
+        other_terms = [
+            (f"--publish-delay {self.publish_delay}", self.publish_delay),
+            (f"{self.max_resumes} resumes of a partial rollout", self.max_resumes),
+            (f"--swarm.refresh-lag {self.swarm.refresh_lag}", self.swarm.refresh_lag),
+        ]
+        shown = [words for words, steps in other_terms if steps]
+        options = " + ".join([f"--async-ratio {self.async_ratio:g} rounded up", *shown])
         if self.stale_policy == "gate":
             return f"freshness: --stale-policy gate bounds the mean staleness by {options}, and no maximum"
         steps = "step" if self.max_staleness == 1 else "steps"
