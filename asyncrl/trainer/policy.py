@@ -106,7 +106,7 @@ class Policy(WholeWeights):
         metrics |= value_metrics
         stats = TokenStats()
         results = [
-            self._update(batches[index], policy_version, num_made / len(order), stats)
+            self._make_update(batches[index], policy_version, num_made / len(order), stats)
             for num_made, index in enumerate(order)
         ]
         for name in results[0]:
@@ -193,7 +193,7 @@ class Policy(WholeWeights):
             score = functools.partial(plugin.forward, score)
         return score(module, batch, None)
 
-    def _update(
+    def _make_update(
         self, batches: list[MicroBatch], policy_version: int, progress: float, stats: TokenStats
     ) -> dict[str, float]:
         """Make one optimizer update of a step; return its loss, gradient norm, learning rate and changed weights.
@@ -205,18 +205,12 @@ class Policy(WholeWeights):
             raise RuntimeError(
                 "an update got no trained token on any rank: every loss mask is empty"
             )
-        update = self._all_tokens(batches, progress) if couples_tokens(self.loss) else None
+        all_tokens = self._all_tokens(batches, progress) if couples_tokens(self.loss) else None
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         num_added_before = stats.num_added
         for index, batch in enumerate(batches):
-            # Replicas sum gradients once an update. Ranks of one replica sum them each time, to keep shards only.
-            is_last = index == len(batches) - 1
-            self.module.set_requires_all_reduce(is_last)
-            if "head" not in self.config.save_memory:
-                # Nothing hides the root's exchange (embedding and head), so it happens once an update.
-                self.module.set_requires_gradient_sync(is_last, recurse=False)
-                self.module.set_reshard_after_backward(is_last, recurse=False)
-            per_token_loss = self._per_token_loss(batch, progress, update, stats)
+            self._set_gradient_exchange(is_last=index == len(batches) - 1)
+            per_token_loss = self._per_token_loss(batch, progress, all_tokens, stats)
             weights = token_weights(batch.trajectory_lengths, totals, self.config)
             summed = (per_token_loss * weights).sum()
             for plugin in self.plugins:
@@ -227,6 +221,15 @@ class Policy(WholeWeights):
         ess = stats.sequence_ess(num_added_before) if self.config.optim.scale_lr_by_ess else 1.0
         lr = learning_rate(self.config, self.num_updates, policy_version + progress, ess)
         return self._step(float(self.sum_over_ranks(loss)), lr)
+
+    def _set_gradient_exchange(self, is_last: bool) -> None:
+        """Choose which gradients FSDP exchanges after the next micro-batch, by whether it is the update's last."""
+        # Replicas sum gradients once an update. Ranks of one replica sum them each time, to keep shards only.
+        self.module.set_requires_all_reduce(is_last)
+        if "head" not in self.config.save_memory:
+            # Nothing hides the root's exchange (embedding and head), so it happens once an update.
+            self.module.set_requires_gradient_sync(is_last, recurse=False)
+            self.module.set_reshard_after_backward(is_last, recurse=False)
 
     def _totals(self, batches: list[MicroBatch]) -> UpdateTotals:
         """Count the trained tokens, sequences and trajectories of an update, on all ranks; collective."""
@@ -240,7 +243,7 @@ class Policy(WholeWeights):
         self,
         batch: MicroBatch,
         progress: float,
-        update: LossInputs | None,
+        all_tokens: LossInputs | None,
         stats: TokenStats,
     ) -> Tensor:
         """Return the loss [N] of each trained token with its penalties, and add its statistics to `stats`."""
@@ -250,7 +253,9 @@ class Policy(WholeWeights):
             # Shape [0], but in the graph: FSDP's backward collectives must still run on this rank.
             return scores.logprobs + scores.values
         inputs = _loss_inputs(batch, scores.logprobs, progress)
-        loss, loss_stats = self.loss(inputs) if update is None else self.loss(inputs, update)
+        loss, loss_stats = (
+            self.loss(inputs) if all_tokens is None else self.loss(inputs, all_tokens)
+        )
         token_stats = {f"loss/{name}": column for name, column in loss_stats.items()}
         if ref_logprobs is not None:
             estimator = KL_ESTIMATORS[self.config.kl_estimator]
