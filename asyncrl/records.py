@@ -34,10 +34,10 @@ DTYPES = {column.name: np.dtype(column.metadata["dtype"]) for column in fields(T
 """Type of each column, by its name."""
 
 
-def slice_columns(record: TokenColumns, tokens: slice | np.ndarray) -> dict[str, np.ndarray]:
-    """Return the recorded columns of some tokens, by name."""
+def slice_columns(record: TokenColumns, where: slice | np.ndarray) -> dict[str, np.ndarray]:
+    """Return the recorded columns of some tokens, by name. `where` is a slice, or a mask of all tokens."""
     columns = {name: getattr(record, name) for name in DTYPES}
-    return {name: values[tokens] for name, values in columns.items() if values is not None}
+    return {name: values[where] for name, values in columns.items() if values is not None}
 
 
 def join_columns(parts: Iterable[TokenColumns]) -> dict[str, np.ndarray]:

@@ -142,7 +142,7 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     return means | {NUM_TRAINED: num_tokens}
 
 
-def trained_on(updates: Updates, policy_version: int) -> dict[str, float]:
+def staleness_metrics(updates: Updates, policy_version: int) -> dict[str, float]:
     """Return the number and staleness of the trajectories of a step, over all ranks; collective.
 
     `samples` counts trajectories, once for all epochs. `staleness/mean` and `max` are over trajectories, `token_mean`

@@ -77,8 +77,8 @@ class Bundle(Protocol):
 
 Updates = list[list[list[Bundle]]]
 """A rank's share of a step: [update][micro-batch] → bundles."""
-_NO_TOKENS = np.zeros(2, dtype=np.int64)
-_NOTHING_TO_TRAIN = TrainSequence.to_score(_NO_TOKENS, _NO_TOKENS > 0)
+_TWO_PADS = np.zeros(2, dtype=np.int64)
+_NOTHING_TO_TRAIN = TrainSequence.to_score(_TWO_PADS, _TWO_PADS > 0)
 """Dummy for a rank without data, which must still join FSDP's collectives. One token would need another kernel."""
 
 

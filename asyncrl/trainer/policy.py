@@ -20,7 +20,7 @@ from algos.proximal import loglinear
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.gae import estimate_step
-from asyncrl.trainer.lag_stats import TokenStats, trained_on
+from asyncrl.trainer.lag_stats import TokenStats, staleness_metrics
 from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
 from asyncrl.trainer.lora import without_adapters
 from asyncrl.trainer.loss import choose_loss
@@ -92,14 +92,14 @@ class Policy(WholeWeights):
 
         Returns metrics by their names in the log, equal on all ranks. `loss/total`, `grad_norm` (before clipping) and
         `changed_weights` (share of weights that an update changes in bfloat16) are means over the updates. `loss/lr` is
-        that of the last update. `tokens/forward` counts the tokens of one pass over the step. trained_on, TokenStats,
-        the plugins and estimate_step (with a value head) add the rest.
+        that of the last update. `tokens/forward` counts the tokens of one pass over the step. staleness_metrics,
+        TokenStats, the plugins and estimate_step (with a value head) add the rest.
         Raises NotFinite for a non-finite loss or gradient. Raises RuntimeError for an update without a trained token,
         and for a token of a newer version than `policy_version`.
         """
         self.clock.enter("forward_backward")
         order = self._order(len(updates), policy_version)
-        metrics = trained_on(updates, policy_version)
+        metrics = staleness_metrics(updates, policy_version)
         metrics["tokens/forward"] = float(self.sum_over_ranks(tokens_read(updates)))
         has_proximal = len(order) > 1 and self.config.proximal == "recompute"
         batches, value_metrics = self._prepare(updates, policy_version, has_proximal)

@@ -14,7 +14,7 @@ from asyncrl.config import AdvantageOptions, Config
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.batch import check_segments, make_updates, share_batch
-from asyncrl.trainer.lag_stats import trained_on
+from asyncrl.trainer.lag_stats import staleness_metrics
 from asyncrl.trainer.packing import UpdateTotals, pack, token_weights
 from asyncrl.trainer.splitting import distribute, split_evenly
 
@@ -197,10 +197,10 @@ def test_what_a_step_trains_on_is_counted_by_trajectory_also_what_the_loop_mixes
         members = [t for group in batch for t in group.trajectories]
         tokens = [v for t in members for v in t.policy_versions.tolist() if v >= 0]
         staleness = [STEP - 1 - t.oldest_version for t in members]
-        assert trained_on(share_batch(batch, STEP, policy, Cluster()), STEP - 1) == {
+        assert staleness_metrics(share_batch(batch, STEP, policy, Cluster()), STEP - 1) == {
             "samples": len(members),
             "staleness/mean": pytest.approx(np.mean(staleness)),
             "staleness/max": max(staleness),
             "staleness/token_mean": pytest.approx(STEP - 1 - np.mean(tokens)),
         }
-    assert trained_on([], 3) == {"samples": 0}
+    assert staleness_metrics([], 3) == {"samples": 0}
