@@ -46,6 +46,7 @@ def train_on(rank: "Leader | Follower") -> None:
     policy = load_policy(config, rank.model_path, rank.device, rank.clock)
     checkpoints = Checkpoints(rank, policy)
     checkpoints.restore()
+    checkpoints.allocate_copies()
     publisher = make_publisher(rank, policy)
     publisher.publish(rank.first_version)
     with StepLog(rank) as log, checkpoints:  # from here on a signal lets the step end

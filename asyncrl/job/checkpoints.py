@@ -48,7 +48,7 @@ class Checkpoints:
     """Saves a run at the end of its steps. Every rank has one. In its context a signal ends the run after a step."""
 
     def __init__(self, rank: Follower | Leader, policy: Policy):
-        """Make the writer of checkpoints; collective. Call `restore` next."""
+        """Make the writer of checkpoints; collective. Call `restore` and `allocate_copies` next."""
         self.rank, self.policy = rank, policy
         folder, self._is_shared = self._find_folder()
         self.writer = CheckpointWriter(policy, folder)
@@ -64,15 +64,18 @@ class Checkpoints:
     def restore(self) -> None:
         """Continue from the checkpoint of a resumed run: restore the policy, and truncate records; collective."""
         checkpoint = self.rank.checkpoint
-        if checkpoint is not None:
-            restore_training_state(self.policy, str(checkpoint.resume_folder), self.writer.group)
-            if self.rank.cluster.is_first:
-                rename_newer(checkpoint)
-            # Wait until all ranks have read and accepted the checkpoint.
-            dist.barrier(self.writer.group)
-            if self.rank.cluster.is_leader:
-                self.rank.run.truncate_records()
-        # The first copy of a state allocates host memory, which takes long. Engines start meanwhile.
+        if checkpoint is None:
+            return
+        restore_training_state(self.policy, str(checkpoint.resume_folder), self.writer.group)
+        if self.rank.cluster.is_first:
+            rename_newer(checkpoint)
+        # Wait until all ranks have read and accepted the checkpoint.
+        dist.barrier(self.writer.group)
+        if self.rank.cluster.is_leader:
+            self.rank.run.truncate_records()
+
+    def allocate_copies(self) -> None:
+        """Allocate the host memory for copies of the training state, by a first copy. Engines start meanwhile."""
         self.writer.stager.stage(training_state(self.policy))
 
     def _find_folder(self) -> tuple[Path, bool]:

@@ -79,6 +79,7 @@ def start(tmp_path, model, one_rank):
         try:
             checkpoints = Checkpoints(rank, load(config))
             checkpoints.restore()
+            checkpoints.allocate_copies()
         except ValueError as error:
             rank.run.close(error)
             raise
