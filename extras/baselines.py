@@ -114,11 +114,11 @@ class BaselineDispatcher(Dispatcher):
         if not self._round_is_running():
             super().admit_groups()
 
-    def assign(self) -> Iterator[tuple[Worker, Ticket]]:
+    def match_tickets(self) -> Iterator[tuple[Worker, Ticket]]:
         """Take out the tickets that can start now, each with its worker. `batch` splits them evenly over the workers,
         whatever slots are free: the engine keeps what it cannot run yet."""
         if not self._has_rounds:
-            yield from super().assign()
+            yield from super().match_tickets()
             return
         workers = list(self.workers)
         waiting, self.queue = self.queue, deque()

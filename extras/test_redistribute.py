@@ -47,7 +47,7 @@ class Node:
         for ticket in list(tickets):
             self.running.remove(ticket)
             self.buffer.start(ticket.group_id, self.buffer.start_version)
-            versions = [self.buffer.needed_version(ticket.group_id)] * 2
+            versions = [self.buffer.group_start_version(ticket.group_id)] * 2
             self.buffer.add(make_trajectory(ticket.group_id, ticket.member, versions))
 
     def drop(self, group_id, reason):

@@ -128,9 +128,9 @@ class SampleBuffer:
             resident.started, resident.oldest_version = True, max(resident.oldest_version, version)
             self._may_have_batch = True
 
-    def needed_version(self, group_id: int) -> int:
+    def group_start_version(self, group_id: int) -> int:
         """Return the version that a worker needs to start another member of a running group; else 0."""
-        # one look-up, because another thread may drop the group
+        # one look-up, because extras/swarm checks messages of hosts without the lock
         resident = self.residents.get(group_id)
         return 0 if resident is None or self._is_finished(resident) else resident.oldest_version
 
@@ -287,7 +287,7 @@ class SampleBuffer:
 
     def is_running(self, group_id: int) -> bool:
         """Return whether a group holds a place and waits for members."""
-        # one look-up, because another thread may drop the group
+        # one look-up, because extras/swarm checks messages of hosts without the lock
         resident = self.residents.get(group_id)
         return resident is not None and not self._is_finished(resident)
 

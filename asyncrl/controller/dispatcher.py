@@ -153,7 +153,7 @@ class Dispatcher:
                 self.drop(group_id, "aborted")  # a resumed run issues the problem again
                 raise
 
-    def assign(self) -> Iterator[tuple[Worker, Ticket]]:
+    def match_tickets(self) -> Iterator[tuple[Worker, Ticket]]:
         """Yield the tickets that can start now, each with its worker. The caller adds it to the worker's load.
 
         A ticket goes to the least loaded worker that may start it. Of equally loaded workers the lowest `order` wins.
@@ -194,11 +194,11 @@ class Dispatcher:
         """
         if ticket.is_evaluation:
             return ticket.min_version
-        return max(ticket.min_version, self.buffer.needed_version(ticket.group_id))
+        return max(ticket.min_version, self.buffer.group_start_version(ticket.group_id))
 
     def send_out(self) -> None:
         outgoing: dict[int, list[Ticket]] = defaultdict(list)
-        for worker, ticket in self.assign():
+        for worker, ticket in self.match_tickets():
             worker.assign(ticket)
             if not ticket.is_evaluation:
                 self.buffer.start(ticket.group_id, worker.sent_version)

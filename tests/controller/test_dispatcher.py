@@ -59,7 +59,7 @@ def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_
         dispatcher = Dispatcher(config, workers, SampleBuffer(config), make_source())
         dispatcher.queue.extend(tickets)
         given = []
-        for worker, ticket in dispatcher.assign():
+        for worker, ticket in dispatcher.match_tickets():
             worker.assign(ticket)
             given.append((worker.index, ticket.ticket_id))
         assert given == expected, f"seed {seed}"
