@@ -152,9 +152,9 @@ class WithoutProcesses:
         super().__init__(config, placement, "", Path(), main=None)
         self.walk = walk
 
-    def _start(self, index, num_restarts=0):
+    def _start(self, index, num_restarts_since_ticket=0):
         process = WatchedWorker(self.config, index, self.walk)
-        return Worker(index, process=process, num_restarts=num_restarts)
+        return Worker(index, process=process, num_restarts_since_ticket=num_restarts_since_ticket)
 
 
 class WalkWorkers(WithoutProcesses, Workers):

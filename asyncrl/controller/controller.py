@@ -147,10 +147,14 @@ class Controller:
             self.fill()
 
     def on_death(self, worker: Worker) -> None:
-        """Start a dead worker again, and issue its tickets again. Raises WorkerDied if it must not be started."""
+        """Start a dead worker again, and issue its tickets again.
+
+        Raises WorkerDied if it must not be started. Its tickets then stay with it, and a snapshot finds them there.
+        """
         worker.disconnect()
         self.workers.replace(worker)
         self.journal.died(worker)
+        # each goes to the front of the queue, so the oldest comes last
         for ticket in sorted(worker.awaited, key=lambda ticket: ticket.ticket_id, reverse=True):
             self.issue_again(ticket, worker.reissue_reason)
 
@@ -346,6 +350,7 @@ class Controller:
                 self.workers, self.dispatcher.queue, self.buffer, self.tickets
             )
             buffer = self.buffer.state()
+            # a resume loses these tokens: they count as generated, and as dropped
             for count in ("tokens_generated", "tokens_dropped_aborted"):
                 buffer.ledger[count] += num_lost
             return ControllerState(

@@ -74,7 +74,7 @@ class Worker:
     """Its tickets, by id."""
     num_running: int = 0
     """Trajectories of its tickets."""
-    num_restarts: int = 0
+    num_restarts_since_ticket: int = 0
     """Restarts since the last ticket that it ended."""
     owes_progress: bool = False
     """Whether it has not answered the last `request_progress` yet."""
@@ -141,13 +141,13 @@ class Worker:
 
     @property
     def awaited(self) -> list[Ticket]:
-        """Tickets of the worker whose trajectories are needed."""
+        """Tickets that are issued again if the worker dies: all, or those of a host that no other worker has."""
         return list(self.running.values())
 
     def finish_ticket(self, ticket_id: int) -> None:
         """Remove a ticket that the worker has ended."""
         self.num_running -= self.running.pop(ticket_id).num_members
-        self.num_restarts = 0
+        self.num_restarts_since_ticket = 0
 
     def describe(self) -> str:
         state = (
@@ -168,6 +168,7 @@ class Workers:
         self.config, self.placement = config, placement
         self.model_path, self.run_path = model_path, run_path
         self.num_restarts = 0
+        """Restarts of all workers in the run."""
         self.have_worked = False
         """Whether any trajectory has arrived."""
         self._main = main
@@ -214,7 +215,7 @@ class Workers:
         self._readings.append(thread)
         thread.add_done_callback(self._on_ended)
 
-    def _start(self, index: int, num_restarts: int = 0) -> Worker:
+    def _start(self, index: int, num_restarts_since_ticket: int = 0) -> Worker:
         log, placement = str(self.run_path / f"worker_{index}.log"), self.placement
         spec = WorkerSpec(
             self.config,
@@ -224,7 +225,7 @@ class Workers:
             log,
             self._temporary.name,
         )
-        worker = Worker(index, num_restarts=num_restarts)
+        worker = Worker(index, num_restarts_since_ticket=num_restarts_since_ticket)
         worker.process = WorkerProcess(
             spec, self._main, functools.partial(self._on_message, worker), self._threads
         )
@@ -242,7 +243,7 @@ class Workers:
         if not self.have_worked and (not was_up or worker.process.exit_code > 0):
             failure = "died before any response arrived" if was_up else "could not start"
             raise WorkerDied(f"rollout worker {worker.index} {failure}: {report}")
-        if worker.num_restarts == MAX_RESTARTS:
+        if worker.num_restarts_since_ticket == MAX_RESTARTS:
             raise WorkerDied(
                 f"{report}\nall {MAX_RESTARTS} restarts are used, and no response arrived between them"
             )
@@ -253,7 +254,8 @@ class Workers:
             f"warning: {report.partition('; its last log')[0]}; its {len(worker.running)} tickets are issued again",
             flush=True,
         )
-        self.by_index[worker.index] = self._start(worker.index, worker.num_restarts + 1)
+        num_restarts = worker.num_restarts_since_ticket + 1
+        self.by_index[worker.index] = self._start(worker.index, num_restarts)
 
     def suspend(self) -> None:
         """Stop the sampling of all workers until the next update."""
