@@ -138,8 +138,8 @@ class RolloutWorker:
         finally:
             del self._episodes[ticket.ticket_id]
             self.proxy.activity.add(trajectories=-ticket.num_members)
-        self.flush_soon()
         self._finished += trajectories
+        self.flush_soon()
 
     def make_episodes(self, ticket: Ticket) -> list[Episode]:
         """Return the trajectories of a ticket: one."""
