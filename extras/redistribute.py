@@ -35,14 +35,14 @@ def _merge(states: list[ControllerState]) -> ControllerState:
         for resident in state.buffer.residents.values():
             put_back.append(resident.problem)
             ledger.drop("aborted", resident.members.values())
-    next_ids = [
+    counters = [
         max(getattr(state.tickets, name) - node * IDS_PER_NODE for node, state in enumerate(states))
-        for name in ("next_group", "next_ticket")
+        for name in ("next_group", "last_ticket")
     ]
     return replace(
         states[0],
         buffer=replace(states[0].buffer, residents={}, ledger=dict(ledger.counts)),
-        tickets=TicketState(frontier, *next_ids, sorted(put_back)),
+        tickets=TicketState(frontier, *counters, sorted(put_back)),
         queue=[],
         evaluates=any(state.evaluates for state in states),
         evaluations=[evaluation for state in states for evaluation in state.evaluations],
@@ -69,11 +69,11 @@ def _share(whole: ControllerState, node: int, num_nodes: int) -> ControllerState
     """Return what one of several nodes has of the state of all: every num_nodes-th problem."""
     tickets = whole.tickets
     next_problem = tickets.next_problem + (node - tickets.next_problem) % num_nodes
-    next_ids = (
-        next_id + node * IDS_PER_NODE for next_id in (tickets.next_group, tickets.next_ticket)
+    counters = (
+        counter + node * IDS_PER_NODE for counter in (tickets.next_group, tickets.last_ticket)
     )
     put_back = tickets.put_back[node::num_nodes]
-    share = replace(whole, tickets=TicketState(next_problem, *next_ids, put_back))
+    share = replace(whole, tickets=TicketState(next_problem, *counters, put_back))
     if node == 0:
         return share
     return replace(

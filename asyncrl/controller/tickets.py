@@ -23,7 +23,8 @@ class TicketState:
 
     next_problem: int
     next_group: int
-    next_ticket: int
+    last_ticket: int
+    """Id of the newest ticket."""
     put_back: list[int]
     """Problems to issue again, in this order."""
 
@@ -88,8 +89,8 @@ class TicketSource:
         The seed stays the same. Long responses are lost most often; a new seed would replace them by shorter ones and
         bias training. After a second death the seed is new, because the response may kill its engine.
         """
-        self.state.next_ticket += 1
-        again = replace(ticket, ticket_id=self.state.next_ticket)
+        self.state.last_ticket += 1
+        again = replace(ticket, ticket_id=self.state.last_ticket)
         if reason == "moved":
             return again
         attempt = ticket.attempt + 1
@@ -115,9 +116,9 @@ class TicketSource:
         tokens: tuple[int, ...],
         min_version: int,
     ) -> Ticket:
-        self.state.next_ticket += 1
+        self.state.last_ticket += 1
         return Ticket(
-            ticket_id=self.state.next_ticket,
+            ticket_id=self.state.last_ticket,
             group_id=group_id,
             member=member,
             num_members=1,
