@@ -38,18 +38,20 @@ def read_resumed_options(run: Path) -> Config:
     Raises ValueError, in one line, if there is no such run.
     """
     begun = with_absolute_paths(Config.from_dict(read_checked_header(run)["config"]), run / "code")
+    # The folder can have been moved or renamed since run.json was written.
     return replace(
         begun, run_name=run.resolve().name, runs_dir=str(run.resolve().parent), resume=None
     )
 
 
-Options = TypeVar("Options", bound=Config)
+ConfigType = TypeVar("ConfigType", bound=Config)
 
 
-def check_changes(config: Options, begun: Config) -> Options:
-    """Return the options of a resumed run, with its place and its user code.
+def check_changes(config: ConfigType, begun: Config) -> ConfigType:
+    """Return the options `config` of a resumed run, with its place and its user code.
 
-    Raises ValueError, in one line, if an option was changed that a resume must not change.
+    `begun` has the options of `read_resumed_options`. Raises ValueError, in one line, if an option was changed that a
+    resume must not change.
     """
     recorded_options = Config.from_dict(read_checked_header(Path(config.resume))["config"])
     fixed = [
@@ -58,11 +60,12 @@ def check_changes(config: Options, begun: Config) -> Options:
         if ChangeableBy.RESUME not in option.changeable_by and option.name != "resume"
     ]
     for option in fixed:
-        value, first = option.value_in(config), option.value_in(begun)
-        if value not in (first, option.value_in(recorded_options)):
+        value, current = option.value_in(config), option.value_in(begun)
+        # A path may be given as it is now, or as run.json has it.
+        if value not in (current, option.value_in(recorded_options)):
             allowed = ", ".join(other.flag for other in options_changeable_by(ChangeableBy.RESUME))
             raise ValueError(
-                f"{option.flag} {value} cannot change when a run is resumed: {config.resume} has {first}; leave it "
+                f"{option.flag} {value} cannot change when a run is resumed: {config.resume} has {current}; leave it "
                 f"out, or begin a new run. What may change: {allowed}"
             )
     return replace(
