@@ -91,12 +91,12 @@ class LLMProxy:
                     return request.end("aborted")
                 if self.config.on_update == "restart":  # a response has tokens of one version only
                     self.sampled.discarded += request.keep_only(self.version)
-                attempt, sampled = len(request.parts), request.tokens
+                part_number, sampled = len(request.parts), request.tokens
                 (part,) = await self.sample(
                     request,
-                    f"{request_id}-{attempt}-{self.version}",
+                    f"{request_id}-{part_number}-{self.version}",
                     [*prompt_tokens, *sampled],
-                    None if seed is None else seed + attempt,
+                    None if seed is None else seed + part_number,
                     max_tokens - len(sampled),
                 )
                 if sampled:
@@ -238,6 +238,7 @@ class LLMProxy:
         was_running = self._resumed.is_set()
         async with health.limited(self.config.timeout_s, f"loading version {version}"):
             if self.config.on_update == "wait":
+                # requests run to their end: this is no pause, so it comes before the clock
                 await self.suspend()
             start = time.monotonic()
             self.activity.pause("update")
