@@ -97,7 +97,7 @@ class RecordingPlugin(Plugin):
 
         Return the end of the error, on rank 0.
         """
-        from asyncrl.trainer.checkpoint import save_weights
+        from asyncrl.trainer.weight_files import save_weights
 
         path = rank.run.path / f"failed_step_{step}" if rank.cluster.is_first else None
         try:

@@ -159,7 +159,7 @@ def train(recording: Recording, rank, policy, run) -> None:
     """
     from asyncrl.runlog.progress import Progress
     from asyncrl.trainer.batch import share_batch
-    from asyncrl.trainer.checkpoint import save_weights
+    from asyncrl.trainer.weight_files import save_weights
 
     config, clock = rank.config, rank.clock
     num_samples = (recording.first_step - 1) * config.groups_per_step * config.group_size

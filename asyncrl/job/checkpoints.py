@@ -33,10 +33,10 @@ from asyncrl.trainer.checkpoint import (
     CheckpointWriter,
     NodeState,
     restore_training_state,
-    save_weights,
     training_state,
 )
 from asyncrl.trainer.policy import NotFinite, Policy
+from asyncrl.trainer.weight_files import save_weights
 
 GRACE_S = 20.0
 """Longest wait for a checkpoint that is being written when the run ends by an error, seconds."""

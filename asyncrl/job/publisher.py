@@ -10,8 +10,8 @@ from asyncrl.cluster.processes import CannotContinue, RolloutEnded
 from asyncrl.job.engine_check import EngineCheck
 from asyncrl.job.node import Follower, Leader
 from asyncrl.records import Group
-from asyncrl.trainer.checkpoint import describe_differences
 from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.weight_files import describe_differences
 from asyncrl.weights.transport import Announcement, ParameterSpec, Weights
 
 VersionedWeights = tuple[int, Weights]

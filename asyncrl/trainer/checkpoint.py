@@ -1,4 +1,4 @@
-"""Checkpoints: weights in Hugging Face's format for people, and shards to continue from.
+"""Checkpoints: shards to continue from, and weights for people (weight_files.py).
 
 `save` writes a checkpoint, and `restore_training_state` reads its shards. torch.distributed.checkpoint writes them as
 safetensors: they contain no pickle, and any number of ranks can read them. Each rank saves in a thread, from copies in
@@ -6,9 +6,7 @@ host memory. A failure of one rank is a failure of all.
 """
 
 import concurrent.futures
-import contextlib
 import datetime
-import functools
 import itertools
 import json
 import os
@@ -17,7 +15,6 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.runlog.manifest import (
@@ -40,14 +35,12 @@ from asyncrl.runlog.manifest import (
     flush,
     list_checkpoints,
     parse_step,
-    remove,
-    weights_sha256,
     write_manifest,
 )
 from asyncrl.runlog.plain import encode
 from asyncrl.runlog.run_directory import RunDirectory
-from asyncrl.trainer import lora
-from asyncrl.trainer.model import named_persistent_buffers, trained_names
+from asyncrl.trainer.new_folder import describe_error, fail_together, new_folder
+from asyncrl.trainer.weight_files import WeightWriter
 
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
@@ -57,185 +50,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 SHARD_FILE_BYTES = 1 << 30
 """Size at which a rank begins another file of shards, bytes. safetensors copies a file in memory before it writes."""
-GENERATION_CONFIG = "generation_config.json"
-SMALL_FILES = ("", ".jinja", ".json", ".md", ".model", ".py", ".txt")
-MAX_SMALL_BYTES = 1 << 20
-"""Suffixes and size of the small files that a checkpoint copies from the model's folder."""
-VALUE_HEAD = "value_head.weight"
-"""Name of the value head's weight. It is no weight of the model."""
 VALUES = "values"
 """Name of the plain values of a training state: the bytes of their JSON."""
-
-
-# New folders
-
-
-@contextlib.contextmanager
-def fail_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block on all ranks of a group; collective. If it fails on one rank, raise OSError on all."""
-    failure = ""
-    try:
-        yield
-    except Exception as error:
-        failure = f"rank {dist.get_rank()}: {describe(error)}"
-    failures = [""] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group)
-    if any(failures):
-        raise OSError(next(filter(None, failures)))
-
-
-def describe(error: Exception) -> str:
-    """Return an error's type and message in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-@contextlib.contextmanager
-def new_folder(path: Path | str, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
-    """Give the ranks of a group a new folder to write to; collective. Only rank 0 needs its path.
-
-    The folder is `path`.tmp until the end of the block. Then it is flushed to the disk and gets its name. If a rank
-    fails, all raise OSError, in one line, and nothing is left.
-    """
-    folder = Path(f"{path}.tmp")
-    is_first = dist.get_rank() == 0
-    try:
-        with fail_together(group):
-            if is_first:
-                if Path(path).exists():
-                    raise FileExistsError(f"{path} exists already")
-                remove(folder)  # left by a run that was killed here
-                folder.mkdir(parents=True)
-        yield folder
-        with fail_together(group):
-            if is_first:
-                for written in [folder, *folder.rglob("*")]:
-                    flush(written)
-                folder.rename(path)
-                flush(folder.parent)
-    except (OSError, RuntimeError) as error:
-        raise OSError(f"checkpoint {path} was not written: {error}") from error
-    finally:
-        if is_first:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-# Weights for people
-
-
-class WeightWriter:
-    """Writes weights, config and tokenizer to a folder for transformers; a thread can use it."""
-
-    def __init__(self, policy: "Policy"):
-        """Read the files of a policy's model that each checkpoint copies; collective."""
-        model = policy.module.model
-        self._base_path = policy.model_path
-        # FSDP exchanges the parameters of the trained module while it computes, so this is another one.
-        with torch.device("meta"):
-            self._skeleton = AutoModelForCausalLM.from_config(
-                model.config, dtype=torch.float32, trust_remote_code=False
-            )
-        frozen = {p: name for name, p in lora.named_base_parameters(model) if not p.requires_grad}
-        self.frozen = gather_full(frozen, policy.device)
-        """Full untrained weights by Hugging Face name, on rank 0: below adapters, or never trained in their family."""
-        self._buffers = {
-            name: buffer.to("cpu", copy=True) for name, buffer in named_persistent_buffers(model)
-        }
-        self._tokenizer = AutoTokenizer.from_pretrained(self._base_path, trust_remote_code=False)
-        # Read now, so that the run can save if the folder changes.
-        self._files = read_small_files(Path(self._base_path))
-        config = json.loads(Path(self._base_path, "config.json").read_text(encoding="utf-8"))
-        # The class can have an end of sequence that config.json lacks.
-        self._skeleton.config.eos_token_id = config.get("eos_token_id")
-        self._needs_base = bool(policy.config.lora_rank or policy.config.kl_coef)
-
-    @functools.cached_property
-    def frozen_sha256(self) -> str:
-        """SHA-256 of the model's weights if a resume needs them: below adapters, or as a reference. Else empty."""
-        return weights_sha256(self._base_path) if self._needs_base else ""
-
-    def write(self, trained: dict[str, Tensor], folder: Path) -> None:
-        """Write full trained weights by name to `folder`. Adapters are merged, and also written to `folder`/adapter.
-
-        A value head is in `folder`/value_head, because engines read all safetensors of `folder` itself.
-        """
-        adapters = {
-            name: weight for name, weight in trained.items() if name.endswith(lora.ADAPTER_NAMES)
-        }
-        weights = {
-            name: weight
-            for name, weight in trained.items()
-            if name not in adapters and name != VALUE_HEAD
-        }
-        frozen = {}
-        if adapters:
-            lora.write_adapter(str(folder / "adapter"), adapters, self._base_path)
-        for name, weight in self.frozen.items():
-            # One float32 copy at a time: the host may have no room for a second model.
-            frozen[name] = lora.merge(name, weight.float(), adapters)
-        self._skeleton.save_pretrained(folder, state_dict=weights | frozen | self._buffers)
-        # transformers has made it from config.json. The model's own file is copied below.
-        (folder / GENERATION_CONFIG).unlink(missing_ok=True)
-        self._tokenizer.save_pretrained(folder)
-        for name, data in self._files.items():
-            if not (folder / name).exists():
-                (folder / name).write_bytes(data)
-        if VALUE_HEAD in trained:
-            (folder / "value_head").mkdir()
-            save_file(
-                {VALUE_HEAD: trained[VALUE_HEAD]}, folder / "value_head" / "value_head.safetensors"
-            )
-
-
-def read_small_files(folder: Path) -> dict[str, bytes]:
-    """Return the small files of a model's folder, for example generation_config.json, by name."""
-    paths = [path for path in folder.iterdir() if path.suffix in SMALL_FILES and path.is_file()]
-    return {
-        path.name: path.read_bytes()
-        for path in paths
-        if path.stat().st_size <= MAX_SMALL_BYTES
-        and not path.name.startswith((".", "adapter_"))
-        and not path.name.endswith(".index.json")
-    }
-
-
-def gather_full(names: dict[Tensor, str], device: torch.device) -> dict[str, Tensor]:
-    """Return full copies of parameters in host memory, by name, on rank 0; empty on other ranks; collective."""
-    copies = {}
-    for parameter, name in names.items():
-        full = parameter.detach().to(device).full_tensor()
-        if dist.get_rank() == 0:
-            copies[name] = full.to("cpu", copy=True)
-    return copies
-
-
-def save_weights(policy: "Policy", path: str) -> None:
-    """Write a policy to the new folder `path` in Hugging Face's format: safetensors, config, tokenizer; collective.
-
-    With LoRA the weights are merged, and `path`/adapter has the adapter in peft's format. Raises OSError on all ranks
-    if it cannot be written; then nothing is left.
-    """
-    writer = WeightWriter(policy)
-    trained = gather_full(trained_names(policy.module), policy.device)
-    with new_folder(path) as folder, fail_together():
-        if dist.get_rank() == 0:
-            writer.write(trained, folder)
-
-
-def describe_differences(folder: str, saved: Collection[str]) -> str:
-    """Describe how a checkpoint with these names differs from the model's folder; empty if it does not."""
-    read = set()
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            read |= set(tensors.keys())
-    kinds = {
-        "will lack": sorted(read - set(saved)),
-        "will have, and it lacks,": sorted(set(saved) - read),
-    }
-    return "; ".join(
-        f"{kind} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}"
-        for kind, names in kinds.items()
-        if names
-    )
 
 
 # Shards to continue from
@@ -368,7 +184,7 @@ def describe_failure(failed: CheckpointException) -> str:
     rank, (error, _) = next(iter(failed.failures.items()))
     if not isinstance(error, Exception):
         raise error
-    return f"rank {rank}: {describe(error)}"
+    return f"rank {rank}: {describe_error(error)}"
 
 
 # A whole checkpoint

@@ -23,9 +23,9 @@ from user_files import write_jsonl
 
 from asyncrl.config import Config
 from asyncrl.trainer import families
-from asyncrl.trainer.checkpoint import describe_differences, save_weights
 from asyncrl.trainer.families import COMPARED
 from asyncrl.trainer.logprobs import TokenLogprobs
+from asyncrl.trainer.weight_files import describe_differences, save_weights
 from scripts.lines import read
 
 ROWS = Path(__file__).parents[2] / "results" / "families" / "families.jsonl"

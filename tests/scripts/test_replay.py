@@ -19,8 +19,8 @@ from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.batch import share_batch
-from asyncrl.trainer.checkpoint import save_weights
 from asyncrl.trainer.policy import NotFinite
+from asyncrl.trainer.weight_files import save_weights
 from scripts import runs
 from scripts.replay import Recording, choose_options, train
 

@@ -32,16 +32,15 @@ from asyncrl.config import OptimOptions
 from asyncrl.runlog.manifest import list_checkpoints
 from asyncrl.trainer.checkpoint import (
     NodeState,
-    WeightWriter,
     check_finite,
     make_stager,
     restore_training_state,
     save,
-    save_weights,
     training_state,
     write_shards,
 )
 from asyncrl.trainer.splitting import distribute
+from asyncrl.trainer.weight_files import WeightWriter, save_weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 STEPS = 4

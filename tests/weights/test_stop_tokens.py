@@ -7,7 +7,7 @@ from tiny_families import tiny_config
 from tiny_policy import byte_tokenizer, error_of, load, make_config
 from transformers import LlamaForCausalLM
 
-from asyncrl.trainer.checkpoint import save_weights
+from asyncrl.trainer.weight_files import save_weights
 from asyncrl.weights.models import load_tokenizer
 from asyncrl.weights.stop_tokens import describe_stop_tokens, stop_token_ids
 
