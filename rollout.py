@@ -42,7 +42,7 @@ from asyncrl.messages import (
     Updated,
     decoded_lengths,
 )
-from asyncrl.plugins import last_part
+from asyncrl.plugins import last_given
 from asyncrl.records import Ticket, Trajectory
 from asyncrl.weights.models import load_tokenizer
 from asyncrl.weights.stop_tokens import stop_token_ids
@@ -234,7 +234,7 @@ async def start_worker(
     proxy = await start_proxy(spec, stop_token_ids(spec.model_path, tokenizer))
     end_safe_path()
     plugins = spec.config.plugins
-    worker_class = last_part((plugin.rollout_worker for plugin in plugins), RolloutWorker)
+    worker_class = last_given((plugin.rollout_worker for plugin in plugins), RolloutWorker)
     # after the engine is forked, because environments may start threads
     environments = start_environments(spec, tokenizer)
     freeze_garbage()

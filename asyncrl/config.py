@@ -525,8 +525,8 @@ class Option:
     """The attribute of Config."""
     owner: type
     """The dataclass that declares it."""
-    part: str
-    """Title of the part of the options that it belongs to."""
+    section: str
+    """Title of the section of the options that it belongs to."""
     kind: Any
     """The annotation, with its range."""
     changeable_by: frozenset[ChangeableBy]
@@ -588,24 +588,24 @@ def _field_texts(kind: type) -> dict[str, str]:
 
 
 def options_of(
-    kind: type, prefix: str = "", part: str = "", changeable_by: tuple = ()
+    kind: type, prefix: str = "", section: str = "", changeable_by: tuple = ()
 ) -> Iterator[Option]:
     """Yield the options that the fields of a dataclass declare. Annotations of a group hold for all its options.
 
-    A text among the annotations begins a part, and is its title.
+    A text among the annotations begins a section, and is its title.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         path = prefix + field.name
         metas = getattr(hint, "__metadata__", ())
-        part = next((meta for meta in metas if isinstance(meta, str)), part)
+        section = next((meta for meta in metas if isinstance(meta, str)), section)
         flags = (*changeable_by, *(meta for meta in metas if isinstance(meta, ChangeableBy)))
         if dataclasses.is_dataclass(_without_annotations(hint)):
-            yield from options_of(_without_annotations(hint), f"{path}.", part, flags)
+            yield from options_of(_without_annotations(hint), f"{path}.", section, flags)
         else:
             name = path.replace("advantage_options.", "advantage.")
-            yield Option(name, path, kind, part, hint, frozenset(flags), field.default)
+            yield Option(name, path, kind, section, hint, frozenset(flags), field.default)
 
 
 OPTIONS = {option.name: option for option in options_of(Config)}

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from rollout import RolloutWorker
 
 
-Part = TypeVar("Part")
+Given = TypeVar("Given")
 
 
-def last_part(parts: Iterable[Part | None], default: Part) -> Part:
-    """Return the last part that a plugin gives, or the core's own."""
-    return [default, *(part for part in parts if part is not None)][-1]
+def last_given(values: Iterable[Given | None], default: Given) -> Given:
+    """Return the last value that a plugin gives, or the core's own."""
+    return [default, *(value for value in values if value is not None)][-1]
 
 
 class Plugin:

@@ -63,7 +63,7 @@ def predictions() -> str:
 def options() -> str:
     """Return all options in their groups, and the keyword arguments of the losses."""
     blocks = []
-    for part, declared in itertools.groupby(OPTIONS.values(), lambda option: option.part):
+    for section, declared in itertools.groupby(OPTIONS.values(), lambda option: option.section):
         rows = [
             [
                 f"`{option.flag}`",
@@ -73,7 +73,7 @@ def options() -> str:
             ]
             for option in declared
         ]
-        blocks.append(f"**{part}**\n\n{table('option | default | allowed | meaning', rows)}\n")
+        blocks.append(f"**{section}**\n\n{table('option | default | allowed | meaning', rows)}\n")
     keywords = []
     for algo, loss in LOSSES.items():
         shown = [f"`{keyword.name}={keyword.default}`" for keyword in keywords_of(loss)]

@@ -23,7 +23,7 @@ from asyncrl.controller.snapshot import ControllerState
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import MAX_RESTARTS
 from asyncrl.messages import Finished, InFlight, Updated
-from asyncrl.plugins import last_part
+from asyncrl.plugins import last_given
 from asyncrl.runlog import plain
 from asyncrl.weights.transport import Announcement, BufferedTransport
 from data.problem import Problem
@@ -130,13 +130,13 @@ class Walk:
             encode=lambda problem: [2, 3],
         )
         plugins = config.plugins
-        tickets_class = last_part((plugin.tickets for plugin in plugins), TicketSource)
+        tickets_class = last_given((plugin.tickets for plugin in plugins), TicketSource)
         tickets = watch_tickets(tickets_class(config, prompts), oracle)
         placed = tuple(
             WorkerPlacement(index, None, None, 1, 0.0) for index in range(self.num_workers)
         )
         workers = self.workers_class(self, config, Placement((None,), 1, placed, "shm"))
-        controller_class = last_part((plugin.controller for plugin in plugins), Controller)
+        controller_class = last_given((plugin.controller for plugin in plugins), Controller)
         self.controller = controller_class(config, workers, tickets, self._record, state=state)
         self.controller.lock.wait = self._act_while_waiting
         self.controller.launch()

@@ -63,7 +63,7 @@ class RewardPool:
         """
         scorer = load_scorer(task, rewards)
         kinds = {function.is_async for function in scorer.functions}
-        self._parts = [
+        self._pools = [
             _PoolOfKind(
                 scorer.only(is_async),
                 _Template(task, rewards, is_async, title),
@@ -78,15 +78,15 @@ class RewardPool:
 
         Raises Failed if a function raises, hangs, kills its process, or returns neither a finite number nor a dict.
         """
-        first, *others = [part.score(answer, response) for part in self._parts]
+        first, *others = [pool.score(answer, response) for pool in self._pools]
         if not others:  # the task that `gather` makes would take as long as the rest
             return add_rewards([await first])
         return add_rewards(await asyncio.gather(first, *others))
 
     def close(self) -> None:
         """End the processes at once."""
-        for part in self._parts:
-            part.close()
+        for pool in self._pools:
+            pool.close()
 
 
 class _Process:

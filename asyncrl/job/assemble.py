@@ -36,7 +36,7 @@ from asyncrl.job.disk import check_room, checkpoint_bytes
 from asyncrl.job.inputs import check_model, make_tickets, read_task, try_copies
 from asyncrl.job.node import Follower, Leader, Rank
 from asyncrl.job.resume import find_checkpoint, load_controller_state, resume_command
-from asyncrl.plugins import last_part
+from asyncrl.plugins import last_given
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.advantage import choose_estimator
@@ -146,9 +146,9 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
     if not rank.checkpoint:
         try_copies(config)
     write_stacks_to(run.path / "stacks.txt")
-    workers_class = last_part((plugin.workers for plugin in config.plugins), Workers)
+    workers_class = last_given((plugin.workers for plugin in config.plugins), Workers)
     workers = workers_class(config, placement, model_path, run.path, worker_main)
-    controller_class = last_part((plugin.controller for plugin in config.plugins), Controller)
+    controller_class = last_given((plugin.controller for plugin in config.plugins), Controller)
     controller = controller_class(
         config, workers, tickets, run.record, rank.clock, cluster.num_nodes, controller_state
     )
@@ -166,7 +166,7 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
 
 
 def _rank_classes(config: Config) -> tuple[type[Leader], type[Follower]]:
-    return last_part((plugin.ranks for plugin in config.plugins), (Leader, Follower))
+    return last_given((plugin.ranks for plugin in config.plugins), (Leader, Follower))
 
 
 def _prepare_process(config: Config, on_end: ExitStack) -> None:
@@ -243,7 +243,7 @@ def _fit_memory(rank: Rank, config: Config, model_path: str) -> tuple[Config, Pl
     if rank.device.type == "cpu":
         return config, rank.placement
     given = (config, rank.placement, model_path, rank.cluster)
-    fitted = last_part((plugin.fit_memory(*given) for plugin in config.plugins), None)
+    fitted = last_given((plugin.fit_memory(*given) for plugin in config.plugins), None)
     if fitted is None:
         print(
             "memory: not planned, as extras/planning is missing; --save-memory auto saves nothing",

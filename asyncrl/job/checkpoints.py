@@ -26,7 +26,7 @@ from asyncrl.cluster.processes import (
 from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
 from asyncrl.job.resume import resume_command
-from asyncrl.plugins import last_part
+from asyncrl.plugins import last_given
 from asyncrl.records import Group
 from asyncrl.runlog.manifest import rename_newer
 from asyncrl.trainer.checkpoint import (
@@ -135,7 +135,7 @@ class Checkpoints:
         except NotFinite as error:
             plugins = self.rank.config.plugins
             kept = (plugin.keep_batch(self.rank, self.policy, step, groups) for plugin in plugins)
-            where = last_part(kept, "; its batch is not kept, as extras/recording.py is missing")
+            where = last_given(kept, "; its batch is not kept, as extras/recording.py is missing")
             raise RuntimeError(f"{error}{where}") from error
 
     def save_if_due(self, step: int, publisher: Publisher) -> None:

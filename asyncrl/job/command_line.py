@@ -164,15 +164,15 @@ def _refuse(event: parse_errors.ParseErrorEvent) -> NoReturn:
 
 
 def _help_for(algo: str | None) -> str:
-    """Return the options of a loss, or all options of a run under the titles of their parts."""
+    """Return the options of a loss, or all options of a run under the titles of their sections."""
     if algo is not None:
         from asyncrl.trainer.loss import describe
 
         return describe(algo)
     lines = ["usage: train_async.py [options]", "", str(Config.__doc__)]
     indent = " " * 6
-    for part, options in itertools.groupby(ALL_OPTIONS.values(), lambda option: option.part):
-        lines += ["", f"{part}:"]
+    for section, options in itertools.groupby(ALL_OPTIONS.values(), lambda option: option.section):
+        lines += ["", f"{section}:"]
         for option in options:
             notes = f"{option.shown_default}; {allowed_values(option.kind)}"
             meaning = f"{option.text} (default: {notes})"

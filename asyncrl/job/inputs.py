@@ -8,7 +8,7 @@ from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.engine.score import load_scorer
 from asyncrl.job import command_line
-from asyncrl.plugins import last_part
+from asyncrl.plugins import last_given
 from asyncrl.tasks import encode, load_task
 from asyncrl.user_code import user_code_names
 from asyncrl.weights.models import load_tokenizer
@@ -51,7 +51,7 @@ def make_tickets(config: Config, cluster: Cluster, model_path: str, task: Task) 
     prompts.check(config)
     if any(digest != prompts.digest for digest in cluster.gather(prompts.digest)):
         raise ValueError("the nodes have different rows; give all the same by --data-path")
-    tickets_class = last_part((plugin.tickets for plugin in config.plugins), TicketSource)
+    tickets_class = last_given((plugin.tickets for plugin in config.plugins), TicketSource)
     return tickets_class(config, prompts, cluster.node, cluster.num_nodes)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.plugins import last_part
+from asyncrl.plugins import last_given
 from asyncrl.runlog.header import make_header, write_header
 from asyncrl.runlog.manifest import read_run_id
 from asyncrl.runlog.record_file import RecordFile
@@ -111,7 +111,7 @@ class RunDirectory:
         if self._is_first:
             given = (self._config_as_given, self.path, header["wandb_id"], step)
             mirrors = (plugin.start_mirror(*given) for plugin in self.config.plugins)
-            self._mirror = last_part(mirrors, None)
+            self._mirror = last_given(mirrors, None)
 
     def truncate_records(self) -> None:
         """Truncate the records of a resumed run to its checkpoint, then write the buffered lines.

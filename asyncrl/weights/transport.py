@@ -77,7 +77,7 @@ class Transport:
     """The calls of a transport. This class sends no weights; subclasses override some of its methods.
 
     The controller's lock is held when `announce`, `can_read`, `acquire` and `release` are called. It is held when
-    `reserve` is called, too, except by `stage`.
+    `try_reserve` is called, too, except by `stage`.
     """
 
     keeps_announced = True
@@ -92,7 +92,7 @@ class Transport:
         """Return vLLM's init info for a worker's engine."""
         return {}
 
-    def reserve(self) -> bool:
+    def try_reserve(self) -> bool:
         """Return whether `stage` can be called now."""
         return True
 
@@ -147,7 +147,7 @@ class BufferedTransport(Transport):
         """Copy `parameters`, in the order of the specs, into a buffer. Return the messages of `Staged`."""
         raise NotImplementedError
 
-    def reserve(self) -> bool:
+    def try_reserve(self) -> bool:
         """Return whether a buffer can be written. No worker begins to read it from now on."""
         buffer = self._free_buffer()
         if buffer == self.announced:
@@ -162,7 +162,7 @@ class BufferedTransport(Transport):
         return None
 
     def stage(self, version: int, parameters: Weights) -> Staged:
-        if not self.reserve():
+        if not self.try_reserve():
             raise RuntimeError(
                 f"no weight buffer is free: readers {dict(self.readers)}, announced {self.announced}"
             )

@@ -17,7 +17,7 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import place
 from asyncrl.config import Config
-from asyncrl.plugins import last_part
+from asyncrl.plugins import last_given
 from asyncrl.trainer.lora import add_adapters, named_adapters
 from extras.planning.fit import PLUGIN, first_that_fits, plan_memory
 from extras.planning.memory import (
@@ -202,7 +202,7 @@ def test_a_run_fits_itself_into_what_it_sees_and_prints_the_arithmetic(monkeypat
     monkeypatch.setattr("extras.planning.fit.free_host_bytes", lambda: 200 * GIB)
     placed = place(config, 8, 64, 4)
     given = (config, placed, folder_of("8b"), cluster)
-    fitted, placement = last_part((plugin.fit_memory(*given) for plugin in config.plugins), None)
+    fitted, placement = last_given((plugin.fit_memory(*given) for plugin in config.plugins), None)
     assert (fitted.save_memory, fitted.max_tokens_per_microbatch) == (("head",), 4096)
     assert placement == placed
     assert "host memory of a machine: 122.05 GiB" in capsys.readouterr().out
