@@ -63,7 +63,7 @@ class RolloutWorker:
         self._episodes: dict[int, list[Episode]] = {}
         """Trajectories by ticket id."""
         self._finished: list[Trajectory] = []
-        self._probing: list[asyncio.Task] = []
+        self._probe_tasks: list[asyncio.Task] = []
 
     async def act(self, message) -> None:
         match message:
@@ -129,9 +129,11 @@ class RolloutWorker:
 
     async def _run_ticket(self, ticket: Ticket) -> None:
         """Run the trajectories of a ticket and send them back together."""
-        version, needed = self.proxy.version, ticket.min_version
-        if version < needed:
-            raise RuntimeError(f"ticket {ticket.ticket_id} needs version {needed}, got {version}")
+        version, min_version = self.proxy.version, ticket.min_version
+        if version < min_version:
+            raise RuntimeError(
+                f"ticket {ticket.ticket_id} needs version {min_version}, got {version}"
+            )
         episodes, worker = self._episodes[ticket.ticket_id], self.spec.placement.worker
         try:
             trajectories = await asyncio.gather(*(episode.run(worker) for episode in episodes))
@@ -156,7 +158,7 @@ class RolloutWorker:
 
     async def _update(self, update: Update) -> None:
         """Load new weights and report. The probe is scored while sampling continues, and before the next update."""
-        await asyncio.gather(*self._probing)
+        await asyncio.gather(*self._probe_tasks)
         is_sent = self.spec.transport == "nccl"  # with other transports an engine reads the weights
         receiving = functools.partial(self.connection.send, Receiving()) if is_sent else None
         pause_s = await self.proxy.update(update.version, update.update_infos, receiving)
@@ -165,7 +167,7 @@ class RolloutWorker:
                 update.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()
             )
         )
-        self._probing = [self.start(self._score_probe(update))] if update.probe else []
+        self._probe_tasks = [self.start(self._score_probe(update))] if update.probe else []
 
     async def _score_probe(self, update: Update) -> None:
         scores = await asyncio.gather(*map(self.proxy.score, update.probe))
@@ -186,7 +188,7 @@ class RolloutWorker:
     async def _suspend(self, suspend: Callable) -> None:
         """Stop sampling by `proxy.suspend` or `proxy.sleep`."""
         # the next update waits for the probe, which could not end while sampling is stopped
-        await asyncio.gather(*self._probing)
+        await asyncio.gather(*self._probe_tasks)
         self.proxy.activity.pause("suspended")
         await suspend()
 

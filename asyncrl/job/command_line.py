@@ -1,7 +1,7 @@
 """The command line of a run, read by tyro from the options that Config declares.
 
 User code (FILE.py:NAME) is found and tried here, before slow parts start. --help is printed here, too, with a title for
-each part of Config.
+each section of Config.
 """
 
 import itertools
@@ -150,9 +150,9 @@ def _todays_word(word: str) -> str:
         print(f"warning: {name} is {new} now", file=sys.stderr)
         return f"{new}{sign}{value}"
     for option in MAY_BE_UNSET:
-        for value in (True, False):
-            if word == switch(option.name, value):
-                return f"{option.flag}={value}"
+        for is_on in (True, False):
+            if word == switch(option.name, is_on):
+                return f"{option.flag}={is_on}"
     return word
 
 

@@ -1,4 +1,4 @@
-"""The trainer's side of publishing: it chooses the version, and sends it."""
+"""The trainer's side of publishing: it chooses the version, stages its weights, and announces them."""
 
 import collections
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ class LeadingPublisher(Publisher):
         try:
             staged = controller.stage(version, weights)
         except RolloutEnded:
-            # The step can be saved, and the next batch raises the error. Gathering is collective.
+            # Gathering is collective. The step is saved, and the next batch raises the error.
             super().stage_and_announce(step, weights)
             return
         if self.config.colocate == "sleep":
