@@ -82,14 +82,14 @@ def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
     num_trained = trajectory.num_generated if len(trajectory.segments) > 1 else None
     return [
         TrainSequence(
-            trajectory.tokens[segment],
-            trajectory.loss_mask[segment],
-            advantage,
-            trajectory.reward,
-            trajectory.group_id,
-            trajectory.oldest_version if segment.start == 0 else None,
-            trajectory.experts,
-            num_trained,
+            tokens=trajectory.tokens[segment],
+            loss_mask=trajectory.loss_mask[segment],
+            advantage=advantage,
+            reward=trajectory.reward,
+            group_id=trajectory.group_id,
+            oldest_version=trajectory.oldest_version if segment.start == 0 else None,
+            experts=trajectory.experts,
+            trained_in_trajectory=num_trained,
             **slice_columns(trajectory, segment),
         )
         for segment in trajectory.segments
