@@ -272,7 +272,7 @@ def open_records(rank: Rank, config: Config) -> RunDirectory:
         config,
         cluster.num_ranks,
         gpus=[gpu.name for gpu in visible_gpus()],
-        resume_event=rank.checkpoint and rank.checkpoint.event(cluster.node),
+        resume_event=rank.checkpoint and rank.checkpoint.resume_event(cluster.node),
     )
     run = None
     if cluster.is_first:

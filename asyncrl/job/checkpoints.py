@@ -145,27 +145,27 @@ class Checkpoints:
         """
         config, now = self.rank.config, time.monotonic()
         self._longest_step_s = max(self._longest_step_s, now - self._step_ended)
-        wanted = config.save_every is not None and config.is_due(step, config.save_every)
-        mine = [int(wanted), self._signal_number, int(self._is_out_of_time())]
-        due, number, is_late = self.rank.cluster.max_over_ranks(mine)
+        is_due = config.save_every is not None and config.is_due(step, config.save_every)
+        own_reasons = [int(is_due), self._signal_number, int(self._is_out_of_time())]
+        is_due, signal_number, is_late = self.rank.cluster.max_over_ranks(own_reasons)
         self._last_step = step, publisher
         self._is_saved = False
-        if due or number or is_late:
+        if is_due or signal_number or is_late:
             self._save(step, publisher)
-        if step < config.steps and (number or is_late):
-            self._stop(number)
+        if step < config.steps and (signal_number or is_late):
+            self._stop(signal_number)
         self._step_ended = time.monotonic()
 
-    def _stop(self, number: int) -> NoReturn:
+    def _stop(self, signal_number: int) -> NoReturn:
         """Save the last step, if it is not saved, and raise Interrupted; collective.
 
-        `number` is that of a signal, or 0 for the limit of time. Raises OSError as `save_if_due`.
+        `signal_number` is 0 for the limit of time. Raises OSError as `save_if_due`.
         """
         reason = f"--stop-after-s {self.rank.config.stop_after_s:g}, which is nearly over,"
         status = OUT_OF_TIME
-        if number:
-            reason = signal.Signals(number).name
-            status = 128 + number
+        if signal_number:
+            reason = signal.Signals(signal_number).name
+            status = 128 + signal_number
         if self._last_step is not None:
             reason = f"{reason} after step {self._last_step[0]}, which is saved"
             if not self._is_saved:
@@ -211,15 +211,17 @@ class Checkpoints:
             )
             return
         self.writer.wait()
-        state = None
+        node_state = None
         if rank.cluster.is_leader:
-            rollout = rank.controller.snapshot(rank.run.sizes)
+            controller_state = rank.controller.snapshot(rank.run.sizes)
             delayed = publisher.delayed
             facts = {
-                "records": rollout.records,
+                "records": controller_state.records,
                 "probe": rank.probe.state(delayed),
                 "problems": rank.controller.tickets.prompts.digest,
             }
             facts_of_nodes = rank.cluster.gather(facts)
-            state = NodeState(rank.cluster.node, rank.run, rollout, facts_of_nodes, delayed)
-        self.writer.start(step, training_state(self.policy), state)
+            node_state = NodeState(
+                rank.cluster.node, rank.run, controller_state, facts_of_nodes, delayed
+            )
+        self.writer.start(step, training_state(self.policy), node_state)

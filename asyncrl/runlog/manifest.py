@@ -50,7 +50,7 @@ class Checkpoint:
         """Return the state of the probe for a node. Nodes can be more than before."""
         return self.nodes[node % len(self.nodes)]["probe"]
 
-    def event(self, node: int) -> dict:
+    def resume_event(self, node: int) -> dict:
         """Return the fields of a node's event `run_resumed`."""
         records = self.nodes[node]["records"] if node < len(self.nodes) else {}
         return {"step": self.step, "records": records, "skipped": self.skipped}

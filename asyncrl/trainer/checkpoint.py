@@ -196,7 +196,7 @@ class NodeState:
 
     node: int
     run: RunDirectory
-    rollout: Any
+    controller_state: Any
     """Tickets, samples and responses in flight: a ControllerState, or other plain data."""
     facts: list[dict[str, Any]]
     """The manifest's facts on each node."""
@@ -207,7 +207,7 @@ class NodeState:
         """Flush the records, and write the rest to the folder of the shards. Only node 0 writes delayed weights."""
         self.run.flush()
         file = folder / f"node_{self.node}.msgpack"
-        file.write_bytes(encode(self.rollout))
+        file.write_bytes(encode(self.controller_state))
         flush(file)
         if self.node == 0:
             # Every safetensors file beside the shards would be read as one of them.

@@ -66,7 +66,7 @@ def start(tmp_path, model, one_rank):
         rank = SimpleNamespace(
             config=config,
             cluster=Cluster(),
-            run=RunDirectory(config, resume_event=resumed and resumed.event(0)),
+            run=RunDirectory(config, resume_event=resumed and resumed.resume_event(0)),
             controller=Rollout(),
             checkpoint=resumed,
             on_end=ExitStack(),

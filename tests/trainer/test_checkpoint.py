@@ -259,10 +259,10 @@ def fail_on_two_ranks(rank, folder, model, plain_optimizer) -> dict[str, str]:
     share = [[[broken]]] if rank == 0 else [[]]
     errors["not finite"] = error_of(policy.train_step, share, 12)
     run = SimpleNamespace(run_id="a" * 16, flush=lambda: None)
-    node = (
+    node_state = (
         NodeState(0, run, {"groups": []}, [{"probe": {}, "records": {}}], {}) if rank == 0 else None
     )
-    checkpoint = training_state(policy), node, WeightWriter(policy), group
+    checkpoint = training_state(policy), node_state, WeightWriter(policy), group
     save(Path(folder, "step_1"), *checkpoint)
     if rank == 1:
         limit_file_size(10_000)
