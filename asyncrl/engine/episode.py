@@ -53,8 +53,8 @@ class Episode:
         self._generate = generate
         self._task: asyncio.Task | None = None
         self.tokens: list[int] = []
-        self.turns: list[tuple[int, Completion]] = []
-        """Position of the first token, and the response."""
+        self.placed_completions: list[tuple[int, Completion]] = []
+        """Position of its first token, and the response, for each turn of the policy."""
         self._sampling_times = (0.0, 0.0)
         """Start and end of the newest turn, Unix seconds."""
         self.turn_times: list[tuple[float, float, float]] = []
@@ -109,7 +109,7 @@ class Episode:
     async def act(self, max_tokens: int) -> Completion:
         started_at = time.time()
         completion = await self.sample(tuple(self.tokens), max_tokens)
-        self.turns.append((len(self.tokens), completion))
+        self.placed_completions.append((len(self.tokens), completion))
         self.tokens += completion.tokens
         self._sampling_times = (started_at, time.time())
         return completion
@@ -132,7 +132,7 @@ class Episode:
     ) -> Trajectory:
         length, has_ended = len(self.tokens), finish_reason in ("stop", "length")
         loss_mask = np.zeros(length, dtype=bool)
-        for start, completion in self.turns:
+        for start, completion in self.placed_completions:
             loss_mask[start : start + len(completion.tokens)] = True
         return Trajectory(
             ticket_id=self.ticket.ticket_id,
@@ -144,11 +144,11 @@ class Episode:
             reward_parts=dict(self.reward_parts) if has_ended else {},
             finish_reason=finish_reason,
             failure=failure,
-            num_turns=len(self.turns),
+            num_turns=len(self.placed_completions),
             started_at=started_at,
             ended_at=time.time(),
             worker=worker,
             turns=tuple(self.turn_times),
-            experts=self.turns[-1][1].experts if self.turns else None,
-            **spread_columns(self.turns, length),
+            experts=self.placed_completions[-1][1].experts if self.placed_completions else None,
+            **spread_columns(self.placed_completions, length),
         )

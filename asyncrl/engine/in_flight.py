@@ -43,8 +43,8 @@ def read_in_flight(proxy: LLMProxy, episodes: dict[int, list[Episode]]) -> InFli
 
 def _read_response(proxy: LLMProxy, episode: Episode) -> Completion | None:
     """Return the only turn's response: whole if only its reward is missing, otherwise the tokens so far."""
-    if episode.turns:
-        return episode.turns[0][1]
+    if episode.placed_completions:
+        return episode.placed_completions[0][1]
     request = next(filter(None, map(proxy.requests.get, episode.request_ids)), None)
     if request is None:
         return None
@@ -55,7 +55,9 @@ def _read_response(proxy: LLMProxy, episode: Episode) -> Completion | None:
 
 def _count_sampled(proxy: LLMProxy, episodes: list[Episode]) -> int:
     """Count the tokens of a ticket's trajectories: of ended turns, and of running requests."""
-    completions = [completion for episode in episodes for _, completion in episode.turns]
+    completions = [
+        completion for episode in episodes for _, completion in episode.placed_completions
+    ]
     num_tokens = sum(len(completion.tokens) for completion in completions)
     for request in map(proxy.requests.get, set().union(*(e.request_ids for e in episodes))):
         if request is not None:

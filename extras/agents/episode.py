@@ -113,7 +113,7 @@ class AgentEpisode(Episode):
         try:
             self.reward, parts = await self._score(self._returned())
         except Failed:
-            if not (self.turns and (self._is_used_up or self._is_out_of_context)):
+            if not (self.placed_completions and (self._is_used_up or self._is_out_of_context)):
                 raise
             return "length"
         if not self.calls.segments():
@@ -194,7 +194,7 @@ class AgentEpisode(Episode):
         # noted before anything reads the text, so that no sampled token can be lost
         self.calls.end(call, completion)
         if completion.tokens:
-            self.turns.append((len(call.tokens), completion))
+            self.placed_completions.append((len(call.tokens), completion))
         if completion.finish_reason == "aborted" or not completion.tokens:
             raise _ended()
         return self._reply(call, completion, hidden, request)
@@ -223,7 +223,7 @@ class AgentEpisode(Episode):
         size = len(call.tokens)
         if not size:
             raise RequestError("The prompt has no token.", param="prompt")
-        is_first = not self.turns
+        is_first = not self.placed_completions
         longest = self.config.max_prompt_tokens if is_first else self.config.max_sequence_tokens - 1
         self._is_out_of_context = size > longest
         if self._is_out_of_context:
@@ -241,7 +241,7 @@ class AgentEpisode(Episode):
         return max_tokens, max_tokens == left
 
     def _tokens_left(self) -> int:
-        sampled = sum(len(completion.tokens) for _, completion in self.turns)
+        sampled = sum(len(completion.tokens) for _, completion in self.placed_completions)
         return self.config.max_response_tokens - sampled
 
     def _kept(self, completion: Completion, stops: list[str]) -> tuple[Completion, int]:
@@ -301,7 +301,7 @@ class AgentEpisode(Episode):
         segments = self.calls.segments()
         starts = [0, *itertools.accumulate(len(segment.tokens) for segment in segments)]
         self.tokens = [token for segment in segments for token in segment.tokens]
-        self.turns = [
+        self.placed_completions = [
             (start + place, completion)
             for start, segment in zip(starts, segments, strict=False)
             for place, completion in segment.turns

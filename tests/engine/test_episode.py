@@ -199,7 +199,7 @@ def test_an_abort_ends_a_trajectory_before_its_first_turn_or_in_the_middle_of_a_
         pool = make_pool((FIRST, {}), hang, timeout_s=60.0)
         episode = make_episode(MultiTurn(pool, 0), ("1", False))
         running = asyncio.create_task(episode.run(0))
-        while len(episode.turns) < num_turns:
+        while len(episode.placed_completions) < num_turns:
             await asyncio.sleep(0.01)
         episode.abort()
         ended, _ = await asyncio.wait({running}, timeout=10)
