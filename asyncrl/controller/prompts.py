@@ -29,15 +29,15 @@ class PromptSource:
     """Size of the model's vocabulary."""
 
     @functools.cached_property
-    def first(self) -> Sequence[Problem]:
+    def compared_problems(self) -> Sequence[Problem]:
         """All rows, or the first training problems of a task that makes them."""
         return self.rows or [self.train_problem(index) for index in range(NUM_CHECKED)]
 
     @functools.cached_property
     def digest(self) -> str:
-        """BLAKE2 of `first`. A resumed run compares it."""
+        """BLAKE2 of `compared_problems`, which a resume compares."""
         digest = hashlib.blake2b(digest_size=16)
-        for problem in self.first:
+        for problem in self.compared_problems:
             seed = problem.environment_seed
             digest.update(repr((prompt_key(problem.prompt), problem.answer, seed)).encode())
         return digest.hexdigest()
@@ -58,7 +58,7 @@ class PromptSource:
 
         The longest texts come first. Prompts that are not checked within CHECK_S are checked when they are issued.
         """
-        problems = [*self.first, *([] if self.rows else self.eval_problems)]
+        problems = [*self.compared_problems, *([] if self.rows else self.eval_problems)]
         problems.sort(key=lambda problem: len(str(problem.prompt)), reverse=True)
         ends_at = time.monotonic() + CHECK_S
         lengths: list[int] = []

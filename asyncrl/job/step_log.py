@@ -80,7 +80,7 @@ class StepLog:
         if step == config.steps:
             self.rank.controller.finish_evaluations()
             self.clock.enter("evaluate")  # also where another node's is waited for
-        nodes = self.rank.cluster.gather(measured)
+        measured_on_nodes = self.rank.cluster.gather(measured)
         self.clock.enter("other")
         self.rank.run.record(
             "step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups]
@@ -90,7 +90,7 @@ class StepLog:
         metrics = {
             "step": step,
             "policy_version": step,
-            **merge_nodes(nodes),
+            **merge_nodes(measured_on_nodes),
             **self.rank.controller.take_evaluation(),
             **stats,
             **time_metrics(account.spent),
