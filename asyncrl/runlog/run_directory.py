@@ -45,35 +45,32 @@ class RunDirectory:
         """Make the directory and write run.json.
 
         `gpus` are names of the node's GPUs. A node other than the first has `node_folder`, RUN/node_N, and the `run_id`
-        of the first node. The name of a run that ended before its first step can be used again. Raises ValueError if
-        another run has the name.
-
+        of the first node. The name of a run that ended before its first step can be used again.
         `resume_event` is the first event of a resumed run, about its checkpoint. `resume_event["records"]` are the
         bytes of each record file at that checkpoint. `truncate_records` cuts the files to them. Before that no file is
-        changed, and all lines are buffered. Raises ValueError if the records are another run's, or would be cut within
-        a line.
+        changed, and all lines are buffered.
+        Raises ValueError if the name or the records are another run's, or if records would be cut within a line.
         """
         name = node_folder or config.run_name or _make_name(config)
         self.path = Path(config.runs_dir) / name
-        if resume_event is None:
+        is_new = resume_event is None
+        if is_new:
             _make_directory(self.path)
         self.path.mkdir(parents=True, exist_ok=True)  # A node can be new in a resumed run.
         names = ("events",) if node_folder else ("metrics", "events", "samples")
-        self._files = self._open(names, is_buffered=resume_event is not None)
+        self._files = self._open(names, is_buffered=not is_new)
         self._config_as_given = config
-        self.config = (
-            with_copied_files(config, self.path / "code") if resume_event is None else config
-        )
+        self.config = with_copied_files(config, self.path / "code") if is_new else config
         self._is_first = not node_folder
         self._resume_event = resume_event
         self._mirror = None
-        if resume_event is None and self._is_first:
+        if is_new and self._is_first:
             run_id = secrets.token_hex(8)
-        self.run_id = run_id if resume_event is None else self._check_records(run_id)
+        self.run_id = run_id if is_new else self._check_records(run_id)
         """Each checkpoint of the run has it, too."""
         header = make_header(with_absolute_paths(config), num_ranks, gpus)
         self._header = {"run_id": self.run_id} | header
-        if resume_event is None:
+        if is_new:
             self._begin()
             self.record("run_started")
         else:
