@@ -229,7 +229,10 @@ def test_records_that_somebody_has_changed_are_refused_or_named(ended, capsys, n
 
 def test_a_node_that_is_new_gets_a_folder_and_that_of_another_runs_node_is_refused(tmp_path):
     config, first, second = Config(runs_dir=str(tmp_path), run_name="one"), "a" * 16, "b" * 16
-    options = {"node_folder": "one/node_1", "resumed": {"step": 1, "records": {}, "skipped": []}}
+    options = {
+        "node_folder": "one/node_1",
+        "resume_event": {"step": 1, "records": {}, "skipped": []},
+    }
     run = RunDirectory(config, run_id=first, **options)
     run.truncate_records()
     run.close()
