@@ -129,7 +129,7 @@ def test_an_update_makes_no_tensor_elsewhere_than_its_micro_batches_are_and_none
     waits = HostWaits()
 
     elsewhere, host = torch.device("meta"), torch.device("cpu")
-    for method in ("_update", "_with_initial_scores"):  # what is packed before is on the host
+    for method in ("_make_update", "_with_initial_scores"):  # what is packed before is on the host
         changed = waits(device_decorator(elsewhere, getattr(Policy, method)))
         monkeypatch.setattr(Policy, method, changed)
     monkeypatch.setattr(
