@@ -152,8 +152,8 @@ def engine_options(spec: WorkerSpec) -> dict:
         return options | {
             "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
             "enforce_eager": True,
-            # The fewest tokens that its attention takes. Requests share whole blocks of a prompt. vLLM's default is 128,
-            # and many prompts are shorter.
+            # Requests share whole blocks of a prompt, and many prompts are shorter than vLLM's default of 128. Its
+            # attention takes no fewer than 32.
             "block_size": 32,
             # With chunked prefill a seeded request ends the engine: it rewinds the offset of a generator, which a
             # generator on the CPU lacks.
