@@ -1,7 +1,8 @@
 """The rollout worker process: one engine, and one coroutine per trajectory.
 
 A worker acts on the controller's messages in order, so a ticket sent after an update is sampled under it. Trajectories
-run concurrently. Each is scored and sent back as soon as it ends, without waiting for a batch.
+run concurrently. Each is scored as soon as it ends. It is sent back when its ticket has ended, without waiting for a
+batch.
 """
 
 import asyncio
@@ -61,7 +62,7 @@ class RolloutWorker:
         self._inbox: asyncio.Queue = asyncio.Queue()
         self._tasks: set[asyncio.Task] = set()
         self._episodes: dict[int, list[Episode]] = {}
-        """Trajectories by ticket id."""
+        """Running episodes by ticket id."""
         self._finished: list[Trajectory] = []
         self._probe_tasks: list[asyncio.Task] = []
 
@@ -128,7 +129,7 @@ class RolloutWorker:
             self.start(self._run_ticket(ticket))
 
     async def _run_ticket(self, ticket: Ticket) -> None:
-        """Run the trajectories of a ticket and send them back together."""
+        """Run the episodes of a ticket, and send their trajectories back together."""
         version, min_version = self.proxy.version, ticket.min_version
         if version < min_version:
             raise RuntimeError(
@@ -144,7 +145,7 @@ class RolloutWorker:
         self.flush_soon()
 
     def make_episodes(self, ticket: Ticket) -> list[Episode]:
-        """Return the trajectories of a ticket: one."""
+        """Return the episodes of a ticket: one. Plugins can return more."""
         environment = self.environments.make_environment(ticket, ticket.member)
         return [
             Episode(

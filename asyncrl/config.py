@@ -413,10 +413,10 @@ class Config:
             extra_groups=self.extra_groups // num_nodes,
         )
 
-    def published_version(self, trainer_version: int) -> int:
-        """Return the version that publish_delay lets rollout have when the trainer is at `trainer_version`.
+    def due_version(self, trainer_version: int) -> int:
+        """Return the version that is due for rollout at `trainer_version`: `publish_delay` older, but at least 0.
 
-        The last version is published without delay, because no more samples are trained on.
+        The version of the last step is due at once; see LeadingPublisher.
         """
         return max(0, trainer_version - self.publish_delay)
 

@@ -264,7 +264,7 @@ async def generate_group(
     try:
         await proxy.until_resumed()
         max_tokens = proxy.config.max_response_tokens
-        return await proxy.sample(
+        return await proxy.sample_part(
             request, request_id, list(prompt_tokens), seed, max_tokens, num_responses
         )
     finally:

@@ -38,7 +38,7 @@ class Announcements:
     def offer(self, announcement: Announcement) -> None:
         """Make all workers load these weights: at once, or when they are up and have loaded older weights.
 
-        A delayed version may be offered twice. The second offer wakes suspended workers.
+        With publish_delay K, version 0 is offered K + 1 times. A repeated offer only wakes suspended workers.
         """
         self.newest = announcement
         self.transport.announce(announcement.staged)

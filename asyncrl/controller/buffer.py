@@ -43,7 +43,7 @@ class BufferState:
     """A buffer in plain data."""
 
     trainer_version: int
-    """Every step up to this version is published."""
+    """As in SampleBuffer. A snapshot follows a publish, so all these steps are published."""
     residents: dict[int, Resident]
     """Groups, perhaps more than this node has places. Then no group is admitted until enough are consumed."""
     ledger: dict[str, int | float]
@@ -65,6 +65,8 @@ class SampleBuffer:
         """`config` is the node's: see Config.for_node."""
         self.config = config
         self.trainer_version = 0
+        """Batches consumed so far. The next batch is trained on at this version. During a step it is one ahead of the
+        policy's weights."""
         self._version_at_publish = 0
         """Trainer's version at the last publish. Groups consumed by then have freed their places."""
         self.residents: dict[int, Resident] = {}
@@ -96,7 +98,7 @@ class SampleBuffer:
     @property
     def start_version(self) -> int:
         """Oldest version under which a new group may start: that of the published weights."""
-        return self.config.published_version(self._version_at_publish)
+        return self.config.due_version(self._version_at_publish)
 
     # Admission
 
@@ -110,10 +112,9 @@ class SampleBuffer:
             and self.start_version + self.config.max_staleness < self.trainer_version
         ):
             return 0
-        unpublished = self.config.groups_per_step * (
-            self.trainer_version - self._version_at_publish
-        )
-        return self.config.max_outstanding_groups - len(self.residents) - unpublished
+        num_unpublished = self.trainer_version - self._version_at_publish
+        num_consumed = self.config.groups_per_step * num_unpublished
+        return self.config.max_outstanding_groups - len(self.residents) - num_consumed
 
     def admit(self, group_id: int, problem: int) -> int:
         """Give a place to a new group with a new id. Return the version that a worker needs to start it."""
@@ -198,12 +199,16 @@ class SampleBuffer:
         if not self._may_have_batch:
             return None
         group_ids = self.oldest_finished()
-        if group_ids is None or next(self.too_late_after(group_ids), None) is not None:
+        if group_ids is None or not self._others_meet_deadlines(group_ids):
             self._may_have_batch = False
             return None
         for group_id in group_ids:
             self._check_fresh(group_id)
         return group_ids
+
+    def _others_meet_deadlines(self, group_ids: list[int]) -> bool:
+        """Return whether no group outside a batch comes too late if the batch is taken now."""
+        return next(self.too_late_after(group_ids), None) is None
 
     def consume(self, group_ids: list[int]) -> list[Group]:
         """Take out and return the groups of a batch. They keep their places until `free_consumed_places`."""

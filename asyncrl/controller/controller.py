@@ -207,8 +207,12 @@ class Controller:
 
     # Batches
 
-    def wait_for_batch(self, done: Callable[[], Any] | None = None) -> Any:
-        """Wait for the next batch and return the ids of its groups. With `done`, wait for its result and return that.
+    def wait_for_batch(self) -> list[int]:
+        """Wait for the next batch and return the ids of its groups. Raises as `wait_on_clock`."""
+        return self.wait_on_clock(self.prepare_batch)
+
+    def wait_on_clock(self, done: Callable[[], Any]) -> Any:
+        """Wait for the result of `done()` as for a batch, and return it. The clock counts the time as a wait.
 
         Raises RolloutEnded if rollout has ended or an earlier wait timed out, and RuntimeError if no batch is possible.
         """
@@ -220,12 +224,12 @@ class Controller:
             else "a batch"
         )
 
-        def find_batch() -> Any:
+        def try_now() -> Any:
             # places stay taken while an evaluation delays weights
             self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
-            return done() if done else self.prepare_batch()
+            return done()
 
-        return self.wait_until(find_batch, kind, self.can_get_batch)
+        return self.wait_until(try_now, kind, self.can_get_batch)
 
     def prepare_batch(self) -> list[int] | None:
         """Drop groups that the next batch need not wait for. Return its groups' ids, or None if it must be waited for.
@@ -291,7 +295,10 @@ class Controller:
                 self.announcements.deferred = announcement
 
     def announce(self, announcement: Announcement) -> None:
-        """Make all workers load these weights, and evaluate them if asked. The caller holds the lock."""
+        """Make all workers load these weights. The caller holds the lock.
+
+        Free the places of groups consumed up to `trainer_version`, admit new groups, and start an evaluation if asked.
+        """
         self.announcements.offer(announcement)
         self.buffer.free_consumed_places(announcement.trainer_version)
         self.dispatcher.drop_expired()
@@ -336,7 +343,8 @@ class Controller:
         """Return the state that a resumed run needs. Call it between `announce_or_defer` and `consume_batch`.
 
         Weights that wait for an evaluation are announced first, unless it cannot end. If responses continue after a
-        resume, workers report their tokens. The state is that of the last report. Sampling continues meanwhile.
+        resume, workers report their tokens. The state is taken when the last worker has answered,
+        so the buffer has all responses that ended before. Sampling continues meanwhile.
         `measure()` returns the lengths of the run's records, bytes.
         """
         with self.lock:
@@ -441,11 +449,14 @@ class Controller:
             return copy.deepcopy(self.dispatcher.failures)
 
     def bans_host_of(self, worker: int, problem: str) -> bool:
-        """Stop using the remote host of a worker with wrong weights. Return whether that was done."""
+        """Stop using the remote host of a worker with wrong weights. Return whether that was done.
+
+        extras/swarm overrides this: here no host is remote.
+        """
         return False
 
     def is_believed(self, worker: int) -> bool:
-        """Return whether the samples of a worker are used."""
+        """Return whether the samples of a worker are used. extras/swarm overrides this."""
         return True
 
     def take_probes(self) -> ProbedVersions:

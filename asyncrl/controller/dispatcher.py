@@ -116,7 +116,10 @@ class Dispatcher:
                 worker.process.send(Abort(running))
 
     def finish_tickets(self, worker: Worker, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Mark the tickets of these trajectories as ended by a worker. Return the trajectories that are used."""
+        """Mark the tickets of these trajectories as ended by a worker. Return the trajectories that are used.
+
+        extras/swarm overrides this, because it does not use all.
+        """
         for ticket_id in {trajectory.ticket_id for trajectory in trajectories}:
             worker.finish_ticket(ticket_id)
         return trajectories

@@ -62,8 +62,8 @@ class Worker:
     state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep", "dead"] = (
         "starting"
     )
-    """`asleep` begins with the worker's answer. Only new weights end `suspended` and `asleep`. A `dead` worker is never
-    started again: another Worker replaces it."""
+    """`sampling`: up and not paused, also before its first weights. `asleep` begins with the worker's answer. Only new
+    weights end `suspended` and `asleep`. A `dead` worker is never started again: another Worker replaces it."""
     sent_version: int = -1
     """Newest version sent."""
     loading: Announcement | None = None
@@ -239,7 +239,8 @@ class Workers:
         """
         worker.process.stop()
         report = worker.process.death_report()
-        was_up, worker.state = worker.is_up, "dead"
+        was_up = worker.is_up
+        worker.state = "dead"
         if not self.have_worked and (not was_up or worker.process.exit_code > 0):
             failure = "died before any response arrived" if was_up else "could not start"
             raise WorkerDied(f"rollout worker {worker.index} {failure}: {report}")

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.engine.vllm_setup import token_versions
 from asyncrl.records import Completion, FinishReason, join_columns
 
 
@@ -51,3 +50,12 @@ def read_completion(output) -> Completion:
         behavior_logprobs=np.array(logprobs, dtype=np.float32),
         policy_versions=token_versions(output),
     )
+
+
+def token_versions(output) -> np.ndarray:
+    """Return the version that sampled each token of a CompletionOutput, [R] int32."""
+    versions = np.full(len(output.token_ids), -1, dtype=np.int32)
+    # the spans cover all tokens; check_trajectory would find a missing one
+    for span in output.weight_versions:
+        versions[span.start : span.end] = int(span.version)
+    return versions

@@ -108,13 +108,13 @@ class Episode:
 
     async def act(self, max_tokens: int) -> Completion:
         started_at = time.time()
-        completion = await self.sample(tuple(self.tokens), max_tokens)
+        completion = await self.ask_policy(tuple(self.tokens), max_tokens)
         self.placed_completions.append((len(self.tokens), completion))
         self.tokens += completion.tokens
         self._sampling_times = (started_at, time.time())
         return completion
 
-    async def sample(self, tokens: tuple[int, ...], max_tokens: int) -> Completion:
+    async def ask_policy(self, tokens: tuple[int, ...], max_tokens: int) -> Completion:
         """Sample a response to these tokens, by the next seed."""
         number = next(self._request_numbers)
         request_id = f"{self.ticket.ticket_id}.{number}"
@@ -123,6 +123,7 @@ class Episode:
             seed = self.ticket.seed + number * _SEEDS_PER_TURN
         self.request_ids.add(request_id)
         try:
+            # only a ticket of one turn has a prefix
             return await self._generate(request_id, tokens, seed, max_tokens, self.ticket.prefix)
         finally:
             self.request_ids.remove(request_id)

@@ -92,7 +92,7 @@ class LLMProxy:
                 if self.config.on_update == "restart":  # a response has tokens of one version only
                     self.sampled.discarded += request.keep_only(self.version)
                 part_number, sampled = len(request.parts), request.tokens
-                (part,) = await self.sample(
+                (part,) = await self.sample_part(
                     request,
                     f"{request_id}-{part_number}-{self.version}",
                     [*prompt_tokens, *sampled],
@@ -119,7 +119,7 @@ class LLMProxy:
         while not self._resumed.is_set():
             await self._resumed.wait()
 
-    async def sample(
+    async def sample_part(
         self,
         request: Request,
         engine_id: str,

@@ -7,7 +7,6 @@ import os
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from setproctitle import setproctitle
 
 from asyncrl.cluster.gpus import list_gpus
@@ -127,8 +126,6 @@ def start_engine(spec: WorkerSpec):
 
 def engine_options(spec: WorkerSpec) -> dict:
     """Return vLLM's engine arguments for a worker."""
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
     config, on_cpu = spec.config, spec.placement.gpu is None
     options = {
         "model": spec.model_path,
@@ -149,20 +146,7 @@ def engine_options(spec: WorkerSpec) -> dict:
     for plugin in config.plugins:
         options |= plugin.engine_options(on_cpu)
     if on_cpu:
-        return options | {
-            "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
-            "enforce_eager": True,
-            # Requests share whole blocks of a prompt, and many prompts are shorter than vLLM's default of 128. Its
-            # attention takes no fewer than 32.
-            "block_size": 32,
-            # With chunked prefill a seeded request ends the engine: it rewinds the offset of a generator, which a
-            # generator on the CPU lacks.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_sequence_tokens),
-            # This is the class, because on the CPU vLLM changes the name "uni" into "mp" to set OpenMP's environment.
-            # worker_environment sets it already, and one process fewer is a third faster.
-            "distributed_executor_backend": UniProcExecutor,
-        }
+        return options | _cpu_options(config)
     return options | {
         "gpu_memory_utilization": spec.placement.gpu_memory_utilization,
         "kv_cache_memory_bytes": spec.placement.kv_cache_bytes,
@@ -170,6 +154,26 @@ def engine_options(spec: WorkerSpec) -> dict:
         "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_running_requests),
         "tensor_parallel_size": spec.placement.num_gpus,
         "enable_sleep_mode": config.colocate == "sleep",
+    }
+
+
+def _cpu_options(config: Config) -> dict:
+    """Return vLLM's engine arguments for a worker without a GPU."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    return {
+        "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
+        "enforce_eager": True,
+        # Requests share whole blocks of a prompt, and many prompts are shorter than vLLM's default of 128. Its
+        # attention takes no fewer than 32.
+        "block_size": 32,
+        # With chunked prefill a seeded request ends the engine: it rewinds the offset of a generator, which a
+        # generator on the CPU lacks.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_sequence_tokens),
+        # This is the class, because on the CPU vLLM changes the name "uni" into "mp" to set OpenMP's environment.
+        # worker_environment sets it already, and one process fewer is a third faster.
+        "distributed_executor_backend": UniProcExecutor,
     }
 
 
@@ -222,12 +226,3 @@ def output_so_far(state):
     from vllm.v1.engine import FinishReason
 
     return state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
-
-
-def token_versions(output) -> np.ndarray:
-    """Return the version that sampled each token of a CompletionOutput, [R] int32."""
-    versions = np.full(len(output.token_ids), -1, dtype=np.int32)
-    # the spans cover all tokens; check_trajectory would find a missing one
-    for span in output.weight_versions:
-        versions[span.start : span.end] = int(span.version)
-    return versions

@@ -151,7 +151,7 @@ class Checkpoints:
         self._last_step = step, publisher
         self._is_saved = False
         if is_due or signal_number or is_late:
-            self._save(step, publisher)
+            self._begin_save(step, publisher)
         if step < config.steps and (signal_number or is_late):
             self._stop(signal_number)
         self._step_ended = time.monotonic()
@@ -169,7 +169,7 @@ class Checkpoints:
         if self._last_step is not None:
             reason = f"{reason} after step {self._last_step[0]}, which is saved"
             if not self._is_saved:
-                self._save(*self._last_step)
+                self._begin_save(*self._last_step)
         self.writer.wait()
         self.rank.watch.finish()  # All nodes stop here, so no node is the cause.
         raise Interrupted(f"stopped by {reason}", status)
@@ -184,7 +184,7 @@ class Checkpoints:
         separator = "\n" if "\n" in str(error) else "; "  # A dead worker's error ends with its log.
         try:
             if not self._is_saved and self._last_step[0] < self.rank.config.steps:
-                self._save(*self._last_step)
+                self._begin_save(*self._last_step)
             self.writer.wait()
         except (OSError, RuntimeError) as failure:
             error.args = (f"{error}{separator}{failure}",)
@@ -200,7 +200,7 @@ class Checkpoints:
         save_s = self.writer.longest_s or self._longest_step_s
         return elapsed_s + self._longest_step_s + save_s > self.rank.config.stop_after_s
 
-    def _save(self, step: int, publisher: Publisher) -> None:
+    def _begin_save(self, step: int, publisher: Publisher) -> None:
         """Copy the state of the run, and begin to write it in the background."""
         rank = self.rank
         self._is_saved = True

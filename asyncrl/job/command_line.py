@@ -189,11 +189,11 @@ def _with_defaults(given: dict[str, Any], default: Config | None) -> Config:
             raise ValueError(
                 "--like does not go with --resume, which takes the run's options; leave one of them out"
             )
-        from asyncrl.job.resume import check_changes, read_resumed_options
+        from asyncrl.job.resume import keep_fixed_options, read_resumed_options
 
         run = Path(given["resume"])
         begun = read_resumed_options(run)
-        return check_changes(_with_located_code(begun.changed(values), run / "code"), begun)
+        return keep_fixed_options(_with_located_code(begun.changed(values), run / "code"), begun)
     if given.get("like"):
         from asyncrl.job.resume import read_checked_header
 

@@ -97,8 +97,8 @@ class Rank:
             for plugin in self.config.plugins:
                 plugin.limit_memory(self)
 
-    def wait_together(self, wait: Callable[[], Any]) -> Any:
-        """Return the result of `wait()` on a leader, and None on other ranks; collective.
+    def wait_together(self, wait: Callable[[], Any] | None = None) -> Any:
+        """Return the result of `wait()` on a leader. Other ranks give no `wait`, and get None; collective.
 
         If it raises RolloutEnded on a node, all ranks raise CannotContinue with the reason of the first such node.
         """
@@ -123,7 +123,7 @@ class Follower(Rank):
 
     def take_batch(self, step: int, engine_checker: EngineChecker) -> None:
         """Wait with the leader, which has the groups of the step; see Leader."""
-        self.wait_together(list)
+        self.wait_together()
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class LeadingPublisher(Publisher):
             return step, weights
         copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights]
         self._held_back.append((step, copies))
-        while self._held_back[0][0] < self.config.published_version(step):
+        while self._held_back[0][0] < self.config.due_version(step):
             self._held_back.popleft()
         return self._held_back[0]
 

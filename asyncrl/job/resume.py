@@ -3,6 +3,9 @@
 runs/NAME/checkpoints/step_N has weights for people. Its folder resume/ has shards of the trainer's state, the
 controller's state of node K in node_K.msgpack, and versions that publish_delay holds back. manifest.json there has the
 digest of every file. A checkpoint appears by one rename. A file that is truncated or changed later is detected.
+
+A resumed run restores in this order: options (command_line.py), checkpoint (start_rank), controller (lead), trainer and
+then its records (Checkpoints.restore), weights that are held back, and the published version (Publisher).
 """
 
 import os
@@ -47,10 +50,10 @@ def read_resumed_options(run: Path) -> Config:
 ConfigType = TypeVar("ConfigType", bound=Config)
 
 
-def check_changes(config: ConfigType, begun: Config) -> ConfigType:
+def keep_fixed_options(config: ConfigType, last_options: Config) -> ConfigType:
     """Return the options `config` of a resumed run, with its place and its user code.
 
-    `begun` has the options of `read_resumed_options`. Raises ValueError, in one line, if an option was changed that a
+    `last_options` are those of `read_resumed_options`. Raises ValueError, in one line, if an option was changed that a
     resume must not change.
     """
     recorded_options = Config.from_dict(read_checked_header(Path(config.resume))["config"])
@@ -60,7 +63,7 @@ def check_changes(config: ConfigType, begun: Config) -> ConfigType:
         if ChangeableBy.RESUME not in option.changeable_by and option.name != "resume"
     ]
     for option in fixed:
-        value, current = option.value_in(config), option.value_in(begun)
+        value, current = option.value_in(config), option.value_in(last_options)
         # A path may be given as it is now, or as run.json has it.
         if value not in (current, option.value_in(recorded_options)):
             allowed = ", ".join(other.flag for other in options_changeable_by(ChangeableBy.RESUME))
@@ -68,9 +71,12 @@ def check_changes(config: ConfigType, begun: Config) -> ConfigType:
                 f"{option.flag} {value} cannot change when a run is resumed: {config.resume} has {current}; leave it "
                 f"out, or begin a new run. What may change: {allowed}"
             )
+    # Paths can be given in two spellings. Options of groups have no path.
     return replace(
         config,
-        **{option.path: option.value_in(begun) for option in fixed if "." not in option.path},
+        **{
+            option.path: option.value_in(last_options) for option in fixed if "." not in option.path
+        },
     )
 
 

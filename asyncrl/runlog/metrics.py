@@ -123,7 +123,7 @@ def batch_metrics(
     lengths = [trajectory.num_generated for trajectory in trajectories]
     versions = [trajectory.policy_versions[trajectory.loss_mask] for trajectory in trajectories]
     token_versions = np.concatenate(versions)
-    published = config.published_version(policy_version)
+    published = config.due_version(policy_version)
     means = {
         "reward/mean": rewards,
         "reward/zero_variance_groups": [np.ptp(group.rewards) == 0 for group in groups],

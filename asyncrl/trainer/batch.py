@@ -22,7 +22,9 @@ from asyncrl.trainer.splitting import distribute
 
 
 def share_batch(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> Updates:
-    """Share a step's groups among the node's ranks: this rank's [update][micro-batch] → bundles; collective.
+    """Give each trajectory its advantage, and share the step's groups among the node's ranks; collective.
+
+    Returns this rank's part, [update][micro-batch] → bundles.
 
     `groups` is the node's batch on its leader, and None on other ranks. Ranks get about equal tokens.
     """
@@ -116,4 +118,5 @@ def _advantages(
     advantages = choose_estimator(config)(
         torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids), torch.tensor(lags)
     )
-    return advantages.split([len(rows) for rows in rows_of_nodes])[cluster.node].tolist()
+    nums_of_nodes = [len(node_rows) for node_rows in rows_of_nodes]
+    return advantages.split(nums_of_nodes)[cluster.node].tolist()

@@ -216,7 +216,7 @@ class NodeState:
                 save_file(dict(weights), folder / "delayed" / f"{version}.safetensors")
 
 
-def save(
+def write_checkpoint(
     path: Path,
     state: dict[str, Tensor],
     node_state: NodeState | None,
@@ -285,14 +285,16 @@ class CheckpointWriter:
     def start(self, step: int, state: dict[str, Tensor], node_state: NodeState | None) -> None:
         """Copy the state, and begin to save it. Call `wait` for the checkpoint before first."""
         self.path = self.folder / f"step_{step}"
-        self._saving = self._thread.submit(self._save, self.stager.stage(state), node_state)
+        self._saving = self._thread.submit(
+            self._write_and_prune, self.stager.stage(state), node_state
+        )
 
-    def _save(self, state: dict[str, Tensor], node_state: NodeState | None) -> None:
+    def _write_and_prune(self, state: dict[str, Tensor], node_state: NodeState | None) -> None:
         started = time.monotonic()
         if self.device.type == "cuda":
             # A thread begins on GPU 0. torch waits for a stream while it writes, and would make a context there.
             torch.cuda.set_device(self.device)
-        save(self.path, state, node_state, self.weights, self.group)
+        write_checkpoint(self.path, state, node_state, self.weights, self.group)
         with fail_together(self.group):
             if dist.get_rank() == 0:
                 prune(self.folder, self.config.keep_last)

@@ -200,24 +200,26 @@ def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> Micr
     if layout == "one_row" and is_shared:
         width = math.ceil(width / ATTENTION_BLOCK) * ATTENTION_BLOCK
     num_rows, starts = _place_bundles(bundle_lengths, width, layout)
-    # input_ids, position_ids and visible_until of the rows' tokens, flat
-    row_tokens = np.zeros((3, num_rows * width), dtype=np.int64)
-    row_tokens[2] = np.arange(num_rows * width) + 1
+    # of all rows one after the other; padding sees itself only
+    input_ids = np.zeros(num_rows * width, dtype=np.int64)
+    position_ids = np.zeros_like(input_ids)
+    visible_until = np.arange(num_rows * width) + 1
     sources = []
     for bundle, start in zip(bundles, starts, strict=True):
         for sequence, indices in zip(bundle.sequences, bundle.row_indices(start), strict=True):
-            row_tokens[0, indices] = sequence.tokens
-            row_tokens[1, indices] = np.arange(len(indices))
+            input_ids[indices] = sequence.tokens
+            position_ids[indices] = np.arange(len(indices))
             # A shared prefix is visible until the last sequence that begins with it.
-            row_tokens[2, indices] = indices[-1] + 1
+            visible_until[indices] = indices[-1] + 1
+            # The token before a trained token predicts it.
             sources.append(indices[:-1][sequence.loss_mask[1:]])
-    input_ids, position_ids, visible_until = torch.from_numpy(row_tokens).view(3, -1, width)
-    visible_until -= width * torch.arange(num_rows)[:, None]
+    # Columns are counted within their row.
+    visible_until = visible_until.reshape(num_rows, width) - width * np.arange(num_rows)[:, None]
     trained = _trained_columns([sequence for bundle in bundles for sequence in bundle.sequences])
     return MicroBatch(
-        input_ids,
-        position_ids,
-        visible_until if is_shared else None,
+        torch.from_numpy(input_ids).view(num_rows, width),
+        torch.from_numpy(position_ids).view(num_rows, width),
+        torch.from_numpy(visible_until) if is_shared else None,
         torch.from_numpy(np.concatenate(sources)),
         **trained,
         lags=policy_version - trained["columns"]["policy_versions"].long(),

@@ -360,7 +360,8 @@ def _loss_inputs(batch: MicroBatch, logprobs: Tensor, progress: float) -> LossIn
     behavior_logprobs = batch.columns["behavior_logprobs"]
     proximal_logprobs = batch.columns.get("proximal_logprobs")
     if proximal_logprobs is None:
-        # With one update the proximal policy is the current one, so this is exact.
+        # Before the first update of a step the proximal policy is the current one, so this is exact. Later it is
+        # an approximation (algos/proximal.py).
         proximal_logprobs = loglinear(logprobs, behavior_logprobs, batch.lags, progress)
     return LossInputs(
         logprobs=logprobs,

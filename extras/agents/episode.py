@@ -187,7 +187,7 @@ class AgentEpisode(Episode):
         if self._agent.done():
             raise _ended()
         started_at = time.time()
-        completion = await self.sample(tuple(call.tokens), max_tokens)
+        completion = await self.ask_policy(tuple(call.tokens), max_tokens)
         self._spans.append((started_at, time.time()))
         self._is_used_up |= is_last and completion.finish_reason == "length"
         completion, hidden = self._kept(completion, request.stops)

@@ -124,9 +124,9 @@ class SwarmController(Controller):
     def hold_batch(self) -> list[Group]:
         """Wait for the next batch and hold it, unless one is held. It is then consumed or refused.
 
-        Return its groups; empty if the run is asked to stop and has no worker. Raises as `wait_for_batch`.
+        Return its groups; empty if the run is asked to stop and has no worker. Raises as `wait_on_clock`.
         """
-        self.wait_for_batch(lambda: self.hold_batch_if_ready() or self._is_left_alone())
+        self.wait_on_clock(lambda: self.hold_batch_if_ready() or self._is_left_alone())
         return self.buffer.held_groups
 
     def hold_batch_if_ready(self) -> list[Group]:

@@ -79,7 +79,7 @@ def test_a_batch_that_cannot_come_before_weights_are_published_ends_the_run_at_o
 def test_a_wait_has_all_its_time_after_a_worker_has_come(run, acts_at, ended_at, message, capfd):
     run.acts_at = acts_at
     with pytest.raises(RolloutEnded, match=message):
-        run.controller.wait_for_batch(lambda: False)
+        run.controller.wait_on_clock(lambda: False)
     assert run.now == pytest.approx(ended_at, abs=3)
     assert "thread 0x" in capfd.readouterr().err, "stacks of the trainer"
 

@@ -35,8 +35,8 @@ from asyncrl.trainer.checkpoint import (
     check_finite,
     make_stager,
     restore_training_state,
-    save,
     training_state,
+    write_checkpoint,
     write_shards,
 )
 from asyncrl.trainer.splitting import distribute
@@ -263,10 +263,10 @@ def fail_on_two_ranks(rank, folder, model, plain_optimizer) -> dict[str, str]:
         NodeState(0, run, {"groups": []}, [{"probe": {}, "records": {}}], {}) if rank == 0 else None
     )
     checkpoint = training_state(policy), node_state, WeightWriter(policy), group
-    save(Path(folder, "step_1"), *checkpoint)
+    write_checkpoint(Path(folder, "step_1"), *checkpoint)
     if rank == 1:
         limit_file_size(10_000)
-    errors["shards"] = error_of(save, Path(folder, "step_2"), *checkpoint)
+    errors["shards"] = error_of(write_checkpoint, Path(folder, "step_2"), *checkpoint)
     limit_file_size(10_000)
     errors["weights"] = error_of(save_weights, policy, os.path.join(folder, "full"))
     return errors
