@@ -20,13 +20,15 @@ from torch.distributed.rendezvous import rendezvous
 from asyncrl.cluster.fingerprint import check_same, fingerprint
 from asyncrl.config import Config
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 JOIN_TIMEOUT_S = 180.0
 """Longest wait for the ranks of all nodes, for their imports. torchrun starts them together."""
 DOWNLOAD_S = 86400.0
 """Longest wait until all nodes have the model, perhaps downloaded, seconds."""
-POLL_S, STORE_POLL_S = 0.002, 0.1
-"""Seconds between two looks at a collective, and at the store, which serves all ranks."""
+POLL_S = 0.002
+"""Seconds between two looks at a collective."""
+STORE_POLL_S = 0.1
+"""Seconds between two looks at the store. It serves all ranks."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,13 @@ class Cluster:
         A signal interrupts the wait. Raises RuntimeError after DOWNLOAD_S, not after --timeout-s.
         """
         if self.num_ranks > 1:
-            store, rank = dist.PrefixStore("models", self.store), dist.get_rank()
-            limit = {"timeout_s": DOWNLOAD_S, "action": "get their model"}
-            wait_for_ranks(store, rank, self.num_ranks, **limit)
+            wait_for_ranks(
+                dist.PrefixStore("models", self.store),
+                dist.get_rank(),
+                self.num_ranks,
+                timeout_s=DOWNLOAD_S,
+                action="get their model",
+            )
 
     def max_over_ranks(self, counts: list[int]) -> list[int]:
         """Return the maximum of each count over all ranks; collective over ranks."""
@@ -133,9 +139,9 @@ def on_first_rank(function: Callable[[], Any]) -> Any:
     return value
 
 
-def gather_from_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_from_ranks(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """Return the values of all ranks, or of those of a group; collective."""
-    values: list[T | None] = [None] * dist.get_world_size(group)
+    values: list[Value | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
 
@@ -160,7 +166,7 @@ def wait_for_ranks(
 
 
 def form_cluster(
-    mine: tuple[int, str, dict[str, str]],
+    facts: tuple[int, str, dict[str, str]],
     rank: int,
     num_ranks: int,
     store: dist.Store,
@@ -169,8 +175,8 @@ def form_cluster(
 ) -> Cluster:
     """Form the process groups of a run. Return the cluster as seen by `rank`; collective.
 
-    `mine` is this rank's node, its host, and on a leader the fingerprint of code and options. It has plain values,
-    because nodes may have other versions of this code. All ranks raise ValueError if fingerprints differ.
+    `facts` are this rank's node, its host, and on a leader the fingerprint of code and options. The values are plain,
+    because nodes can have other versions of this code. All ranks raise ValueError if fingerprints differ.
     """
     dist.init_process_group(
         backend,
@@ -179,11 +185,12 @@ def form_cluster(
         world_size=num_ranks,
         timeout=timeout,
     )
-    nodes_of_ranks, hosts_of_ranks, fingerprints = zip(*gather_from_ranks(mine), strict=True)
+    nodes_of_ranks, hosts_of_ranks, fingerprints = zip(*gather_from_ranks(facts), strict=True)
     nodes: dict[int, list[int]] = {}
     for other, other_node in enumerate(nodes_of_ranks):
         nodes.setdefault(other_node, []).append(other)
-    ranks_of_nodes, node = tuple(map(tuple, nodes.values())), list(nodes).index(mine[0])
+    ranks_of_nodes = tuple(map(tuple, nodes.values()))
+    node = list(nodes).index(facts[0])
     first_ranks = [ranks[0] for ranks in ranks_of_nodes]
     hosts = tuple(hosts_of_ranks[first] for first in first_ranks)
     cluster = Cluster(node, ranks_of_nodes[node].index(rank), ranks_of_nodes, hosts, store)
@@ -213,13 +220,14 @@ def join(config: Config, device_type: str) -> Cluster:
         )
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
     # groups would wait for --timeout-s, and would not name a missing rank
-    met = dist.PrefixStore("ranks", store)
-    wait_for_ranks(met, rank, num_ranks, timeout_s=JOIN_TIMEOUT_S, action="join")
+    wait_for_ranks(
+        dist.PrefixStore("ranks", store), rank, num_ranks, timeout_s=JOIN_TIMEOUT_S, action="join"
+    )
     values = {}
     if os.environ["LOCAL_RANK"] == "0":
         values = fingerprint(config) | {"device": device_type}
-    mine = (int(os.environ["GROUP_RANK"]), socket.gethostname(), values)
-    return form_cluster(mine, rank, num_ranks, store, backend, timeout)
+    facts = (int(os.environ["GROUP_RANK"]), socket.gethostname(), values)
+    return form_cluster(facts, rank, num_ranks, store, backend, timeout)
 
 
 def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:
