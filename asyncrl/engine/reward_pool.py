@@ -78,10 +78,10 @@ class RewardPool:
 
         Raises Failed if a function raises, hangs, kills its process, or returns neither a finite number nor a dict.
         """
-        first, *others = [pool.score(answer, response) for pool in self._pools]
-        if not others:  # the task that `gather` makes would take as long as the rest
-            return add_rewards([await first])
-        return add_rewards(await asyncio.gather(first, *others))
+        if len(self._pools) == 1:  # the task that `gather` makes would take as long as the rest
+            return add_rewards([await self._pools[0].score(answer, response)])
+        scoring = [pool.score(answer, response) for pool in self._pools]
+        return add_rewards(await asyncio.gather(*scoring))
 
     def close(self) -> None:
         """End the processes at once."""
