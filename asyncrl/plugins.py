@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence
     from asyncrl.trainer.policy import Policy
     from data.problem import Task
-    from rollout import RolloutWorker
 
 
 Given = TypeVar("Given")
@@ -65,8 +64,9 @@ class Plugin:
 
     # A rollout worker
 
-    rollout_worker: ClassVar[type["RolloutWorker"] | None] = None
-    """Acts on messages (`act`) and makes the episodes of a ticket (`make_episodes`)."""
+    rollout_worker: ClassVar[type | None] = None
+    """A class of rollout.RolloutWorker. It acts on messages (`act`), and makes the episodes of a ticket
+    (`make_episodes`)."""
 
     def engine_options(self, on_cpu: bool) -> dict[str, Any]:
         """Return more arguments of vLLM's engine. The process that starts the engine calls this."""
