@@ -318,10 +318,10 @@ def training_s(job: Job, cluster: Cluster, t: Training) -> float:
 def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> Iterator[Training]:
     """Yield the settings that fit on so many GPUs."""
     ranks, room = machines * gpus, memory.available_bytes(pool.device)
-    for shards, way in itertools.product(range(1, ranks + 1), job.ways_to_fit):
+    for shards, savings in itertools.product(range(1, ranks + 1), job.ways_to_fit):
         if ranks % shards or (shards % gpus and gpus % shards):
             continue
-        training = Training(pool, machines, gpus, shards, *way, stages)
+        training = Training(pool, machines, gpus, shards, *savings, stages)
         if memory.total(training.items(job)) <= room:
             yield training
 
@@ -569,8 +569,8 @@ def evaluate(split: Split, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     part for each GPU, because fewer GPUs are better at the same price.
     """
     job = split.job
-    chosen = np.stack([site.choices[i] for site, i in zip(split.sites, rows.T, strict=True)], 1)
-    tps, counts, rooms = np.moveaxis(chosen, 2, 0)
+    choices = np.stack([site.choices[i] for site, i in zip(split.sites, rows.T, strict=True)], 1)
+    tps, counts, rooms = np.moveaxis(choices, 2, 0)
     levels = fill(job.requests, rooms, counts)
     rate, price, update_s, tail = np.zeros((4, len(rows)))
     tail += np.inf
@@ -625,8 +625,8 @@ def solve(split: Split, limit_s: float | None = None) -> Plan | None:
 
 def make_plan(split: Split, row: Sequence[int]) -> Plan:
     """Return the plan with these choices of the sites, by index."""
-    chosen = np.stack([site.choices[i] for site, i in zip(split.sites, row, strict=True)])
-    tps, counts, rooms = chosen.T
+    choices = np.stack([site.choices[i] for site, i in zip(split.sites, row, strict=True)])
+    tps, counts, rooms = choices.T
     levels = fill(split.job.requests, rooms[None], counts[None])[0]
     engines = tuple(
         (site, make_engine(split.job, site.pool, int(tp), float(level)), int(count))
@@ -685,8 +685,8 @@ def shared_splits(job: Job, pool: Pool) -> Iterator[Split]:
     """Yield splits with trainer and engine on one GPU, all other GPUs idle. At α = 0 the engine sleeps in a step."""
     update_s = max(4 * job.shape.num_parameters / pool.hbm_bytes_per_s, load_s(job))
     colocate = "sleep" if job.config.async_ratio == 0 else "share"
-    for way in job.ways_to_fit:
-        t = Training(pool, 1, 1, 1, *way, True)
+    for savings in job.ways_to_fit:
+        t = Training(pool, 1, 1, 1, *savings, True)
         config = replace(t.config(job), colocate=colocate)
         try:
             share, _, _ = memory.plan_shared(config, job.shape, pool.device)
