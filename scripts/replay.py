@@ -101,16 +101,16 @@ def choose_options(recording: Recording, arguments: list[str]) -> Config:
         steps=min(run.steps, recording.num_steps),
         runs_dir=str(recording.path.parent),
     )
-    chosen = read_options(arguments, own)
+    config = read_options(arguments, own)
     for option in OPTIONS.values():
-        if option.value_in(chosen) != option.value_in(own):
+        if option.value_in(config) != option.value_in(own):
             _check_may_change(option, option.value_in(run))
-    if chosen.steps > recording.num_steps:
+    if config.steps > recording.num_steps:
         raise ValueError(
-            f"--steps {chosen.steps}: {recording.path} has batches of {recording.num_steps} steps"
+            f"--steps {config.steps}: {recording.path} has batches of {recording.num_steps} steps"
         )
-    name = f"{recording.path.name}-replay-{run_name_part(chosen.algo)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return replace(chosen, run_name=chosen.run_name or name).checked()
+    name = f"{recording.path.name}-replay-{run_name_part(config.algo)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return replace(config, run_name=config.run_name or name).checked()
 
 
 def _check_may_change(option: Option, recorded) -> None:
@@ -118,8 +118,8 @@ def _check_may_change(option: Option, recorded) -> None:
     if ChangeableBy.REPLAY in option.changeable_by:
         return
     may_change = ", ".join(other.flag for other in options_changeable_by(ChangeableBy.REPLAY))
-    made = f"the batches were made with {option.name} = {recorded}"
-    raise ValueError(f"{option.flag} cannot be changed: {made}. A replay may change {may_change}")
+    reason = f"the batches were made with {option.name} = {recorded}"
+    raise ValueError(f"{option.flag} cannot be changed: {reason}. A replay may change {may_change}")
 
 
 def replay(recording: Recording, config: Config) -> None:

@@ -49,7 +49,7 @@ def chosen_parts(device: str, only: list[str] | None) -> dict[str, float]:
     return {part: limit_s for part, limit_s in parts.items() if names[part] & set(only or known)}
 
 
-def check(device: str, out: Path, made: dict) -> None:
+def check(device: str, out: Path, makers: dict) -> None:
     """Raise ValueError if there is no GPU, or if records would not be fit for the folder."""
     is_kept = out.resolve().is_relative_to(ROOT / "results")
     if device == "cuda" and gpu_name() is None:
@@ -60,7 +60,7 @@ def check(device: str, out: Path, made: dict) -> None:
         raise ValueError(
             "what --device cpu measures means nothing; keep it out of results/ with --out FOLDER"
         )
-    if made["dirty"] and is_kept:
+    if makers["dirty"] and is_kept:
         raise ValueError(
             f"records in {out} name their commit, and changes are uncommitted; commit them or give --out"
         )
@@ -68,11 +68,12 @@ def check(device: str, out: Path, made: dict) -> None:
 
 def run_parts(parts: dict[str, float], device: str, budget_s: float, path: Path) -> None:
     """Run the parts that the file has no numbers of, and put their records there."""
-    deadline, made = time.monotonic() + budget_s, provenance()
+    deadline = time.monotonic() + budget_s
+    makers = provenance()
     done = {
         record["case"]
         for record in read(path)
-        if "numbers" in record and all(record[name] == made[name] for name in MAKERS)
+        if "numbers" in record and all(record[name] == makers[name] for name in MAKERS)
     }
     with tempfile.TemporaryDirectory(prefix="bench-gpu-models-") as models:
         for part, limit_s in parts.items():
@@ -85,7 +86,7 @@ def run_parts(parts: dict[str, float], device: str, budget_s: float, path: Path)
             kind, model = part.split()
             place = {"case": part, "kind": kind, "model": model}
             gpu = gpu_name() if device == "cuda" else None
-            replace_record(place | {"gpu": gpu} | outcome | made, path, ("case",))
+            replace_record(place | {"gpu": gpu} | outcome | makers, path, ("case",))
             print(f"{part}: {outcome.get('failed', 'done')}", flush=True)
 
 
@@ -196,8 +197,9 @@ def write(out: Path) -> list[dict]:
         raise ValueError(f"{out}/gpu.jsonl has no records; run python scripts/bench/gpu.py first")
     how = "What is measured, and how, is on top of `scripts/bench/gpu.py`. Numbers are medians [minimum–maximum]."
     gpus = dict.fromkeys(record["gpu"] or "no GPU: the numbers mean nothing" for record in records)
-    made, shown = "\n".join(made_by(records)), f"```\n{table(records)}\n```"
-    text = "\n\n".join(["# What a GPU gives", made, how, ", ".join(gpus), shown])
+    commands = "\n".join(made_by(records))
+    shown = f"```\n{table(records)}\n```"
+    text = "\n\n".join(["# What a GPU gives", commands, how, ", ".join(gpus), shown])
     (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
     return records
 
