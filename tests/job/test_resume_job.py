@@ -151,7 +151,9 @@ def test_a_run_that_nobody_reads_continues_and_is_saved_when_its_terminal_ends(t
     assert all(path.read_text().startswith("{") for path in job.run_path.glob("*.jsonl"))
 
 
-FAILING_TASK = """
+TASK = """
+import os
+import time
 from pathlib import Path
 
 from data.problem import Problem
@@ -160,7 +162,7 @@ from data.problem import Problem
 class Numbers:
     def train_problem(self, index):
         if Path("{path}").exists():
-            raise IndexError(f"there is no problem {{index}}")
+            {action}
         return Problem("a1 b2 =", str(index))
 
     def eval_problems(self, count):
@@ -173,7 +175,7 @@ class Numbers:
 
 
 ENDS_OF_ROLLOUT = {
-    r".*my_task.py, line 10: IndexError: there is no problem \d+": {},
+    r".*my_task.py, line 12: IndexError: there is no problem \d+": {},
     r"waited 20 s for a free weight buffer; .*": {"timeout_s": 20, "eval_every": 0},
 }
 """Options by what ends rollout."""
@@ -191,7 +193,8 @@ def test_what_ends_rollout_ends_all_ranks_after_the_last_step_which_is_saved(tmp
     options = {"steps": 100_000, "async_ratio": 1, "save_every": 0} | ENDS_OF_ROLLOUT[reason]
     body = [run_without_buffers, str(end)] if "buffer" in reason else []
     if not body:
-        file.write_text(FAILING_TASK.format(path=end))
+        failure = 'raise IndexError(f"there is no problem {index}")'
+        file.write_text(TASK.format(path=end, action=failure))
         options["task"] = f"{file}:Numbers"
     places = torchrun_variables([0, 0])
     job, other = (start(tmp_path, place, *body, **options) for place in places)
@@ -255,32 +258,10 @@ def test_a_rank_that_fails_ends_at_once_with_its_worker_waits_for_no_other_and_t
     assert_nothing_is_left(workers, set(os.listdir("/dev/shm")))
 
 
-LATE_TASK = """
-import os
-import time
-from pathlib import Path
-
-from data.problem import Problem
-
-
-class Numbers:
-    def train_problem(self, index):
-        if Path("{path}").exists() and os.environ["GROUP_RANK"] == "1":
-            time.sleep(15)
-        return Problem("a1 b2 =", str(index))
-
-    def eval_problems(self, count):
-        return [Problem("a1 b2 =", "3")] * count
-
-    @staticmethod
-    def score(answer, response):
-        return float(answer == response)
-"""
-
-
 def test_a_second_signal_ends_a_node_at_once_while_it_waits_for_the_other(tmp_path):
     file, is_late = tmp_path / "my_task.py", tmp_path / "is_late"
-    file.write_text(LATE_TASK.format(path=is_late))
+    delay = 'time.sleep(15 * (os.environ["GROUP_RANK"] == "1"))'
+    file.write_text(TASK.format(path=is_late, action=delay))
     options = {"task": f"{file}:Numbers", "steps": 100_000, "async_ratio": 1}
     waits, late = (start(tmp_path, place, **options) for place in torchrun_variables([0, 1]))
     waits.wait_until(lambda: waits.num_steps() >= 2)
