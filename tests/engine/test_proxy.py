@@ -58,6 +58,17 @@ def test_behavior_logprobs_are_the_trainers_under_temperature_and_what_cuts_the_
     assert largest_gap(pair, completion, raw=True) > 1e-2
 
 
+def test_a_later_request_reads_only_the_end_of_an_equal_prompt(pair):
+    from vllm import SamplingParams
+
+    prompt = [3 + token % 90 for token in range(40)]
+    params = SamplingParams(max_tokens=1, detokenize=False)
+    finals = [
+        pair.run(pair.proxy.run_request(f"member-{member}", prompt, params)) for member in range(2)
+    ]
+    assert [final.num_cached_tokens for final in finals] == [0, 32]
+
+
 def test_a_seed_draws_one_response_and_without_one_each_token_is_the_likeliest(pair):
     first, again, other = (
         pair.generate(f"seed-{i}", seed=seed).tokens for i, seed in enumerate((5, 5, 6))
