@@ -65,9 +65,9 @@ class TokenLogprobs(nn.Module):
 
         Tensors are those of MicroBatch. `attention_kwargs` tell which tokens see each other, if positions do not.
 
-        The head runs on `chunk_rows` tokens at a time. Beside the head's weight and
-        gradient its peak is a multiple of chunk_rows · vocabulary · 4 bytes, whatever the number of tokens. Here it is
-        for 1,024 rows and a vocabulary of 151,936:
+        The head runs on `chunk_rows` tokens at a time. Beside the head's weight and gradient its peak is a multiple of
+        chunk_rows · vocabulary · 4 bytes, whatever the number of tokens. Here it is for 1,024 rows and a vocabulary of
+        151,936:
 
             case                         factor    GB
             plain                             3   1.9    logits, and their gradient in and out of the softmax
