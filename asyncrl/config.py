@@ -209,7 +209,7 @@ class Config:
     """Responses sampled per prompt (G)."""
     async_ratio: Annotated[float, Meta(ge=0, le=1000)] = 1.0
     """Batches that rollout can be ahead of the trainer (α). Fractions are allowed; 0 is synchronous. At most
-    ⌊(1 + α)·groups_per_step⌋ groups are outstanding, so no trained token is older than ⌈α⌉ + publish_delay steps."""
+    ⌊(1 + α)·groups_per_step⌋ groups are outstanding, so no trained token is older than `max_staleness` steps."""
     lr: Annotated[Positive | None, RESUME, HOST, REPLAY] = None
     """Learning rate after warm-up. Unset takes the one that fits AdamW and the number of parameters: 1e-3 below 10
     million, 4e-5 below 400 million, 1e-6 from there on, and 10 times that with lora_rank."""
