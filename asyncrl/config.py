@@ -247,7 +247,8 @@ class Config:
     extra_members: Annotated[int, Meta(ge=0, le=MAX_OUTSTANDING)] = 0
     """Responses started beyond group_size. The first group_size to finish make the group, and the rest is aborted."""
     over_sampling: Annotated[float, Meta(ge=1, le=1000)] = 1.0
-    """Groups started per group trained (APRIL's R). Above 1 a full batch suspends the rest until the next step."""
+    """Groups started per group trained (APRIL's R). Above 1 a full batch suspends the rest until the next step. Needs
+    --async-ratio 0, and adds to the bound on staleness."""
     temperature: Temperature = 1.0
     """Softmax temperature of sampling and of the trainer's log-probs."""
     top_p: PositiveShare = 1.0
