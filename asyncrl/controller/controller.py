@@ -1,5 +1,8 @@
 """The controller: sends tickets to rollout workers, receives groups, announces weights, and keeps the workers alive.
 
+The life of a ticket: `announce`, or a freed place → `admit_and_send` → `Dispatcher.admit_groups` (a place in the
+buffer, tickets queued) → `send_out` → worker → `Finished` → `Dispatcher.add` → `SampleBuffer.add`.
+
 It lives in the process of local trainer rank 0. One lock guards all state: the workers' reading threads and the
 trainer's thread take it. Every wait has a timeout. A timeout reports the state of all workers.
 """
@@ -144,7 +147,7 @@ class Controller:
                     self.journal.active(worker.index, activity)
                 case _:
                     self.dispatcher.on_message(worker, message)
-            self.fill()
+            self.admit_and_send()
 
     def on_death(self, worker: Worker) -> None:
         """Start a dead worker again, and issue its tickets again.
@@ -194,7 +197,7 @@ class Controller:
         if self.ended_by is not None:
             raise self.ended_by
 
-    def fill(self) -> None:
+    def admit_and_send(self) -> None:
         """Admit groups and send out tickets that can start, after the first weights. Send idle workers the reason."""
         reason_if_full: IdleReason = "weights"
         if self.announcements.newest is not None:
@@ -248,7 +251,7 @@ class Controller:
             # no update may interrupt an evaluation, so it could not continue
             if self.config.over_sampling > 1 and self.evaluation is None:
                 self.workers.suspend()
-            self.fill()
+            self.admit_and_send()
             if self.config.colocate == "sleep":  # engines free their memory until the next update
                 self.finish_evaluations()
                 self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
@@ -306,7 +309,7 @@ class Controller:
         if tickets:  # only the first node has held-out problems
             self.evaluation = Evaluation(announcement.version, len(tickets))
             self.dispatcher.queue.extendleft(reversed(tickets))
-        self.fill()
+        self.admit_and_send()
 
     def finish_evaluations(self) -> None:
         """Wait until no evaluation runs and no weights wait for one, or until rollout has ended.

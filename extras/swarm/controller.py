@@ -105,10 +105,10 @@ class SwarmController(Controller):
                 worker.needs_update = True
                 self.announcements.send_pending_update(worker)
 
-    def fill(self) -> None:
+    def admit_and_send(self) -> None:
         """Start tickets, and send the newest weights to workers that cannot start a ticket without them."""
         self.dispatcher.move_tickets_if_due()
-        super().fill()
+        super().admit_and_send()
         newest = self.announcements.newest
         for worker in self.workers if newest is not None else ():
             if (
@@ -145,7 +145,7 @@ class SwarmController(Controller):
             if is_refused:
                 self.buffer.held = []
             self.dispatcher.shut_out(workers)
-            self.fill()
+            self.admit_and_send()
             return is_refused
 
     def consume_held_batch(self) -> list[Group]:
