@@ -46,8 +46,8 @@ class Node:
     def finish(self, tickets):
         for ticket in list(tickets):
             self.running.remove(ticket)
-            self.buffer.start(ticket.group_id, self.buffer.start_version)
-            versions = [self.buffer.group_start_version(ticket.group_id)] * 2
+            self.buffer.start(ticket.group_id, self.buffer.admission_version)
+            versions = [self.buffer.needed_version_of_group(ticket.group_id)] * 2
             self.buffer.add(make_trajectory(ticket.group_id, ticket.member, versions))
 
     def drop(self, group_id, reason):

@@ -9,7 +9,8 @@ It drops long responses more often than short ones, which biases training. It do
 group gets a place before it starts. A batch waits for groups that would be too old for the next one.
 
 The buffer has no clock, process or I/O. The same calls give the same answers. B is groups_per_step, and t is the
-trainer's version. Freshness is a bound on every sample, as in ROLL Flash (arXiv 2510.11345).
+trainer's version. docs/reference.md#words defines the versions. Freshness is a bound on every sample, as in ROLL Flash
+(arXiv 2510.11345).
 """
 
 from collections import Counter
@@ -67,7 +68,7 @@ class SampleBuffer:
         self.trainer_version = 0
         """Batches consumed so far. The next batch is trained on at this version. During a step it is one ahead of the
         policy's weights."""
-        self._version_at_publish = 0
+        self._trainer_version_at_publish = 0
         """Trainer's version at the last publish. Groups consumed by then have freed their places."""
         self.residents: dict[int, Resident] = {}
         # Groups whose later members are only counted, and the reason. Entries stay, because members may arrive late.
@@ -86,7 +87,7 @@ class SampleBuffer:
 
     def restore(self, state: BufferState) -> None:
         """Continue from a `state`, and keep its residents. Members of closed groups do not arrive in a resumed run."""
-        self.trainer_version = self._version_at_publish = state.trainer_version
+        self.trainer_version = self._trainer_version_at_publish = state.trainer_version
         self.ledger.counts.update(state.ledger)
         self.residents = dict(state.residents)
         self._may_have_batch = True
@@ -96,9 +97,9 @@ class SampleBuffer:
         return self.config.stale_policy != "gate"
 
     @property
-    def start_version(self) -> int:
+    def admission_version(self) -> int:
         """Oldest version under which a new group may start: that of the published weights."""
-        return self.config.due_version(self._version_at_publish)
+        return self.config.due_version(self._trainer_version_at_publish)
 
     # Admission
 
@@ -109,18 +110,18 @@ class SampleBuffer:
         """
         if (
             self._is_bounded
-            and self.start_version + self.config.max_staleness < self.trainer_version
+            and self.admission_version + self.config.max_staleness < self.trainer_version
         ):
             return 0
-        num_unpublished = self.trainer_version - self._version_at_publish
+        num_unpublished = self.trainer_version - self._trainer_version_at_publish
         num_consumed = self.config.groups_per_step * num_unpublished
         return self.config.max_outstanding_groups - len(self.residents) - num_consumed
 
     def admit(self, group_id: int, problem: int) -> int:
         """Give a place to a new group with a new id. Return the version that a worker needs to start it."""
-        self.residents[group_id] = Resident(problem, self.start_version)
+        self.residents[group_id] = Resident(problem, self.admission_version)
         self.ledger.issue()
-        return self.start_version
+        return self.admission_version
 
     def start(self, group_id: int, version: int) -> None:
         """Mark a group as started by a worker with `version`. The first start sets its oldest version."""
@@ -129,7 +130,7 @@ class SampleBuffer:
             resident.started, resident.oldest_version = True, max(resident.oldest_version, version)
             self._may_have_batch = True
 
-    def group_start_version(self, group_id: int) -> int:
+    def needed_version_of_group(self, group_id: int) -> int:
         """Return the version that a worker needs to start another member of a running group; else 0."""
         # one look-up, because extras/swarm checks messages of hosts without the lock
         resident = self.residents.get(group_id)
@@ -267,7 +268,7 @@ class SampleBuffer:
 
     def free_consumed_places(self, trainer_version: int) -> None:
         """Free the places of all groups consumed up to a trainer version, at which weights are published."""
-        self._version_at_publish = trainer_version
+        self._trainer_version_at_publish = trainer_version
 
     # Dropping
 

@@ -197,7 +197,7 @@ class Dispatcher:
         """
         if ticket.is_evaluation:
             return ticket.min_version
-        return max(ticket.min_version, self.buffer.group_start_version(ticket.group_id))
+        return max(ticket.min_version, self.buffer.needed_version_of_group(ticket.group_id))
 
     def send_out(self) -> None:
         outgoing: dict[int, list[Ticket]] = defaultdict(list)

@@ -197,9 +197,9 @@ class SwarmBuffer(SampleBuffer):
         """Groups of the held batch. They stay resident, and no group is admitted until they are consumed."""
 
     @property
-    def start_version(self) -> int:
+    def admission_version(self) -> int:
         """Oldest version that can start a new group."""
-        return max(0, super().start_version - self.config.swarm.refresh_lag)
+        return max(0, super().admission_version - self.config.swarm.refresh_lag)
 
     def num_free_places(self) -> int:
         """Return the number of groups that can be admitted now; see SampleBuffer."""
