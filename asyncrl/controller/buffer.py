@@ -28,7 +28,7 @@ class Resident:
 
     problem: int
     """Index of its problem in the task."""
-    oldest_version: int
+    oldest_possible_version: int
     """Oldest version that its tokens can have: at first of its admission, then of its start; exact once finished."""
     started: bool = False
     num_failed: int = 0
@@ -127,14 +127,17 @@ class SampleBuffer:
         """Mark a group as started by a worker with `version`. The first start sets its oldest version."""
         resident = self.residents[group_id]
         if not resident.started:
-            resident.started, resident.oldest_version = True, max(resident.oldest_version, version)
+            resident.started = True
+            resident.oldest_possible_version = max(resident.oldest_possible_version, version)
             self._may_have_batch = True
 
     def needed_version_of_group(self, group_id: int) -> int:
         """Return the version that a worker needs to start another member of a running group; else 0."""
         # one look-up, because extras/swarm checks messages of hosts without the lock
         resident = self.residents.get(group_id)
-        return 0 if resident is None or self._is_finished(resident) else resident.oldest_version
+        if resident is None or self._is_finished(resident):
+            return 0
+        return resident.oldest_possible_version
 
     def add(self, trajectory: Trajectory) -> Group | None:
         """Add a finished trajectory. Return its group if this is the last member that the group needs.
@@ -154,7 +157,7 @@ class SampleBuffer:
         if self.config.extra_members:
             self._closed[trajectory.group_id] = "aborted"
         group = self.group(trajectory.group_id)
-        resident.oldest_version = group.oldest_version
+        resident.oldest_possible_version = group.oldest_version
         return group
 
     def group(self, group_id: int) -> Group:
@@ -173,7 +176,7 @@ class SampleBuffer:
             raise RuntimeError(f"{who}: member {trajectory.member} arrived twice")
         if trajectory.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"{who} is {trajectory.finish_reason}, but its group needs it")
-        if (oldest := trajectory.oldest_version) < (start := resident.oldest_version):
+        if (oldest := trajectory.oldest_version) < (start := resident.oldest_possible_version):
             raise RuntimeError(
                 f"{who} has a token of version {oldest}, but its group was started at version {start}"
             )
@@ -236,7 +239,7 @@ class SampleBuffer:
 
     def _age(self, group_id: int) -> tuple[int, int]:
         """Return a sort key: the oldest group comes first."""
-        return self.residents[group_id].oldest_version, group_id
+        return self.residents[group_id].oldest_possible_version, group_id
 
     def too_late_after(self, group_ids: list[int]) -> Iterator[int]:
         """Yield the fewest groups to give up so that all others outside the batch `group_ids` meet their deadlines.
@@ -249,7 +252,7 @@ class SampleBuffer:
         kept: list[int] = []
         for group_id in sorted(self.residents.keys() - group_ids, key=self._age):
             kept.append(group_id)
-            deadline = self.residents[group_id].oldest_version + self.config.max_staleness
+            deadline = self.residents[group_id].oldest_possible_version + self.config.max_staleness
             # After this batch, deadline − trainer_version batches of B groups are left until the deadline.
             if len(kept) > self.config.groups_per_step * (deadline - self.trainer_version):
                 running = [group_id for group_id in kept if self.is_running(group_id)]
@@ -258,7 +261,7 @@ class SampleBuffer:
                 yield too_late
 
     def _check_fresh(self, group_id: int) -> None:
-        version = self.residents[group_id].oldest_version
+        version = self.residents[group_id].oldest_possible_version
         staleness = self.trainer_version - version
         if staleness < 0 or (self._is_bounded and staleness > self.config.max_staleness):
             raise RuntimeError(
@@ -280,7 +283,7 @@ class SampleBuffer:
         return [
             group_id
             for group_id, resident in self.residents.items()
-            if resident.oldest_version < oldest
+            if resident.oldest_possible_version < oldest
         ]
 
     def drop(self, group_id: int, reason: DropReason) -> int:
