@@ -46,8 +46,9 @@ GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 """Estimators that compare a response with others of its group only."""
 KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
 Sharing = Literal["off", "prompt", "tree", "auto"]
-MAX_RESUMES = 4
-"""Times that a response can be suspended and resumed if over_sampling is above 1. They are added to max_staleness."""
+MAX_SUSPENSIONS = 4
+"""Most suspensions of a response if over_sampling is above 1. They are added to max_staleness. No code counts them:
+each lasts one version, so max_staleness limits them."""
 SHOWN_LIMIT = 10**5
 """Upper limits from here on only guard against nonsense. People are told of them if they exceed them."""
 MAX_OUTSTANDING = 10**6
@@ -433,28 +434,30 @@ class Config:
         return self.max_outstanding_groups * (self.group_size + self.extra_members)
 
     @property
-    def max_suspensions(self) -> int:
-        """Times that over-sampling suspends the response that waits longest, if groups are taken in their order."""
+    def needed_suspensions(self) -> int:
+        """Suspensions that R implies: of the response that waits longest, if groups are taken in their order."""
         return (
             math.ceil((self.max_outstanding_groups - self.extra_groups) / self.groups_per_step) - 1
         )
 
     @property
-    def max_resumes(self) -> int:
-        """Times that a response can be suspended and resumed."""
-        return MAX_RESUMES if self.over_sampling > 1 else 0
+    def allowed_suspensions(self) -> int:
+        """Suspensions of a response that max_staleness leaves room for."""
+        return MAX_SUSPENSIONS if self.over_sampling > 1 else 0
 
     @functools.cached_property
     def max_staleness(self) -> int:
-        """Oldest version of a trained token, steps behind: ⌈α⌉ + publish_delay + max_resumes + refresh_lag."""
+        """Oldest version of a trained token, steps behind: ⌈α⌉ + publish_delay + allowed_suspensions + refresh_lag."""
         rounded_ratio = math.ceil(self.async_ratio - 1e-9)
-        return rounded_ratio + self.publish_delay + self.max_resumes + self.swarm.refresh_lag
+        return (
+            rounded_ratio + self.publish_delay + self.allowed_suspensions + self.swarm.refresh_lag
+        )
 
     def freshness(self) -> str:
         """Return the bound on staleness, for people."""
         other_terms = [
             (f"--publish-delay {self.publish_delay}", self.publish_delay),
-            (f"{self.max_resumes} resumes of a partial rollout", self.max_resumes),
+            (f"{self.allowed_suspensions} resumes of a partial rollout", self.allowed_suspensions),
             (f"--swarm.refresh-lag {self.swarm.refresh_lag}", self.swarm.refresh_lag),
         ]
         shown = [words for words, steps in other_terms if steps]
@@ -707,7 +710,7 @@ RULES: list[Rule] = [
         "--colocate sleep loses the KV cache of partial rollouts, and --on-update {c.on_update} needs it; use "
         "--on-update resume or restart",
     ),
-    # Partial rollouts are suspended between two synchronous steps, at most MAX_RESUMES times.
+    # Partial rollouts are suspended between two synchronous steps, at most MAX_SUSPENSIONS times.
     (
         lambda c: c.over_sampling > 1 and c.async_ratio > 0,
         "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --async-ratio "
@@ -725,10 +728,12 @@ RULES: list[Rule] = [
     ),
     (
         lambda c: (
-            c.over_sampling > 1 and c.stale_policy == "wait" and c.max_suspensions > MAX_RESUMES
+            c.over_sampling > 1
+            and c.stale_policy == "wait"
+            and c.needed_suspensions > MAX_SUSPENSIONS
         ),
-        f"--over-sampling {{c.over_sampling:g}} would suspend the last responses {{c.max_suspensions}} times, and "
-        f"at most {MAX_RESUMES} are allowed; lower it, or use --stale-policy drop",
+        f"--over-sampling {{c.over_sampling:g}} would suspend the last responses {{c.needed_suspensions}} times, and "
+        f"at most {MAX_SUSPENSIONS} are allowed; lower it, or use --stale-policy drop",
     ),
 ]
 """Rules of the core. `Plugin.rules` of an optional system hold if its option is used."""

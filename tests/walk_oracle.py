@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from asyncrl.config import MAX_RESUMES
+from asyncrl.config import MAX_SUSPENSIONS
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP
 from asyncrl.runlog.plain import encode
 
@@ -47,7 +47,9 @@ class Oracle:
         per_group = 1 + config.async_ratio if config.over_sampling == 1 else config.over_sampling
         self.capacity = math.floor(per_group * config.groups_per_step) + config.extra_groups
         self.bound = math.ceil(config.async_ratio) + config.publish_delay
-        self.bound += (MAX_RESUMES if config.over_sampling > 1 else 0) + config.swarm.refresh_lag
+        self.bound += (
+            MAX_SUSPENSIONS if config.over_sampling > 1 else 0
+        ) + config.swarm.refresh_lag
         self.continues_responses = config.async_ratio > 0 or config.over_sampling > 1
         """Whether a resumed run goes on from what there is of a response."""
         self.trainer_version = 0
