@@ -248,14 +248,22 @@ class Controller:
         with self.lock:
             groups = self.buffer.consume(group_ids)
             self.dispatcher.drop_expired()
-            # no update may interrupt an evaluation, so it could not continue
-            if self.config.over_sampling > 1 and self.evaluation is None:
-                self.workers.suspend()
+            self._suspend_until_update()
             self.admit_and_send()
-            if self.config.colocate == "sleep":  # engines free their memory until the next update
-                self.finish_evaluations()
-                self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
+            self._sleep_until_update()
             return groups
+
+    def _suspend_until_update(self) -> None:
+        """Stop sampling if a full batch suspends it. `Announcements` wakes suspended and sleeping workers."""
+        # no update may interrupt an evaluation, so it could not continue
+        if self.config.over_sampling > 1 and self.evaluation is None:
+            self.workers.suspend()
+
+    def _sleep_until_update(self) -> None:
+        """Make engines free their memory if the trainer needs it for its step."""
+        if self.config.colocate == "sleep":
+            self.finish_evaluations()
+            self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
 
     def can_get_batch(self) -> bool:
         """Return whether a batch is possible before the next weights: a ticket runs or can start.
