@@ -262,7 +262,7 @@ async def generate_group(
     """Sample several responses by one request; all are returned when the last has ended."""
     request = proxy.requests[request_id] = Request()
     try:
-        await proxy.until_resumed()
+        await proxy.until_sampling()
         max_tokens = proxy.config.max_response_tokens
         return await proxy.sample_part(
             request, request_id, list(prompt_tokens), seed, max_tokens, num_responses

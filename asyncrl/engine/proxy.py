@@ -1,4 +1,4 @@
-"""One vLLM engine as a rollout worker sees it: generate, abort, suspend, resume, update, score.
+"""One vLLM engine as a rollout worker sees it: generate, abort, suspend, load weights, score.
 
 This module decides what a weight update does to running requests (`on_update`). A caller gets one response, whatever
 updates there were. Functions import vllm, so the import of this module costs nothing.
@@ -36,8 +36,8 @@ class LLMProxy:
         self._score_numbers = itertools.count()
         self.requests: dict[str, Request] = {}
         """Running responses, by the callers' ids."""
-        self._resumed = asyncio.Event()
-        self._resumed.set()
+        self._may_sample = asyncio.Event()
+        self._may_sample.set()
         self._asleep = False
 
     @classmethod
@@ -86,7 +86,7 @@ class LLMProxy:
         request = self.requests[request_id] = Request(parts=[] if prefix is None else [prefix])
         try:
             while True:
-                await self.until_resumed()
+                await self.until_sampling()
                 if request.aborted:
                     return request.end("aborted")
                 if self.config.on_update == "restart":  # a response has tokens of one version only
@@ -113,11 +113,11 @@ class LLMProxy:
         finally:
             del self.requests[request_id]
 
-    async def until_resumed(self) -> None:
+    async def until_sampling(self) -> None:
         """Wait while sampling is paused, because a request must get the new version."""
         # a suspend may follow the update at once
-        while not self._resumed.is_set():
-            await self._resumed.wait()
+        while not self._may_sample.is_set():
+            await self._may_sample.wait()
 
     async def sample_part(
         self,
@@ -198,9 +198,9 @@ class LLMProxy:
 
     async def suspend(self) -> None:
         """Stop sampling. By `on_update`, requests freeze, are aborted, or run to their end. New requests wait."""
-        if not self._resumed.is_set():
+        if not self._may_sample.is_set():
             return
-        self._resumed.clear()
+        self._may_sample.clear()
         if self.config.on_update in ("resume", "restart"):
             while engine_ids := running(self.requests.values()):
                 await self.engine.abort(engine_ids)
@@ -223,10 +223,10 @@ class LLMProxy:
             await self.engine.sleep(level=2, mode="keep")
         self._asleep = True
 
-    async def resume(self) -> None:
+    async def continue_sampling(self) -> None:
         await self.engine.resume_generation()
         self.activity.resume()
-        self._resumed.set()
+        self._may_sample.set()
 
     async def update(
         self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None = None
@@ -235,7 +235,7 @@ class LLMProxy:
 
         `receiving` is called when the engine is ready for the weights. Raises TimeoutError as `sleep` does.
         """
-        was_running = self._resumed.is_set()
+        was_running = self._may_sample.is_set()
         async with health.limited(self.config.timeout_s, f"loading version {version}"):
             if self.config.on_update == "wait":
                 # requests run to their end: this is no pause, so it comes before the clock
@@ -248,7 +248,7 @@ class LLMProxy:
                 await self.engine.wake_up()
                 self._asleep = False
             await self._load(version, update_infos, receiving)
-            await self.resume()
+            await self.continue_sampling()
         return time.monotonic() - start if was_running else 0.0
 
     async def _load(
