@@ -30,6 +30,7 @@ from asyncrl.messages import (
     Connect,
     Finished,
     Idle,
+    LoadWeights,
     Probed,
     Ready,
     Receiving,
@@ -39,8 +40,7 @@ from asyncrl.messages import (
     Stopped,
     Suspend,
     Tickets,
-    Update,
-    Updated,
+    WeightsLoaded,
     decoded_lengths,
 )
 from asyncrl.plugins import last_given
@@ -72,8 +72,8 @@ class RolloutWorker:
                 self._start_tickets(tickets)
             case Connect(init_info):
                 await self.proxy.connect(init_info)
-            case Update() as update:
-                await self._update(update)
+            case LoadWeights():
+                await self._load_weights(message)
             case Abort(ticket_ids):
                 await self._abort(ticket_ids)
             case Suspend():
@@ -157,25 +157,25 @@ class RolloutWorker:
             )
         ]
 
-    async def _update(self, update: Update) -> None:
+    async def _load_weights(self, message: LoadWeights) -> None:
         """Load new weights and report. The probe is scored while sampling continues, and before the next update."""
         await asyncio.gather(*self._probe_tasks)
         is_sent = self.spec.transport == "nccl"  # with other transports an engine reads the weights
         receiving = functools.partial(self.connection.send, Receiving()) if is_sent else None
-        pause_s = await self.proxy.update(update.version, update.update_infos, receiving)
+        pause_s = await self.proxy.load_weights(message.version, message.update_infos, receiving)
         self.connection.send(
-            Updated(
-                update.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()
+            WeightsLoaded(
+                message.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()
             )
         )
-        self._probe_tasks = [self.start(self._score_probe(update))] if update.probe else []
+        self._probe_tasks = [self.start(self._score_probe(message))] if message.probe else []
 
-    async def _score_probe(self, update: Update) -> None:
-        scores = await asyncio.gather(*map(self.proxy.score, update.probe))
-        lengths = decoded_lengths(update.probe)
+    async def _score_probe(self, message: LoadWeights) -> None:
+        scores = await asyncio.gather(*map(self.proxy.score, message.probe))
+        lengths = decoded_lengths(message.probe)
         # Decoding, too: CUDA graphs might keep old weights, and prompts do not use these graphs.
-        decoded = await asyncio.gather(*map(self.proxy.decode, update.probe, lengths))
-        self.connection.send(Probed(update.version, tuple(scores), tuple(decoded)))
+        decoded = await asyncio.gather(*map(self.proxy.decode, message.probe, lengths))
+        self.connection.send(Probed(message.version, tuple(scores), tuple(decoded)))
 
     async def _abort(self, ticket_ids: list[int]) -> None:
         """End these tickets' running trajectories. They are sent back as `aborted`."""

@@ -64,7 +64,7 @@ class Connect:
 
 
 @dataclass(frozen=True)
-class Update:
+class LoadWeights:
     """Load new weights, then score the probe under them."""
 
     version: int
@@ -130,7 +130,7 @@ class Asleep:
 
 
 @dataclass(frozen=True)
-class Updated:
+class WeightsLoaded:
     """The engine now samples with `version`."""
 
     version: int

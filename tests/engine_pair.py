@@ -107,7 +107,7 @@ class Pair:
         """Have the engine load these as a version."""
         staged = self.transport.stage(version, parameters)
         receiving = functools.partial(self.transport.send, 0, staged) if self.sends else None
-        return self.run(self.proxy.update(version, staged.messages, receiving))
+        return self.run(self.proxy.load_weights(version, staged.messages, receiving))
 
     @contextmanager
     def options(self, **options):
@@ -146,7 +146,7 @@ class Pair:
                 await self.until_grown(8, tasks)
                 self.perturb()
                 weights[version] = self.weights()
-                await self.proxy.update(version, self.stage(version).messages)
+                await self.proxy.load_weights(version, self.stage(version).messages)
             return await asyncio.gather(*tasks)
 
         return self.run(run()), weights

@@ -23,6 +23,7 @@ from asyncrl.messages import (
     Finished,
     Idle,
     InFlight,
+    LoadWeights,
     Probed,
     Ready,
     ReportProgress,
@@ -32,8 +33,7 @@ from asyncrl.messages import (
     Stopped,
     Suspend,
     Tickets,
-    Update,
-    Updated,
+    WeightsLoaded,
     decoded_lengths,
 )
 from asyncrl.records import Completion, Ticket
@@ -130,7 +130,7 @@ class FakeWorker:
             case Tickets(tickets):
                 for ticket in tickets:
                     self._start(ticket)
-            case Update() as update:
+            case LoadWeights() as update:
                 self.loading = update
                 self._stand("update")
             case Suspend():
@@ -181,7 +181,7 @@ class FakeWorker:
         self.version, self.stands, self.is_asleep = update.version, False, False
         self.activity.resume()
         sampled, self.discarded = SampledTokens(discarded=self.discarded), 0
-        self.outbox.append(Updated(self.version, 0.001, sampled, self.activity.report()))
+        self.outbox.append(WeightsLoaded(self.version, 0.001, sampled, self.activity.report()))
         if update.probe:
             logprobs = tuple(np.full(len(tokens) - 1, -1, np.float32) for tokens in update.probe)
             decoded = tuple(np.full((2, n), -1, np.float32) for n in decoded_lengths(update.probe))

@@ -22,7 +22,7 @@ from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.snapshot import ControllerState
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import MAX_RESTARTS
-from asyncrl.messages import Finished, InFlight, Updated
+from asyncrl.messages import Finished, InFlight, WeightsLoaded
 from asyncrl.plugins import last_given
 from asyncrl.runlog import plain
 from asyncrl.weights.transport import Announcement, BufferedTransport
@@ -282,7 +282,7 @@ class Walk:
                     self.delivering[trajectory.ticket_id, trajectory.member] = trajectory
         elif message is None:
             self.num_deaths[worker.index] += 1
-        elif isinstance(message, Updated):
+        elif isinstance(message, WeightsLoaded):
             self.oracle.discard(message.sampled.discarded)
         elif isinstance(message, InFlight):
             self.oracle.lost |= message.lost

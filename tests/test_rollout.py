@@ -23,14 +23,14 @@ from asyncrl.engine.vllm_setup import worker_environment
 from asyncrl.messages import (
     Finished,
     InFlight,
+    LoadWeights,
     Ready,
     ReportProgress,
     Stop,
     Stopped,
     Suspend,
     Tickets,
-    Update,
-    Updated,
+    WeightsLoaded,
 )
 from asyncrl.records import EVALUATION_GROUP, Ticket
 from asyncrl.weights.models import load_tokenizer, resolve_model
@@ -121,9 +121,9 @@ def test_trajectories_are_what_environments_answer_and_wait_for_each_other_but_f
     driver,
 ):
     assert isinstance(driver.receive(), Ready)
-    driver.pipe.send(Update(3, [{"version": 3}], ()))
+    driver.pipe.send(LoadWeights(3, [{"version": 3}], ()))
     message = driver.receive()
-    assert isinstance(message, Updated) and message.version == 3
+    assert isinstance(message, WeightsLoaded) and message.version == 3
     *tickets, last, too_new = itertools.islice(make_tickets(8, 3), 18)
     evaluation = replace(last, group_id=EVALUATION_GROUP)
     trajectories, openings = driver.finish(tickets, evaluation)
@@ -217,7 +217,7 @@ DEAD = pytest.raises(RuntimeError, match="the engine is dead")
     [
         ([], [Ready], DEAD),
         ([Suspend()], [Ready], DEAD),
-        ([Update(0, [], ()), ReportProgress()], [Ready, InFlight], DEAD),
+        ([LoadWeights(0, [], ()), ReportProgress()], [Ready, InFlight], DEAD),
         ([Stop()], [Ready, Stopped], contextlib.nullcontext()),
     ],
 )

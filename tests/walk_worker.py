@@ -13,12 +13,12 @@ from asyncrl.messages import (
     Connect,
     Idle,
     IdleReason,
+    LoadWeights,
     Receiving,
     ReportProgress,
     Sleep,
     Suspend,
     Tickets,
-    Update,
 )
 
 
@@ -70,7 +70,7 @@ class WatchedWorker(FakeWorker):
             case Connect():
                 assert not self.is_connected
                 self.is_connected = True
-            case Update(version, infos):
+            case LoadWeights(version, infos):
                 assert self.is_connected
                 if "buffer" in infos[0]:
                     assert oracle.num_announced > self.num_announced, "weights are sent twice"
@@ -107,7 +107,7 @@ class WatchedWorker(FakeWorker):
     def read(self):
         message = self.inbox[0]
         super().read()
-        if isinstance(message, Update) and self.walk.transport.sends:
+        if isinstance(message, LoadWeights) and self.walk.transport.sends:
             self.is_receiving = "buffer" in message.update_infos[0]
             if self.is_receiving:
                 self.outbox.append(Receiving())

@@ -60,7 +60,7 @@ class Announcements:
         worker.needs_update = self.newest is not None
         self.send_pending_update(worker)
 
-    def on_updated(self, worker: Worker) -> None:
+    def on_loaded(self, worker: Worker) -> None:
         """Free the buffer that a worker has loaded, and send newer weights if it needs them."""
         worker.finish_loading()
         worker.needs_update = worker.needs_update and (

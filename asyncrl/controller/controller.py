@@ -37,7 +37,7 @@ from asyncrl.messages import (
     Ready,
     Receiving,
     Stopped,
-    Updated,
+    WeightsLoaded,
 )
 from asyncrl.records import Group, Ticket, Trajectory
 from asyncrl.runlog.metrics import Mean, Measured, Sum
@@ -132,10 +132,10 @@ class Controller:
                     self.dispatcher.drop_expired()
                 case Receiving():
                     worker.transport.send(worker.index, worker.loading.staged)
-                case Updated():
-                    self.journal.updated(worker.index, message, worker.loading.made_at)
+                case WeightsLoaded():
+                    self.journal.loaded(worker.index, message, worker.loading.made_at)
                     self.buffer.ledger.generate(message.sampled.discarded, "aborted")
-                    self.announcements.on_updated(worker)
+                    self.announcements.on_loaded(worker)
                 case Asleep():
                     worker.state = "asleep"
                 case Probed():

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from asyncrl.controller.workers import Worker
-from asyncrl.messages import ActivityReport, Probed, ProbedVersions, Updated
+from asyncrl.messages import ActivityReport, Probed, ProbedVersions, WeightsLoaded
 from asyncrl.records import Trajectory
 from asyncrl.runlog.metrics import Mean, Measured, Sum, merge
 from asyncrl.runlog.time_ledger import WORKER_STATES, TimeLedger, seconds, unix_ns
@@ -70,7 +70,7 @@ class Journal:
     def trajectory(self, trajectory: Trajectory) -> None:
         self.record("trajectory", **_summary(trajectory))
 
-    def updated(self, worker: int, message: Updated, made_at: float) -> None:
+    def loaded(self, worker: int, message: WeightsLoaded, made_at: float) -> None:
         """Record that a worker has loaded weights, which were announced at `made_at`, monotonic seconds."""
         self.active(worker, message.activity)
         sampled = message.sampled

@@ -22,12 +22,12 @@ from asyncrl.messages import (
     Connect,
     IdleReason,
     InFlight,
+    LoadWeights,
     ReportProgress,
     Sleep,
     Stop,
     Suspend,
     TokenSequences,
-    Update,
 )
 from asyncrl.records import Ticket
 from asyncrl.weights.transport import Announcement, Transport
@@ -122,7 +122,7 @@ class Worker:
     def send_update(self, infos: list[dict], probe: TokenSequences) -> None:
         """Make the engine load the weights that are `loading`, by their update infos, and score a probe."""
         self.state, self.sent_version = "sampling", self.loading.version
-        self.process.send(Update(self.sent_version, infos, probe))
+        self.process.send(LoadWeights(self.sent_version, infos, probe))
 
     def finish_loading(self) -> None:
         """Mark the weights as loaded, and free their buffer."""

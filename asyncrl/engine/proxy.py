@@ -228,7 +228,7 @@ class LLMProxy:
         self.activity.resume()
         self._may_sample.set()
 
-    async def update(
+    async def load_weights(
         self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None = None
     ) -> float:
         """Load new weights and continue sampling. Return the pause of generation, seconds; 0 if it was paused before.

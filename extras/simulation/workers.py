@@ -16,7 +16,15 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.controller.workers import Worker, Workers
-from asyncrl.messages import Abort, Finished, SampledTokens, Suspend, Tickets, Update, Updated
+from asyncrl.messages import (
+    Abort,
+    Finished,
+    LoadWeights,
+    SampledTokens,
+    Suspend,
+    Tickets,
+    WeightsLoaded,
+)
 from asyncrl.records import FinishReason, Ticket, Trajectory
 from extras.baselines import Proceed, Waiting
 from extras.simulation.clock import Clock
@@ -97,7 +105,7 @@ class SimulatedProcess:
                     episode = Episode(ticket, draws, self.clock.now)
                     self._episodes[ticket.ticket_id] = episode
                     self._wait_for_turn(episode)
-            case Update():
+            case LoadWeights():
                 self._is_updating = True
                 was_running = not self._is_suspended
                 self.engine.freeze()
@@ -118,7 +126,9 @@ class SimulatedProcess:
     def _end_update(self, version: int, was_running: bool) -> None:
         self._is_updating = self._is_suspended = False
         self.engine.resume(version, recompute=self.config.on_update != "keep")
-        self.reply(Updated(version, self.sync_s if was_running else 0.0, SampledTokens(), None))
+        self.reply(
+            WeightsLoaded(version, self.sync_s if was_running else 0.0, SampledTokens(), None)
+        )
         self._read()
 
     # A trajectory, from turn to turn

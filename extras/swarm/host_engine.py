@@ -11,7 +11,16 @@ from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import WorkerSpec, available_cores, place
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
-from asyncrl.messages import Abort, Connect, Finished, Probed, Ready, Tickets, Update, Updated
+from asyncrl.messages import (
+    Abort,
+    Connect,
+    Finished,
+    LoadWeights,
+    Probed,
+    Ready,
+    Tickets,
+    WeightsLoaded,
+)
 from asyncrl.user_code import with_absolute_paths
 from asyncrl.weights.transport import Staged, Transport
 from extras.swarm.wire import Welcome
@@ -52,9 +61,9 @@ class HostEngine:
     def tell(self, message: object) -> None:
         """Send the engine a message of the run. Weights are loaded from this host."""
         match message:
-            case Update(version, _, probe):
+            case LoadWeights(version, _, probe):
                 self._loading.append((self.fetched, True))
-                message = Update(version, self.fetched.messages, probe)
+                message = LoadWeights(version, self.fetched.messages, probe)
                 self.fetched = None
                 self._probes |= {version} if probe else set()
             case Tickets(tickets):
@@ -72,7 +81,7 @@ class HostEngine:
                 raise RuntimeError(self.process.death_report())
             case Ready():
                 self.is_up = True
-            case Updated():
+            case WeightsLoaded():
                 staged, is_awaited = self._loading.popleft()
                 self._transport.release(staged)
                 return message if is_awaited else None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from asyncrl.config import Config
 from asyncrl.controller.workers import Worker
-from asyncrl.messages import Finished, Probed, Ready, Updated
+from asyncrl.messages import Finished, Probed, Ready, WeightsLoaded
 from asyncrl.records import Ticket, Trajectory
 from extras.swarm.controller import SwarmController
 from extras.swarm.members import Host
@@ -43,7 +43,7 @@ class Intake:
         match message:
             case Ready():
                 raise ValueError("Ready of an engine that is up")
-            case Fetched() | Updated() | Probed():
+            case Fetched() | WeightsLoaded() | Probed():
                 worker.process.check_answer(message)
             case Finished(trajectories):
                 self._check(worker, trajectories)
@@ -52,7 +52,7 @@ class Intake:
                 message = Finished(adopted, None)
                 if self._config.swarm.verify_share:
                     self._answered.extend((worker.running[t.ticket_id], t) for t in adopted)
-        if isinstance(message, Updated):
+        if isinstance(message, WeightsLoaded):
             # its clock is another one, so it keeps no time ledger here
             message = replace(message, activity=None)
         self._controller.on_message(worker, message)

@@ -29,7 +29,7 @@ import zmq
 
 from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals
 from asyncrl.config import Config, with_home_folder
-from asyncrl.messages import Connect, Ready, Stop, Updated
+from asyncrl.messages import Connect, Ready, Stop, WeightsLoaded
 from asyncrl.user_code import user_code_names, with_absolute_paths
 from extras.swarm import link
 from extras.swarm.host_engine import HostEngine, start_engines
@@ -204,7 +204,7 @@ class JoinedHost:
         while not self._from_engines.empty():
             index, message = self._from_engines.get()
             answer = self.engines[index].hear(message)
-            if isinstance(message, Updated):
+            if isinstance(message, WeightsLoaded):
                 self._supply_weights()
             if answer is not None and self.connection.has_joined:
                 self.connection.link.send(answer, index)

@@ -10,7 +10,7 @@ from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.tickets import ReissueReason
 from asyncrl.controller.workers import Worker, WorkerDied, Workers
-from asyncrl.messages import Probed, Update, Updated, decoded_lengths
+from asyncrl.messages import LoadWeights, Probed, WeightsLoaded, decoded_lengths
 from asyncrl.records import Group, Ticket
 from asyncrl.weights.transport import Announcement, Staged, Transport
 from extras.swarm.wire import Fetch, Fetched
@@ -35,22 +35,22 @@ class RemoteProcess:
                     due: shapes for due, shapes in self._due.items() if due[0] is not Fetched
                 }
                 self._due[Fetched, version] = []
-            case Update(version, _, probe):
-                self._due[Updated, version] = []
+            case LoadWeights(version, _, probe):
+                self._due[WeightsLoaded, version] = []
                 if probe:
                     lengths = decoded_lengths(probe)
                     shapes = [(len(tokens) - 1,) for tokens in probe]
                     self._due[Probed, version] = shapes + [(2, length) for length in lengths]
         self._post(message)
 
-    def check_answer(self, message: Fetched | Updated | Probed) -> None:
+    def check_answer(self, message: Fetched | WeightsLoaded | Probed) -> None:
         """Raise ValueError for an answer that is not due, or has wrong contents."""
         shapes = self._due.pop((type(message), message.version), None)
         if shapes is None:
             raise ValueError(
                 f"{type(message).__name__} of version {message.version}, which it was not asked for"
             )
-        if isinstance(message, Updated):
+        if isinstance(message, WeightsLoaded):
             counts = vars(message.sampled).values()
             if not (0 <= message.pause_s < 1e6 and min(counts) >= 0 and max(counts) < 1e12):
                 raise ValueError(f"an update of {message.pause_s:.4g} s with {message.sampled}")

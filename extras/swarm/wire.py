@@ -20,17 +20,17 @@ from asyncrl.messages import (
     Connect,
     Finished,
     Idle,
+    LoadWeights,
     Probed,
     Ready,
     Suspend,
     Tickets,
-    Update,
-    Updated,
+    WeightsLoaded,
 )
 from asyncrl.runlog import plain
 from asyncrl.user_code import files
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Number of this page and of asyncrl/messages.py; a host that has another is refused."""
 BEAT_S, SILENCE_S = 2.0, 15.0
 """Seconds between two signs of life. After SILENCE_S without one the other side counts as gone."""
@@ -135,8 +135,8 @@ class Fetched:
     version: int
 
 
-TO_ENGINE = (Tickets, Connect, Fetch, Update, Abort, Suspend, Idle)
-FROM_ENGINE = (Ready, Fetched, Updated, Probed, Finished)
+TO_ENGINE = (Tickets, Connect, Fetch, LoadWeights, Abort, Suspend, Idle)
+FROM_ENGINE = (Ready, Fetched, WeightsLoaded, Probed, Finished)
 TO_HOST = (Welcome, Refused, JoinAt, JoinAgain, Beat, Leave, Piece)
 FROM_HOST = (Join, Beat, Leave, Pull)
 

@@ -129,7 +129,7 @@ def _publish(pair: Pair, version: int, device: str) -> tuple[float, float]:
         lambda: pair.transport.stage(version, pair.policy.sent_parameters()), device
     )
     pair.transport.announce(staged)
-    load_s, _ = timed(lambda: pair.run(pair.proxy.update(version, staged.messages)), device)
+    load_s, _ = timed(lambda: pair.run(pair.proxy.load_weights(version, staged.messages)), device)
     return stage_s, load_s
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.workers import Worker
-from asyncrl.messages import ActivityReport, SampledTokens, Updated
+from asyncrl.messages import ActivityReport, SampledTokens, WeightsLoaded
 from asyncrl.runlog.metrics import merge_nodes
 
 
@@ -60,7 +60,7 @@ def test_what_workers_report_becomes_metrics_of_their_moments_and_times_together
     journal = JournalAt()
     assert merge_nodes([journal.take_metrics()]) == {"rollout/discarded_tokens": 0}
     for pause_s, sampled in ((0.1, SampledTokens(30, 10, 5)), (0.3, SampledTokens(10, 0, 0))):
-        journal.updated(0, Updated(1, pause_s, sampled, None), made_at=0.0)
+        journal.loaded(0, WeightsLoaded(1, pause_s, sampled, None), made_at=0.0)
     journal.now = 10
     metrics = merge_nodes([journal.take_metrics(), {}])
     assert metrics["rollout/pause_s"] == pytest.approx(0.2)

@@ -240,7 +240,7 @@ class Walk:
         self.version += 1
         receiving = self.rng.choice((None, lambda: self.engine.enter("receive", "start")))
         infos = [{"version": self.version}] * self.rng.randint(1, 2)
-        await self.proxy.update(self.version, infos, receiving)
+        await self.proxy.load_weights(self.version, infos, receiving)
 
     async def suspend(self):
         await self.proxy.suspend()
@@ -318,5 +318,5 @@ def test_an_update_that_hangs_is_an_error_after_which_nothing_is_sampled():
 
     engine.update_weights = hang
     with pytest.raises(TimeoutError, match="loading version 3 took more than 0 s"):
-        asyncio.run(LLMProxy(Config(timeout_s=0.1), engine, []).update(3, [{"version": 3}]))
+        asyncio.run(LLMProxy(Config(timeout_s=0.1), engine, []).load_weights(3, [{"version": 3}]))
     assert engine.state != "resume"

@@ -30,7 +30,7 @@ class Session:
         self.version += 1
         staged = self.pair.transport.stage(self.version, self.pair.policy.sent_parameters())
         self.pair.transport.announce(staged)
-        self.pair.run(self.pair.proxy.update(self.version, staged.messages))
+        self.pair.run(self.pair.proxy.load_weights(self.version, staged.messages))
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ class Engine:
 
 
 def receive(transport, worker, engine, staged):
-    """What controller and worker do between Receiving and Updated."""
+    """What controller and worker do between Receiving and WeightsLoaded."""
     transport.acquire(staged)
     transport.send(worker, staged)
     engine.update(staged.messages)

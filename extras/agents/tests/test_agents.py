@@ -82,7 +82,7 @@ class Room:
         return asyncio.run(asyncio.wait_for(self._run(agent, num, answer), 100))
 
     async def _run(self, agent, num, answer):
-        await self.proxy.update(3, [{"version": 3}])
+        await self.proxy.load_weights(3, [{"version": 3}])
         serving = asyncio.create_task(self.endpoint.serve())
         self.agents.agent = agent
         self.episodes = [

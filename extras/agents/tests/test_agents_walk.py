@@ -177,7 +177,7 @@ class Walk(Room):
         super().__init__(choose=choose, template=template, read_reward=float, **limits)
 
     async def walk(self):
-        await self.proxy.update(0, [{"version": 0}])
+        await self.proxy.load_weights(0, [{"version": 0}])
         updating = asyncio.create_task(self.update())
         ticket_ids = iter(range(1, NUM_AGENTS + 1))
         await asyncio.gather(*(self.run_some(ticket_ids) for _ in range(NUM_TOGETHER)))
@@ -193,7 +193,7 @@ class Walk(Room):
     async def update(self):
         for version in itertools.count(1):
             await asyncio.sleep(0.05)
-            await self.proxy.update(version, [{"version": version}])
+            await self.proxy.load_weights(version, [{"version": version}])
 
     async def run_some(self, ticket_ids):
         for ticket_id in ticket_ids:

@@ -22,7 +22,7 @@ from user_files import write_user_code
 import rollout
 from asyncrl.cluster.placement import place
 from asyncrl.config import SwarmOptions
-from asyncrl.messages import Finished, Stop, Stopped, Update
+from asyncrl.messages import Finished, LoadWeights, Stop, Stopped
 from extras.swarm.hub import make_key
 from extras.swarm.wire import SILENCE_S, Join, Pull, read_key
 
@@ -102,7 +102,7 @@ class HostWalk:
         clock_ahead_s = self.rng.choice([-3600, 3600])
         host.changes = lambda message: [as_said(host, clock_ahead_s, message)]
         self.hosts.append(self.stack.enter_context(host))
-        wait_until(lambda: host.saw(Update))
+        wait_until(lambda: host.saw(LoadWeights))
         host.first_engines = list(host.engines)
         self.await_joins(1)
 
@@ -259,7 +259,7 @@ LACKS_CODE = "loss.py:loss: not what the run has, or imports; copy runs/NAME/cod
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("PROTOCOL", 99, "its protocol is 99, the run's 4; check out the same commit"),
+        ("PROTOCOL", 99, "its protocol is 99, the run's 5; check out the same commit"),
         ("code_digest", lambda: "f" * 64, "its code is ffffffffffff, the run's "),
         ("visible_gpus", lambda: ["a GPU"], "it computes on cuda, the run on cpu: "),
         ("user_code_names", lambda config: ["loss.py:loss"], LACKS_CODE),

@@ -11,7 +11,7 @@ from programs import wait_until
 
 from asyncrl.config import SwarmOptions
 from asyncrl.controller.workers import WorkerDied
-from asyncrl.messages import Finished, Update
+from asyncrl.messages import Finished, LoadWeights
 from extras.swarm.delta import compute_digest
 from extras.swarm.wire import Fetch, Piece, Pull, Welcome
 
@@ -25,7 +25,7 @@ def test_weights_come_slowly_while_tickets_go_on_and_are_loaded_only_then(tmp_pa
     monkeypatch.setattr("extras.swarm.swarm.PIECE_BYTES", 20)  # of 52
     options = {"swarm": SwarmOptions(refresh_lag=1)}
     with running(tmp_path, **options) as run, Far(run, "fast"), Far(run) as far:
-        wait_until(lambda: far.saw(Update))
+        wait_until(lambda: far.saw(LoadWeights))
         far.changes = lambda m: pulls.append(m) or [] if type(m) is Pull else [m]
         monkeypatch.setattr(
             "extras.swarm.pull.compute_digest", lambda p: is_open.wait(60) and compute_digest(p)
@@ -37,9 +37,9 @@ def test_weights_come_slowly_while_tickets_go_on_and_are_loaded_only_then(tmp_pa
         for number in range(3):
             wait_until(lambda: len(pulls) > number)  # noqa: B023
             run.step()
-            assert len(far.saw(Update)) == 1 and pulls[number].version == 1
+            assert len(far.saw(LoadWeights)) == 1 and pulls[number].version == 1
             far.say(pulls[number])
-        wait_until(lambda: len(far.saw(Update)) == 2)
+        wait_until(lambda: len(far.saw(LoadWeights)) == 2)
         assert far.weights.puller.here.version == 1 < run.version
         ((_, weights),) = far.weights.puller.parameters()
         assert torch.equal(weights, torch.full((4,), 1.25))
@@ -48,11 +48,13 @@ def test_weights_come_slowly_while_tickets_go_on_and_are_loaded_only_then(tmp_pa
         del run.controller.pulled._kept[pulls[3].version]
         far.changes = lambda message: [message]
         far.say(pulls[3])
-        wait_until(lambda: len(far.saw(Update)) == 3)
-        assert far.saw(Update)[2].version == run.version > pulls[3].version
-    kinds = [type(message) for message in far.heard if isinstance(message, (Fetch, Update, Piece))]
+        wait_until(lambda: len(far.saw(LoadWeights)) == 3)
+        assert far.saw(LoadWeights)[2].version == run.version > pulls[3].version
+    kinds = [
+        type(message) for message in far.heard if isinstance(message, (Fetch, LoadWeights, Piece))
+    ]
     order = [kind for kind, _ in itertools.groupby(kinds)]
-    assert order == [Fetch, Piece, Update, Fetch, Piece, Update, Fetch, Piece, Update]
+    assert order == [Fetch, Piece, LoadWeights] * 3
     assert kinds.count(Fetch) == 4
 
 
@@ -63,7 +65,7 @@ def test_a_host_fetches_what_has_changed_when_it_is_so_many_versions_behind(tmp_
             run.step()
             # else so many steps may pass that its base is forgotten
             wait_until(lambda: all(worker.loading is None for worker in run.controller.workers))
-        wait_until(lambda: far.saw(Update)[-1].version >= 9)
+        wait_until(lambda: far.saw(LoadWeights)[-1].version >= 9)
         versions = [fetch.version for fetch in far.saw(Fetch)]
     assert all(later - earlier >= 3 for earlier, later in itertools.pairwise(versions))
     assert [piece.is_delta for piece in far.saw(Piece)][:3] == [False, True, True]
@@ -151,7 +153,7 @@ def test_a_run_ends_with_the_first_error_of_what_it_does_beside_the_trainer_for_
         raise MemoryError(f"no room for {function}")
 
     with running(tmp_path, num_floats=1000) as run, Far(run) as far:
-        wait_until(lambda: far.saw(Update))
+        wait_until(lambda: far.saw(LoadWeights))
         monkeypatch.setattr(f"extras.swarm.pull.{function}", fail)
         with pytest.raises(MemoryError, match=f"^no room for {function}$"):
             for _ in range(4):

@@ -12,12 +12,12 @@ from hosts import PROBE, Client, Far, running
 from programs import wait_until
 from trajectories import make_trajectory
 
-from asyncrl.messages import Finished, Probed, Ready, SampledTokens, Update, Updated
+from asyncrl.messages import Finished, LoadWeights, Probed, Ready, SampledTokens, WeightsLoaded
 from extras.swarm.hub import MAX_MESSAGE_BYTES
 from extras.swarm.wire import Fetched, Join, JoinAgain, Piece, Pull, Refused, Welcome, decode
 
 pack = msgspec.msgpack.encode
-UPDATED = Updated(0, 0.1, SampledTokens(), None)
+LOADED = WeightsLoaded(0, 0.1, SampledTokens(), None)
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +79,12 @@ ATTACKS = [
     (Ready, lambda ready: [[b"-1", b"Ready", pack({"startup_s": 0.0})]], "engine -1 that is not up"),
     (Ready, lambda ready: [replace(ready, startup_s=math.nan)], "nan s as the time to start"),
     (Ready, lambda ready: [ready, ready], "Ready of an engine that is up"),
-    (Ready, lambda ready: [ready, UPDATED], "Updated of version 0, which it was not asked for"),
+    (Ready, lambda ready: [ready, LOADED], "WeightsLoaded of version 0, which it was not asked for"),
     (Pull, lambda pull: [replace(pull, offset=-5)], "a Pull from byte -5"),
     (Pull, lambda pull: [pull] * 500, "while it pulls"),
-    (Updated, lambda update: [replace(update, pause_s=math.nan)], "an update of"),
-    (Updated, lambda update: [replace(update, sampled=SampledTokens(new=-1))], "an update of"),
-    (Updated, lambda update: [replace(update, sampled=SampledTokens(new=2**62))], "an update of"),
+    (WeightsLoaded, lambda update: [replace(update, pause_s=math.nan)], "an update of"),
+    (WeightsLoaded, lambda update: [replace(update, sampled=SampledTokens(new=-1))], "an update of"),
+    (WeightsLoaded, lambda update: [replace(update, sampled=SampledTokens(new=2**62))], "an update of"),
     (Probed, probed(np.zeros((1, 2), "f")), "in other shapes"),
     (Probed, lambda message: [replace(message, decoded=())], "in other shapes"),
     (Probed, probed(np.full(2, math.nan, "f")), "not finite"),
@@ -148,7 +148,7 @@ def test_a_ticket_of_another_host_cannot_be_answered(run):
     with Far(run, "robbed") as robbed, Far(run, "thief") as thief:
         robbed.holds = Finished
         wait_until(lambda: run.step_if_ready() or robbed.held)
-        wait_until(lambda: thief.saw(Update))
+        wait_until(lambda: thief.saw(LoadWeights))
         thief.say(robbed.held[-1][1], 0)
         assert "which it has not" in str(thief.end())
         robbed.finish()
@@ -157,7 +157,7 @@ def test_a_ticket_of_another_host_cannot_be_answered(run):
 
 def test_messages_out_of_order_and_pulls_of_what_is_not_there_bring_nothing(run, capsys):
     with Client(run) as host:
-        host.send(UPDATED, 0)
+        host.send(LOADED, 0)
         host.send(Ready(0.0), 0)
         host.send(Pull(0, None, 0))
         num_late = run.metric("late")

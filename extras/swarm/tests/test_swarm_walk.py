@@ -9,7 +9,7 @@ from random_walk import CHOICES, Walk, run_walks
 from walk_worker import WatchedWorker, WithoutProcesses
 
 from asyncrl.config import SwarmOptions
-from asyncrl.messages import Finished, ReportProgress, Updated
+from asyncrl.messages import Finished, ReportProgress, WeightsLoaded
 from extras.swarm.controller import Disbelieved
 from extras.swarm.pull import PullTransport
 from extras.swarm.remote import RemoteWorker, SwarmWorkers
@@ -123,7 +123,7 @@ class SwarmWalk(Walk):
         self.controller.move_tickets()
 
     def _on_message(self, worker, message):
-        if isinstance(worker, RemoteWorker) and isinstance(message, Finished | Updated):
+        if isinstance(worker, RemoteWorker) and isinstance(message, Finished | WeightsLoaded):
             message = replace(message, activity=None)  # as the run does with what hosts send
         super()._on_message(worker, message)
 
