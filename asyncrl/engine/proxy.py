@@ -30,7 +30,7 @@ class LLMProxy:
         self.engine = engine
         self.stop_token_ids = stop_token_ids
         self.version = -1
-        self.sampled = SampledTokens()
+        self.token_counts = SampledTokens()
         self.activity = Activity()
         """States of this worker. The proxy records requests and updates, and RolloutWorker records the rest."""
         self._score_numbers = itertools.count()
@@ -89,24 +89,25 @@ class LLMProxy:
                 await self.until_sampling()
                 if request.aborted:
                     return request.end("aborted")
-                if self.config.on_update == "restart":  # a response has tokens of one version only
-                    self.sampled.discarded += request.keep_only(self.version)
-                part_number, sampled = len(request.parts), request.tokens
+                if self.config.on_update == "restart":
+                    # a prefix may be of other weights; parts are dropped as an update aborts them
+                    self.token_counts.discarded += request.keep_only(self.version)
+                part_number, tokens_so_far = len(request.parts), request.tokens
                 (part,) = await self.sample_part(
                     request,
                     f"{request_id}-{part_number}-{self.version}",
-                    [*prompt_tokens, *sampled],
+                    [*prompt_tokens, *tokens_so_far],
                     None if seed is None else seed + part_number,
-                    max_tokens - len(sampled),
+                    max_tokens - len(tokens_so_far),
                 )
-                if sampled:
-                    self.sampled.resumed += len(part.tokens)
+                if tokens_so_far:
+                    self.token_counts.resumed += len(part.tokens)
                 request.parts.append(part)
                 if part.finish_reason != "aborted" or request.aborted:
                     return request.end(part.finish_reason)
                 if self.config.on_update == "restart":
                     # now, because the update that aborted it reports the number
-                    self.sampled.discarded += len(request.tokens)
+                    self.token_counts.discarded += len(request.tokens)
                     request.parts.clear()
                 elif len(request.tokens) == max_tokens:
                     return request.end("length")
@@ -139,7 +140,7 @@ class LLMProxy:
         finally:
             self.activity.add(requests=-1)
             request.engine_id = None
-        self.sampled.new += sum(len(output.token_ids) for output in final.outputs)
+        self.token_counts.new += sum(len(output.token_ids) for output in final.outputs)
         outputs = sorted(final.outputs, key=lambda output: output.index)
         return list(map(read_completion, outputs))
 
@@ -191,8 +192,8 @@ class LLMProxy:
 
     def take_sampled(self) -> SampledTokens:
         """Return the counts of tokens since the last call."""
-        sampled, self.sampled = self.sampled, SampledTokens()
-        return sampled
+        token_counts, self.token_counts = self.token_counts, SampledTokens()
+        return token_counts
 
     # Weights
 

@@ -267,7 +267,7 @@ class AgentEpisode(Episode):
         if size == len(completion.tokens) and reason == completion.finish_reason:
             return completion, hidden
         if not self.ticket.is_evaluation:
-            self._proxy.sampled.discarded += len(completion.tokens) - size
+            self._proxy.token_counts.discarded += len(completion.tokens) - size
         return _shortened(completion, size, reason), hidden
 
     def _first_size(self, tokens: list[int], stop: str) -> int:

@@ -100,7 +100,7 @@ class Room:
         with contextlib.suppress(asyncio.CancelledError):
             await serving
         for trajectory in trajectories:
-            if not self.proxy.sampled.discarded:
+            if not self.proxy.token_counts.discarded:
                 assert_trained_once(trajectory, calls_of(self.engine, trajectory.ticket_id, 20))
         return trajectories
 
