@@ -1,4 +1,8 @@
-"""Announcements: which weights each worker must load, and when."""
+"""Announcements: which weights each worker must load, and when.
+
+The calls of an announcement: `Controller.announce_or_defer` → `Controller.announce` → `Announcements.send_to_workers` →
+`Transport.announce`. The transport only marks the buffer that workers can read. `Worker.load` sends the message.
+"""
 
 from collections.abc import Iterable
 
@@ -35,10 +39,10 @@ class Announcements:
         deferred, self.deferred = self.deferred, None
         return deferred
 
-    def offer(self, announcement: Announcement) -> None:
+    def send_to_workers(self, announcement: Announcement) -> None:
         """Make all workers load these weights: at once, or when they are up and have loaded older weights.
 
-        With publish_delay K, version 0 is offered K + 1 times. A repeated offer only wakes suspended workers.
+        With publish_delay K, version 0 is announced K + 1 times. A repetition only wakes suspended workers.
         """
         self.newest = announcement
         self.transport.announce(announcement.staged)

@@ -310,7 +310,7 @@ class Controller:
 
         Free the places of groups consumed up to `trainer_version`, admit new groups, and start an evaluation if asked.
         """
-        self.announcements.offer(announcement)
+        self.announcements.send_to_workers(announcement)
         self.buffer.free_consumed_places(announcement.trainer_version)
         self.dispatcher.drop_expired()
         tickets = self.tickets.for_evaluation(announcement.version) if announcement.evaluate else []
