@@ -160,7 +160,7 @@ class BaselineDispatcher(Dispatcher):
 
     def _running_tickets(self) -> set[int]:
         """Ids of the tickets of training groups that workers have."""
-        running = (ticket for worker in self.workers for ticket in worker.running.values())
+        running = (ticket for worker in self.workers for ticket in worker.tickets.values())
         return {ticket.ticket_id for ticket in running if not ticket.is_evaluation}
 
 

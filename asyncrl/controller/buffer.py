@@ -24,7 +24,7 @@ from asyncrl.records import Group, Trajectory
 
 @dataclass
 class Resident:
-    """A group that holds a place. It is running until its last member arrives, and then finished."""
+    """A group that holds a place. It is unfinished until the last member that it needs arrives."""
 
     problem: int
     """Index of its problem in the task."""
@@ -155,6 +155,7 @@ class SampleBuffer:
             return None
         self._may_have_batch = True
         if self.config.extra_members:
+            # the group stays resident; only members that arrive later are dropped
             self._closed[trajectory.group_id] = "aborted"
         group = self.group(trajectory.group_id)
         resident.oldest_possible_version = group.oldest_version
@@ -244,7 +245,7 @@ class SampleBuffer:
     def too_late_after(self, group_ids: list[int]) -> Iterator[int]:
         """Yield the fewest groups to give up so that all others outside the batch `group_ids` meet their deadlines.
 
-        A group's deadline is the last version that may train on it. Running groups are given up first. B groups are
+        A group's deadline is the last version that may train on it. Unfinished groups are given up first. B groups are
         taken per step, earliest deadline first; if that order misses a deadline, every order does.
         """
         if self.config.stale_policy != "wait":
@@ -255,8 +256,8 @@ class SampleBuffer:
             deadline = self.residents[group_id].oldest_possible_version + self.config.max_staleness
             # After this batch, deadline − trainer_version batches of B groups are left until the deadline.
             if len(kept) > self.config.groups_per_step * (deadline - self.trainer_version):
-                running = [group_id for group_id in kept if self.is_running(group_id)]
-                too_late = (running or kept)[-1]
+                unfinished = [group_id for group_id in kept if self.is_unfinished(group_id)]
+                too_late = (unfinished or kept)[-1]
                 kept.remove(too_late)
                 yield too_late
 
@@ -294,7 +295,7 @@ class SampleBuffer:
         self.ledger.drop(reason, resident.members.values())
         return resident.problem
 
-    def is_running(self, group_id: int) -> bool:
+    def is_unfinished(self, group_id: int) -> bool:
         """Return whether a group holds a place and waits for members."""
         # one look-up, because extras/swarm checks messages of hosts without the lock
         resident = self.residents.get(group_id)

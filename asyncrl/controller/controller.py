@@ -163,7 +163,7 @@ class Controller:
 
     def issue_again(self, ticket: Ticket, reason: ReissueReason) -> None:
         """Issue a lost ticket again, before all other tickets, unless its group was dropped or has finished."""
-        if ticket.is_evaluation or self.buffer.is_running(ticket.group_id):
+        if ticket.is_evaluation or self.buffer.is_unfinished(ticket.group_id):
             self.dispatcher.queue.appendleft(self.tickets.issue_again(ticket, reason))
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:

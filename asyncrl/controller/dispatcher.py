@@ -109,7 +109,7 @@ class Dispatcher:
         for worker in self.workers:
             running = [
                 ticket_id
-                for ticket_id, ticket in worker.running.items()
+                for ticket_id, ticket in worker.tickets.items()
                 if ticket.group_id == group_id
             ]
             if running:
@@ -142,7 +142,7 @@ class Dispatcher:
         active = [
             worker for worker in self.workers if worker.loading is not None or not worker.is_paused
         ]
-        tickets = itertools.chain(self.queue, *(worker.running.values() for worker in active))
+        tickets = itertools.chain(self.queue, *(worker.tickets.values() for worker in active))
         return bool(active) and any(not ticket.is_evaluation for ticket in tickets)
 
     def admit_groups(self) -> None:
@@ -213,7 +213,7 @@ class Dispatcher:
         """Send each worker without a ticket the reason, once. `reason_if_full`: reason why no group may be admitted."""
         reason = self.idle_reason(reason_if_full)
         for worker in self.workers:
-            if worker.is_up and not worker.running and worker.idle_reason != reason:
+            if worker.is_up and not worker.tickets and worker.idle_reason != reason:
                 worker.idle_reason = reason
                 worker.process.send(Idle(reason))
 

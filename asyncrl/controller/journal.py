@@ -42,7 +42,7 @@ class Journal:
     def died(self, worker: Worker) -> None:
         """Record that a worker has died. This node's workers start again. Until now a worker was in its last state."""
         index = worker.index
-        exit_code, tickets = worker.process.exit_code, len(worker.running)
+        exit_code, tickets = worker.process.exit_code, len(worker.tickets)
         self.record("worker_died", worker=index, exit_code=exit_code, tickets=tickets)
         if index in self._ledgers:
             self._reporting.discard(index)

@@ -63,7 +63,7 @@ def unfinished_tickets(
     assigned.sort(key=lambda ticket: ticket.ticket_id)
     unfinished, num_lost = [], 0
     for ticket in (*assigned, *queue):
-        if buffer.is_running(ticket.group_id):
+        if buffer.is_unfinished(ticket.group_id):
             num_lost += lost.get(ticket.ticket_id, 0)
             partial = partials.get(ticket.ticket_id)
             unfinished.append(tickets.continued(ticket, partial) if partial else ticket)

@@ -70,7 +70,7 @@ class Worker:
     """Weights that the worker was sent and has not loaded yet."""
     needs_update: bool = False
     """Whether the worker gets the announced weights as soon as it is up and loads no other weights."""
-    running: dict[int, Ticket] = field(default_factory=dict)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
     """Its tickets, by id."""
     num_running: int = 0
     """Trajectories of its tickets."""
@@ -136,17 +136,17 @@ class Worker:
     def assign(self, ticket: Ticket) -> None:
         """Count a ticket as the worker's."""
         self.idle_reason = None
-        self.running[ticket.ticket_id] = ticket
+        self.tickets[ticket.ticket_id] = ticket
         self.num_running += ticket.num_members
 
     @property
     def awaited(self) -> list[Ticket]:
         """Tickets that are issued again if the worker dies: all, or those of a host that no other worker has."""
-        return list(self.running.values())
+        return list(self.tickets.values())
 
     def finish_ticket(self, ticket_id: int) -> None:
         """Remove a ticket that the worker has ended."""
-        self.num_running -= self.running.pop(ticket_id).num_members
+        self.num_running -= self.tickets.pop(ticket_id).num_members
         self.num_restarts_since_ticket = 0
 
     def describe(self) -> str:
@@ -252,7 +252,7 @@ class Workers:
         if self.placement.workers[worker.index].shared_with_rank is not None:
             torch.cuda.empty_cache()  # the engine needs memory that the trainer's last step used
         print(
-            f"warning: {report.partition('; its last log')[0]}; its {len(worker.running)} tickets are issued again",
+            f"warning: {report.partition('; its last log')[0]}; its {len(worker.tickets)} tickets are issued again",
             flush=True,
         )
         num_restarts = worker.num_restarts_since_ticket + 1

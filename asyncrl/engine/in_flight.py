@@ -4,7 +4,7 @@ import asyncio
 
 from asyncrl.engine.completion import Request, read_completion
 from asyncrl.engine.episode import Episode
-from asyncrl.engine.proxy import LLMProxy, running
+from asyncrl.engine.proxy import LLMProxy, engine_ids_of
 from asyncrl.engine.vllm_setup import num_sampled, output_so_far, request_states
 from asyncrl.messages import InFlight
 from asyncrl.records import Completion
@@ -16,7 +16,7 @@ SETTLING_TURNS = 100
 async def settle(proxy: LLMProxy) -> None:
     """Wait until callers have the responses that have just ended in the engine."""
     for _ in range(SETTLING_TURNS):
-        engine_ids = running(proxy.requests.values())
+        engine_ids = engine_ids_of(proxy.requests.values())
         if all(request_states(proxy.engine, engine_id) for engine_id in engine_ids):
             return
         await asyncio.sleep(0)

@@ -188,7 +188,7 @@ class LLMProxy:
         requests = [self.requests[name] for name in request_ids if name in self.requests]
         for request in requests:
             request.aborted = True
-        await self.engine.abort(running(requests))
+        await self.engine.abort(engine_ids_of(requests))
 
     def take_sampled(self) -> SampledTokens:
         """Return the counts of tokens since the last call."""
@@ -203,7 +203,7 @@ class LLMProxy:
             return
         self._may_sample.clear()
         if self.config.on_update in ("resume", "restart"):
-            while engine_ids := running(self.requests.values()):
+            while engine_ids := engine_ids_of(self.requests.values()):
                 await self.engine.abort(engine_ids)
                 # the engine may not know the newest requests yet
                 await asyncio.sleep(ABORT_AGAIN_S)
@@ -280,6 +280,6 @@ class LLMProxy:
         self.engine.shutdown(timeout=0)
 
 
-def running(requests: Iterable[Request]) -> list[str]:
+def engine_ids_of(requests: Iterable[Request]) -> list[str]:
     """Return the ids of the engine's running requests for these responses."""
     return [request.engine_id for request in requests if request.engine_id is not None]

@@ -51,7 +51,7 @@ class Intake:
                 adopted = [host.adopt(t, worker.index, newest) for t in trajectories]
                 message = Finished(adopted, None)
                 if self._config.swarm.verify_share:
-                    self._answered.extend((worker.running[t.ticket_id], t) for t in adopted)
+                    self._answered.extend((worker.tickets[t.ticket_id], t) for t in adopted)
         if isinstance(message, WeightsLoaded):
             # its clock is another one, so it keeps no time ledger here
             message = replace(message, activity=None)
@@ -63,7 +63,7 @@ class Intake:
         members = Counter((trajectory.ticket_id, trajectory.member) for trajectory in trajectories)
         counts = Counter(trajectory.ticket_id for trajectory in trajectories)
         for trajectory in trajectories:
-            ticket = worker.running.get(trajectory.ticket_id)
+            ticket = worker.tickets.get(trajectory.ticket_id)
             is_whole = ticket is not None and counts[ticket.ticket_id] == ticket.num_members
             if not is_whole or max(members.values()) > 1:
                 raise ValueError(

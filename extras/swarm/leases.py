@@ -111,8 +111,8 @@ class LeasingDispatcher(Dispatcher):
 
     def is_awaited(self, host: RemoteWorker, ticket: Ticket) -> bool:
         """Return whether a host's answer to a ticket is used. If not, the host was told to abort it."""
-        is_running = ticket.is_evaluation or self.buffer.is_running(ticket.group_id)
-        return is_running and not host.leases[ticket.ticket_id].is_over
+        is_unfinished = ticket.is_evaluation or self.buffer.is_unfinished(ticket.group_id)
+        return is_unfinished and not host.leases[ticket.ticket_id].is_over
 
     def _token_s(self, worker: Worker) -> float:
         """Return the time of a token on a worker, seconds; infinite before it has returned one."""

@@ -102,7 +102,7 @@ class Members:
         """Note that a host has gone."""
         del self.hosts[host.identity]
         self.counts.update(host.take_megabytes() | {"leaves": 1})
-        tickets = sum(len(worker.running) for worker in host.engines.values())
+        tickets = sum(len(worker.tickets) for worker in host.engines.values())
         self._record("machine_left", machine=host.name, why=why, tickets=tickets)
         print(f"swarm: {host.name} {why}; its {tickets} tickets are issued again", flush=True)
 

@@ -214,7 +214,7 @@ class SwarmBuffer(SampleBuffer):
         """Return running groups that the next batch waits for, or that would make later groups expire."""
         group_ids = self.oldest_finished()
         groups = self.residents if group_ids is None else self.too_late_after(group_ids)
-        return {group_id for group_id in groups if self.is_running(group_id)}
+        return {group_id for group_id in groups if self.is_unfinished(group_id)}
 
     def groups_of(self, workers: Collection[int]) -> list[int]:
         """Return the resident groups with a trajectory of one of these workers."""

@@ -59,12 +59,12 @@ class WatchedDispatcher(SwarmDispatcher):
         """All tickets that are due move, and no other, each to the worker that is to have it, at once."""
         self.looked_at, self.num_looks = self.now(), self.num_looks + 1
         due = list(self.due_tickets())
-        before = {worker.index: set(worker.running) for worker in self.workers}
+        before = {worker.index: set(worker.tickets) for worker in self.workers}
         super().move_tickets()
         given = {
             (taker.index, response_of(ticket)): ticket.ticket_id
             for taker in self.workers
-            for ticket in taker.running.values()
+            for ticket in taker.tickets.values()
             if ticket.ticket_id not in before[taker.index]
         }
         assert given.keys() == {(taker.index, response_of(ticket)) for ticket, taker in due}
@@ -78,7 +78,7 @@ class WatchedDispatcher(SwarmDispatcher):
         most = self.config.max_running_requests
         slots = {worker.index: most - worker.num_running for worker in self.workers}
         for host in self.workers:
-            for ticket in host.running.values():
+            for ticket in host.tickets.values():
                 takers = [
                     other
                     for other in self.workers
@@ -88,7 +88,7 @@ class WatchedDispatcher(SwarmDispatcher):
                 ]
                 taker = min(takers, key=self.token_s_of, default=None)
                 is_here = ticket.ticket_id not in self.moved_at
-                if not taker or not is_here or not self.buffer.is_running(ticket.group_id):
+                if not taker or not is_here or not self.buffer.is_unfinished(ticket.group_id):
                     continue
                 had_s = self.now() - host.leases[ticket.ticket_id].began_at
                 if had_s > self.lease_s_of(host, taker, ticket):
@@ -151,7 +151,7 @@ def test_a_slow_host_loses_what_the_trainer_waits_for_and_late_tokens_of_trainin
     host.assign(ticket)
     assert dispatcher.is_awaited(host, ticket)
     dispatcher.move_tickets()
-    assert reasons == ["moved"] and list(other.running) == [2]
+    assert reasons == ["moved"] and list(other.tickets) == [2]
     assert not dispatcher.is_awaited(host, ticket)
     assert dispatcher.finish_tickets(host, [replace(answer, ticket_id=1)]) == []
     num_late = dispatcher.buffer.ledger.counts["tokens_dropped_late"]

@@ -102,7 +102,7 @@ class SwarmWalk(Walk):
             elif worker.is_up and worker.process.exit_code is None:
                 yield ("die", worker.index), lambda worker=worker: worker.process.die()
                 yield ("die", -worker.index), lambda worker=worker: self._shut_out(worker)
-                if worker.running:
+                if worker.tickets:
                     yield ("lapse", worker.index), lambda worker=worker: self._end_lease(worker)
 
     def _join(self):
@@ -119,7 +119,7 @@ class SwarmWalk(Walk):
         self.oracle.shut_out(worker.index)
 
     def _end_lease(self, worker):
-        worker.leases[self.rng.choice(list(worker.running))].began_at = -math.inf
+        worker.leases[self.rng.choice(list(worker.tickets))].began_at = -math.inf
         self.controller.move_tickets()
 
     def _on_message(self, worker, message):
