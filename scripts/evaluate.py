@@ -70,7 +70,7 @@ def sample(config: Config, num_samples: int) -> Evaluation:
     from rollout import run_worker
 
     with start_rank(config, trains=False) as bare_rank, start_node(bare_rank, run_worker) as rank:
-        problems = rank.controller.tickets.prompts.eval_problems
+        problems = rank.controller.ticket_source.prompts.eval_problems
         problems[:] = [problem for problem in problems for _ in range(num_samples)]
         policy = load_policy(rank.config, rank.model_path, rank.device, rank.clock)
         publisher = make_publisher(rank, policy)

@@ -376,7 +376,7 @@ class Walk:
         self._take_evaluations()
         assert self.version == self.steps
         self.oracle.check_failures(self.controller.failures())
-        put_back = self.controller.tickets.state.put_back
+        put_back = self.controller.ticket_source.state.put_back
         self.oracle.check_end(self.controller.buffer.balance(), put_back)
 
 

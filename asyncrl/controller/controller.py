@@ -55,7 +55,7 @@ class Controller:
         self,
         config: Config,
         workers: Workers,
-        tickets: TicketSource,
+        ticket_source: TicketSource,
         record: Callable[..., None],
         clock: TrainerClock | None = None,
         num_nodes: int = 1,
@@ -65,10 +65,10 @@ class Controller:
 
         `num_nodes` nodes share the groups of a step. A resumed run continues from `state`.
         """
-        self.config, self.workers, self.tickets = config, workers, tickets
+        self.config, self.workers, self.ticket_source = config, workers, ticket_source
         self.clock = clock or TrainerClock()
         self.buffer = self.buffer_class(config.for_node(num_nodes))
-        self.dispatcher = self.dispatcher_class(config, workers, self.buffer, tickets)
+        self.dispatcher = self.dispatcher_class(config, workers, self.buffer, ticket_source)
         self.announcements = Announcements(workers)
         self.evaluation: Evaluation | None = None
         """Running evaluation; only one runs at a time."""
@@ -159,12 +159,12 @@ class Controller:
         self.journal.died(worker)
         # each goes to the front of the queue, so the oldest comes last
         for ticket in sorted(worker.awaited, key=lambda ticket: ticket.ticket_id, reverse=True):
-            self.issue_again(ticket, worker.reissue_reason)
+            self.requeue_lost(ticket, worker.reissue_reason)
 
-    def issue_again(self, ticket: Ticket, reason: ReissueReason) -> None:
+    def requeue_lost(self, ticket: Ticket, reason: ReissueReason) -> None:
         """Issue a lost ticket again, before all other tickets, unless its group was dropped or has finished."""
         if ticket.is_evaluation or self.buffer.is_unfinished(ticket.group_id):
-            self.dispatcher.queue.appendleft(self.tickets.issue_again(ticket, reason))
+            self.dispatcher.queue.appendleft(self.ticket_source.issue_again(ticket, reason))
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
@@ -313,7 +313,9 @@ class Controller:
         self.announcements.send_to_workers(announcement)
         self.buffer.free_consumed_places(announcement.trainer_version)
         self.dispatcher.drop_expired()
-        tickets = self.tickets.for_evaluation(announcement.version) if announcement.evaluate else []
+        tickets = (
+            self.ticket_source.for_evaluation(announcement.version) if announcement.evaluate else []
+        )
         if tickets:  # only the first node has held-out problems
             self.evaluation = Evaluation(announcement.version, len(tickets))
             self.dispatcher.queue.extendleft(reversed(tickets))
@@ -366,7 +368,7 @@ class Controller:
                     answered = self.workers.request_progress_of_all()
                     self.wait_until(answered, "responses in flight")
             queue, num_lost = unfinished_tickets(
-                self.workers, self.dispatcher.queue, self.buffer, self.tickets
+                self.workers, self.dispatcher.queue, self.buffer, self.ticket_source
             )
             buffer = self.buffer.state()
             # a resume loses these tokens: they count as generated, and as dropped
@@ -374,7 +376,7 @@ class Controller:
                 buffer.ledger[count] += num_lost
             return ControllerState(
                 buffer,
-                copy.deepcopy(self.tickets.state),
+                copy.deepcopy(self.ticket_source.state),
                 queue,
                 published_version=self.announcements.newest.version,
                 evaluates=self.evaluation is not None,
@@ -395,7 +397,7 @@ class Controller:
         An evaluation that was running starts again when its weights are announced.
         """
         self.buffer.restore(state.buffer)
-        self.tickets.state = copy.deepcopy(state.tickets)
+        self.ticket_source.state = copy.deepcopy(state.tickets)
         self.dispatcher.queue.extend(state.queue)
         self.workers.num_restarts = state.num_restarts
         self.dispatcher.failures = copy.deepcopy(state.failures)

@@ -37,7 +37,7 @@ class Dispatcher:
     config: Config
     workers: Workers
     buffer: SampleBuffer
-    tickets: TicketSource
+    ticket_source: TicketSource
     queue: deque[Ticket] = field(default_factory=deque)
     """Tickets without a worker, in order."""
     failures: Failures = field(default_factory=Failures)
@@ -101,7 +101,7 @@ class Dispatcher:
         problem = self.buffer.drop(group_id, reason)
         self._abort(group_id)
         if reason not in ("filtered", "failed"):
-            self.tickets.put_back(problem)
+            self.ticket_source.put_back(problem)
 
     def _abort(self, group_id: int) -> None:
         """End the running responses of a group, and remove its queued tickets."""
@@ -148,10 +148,10 @@ class Dispatcher:
     def admit_groups(self) -> None:
         """Admit groups while places are free. Raises RolloutEnded if a prompt cannot be made."""
         while self.buffer.num_free_places() > 0:
-            group_id, problem = self.tickets.next_group()
+            group_id, problem = self.ticket_source.next_group()
             min_version = self.buffer.admit(group_id, problem)
             try:
-                self.queue.extend(self.tickets.for_group(group_id, problem, min_version))
+                self.queue.extend(self.ticket_source.for_group(group_id, problem, min_version))
             except RolloutEnded:
                 self.drop(group_id, "aborted")  # a resumed run issues the problem again
                 raise

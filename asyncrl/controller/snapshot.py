@@ -48,7 +48,7 @@ def unfinished_tickets(
     workers: Iterable[Worker],
     queue: Iterable[Ticket],
     buffer: SampleBuffer,
-    tickets: TicketSource,
+    ticket_source: TicketSource,
 ) -> tuple[list[Ticket], int]:
     """Return the tickets of running groups, oldest first, and the number of generated tokens that are lost.
 
@@ -66,5 +66,5 @@ def unfinished_tickets(
         if buffer.is_unfinished(ticket.group_id):
             num_lost += lost.get(ticket.ticket_id, 0)
             partial = partials.get(ticket.ticket_id)
-            unfinished.append(tickets.continued(ticket, partial) if partial else ticket)
+            unfinished.append(ticket_source.continued(ticket, partial) if partial else ticket)
     return unfinished, num_lost

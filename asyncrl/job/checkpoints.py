@@ -218,7 +218,7 @@ class Checkpoints:
             facts = {
                 "records": controller_state.records,
                 "probe": rank.probe.state(delayed),
-                "problems": rank.controller.tickets.prompts.digest,
+                "problems": rank.controller.ticket_source.prompts.digest,
             }
             facts_of_nodes = rank.cluster.gather(facts)
             node_state = NodeState(

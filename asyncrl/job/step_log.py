@@ -104,7 +104,7 @@ class StepLog:
         self.tokens_before = metrics["tokens/generated"]
         self.rank.run.log_metrics(metrics)
         for sample in choose_samples(
-            step, groups, self.rank.tokenizer.decode, self.rank.controller.tickets.answer
+            step, groups, self.rank.tokenizer.decode, self.rank.controller.ticket_source.answer
         ):
             self.rank.run.log_sample(**sample)
         self.progress.show(metrics)

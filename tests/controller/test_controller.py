@@ -122,7 +122,7 @@ def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is
     run, monkeypatch
 ):
     """What is finished is trained on first. No step that runs is broken off."""
-    tickets = run.controller.tickets
+    tickets = run.controller.ticket_source
     make = tickets.for_group
 
     def for_group(group_id, problem, min_version):

@@ -49,7 +49,7 @@ class Rollout:
     """A controller of which there is only what is saved."""
 
     records: dict[str, int] = dataclasses.field(default_factory=dict)
-    tickets: ClassVar = SimpleNamespace(prompts=SimpleNamespace(digest="of the rows"))
+    ticket_source: ClassVar = SimpleNamespace(prompts=SimpleNamespace(digest="of the rows"))
 
     def snapshot(self, measure):
         return Rollout(measure())
