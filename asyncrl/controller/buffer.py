@@ -62,9 +62,9 @@ class SampleBuffer:
     more members of a group run, and the first group_size to finish make the group.
     """
 
-    def __init__(self, config: Config):
-        """`config` is the node's: see Config.for_node."""
-        self.config = config
+    def __init__(self, node_config: Config):
+        """`node_config` is from Config.for_node: the groups of a step are shared among nodes."""
+        self.node_config = node_config
         self.trainer_version = 0
         """Batches consumed so far. The next batch is trained on at this version. During a step it is one ahead of the
         policy's weights."""
@@ -94,12 +94,12 @@ class SampleBuffer:
 
     @property
     def _is_bounded(self) -> bool:
-        return self.config.stale_policy != "gate"
+        return self.node_config.stale_policy != "gate"
 
     @property
     def admission_version(self) -> int:
         """Oldest version under which a new group may start: that of the published weights."""
-        return self.config.due_version(self._trainer_version_at_publish)
+        return self.node_config.due_version(self._trainer_version_at_publish)
 
     # Admission
 
@@ -110,12 +110,12 @@ class SampleBuffer:
         """
         if (
             self._is_bounded
-            and self.admission_version + self.config.max_staleness < self.trainer_version
+            and self.admission_version + self.node_config.max_staleness < self.trainer_version
         ):
             return 0
         num_unpublished = self.trainer_version - self._trainer_version_at_publish
-        num_consumed = self.config.groups_per_step * num_unpublished
-        return self.config.max_outstanding_groups - len(self.residents) - num_consumed
+        num_consumed = self.node_config.groups_per_step * num_unpublished
+        return self.node_config.max_outstanding_groups - len(self.residents) - num_consumed
 
     def admit(self, group_id: int, problem: int) -> int:
         """Give a place to a new group with a new id. Return the version that a worker needs to start it."""
@@ -154,7 +154,7 @@ class SampleBuffer:
         if not self._is_finished(resident):
             return None
         self._may_have_batch = True
-        if self.config.extra_members:
+        if self.node_config.extra_members:
             # the group stays resident; only members that arrive later are dropped
             self._closed[trajectory.group_id] = "aborted"
         group = self.group(trajectory.group_id)
@@ -167,7 +167,7 @@ class SampleBuffer:
         return Group(group_id, members, resident.problem)
 
     def _is_finished(self, resident: Resident) -> bool:
-        return len(resident.members) == self.config.group_size
+        return len(resident.members) == self.node_config.group_size
 
     def _check_belongs(self, trajectory: Trajectory, resident: Resident | None) -> None:
         who = f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}"
@@ -191,7 +191,7 @@ class SampleBuffer:
         if resident is None or self._is_finished(resident):
             return True
         resident.num_failed += 1
-        return resident.num_failed <= self.config.extra_members
+        return resident.num_failed <= self.node_config.extra_members
 
     # Consumption
 
@@ -226,17 +226,17 @@ class SampleBuffer:
 
     def surplus(self) -> list[int]:
         """Return the groups to give up for a batch; [] if they would be more than extra_groups."""
-        group_ids = self.oldest_finished() if self.config.extra_groups else None
+        group_ids = self.oldest_finished() if self.node_config.extra_groups else None
         too_late = [] if group_ids is None else list(self.too_late_after(group_ids))
-        return too_late if len(too_late) <= self.config.extra_groups else []
+        return too_late if len(too_late) <= self.node_config.extra_groups else []
 
     def oldest_finished(self) -> list[int] | None:
         finished = [
             group_id for group_id, resident in self.residents.items() if self._is_finished(resident)
         ]
-        if len(finished) < self.config.groups_per_step:
+        if len(finished) < self.node_config.groups_per_step:
             return None
-        return sorted(finished, key=self._age)[: self.config.groups_per_step]
+        return sorted(finished, key=self._age)[: self.node_config.groups_per_step]
 
     def _age(self, group_id: int) -> tuple[int, int]:
         """Return a sort key: the oldest group comes first."""
@@ -248,14 +248,16 @@ class SampleBuffer:
         A group's deadline is the last version that may train on it. Unfinished groups are given up first. B groups are
         taken per step, earliest deadline first; if that order misses a deadline, every order does.
         """
-        if self.config.stale_policy != "wait":
+        if self.node_config.stale_policy != "wait":
             return
         kept: list[int] = []
         for group_id in sorted(self.residents.keys() - group_ids, key=self._age):
             kept.append(group_id)
-            deadline = self.residents[group_id].oldest_possible_version + self.config.max_staleness
+            deadline = (
+                self.residents[group_id].oldest_possible_version + self.node_config.max_staleness
+            )
             # After this batch, deadline − trainer_version batches of B groups are left until the deadline.
-            if len(kept) > self.config.groups_per_step * (deadline - self.trainer_version):
+            if len(kept) > self.node_config.groups_per_step * (deadline - self.trainer_version):
                 unfinished = [group_id for group_id in kept if self.is_unfinished(group_id)]
                 too_late = (unfinished or kept)[-1]
                 kept.remove(too_late)
@@ -264,10 +266,10 @@ class SampleBuffer:
     def _check_fresh(self, group_id: int) -> None:
         version = self.residents[group_id].oldest_possible_version
         staleness = self.trainer_version - version
-        if staleness < 0 or (self._is_bounded and staleness > self.config.max_staleness):
+        if staleness < 0 or (self._is_bounded and staleness > self.node_config.max_staleness):
             raise RuntimeError(
                 f"group {group_id} has tokens of version {version} at trainer version "
-                f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.config.max_staleness}"
+                f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.node_config.max_staleness}"
             )
 
     def free_consumed_places(self, trainer_version: int) -> None:
@@ -278,9 +280,9 @@ class SampleBuffer:
 
     def expired(self) -> list[int]:
         """Return the groups that are too old for every later batch; [] unless stale_policy is `drop`."""
-        if self.config.stale_policy != "drop":
+        if self.node_config.stale_policy != "drop":
             return []
-        oldest = self.trainer_version - self.config.max_staleness
+        oldest = self.trainer_version - self.node_config.max_staleness
         return [
             group_id
             for group_id, resident in self.residents.items()

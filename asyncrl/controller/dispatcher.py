@@ -76,7 +76,7 @@ class Dispatcher:
     def on_ended_group(self, is_failed: bool) -> None:
         """Count a group that finished or failed. Raises as `add`."""
         self.failures.count_group(is_failed)
-        window = max(MIN_GROUPS, self.buffer.config.max_outstanding_groups)
+        window = max(MIN_GROUPS, self.buffer.node_config.max_outstanding_groups)
         self.newest_failed = [*self.newest_failed, is_failed][-window:]
         num_failed, allowed = sum(self.newest_failed), self.config.max_failed_share
         if len(self.newest_failed) == window and num_failed > allowed * window:

@@ -191,15 +191,15 @@ class SwarmWorkers(Workers):
 class SwarmBuffer(SampleBuffer):
     """A buffer that can hold a batch until its hosts are believed. Hosts can be some versions behind."""
 
-    def __init__(self, config: Config):
-        super().__init__(config)
+    def __init__(self, node_config: Config):
+        super().__init__(node_config)
         self.held: list[int] = []
         """Groups of the held batch. They stay resident, and no group is admitted until they are consumed."""
 
     @property
     def admission_version(self) -> int:
         """Oldest version that can start a new group."""
-        return max(0, super().admission_version - self.config.swarm.refresh_lag)
+        return max(0, super().admission_version - self.node_config.swarm.refresh_lag)
 
     def num_free_places(self) -> int:
         """Return the number of groups that can be admitted now; see SampleBuffer."""
