@@ -434,6 +434,11 @@ class Config:
         return self.max_outstanding_groups * (self.group_size + self.extra_members)
 
     @property
+    def suspends_between_steps(self) -> bool:
+        """Whether over-sampling suspends responses between synchronous steps."""
+        return self.over_sampling > 1
+
+    @property
     def needed_suspensions(self) -> int:
         """Suspensions that R implies: of the response that waits longest, if groups are taken in their order."""
         return (
@@ -443,7 +448,7 @@ class Config:
     @property
     def allowed_suspensions(self) -> int:
         """Suspensions of a response that max_staleness leaves room for."""
-        return MAX_SUSPENSIONS if self.over_sampling > 1 else 0
+        return MAX_SUSPENSIONS if self.suspends_between_steps else 0
 
     @functools.cached_property
     def max_staleness(self) -> int:
@@ -604,12 +609,17 @@ def options_of(
         path = prefix + field.name
         metas = getattr(hint, "__metadata__", ())
         section = next((meta for meta in metas if isinstance(meta, str)), section)
-        flags = (*changeable_by, *(meta for meta in metas if isinstance(meta, ChangeableBy)))
+        allowed_changers = (
+            *changeable_by,
+            *(meta for meta in metas if isinstance(meta, ChangeableBy)),
+        )
         if dataclasses.is_dataclass(_without_annotations(hint)):
-            yield from options_of(_without_annotations(hint), f"{path}.", section, flags)
+            yield from options_of(_without_annotations(hint), f"{path}.", section, allowed_changers)
         else:
             name = path.replace("advantage_options.", "advantage.")
-            yield Option(name, path, kind, section, hint, frozenset(flags), field.default)
+            yield Option(
+                name, path, kind, section, hint, frozenset(allowed_changers), field.default
+            )
 
 
 OPTIONS = {option.name: option for option in options_of(Config)}
@@ -704,7 +714,7 @@ RULES: list[Rule] = [
     (
         lambda c: (
             c.colocate == "sleep"
-            and c.over_sampling > 1
+            and c.suspends_between_steps
             and c.on_update not in ("resume", "restart")
         ),
         "--colocate sleep loses the KV cache of partial rollouts, and --on-update {c.on_update} needs it; use "
@@ -712,23 +722,23 @@ RULES: list[Rule] = [
     ),
     # Partial rollouts are suspended between two synchronous steps, at most MAX_SUSPENSIONS times.
     (
-        lambda c: c.over_sampling > 1 and c.async_ratio > 0,
+        lambda c: c.suspends_between_steps and c.async_ratio > 0,
         "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --async-ratio "
         "{c.async_ratio:g} is not synchronous; use --async-ratio 0",
     ),
     (
-        lambda c: c.over_sampling > 1 and c.on_update == "wait",
+        lambda c: c.suspends_between_steps and c.on_update == "wait",
         "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --on-update wait "
         "suspends none; change one of the two",
     ),
     (
-        lambda c: c.over_sampling > 1 and c.stale_policy == "gate",
+        lambda c: c.suspends_between_steps and c.stale_policy == "gate",
         "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --stale-policy "
         "gate does not bound how often; change one of the two",
     ),
     (
         lambda c: (
-            c.over_sampling > 1
+            c.suspends_between_steps
             and c.stale_policy == "wait"
             and c.needed_suspensions > MAX_SUSPENSIONS
         ),

@@ -59,7 +59,7 @@ RULES: list[Rule] = [
         "{c.max_running_requests} must be at least --group-size {c.group_size}; change one of the two",
     ),
     (
-        lambda c: c.over_sampling > 1 and c.scheduling == "batch",
+        lambda c: c.suspends_between_steps and c.scheduling == "batch",
         "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --scheduling batch "
         "leaves none running; change one of the two",
     ),

@@ -256,7 +256,7 @@ class Controller:
     def _suspend_until_update(self) -> None:
         """Stop sampling if a full batch suspends it. `Announcements` wakes suspended and sleeping workers."""
         # no update may interrupt an evaluation, so it could not continue
-        if self.config.over_sampling > 1 and self.evaluation is None:
+        if self.config.suspends_between_steps and self.evaluation is None:
             self.workers.suspend()
 
     def _sleep_until_update(self) -> None:

@@ -41,7 +41,7 @@ def continues_responses(config: Config) -> bool:
 
     On-policy training samples them again from their seeds. A resumed run then equals the unbroken run to the bit.
     """
-    return config.async_ratio > 0 or config.over_sampling > 1
+    return config.async_ratio > 0 or config.suspends_between_steps
 
 
 def unfinished_tickets(

@@ -40,7 +40,7 @@ def advice_of(run) -> str:
             f"{run.path} has {num_steps} steps, and advice needs {MIN_STEPS}; let it train longer"
         )
     if (
-        config.over_sampling > 1
+        config.suspends_between_steps
         or config.colocate == "sleep"
         or (config.listen and config.async_ratio == 0)
     ):
