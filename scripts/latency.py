@@ -16,7 +16,7 @@ from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.cluster.processes import run_job
 from asyncrl.cluster.streams import keep_printing
 from asyncrl.engine.environments import Environment, Environments, Step, start_environments
-from asyncrl.engine.score import Failed
+from asyncrl.engine.rewards import Failed
 from asyncrl.job.command_line import parse_config
 from asyncrl.records import Completion, Ticket
 from extras.latency_law import LAWS_HINT, LatencyLaw

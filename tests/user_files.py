@@ -53,7 +53,7 @@ def ask_task(
     """Make a task, its prompts, and a score, as a run does. Raises ValueError."""
     from asyncrl.config import Config
     from asyncrl.controller.prompts import PromptSource
-    from asyncrl.engine.score import load_scorer
+    from asyncrl.engine.rewards import load_scorer
     from asyncrl.tasks import encode, load_task, prepare_task
     from asyncrl.user_code import with_absolute_paths
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.engine.environments import Environment
-from asyncrl.engine.score import Failed, number_of
+from asyncrl.engine.rewards import Failed, number_of
 from asyncrl.records import (
     GREEDY_GROUP,
     Completion,

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from asyncrl.engine.score import (
+from asyncrl.engine.rewards import (
     MAX_REWARD,
     Failed,
     Reward,

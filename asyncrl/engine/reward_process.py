@@ -22,7 +22,7 @@ from setproctitle import setproctitle
 
 from asyncrl.cluster.processes import freeze_garbage
 from asyncrl.engine.containment import contain, namespace_error
-from asyncrl.engine.score import Reward, RewardScorer, load_scorer, one_line
+from asyncrl.engine.rewards import Reward, RewardScorer, load_scorer, one_line
 
 SLOW_IMPORTS = {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym"}
 """Modules of a task that would take the time of the first response."""

@@ -28,7 +28,7 @@ from asyncrl.config import (
     switch,
     with_home_folder,
 )
-from asyncrl.engine.score import load_scorer
+from asyncrl.engine.rewards import load_scorer
 from asyncrl.tasks import prepare_task
 
 

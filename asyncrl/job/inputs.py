@@ -6,7 +6,7 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.tickets import TicketSource
-from asyncrl.engine.score import load_scorer
+from asyncrl.engine.rewards import load_scorer
 from asyncrl.job import command_line
 from asyncrl.plugins import last_given
 from asyncrl.tasks import encode, load_task

@@ -15,7 +15,7 @@ from asyncrl.config import Config
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.reward_pool import RewardPool
-from asyncrl.engine.score import Failed, Reward, RewardFunction, add_rewards, one_line
+from asyncrl.engine.rewards import Failed, Reward, RewardFunction, add_rewards, one_line
 from asyncrl.records import Completion, FinishReason, Ticket, Trajectory, slice_columns
 from extras.agents.endpoint import Endpoint
 from extras.agents.protocol import (

@@ -1,7 +1,7 @@
 """The message that an agent gets for sampled text: with vLLM's own parsers of tool calls and thoughts."""
 
 from asyncrl.config import Config
-from asyncrl.engine.score import one_line
+from asyncrl.engine.rewards import one_line
 from extras.agents.protocol import ChatRequest
 
 MISFITS = (KeyError, RuntimeError, ValueError)

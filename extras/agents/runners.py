@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl.engine.score import Failed, brief, one_line
+from asyncrl.engine.rewards import Failed, brief, one_line
 from extras.agents.endpoint import Endpoint, InProcessTransport
 
 MAX_OUTPUT_BYTES = 1 << 20

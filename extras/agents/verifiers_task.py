@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncrl.config import read_arguments
-from asyncrl.engine.score import Failed, one_line
+from asyncrl.engine.rewards import Failed, one_line
 from data.tables import Rows, placed
 
 PREFIX = "verifiers:"

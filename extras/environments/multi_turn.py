@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.engine.environments import Environments, Step
-from asyncrl.engine.score import Failed, brief, number_of, one_line
+from asyncrl.engine.rewards import Failed, brief, number_of, one_line
 from asyncrl.records import Completion
 from extras.conversation import Conversation
 from extras.environments.task import prepare_environment

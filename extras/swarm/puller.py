@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from asyncrl.engine.score import one_line
+from asyncrl.engine.rewards import one_line
 from asyncrl.weights.shm import parameter_views, payload_bytes
 from asyncrl.weights.transport import specs_of
 from extras.swarm.delta import Snapshot, apply_delta, compute_digest

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import numpy as np
 import zstandard
 
-from asyncrl.engine.score import one_line
+from asyncrl.engine.rewards import one_line
 from extras.swarm.delta import LEVEL, Snapshot, apply_delta, compute_digest, encode_delta
 
 ANCHOR_EVERY = 20

@@ -11,7 +11,7 @@ from math import isnan, log
 import numpy as np
 
 from asyncrl.config import Config, is_environment
-from asyncrl.engine.score import MAX_FAILURE, MAX_REWARD, are_parts
+from asyncrl.engine.rewards import MAX_FAILURE, MAX_REWARD, are_parts
 from asyncrl.records import DTYPES, Ticket, Trajectory
 
 MAX_LOGPROB = 1e-4  # nats, by rounding

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.engine.reward_pool import RewardPool
-from asyncrl.engine.score import load_scorer
+from asyncrl.engine.rewards import load_scorer
 from asyncrl.records import GREEDY_GROUP, Ticket, Trajectory, slice_columns
 from asyncrl.runlog.metrics import Max, Measured, Sum
 from asyncrl.trainer.model import compute_dtype

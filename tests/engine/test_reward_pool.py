@@ -18,7 +18,7 @@ from user_rewards import FILE, texts
 from asyncrl.engine import reward_pool
 from asyncrl.engine.containment import namespace_error
 from asyncrl.engine.reward_pool import MAX_TOGETHER, RewardPool
-from asyncrl.engine.score import MAX_FAILURE, Failed
+from asyncrl.engine.rewards import MAX_FAILURE, Failed
 
 needs_namespaces = pytest.mark.skipif(
     bool(namespace_error()), reason="the kernel gives no namespaces here"

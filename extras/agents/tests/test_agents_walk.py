@@ -20,7 +20,7 @@ from speech import (
 )
 from test_agents import Room
 
-from asyncrl.engine.score import Failed
+from asyncrl.engine.rewards import Failed
 from extras.agents.episode import AgentEpisode
 from extras.agents.protocol import ChatRequest, RequestError
 

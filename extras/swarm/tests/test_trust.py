@@ -11,7 +11,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.engine.environments import SingleTurn
 from asyncrl.engine.episode import Episode
-from asyncrl.engine.score import MAX_REWARD, Failed
+from asyncrl.engine.rewards import MAX_REWARD, Failed
 from asyncrl.messages import Finished
 from asyncrl.records import Completion, Ticket, join_columns
 from asyncrl.weights.models import load_tokenizer, resolve_model

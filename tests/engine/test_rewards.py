@@ -6,7 +6,7 @@ import pytest
 import user_rewards
 from user_rewards import FILE, texts
 
-from asyncrl.engine.score import Failed, load_scorer
+from asyncrl.engine.rewards import Failed, load_scorer
 
 ROW = json.dumps(
     {"answer": "4", "length": 7, "colour": "blue", "response": "the row's own", "prompt": "2 + 2"}
