@@ -452,7 +452,10 @@ class Config:
 
     @functools.cached_property
     def max_staleness(self) -> int:
-        """Oldest version of a trained token, steps behind: ⌈α⌉ + publish_delay + allowed_suspensions + refresh_lag."""
+        """Oldest version of a trained token, steps behind: ⌈α⌉ + publish_delay + allowed_suspensions + refresh_lag.
+
+        asyncrl/controller/buffer.py proves the bound.
+        """
         rounded_ratio = math.ceil(self.async_ratio - 1e-9)
         return (
             rounded_ratio + self.publish_delay + self.allowed_suspensions + self.swarm.refresh_lag

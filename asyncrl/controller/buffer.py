@@ -11,6 +11,15 @@ group gets a place before it starts. A batch waits for groups that would be too 
 The buffer has no clock, process or I/O. The same calls give the same answers. B is groups_per_step, and t is the
 trainer's version. docs/reference.md#words defines the versions. Freshness is a bound on every sample, as in ROLL Flash
 (arXiv 2510.11345).
+
+The proof of the bound: at t each resident group has v ≥ t − max_staleness. v is its `oldest_possible_version`.
+
+1. Admission: places are free only while a new group's v satisfies this (`num_free_places`).
+2. Start: the first worker that starts a group raises v to its own version. Later members need at least v, and a
+   worker's weights never become older (`needed_version_of_group`). So no token is older than v.
+3. Deadline: a batch increases t by one. Under `wait` it is taken only if the claim then holds for every group that
+   stays (`too_late_after`). Under `drop` all other groups are dropped (`expired`).
+4. Check: `add` refuses a token older than v, and `find_batch` a group that breaks the claim. A mistake ends the run.
 """
 
 from collections import Counter
