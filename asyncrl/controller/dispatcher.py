@@ -125,7 +125,10 @@ class Dispatcher:
         return trajectories
 
     def on_message(self, worker: Worker, message) -> None:
-        """Act on a message that the controller does not know. Raises RuntimeError."""
+        """Act on a message that the controller does not know. Raises RuntimeError.
+
+        An optional system overrides this for its own messages.
+        """
         raise RuntimeError(f"worker {worker.index} sent an unknown message: {message!r}")
 
     def describe(self) -> str:
@@ -193,7 +196,8 @@ class Dispatcher:
         """Return the version that a worker needs before it may start this ticket.
 
         Workers get new weights at different times. All members of a group need at least the version with which its
-        first member started.
+        first member started. The worker's `sent_version` must be as new, not the loaded one: a worker acts on messages
+        in order, so it loads the weights before it starts the ticket.
         """
         if ticket.is_evaluation:
             return ticket.min_version
