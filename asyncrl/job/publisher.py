@@ -28,15 +28,19 @@ class Publisher:
         """Publish the version that is due after a step; collective. Step 0 is the start.
 
         Every `eval_every` steps, at the start and after the last step, the published version samples the held-out
-        problems. The probe is chosen once, from `probe_source`: the groups of the first step, on a leader.
+        problems. The first step's groups, `probe_source` on a leader, become the probe.
         """
-        probe = self.rank.probe
         self.rank.clock.enter("publish")
+        self._score_probe(step, probe_source)
+        self.check_engines(step)
+        self.stage_and_announce(step, self.policy.sent_parameters())
+
+    def _score_probe(self, step: int, probe_source: list[Group] | None) -> None:
+        """Make the trainer's scores of the version, which engines must match. The probe is chosen once; collective."""
+        probe = self.rank.probe
         if step:
             probe.choose(probe_source, self.policy, self.rank.cluster)
         probe.score(self.policy, step)
-        self.check_engines(step)
-        self.stage_and_announce(step, self.policy.sent_parameters())
 
     def stage_and_announce(self, step: int, weights: Weights) -> None:
         """Gather the weights after a step; collective. A leader also stages and announces them."""
