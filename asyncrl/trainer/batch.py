@@ -59,23 +59,62 @@ def check_segments(groups: list[Group], config: Config, loss: Callable) -> None:
 def make_updates(
     groups: list[Group], config: Config, cluster: Cluster, step: int
 ) -> list[list[TrainSequence]]:
-    """Give every trajectory its advantage, and split whole groups over the step's minibatches; collective over leaders.
+    """Shuffle groups, estimate advantages, and split the groups over minibatches; collective over leaders.
 
-    Groups come sorted by age, and so by length. Several minibatches get them in a random order, drawn from seed and
-    step. The numbers of groups in minibatches differ by at most one.
-    Advantages are estimated over the step of all nodes. Returns this node's part, [update][sequence].
-    Raises RuntimeError for a reward that is not finite.
+    Returns this node's part, [update][sequence]. Raises RuntimeError for a reward that is not finite.
     """
-    if config.minibatches > 1:
-        order = np.random.default_rng((config.seed, step)).permutation(len(groups))
-        groups = [groups[index] for index in order]
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    advantages = iter(_advantages(trajectories, config, cluster, step))
-    updates: list[list[TrainSequence]] = [[] for _ in range(config.minibatches)]
-    for index, group in enumerate(groups):
-        update = updates[index * config.minibatches // len(groups)]
-        for trajectory in group.trajectories:
-            update += _segments(trajectory, next(advantages))
+    groups = shuffle_groups(groups, config, step)
+    advantages = estimate_advantages(groups, config, cluster, step)
+    return split_into_updates(groups, advantages, config.minibatches)
+
+
+def shuffle_groups(groups: list[Group], config: Config, step: int) -> list[Group]:
+    """Return the groups in an order drawn from seed and step; unchanged for a single minibatch.
+
+    Groups come sorted by age, and so by length.
+    """
+    if config.minibatches == 1:
+        return groups
+    order = np.random.default_rng((config.seed, step)).permutation(len(groups))
+    return [groups[index] for index in order]
+
+
+def estimate_advantages(
+    groups: list[Group], config: Config, cluster: Cluster, step: int
+) -> list[list[float]]:
+    """Return the advantages of this node's groups, [group][member], estimated from the rewards of all nodes."""
+    max_tokens = config.max_response_tokens
+    overlong = config.advantage_options.overlong_tokens
+    rows = [
+        (
+            trajectory.reward
+            - overlong_penalty(trajectory.num_beyond_prompt, max_tokens, overlong),
+            trajectory.group_id,
+            step - 1 - trajectory.oldest_version,
+        )
+        for group in groups
+        for trajectory in group.trajectories
+    ]
+    rows_of_nodes = cluster.gather(rows)
+    rewards, group_ids, lags = zip(*itertools.chain(*rows_of_nodes), strict=True)
+    advantages = choose_estimator(config)(
+        torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids), torch.tensor(lags)
+    )
+    nums_of_nodes = [len(node_rows) for node_rows in rows_of_nodes]
+    node_advantages = advantages.split(nums_of_nodes)[cluster.node]
+    parts = node_advantages.split([len(group.trajectories) for group in groups])
+    return [part.tolist() for part in parts]
+
+
+def split_into_updates(
+    groups: list[Group], advantages: list[list[float]], num_updates: int
+) -> list[list[TrainSequence]]:
+    """Split whole groups over updates: [update][sequence]. Their numbers of groups differ by at most one."""
+    updates: list[list[TrainSequence]] = [[] for _ in range(num_updates)]
+    for index, (group, group_advantages) in enumerate(zip(groups, advantages, strict=True)):
+        update = updates[index * num_updates // len(groups)]
+        for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True):
+            update += _segments(trajectory, advantage)
     return updates
 
 
@@ -96,27 +135,3 @@ def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
         )
         for segment in trajectory.segments
     ]
-
-
-def _advantages(
-    trajectories: list[Trajectory], config: Config, cluster: Cluster, step: int
-) -> list[float]:
-    """Return the advantages of this node's trajectories, estimated from the rewards of all nodes."""
-    max_tokens = config.max_response_tokens
-    overlong = config.advantage_options.overlong_tokens
-    rows = [
-        (
-            trajectory.reward
-            - overlong_penalty(trajectory.num_beyond_prompt, max_tokens, overlong),
-            trajectory.group_id,
-            step - 1 - trajectory.oldest_version,
-        )
-        for trajectory in trajectories
-    ]
-    rows_of_nodes = cluster.gather(rows)
-    rewards, group_ids, lags = zip(*itertools.chain(*rows_of_nodes), strict=True)
-    advantages = choose_estimator(config)(
-        torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids), torch.tensor(lags)
-    )
-    nums_of_nodes = [len(node_rows) for node_rows in rows_of_nodes]
-    return advantages.split(nums_of_nodes)[cluster.node].tolist()
