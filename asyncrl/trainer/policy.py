@@ -206,7 +206,7 @@ class Policy(WholeWeights):
                 "an update got no trained token on any rank: every loss mask is empty"
             )
         all_tokens = self._all_tokens(batches, progress) if couples_tokens(self.loss) else None
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         num_added_before = stats.num_added
         for index, batch in enumerate(batches):
             self._set_gradient_exchange(is_last=index == len(batches) - 1)
@@ -217,10 +217,10 @@ class Policy(WholeWeights):
                 summed = summed + plugin.extra_loss(batch, totals.sequences)
             # The token weights are global already, so undo FSDP's average over ranks.
             (summed * dist.get_world_size()).backward()
-            loss += summed.detach()
+            total_loss += summed.detach()
         ess = stats.sequence_ess(num_added_before) if self.config.optim.scale_lr_by_ess else 1.0
         lr = learning_rate(self.config, self.num_updates, policy_version + progress, ess)
-        return self._step(float(self.sum_over_ranks(loss)), lr)
+        return self._step(float(self.sum_over_ranks(total_loss)), lr)
 
     def _set_gradient_exchange(self, is_last: bool) -> None:
         """Choose which gradients FSDP exchanges after the next micro-batch, by whether it is the update's last."""
