@@ -102,11 +102,11 @@ class Policy(WholeWeights):
         metrics = staleness_metrics(updates, policy_version)
         metrics["tokens/forward"] = float(self.sum_over_ranks(tokens_read(updates)))
         has_proximal = len(order) > 1 and self.config.proximal == "recompute"
-        batches, value_metrics = self._prepare(updates, policy_version, has_proximal)
+        microbatches, value_metrics = self._prepare(updates, policy_version, has_proximal)
         metrics |= value_metrics
         stats = TokenStats()
         results = [
-            self._make_update(batches[index], policy_version, num_made / len(order), stats)
+            self._make_update(microbatches[index], policy_version, num_made / len(order), stats)
             for num_made, index in enumerate(order)
         ]
         for name in results[0]:
@@ -133,30 +133,30 @@ class Policy(WholeWeights):
         self, updates: Updates, policy_version: int, has_proximal: bool
     ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
         """Pack a step and add initial scores (see `train_step`); return it with metrics of values; collective."""
-        batches = [
+        microbatches = [
             [self.pack_to_train(bundles, policy_version) for bundles in update]
             for update in with_equal_counts(updates)
         ]
         has_values = self.module.value_head is not None
         if has_proximal or has_values:
-            batches = [
-                [self._with_initial_scores(batch, has_proximal) for batch in update]
-                for update in batches
+            microbatches = [
+                [self._with_initial_scores(microbatch, has_proximal) for microbatch in update]
+                for update in microbatches
             ]
         if not has_values:
-            return batches, {}
-        return estimate_step(batches, self.sum_over_ranks, self.config.advantage_options)
+            return microbatches, {}
+        return estimate_step(microbatches, self.sum_over_ranks, self.config.advantage_options)
 
     @torch.no_grad()
-    def _with_initial_scores(self, batch: MicroBatch, has_proximal: bool) -> MicroBatch:
+    def _with_initial_scores(self, microbatch: MicroBatch, has_proximal: bool) -> MicroBatch:
         """Add columns of scores by the weights before the first update: values, and proximal log-probs if asked."""
-        scores = self.forward(self.module, batch)
-        columns = dict(batch.columns)
+        scores = self.forward(self.module, microbatch)
+        columns = dict(microbatch.columns)
         if self.module.value_head is not None:
             columns["values"] = scores.values
         if has_proximal:
             columns["proximal_logprobs"] = scores.logprobs
-        return replace(batch, columns=columns)
+        return replace(microbatch, columns=columns)
 
     @torch.no_grad()
     def score(self, microbatches: list[list[TrainSequence]], raw: bool = False) -> list[Tensor]:
@@ -165,56 +165,64 @@ class Policy(WholeWeights):
         The tokens keep the order of the sequences. `raw` leaves the sampling transform out.
         """
         (padded,) = with_equal_counts([microbatches])
-        batches = [pack(sequences, self.module.layout).to(self.device) for sequences in padded]
-        scores = [self.forward(self.module, batch, raw).logprobs.cpu() for batch in batches]
+        packed = [pack(sequences, self.module.layout).to(self.device) for sequences in padded]
+        scores = [
+            self.forward(self.module, microbatch, raw).logprobs.cpu() for microbatch in packed
+        ]
         # FSDP keeps the root's weights gathered for a backward pass, and there is none
         self.module.reshard()
         return scores[: len(microbatches)]
 
     def pack_to_train(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
         """Pack bundles to train on. Raises RuntimeError for a token of a newer version than the trainer's."""
-        batch = pack(bundles, self.module.layout, policy_version)
-        newest = max(batch.columns["policy_versions"].tolist(), default=policy_version)
+        microbatch = pack(bundles, self.module.layout, policy_version)
+        newest = max(microbatch.columns["policy_versions"].tolist(), default=policy_version)
         if newest > policy_version:
             raise RuntimeError(
                 f"a token was sampled by version {newest}, but the trainer is at version {policy_version}: "
                 "versions are stamped or published wrongly"
             )
         for plugin in self.plugins:
-            batch = plugin.extend_batch(batch, bundles)
-        return batch.to(self.device)
+            microbatch = plugin.extend_batch(microbatch, bundles)
+        return microbatch.to(self.device)
 
-    def forward(self, module: TokenLogprobs, batch: MicroBatch, raw: bool = False) -> TokenScores:
+    def forward(
+        self, module: TokenLogprobs, microbatch: MicroBatch, raw: bool = False
+    ) -> TokenScores:
         """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out."""
         config = self.config
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
         score = functools.partial(_score, Sampling() if raw else sampling)
         for plugin in self.plugins:
             score = functools.partial(plugin.forward, score)
-        return score(module, batch, None)
+        return score(module, microbatch, None)
 
     def _make_update(
-        self, batches: list[MicroBatch], policy_version: int, progress: float, stats: TokenStats
+        self,
+        microbatches: list[MicroBatch],
+        policy_version: int,
+        progress: float,
+        stats: TokenStats,
     ) -> dict[str, float]:
         """Make one optimizer update of a step; return its loss, gradient norm, learning rate and changed weights.
 
         `policy_version` is the version before the step. `progress`, in [0, 1), is the share of its updates made so far.
         """
-        totals = self._totals(batches)
+        totals = self._totals(microbatches)
         if not totals.tokens:
             raise RuntimeError(
                 "an update got no trained token on any rank: every loss mask is empty"
             )
-        all_tokens = self._all_tokens(batches, progress) if couples_tokens(self.loss) else None
+        all_tokens = self._all_tokens(microbatches, progress) if couples_tokens(self.loss) else None
         total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         num_added_before = stats.num_added
-        for index, batch in enumerate(batches):
-            self._set_gradient_exchange(is_last=index == len(batches) - 1)
-            per_token_loss = self._per_token_loss(batch, progress, all_tokens, stats)
-            weights = token_weights(batch.trajectory_lengths, totals, self.config)
+        for index, microbatch in enumerate(microbatches):
+            self._set_gradient_exchange(is_last=index == len(microbatches) - 1)
+            per_token_loss = self._per_token_loss(microbatch, progress, all_tokens, stats)
+            weights = token_weights(microbatch.trajectory_lengths, totals, self.config)
             summed = (per_token_loss * weights).sum()
             for plugin in self.plugins:
-                summed = summed + plugin.extra_loss(batch, totals.sequences)
+                summed = summed + plugin.extra_loss(microbatch, totals.sequences)
             # The token weights are global already, so undo FSDP's average over ranks.
             (summed * dist.get_world_size()).backward()
             total_loss += summed.detach()
@@ -231,48 +239,49 @@ class Policy(WholeWeights):
             self.module.set_requires_gradient_sync(is_last, recurse=False)
             self.module.set_reshard_after_backward(is_last, recurse=False)
 
-    def _totals(self, batches: list[MicroBatch]) -> UpdateTotals:
+    def _totals(self, microbatches: list[MicroBatch]) -> UpdateTotals:
         """Count the trained tokens, sequences and trajectories of an update, on all ranks; collective."""
         counts = [
-            (len(batch.targets), batch.num_sequences, batch.num_trajectories) for batch in batches
+            (len(microbatch.targets), microbatch.num_sequences, microbatch.num_trajectories)
+            for microbatch in microbatches
         ]
         totals = torch.tensor(counts, dtype=torch.float64).sum(0)
         return UpdateTotals(*self.sum_over_ranks(totals).tolist())
 
     def _per_token_loss(
         self,
-        batch: MicroBatch,
+        microbatch: MicroBatch,
         progress: float,
         all_tokens: LossInputs | None,
         stats: TokenStats,
     ) -> Tensor:
         """Return the loss [N] of each trained token with its penalties, and add its statistics to `stats`."""
-        ref_logprobs = self._reference_logprobs(batch)
-        scores = self.forward(self.module, batch)
-        if not len(batch.targets):
+        ref_logprobs = self._reference_logprobs(microbatch)
+        scores = self.forward(self.module, microbatch)
+        if not len(microbatch.targets):
             # Shape [0], but in the graph: FSDP's backward collectives must still run on this rank.
             return scores.logprobs + scores.values
-        inputs = _loss_inputs(batch, scores.logprobs, progress)
+        inputs = _loss_inputs(microbatch, scores.logprobs, progress)
         loss, loss_stats = (
             self.loss(inputs) if all_tokens is None else self.loss(inputs, all_tokens)
         )
         token_stats = {f"loss/{name}": column for name, column in loss_stats.items()}
         if ref_logprobs is not None:
             estimator = KL_ESTIMATORS[self.config.kl_estimator]
-            kl = estimator(scores.logprobs, ref_logprobs, batch.columns["behavior_logprobs"])
+            kl = estimator(scores.logprobs, ref_logprobs, microbatch.columns["behavior_logprobs"])
             token_stats["loss/kl_ref"] = kl.detach()
             loss = loss + self.config.kl_coef * kl
         if self.config.optim.entropy_coef:
             loss = loss - self.config.optim.entropy_coef * scores.entropy
-        if "returns" in batch.columns:
-            errors = (scores.values - batch.columns["returns"]) ** 2 / 2
+        if "returns" in microbatch.columns:
+            errors = (scores.values - microbatch.columns["returns"]) ** 2 / 2
             token_stats["value/loss"] = errors.detach()
             loss = loss + self.config.advantage_options.value_coef * errors
-        stats.add_scores(batch, scores, token_stats)
+        stats.add_scores(microbatch, scores, token_stats)
         return loss
 
     @torch.no_grad()
-    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
+    def _reference_logprobs(self, microbatch: MicroBatch) -> Tensor | None:
         """Return the log-probs [N] of the frozen reference, nats; None without a KL term."""
         if self.reference is None:
             return None
@@ -280,15 +289,15 @@ class Policy(WholeWeights):
         if self.config.lora_rank:
             base = without_adapters(self.reference)
         with base:
-            return self.forward(self.reference, batch).logprobs
+            return self.forward(self.reference, microbatch).logprobs
 
     @torch.no_grad()
-    def _all_tokens(self, batches: list[MicroBatch], progress: float) -> LossInputs:
+    def _all_tokens(self, microbatches: list[MicroBatch], progress: float) -> LossInputs:
         """Return the inputs of all trained tokens of an update, on all ranks; collective."""
         parts = []
-        for batch in batches:
-            logprobs = self.forward(self.module, batch).logprobs
-            parts.append(_loss_inputs(batch, logprobs, progress))
+        for microbatch in microbatches:
+            logprobs = self.forward(self.module, microbatch).logprobs
+            parts.append(_loss_inputs(microbatch, logprobs, progress))
         return gathered(parts)
 
     def _step(self, loss: float, lr: float) -> dict[str, float]:
@@ -343,35 +352,35 @@ class Policy(WholeWeights):
 
 
 def _score(
-    sampling: Sampling, module: TokenLogprobs, batch: MicroBatch, attention_kwargs: dict | None
+    sampling: Sampling, module: TokenLogprobs, microbatch: MicroBatch, attention_kwargs: dict | None
 ) -> TokenScores:
     return module(
-        batch.input_ids,
-        batch.position_ids,
-        batch.sources,
-        batch.targets,
+        microbatch.input_ids,
+        microbatch.position_ids,
+        microbatch.sources,
+        microbatch.targets,
         sampling,
         attention_kwargs,
     )
 
 
-def _loss_inputs(batch: MicroBatch, logprobs: Tensor, progress: float) -> LossInputs:
+def _loss_inputs(microbatch: MicroBatch, logprobs: Tensor, progress: float) -> LossInputs:
     """Return the inputs of a loss: a micro-batch, current log-probs [N], and the share of the step's updates made."""
-    behavior_logprobs = batch.columns["behavior_logprobs"]
-    proximal_logprobs = batch.columns.get("proximal_logprobs")
+    behavior_logprobs = microbatch.columns["behavior_logprobs"]
+    proximal_logprobs = microbatch.columns.get("proximal_logprobs")
     if proximal_logprobs is None:
         # Before the first update of a step the proximal policy is the current one, so this is exact. Later it is
         # an approximation (algos/proximal.py).
-        proximal_logprobs = loglinear(logprobs, behavior_logprobs, batch.lags, progress)
+        proximal_logprobs = loglinear(logprobs, behavior_logprobs, microbatch.lags, progress)
     return LossInputs(
         logprobs=logprobs,
         behavior_logprobs=behavior_logprobs,
         proximal_logprobs=proximal_logprobs,
-        advantages=batch.advantages,
-        rewards=batch.rewards,
-        sequence_ids=batch.sequence_ids,
-        lags=batch.lags,
-        columns=batch.columns,
+        advantages=microbatch.advantages,
+        rewards=microbatch.rewards,
+        sequence_ids=microbatch.sequence_ids,
+        lags=microbatch.lags,
+        columns=microbatch.columns,
     )
 
 
