@@ -164,4 +164,4 @@ class Pair:
         return self.run(self.proxy.generate(name, prompt, seed))
 
     def trainer_logprobs(self, prompt, tokens, raw=False):
-        return self.policy.score([[sequence_of(prompt, tokens)]], raw=raw)[0].numpy()
+        return self.policy.logprobs_of([[sequence_of(prompt, tokens)]], raw=raw)[0].numpy()

@@ -156,7 +156,7 @@ class Probe:
         tokens = self.tokens or self._random_tokens(policy)
         arrays = [np.array(ids, np.int64) for ids in tokens]
         sequences = [TrainSequence.to_score(ids, np.arange(len(ids)) > 0) for ids in arrays]
-        (logprobs,) = policy.score([sequences], raw=True)
+        (logprobs,) = policy.logprobs_of([sequences], raw=True)
         self._scores[version] = Scores(tokens, logprobs.numpy())
         self._scores.pop(version - NUM_VERSIONS - self._config.publish_delay, None)
 

@@ -159,19 +159,21 @@ class Policy(WholeWeights):
         return replace(microbatch, columns=columns)
 
     @torch.no_grad()
-    def score(self, microbatches: list[list[TrainSequence]], raw: bool = False) -> list[Tensor]:
+    def logprobs_of(
+        self, microbatches: list[list[TrainSequence]], raw: bool = False
+    ) -> list[Tensor]:
         """Return the log-probs of each micro-batch's trained tokens, flat [N] float32 nats on the CPU; collective.
 
         The tokens keep the order of the sequences. `raw` leaves the sampling transform out.
         """
         (padded,) = with_equal_counts([microbatches])
         packed = [pack(sequences, self.module.layout).to(self.device) for sequences in padded]
-        scores = [
+        logprobs = [
             self.forward(self.module, microbatch, raw).logprobs.cpu() for microbatch in packed
         ]
         # FSDP keeps the root's weights gathered for a backward pass, and there is none
         self.module.reshard()
-        return scores[: len(microbatches)]
+        return logprobs[: len(microbatches)]
 
     def pack_to_train(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
         """Pack bundles to train on. Raises RuntimeError for a token of a newer version than the trainer's."""
@@ -189,10 +191,25 @@ class Policy(WholeWeights):
     def forward(
         self, module: TokenLogprobs, microbatch: MicroBatch, raw: bool = False
     ) -> TokenScores:
-        """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out."""
+        """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out.
+
+        Each plugin wraps the call. Without plugins it is `module(...)` (TokenLogprobs.forward).
+        """
         config = self.config
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
-        score = functools.partial(_score, Sampling() if raw else sampling)
+
+        def score(
+            module: TokenLogprobs, microbatch: MicroBatch, attention_kwargs: dict | None
+        ) -> TokenScores:
+            return module(
+                microbatch.input_ids,
+                microbatch.position_ids,
+                microbatch.sources,
+                microbatch.targets,
+                Sampling() if raw else sampling,
+                attention_kwargs,
+            )
+
         for plugin in self.plugins:
             score = functools.partial(plugin.forward, score)
         return score(module, microbatch, None)
@@ -349,19 +366,6 @@ class Policy(WholeWeights):
         values = values.to(self.device)
         dist.all_reduce(values)
         return values
-
-
-def _score(
-    sampling: Sampling, module: TokenLogprobs, microbatch: MicroBatch, attention_kwargs: dict | None
-) -> TokenScores:
-    return module(
-        microbatch.input_ids,
-        microbatch.position_ids,
-        microbatch.sources,
-        microbatch.targets,
-        sampling,
-        attention_kwargs,
-    )
 
 
 def _loss_inputs(microbatch: MicroBatch, logprobs: Tensor, progress: float) -> LossInputs:

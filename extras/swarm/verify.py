@@ -212,7 +212,7 @@ def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) 
     policy.clock.enter("forward_backward")
     parts = [[bundle.sequences[0] for bundle in microbatch] for microbatch in bundles]
     largest_here: dict[int, float] = {}
-    for part, scores in zip(parts, policy.score(parts), strict=True):
+    for part, scores in zip(parts, policy.logprobs_of(parts), strict=True):
         for s, own in zip(part, scores.split([s.num_trained for s in part]), strict=True):
             far = distance(own.numpy(), s.behavior_logprobs[s.loss_mask])
             # NaN stays NaN

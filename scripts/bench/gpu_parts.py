@@ -93,7 +93,7 @@ class Pair:
         vocabulary = read_shape(self.config.model).vocab_size
         probes = np.random.default_rng(seed).integers(0, vocabulary, (PROBES, length))
         sequences = [[made_up(probe, 1, index)] for index, probe in enumerate(probes)]
-        trainer = [score.numpy() for score in self.policy.score(sequences, raw=True)]
+        trainer = [score.numpy() for score in self.policy.logprobs_of(sequences, raw=True)]
         engine = [self.run(self.proxy.score(tuple(probe.tolist()))) for probe in probes]
         return np.abs(np.concatenate(trainer).astype(np.float64) - np.concatenate(engine))
 

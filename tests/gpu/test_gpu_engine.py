@@ -69,7 +69,9 @@ def test_log_probs_are_the_trainers_where_the_vocabulary_is_cut(session, monkeyp
     monkeypatch.setattr(pair.policy, "config", cut)
     completion = pair.run(pair.proxy.generate("cut", prompt, seed=0, max_tokens=64))
     sequence = made_up(np.array([*prompt, *completion.tokens]), len(prompt), 0)
-    (logprobs,), (uncut,) = (pair.policy.score([[sequence]], raw=raw) for raw in (False, True))
+    (logprobs,), (uncut,) = (
+        pair.policy.logprobs_of([[sequence]], raw=raw) for raw in (False, True)
+    )
     # rounding may put a token at the edge of the vocabulary on either side
     assert np.abs(completion.behavior_logprobs - logprobs.numpy()).mean() < 0.1
     assert (logprobs - uncut).mean() > 1

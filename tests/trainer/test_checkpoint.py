@@ -324,13 +324,13 @@ def test_a_saved_checkpoint_is_a_plain_model_with_the_scores_of_the_policy(
     left_by_a_save_that_was_killed.mkdir(parents=True)
     sent = [name for name, _ in policy.sent_parameters()]
     save_weights(policy, str(folder))
-    scores = policy.score([sequences], raw=True)[0]
+    scores = policy.logprobs_of([sequences], raw=True)[0]
     folders = [str(folder)]
     if policy.config.lora_rank:
         folders.append(str(tmp_path / "by_hand"))
         add_by_the_rules_of_peft(path, folder / "adapter", folders[1])
     for saved in folders:
-        found = load(make_config(saved)).score([sequences], raw=True)[0]
+        found = load(make_config(saved)).logprobs_of([sequences], raw=True)[0]
         torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-4)
     names = load_file(folder / "model.safetensors").keys()
     assert names == load_file(os.path.join(path, "model.safetensors")).keys()

@@ -151,7 +151,7 @@ def test_bfloat16_computes_about_what_float32_does_and_not_the_same(model, by_bo
     randomize(policy)
     policy.module.chunk_rows = 7
     plain, sequences = PlainTrainer(policy), grouped_sequences(6, 4)
-    scores, exact = policy.score([sequences])[0], plain.read(sequences)[0]
+    scores, exact = policy.logprobs_of([sequences])[0], plain.read(sequences)[0]
     assert scores.dtype == torch.float32
     assert 1e-4 < (scores - exact).abs().mean() < 0.05
     metrics, (gradient,) = make_step(policy, [sequences], 200)
@@ -187,14 +187,14 @@ def test_what_is_frozen_is_kept_in_the_dtype_of_computing_and_what_is_added_to_i
     assert not head.weight.full_tensor().any(), "it begins at zero"
     randomize(policy)
     head.register_forward_hook(lambda _, given, values: seen.append((*given, values)))
-    scores = policy.score(sequences)[0]
+    scores = policy.logprobs_of(sequences)[0]
     ((hidden, values),) = seen
     assert hidden.dtype == torch.bfloat16 and values.dtype == torch.float32
     assert torch.equal(values, hidden.float() @ head.weight.full_tensor())
     policy = load(make_config(model, dtype="bfloat16", kl_coef=0.1))
     policy.module = policy.reference
     assert dtypes_of(policy.reference) == {torch.bfloat16}
-    assert torch.equal(policy.score(sequences)[0], scores)
+    assert torch.equal(policy.logprobs_of(sequences)[0], scores)
     adapted = load(make_config(model, dtype="bfloat16", lora_rank=2))
     for name, parameter in adapted.module.named_parameters():
         is_adapter = name.endswith(("lora_A", "lora_B"))
@@ -211,7 +211,9 @@ def test_parameters_have_the_names_and_values_of_the_saved_model(untied, tmp_pat
     read = _read_model(str(tmp_path), torch.float32)
     assert dtypes_of(read) == {dtype} and read.model.rotary_emb.inv_freq.dtype == torch.float32
     policy = load(make_config(str(tmp_path)))
-    policy.score([random_sequences(2)])  # a forward pass must not leave gathered weights behind
+    policy.logprobs_of(
+        [random_sequences(2)]
+    )  # a forward pass must not leave gathered weights behind
     saved = load_file(tmp_path / "model.safetensors")
     expected = {name: weight.float() for name, weight in saved.items()}
     torch.testing.assert_close(weights_of(policy), expected, rtol=0, atol=0)

@@ -170,7 +170,7 @@ def test_scores_and_a_step_are_those_of_the_definition_however_it_is_packed(
     updates = minibatches_of(random_tree(12, seed=len(name)), config)
     policy = load_random(config)
     plain = PlainTrainer(policy)
-    for part, scores in zip(updates, policy.score(updates, raw=True), strict=True):
+    for part, scores in zip(updates, policy.logprobs_of(updates, raw=True), strict=True):
         raw = plain.read(part, raw=True)[0]
         torch.testing.assert_close(scores, raw.detach().float(), rtol=1e-4, atol=1e-5)
     expected = plain.train_step(updates)

@@ -130,7 +130,7 @@ def test_what_is_scored_without_a_record_and_a_policy_without_the_option_choose_
     plain = load(make_config(path))
     replaying = load(make_config(path, router_replay=True, lr=1e-12))
     replaying.train_step([[routed]], VERSION)
-    scores = [policy.score([random_sequences(3)])[0] for policy in (plain, replaying)]
+    scores = [policy.logprobs_of([random_sequences(3)])[0] for policy in (plain, replaying)]
     torch.testing.assert_close(*scores, rtol=0, atol=1e-6)
     check_step(plain, [routed], 1000)
 
