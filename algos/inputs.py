@@ -1,8 +1,8 @@
 """The inputs of a policy loss: the trained tokens of a micro-batch, flat, without padding or mask; and its options.
 
 The ranges of options are annotations in a loss's signature. A ratio is at most e²⁰, so 1e9 does not limit it; float32
-ends below 1e39. A loss itself says which two arguments exclude each other, and asyncrl/trainer/loss.py refuses what
-would train nothing.
+ends below 1e39. A loss itself says which two arguments exclude each other, and asyncrl/trainer/loss_choice.py refuses
+what would train nothing.
 """
 
 import inspect

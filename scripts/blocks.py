@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from algos import LOSSES
 from asyncrl.config import OPTIONS, allowed_values
-from asyncrl.trainer.loss import keywords_of
+from asyncrl.trainer.loss_choice import keywords_of
 from scripts.bench import gpu as gpu_bench
 from scripts.lines import ROOT, markdown, read
 

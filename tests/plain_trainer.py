@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from algos import KL_ESTIMATORS, LossInputs
 from algos.inputs import couples_tokens
-from asyncrl.trainer.loss import choose_loss
+from asyncrl.trainer.loss_choice import choose_loss
 from asyncrl.trainer.optimizer import learning_rate
 from asyncrl.trainer.splitting import distribute
 

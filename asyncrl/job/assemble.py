@@ -39,8 +39,8 @@ from asyncrl.job.resume import find_checkpoint, load_controller_state, resume_co
 from asyncrl.plugins import last_given
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer.advantage import choose_estimator
-from asyncrl.trainer.loss import choose_loss
+from asyncrl.trainer.advantage_choice import choose_estimator
+from asyncrl.trainer.loss_choice import choose_loss
 from asyncrl.trainer.optimizer import choose_lr
 from asyncrl.user_code import user_code_names
 from asyncrl.weights.models import load_tokenizer, num_parameters, resolve_model

@@ -166,7 +166,7 @@ def _refuse(event: parse_errors.ParseErrorEvent) -> NoReturn:
 def _help_for(algo: str | None) -> str:
     """Return the options of a loss, or all options of a run under the titles of their sections."""
     if algo is not None:
-        from asyncrl.trainer.loss import describe
+        from asyncrl.trainer.loss_choice import describe
 
         return describe(algo)
     lines = ["usage: train_async.py [options]", "", str(Config.__doc__)]
@@ -241,8 +241,8 @@ def check(config: Config) -> None:
 
     Raises ValueError, in one line, for a wrong argument of one of them, and for unfit user code.
     """
-    from asyncrl.trainer.advantage import try_estimator
-    from asyncrl.trainer.loss import choose_loss, try_loss
+    from asyncrl.trainer.advantage_choice import try_estimator
+    from asyncrl.trainer.loss_choice import choose_loss, try_loss
     from asyncrl.trainer.optimizer import try_optimizer
 
     loss = choose_loss(config)

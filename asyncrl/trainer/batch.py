@@ -14,8 +14,8 @@ from algos.advantages import overlong_penalty
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory, slice_columns
-from asyncrl.trainer.advantage import choose_estimator
-from asyncrl.trainer.loss import reads_sequences
+from asyncrl.trainer.advantage_choice import choose_estimator
+from asyncrl.trainer.loss_choice import reads_sequences
 from asyncrl.trainer.packing import TrainSequence, Updates
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.splitting import distribute

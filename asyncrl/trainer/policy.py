@@ -23,7 +23,7 @@ from asyncrl.trainer.gae import estimate_step
 from asyncrl.trainer.lag_stats import TokenStats, staleness_metrics
 from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
 from asyncrl.trainer.lora import without_adapters
-from asyncrl.trainer.loss import choose_loss
+from asyncrl.trainer.loss_choice import choose_loss
 from asyncrl.trainer.model import WholeWeights, load_model, trained_names, trainer_mesh
 from asyncrl.trainer.optimizer import (
     OptimizerState,

@@ -211,9 +211,8 @@ def test_parameters_have_the_names_and_values_of_the_saved_model(untied, tmp_pat
     read = _read_model(str(tmp_path), torch.float32)
     assert dtypes_of(read) == {dtype} and read.model.rotary_emb.inv_freq.dtype == torch.float32
     policy = load(make_config(str(tmp_path)))
-    policy.logprobs_of(
-        [random_sequences(2)]
-    )  # a forward pass must not leave gathered weights behind
+    # A forward pass must not leave gathered weights behind.
+    policy.logprobs_of([random_sequences(2)])
     saved = load_file(tmp_path / "model.safetensors")
     expected = {name: weight.float() for name, weight in saved.items()}
     torch.testing.assert_close(weights_of(policy), expected, rtol=0, atol=0)
