@@ -1,15 +1,14 @@
-"""Packs sequences into rows without waste, and weighs each token once for the whole update. No model is needed."""
+"""Packs sequences into rows without waste. No model is needed."""
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config import Config
 from asyncrl.records import TokenColumns, slice_columns, spread_columns
 
 ATTENTION_BLOCK = 128
@@ -139,33 +138,6 @@ def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]
         bins[index].append(item)
         room[index] -= lengths[item]
     return bins
-
-
-class UpdateTotals(NamedTuple):
-    """Totals of one optimizer update over all ranks."""
-
-    tokens: float
-    """Trained tokens."""
-    sequences: float
-    """Sequences with a trained token."""
-    trajectories: float
-    """Trajectories with a trained token; fewer than sequences if some have several segments."""
-
-
-def token_weights(trajectory_lengths: Tensor, totals: UpdateTotals, config: Config) -> Tensor:
-    """Return the weight [N] float32 of each trained token in the summed loss of one update.
-
-    `trajectory_lengths` [N] int64 as in MicroBatch. Totals of the whole update make the gradient independent of
-    micro-batches, packing and ranks.
-    """
-    divisors = {
-        "token_mean": totals.tokens,
-        "sequence_mean": totals.trajectories * trajectory_lengths.double(),
-        "constant": totals.trajectories * config.max_response_tokens,
-    }
-    ones = torch.ones_like(trajectory_lengths, dtype=torch.float64)
-    weights = ones / divisors[config.loss_aggregation]
-    return weights.float()
 
 
 def tokens_read(updates: Updates) -> Tensor:

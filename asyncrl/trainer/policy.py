@@ -19,6 +19,7 @@ from algos.inputs import couples_tokens, gathered
 from algos.proximal import loglinear
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.trainer.aggregation import UpdateTotals, token_weights
 from asyncrl.trainer.gae import estimate_step
 from asyncrl.trainer.lag_stats import TokenStats, staleness_metrics
 from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
@@ -37,9 +38,7 @@ from asyncrl.trainer.packing import (
     MicroBatch,
     TrainSequence,
     Updates,
-    UpdateTotals,
     pack,
-    token_weights,
     tokens_read,
     with_equal_counts,
 )

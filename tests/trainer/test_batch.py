@@ -13,9 +13,10 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import AdvantageOptions, Config
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.trainer.aggregation import UpdateTotals, token_weights
 from asyncrl.trainer.batch import check_segments, make_updates, share_batch
 from asyncrl.trainer.lag_stats import staleness_metrics
-from asyncrl.trainer.packing import UpdateTotals, pack, token_weights
+from asyncrl.trainer.packing import pack
 from asyncrl.trainer.splitting import distribute, split_evenly
 
 STEP = 6
