@@ -1,4 +1,8 @@
-"""Packs sequences into rows without waste. No model is needed."""
+"""Packs sequences into rows without waste. No model is needed.
+
+The completions of an episode make a trajectory, in one or more segments. A segment becomes a TrainSequence. A bundle is
+a sequence, or several with a shared prefix. Bundles fill a micro-batch, and micro-batches make an optimizer update.
+"""
 
 import math
 from dataclasses import dataclass, replace
