@@ -77,7 +77,7 @@ class Transport:
     """The calls of a transport. This class sends no weights; subclasses override some of its methods.
 
     The controller's lock is held when `announce`, `can_read`, `acquire` and `release` are called. It is held when
-    `try_reserve` is called, too, except by `stage`.
+    `reserve_buffer` is called, too, except by `stage`.
     """
 
     keeps_announced = True
@@ -92,14 +92,15 @@ class Transport:
         """Return vLLM's init info for a worker's engine."""
         return {}
 
-    def try_reserve(self) -> bool:
-        """Return whether `stage` can be called now."""
+    def reserve_buffer(self) -> bool:
+        """Reserve a buffer for `stage`. Return whether there is a free one."""
         return True
 
     def stage(self, version: int, parameters: Weights) -> Staged:
         """Copy weights into a free buffer, which no worker reads. Raises RuntimeError without a free buffer."""
         collections.deque(parameters, maxlen=0)  # gathering them is collective
-        return Staged(version, [])
+        # A version counts as its own buffer, because no buffer is written.
+        return Staged(buffer=version, messages=[])
 
     def announce(self, staged: Staged) -> None:
         """Offer these weights to all workers, also to workers that start later."""
@@ -147,8 +148,8 @@ class BufferedTransport(Transport):
         """Copy `parameters`, in the order of the specs, into a buffer. Return the messages of `Staged`."""
         raise NotImplementedError
 
-    def try_reserve(self) -> bool:
-        """Return whether a buffer can be written. No worker begins to read it from now on."""
+    def reserve_buffer(self) -> bool:
+        """Reserve a free buffer: no worker begins to read it from now on. Return whether there is one."""
         buffer = self._free_buffer()
         if buffer == self.announced:
             self.announced = -1
@@ -162,7 +163,7 @@ class BufferedTransport(Transport):
         return None
 
     def stage(self, version: int, parameters: Weights) -> Staged:
-        if not self.try_reserve():
+        if not self.reserve_buffer():
             raise RuntimeError(
                 f"no weight buffer is free: readers {dict(self.readers)}, announced {self.announced}"
             )
