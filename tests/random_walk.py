@@ -67,8 +67,8 @@ class WalkTransport(BufferedTransport):
         self.versions[buffer] = None
         return [{"buffer": buffer, "version": version}]
 
-    def announce(self, staged):
-        super().announce(staged)
+    def set_announced(self, staged):
+        super().set_announced(staged)
         (info,) = staged.messages
         self.versions[staged.buffer] = info["version"]
         self.walk.oracle.announce(info["version"], info["trainer_version"], info["evaluate"])
@@ -347,7 +347,7 @@ class Walk:
         every, is_last = self.config.eval_every, self.version == self.steps
         self.evaluate = every > 0 and (is_last or self.version % every == 0)
         self.oracle.is_evaluation_due |= self.evaluate
-        if self.controller.withdraw():
+        if self.controller.take_back_deferred():
             self.evaluate = True
             self.oracle.asked.pop()
         self.trainer = "publishing"

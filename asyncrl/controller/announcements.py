@@ -45,7 +45,7 @@ class Announcements:
         With publish_delay K, version 0 is announced K + 1 times. A repetition only wakes suspended workers.
         """
         self.newest = announcement
-        self.transport.announce(announcement.staged)
+        self.transport.set_announced(announcement.staged)
         for worker in self.workers:
             worker.needs_update = worker.is_paused or worker.is_behind(self.newest)
             if worker.is_up and worker.loading is None:

@@ -287,7 +287,7 @@ class Controller:
         self.wait_until(transport.reserve_buffer, "a free weight buffer")
         return transport.stage(version, parameters)
 
-    def withdraw(self) -> bool:
+    def take_back_deferred(self) -> bool:
         """Remove the announcement that waits for an evaluation. Its buffer can then be overwritten.
 
         Return whether it asked for an evaluation. The next announcement must ask again.

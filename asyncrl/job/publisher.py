@@ -83,8 +83,8 @@ class LeadingPublisher(Publisher):
         """Copy the due weights into the transport when it has room, and announce them to the workers."""
         controller = self.rank.controller
         version, weights = self._due(step, weights)
-        # `withdraw` always runs: it frees the buffer of the weights that wait for an evaluation.
-        asked_before = controller.withdraw()
+        # `take_back_deferred` always runs: it frees the buffer of the weights that wait for an evaluation.
+        asked_before = controller.take_back_deferred()
         evaluates = asked_before or self._evaluates(step, version)
         try:
             staged = controller.stage(version, weights)

@@ -76,7 +76,7 @@ class Announcement:
 class Transport:
     """The calls of a transport. This class sends no weights; subclasses override some of its methods.
 
-    The controller's lock is held when `announce`, `can_read`, `acquire` and `release` are called. It is held when
+    The controller's lock is held when `set_announced`, `can_read`, `acquire` and `release` are called. It is held when
     `reserve_buffer` is called, too, except by `stage`.
     """
 
@@ -102,8 +102,8 @@ class Transport:
         # A version counts as its own buffer, because no buffer is written.
         return Staged(buffer=version, messages=[])
 
-    def announce(self, staged: Staged) -> None:
-        """Offer these weights to all workers, also to workers that start later."""
+    def set_announced(self, staged: Staged) -> None:
+        """Make these weights the announced ones: workers can begin to read them."""
         self.announced = staged.buffer
 
     def can_read(self, staged: Staged) -> bool:

@@ -28,7 +28,7 @@ class HostWeights:
             if not self.transport.reserve_buffer():
                 return  # until an engine has loaded older weights
             staged = self.transport.stage(here.version, self.puller.parameters())
-            self.transport.announce(staged)
+            self.transport.set_announced(staged)
             self._staged = here.digest, staged
         for index, engine in enumerate(engines):
             if here is not None and engine.wanted and engine.wanted["digest"] == here.digest:

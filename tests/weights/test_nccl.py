@@ -107,7 +107,7 @@ def test_a_worker_that_hangs_and_is_killed_while_it_receives_does_not_hold_up_th
     with transport() as sent:
         hanging, other = (Engine(sent.init_info(worker)) for worker in (0, 1))
         staged = sent.stage(0, parameters(0))
-        sent.announce(staged)
+        sent.set_announced(staged)
         hanging.goes_on.clear()
         with ThreadPoolExecutor(1) as thread:
             hung = thread.submit(receive, sent, 0, hanging, staged)

@@ -55,7 +55,7 @@ class Run:
 
     def publish(self, evaluate=False):
         self.version += 1
-        evaluate |= self.controller.withdraw()
+        evaluate |= self.controller.take_back_deferred()
         weights = torch.full((self.num_floats,), self.value_of(self.version))
         staged = self.controller.stage(self.version, [("w", weights)])
         self.controller.announce_or_defer(
