@@ -48,7 +48,7 @@ class Checkpoints:
     """Saves a run at the end of its steps. Every rank has one. In its context a signal ends the run after a step."""
 
     def __init__(self, rank: Follower | Leader, policy: Policy):
-        """Make the writer of checkpoints; collective. Call `restore` and `allocate_copies` next."""
+        """Make the writer of checkpoints; collective. Call `restore_policy_and_files` and `allocate_copies` next."""
         self.rank, self.policy = rank, policy
         folder, self._is_shared = self._find_folder()
         self.writer = CheckpointWriter(policy, folder)
@@ -61,8 +61,8 @@ class Checkpoints:
         self._is_saved = False
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0
 
-    def restore(self) -> None:
-        """Continue from the checkpoint of a resumed run: restore the policy, and truncate records; collective."""
+    def restore_policy_and_files(self) -> None:
+        """Restore the policy of a resumed run, and truncate its record files; collective."""
         checkpoint = self.rank.checkpoint
         if checkpoint is None:
             return
