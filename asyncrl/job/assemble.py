@@ -35,7 +35,13 @@ from asyncrl.controller.workers import Workers
 from asyncrl.job.disk import check_room, checkpoint_bytes
 from asyncrl.job.inputs import check_model, make_tickets, read_task, try_copies
 from asyncrl.job.node import Follower, Leader, Rank
-from asyncrl.job.resume import find_checkpoint, load_controller_state, resume_command
+from asyncrl.job.resume import (
+    check_is_unchanged,
+    exit_if_finished,
+    find_checkpoint,
+    load_controller_state,
+    resume_command,
+)
 from asyncrl.plugins import last_given
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
@@ -63,6 +69,7 @@ def start_rank(config: Config, trains: bool = True) -> Iterator[Rank]:
     clock = TrainerClock()
     cluster = join(config, "cuda" if visible_gpus() else "cpu")
     checkpoint = find_checkpoint(config, cluster)
+    exit_if_finished(checkpoint, config, cluster)
     watch_class = extras.load("--nnodes").LeaderWatch if cluster.num_nodes > 1 else NodeWatch
     watch = watch_class(cluster, dump_stacks)
     try:
@@ -137,10 +144,8 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
     tickets = make_tickets(config, cluster, model_path, task)
     controller_state = None
     if rank.checkpoint:
-        digest = tickets.prompts.digest
-        controller_state = load_controller_state(
-            rank.checkpoint, model_path, cluster, config, digest
-        )
+        check_is_unchanged(rank.checkpoint, model_path, config, tickets.prompts.digest)
+        controller_state = load_controller_state(rank.checkpoint, cluster)
     run = open_records(rank, config)
     config = run.config
     if not rank.checkpoint:

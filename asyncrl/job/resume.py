@@ -5,7 +5,8 @@ controller's state of node K in node_K.msgpack, and versions that publish_delay 
 digest of every file. A checkpoint appears by one rename. A file that is truncated or changed later is detected.
 
 A resumed run restores in this order: options (command_line.py), checkpoint (start_rank), controller (lead), trainer and
-then its records (Checkpoints.restore), weights that are held back, and the published version (Publisher).
+then its record files (Checkpoints.restore_policy_and_files), weights that are held back, the probe (Rank.probe) and the
+published version (Publisher), and the totals of the step log (StepLog.__enter__).
 """
 
 import os
@@ -50,19 +51,21 @@ def read_resumed_options(run: Path) -> Config:
 ConfigType = TypeVar("ConfigType", bound=Config)
 
 
-def keep_fixed_options(config: ConfigType, last_options: Config) -> ConfigType:
-    """Return the options `config` of a resumed run, with its place and its user code.
+_FIXED_OPTIONS = [
+    option
+    for option in OPTIONS.values()
+    if ChangeableBy.RESUME not in option.changeable_by and option.name != "resume"
+]
+"""Options that a resume must not change."""
 
-    `last_options` are those of `read_resumed_options`. Raises ValueError, in one line, if an option was changed that a
-    resume must not change.
+
+def check_fixed_options(config: Config, last_options: Config) -> None:
+    """Raise ValueError, in one line, if a resumed run has other values of options that a resume must not change.
+
+    `last_options` are those of `read_resumed_options`.
     """
     recorded_options = Config.from_dict(read_checked_header(Path(config.resume))["config"])
-    fixed = [
-        option
-        for option in OPTIONS.values()
-        if ChangeableBy.RESUME not in option.changeable_by and option.name != "resume"
-    ]
-    for option in fixed:
+    for option in _FIXED_OPTIONS:
         value, current = option.value_in(config), option.value_in(last_options)
         # A path may be given as it is now, or as run.json has it.
         if value not in (current, option.value_in(recorded_options)):
@@ -71,11 +74,16 @@ def keep_fixed_options(config: ConfigType, last_options: Config) -> ConfigType:
                 f"{option.flag} {value} cannot change when a run is resumed: {config.resume} has {current}; leave it "
                 f"out, or begin a new run. What may change: {allowed}"
             )
-    # Paths can be given in two spellings. Options of groups have no path.
+
+
+def with_last_spelling(config: ConfigType, last_options: Config) -> ConfigType:
+    """Return options whose fixed ones are those of `last_options`, because a path can be given in two spellings."""
     return replace(
         config,
         **{
-            option.path: option.value_in(last_options) for option in fixed if "." not in option.path
+            option.path: option.value_in(last_options)
+            for option in _FIXED_OPTIONS
+            if "." not in option.path  # Options of groups have no path.
         },
     )
 
@@ -104,7 +112,7 @@ def read_checked_header(run: Path, option: str = "--resume") -> dict:
 def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
     """Return the checkpoint that --resume continues from, or None for a new run; collective. Rank 0 searches for it.
 
-    Raises ValueError on all ranks if no checkpoint is whole. If all steps are made, prints that and exits with 0.
+    Raises ValueError on all ranks if no checkpoint is whole.
     """
     if config.resume is None:
         return None
@@ -115,21 +123,25 @@ def find_checkpoint(config: Config, cluster: Cluster) -> Checkpoint | None:
     if cluster.is_first:
         for reason in checkpoint.skipped:
             print(f"warning: skipped checkpoint {reason}", flush=True)
-    if checkpoint.step >= config.steps:
-        if cluster.is_first:
-            progress = f"{run} has made {checkpoint.step} steps of {config.steps}"
-            print(f"finished already: {progress}; to continue, raise --steps", flush=True)
-        sys.exit(0)
     return checkpoint
 
 
-def load_controller_state(
-    checkpoint: Checkpoint, model_path: str, cluster: Cluster, config: Config, problems: str
-) -> ControllerState:
-    """Return the state from which a leader's controller continues, also on another number of nodes.
+def exit_if_finished(checkpoint: Checkpoint | None, config: Config, cluster: Cluster) -> None:
+    """Report that a resumed run has made all steps, if so, and exit with 0."""
+    if checkpoint is None or checkpoint.step < config.steps:
+        return
+    if cluster.is_first:
+        progress = f"{Path(config.resume)} has made {checkpoint.step} steps of {config.steps}"
+        print(f"finished already: {progress}; to continue, raise --steps", flush=True)
+    sys.exit(0)
 
-    `problems` is the digest of the task's problems. Raises ValueError if they have changed, or if weights of the model
-    have changed that the checkpoint lacks.
+
+def check_is_unchanged(
+    checkpoint: Checkpoint, model_path: str, config: Config, problems: str
+) -> None:
+    """Raise ValueError if a task's problems have changed, or weights of the model that the checkpoint lacks.
+
+    `problems` is the digest of the problems.
     """
     if checkpoint.nodes[0].get("problems", problems) != problems:
         raise ValueError(
@@ -140,6 +152,10 @@ def load_controller_state(
         raise ValueError(
             f"--resume {config.resume}: the weights in {model_path} have changed since it began"
         )
+
+
+def load_controller_state(checkpoint: Checkpoint, cluster: Cluster) -> ControllerState:
+    """Return the state from which a leader's controller continues, also on another number of nodes."""
     parts = [
         (checkpoint.resume_folder / f"node_{node}.msgpack").read_bytes()
         for node in range(len(checkpoint.nodes))
