@@ -58,7 +58,7 @@ class Checkpoints:
         self._signal_number = 0  # of the signal that asked the run to stop; 0 before
         self._last_step: tuple[int, Publisher] | None = None
         """The last step since this start of the run."""
-        self._is_saved = False
+        self._has_begun_save = False
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0
 
     def restore_policy_and_files(self) -> None:
@@ -149,7 +149,7 @@ class Checkpoints:
         own_reasons = [int(is_due), self._signal_number, int(self._is_out_of_time())]
         is_due, signal_number, is_late = self.rank.cluster.max_over_ranks(own_reasons)
         self._last_step = step, publisher
-        self._is_saved = False
+        self._has_begun_save = False
         if is_due or signal_number or is_late:
             self._begin_save(step, publisher)
         if step < config.steps and (signal_number or is_late):
@@ -168,7 +168,7 @@ class Checkpoints:
             status = 128 + signal_number
         if self._last_step is not None:
             reason = f"{reason} after step {self._last_step[0]}, which is saved"
-            if not self._is_saved:
+            if not self._has_begun_save:
                 self._begin_save(*self._last_step)
         self.writer.wait()
         self.rank.watch.finish()  # All nodes stop here, so no node is the cause.
@@ -183,7 +183,7 @@ class Checkpoints:
             return  # No step was made since the start.
         separator = "\n" if "\n" in str(error) else "; "  # A dead worker's error ends with its log.
         try:
-            if not self._is_saved and self._last_step[0] < self.rank.config.steps:
+            if not self._has_begun_save and self._last_step[0] < self.rank.config.steps:
                 self._begin_save(*self._last_step)
             self.writer.wait()
         except (OSError, RuntimeError) as failure:
@@ -203,12 +203,10 @@ class Checkpoints:
     def _begin_save(self, step: int, publisher: Publisher) -> None:
         """Copy the state of the run, and begin to write it in the background."""
         rank = self.rank
-        self._is_saved = True
+        self._has_begun_save = True
         rank.clock.enter("save")
         if not self._is_shared:
-            save_weights(
-                self.policy, str(rank.run.checkpoint_path(step)) if rank.cluster.is_first else ""
-            )
+            self._save_weights_only(step)
             return
         self.writer.wait()
         node_state = None
@@ -225,3 +223,8 @@ class Checkpoints:
                 rank.cluster.node, rank.run, controller_state, facts_of_nodes, delayed
             )
         self.writer.start(step, training_state(self.policy), node_state)
+
+    def _save_weights_only(self, step: int) -> None:
+        """Write the weights of a step to the first node's folder, which not all nodes share; collective."""
+        is_first = self.rank.cluster.is_first
+        save_weights(self.policy, str(self.rank.run.checkpoint_path(step)) if is_first else "")
