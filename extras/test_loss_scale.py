@@ -11,7 +11,7 @@ from ranks import run_group
 from tiny_policy import VERSION, load, make_config, random_sequences, save_tiny_model
 
 from asyncrl.config import AdvantageOptions, OptimOptions
-from asyncrl.trainer.checkpoint import restore_training_state, training_state, write_shards
+from asyncrl.trainer.checkpoint_writer import restore_training_state, training_state, write_shards
 from asyncrl.trainer.policy import NotFinite, Policy
 from asyncrl.trainer.splitting import distribute
 from extras import loss_scale

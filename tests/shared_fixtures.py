@@ -17,7 +17,7 @@ LONG = (
     "scripts/test_scripts.py",
     "job/test_probe.py",
     "job/test_checkpoints.py",
-    "trainer/test_checkpoint.py",
+    "trainer/test_checkpoint_writer.py",
     "engine/test_reward_pool.py",
     "../extras/swarm/tests/test_join.py",
     "trainer/test_model.py",

@@ -1,8 +1,9 @@
 """When a run is saved, and how a signal, a limit of time or an error ends it.
 
-A checkpoint is made at the end of a step, after its weights were published. Every rank copies its part of the trainer's
-state to host memory, and every leader takes a snapshot of its controller. asyncrl/trainer/checkpoint.py writes them
-while training continues, and asyncrl/job/resume.py continues from them.
+A checkpoint is made at the end of a step, after its weights were published. The main thread of a rank copies its part
+of the trainer's state to host memory, and a leader's takes a snapshot of its controller. While training continues, a
+thread writes files and manifest, renames the folder, and prunes old checkpoints (asyncrl/trainer/checkpoint_writer.py).
+asyncrl/job/resume.py continues from them.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from asyncrl.job.resume import resume_command
 from asyncrl.plugins import last_given
 from asyncrl.records import Group
 from asyncrl.runlog.manifest import rename_newer
-from asyncrl.trainer.checkpoint import (
+from asyncrl.trainer.checkpoint_writer import (
     CheckpointWriter,
     NodeState,
     restore_training_state,
@@ -76,7 +77,7 @@ class Checkpoints:
 
     def allocate_copies(self) -> None:
         """Allocate the host memory for copies of the training state, by a first copy. Engines start meanwhile."""
-        self.writer.stager.stage(training_state(self.policy))
+        self.writer.state_copier.stage(training_state(self.policy))
 
     def _find_folder(self) -> tuple[Path, bool]:
         """Return the folder of checkpoints, and whether all nodes share it; collective."""

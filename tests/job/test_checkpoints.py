@@ -36,7 +36,7 @@ from asyncrl.messages import Probed
 from asyncrl.runlog.manifest import Checkpoint, find_newest_checkpoint, list_checkpoints
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
-from asyncrl.trainer.checkpoint import CheckpointWriter
+from asyncrl.trainer.checkpoint_writer import CheckpointWriter
 from asyncrl.trainer.splitting import distribute
 
 PUBLISHER = SimpleNamespace(delayed={})

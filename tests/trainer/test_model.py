@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import asyncrl.trainer.model
 from asyncrl.config import Config, OptimOptions
 from asyncrl.job.inputs import check_model
-from asyncrl.trainer.checkpoint import training_state
+from asyncrl.trainer.checkpoint_writer import training_state
 from asyncrl.trainer.lora import add_adapters, named_adapters
 from asyncrl.trainer.model import _read_model, compiles
 from extras.trees.tree import bundle
@@ -206,7 +206,7 @@ def test_what_is_frozen_is_kept_in_the_dtype_of_computing_and_what_is_added_to_i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parameters_have_the_names_and_values_of_the_saved_model(untied, tmp_path, dtype):
-    """Weights are read in the dtype in which they are stored. test_checkpoint.py has a model whose head is tied."""
+    """Weights are read in their stored dtype. test_checkpoint_writer.py has a model whose head is tied."""
     AutoModelForCausalLM.from_pretrained(untied).to(dtype).save_pretrained(tmp_path)
     read = _read_model(str(tmp_path), torch.float32)
     assert dtypes_of(read) == {dtype} and read.model.rotary_emb.inv_freq.dtype == torch.float32

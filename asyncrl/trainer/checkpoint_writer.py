@@ -1,8 +1,8 @@
 """Checkpoints: shards to continue from, and weights for people (weight_files.py).
 
-`save` writes a checkpoint, and `restore_training_state` reads its shards. torch.distributed.checkpoint writes them as
-safetensors: they contain no pickle, and any number of ranks can read them. Each rank saves in a thread, from copies in
-host memory. A failure of one rank is a failure of all.
+`write_checkpoint` writes a checkpoint, and `restore_training_state` reads its shards. torch.distributed.checkpoint
+writes them as safetensors: they contain no pickle, and any number of ranks can read them. Each rank saves in a thread,
+from copies in host memory. A failure of one rank is a failure of all.
 """
 
 import concurrent.futures
@@ -90,7 +90,7 @@ def _generators() -> dict[str, torch.Generator]:
     return generators
 
 
-def make_stager(device: torch.device) -> DefaultStager:
+def make_state_copier(device: torch.device) -> DefaultStager:
     """Return a copier of training states to host memory. It uses the same memory each time, pinned for a GPU."""
     is_gpu = device.type == "cuda"
     return DefaultStager(
@@ -275,7 +275,7 @@ class CheckpointWriter:
             timeout=datetime.timedelta(seconds=2 * policy.config.timeout_s), backend="gloo"
         )
         self.weights = WeightWriter(policy)
-        self.stager = make_stager(policy.device)
+        self.state_copier = make_state_copier(policy.device)
         self.longest_s = 0.0
         """Time that the slowest checkpoint took, seconds."""
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
@@ -286,7 +286,7 @@ class CheckpointWriter:
         """Copy the state, and begin to save it. Call `wait` for the checkpoint before first."""
         self.path = self.folder / f"step_{step}"
         self._saving = self._thread.submit(
-            self._write_and_prune, self.stager.stage(state), node_state
+            self._write_and_prune, self.state_copier.stage(state), node_state
         )
 
     def _write_and_prune(self, state: dict[str, Tensor], node_state: NodeState | None) -> None:

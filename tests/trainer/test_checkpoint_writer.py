@@ -30,10 +30,10 @@ from user_files import write_user_code
 from asyncrl.cluster.processes import Interrupted
 from asyncrl.config import OptimOptions
 from asyncrl.runlog.manifest import list_checkpoints
-from asyncrl.trainer.checkpoint import (
+from asyncrl.trainer.checkpoint_writer import (
     NodeState,
     check_finite,
-    make_stager,
+    make_state_copier,
     restore_training_state,
     training_state,
     write_checkpoint,
@@ -145,7 +145,7 @@ def train_to_the_end(rank, folder, configs, resumes) -> dict:
             restore_training_state(policy, part, group)
         else:
             train(policy, range(2))
-            staged = make_stager(policy.device).stage(training_state(policy))
+            staged = make_state_copier(policy.device).stage(training_state(policy))
         middle, measured = weights_of(policy), train(policy, range(2, STEPS))
         if not resumes:
             # after training, as copies do not change
