@@ -4,6 +4,15 @@ A checkpoint is made at the end of a step, after its weights were published. The
 of the trainer's state to host memory, and a leader's takes a snapshot of its controller. While training continues, a
 thread writes files and manifest, renames the folder, and prunes old checkpoints (asyncrl/trainer/checkpoint_writer.py).
 asyncrl/job/resume.py continues from them.
+
+| error that ends the loop | raised by | last step |
+|---|---|---|
+| CannotContinue | Rank.wait_together, for a RolloutEnded such as WorkerDied; Publisher.check_last | is saved |
+| NobodySamples | extras/swarm/node.py, if the run is asked to stop; becomes Interrupted | is saved |
+| Interrupted | Checkpoints._stop, after a first signal or at the limit of time | is saved before |
+| Interrupted | asyncrl/cluster/processes.py, at a second signal | is not saved |
+| NotFinite | Policy.train_step; becomes RuntimeError, and the batch is kept | is not saved |
+| any other | | is not saved |
 """
 
 import contextlib
