@@ -100,7 +100,7 @@ class Oracle:
         """All that was there at the cut is in its state, and is what counts from here on: the tokens of responses that
         nobody can go on from are dropped."""
         assert (
-            state.records == {"events": self.num_events}
+            state.record_file_bytes == {"events": self.num_events}
             and state.published_version == self.announced
         )
         self.is_resuming, self.problem_of, self.prefixes = True, {}, {}

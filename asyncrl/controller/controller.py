@@ -352,13 +352,13 @@ class Controller:
 
     # Snapshots
 
-    def snapshot(self, measure: Callable[[], dict[str, int]] = dict) -> ControllerState:
+    def snapshot(self, record_file_bytes: Callable[[], dict[str, int]] = dict) -> ControllerState:
         """Return the state that a resumed run needs. Call it between `announce_or_defer` and `consume_batch`.
 
         Weights that wait for an evaluation are announced first, unless it cannot end. If responses continue after a
         resume, workers report their tokens. The state is taken when the last worker has answered,
         so the buffer has all responses that ended before. Sampling continues meanwhile.
-        `measure()` returns the lengths of the run's records, bytes.
+        `record_file_bytes()` returns the length of each record file.
         """
         with self.lock:
             with contextlib.suppress(RolloutEnded):  # the next batch raises it
@@ -382,7 +382,8 @@ class Controller:
                 evaluates=self.evaluation is not None,
                 evaluations=list(self.ended_evaluations),
                 num_restarts=self.workers.num_restarts,
-                records=measure(),
+                # under the lock, so the files match the state
+                record_file_bytes=record_file_bytes(),
                 failures=copy.deepcopy(self.dispatcher.failures),
             )
 

@@ -31,7 +31,7 @@ class ControllerState:
     evaluations: list[Evaluation]
     """Evaluations that ended and are not reported yet."""
     num_restarts: int
-    records: dict[str, int]
+    record_file_bytes: dict[str, int]
     """Length of each record file at the snapshot, bytes."""
     failures: Failures = field(default_factory=Failures)
 

@@ -38,7 +38,7 @@ from asyncrl.job.publisher import Publisher
 from asyncrl.job.resume import resume_command
 from asyncrl.plugins import last_given
 from asyncrl.records import Group
-from asyncrl.runlog.manifest import rename_newer
+from asyncrl.runlog.manifest import NodeFacts, rename_newer
 from asyncrl.trainer.checkpoint_writer import (
     CheckpointWriter,
     NodeState,
@@ -82,7 +82,7 @@ class Checkpoints:
         # Wait until all ranks have read and accepted the checkpoint.
         dist.barrier(self.writer.group)
         if self.rank.cluster.is_leader:
-            self.rank.run.truncate_records()
+            self.rank.run.truncate_files()
 
     def allocate_copies(self) -> None:
         """Allocate the host memory for copies of the training state, by a first copy. Engines start meanwhile."""
@@ -223,11 +223,11 @@ class Checkpoints:
         if rank.cluster.is_leader:
             controller_state = rank.controller.snapshot(rank.run.sizes)
             delayed = publisher.delayed
-            facts = {
-                "records": controller_state.records,
-                "probe": rank.probe.state(delayed),
-                "problems": rank.controller.ticket_source.prompts.digest,
-            }
+            facts = NodeFacts(
+                rank.probe.state(delayed),
+                controller_state.record_file_bytes,
+                rank.controller.ticket_source.prompts.digest,
+            )
             facts_of_nodes = rank.cluster.gather(facts)
             node_state = NodeState(
                 rank.cluster.node, rank.run, controller_state, facts_of_nodes, delayed

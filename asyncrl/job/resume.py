@@ -143,7 +143,7 @@ def check_is_unchanged(
 
     `problems` is the digest of the problems.
     """
-    if checkpoint.nodes[0].get("problems", problems) != problems:
+    if checkpoint.nodes[0].problems != problems:
         raise ValueError(
             f"--resume {config.resume}: the rows or problems of {config.data_path or config.task} have changed since "
             "it began; give the old ones (--data-path may name another place), or begin a new run"

@@ -25,6 +25,18 @@ KEPT_TO_RESUME = 2
 
 
 @dataclass(frozen=True)
+class NodeFacts:
+    """Facts of one node in a manifest."""
+
+    probe: dict
+    """State of its probe."""
+    record_file_bytes: dict[str, int]
+    """Length of each record file at the checkpoint."""
+    problems: str
+    """Digest of its task's problems."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A whole checkpoint, with the facts in its manifest."""
 
@@ -35,9 +47,7 @@ class Checkpoint:
     step: int
     frozen_sha256: str
     """SHA-256 of the untrained base weights (LoRA, KL reference), which the checkpoint omits; empty without them."""
-    nodes: list[dict]
-    """For each node: `probe`, the state of its probe; `records`, the bytes of each record file at the checkpoint;
-    `problems`, the digest of its task's problems."""
+    nodes: list[NodeFacts]
     delayed: list[int]
     """Versions whose weights are in delayed/VERSION.safetensors."""
 
@@ -48,12 +58,12 @@ class Checkpoint:
 
     def probe_of(self, node: int) -> dict:
         """Return the state of the probe for a node. Nodes can be more than before."""
-        return self.nodes[node % len(self.nodes)]["probe"]
+        return self.nodes[node % len(self.nodes)].probe
 
     def resume_event(self, node: int) -> dict:
         """Return the fields of a node's event `run_resumed`."""
-        records = self.nodes[node]["records"] if node < len(self.nodes) else {}
-        return {"step": self.step, "records": records, "skipped": self.skipped}
+        num_bytes = self.nodes[node].record_file_bytes if node < len(self.nodes) else {}
+        return {"step": self.step, "records": num_bytes, "skipped": self.skipped}
 
 
 def write_manifest(checkpoint: Path, **facts) -> None:
@@ -100,7 +110,7 @@ def _read_manifest(checkpoint: Path, run: Path) -> dict:
     facts, run_id = manifest["facts"], read_run_id(run)
     if facts["run_id"] != run_id:
         raise ValueError(f"it is of run {facts['run_id']}, and {run} is run {run_id}")
-    return facts
+    return facts | {"nodes": [NodeFacts(**node) for node in facts["nodes"]]}
 
 
 def read_run_id(run: Path) -> str | None:

@@ -47,7 +47,7 @@ class RunDirectory:
         `gpus` are names of the node's GPUs. A node other than the first has `node_folder`, RUN/node_N, and the `run_id`
         of the first node. The name of a run that ended before its first step can be used again.
         `resume_event` is the first event of a resumed run, about its checkpoint. `resume_event["records"]` are the
-        bytes of each record file at that checkpoint. `truncate_records` cuts the files to them. Before that no file is
+        bytes of each record file at that checkpoint. `truncate_files` cuts the files to them. Before that no file is
         changed, and all lines are buffered.
         Raises ValueError if the name or the records are another run's, or if records would be cut within a line.
         """
@@ -110,7 +110,7 @@ class RunDirectory:
             mirrors = (plugin.start_mirror(*given) for plugin in self.config.plugins)
             self._mirror = last_given(mirrors, None)
 
-    def truncate_records(self) -> None:
+    def truncate_files(self) -> None:
         """Truncate the records of a resumed run to its checkpoint, then write the buffered lines.
 
         A resume does it last, because the truncated lines are lost. Warns of each file that is shorter than the
@@ -157,7 +157,7 @@ class RunDirectory:
     def close(self, error: BaseException | None = None) -> None:
         """Record the end of the run, with the error that caused it. Then close all files and the mirror.
 
-        A resume that ends before `truncate_records` leaves the records unchanged.
+        A resume that ends before `truncate_files` leaves the records unchanged.
         """
         reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
         self.record(

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.runlog.manifest import (
     KEPT_TO_RESUME,
     RESUME_FOLDER,
+    NodeFacts,
     flush,
     list_checkpoints,
     parse_step,
@@ -198,7 +199,7 @@ class NodeState:
     run: RunDirectory
     controller_state: Any
     """Tickets, samples and responses in flight: a ControllerState, or other plain data."""
-    facts: list[dict[str, Any]]
+    facts: list[NodeFacts]
     """The manifest's facts on each node."""
     delayed: dict[int, list[tuple[str, Tensor]]]
     """Full weights of versions that publish_delay holds back."""
@@ -243,7 +244,7 @@ def write_checkpoint(
                     run_id=node_state.run.run_id,
                     step=parse_step(path),
                     frozen_sha256=weights.frozen_sha256,
-                    nodes=node_state.facts,
+                    nodes=list(map(asdict, node_state.facts)),
                     delayed=list(node_state.delayed),
                 )
 

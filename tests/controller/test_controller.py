@@ -212,7 +212,7 @@ def test_a_silent_worker_holds_the_cut_up_for_a_while_and_is_named(run, capsys):
     run.controller.wait_until(lambda: run.controller.workers[0].num_running == 8, "tickets")
     run.acts_at, began = math.inf, run.now
 
-    def measure():
+    def record_file_bytes():
         taken = []
         take = lambda: taken.append(run.controller.lock.acquire(blocking=False))  # noqa: E731
         other = threading.Thread(target=take)
@@ -220,8 +220,8 @@ def test_a_silent_worker_holds_the_cut_up_for_a_while_and_is_named(run, capsys):
         other.join()
         return {"taken": int(taken[0])}
 
-    state = run.controller.snapshot(measure)
-    assert state.records == {"taken": 0} and len(state.queue) == 8
+    state = run.controller.snapshot(record_file_bytes)
+    assert state.record_file_bytes == {"taken": 0} and len(state.queue) == 8
     assert run.now == pytest.approx(began + PROGRESS_S, abs=2)
     line = "warning: worker 0 updating v0 running 8 sent no progress"
     assert capsys.readouterr().out.count(line) == 1

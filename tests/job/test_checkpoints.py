@@ -48,11 +48,11 @@ ENGINES = {"connect_workers": lambda specs: None}
 class Rollout:
     """A controller of which there is only what is saved."""
 
-    records: dict[str, int] = dataclasses.field(default_factory=dict)
+    record_file_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     ticket_source: ClassVar = SimpleNamespace(prompts=SimpleNamespace(digest="of the rows"))
 
-    def snapshot(self, measure):
-        return Rollout(measure())
+    def snapshot(self, record_file_bytes):
+        return Rollout(record_file_bytes())
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from asyncrl.job import assemble
 from asyncrl.job.assemble import start_node
 from asyncrl.job.inputs import check_model, make_tickets
 from asyncrl.job.node import Rank
-from asyncrl.runlog.manifest import Checkpoint
+from asyncrl.runlog.manifest import Checkpoint, NodeFacts
 from asyncrl.tasks import load_task
 from asyncrl.trainer.families import CPU_HEAD_SIZES, check_engine, longest_sequence
 from asyncrl.weights.models import resolve_model
@@ -266,7 +266,7 @@ def test_a_resumed_run_takes_the_rows_that_it_began_with_from_anywhere_and_no_ot
     config = Config(task="jsonl", data_path=str(write_jsonl(tmp_path / "begun.jsonl", rows)))
     model_path = resolve_model(config.model, config.task)
     begun = make_tickets(config, Cluster(), model_path, load_task(config)).prompts.digest
-    nodes = [{"probe": {}, "records": {}, "problems": begun}]
+    nodes = [NodeFacts({}, {}, begun)]
     resumed = Checkpoint(tmp_path, [], "id", 3, "a digest", nodes, [])
     changed = [rows[0] | {"answer": "y"}, *rows[1:]]
     for others in ([*rows, rows[0]], rows[::-1], changed, rows[1:]):

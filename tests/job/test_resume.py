@@ -107,7 +107,8 @@ def make_checkpoint(run, step, run_id=None):
     (path / "model.safetensors").write_bytes(b"weights" * step)
     (path / RESUME_FOLDER / "shard.safetensors").write_bytes(b"state" * 1000)
     (path / RESUME_FOLDER / "node_0.msgpack").write_bytes(b"groups")
-    facts = {"frozen_sha256": "", "nodes": [{"probe": {}, "records": {}}], "delayed": []}
+    nodes = [{"probe": {}, "record_file_bytes": {}, "problems": ""}]
+    facts = {"frozen_sha256": "", "nodes": nodes, "delayed": []}
     write_manifest(path, run_id=run_id or read_run_id(run), step=step, **facts)
     return path
 
@@ -219,7 +220,7 @@ def test_records_that_somebody_has_changed_are_refused_or_named(ended, capsys, n
     os.truncate(file, size - 3)
     whole = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
     run = RunDirectory(config, resume_event=resumed)
-    run.truncate_records()
+    run.truncate_files()
     run.close()
     counted = f"{size - 3} of the {size} bytes that the checkpoint counts"
     text = f"warning: {file} has {counted}; the missing lines are lost\n"
@@ -234,7 +235,7 @@ def test_a_node_that_is_new_gets_a_folder_and_that_of_another_runs_node_is_refus
         "resume_event": {"step": 1, "records": {}, "skipped": []},
     }
     run = RunDirectory(config, run_id=first, **options)
-    run.truncate_records()
+    run.truncate_files()
     run.close()
     line = f"node_1 is of run {first}, and the checkpoint of run {second}"
     with pytest.raises(ValueError, match=line):
@@ -248,7 +249,7 @@ def test_weights_and_biases_continue_in_the_same_run(tmp_path):
     resumed = {"step": 1, "records": run.sizes(), "skipped": []}
     run.close()
     run = RunDirectory(config, resume_event=resumed)
-    run.truncate_records()
+    run.truncate_files()
     run.log_metrics({"step": 2})
     run.close()
     folders = (run.path / "wandb").glob("offline-run-*")

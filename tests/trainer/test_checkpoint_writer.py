@@ -29,7 +29,7 @@ from user_files import write_user_code
 
 from asyncrl.cluster.processes import Interrupted
 from asyncrl.config import OptimOptions
-from asyncrl.runlog.manifest import list_checkpoints
+from asyncrl.runlog.manifest import NodeFacts, list_checkpoints
 from asyncrl.trainer.checkpoint_writer import (
     NodeState,
     check_finite,
@@ -260,7 +260,7 @@ def fail_on_two_ranks(rank, folder, model, plain_optimizer) -> dict[str, str]:
     errors["not finite"] = error_of(policy.train_step, share, 12)
     run = SimpleNamespace(run_id="a" * 16, flush=lambda: None)
     node_state = (
-        NodeState(0, run, {"groups": []}, [{"probe": {}, "records": {}}], {}) if rank == 0 else None
+        NodeState(0, run, {"groups": []}, [NodeFacts({}, {}, "")], {}) if rank == 0 else None
     )
     checkpoint = training_state(policy), node_state, WeightWriter(policy), group
     write_checkpoint(Path(folder, "step_1"), *checkpoint)
