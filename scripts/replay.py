@@ -164,7 +164,7 @@ def train(recording: Recording, rank, policy, run) -> None:
     config, clock = rank.config, rank.clock
     num_samples = (recording.first_step - 1) * config.groups_per_step * config.group_size
     if run is not None:
-        run.record("replay", of=str(recording.path), weights_sha256=recording.weights_sha256)
+        run.record_event("replay", of=str(recording.path), weights_sha256=recording.weights_sha256)
     clock.enter("other")
     clock.take()
     with closing(Progress(config.steps)) if run else nullcontext() as progress:
@@ -179,7 +179,7 @@ def train(recording: Recording, rank, policy, run) -> None:
                 account = clock.take()
                 metrics = metrics_of(config, step, groups, stats, account)
                 metrics["samples"] = num_samples
-                run.record("step", step=step, spans=account.spans_s)
+                run.record_event("step", step=step, spans=account.spans_s)
                 run.log_metrics(metrics)
                 progress.show(metrics)
             if config.is_due(step, config.save_every):

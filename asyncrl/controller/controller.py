@@ -56,12 +56,12 @@ class Controller:
         config: Config,
         workers: Workers,
         ticket_source: TicketSource,
-        record: Callable[..., None],
+        record_event: Callable[..., None],
         clock: TrainerClock | None = None,
         num_nodes: int = 1,
         state: ControllerState | None = None,
     ):
-        """`record(event, **fields)` writes an event. `clock` is the trainer's.
+        """`record_event(event, **fields)` writes an event. `clock` is the trainer's.
 
         `num_nodes` nodes share the groups of a step. A resumed run continues from `state`.
         """
@@ -74,7 +74,7 @@ class Controller:
         """Running evaluation; only one runs at a time."""
         self.ended_evaluations: list[Evaluation] = []
         """Evaluations that ended after the last `take_evaluation`."""
-        self.journal = Journal(record)
+        self.journal = Journal(record_event)
         self.lock = threading.Condition()
         """Guards all state, and notifies waiting threads of every change. It is re-entrant."""
         self._stopping = False
@@ -123,7 +123,9 @@ class Controller:
                             self.on_death(worker)
                 case Ready(startup_s):
                     worker.state = "sampling"
-                    self.journal.record("worker_ready", worker=worker.index, startup_s=startup_s)
+                    self.journal.record_event(
+                        "worker_ready", worker=worker.index, startup_s=startup_s
+                    )
                     self.announcements.on_ready(worker)
                 case Finished(trajectories, activity):
                     self.journal.active(worker.index, activity)
@@ -179,7 +181,7 @@ class Controller:
         """Record the evaluation whose last trajectory has arrived. Then announce the weights that waited for it."""
         ended, self.evaluation = self.evaluation, None
         self.ended_evaluations.append(ended)
-        self.journal.record("evaluation", version=ended.version, accuracy=ended.accuracy())
+        self.journal.record_event("evaluation", version=ended.version, accuracy=ended.accuracy())
         if ended.failures().is_reported:
             print(f"warning: evaluation of version {ended.version}: {ended.failures()}", flush=True)
         if deferred := self.announcements.take_deferred():

@@ -18,9 +18,9 @@ class Journal:
     When the clock changes, the later of the two times counts.
     """
 
-    def __init__(self, record: Callable[..., None], clock: Callable[[], int] = unix_ns):
-        """`record(event, **fields)` writes an event. The controller also calls it."""
-        self.record = record
+    def __init__(self, record_event: Callable[..., None], clock: Callable[[], int] = unix_ns):
+        """`record_event(event, **fields)` writes an event. The controller also calls it."""
+        self.record_event = record_event
         self._clock = clock
         # of this node's own workers only
         self._ledgers: dict[int, TimeLedger] = {}
@@ -36,14 +36,14 @@ class Journal:
         """Record that a worker's process is started, perhaps again."""
         if worker not in self._ledgers:
             self._ledgers[worker] = TimeLedger(self._clock())
-        self.record("worker_started", worker=worker, attempt=self._starts[worker])
+        self.record_event("worker_started", worker=worker, attempt=self._starts[worker])
         self._starts[worker] += 1
 
     def died(self, worker: Worker) -> None:
         """Record that a worker has died. This node's workers start again. Until now a worker was in its last state."""
         index = worker.index
         exit_code, tickets = worker.process.exit_code, len(worker.tickets)
-        self.record("worker_died", worker=index, exit_code=exit_code, tickets=tickets)
+        self.record_event("worker_died", worker=index, exit_code=exit_code, tickets=tickets)
         if index in self._ledgers:
             self._reporting.discard(index)
             self._enter(index, "restarting", self._clock())
@@ -59,7 +59,9 @@ class Journal:
         self._enter(worker, self._ledgers[worker].state, report.until)
         if report.changes:
             changes = [(ns / 1e9, state, reason) for ns, state, reason in report.changes]
-            self.record("worker_state", worker=worker, changes=changes, until=report.until / 1e9)
+            self.record_event(
+                "worker_state", worker=worker, changes=changes, until=report.until / 1e9
+            )
 
     def _enter(self, worker: int, state: str, now: int) -> None:
         ledger = self._ledgers[worker]
@@ -68,7 +70,7 @@ class Journal:
     # Results of workers
 
     def trajectory(self, trajectory: Trajectory) -> None:
-        self.record("trajectory", **_summary(trajectory))
+        self.record_event("trajectory", **_summary(trajectory))
 
     def loaded(self, worker: int, message: WeightsLoaded, made_at: float) -> None:
         """Record that a worker has loaded weights, which were announced at `made_at`, monotonic seconds."""
@@ -83,7 +85,7 @@ class Journal:
             }
         )
         broadcast_s = time.monotonic() - made_at
-        self.record(
+        self.record_event(
             "update",
             worker=worker,
             version=message.version,
@@ -131,7 +133,7 @@ class Journal:
         """Record each worker's time; all have ended."""
         self.take_time()
         for worker, ledger in self._ledgers.items():
-            self.record(
+            self.record_event(
                 "worker_time",
                 worker=worker,
                 until=ledger.until / 1e9,

@@ -155,7 +155,7 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
     workers = workers_class(config, placement, model_path, run.path, worker_main)
     controller_class = last_given((plugin.controller for plugin in config.plugins), Controller)
     controller = controller_class(
-        config, workers, tickets, run.record, rank.clock, cluster.num_nodes, controller_state
+        config, workers, tickets, run.record_event, rank.clock, cluster.num_nodes, controller_state
     )
     leader_class, _ = _rank_classes(config)
     leader = leader_class(

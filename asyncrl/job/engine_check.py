@@ -27,7 +27,7 @@ class EngineCheck:
         """
         leader = self._leader
         for mismatch in leader.probe.compare(leader.controller.take_probes()):
-            leader.run.record(
+            leader.run.record_event(
                 "mismatch", worker=mismatch.worker, version=mismatch.version, **mismatch.metrics()
             )
             if self._first_version is None:
@@ -39,7 +39,7 @@ class EngineCheck:
                 raise RuntimeError(problem)
             if not self._has_warned:
                 self._has_warned = True
-                leader.run.record("warning", text=f"step {step}: {problem}")
+                leader.run.record_event("warning", text=f"step {step}: {problem}")
                 print(f"warning: step {step}: {problem}", flush=True)
         self._follow()
 
@@ -48,7 +48,7 @@ class EngineCheck:
         leader = self._leader
         for version, worker in leader.probe.follow():
             arrivals = leader.probe.arrivals[worker]
-            leader.run.record("lag", worker=worker, version=version, **asdict(arrivals.whole))
+            leader.run.record_event("lag", worker=worker, version=version, **asdict(arrivals.whole))
             lag = arrivals.recent
             if not lag.behind > SURE:
                 continue

@@ -65,7 +65,7 @@ class StepLog:
         if self.progress is not None:
             self.progress.close()
             self.clock.take()
-            self.rank.run.record("trainer_time", seconds=seconds(self.clock.total))
+            self.rank.run.record_event("trainer_time", seconds=seconds(self.clock.total))
 
     def write(self, step: int, groups: list[Group] | None, stats: dict[str, float]) -> None:
         """Record the step that just ended; after the last one, wait for its evaluation first. Collective on leaders."""
@@ -82,7 +82,7 @@ class StepLog:
             self.clock.enter("evaluate")  # also where another node's is waited for
         measured_on_nodes = self.rank.cluster.gather(measured)
         self.clock.enter("other")
-        self.rank.run.record(
+        self.rank.run.record_event(
             "step", step=step, spans=account.spans_s, groups=[group.group_id for group in groups]
         )
         if not self.rank.cluster.is_first:

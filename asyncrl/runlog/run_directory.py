@@ -72,9 +72,9 @@ class RunDirectory:
         self._header = {"run_id": self.run_id} | header
         if is_new:
             self._begin()
-            self.record("run_started")
+            self.record_event("run_started")
         else:
-            self.record("run_resumed", **resume_event)
+            self.record_event("run_resumed", **resume_event)
 
     def _open(self, names: Iterable[str], is_buffered: bool) -> dict[str, RecordFile]:
         """Open records by name. Raises ValueError if another process still writes them."""
@@ -146,7 +146,7 @@ class RunDirectory:
         if self._mirror is not None:
             self._mirror.log(metrics, step=int(metrics["step"]))
 
-    def record(self, event: str, **fields) -> None:
+    def record_event(self, event: str, **fields) -> None:
         """Append an event, stamped with the time."""
         self._files["events"].append({"event": event, "time": time.time(), **fields})
 
@@ -160,7 +160,7 @@ class RunDirectory:
         A resume that ends before `truncate_files` leaves the records unchanged.
         """
         reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-        self.record(
+        self.record_event(
             "run_ended", status="finished" if error is None else "ended early", reason=reason
         )
         for file in self._files.values():

@@ -78,7 +78,9 @@ class SwarmController(Controller):
                 scores_probe=scores_probe,
             )
             self.workers.join(worker)
-            self.journal.record("worker_started", worker=worker.index, attempt=0, machine=host)
+            self.journal.record_event(
+                "worker_started", worker=worker.index, attempt=0, machine=host
+            )
             return worker
 
     def on_message(self, worker: Worker, message) -> None:

@@ -70,12 +70,12 @@ class Host:
 class Members:
     """The hosts of a node. Its thread adds and removes them; other threads ask."""
 
-    def __init__(self, record: Callable[..., None]):
-        """`record(event, **fields)` writes an event."""
+    def __init__(self, record_event: Callable[..., None]):
+        """`record_event(event, **fields)` writes an event."""
         self.hosts: dict[bytes, Host] = {}
         """Hosts that are there, by identity."""
         self.counts: Counter[str] = Counter()
-        self._record = record
+        self._record_event = record_event
         self._identities: dict[int, bytes] = {}  # by worker, also of hosts that have left
         self._shut_out: set[bytes] = set()
         self._reported_at = time.monotonic()
@@ -103,7 +103,7 @@ class Members:
         del self.hosts[host.identity]
         self.counts.update(host.take_megabytes() | {"leaves": 1})
         tickets = sum(len(worker.tickets) for worker in host.engines.values())
-        self._record("machine_left", machine=host.name, why=why, tickets=tickets)
+        self._record_event("machine_left", machine=host.name, why=why, tickets=tickets)
         print(f"swarm: {host.name} {why}; its {tickets} tickets are issued again", flush=True)
 
     def identity_of(self, worker: int) -> bytes:
@@ -137,7 +137,7 @@ class Members:
             if counts["trajectories"]:
                 measured["lag"] = counts["lags"] / counts["trajectories"]
             workers = [worker.index for worker in host.engines.values()]
-            self._record("machine", machine=host.name, workers=workers, **measured)
+            self._record_event("machine", machine=host.name, workers=workers, **measured)
             if len(hosts) <= MAX_NAMED:
                 metrics |= {f"{host.name}/{name}": value for name, value in measured.items()}
         metrics |= {name: self.counts[name] for name in COUNTS}

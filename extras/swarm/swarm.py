@@ -68,8 +68,8 @@ class Swarm:
 
         Raises ValueError if the address is taken, or snapshots cannot be written to --swarm.snapshots.
         """
-        self.config, self.record, self._model_path = config, run.record, model_path
-        self.admission, self.members = Admission(config, model_path), Members(run.record)
+        self.config, self.record_event, self._model_path = config, run.record_event, model_path
+        self.admission, self.members = Admission(config, model_path), Members(run.record_event)
         snapshots = f"{config.swarm.snapshots}/{run.path.relative_to(config.runs_dir)}"
         self._writer = SnapshotWriter(snapshots) if config.swarm.snapshots else None
         self.hub = Hub(address, keys)
@@ -152,7 +152,7 @@ class Swarm:
         elif isinstance(answer, Welcome):
             host.clock_ahead_s = join.unix_time - time.time()
             self.members.add(host)
-            self.record("machine_joined", machine=host.name)
+            self.record_event("machine_joined", machine=host.name)
             print(f"swarm: {host.name} has joined", flush=True)
         host.link.send(answer)
 

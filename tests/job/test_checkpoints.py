@@ -75,7 +75,7 @@ def start(tmp_path, model, one_rank):
             probe=Probe(config, saved),
             watch=NodeWatch(Cluster(), lambda: "no stacks"),
         )
-        rank.run.record("worker_ready", worker=0)
+        rank.run.record_event("worker_ready", worker=0)
         try:
             checkpoints = Checkpoints(rank, load(config))
             checkpoints.restore_policy_and_files()

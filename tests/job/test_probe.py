@@ -92,7 +92,7 @@ class Leader:
     def is_believed(self, worker):
         return worker != JOINED
 
-    def record(self, event, **fields):
+    def record_event(self, event, **fields):
         self.events.append((event, fields))
 
     def mismatches(self):

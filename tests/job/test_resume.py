@@ -198,7 +198,7 @@ def ended(tmp_path):
     run = RunDirectory(config, 2)
     for step in (1, 2):
         run.log_metrics({"step": step})
-        run.record("step", step=step)
+        run.record_event("step", step=step)
         run.log_sample(step=step)
         if step == 1:
             resumed = {"step": 1, "records": run.sizes(), "skipped": []}

@@ -37,7 +37,7 @@ def test_a_run_that_ended_before_its_first_step_gives_its_name_back_and_no_other
     assert [event["event"] for event in read(run.path / "events.jsonl")] == ["run_started"]
     with pytest.raises(ValueError, match=TAKEN):
         make_run(tmp_path, node_folder=node_folder)  # it has made no step, but may be about to
-    run.record("step", step=1)
+    run.record_event("step", step=1)
     run.close()
     with pytest.raises(ValueError, match=TAKEN):
         make_run(tmp_path, node_folder=node_folder)
@@ -51,14 +51,14 @@ def test_a_run_records_how_it_was_made_and_ended_and_every_line_is_json_on_disk_
     assert "/" not in header["command"][0], "where python lies is nobody's business"
     run.log_metrics({"step": 1, "a": float("nan"), "b": np.float32(0.5), "c": float("inf")})
     assert read(run.path / "metrics.jsonl") == [{"step": 1, "a": None, "b": 0.5, "c": None}]
-    run.record("trajectory", reward=np.float64(0.5), turns=((1.0, 2.5, 3.0),))
+    run.record_event("trajectory", reward=np.float64(0.5), turns=((1.0, 2.5, 3.0),))
     event = read(run.path / "events.jsonl")[1]
     assert (event["event"], event["reward"]) == ("trajectory", 0.5)
     assert event["turns"] == [[1.0, 2.5, 3.0]] and event["time"] > 0
     run.close(RuntimeError("no batch\nand more"))
     ended = read(run.path / "events.jsonl")[-1]
     assert (ended["status"], ended["reason"]) == ("ended early", "RuntimeError: no batch")
-    run.record("a record that comes after the end is no error")
+    run.record_event("a record that comes after the end is no error")
 
 
 def test_a_line_with_half_a_character_can_be_read_and_has_all_its_fields(tmp_path):
@@ -78,6 +78,6 @@ def test_a_directory_that_is_deleted_under_a_run_and_a_full_disk_end_it_at_the_n
     with pytest.raises(OSError, match=rf"one/metrics\.jsonl {was_deleted}"):
         run.log_metrics({"step": 1})
     with pytest.raises(OSError, match=rf"node_1/events\.jsonl {was_deleted}"):
-        node.record("update", worker=0)
+        node.record_event("update", worker=0)
     with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
         RecordFile(Path("/dev/full")).append({"step": 1})

@@ -27,18 +27,20 @@ def write_run(folder, num_steps=8, spans=usual_spans, evaluation_tokens=0, **opt
     usual |= {"model": folder_of("1.7b"), "runs_dir": str(folder), "run_name": "one"}
     directory = RunDirectory(Config(**usual | options), num_ranks=1)
     evaluation = {"group": -1, "tokens": evaluation_tokens, "worker": 0}
-    directory.record("trajectory", time=-1.0, **evaluation | {"tokens": 100 * evaluation_tokens})
+    directory.record_event(
+        "trajectory", time=-1.0, **evaluation | {"tokens": 100 * evaluation_tokens}
+    )
     now = 0.0
     for step in range(1, num_steps + 1):
         step_s = 2.0 if step <= num_steps / 2 else 1.0
         now += step_s
-        directory.record("step", time=now, step=step, groups=[step])
-        directory.record("trajectory", time=now, **evaluation)
+        directory.record_event("step", time=now, step=step, groups=[step])
+        directory.record_event("trajectory", time=now, **evaluation)
         for worker, start, end in spans(step):
             span = {"worker": worker, "started_at": start, "ended_at": end}
-            directory.record("trajectory", time=now, group=step, tokens=50, **span)
+            directory.record_event("trajectory", time=now, group=step, tokens=50, **span)
         for seconds in (0.6, 0.8):
-            directory.record("update", time=now + 0.01, broadcast_s=seconds)
+            directory.record_event("update", time=now + 0.01, broadcast_s=seconds)
         metrics = {
             "step": step,
             "tokens/trained": 200.0,

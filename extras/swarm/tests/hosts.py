@@ -124,12 +124,12 @@ def running(
     events, model = [], tmp_path / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(MODEL_CONFIG)
-    record = lambda event, **fields: events.append({"event": event, **fields})  # noqa: E731
+    record_event = lambda event, **fields: events.append({"event": event, **fields})  # noqa: E731
     own = tuple(WorkerPlacement(i, None, None, 1, 0.0) for i in range(num_own))
     placement = Placement((None,), 1, own, "shm")
     workers = SwarmWorkers(config, placement, "fine", tmp_path, run_fake_worker)
-    controller = SwarmController(config, workers, BaselineTickets(config, prompts), record)
-    directory = SimpleNamespace(record=record, path=Path(config.runs_dir) / "run")
+    controller = SwarmController(config, workers, BaselineTickets(config, prompts), record_event)
+    directory = SimpleNamespace(record_event=record_event, path=Path(config.runs_dir) / "run")
     swarm = Swarm(config, str(model), listen, make_key(tmp_path / "swarm.key"), directory)
     controller.swarm = swarm
     specs = [ParameterSpec("w", torch.float32, (num_floats,))]
