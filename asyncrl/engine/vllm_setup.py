@@ -141,7 +141,7 @@ def engine_options(spec: WorkerSpec) -> dict:
         "generation_config": "vllm",
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": spec.transport},
-        "worker_extension_cls": "asyncrl.engine.extension.EngineExtension",
+        "worker_extension_cls": "asyncrl.engine.engine_extension.EngineExtension",
     }
     for plugin in config.plugins:
         options |= plugin.engine_options(on_cpu)

@@ -77,7 +77,7 @@ class SharedBuffer:
 
 
 class ShmTransport(BufferedTransport):
-    """The trainer's end. It makes both buffers. extension.py has the engine's end."""
+    """The trainer's end. It makes both buffers. shm_engine.py has the engine's end."""
 
     def __init__(self, specs: list[ParameterSpec]):
         super().__init__(specs, num_buffers=2)

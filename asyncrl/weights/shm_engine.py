@@ -1,6 +1,6 @@
 """The engine's end of shm.py, in vLLM's engine process. The import of this module registers it with vLLM as `shm`.
 
-It imports vllm, so only asyncrl/engine/extension.py imports it.
+It imports vllm, so only asyncrl/engine/engine_extension.py imports it.
 """
 
 import logging

@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
-import asyncrl.weights.extension  # noqa: F401
+import asyncrl.weights.shm_engine  # noqa: F401
 from asyncrl.cluster.processes import exit_with_parent
 from asyncrl.cluster.stacks import write_stacks_to
 
