@@ -160,8 +160,9 @@ class RolloutWorker:
     async def _load_weights(self, message: LoadWeights) -> None:
         """Load new weights and report. The probe is scored while sampling continues, and before the next update."""
         await asyncio.gather(*self._probe_tasks)
-        is_sent = self.spec.transport == "nccl"  # with other transports an engine reads the weights
-        receiving = functools.partial(self.connection.send, Receiving()) if is_sent else None
+        receiving = None
+        if self.spec.receives_weights:
+            receiving = functools.partial(self.connection.send, Receiving())
         pause_s = await self.proxy.load_weights(message.version, message.update_infos, receiving)
         self.connection.send(
             WeightsLoaded(

@@ -53,6 +53,11 @@ class WorkerSpec:
     sockets_path: str | None = None
     """Folder for vLLM's sockets and temporary files, removed with the run; None: vLLM's default."""
 
+    @property
+    def receives_weights(self) -> bool:
+        """Return whether the trainer sends weights to the engine. With other transports the engine reads them."""
+        return self.transport == "nccl"
+
 
 @dataclass(frozen=True)
 class Placement:
