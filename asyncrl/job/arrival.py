@@ -26,7 +26,7 @@ TOLERATED = 1 / 3
 
 
 @dataclass(frozen=True)
-class Lag:
+class EngineLag:
     """Distance of an engine behind the version that it reports."""
 
     lag: float
@@ -41,7 +41,7 @@ class Lag:
     """Standard errors by which `lead` exceeds `lag`."""
 
 
-def measure_lag(products: np.ndarray, squares: np.ndarray) -> Lag | None:
+def measure_lag(products: np.ndarray, squares: np.ndarray) -> EngineLag | None:
     """Return the lag of an engine from sums over publishes, [2, N] float64 each, for lag and lead of N tokens.
 
     Returns None if no weight has changed.
@@ -60,7 +60,7 @@ def measure_lag(products: np.ndarray, squares: np.ndarray) -> Lag | None:
         error = np.linalg.norm(weights @ errors)
         return float(weights @ slopes / max(error, np.finfo(float).tiny))
 
-    return Lag(
+    return EngineLag(
         float(lag),
         float(np.linalg.norm(errors[0])),
         float(lead),
@@ -94,11 +94,11 @@ class Arrivals:
         self._recent = self._recent + sums
 
     @property
-    def whole(self) -> Lag | None:
+    def whole(self) -> EngineLag | None:
         """Return the lag over all compared versions."""
         return measure_lag(*self._whole)
 
     @property
-    def recent(self) -> Lag | None:
+    def recent(self) -> EngineLag | None:
         """Return the lag since the engine was last nearer to its version than to older ones."""
         return measure_lag(*self._recent)

@@ -41,12 +41,12 @@ class EngineCheck:
                 self._has_warned = True
                 leader.run.record_event("warning", text=f"step {step}: {problem}")
                 print(f"warning: step {step}: {problem}", flush=True)
-        self._follow()
+        self._check_lag()
 
-    def _follow(self) -> None:
+    def _check_lag(self) -> None:
         """Look whether engines have older weights than they say. Raises RuntimeError if one surely has."""
         leader = self._leader
-        for version, worker in leader.probe.follow():
+        for version, worker in leader.probe.compare_neighbours():
             arrivals = leader.probe.arrivals[worker]
             leader.run.record_event("lag", worker=worker, version=version, **asdict(arrivals.whole))
             lag = arrivals.recent

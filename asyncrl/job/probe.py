@@ -183,9 +183,9 @@ class Probe:
             self._waiting[version, worker] = np.concatenate(probed[version][worker].logprobs)
         return mismatches
 
-    def follow(self) -> list[tuple[int, int]]:
+    def compare_neighbours(self) -> list[tuple[int, int]]:
         """Compare engines with the trainer's versions before and after, too. Returns each new version and worker."""
-        followed = []
+        compared = []
         for version, worker in sorted(key for key in self._waiting if key[0] + 1 in self._scores):
             engine = self._waiting.pop((version, worker))
             scores = [self._scores.get(version + step) for step in (-2, -1, 0, 1)]
@@ -197,8 +197,8 @@ class Probe:
             if lag := arrivals.whole:
                 metrics = {"mismatch/lag": lag.lag, "mismatch/lag_error": lag.lag_error}
                 self._newest.setdefault(worker, {}).update(metrics)
-                followed.append((version, worker))
-        return followed
+                compared.append((version, worker))
+        return compared
 
     def take_newest(self) -> list[dict[str, float]]:
         """Take the newest metrics of each worker that was compared since the last call."""
