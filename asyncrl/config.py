@@ -302,12 +302,16 @@ class Config:
     router_replay: Annotated[bool, REPLAY] = False
     """Route each token of a mixture of experts to the experts that the engine chose (R3, extras/router_replay)."""
     save_memory: Annotated[
-        tuple[Literal["auto", "head", "activations", "optimizer"], ...], RESUME, HOST, REPLAY
+        tuple[Literal["auto", "layers", "head", "activations", "optimizer"], ...],
+        RESUME,
+        HOST,
+        REPLAY,
     ] = ("auto",)
-    """`head` gathers embedding and head for each micro-batch anew, and reduces their gradients in each; `activations`
-    keeps only each layer's input for the backward pass, 1/3 more computation; `optimizer` keeps float32 weights,
-    gradients and optimizer state in host memory, 16 bytes per parameter with AdamW; never the gradient. `auto` saves on
-    GPUs as much as the memory plan needs, by `head` and smaller micro-batches first."""
+    """`layers` gathers each layer's weights twice a micro-batch, not once an update; `head` does so with embedding and
+    head, and reduces their gradients in each; `activations` keeps only each layer's input for the backward pass, 1/3
+    more computation; `optimizer` keeps float32 weights, gradients and optimizer state in host memory, 16 bytes per
+    parameter with AdamW; never the gradient. `auto` saves on GPUs as much as the memory plan needs, by `layers`, `head`
+    and smaller micro-batches first."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What trainer and engine compute in. `auto` is bfloat16 on GPUs, which take no float32. On a CPU it measures a
     layer, and is bfloat16 if that is 1.2 times as fast as float32. float16 rounds 8 times less, and its loss is scaled

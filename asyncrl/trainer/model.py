@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -105,6 +106,8 @@ def load_model(
         recompute_layers(layers)
     parts = [*layers, *embedding_apart(config, model), module]
     shard(parts, mesh, compute_dtype(config, device), offload)
+    if is_trained and "layers" not in config.save_memory:
+        module.set_reshard_after_forward(False)
     module.to_empty(device="cpu" if offload else device)
     _move_buffers(model, device)
     _fill_from_rank_0(model, path, dtype, initial_adapters(model, config.seed))
@@ -309,3 +312,10 @@ def shard(
     )
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offloaded)
+
+
+def free_gathered_weights(module: nn.Module) -> None:
+    """Make each FSDP module of a model keep only its shards."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

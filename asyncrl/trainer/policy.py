@@ -25,7 +25,13 @@ from asyncrl.trainer.lag_stats import TokenStats, staleness_metrics
 from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
 from asyncrl.trainer.lora import without_adapters
 from asyncrl.trainer.loss_choice import choose_loss
-from asyncrl.trainer.model import WholeWeights, load_model, trained_names, trainer_mesh
+from asyncrl.trainer.model import (
+    WholeWeights,
+    free_gathered_weights,
+    load_model,
+    trained_names,
+    trainer_mesh,
+)
 from asyncrl.trainer.optimizer import (
     OptimizerState,
     learning_rate,
@@ -170,8 +176,7 @@ class Policy(WholeWeights):
         logprobs = [
             self.forward(self.module, microbatch, raw).logprobs.cpu() for microbatch in packed
         ]
-        # FSDP keeps the root's weights gathered for a backward pass, and there is none
-        self.module.reshard()
+        free_gathered_weights(self.module)  # FSDP keeps them for a backward pass, and there is none
         return logprobs[: len(microbatches)]
 
     def pack_to_train(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
@@ -233,7 +238,7 @@ class Policy(WholeWeights):
         total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         num_added_before = stats.num_added
         for index, microbatch in enumerate(microbatches):
-            self._set_gradient_exchange(is_last=index == len(microbatches) - 1)
+            self._set_exchange(is_last=index == len(microbatches) - 1)
             per_token_loss = self._per_token_loss(microbatch, progress, all_tokens, stats)
             weights = token_weights(microbatch.trajectory_lengths, totals, self.config)
             summed = (per_token_loss * weights).sum()
@@ -246,14 +251,20 @@ class Policy(WholeWeights):
         lr = learning_rate(self.config, self.num_updates, policy_version + progress, ess)
         return self._step(float(self.sum_over_ranks(total_loss)), lr)
 
-    def _set_gradient_exchange(self, is_last: bool) -> None:
-        """Choose which gradients FSDP exchanges after the next micro-batch, by whether it is the update's last."""
+    def _set_exchange(self, is_last: bool) -> None:
+        """Choose the gradients that FSDP exchanges and the weights that it frees after the next micro-batch.
+
+        `is_last`: it is the update's last, after which all weights are freed. The optimizer then changes the shards.
+        """
         # Replicas sum gradients once an update. Ranks of one replica sum them each time, to keep shards only.
         self.module.set_requires_all_reduce(is_last)
-        if "head" not in self.config.save_memory:
+        saved = self.config.save_memory
+        if "layers" not in saved:
+            self.module.set_reshard_after_backward(is_last)
+        self.module.set_reshard_after_backward(is_last or "head" in saved, recurse=False)
+        if "head" not in saved:
             # Nothing hides the root's exchange (embedding and head), so it happens once an update.
             self.module.set_requires_gradient_sync(is_last, recurse=False)
-            self.module.set_reshard_after_backward(is_last, recurse=False)
 
     def _totals(self, microbatches: list[MicroBatch]) -> UpdateTotals:
         """Count the trained tokens, sequences and trajectories of an update, on all ranks; collective."""
@@ -388,7 +399,10 @@ def _loss_inputs(microbatch: MicroBatch, logprobs: Tensor, progress: float) -> L
 
 
 def load_policy(
-    config: Config, model_path: str, device: torch.device, clock: TrainerClock | None = None
+    config: Config,
+    model_path: str,
+    device: torch.device,
+    clock: TrainerClock | None = None,
 ) -> Policy:
     """Load a model's folder on `device`, sharded over all ranks of the process group; collective.
 

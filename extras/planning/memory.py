@@ -129,8 +129,9 @@ def alone_items(
 def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: int) -> list[Item]:
     """Return the additional memory of one trainer rank at the peak of a step, in the backward pass.
 
-    Fused AdamW has no temporaries. An offloaded one runs in host memory, where the gradients then are, too. Other
-    layers' gathered weights are freed before. extras/planning/tests/test_memory_of_a_step.py counts all this.
+    Fused AdamW has no temporaries. An offloaded one runs in host memory, where the gradients then are, too. With
+    `layers` other layers' gathered weights are freed before. extras/planning/tests/test_memory_of_a_step.py counts all
+    this.
     """
     backward = _pass_items(config, shape, num_ranks)
     if "optimizer" in config.save_memory:
@@ -181,6 +182,9 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
         Item("activations", tokens * shape.num_layers * of_layer, how),
         max(in_head, in_layer, key=lambda item: item.num_bytes),
     ]
+    if "layers" not in config.save_memory:
+        kept = shape.num_parameters - shape.root_parameters
+        items.append(Item("gathered layers", 2 * kept, f"{kept / 1e6:.0f} M parameters × 2 B"))
     # torch makes a bias of the mask in every layer, and keeps it for the backward pass
     if shape.needs_mask:
         copies = 1 + 2 * (1 if is_recomputed else shape.num_layers)
@@ -192,8 +196,8 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
 def ways_to_fit(config: Config) -> list[Config]:
     """Return the options, or if --save-memory is auto the options with all combinations of savings, cheapest first.
 
-    Savings in the order of their cost: gathering embedding and head in each micro-batch; smaller micro-batches; weights
-    staged in host memory if --weight-sync is auto; recomputation; the optimizer in host memory.
+    Savings in the order of their cost: gathering layers in each micro-batch; embedding and head, too; smaller
+    micro-batches; weights staged in host memory if --weight-sync is auto; recomputation; the optimizer in host memory.
     """
     if "auto" not in config.save_memory:
         return [config]
@@ -202,9 +206,11 @@ def ways_to_fit(config: Config) -> list[Config]:
         (config.weight_sync, "shm" if config.weight_sync == "auto" else config.weight_sync)
     )
     return [
-        replace(config, save_memory=head + save, weight_sync=sync, max_tokens_per_microbatch=tokens)
-        for save, sync, tokens, head in itertools.product(
-            savings, syncs, budgets(config), ((), ("head",))
+        replace(
+            config, save_memory=freed + save, weight_sync=sync, max_tokens_per_microbatch=tokens
+        )
+        for save, sync, tokens, freed in itertools.product(
+            savings, syncs, budgets(config), ((), ("layers",), ("layers", "head"))
         )
     ]
 
@@ -468,7 +474,7 @@ def _refusal(config: Config, gpu: Gpu, lines: list[str], short: float) -> str:
 
 
 def _ways_out(config: Config) -> str:
-    is_saving = {"head", "activations", "optimizer"} <= set(config.save_memory)
+    is_saving = {"layers", "head", "activations", "optimizer"} <= set(config.save_memory)
     ways = [] if is_saving else ["--save-memory head activations optimizer"]
     ways += [
         "a lower --max-tokens-per-microbatch",

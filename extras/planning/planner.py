@@ -295,14 +295,20 @@ def training_s(job: Job, cluster: Cluster, t: Training) -> float:
     byte_s = (1 - 1 / t.shards) / (shard_link * 1e9)
     root, passes = 2 * job.shape.root_parameters, job.extra_passes
     root_gradients = 0 if config.lora_rank else 2 * root
-    layers_s = byte_s * ((weights - root) * (passes + 2) + 4 * trained - root_gradients)
+    reductions_s = byte_s * (4 * trained - root_gradients)
+    gathers_s = byte_s * (weights - root)
     replica_s = 2 * 4 * trained / t.shards * (1 - t.shards / t.ranks) / (replica_link * 1e9)
     count = config.minibatches * math.ceil(
         job.read_tokens / (t.ranks * config.minibatches * t.microbatch)
     )
+    reference_passes = config.kl_coef > 0 and not config.lora_rank  # of a second model
     exchanges, root_passes = count, passes
-    if "head" not in t.save_memory:  # only the reference, a second model, gathers more
-        exchanges, root_passes = config.minibatches, config.kl_coef > 0 and not config.lora_rank
+    if "head" not in t.save_memory:
+        exchanges, root_passes = config.minibatches, reference_passes
+    num_gathers = count * (passes + 2)
+    if "layers" not in t.save_memory:
+        num_gathers = config.minibatches + count * reference_passes
+    layers_s = num_gathers * gathers_s + count * reductions_s
     root_s = byte_s * (exchanges * (root + root_gradients) + count * root_passes * root)
     adamw_s = config.minibatches * ADAMW_BYTES * trained / t.shards / pool.hbm_bytes_per_s
     # for each pass shards come from the host, float32, and gradients go there
@@ -311,7 +317,7 @@ def training_s(job: Job, cluster: Cluster, t: Training) -> float:
         adamw_s = moved / t.shards / HOST_BYTES_PER_S
     replicas_s, publish_s = config.minibatches * replica_s, weights * byte_s
     host_s = count * job.shape.num_layers * HOST_LAYER_S * num_passes(job, t) / 3
-    step_s = max(compute_s(job, t), count * layers_s, host_s)
+    step_s = max(compute_s(job, t), layers_s, host_s)
     return step_s + root_s + replicas_s + adamw_s + publish_s
 
 

@@ -38,7 +38,7 @@ from asyncrl.trainer.lag_stats import TokenStats
 from asyncrl.trainer.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-ALL_SAVED = ("head", "activations", "optimizer")
+ALL_SAVED = ("layers", "head", "activations", "optimizer")
 VALUES = {
     "advantage": "gae",
     "advantage_options": AdvantageOptions(
@@ -203,6 +203,22 @@ def test_to_save_memory_leaves_the_gradient_of_each_family_as_it_is(family, tmp_
     assert relative_error(*gradients) < 1e-5
 
 
+def test_no_pass_reads_weights_of_before_an_update(model):
+    """Passes without gradients leave weights gathered, before the updates of a step and between two steps."""
+    steps = []
+    for save_memory in ((), ALL_SAVED[:2]):
+        policy = load(make_config(model, save_memory=save_memory, **THREE_UPDATES))
+        scores = []
+        for version in range(2):
+            updates = [grouped_sequences(3, 2, seed=9 * version + update) for update in range(3)]
+            make_step(policy, updates, 40)
+            scores += policy.logprobs_of([random_sequences(3)])
+            scores += weights_of(policy).values()
+        steps.append(scores)
+    for kept, freed in zip(*steps, strict=True):
+        assert torch.equal(kept, freed)
+
+
 # Several ranks
 
 
@@ -224,7 +240,7 @@ ON_TWO_RANKS = {
     },
     "replicas": {"replicas": 2, "algo": "m2po", "optim": OptimOptions(scale_lr_by_ess=True)},
     "untied": {"minibatches": 2},
-    "untied, head apart": {"minibatches": 2, "save_memory": ("head",)},
+    "untied, freed": {"minibatches": 2, "save_memory": ("layers", "head")},
 }
 """Options of a step of 15 sequences in 5 groups, or of one sequence in each update."""
 
@@ -270,7 +286,7 @@ def check_on_two_ranks(rank, models, names):
         exchanges[name] = exchanged.counts
     if "replicas" in names:
         check_sums_of_replicas(exchanges["replicas"])
-        check_head_and_embedding(exchanges["untied"], exchanges["untied, head apart"])
+        check_gathered(exchanges["untied"], exchanges["untied, freed"])
         for lora_rank in (0, 4):
             check_sent(load(make_config(models[0], dtype="bfloat16", lora_rank=lora_rank)))
 
@@ -282,14 +298,15 @@ def check_sums_of_replicas(counts):
     assert sum(sums) == 3
 
 
-def check_head_and_embedding(kept, apart):
-    """Both are gathered and reduced once an update, or to save memory in each micro-batch.
+def check_gathered(kept, freed):
+    """All weights are gathered once an update, or to save memory in each pass over a micro-batch.
 
-    The first update begins with what the pass for proximal log-probs has gathered; layers exchange the same.
+    Gradients of embedding and head are reduced as often, those of layers in each micro-batch. The first update begins
+    with what the pass for proximal log-probs has gathered.
     """
     embedding, head = 4 * VOCAB * 64, 4 * (VOCAB * 64 + 64)  # with the last norm
     gather, reduce = "_allgather_base", "_reduce_scatter_base"
-    num_microbatches = apart[reduce, embedding // 2]
+    num_microbatches = freed[reduce, embedding // 2]
     assert num_microbatches > 2, "the updates"
     root = Counter({(gather, embedding + head): 2, (reduce, (embedding + head) // 2): 2})
     parts = Counter(
@@ -300,8 +317,12 @@ def check_head_and_embedding(kept, apart):
             (reduce, head // 2): num_microbatches,
         }
     )
-    assert root <= kept and parts <= apart
-    assert kept - root == apart - parts
+    assert root <= kept and parts <= freed
+    layers_kept, layers_freed = kept - root, freed - parts
+    (layer,) = {key for key in layers_kept if key[0] == gather}
+    assert layers_kept.pop(layer) == 2 * 2, "layers, updates"
+    assert layers_freed.pop(layer) == 2 * 3 * num_microbatches, "layers, passes"
+    assert layers_kept == layers_freed
 
 
 def check_sent(policy):

@@ -64,7 +64,7 @@ def check_command(command, monkeypatch):
     assert start.startswith("to start it, without --dry-run: torchrun --nproc-per-node 4")
     assert ("--nnodes 2 " in start) == (num_machines == 2)
     assert read_options(shlex.split(words)) == config
-    assert "so: --save-memory head --max-tokens-per-microbatch 4096" in lines
+    assert "so: --save-memory layers head --max-tokens-per-microbatch 4096" in lines
     assert re.search(
         r"^step: about [\d.]+ s; training [\d.]+, sampling [\d.]+, weights", lines, re.M
     )

@@ -106,7 +106,7 @@ def smallest_gib(config, shape, placed, sharing, used_gib):
 
 
 OPTIONS = {
-    "save_memory": ((), ("activations",), ("head", "activations", "optimizer")),
+    "save_memory": ((), ("activations",), ("layers", "head", "activations", "optimizer")),
     "max_running_requests": (8, 64),
     "lora_rank": (0, 0, 16),
     "kl_coef": (0.0, 0.0, 0.1),
@@ -203,7 +203,7 @@ def test_a_run_fits_itself_into_what_it_sees_and_prints_the_arithmetic(monkeypat
     placed = place(config, 8, 64, 4)
     given = (config, placed, folder_of("8b"), cluster)
     fitted, placement = last_given((plugin.fit_memory(*given) for plugin in config.plugins), None)
-    assert (fitted.save_memory, fitted.max_tokens_per_microbatch) == (("head",), 4096)
+    assert (fitted.save_memory, fitted.max_tokens_per_microbatch) == (("layers", "head"), 4096)
     assert placement == placed
     assert "host memory of a machine: 122.05 GiB" in capsys.readouterr().out
     monkeypatch.setattr("extras.planning.fit.free_host_bytes", lambda: 100 * GIB)

@@ -35,7 +35,7 @@ USUAL = {
     "max_tokens_per_microbatch": NUM_TOKENS,
     "compile": False,
 }
-RECOMPUTED = {"save_memory": ("head", "activations")}
+RECOMPUTED = {"save_memory": ("layers", "head", "activations")}
 FEW_SEQUENCES = {"minibatches": 2, "max_tokens_per_microbatch": 1 << 20}
 """A rank has eight sequences of each update, less than its budget."""
 
@@ -82,14 +82,19 @@ def sharded(model_config, config: Config, mesh) -> TokenLogprobs:
     module = TokenLogprobs(model)
     parts = [*layers, *embedding_apart(config, model), module]
     shard(parts, mesh, torch.bfloat16, False)
+    if "layers" not in config.save_memory:
+        module.set_reshard_after_forward(False)
     return module
 
 
 def make_pass(module: TokenLogprobs, config: Config, is_last: bool) -> None:
     """Make a forward and backward pass of a micro-batch, as Policy does."""
-    if "head" not in config.save_memory:
+    saved = config.save_memory
+    if "layers" not in saved:
+        module.set_reshard_after_backward(is_last)
+    module.set_reshard_after_backward(is_last or "head" in saved, recurse=False)
+    if "head" not in saved:
         module.set_requires_gradient_sync(is_last, recurse=False)
-        module.set_reshard_after_backward(is_last, recurse=False)
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
     flat = torch.zeros(NUM_TOKENS, dtype=torch.int64)
     scored = module(flat[None], flat[None], flat, flat, sampling)

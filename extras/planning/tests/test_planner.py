@@ -262,13 +262,17 @@ def seconds_of_training(j, c, t):
     reduce_s = 4 * (trained - reduced) * byte_s
     budget = t.ranks * t.microbatch
     count = config.minibatches * math.ceil(read_tokens(j) / config.minibatches / budget)
-    layers_s = count * ((2 + num_scored(j)) * gather_s + reduce_s)
+    references = count * (config.kl_coef > 0 and config.lora_rank == 0)
+    gathers = config.minibatches + references
+    if "layers" in t.save_memory:
+        gathers = count * (2 + num_scored(j))
+    layers_s = gathers * gather_s + count * reduce_s
     root_s = (2 * root + 4 * reduced) * byte_s
     if "head" in t.save_memory:
         root_s = count * (root_s + num_scored(j) * 2 * root * byte_s)
     else:
         root_s *= config.minibatches
-        root_s += count * (config.kl_coef > 0 and config.lora_rank == 0) * 2 * root * byte_s
+        root_s += references * 2 * root * byte_s
     hbm = t.pool.hbm_gb_per_s * 1e9 * t.pool.hbm_efficiency
     adamw_s = config.minibatches * 28 * trained / t.shards / hbm
     if "optimizer" in t.save_memory:
