@@ -35,19 +35,24 @@ def choose_dtype(dtype: str, model: PreTrainedConfig, num_parameters: int) -> tu
 def measure_rates(model: PreTrainedConfig) -> dict[str, float]:
     """Return the speed of a model's largest linear layer by dtype, GFLOP/s.
 
-    The dtypes alternate, and the best product counts: other processes can only make one slower.
+    The dtypes alternate, and the best product counts: other processes can only make one slower. The first products are
+    not timed, because the library compiles its kernel in them.
     """
     text = model.get_text_config()
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    tensors = torch.randn(NUM_TOKENS, text.hidden_size), torch.randn(width, text.hidden_size)
+    inputs, weight = torch.randn(NUM_TOKENS, text.hidden_size), torch.randn(width, text.hidden_size)
     operations = 2 * NUM_TOKENS * text.hidden_size * width
-    rates = {"float32": 0.0, "bfloat16": 0.0}
+    tensors = {}
+    for name in ("float32", "bfloat16"):
+        dtype = getattr(torch, name)
+        tensors[name] = inputs.to(dtype), weight.to(dtype)
+        linear(*tensors[name])
+    rates = dict.fromkeys(tensors, 0.0)
     end = time.perf_counter() + DURATION_S
-    while time.perf_counter() < end:
-        for name in rates:
-            inputs, weight = (tensor.to(getattr(torch, name)) for tensor in tensors)
+    while min(rates.values()) == 0 or time.perf_counter() < end:
+        for name, arguments in tensors.items():
             start = time.perf_counter()
-            linear(inputs, weight)
+            linear(*arguments)
             elapsed = time.perf_counter() - start
             rates[name] = max(rates[name], operations / elapsed / 1e9)
     return rates
