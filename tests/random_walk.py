@@ -209,6 +209,12 @@ class Walk:
             num_given = sum(ticket.num_members for ticket in process.given.values())
             is_batch = self.config.scheduling == "batch"
             assert num_given <= self.config.max_running_requests or is_batch
+        own = [
+            worker.process for worker in self.controller.workers if worker.index < self.num_workers
+        ]
+        assert self.controller.is_idle() == all(
+            process.is_told or process.is_suspended for process in own
+        )
 
     def _events_of_workers(self):
         for worker in list(self.controller.workers):

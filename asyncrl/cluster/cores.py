@@ -5,6 +5,8 @@ import socket
 from contextlib import ExitStack
 from dataclasses import replace
 
+import torch
+
 from asyncrl.cluster.placement import Placement
 from asyncrl.cluster.processes import run_on
 
@@ -40,3 +42,17 @@ def leave_cores(placement: Placement, on_end: ExitStack) -> None:
     if reserved:
         run_on(os.getpid(), allowed - reserved)
         on_end.callback(run_on, os.getpid(), allowed)
+
+
+def use_free_cores(placement: Placement, *, engine_is_idle: bool) -> None:
+    """Compute on the engine's cores, too, while it is idle. Only the thread that trains can call it.
+
+    The engine is idle at the bound on staleness until the trainer publishes, so the two rarely compete for a core.
+    """
+    reserved = {core for worker in placement.workers for core in worker.cores}
+    num_threads = placement.trainer_threads + len(reserved) * engine_is_idle
+    if num_threads == torch.get_num_threads() or not reserved:
+        return
+    torch.set_num_threads(num_threads)
+    cores = os.sched_getaffinity(0) | reserved
+    run_on(os.getpid(), cores if engine_is_idle else cores - reserved)

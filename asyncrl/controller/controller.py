@@ -276,6 +276,16 @@ class Controller:
         weights = self.announcements
         return weights.newest is None or weights.deferred is not None or self.dispatcher.can_go_on()
 
+    def is_idle(self) -> bool:
+        """Return whether no worker of this node has a response to sample before the next weights.
+
+        It takes no lock, because the trainer asks in each layer. The answer can be out of date.
+        """
+        return all(
+            self.workers[index].is_paused or self.workers[index].idle_reason is not None
+            for index in range(self.workers.num_workers)
+        )
+
     # Weights and evaluation
 
     def stage(self, version: int, parameters: Weights) -> Staged:

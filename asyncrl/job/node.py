@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.cluster.cluster import Cluster
-from asyncrl.cluster.cores import leave_cores
+from asyncrl.cluster.cores import leave_cores, use_free_cores
 from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.cluster.placement import Placement
 from asyncrl.cluster.processes import CannotContinue, RolloutEnded
@@ -159,6 +161,21 @@ class Leader(Rank):
                 )
         self.controller.connect(transport)
         leave_cores(self.placement, self.on_end)
+
+    def share_cores(self, module: nn.Module) -> None:
+        """Let the trainer's model compute on the engine's CPU cores while the engine has nothing to sample.
+
+        Each FSDP module of the model chooses its cores before its forward and before its backward pass.
+        """
+
+        def divide_cores(*_: Any) -> None:
+            use_free_cores(self.placement, engine_is_idle=self.controller.is_idle())
+
+        if any(worker.cores for worker in self.placement.workers):
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.register_forward_pre_hook(divide_cores)
+                    part.register_full_backward_pre_hook(divide_cores)
 
     def take_batch(self, step: int, engine_checker: EngineChecker) -> list[Group]:
         """Wait for the groups that this node trains on in a step; collective.

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+import torch
 from programs import start_python
 
 from asyncrl.cluster import cores
@@ -25,6 +26,12 @@ def claim(monkeypatch):
     monkeypatch.setattr(cores, "CLAIM", f"\0engine-cores of test {os.getpid()}")
     yield
     run_on(os.getpid(), ALLOWED)
+
+
+@pytest.fixture
+def num_threads():
+    yield (before := torch.get_num_threads())
+    torch.set_num_threads(before)
 
 
 def on_cpu(num_ranks=1, **options):
@@ -69,6 +76,23 @@ def test_an_engine_has_cores_of_its_own_unless_another_run_has_them():
                 assert thread.submit(os.sched_getaffinity, 0).result() == left
             assert os.sched_getaffinity(0) == left
         assert os.sched_getaffinity(0) == set(ALLOWED)
+
+
+@needs_two_cores
+def test_a_trainer_computes_on_the_cores_of_an_idle_engine(num_threads):
+    with ExitStack() as on_end:
+        shared = on_cpu()
+        cores.use_free_cores(shared, engine_is_idle=True)
+        assert torch.get_num_threads() == num_threads, "no core is the engine's own"
+        placement = cores.claim_cores(shared, on_end)
+        (own,) = cores_of(placement)
+        torch.set_num_threads(placement.trainer_threads)
+        cores.leave_cores(placement, on_end)
+        for engine_is_idle in (False, True, True, False):
+            cores.use_free_cores(placement, engine_is_idle=engine_is_idle)
+            more = len(own) if engine_is_idle else 0
+            assert torch.get_num_threads() == placement.trainer_threads + more
+            assert len(os.sched_getaffinity(0)) == len(ALLOWED) - len(own) + more
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from asyncrl.trainer.checkpoint_writer import CheckpointWriter
 from asyncrl.trainer.splitting import distribute
 
 PUBLISHER = SimpleNamespace(delayed={})
-ENGINES = {"connect_workers": lambda specs: None}
+ENGINES = {"connect_workers": lambda specs: None, "share_cores": lambda module: None}
 """What a leader has of engines that take no weights."""
 
 
