@@ -134,7 +134,13 @@ def test_with_alpha_2_the_reward_rises_within_the_bound_though_engine_and_traine
 @pytest.mark.slow
 def test_a_transport_that_brings_each_version_late_ends_the_run(tmp_path):
     """In bfloat16, in which a version changes log-probs less than rounding does."""
-    options = {"dtype": "bfloat16", "lr": 1e-4, "steps": 12, "group_size": 8, "groups_per_step": 32}
+    options = {
+        "dtype": "bfloat16",
+        "lr": 1e-4,
+        "steps": 12,
+        "group_size": 32,
+        "groups_per_step": 64,
+    }
     words = [f"--runs-dir={tmp_path}", "--run-name=run", *words_of(SMALL | options)]
     job = launch(["tests/late_job.py", "3", *words], tmp_path / "run")
     assert job.wait() == 1

@@ -31,6 +31,8 @@ NUM_SEQUENCES = {torch.float32: 4, torch.bfloat16: 128, torch.float16: 128}
 """Most sequences. There are many if rounding hides the change of a version. A request costs milliseconds."""
 NUM_TOKENS = 2048
 """Most tokens of all sequences together."""
+SHARE = 1 / 16
+"""Most tokens beyond those of NUM_RANDOM sequences, as a share of the first batch's tokens."""
 MAX_TOKENS = 256
 """Longest sequence. It stays one below the engine's context length, so that the engine can sample a token."""
 NUM_VERSIONS = 64
@@ -145,10 +147,14 @@ class Probe:
         if not self.tokens:
             members = zip(*(group.trajectories for group in groups or []), strict=False)
             tokens = [t.tokens[: self._length] for t in itertools.chain(*members)]
+            num_batch_tokens = sum(map(len, tokens))
             tokens = tokens[: NUM_SEQUENCES[compute_dtype(self._config, policy.device)]]
             most = min(NUM_TOKENS, self._config.max_tokens_per_microbatch)
-            fits = np.cumsum([len(ids) for ids in tokens]) <= most
-            chosen_tokens = _as_tokens(ids.tolist() for ids in tokens[: max(1, int(fits.sum()))])
+            num_read = np.cumsum([len(ids) for ids in tokens])
+            is_cheap = num_read <= SHARE * num_batch_tokens
+            is_cheap[:NUM_RANDOM] = True
+            num_chosen = int((is_cheap & (num_read <= most)).sum())
+            chosen_tokens = _as_tokens(ids.tolist() for ids in tokens[: max(1, num_chosen)])
             self.tokens = cluster.broadcast_on_node(chosen_tokens)
 
     def score(self, policy: "Policy", version: int) -> None:
