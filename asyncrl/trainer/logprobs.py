@@ -112,9 +112,10 @@ class TokenLogprobs(nn.Module):
         if self.trains_entropy and torch.is_grad_enabled():
             chances = logprobs.exp()
             return picked, -(chances * logprobs.masked_fill(chances == 0, 0.0)).sum(dim=-1)
-        # The entropy comes last: the backward pass stops computing again before it.
+        # The entropy comes last: the backward pass stops computing again before it. torch.special.entr would compute
+        # logarithms again, which are slow on a CPU. A token that the sampling excludes gives 0 * -inf.
         with torch.no_grad():
-            entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
+            entropy = -logprobs.exp().mul_(logprobs).nansum(dim=-1)
         return picked, entropy
 
 
