@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tiny_policy import VERSION, assert_same_gradient, brute_force_nucleus
 from torch import Tensor
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +21,7 @@ from algos import KL_ESTIMATORS, LossInputs
 from algos.inputs import couples_tokens
 from asyncrl.trainer.loss_choice import choose_loss
 from asyncrl.trainer.optimizer import learning_rate
+from asyncrl.trainer.sharding import gather
 from asyncrl.trainer.splitting import distribute
 
 LAGS_OF_BUCKET = {
@@ -47,8 +48,9 @@ def randomize(policy):
     for name, parameter in policy.module.named_parameters():
         if is_added(name):
             weight = torch.randn(parameter.shape, generator=generator) / 20
-            parts = distribute_tensor(weight, parameter.device_mesh, parameter.placements)
-            parameter.copy_(parts)
+            if isinstance(parameter, DTensor):
+                weight = distribute_tensor(weight, parameter.device_mesh, parameter.placements)
+            parameter.copy_(weight)
     if policy.reference not in (None, policy.module):
         policy.reference.model.get_output_embeddings().weight.mul_(REFERENCE_SCALE)
 
@@ -65,7 +67,7 @@ def record_gradients(policy) -> list[dict[str, Tensor]]:
     def record(*_):
         gradients.append(
             {
-                name.removeprefix("model."): parameter.grad.full_tensor().clone()
+                name.removeprefix("model."): gather(parameter.grad).clone()
                 for name, parameter in policy.module.named_parameters()
                 if parameter.grad is not None
             }
@@ -84,7 +86,7 @@ class PlainTrainer:
         self.model = AutoModelForCausalLM.from_pretrained(policy.model_path).eval()
         self.reference = copy.deepcopy(self.model)
         self.trained = {
-            name.removeprefix("model."): parameter.full_tensor().detach().clone().requires_grad_()
+            name.removeprefix("model."): gather(parameter).detach().clone().requires_grad_()
             for name, parameter in policy.module.named_parameters()
             if is_added(name)
         }

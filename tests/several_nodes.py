@@ -15,6 +15,7 @@ from asyncrl.cluster.cluster import form_cluster
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory
 from asyncrl.trainer.batch import share_batch
+from asyncrl.trainer.sharding import own_shard
 
 TIMEOUT = datetime.timedelta(seconds=60)
 NODE_OF_RANK = [0, 0, 1, 1]
@@ -63,7 +64,7 @@ def train_on_two_nodes(rank: int, folder: str, configs: list[Config]) -> None:
         )
         metrics = policy.train_step(share, policy_version=12)
         weights = weights_of(policy)
-        shards = [p.to_local().numel() for p in policy.module.parameters()]
+        shards = [own_shard(p).numel() for p in policy.module.parameters()]
         num_sequences = [[len(sequences) for sequences in update] for update in share]
         found.append((metrics, gradients, weights, sum(shards), num_sequences))
     torch.save(found, os.path.join(folder, f"rank_{rank}.pt"))

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.cores import leave_cores, use_free_cores
@@ -27,6 +26,7 @@ from asyncrl.records import Group
 from asyncrl.runlog.manifest import Checkpoint
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.trainer.model import layers_of
 from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.shm import ShmTransport
@@ -162,20 +162,19 @@ class Leader(Rank):
         self.controller.connect(transport)
         leave_cores(self.placement, self.on_end)
 
-    def share_cores(self, module: nn.Module) -> None:
+    def share_cores(self, model: PreTrainedModel) -> None:
         """Let the trainer's model compute on the engine's CPU cores while the engine has nothing to sample.
 
-        Each FSDP module of the model chooses its cores before its forward and before its backward pass.
+        Each layer chooses its cores before its forward and before its backward pass.
         """
 
         def divide_cores(*_: Any) -> None:
             use_free_cores(self.placement, engine_is_idle=self.controller.is_idle())
 
         if any(worker.cores for worker in self.placement.workers):
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.register_forward_pre_hook(divide_cores)
-                    part.register_full_backward_pre_hook(divide_cores)
+            for layer in layers_of(model):
+                layer.register_forward_pre_hook(divide_cores)
+                layer.register_full_backward_pre_hook(divide_cores)
 
     def take_batch(self, step: int, engine_checker: EngineChecker) -> list[Group]:
         """Wait for the groups that this node trains on in a step; collective.

@@ -75,7 +75,7 @@ class LeadingPublisher(Publisher):
                     flush=True,
                 )
         rank.connect_workers(specs)
-        rank.share_cores(policy.module)
+        rank.share_cores(policy.module.model)
         self._engine_check = EngineCheck(rank)
         self._held_back = collections.deque(self._read_held_back(specs))
         """Copies of the weights of the newest versions, oldest first; empty without `publish_delay`."""

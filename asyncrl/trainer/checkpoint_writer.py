@@ -26,7 +26,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
 
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.runlog.manifest import (
@@ -41,6 +40,7 @@ from asyncrl.runlog.manifest import (
 from asyncrl.runlog.plain import encode
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.trainer.new_folder import describe_error, fail_together, new_folder
+from asyncrl.trainer.sharding import own_shard
 from asyncrl.trainer.weight_files import WeightWriter
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ VALUES = "values"
 def check_finite(state: dict[str, Tensor]) -> None:
     """Raise OSError if a training state has an infinite number or NaN: no run can continue from it."""
     for name, tensor in state.items():
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        own = own_shard(tensor)
         if own.is_floating_point() and not own.isfinite().all():
             raise OSError(f"{name} is not finite; the checkpoints before it are kept")
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from asyncrl.trainer.sharding import gather
 from asyncrl.weights.transport import Weights
 
 ADAPTER_NAMES = (".lora_A", ".lora_B")
@@ -101,10 +101,7 @@ def merge(name: str, weight: Tensor, adapters: dict[str, Tensor]) -> Tensor:
     if name == owner or f"{owner}.lora_A" not in adapters:
         return weight
     matrices = [adapters[f"{owner}.{which}"] for which in ("lora_B", "lora_A")]
-    matrices = [
-        matrix.full_tensor() if isinstance(matrix, DTensor) else matrix for matrix in matrices
-    ]
-    return torch.addmm(weight.float(), *matrices, alpha=SCALE).to(weight.dtype)
+    return torch.addmm(weight.float(), *map(gather, matrices), alpha=SCALE).to(weight.dtype)
 
 
 @contextmanager

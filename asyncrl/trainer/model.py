@@ -15,14 +15,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -41,6 +35,7 @@ from asyncrl.trainer.lora import (
     named_adapters,
     named_base_parameters,
 )
+from asyncrl.trainer.sharding import gather, needs_sharding, shard
 from asyncrl.weights.transport import ParameterSpec, Weights
 
 _VARYING = (
@@ -56,18 +51,6 @@ FlexAttention's block size is constant and is left out."""
 _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 """Matches the layer in a weight's name; empty outside of layers."""
 transformers_logging.disable_progress_bar()  # loading and saving would draw over ours
-
-
-def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks: [ranks], or with HSDP [replicas, ranks of one]; collective.
-
-    torchrun numbers ranks node by node, so with a replica a node, weights are gathered within nodes only.
-    """
-    num_ranks = dist.get_world_size()
-    if replicas == 1:
-        return init_device_mesh(device.type, (num_ranks,))
-    shape = (replicas, num_ranks // replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -90,12 +73,9 @@ def load_model(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     module = TokenLogprobs(model.eval(), trains_entropy=config.optim.entropy_coef > 0)
-    offload = "optimizer" in config.save_memory
     if is_trained and config.advantage == "gae":
-        hidden_size = model.get_output_embeddings().in_features
-        module.value_head = ValueHead(hidden_size)
-        shard([module.value_head], mesh, None, offload)
-    layers = [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
+        module.value_head = ValueHead(model.get_output_embeddings().in_features)
+    layers = layers_of(model)
     if config.lora_rank:
         add_adapters(model, layers, config.lora_rank)
     if is_trained and compiles(config, device):
@@ -104,16 +84,28 @@ def load_model(
         module.score_rows = compiled(module.score_rows)
     if is_trained and "activations" in config.save_memory:
         recompute_layers(layers)
-    parts = [*layers, *embedding_apart(config, model), module]
-    shard(parts, mesh, compute_dtype(config, device), offload)
-    if is_trained and "layers" not in config.save_memory:
-        module.set_reshard_after_forward(False)
+    offload = "optimizer" in config.save_memory
+    if needs_sharding(mesh, compute_dtype(config, device), offload):
+        if module.value_head is not None:
+            shard([module.value_head], mesh, None, offload)
+        parts = [*layers, *embedding_apart(config, model), module]
+        shard(parts, mesh, compute_dtype(config, device), offload)
+        module.set_reshard_after_forward(not is_trained or "layers" in config.save_memory)
+        if is_trained:
+            module.set_reshard_after_forward(False, recurse=False)
     module.to_empty(device="cpu" if offload else device)
+    if not isinstance(module, FSDPModule):
+        model.tie_weights()  # FSDP keeps ties, but `to_empty` of a plain module does not
     _move_buffers(model, device)
     _fill_from_rank_0(model, path, dtype, initial_adapters(model, config.seed))
     if module.value_head is not None:
         nn.init.zeros_(module.value_head.weight)
     return module.requires_grad_(False) if not is_trained else module
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a model, in order."""
+    return [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -160,7 +152,7 @@ class WholeWeights:
         model = self.module.model
         adapters = {name: p.detach().to(device) for name, p in named_adapters(model)}
         for name, parameter in named_base_parameters(model):
-            full = parameter.detach().to(device, dtype).full_tensor()
+            full = gather(parameter.detach().to(device, dtype))
             yield name, merge(name, full, adapters)
         for name, buffer in named_persistent_buffers(model):
             yield name, buffer.to(device)
@@ -297,25 +289,3 @@ def embedding_apart(config: Config, model: PreTrainedModel) -> list[nn.Module]:
     """
     is_apart = "head" in config.save_memory and not _is_tied(model)
     return [model.get_input_embeddings()] if is_apart else []
-
-
-def shard(
-    modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None, offload: bool
-) -> None:
-    """Shard each module's parameters. It computes in `dtype` (None keeps theirs) and reduces gradients in float32.
-
-    `offload` keeps shards, gradients and the optimizer's state in host memory, and the optimizer steps there.
-    """
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offloaded = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-    )
-    for module in modules:
-        fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offloaded)
-
-
-def free_gathered_weights(module: nn.Module) -> None:
-    """Make each FSDP module of a model keep only its shards."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from asyncrl import user_code
 from asyncrl.config import Config, read_arguments
+from asyncrl.trainer.sharding import own_shard
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -176,7 +177,7 @@ def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
     return optimizer
 
 
-def step_and_count_changes(optimizer: Optimizer, parameters: list[DTensor]) -> Tensor:
+def step_and_count_changes(optimizer: Optimizer, parameters: list[Tensor]) -> Tensor:
     """Make an update. Returns the number of weights in this rank's shards that change in bfloat16, for engines."""
     weights_before = [_in_bfloat16(parameter) for parameter in parameters]
     optimizer.step()
@@ -185,9 +186,9 @@ def step_and_count_changes(optimizer: Optimizer, parameters: list[DTensor]) -> T
 
 
 @torch.no_grad()
-def _in_bfloat16(parameter: DTensor) -> Tensor:
+def _in_bfloat16(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a float32 parameter in the dtype of engines."""
-    return parameter.to_local().to(torch.bfloat16)
+    return own_shard(parameter).to(torch.bfloat16)
 
 
 def try_optimizer(config: Config) -> None:

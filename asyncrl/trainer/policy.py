@@ -25,13 +25,7 @@ from asyncrl.trainer.lag_stats import TokenStats, staleness_metrics
 from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
 from asyncrl.trainer.lora import without_adapters
 from asyncrl.trainer.loss_choice import choose_loss
-from asyncrl.trainer.model import (
-    WholeWeights,
-    free_gathered_weights,
-    load_model,
-    trained_names,
-    trainer_mesh,
-)
+from asyncrl.trainer.model import WholeWeights, load_model, trained_names
 from asyncrl.trainer.optimizer import (
     OptimizerState,
     learning_rate,
@@ -49,6 +43,12 @@ from asyncrl.trainer.packing import (
     with_equal_counts,
 )
 from asyncrl.trainer.sampling import Sampling
+from asyncrl.trainer.sharding import (
+    free_gathered_weights,
+    gather,
+    set_exchange,
+    trainer_mesh,
+)
 from asyncrl.trainer.splitting import split_evenly
 
 
@@ -238,7 +238,8 @@ class Policy(WholeWeights):
         total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         num_added_before = stats.num_added
         for index, microbatch in enumerate(microbatches):
-            self._set_exchange(is_last=index == len(microbatches) - 1)
+            is_last = index == len(microbatches) - 1
+            set_exchange(self.module, self.config.save_memory, is_last)
             per_token_loss = self._per_token_loss(microbatch, progress, all_tokens, stats)
             weights = token_weights(microbatch.trajectory_lengths, totals, self.config)
             summed = (per_token_loss * weights).sum()
@@ -250,21 +251,6 @@ class Policy(WholeWeights):
         ess = stats.sequence_ess(num_added_before) if self.config.optim.scale_lr_by_ess else 1.0
         lr = learning_rate(self.config, self.num_updates, policy_version + progress, ess)
         return self._step(float(self.sum_over_ranks(total_loss)), lr)
-
-    def _set_exchange(self, is_last: bool) -> None:
-        """Choose the gradients that FSDP exchanges and the weights that it frees after the next micro-batch.
-
-        `is_last`: it is the update's last, after which all weights are freed. The optimizer then changes the shards.
-        """
-        # Replicas sum gradients once an update. Ranks of one replica sum them each time, to keep shards only.
-        self.module.set_requires_all_reduce(is_last)
-        saved = self.config.save_memory
-        if "layers" not in saved:
-            self.module.set_reshard_after_backward(is_last)
-        self.module.set_reshard_after_backward(is_last or "head" in saved, recurse=False)
-        if "head" not in saved:
-            # Nothing hides the root's exchange (embedding and head), so it happens once an update.
-            self.module.set_requires_gradient_sync(is_last, recurse=False)
 
     def _totals(self, microbatches: list[MicroBatch]) -> UpdateTotals:
         """Count the trained tokens, sequences and trajectories of an update, on all ranks; collective."""
@@ -338,7 +324,7 @@ class Policy(WholeWeights):
             nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
             for parameters in self._clipped
         ]
-        grad_norm, *head_norms = [float(norm.full_tensor()) for norm in norms]
+        grad_norm, *head_norms = [float(gather(norm)) for norm in norms]
         is_finite = all(map(math.isfinite, [loss, grad_norm, *head_norms]))
         if any([plugin.skips_update(loss, is_finite) for plugin in self.plugins]):
             self.optimizer.zero_grad()
@@ -415,5 +401,4 @@ def load_policy(
     reference = module if config.kl_coef > 0 else None
     if reference is not None and not config.lora_rank:
         reference = load_model(config, model_path, mesh, device, is_trained=False)
-        reference.set_reshard_after_forward(True)
     return Policy(config, model_path, module, reference, loss, device, clock or TrainerClock())

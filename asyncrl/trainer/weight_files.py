@@ -17,6 +17,7 @@ from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.trainer import lora
 from asyncrl.trainer.model import named_persistent_buffers, trained_names
 from asyncrl.trainer.new_folder import fail_together, new_folder
+from asyncrl.trainer.sharding import gather
 
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
@@ -109,7 +110,7 @@ def gather_full(names: dict[Tensor, str], device: torch.device) -> dict[str, Ten
     """Return full copies of parameters in host memory, by name, on rank 0; empty on other ranks; collective."""
     copies = {}
     for parameter, name in names.items():
-        full = parameter.detach().to(device).full_tensor()
+        full = gather(parameter.detach().to(device))
         if dist.get_rank() == 0:
             copies[name] = full.to("cpu", copy=True)
     return copies

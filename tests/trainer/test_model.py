@@ -28,6 +28,7 @@ from asyncrl.job.inputs import check_model
 from asyncrl.trainer.checkpoint_writer import training_state
 from asyncrl.trainer.lora import add_adapters, named_adapters
 from asyncrl.trainer.model import _read_model, compiles
+from asyncrl.trainer.sharding import gather
 from extras.trees.tree import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -184,13 +185,13 @@ def test_what_is_frozen_is_kept_in_the_dtype_of_computing_and_what_is_added_to_i
     """A reference computes what float32 weights do, which are rounded to it before each use."""
     policy = load(make_config(model, dtype="bfloat16", kl_coef=0.1, advantage="gae"))
     sequences, seen, head = [random_sequences(8)], [], policy.module.value_head
-    assert not head.weight.full_tensor().any(), "it begins at zero"
+    assert not gather(head.weight).any(), "it begins at zero"
     randomize(policy)
     head.register_forward_hook(lambda _, given, values: seen.append((*given, values)))
     scores = policy.logprobs_of(sequences)[0]
     ((hidden, values),) = seen
     assert hidden.dtype == torch.bfloat16 and values.dtype == torch.float32
-    assert torch.equal(values, hidden.float() @ head.weight.full_tensor())
+    assert torch.equal(values, hidden.float() @ gather(head.weight))
     policy = load(make_config(model, dtype="bfloat16", kl_coef=0.1))
     policy.module = policy.reference
     assert dtypes_of(policy.reference) == {torch.bfloat16}
@@ -237,7 +238,7 @@ def test_every_linear_layer_of_every_block_has_an_adapter_that_begins_at_zero(mo
     for name, adapter in first.items():
         is_zero = name.endswith("B")
         bound = 0 if is_zero else adapter.shape[1] ** -0.5
-        assert 0.9 * bound <= adapter.full_tensor().abs().max() <= bound
+        assert 0.9 * bound <= gather(adapter).abs().max() <= bound
         assert torch.equal(adapter, same[name])
         assert torch.equal(adapter, other[name]) == is_zero
 

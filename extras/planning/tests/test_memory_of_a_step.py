@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 import asyncrl.trainer.logprobs
 from asyncrl.config import Config
 from asyncrl.trainer.logprobs import TokenLogprobs
-from asyncrl.trainer.model import compile_layers, embedding_apart, recompute_layers, shard
+from asyncrl.trainer.model import compile_layers, embedding_apart, recompute_layers
 from asyncrl.trainer.sampling import Sampling
+from asyncrl.trainer.sharding import set_exchange, shard
 from extras.planning.memory import saved_bytes_per_token, step_items, total
 from extras.planning.shape import read_shape
 from scripts.qwen3_shapes import qwen3_config
@@ -89,12 +90,7 @@ def sharded(model_config, config: Config, mesh) -> TokenLogprobs:
 
 def make_pass(module: TokenLogprobs, config: Config, is_last: bool) -> None:
     """Make a forward and backward pass of a micro-batch, as Policy does."""
-    saved = config.save_memory
-    if "layers" not in saved:
-        module.set_reshard_after_backward(is_last)
-    module.set_reshard_after_backward(is_last or "head" in saved, recurse=False)
-    if "head" not in saved:
-        module.set_requires_gradient_sync(is_last, recurse=False)
+    set_exchange(module, config.save_memory, is_last)
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
     flat = torch.zeros(NUM_TOKENS, dtype=torch.int64)
     scored = module(flat[None], flat[None], flat, flat, sampling)

@@ -6,6 +6,8 @@ import torch
 from engine_pair import PROMPT, sequence_of, start_pair
 from tiny_policy import VOCAB, make_config, save_tiny_family
 
+from asyncrl.trainer.sharding import free_gathered_weights
+
 LONG_PROMPT = tuple(np.random.default_rng(0).integers(3, VOCAB, 300).tolist())
 """Two whole blocks of the prefix cache and a part of the third."""
 
@@ -41,7 +43,7 @@ def replayed(pair, prompt, response, experts):
     batch = pair.policy.pack_to_train(sequences, 0)
     with torch.no_grad():
         logprobs = pair.policy.forward(pair.policy.module, batch).logprobs
-    pair.policy.module.reshard()
+    free_gathered_weights(pair.policy.module)
     return logprobs[: len(response)].numpy()
 
 
