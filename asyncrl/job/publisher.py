@@ -12,7 +12,7 @@ from asyncrl.job.node import Follower, Leader
 from asyncrl.records import Group
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.weight_files import describe_differences
-from asyncrl.weights.transport import Announcement, ParameterSpec, Weights
+from asyncrl.weights.transport import Announcement, ParameterSpec, Weights, gather_only
 
 VersionedWeights = tuple[int, Weights]
 """A version and its weights."""
@@ -28,7 +28,8 @@ class Publisher:
         """Publish the version that is due after a step; collective. Step 0 is the start.
 
         Every `eval_every` steps, at the start and after the last step, the published version samples the held-out
-        problems. The first step's groups, `probe_source` on a leader, become the probe.
+        problems. The first step's groups, `probe_source` on a leader, become the probe. The weights are gathered when
+        they are read: while a leader copies them, and in a follower's `gather_only`.
         """
         self.rank.clock.enter("publish")
         self._score_probe(step, probe_source)
@@ -42,10 +43,9 @@ class Publisher:
             probe.choose(probe_source, self.policy, self.rank.cluster)
         probe.score(self.policy, step)
 
-    def stage_and_announce(self, step: int, weights: Weights) -> None:
+    def stage_and_announce(self, step: int, gathering_weights: Weights) -> None:
         """Gather the weights after a step; collective. A leader also stages and announces them."""
-        for _ in weights:
-            pass
+        gather_only(gathering_weights)
 
     def check_engines(self, step: int) -> None:
         """Compare the engines' scores with the trainer's, on a leader."""
@@ -80,18 +80,18 @@ class LeadingPublisher(Publisher):
         self._held_back = collections.deque(self._read_held_back(specs))
         """Copies of the weights of the newest versions, oldest first; empty without `publish_delay`."""
 
-    def stage_and_announce(self, step: int, weights: Weights) -> None:
+    def stage_and_announce(self, step: int, gathering_weights: Weights) -> None:
         """Copy the due weights into the transport when it has room, and announce them to the workers."""
         controller = self.rank.controller
-        version, weights = self._due(step, weights)
+        version, weights = self._due(step, gathering_weights)
         # `take_back_deferred` always runs: it frees the buffer of the weights that wait for an evaluation.
         asked_before = controller.take_back_deferred()
         evaluates = asked_before or self._evaluates(step, version)
         try:
             staged = controller.stage(version, weights)
         except RolloutEnded:
-            # Gathering is collective. The step is saved, and the next batch raises the error.
-            super().stage_and_announce(step, weights)
+            # The step is saved, and the next batch raises the error.
+            gather_only(weights)
             return
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
@@ -99,14 +99,14 @@ class LeadingPublisher(Publisher):
             Announcement(version, step, staged, self.rank.probe.tokens_at(version), evaluates)
         )
 
-    def _due(self, step: int, weights: Weights) -> VersionedWeights:
+    def _due(self, step: int, gathering_weights: Weights) -> VersionedWeights:
         """Return the version that is due after a step, and its weights: of `publish_delay` steps ago, or the first.
 
         Copies on the CPU wait for their turn. The version of the last step is due at once.
         """
         if not self.config.publish_delay or step == self.config.steps:
-            return step, weights
-        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights]
+            return step, gathering_weights
+        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in gathering_weights]
         self._held_back.append((step, copies))
         while self._held_back[0][0] < self.config.due_version(step):
             self._held_back.popleft()

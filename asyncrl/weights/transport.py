@@ -14,7 +14,10 @@ import torch
 from asyncrl.messages import TokenSequences
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-"""Hugging Face name and full value of each parameter, in the order of sending."""
+"""Hugging Face name and full value of each parameter, in the order of sending.
+
+A policy's are lazy: all ranks gather a value together when each of them takes it from its iterator.
+"""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Transport:
 
     def stage(self, version: int, parameters: Weights) -> Staged:
         """Copy weights into a free buffer, which no worker reads. Raises RuntimeError without a free buffer."""
-        collections.deque(parameters, maxlen=0)  # gathering them is collective
+        gather_only(parameters)
         # A version counts as its own buffer, because no buffer is written.
         return Staged(buffer=version, messages=[])
 
@@ -169,6 +172,11 @@ class BufferedTransport(Transport):
             )
         buffer = self._free_buffer()
         return Staged(buffer, self.write(buffer, version, parameters))
+
+
+def gather_only(parameters: Weights) -> None:
+    """Take each parameter, and keep none. Other ranks copy them, and gathering is collective."""
+    collections.deque(parameters, maxlen=0)
 
 
 def copy_parameters(parameters: Weights, views: Weights) -> None:
