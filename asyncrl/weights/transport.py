@@ -79,8 +79,8 @@ class Announcement:
 class Transport:
     """The calls of a transport. This class sends no weights; subclasses override some of its methods.
 
-    The controller's lock is held when `set_announced`, `can_read`, `acquire` and `release` are called. It is held when
-    `reserve_buffer` is called, too, except by `stage`.
+    The controller's lock is held when `find_free_buffer`, `set_announced`, `can_read`, `acquire` and `release` are
+    called.
     """
 
     keeps_announced = True
@@ -95,12 +95,12 @@ class Transport:
         """Return vLLM's init info for a worker's engine."""
         return {}
 
-    def reserve_buffer(self) -> bool:
-        """Reserve a buffer for `stage`. Return whether there is a free one."""
+    def find_free_buffer(self) -> bool:
+        """Find a free buffer for `stage`, and withdraw its announcement, if any. Return whether there is one."""
         return True
 
     def stage(self, version: int, parameters: Weights) -> Staged:
-        """Copy weights into a free buffer, which no worker reads. Raises RuntimeError without a free buffer."""
+        """Copy weights into the buffer that `find_free_buffer` has found. Raises RuntimeError without a free one."""
         gather_only(parameters)
         # A version counts as its own buffer, because no buffer is written.
         return Staged(buffer=version, messages=[])
@@ -151,8 +151,7 @@ class BufferedTransport(Transport):
         """Copy `parameters`, in the order of the specs, into a buffer. Return the messages of `Staged`."""
         raise NotImplementedError
 
-    def reserve_buffer(self) -> bool:
-        """Reserve a free buffer: no worker begins to read it from now on. Return whether there is one."""
+    def find_free_buffer(self) -> bool:
         buffer = self._free_buffer()
         if buffer == self.announced:
             self.announced = -1
@@ -166,11 +165,11 @@ class BufferedTransport(Transport):
         return None
 
     def stage(self, version: int, parameters: Weights) -> Staged:
-        if not self.reserve_buffer():
+        buffer = self._free_buffer()
+        if buffer is None:
             raise RuntimeError(
                 f"no weight buffer is free: readers {dict(self.readers)}, announced {self.announced}"
             )
-        buffer = self._free_buffer()
         return Staged(buffer, self.write(buffer, version, parameters))
 
 
