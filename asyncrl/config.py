@@ -422,7 +422,7 @@ class Config:
     def due_version(self, trainer_version: int) -> int:
         """Return the version that is due for rollout at `trainer_version`: `publish_delay` older, but at least 0.
 
-        The version of the last step is due at once; see LeadingPublisher.
+        Places for new groups always count by it. After the last step LeadingPublisher publishes the newest instead.
         """
         return max(0, trainer_version - self.publish_delay)
 

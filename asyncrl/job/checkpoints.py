@@ -222,15 +222,15 @@ class Checkpoints:
         node_state = None
         if rank.cluster.is_leader:
             controller_state = rank.controller.snapshot(rank.run.sizes)
-            delayed = publisher.delayed
+            held_back = publisher.held_back_to_save
             facts = NodeFacts(
-                rank.probe.state(delayed),
+                rank.probe.state(held_back),
                 controller_state.record_file_bytes,
                 rank.controller.ticket_source.prompts.digest,
             )
             facts_of_nodes = rank.cluster.gather(facts)
             node_state = NodeState(
-                rank.cluster.node, rank.run, controller_state, facts_of_nodes, delayed
+                rank.cluster.node, rank.run, controller_state, facts_of_nodes, held_back
             )
         self.writer.start(step, training_state(self.policy), node_state)
 

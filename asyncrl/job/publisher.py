@@ -54,8 +54,8 @@ class Publisher:
         """Compare the engines at the last published version, on a leader."""
 
     @property
-    def delayed(self) -> dict[int, Weights]:
-        """Copies of the weights that are held back, by version, without the newest; empty on a follower."""
+    def held_back_to_save(self) -> dict[int, Weights]:
+        """Copies of the weights that a checkpoint needs, by version: without the newest; empty on a follower."""
         return {}
 
 
@@ -78,12 +78,15 @@ class LeadingPublisher(Publisher):
         rank.share_cores(policy.module.model)
         self._engine_check = EngineCheck(rank)
         self._held_back = collections.deque(self._read_held_back(specs))
-        """Copies of the weights of the newest versions, oldest first; empty without `publish_delay`."""
+        """Copies of the weights of the newest versions, the published one first; empty without `publish_delay`."""
 
     def stage_and_announce(self, step: int, gathering_weights: Weights) -> None:
         """Copy the due weights into the transport when it has room, and announce them to the workers."""
         controller = self.rank.controller
-        version, weights = self._due(step, gathering_weights)
+        version, weights = step, gathering_weights
+        if self.config.publish_delay and step != self.config.steps:
+            self._hold_back(step, gathering_weights)
+            version, weights = self._take_due_weights(step)
         # `take_back_deferred` always runs: it frees the buffer of the weights that wait for an evaluation.
         asked_before = controller.take_back_deferred()
         evaluates = asked_before or self._evaluates(step, version)
@@ -99,15 +102,16 @@ class LeadingPublisher(Publisher):
             Announcement(version, step, staged, self.rank.probe.tokens_at(version), evaluates)
         )
 
-    def _due(self, step: int, gathering_weights: Weights) -> VersionedWeights:
-        """Return the version that is due after a step, and its weights: of `publish_delay` steps ago, or the first.
-
-        Copies on the CPU wait for their turn. The version of the last step is due at once.
-        """
-        if not self.config.publish_delay or step == self.config.steps:
-            return step, gathering_weights
+    def _hold_back(self, step: int, gathering_weights: Weights) -> None:
+        """Gather the newest weights in copies on the CPU; collective."""
         copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in gathering_weights]
         self._held_back.append((step, copies))
+
+    def _take_due_weights(self, step: int) -> VersionedWeights:
+        """Forget older weights, and return the version that is due after a step, and its weights.
+
+        A resumed run can have no weights of that version. Then the oldest ones are due.
+        """
         while self._held_back[0][0] < self.config.due_version(step):
             self._held_back.popleft()
         return self._held_back[0]
@@ -145,13 +149,13 @@ class LeadingPublisher(Publisher):
             raise CannotContinue(f"{error}; the last evaluation has not ended") from None
 
     @property
-    def delayed(self) -> dict[int, Weights]:
+    def held_back_to_save(self) -> dict[int, Weights]:
         return dict(list(self._held_back)[:-1])
 
     def _read_held_back(self, specs: list[ParameterSpec]) -> Iterator[VersionedWeights]:
-        """Yield the delayed weights of the checkpoint, but no older version than the published one.
+        """Yield the weights that the checkpoint has held back, but no older version than the published one.
 
-        The last step of a run publishes without delay, so older ones may be there.
+        The last step of a run publishes the newest weights at once, so older ones may be there.
         """
         checkpoint = self.rank.checkpoint
         for version in checkpoint.delayed if checkpoint else ():

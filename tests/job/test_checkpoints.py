@@ -39,7 +39,7 @@ from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.checkpoint_writer import CheckpointWriter
 from asyncrl.trainer.splitting import distribute
 
-PUBLISHER = SimpleNamespace(delayed={})
+PUBLISHER = SimpleNamespace(held_back_to_save={})
 ENGINES = {"connect_workers": lambda specs: None, "share_cores": lambda module: None}
 """What a leader has of engines that take no weights."""
 
@@ -195,7 +195,7 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
         specs = policy.sent_specs()
         held[version] = [(s.name, torch.full(s.shape, float(version))) for s in specs]
         probe.score(policy, version)
-    checkpoints.save_if_due(3, SimpleNamespace(delayed=held))
+    checkpoints.save_if_due(3, SimpleNamespace(held_back_to_save=held))
     checkpoints.writer.wait()
     checkpoints.rank.run.close()
     found = newest(checkpoints)
@@ -211,14 +211,18 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
     vars(rank).update(ENGINES)
     rank.controller_state = SimpleNamespace(published_version=0)
     publisher = LeadingPublisher(rank, policy)
-    version, published = publisher._due(3, policy.named_full_parameters())
+    publisher._hold_back(3, policy.named_full_parameters())
+    version, published = publisher._take_due_weights(3)
     assert version == 1
     for (name, weight), (sent_name, expected) in zip(published, held[1], strict=True):
         assert name == sent_name and weight.equal(expected)
     # the run was to end with that step
     rank.controller_state = SimpleNamespace(published_version=3)
     publisher = LeadingPublisher(rank, policy)
-    versions = [publisher._due(step, policy.named_full_parameters())[0] for step in range(3, 9)]
+    versions = []
+    for step in range(3, 9):
+        publisher._hold_back(step, policy.named_full_parameters())
+        versions.append(publisher._take_due_weights(step)[0])
     assert versions == [3, 3, 3, 3, 4, 5], "a worker never goes back to older weights"
 
 
