@@ -107,8 +107,12 @@ class Policy(WholeWeights):
         metrics = staleness_metrics(updates, policy_version)
         metrics["tokens/forward"] = float(self.sum_over_ranks(tokens_read(updates)))
         has_proximal = len(order) > 1 and self.config.proximal == "recompute"
-        microbatches, value_metrics = self._prepare(updates, policy_version, has_proximal)
-        metrics |= value_metrics
+        microbatches = self._pack_and_score_step(updates, policy_version, has_proximal)
+        if self.module.value_head is not None:
+            microbatches, value_metrics = estimate_step(
+                microbatches, self.sum_over_ranks, self.config.advantage_options
+            )
+            metrics |= value_metrics
         stats = TokenStats()
         results = [
             self._make_update(microbatches[index], policy_version, num_made / len(order), stats)
@@ -134,23 +138,20 @@ class Policy(WholeWeights):
             order += generator.permutation(num_minibatches).tolist()
         return order
 
-    def _prepare(
+    def _pack_and_score_step(
         self, updates: Updates, policy_version: int, has_proximal: bool
-    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-        """Pack a step and add initial scores (see `train_step`); return it with metrics of values; collective."""
+    ) -> list[list[MicroBatch]]:
+        """Pack a step, and add the initial scores that it needs (see `train_step`); collective."""
         microbatches = [
             [self.pack_to_train(bundles, policy_version) for bundles in update]
             for update in with_equal_counts(updates)
         ]
-        has_values = self.module.value_head is not None
-        if has_proximal or has_values:
+        if has_proximal or self.module.value_head is not None:
             microbatches = [
                 [self._with_initial_scores(microbatch, has_proximal) for microbatch in update]
                 for update in microbatches
             ]
-        if not has_values:
-            return microbatches, {}
-        return estimate_step(microbatches, self.sum_over_ranks, self.config.advantage_options)
+        return microbatches
 
     @torch.no_grad()
     def _with_initial_scores(self, microbatch: MicroBatch, has_proximal: bool) -> MicroBatch:
@@ -197,23 +198,11 @@ class Policy(WholeWeights):
     ) -> TokenScores:
         """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out.
 
-        Each plugin wraps the call. Without plugins it is `module(...)` (TokenLogprobs.forward).
+        Each plugin wraps the call; the last one is outermost. Without plugins it is `_call_module`.
         """
         config = self.config
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
-
-        def score(
-            module: TokenLogprobs, microbatch: MicroBatch, attention_kwargs: dict | None
-        ) -> TokenScores:
-            return module(
-                microbatch.input_ids,
-                microbatch.position_ids,
-                microbatch.sources,
-                microbatch.targets,
-                Sampling() if raw else sampling,
-                attention_kwargs,
-            )
-
+        score = functools.partial(_call_module, Sampling() if raw else sampling)
         for plugin in self.plugins:
             score = functools.partial(plugin.forward, score)
         return score(module, microbatch, None)
@@ -381,6 +370,23 @@ def _loss_inputs(microbatch: MicroBatch, logprobs: Tensor, progress: float) -> L
         sequence_ids=microbatch.sequence_ids,
         lags=microbatch.lags,
         columns=microbatch.columns,
+    )
+
+
+def _call_module(
+    sampling: Sampling,
+    module: TokenLogprobs,
+    microbatch: MicroBatch,
+    attention_kwargs: dict | None,
+) -> TokenScores:
+    """Score the trained tokens of a micro-batch without plugins; see TokenLogprobs.forward."""
+    return module(
+        microbatch.input_ids,
+        microbatch.position_ids,
+        microbatch.sources,
+        microbatch.targets,
+        sampling,
+        attention_kwargs,
     )
 
 
