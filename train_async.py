@@ -49,7 +49,7 @@ def train_on(rank: "Leader | Follower") -> None:
     config = rank.config
     policy = load_policy(config, rank.model_path, rank.device, rank.clock)
     checkpoints = Checkpoints(rank, policy)
-    checkpoints.restore_policy_and_files()
+    checkpoints.restore_policy_and_run_folder()
     checkpoints.allocate_copies()
     publisher = make_publisher(rank, policy)
     publisher.publish(rank.first_version)

@@ -38,10 +38,10 @@ from asyncrl.job.publisher import Publisher
 from asyncrl.job.resume import resume_command
 from asyncrl.plugins import last_given
 from asyncrl.records import Group
-from asyncrl.runlog.manifest import NodeFacts, rename_newer
+from asyncrl.runlog.manifest import NodeFacts, clear_torn_checkpoints
 from asyncrl.trainer.checkpoint_writer import (
     CheckpointWriter,
-    NodeState,
+    LeaderPart,
     restore_training_state,
     training_state,
 )
@@ -58,7 +58,7 @@ class Checkpoints:
     """Saves a run at the end of its steps. Every rank has one. In its context a signal ends the run after a step."""
 
     def __init__(self, rank: Follower | Leader, policy: Policy):
-        """Make the writer of checkpoints; collective. Call `restore_policy_and_files` and `allocate_copies` next."""
+        """Make the writer; collective. Call `restore_policy_and_run_folder` and `allocate_copies` next."""
         self.rank, self.policy = rank, policy
         folder, self._is_shared = self._find_folder()
         self.writer = CheckpointWriter(policy, folder)
@@ -71,14 +71,14 @@ class Checkpoints:
         self._has_begun_save = False
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0
 
-    def restore_policy_and_files(self) -> None:
-        """Restore the policy of a resumed run, and truncate its record files; collective."""
+    def restore_policy_and_run_folder(self) -> None:
+        """Restore the policy of a resumed run, clear its torn checkpoints, and truncate its records; collective."""
         checkpoint = self.rank.checkpoint
         if checkpoint is None:
             return
         restore_training_state(self.policy, str(checkpoint.resume_folder), self.writer.group)
         if self.rank.cluster.is_first:
-            rename_newer(checkpoint)
+            clear_torn_checkpoints(checkpoint)
         # Wait until all ranks have read and accepted the checkpoint.
         dist.barrier(self.writer.group)
         if self.rank.cluster.is_leader:
@@ -219,20 +219,20 @@ class Checkpoints:
             self._save_weights_only(step)
             return
         self.writer.wait()
-        node_state = None
+        leader_part = None
         if rank.cluster.is_leader:
             controller_state = rank.controller.snapshot(rank.run.sizes)
             held_back = publisher.held_back_to_save
-            facts = NodeFacts(
+            node_facts = NodeFacts(
                 rank.probe.state(held_back),
                 controller_state.record_file_bytes,
                 rank.controller.ticket_source.prompts.digest,
             )
-            facts_of_nodes = rank.cluster.gather(facts)
-            node_state = NodeState(
+            facts_of_nodes = rank.cluster.gather(node_facts)
+            leader_part = LeaderPart(
                 rank.cluster.node, rank.run, controller_state, facts_of_nodes, held_back
             )
-        self.writer.start(step, training_state(self.policy), node_state)
+        self.writer.start(step, training_state(self.policy), leader_part)
 
     def _save_weights_only(self, step: int) -> None:
         """Write the weights of a step to the first node's folder, which not all nodes share; collective."""

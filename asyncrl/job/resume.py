@@ -4,9 +4,9 @@ runs/NAME/checkpoints/step_N has weights for people. Its folder resume/ has shar
 controller's state of node K in node_K.msgpack, and versions that publish_delay holds back. manifest.json there has the
 digest of every file. A checkpoint appears by one rename. A file that is truncated or changed later is detected.
 
-A resumed run restores in this order: options (command_line.py), checkpoint (start_rank), controller (lead), trainer and
-then its record files (Checkpoints.restore_policy_and_files), weights that are held back, the probe (Rank.probe) and the
-published version (Publisher), and the totals of the step log (StepLog.__enter__).
+A resumed run restores in this order: options (command_line.py), checkpoint (start_rank), controller (lead), policy and
+then record files (Checkpoints.restore_policy_and_run_folder), weights that are held back, the probe (Rank.probe) and
+the published version (Publisher), and the totals of the step log (StepLog.__enter__).
 """
 
 import os

@@ -166,10 +166,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(paths, key=parse_step)
 
 
-def rename_newer(checkpoint: Checkpoint) -> None:
-    """Rename the checkpoints newer than this one, which are not whole, so that their steps can be saved again.
+def clear_torn_checkpoints(checkpoint: Checkpoint) -> None:
+    """Rename checkpoints that are newer than the newest whole one, and delete half written or half deleted folders.
 
-    Also delete folders that were half written or half deleted.
+    The steps of the renamed ones can then be saved again.
     """
     for path in checkpoint.path.parent.iterdir():
         if parse_step(path) > checkpoint.step:

@@ -192,15 +192,16 @@ def describe_failure(failed: CheckpointException) -> str:
 
 
 @dataclass(frozen=True)
-class NodeState:
+class LeaderPart:
     """A leader's part of a checkpoint."""
 
     node: int
     run: RunDirectory
+    """The run that continues. Its records are flushed first."""
     controller_state: Any
     """Tickets, samples and responses in flight: a ControllerState, or other plain data."""
-    facts: list[NodeFacts]
-    """The manifest's facts on each node."""
+    facts_of_nodes: list[NodeFacts]
+    """For the manifest."""
     delayed: dict[int, list[tuple[str, Tensor]]]
     """Full weights of versions that publish_delay holds back."""
 
@@ -220,13 +221,13 @@ class NodeState:
 def write_checkpoint(
     path: Path,
     state: dict[str, Tensor],
-    node_state: NodeState | None,
+    leader_part: LeaderPart | None,
     weights: WeightWriter,
     group: dist.ProcessGroup,
 ) -> None:
     """Write a checkpoint to the new folder `path`; collective on the gloo group of all ranks.
 
-    `state` is this rank's training state in host memory. Leaders add `node_state`. Raises OSError as `new_folder`.
+    `state` is this rank's training state in host memory. Leaders add `leader_part`. Raises OSError as `new_folder`.
     """
     with new_folder(path, group) as folder:
         resume_folder = folder / RESUME_FOLDER
@@ -234,18 +235,18 @@ def write_checkpoint(
             check_finite(state)
         write_shards(state, resume_folder, group)
         with fail_together(group):
-            if node_state is not None:
-                node_state.write(resume_folder)
+            if leader_part is not None:
+                leader_part.write(resume_folder)
         with fail_together(group):
             if dist.get_rank() == 0:
                 weights.write(read_trained_weights(str(resume_folder)), folder)
                 write_manifest(
                     folder,
-                    run_id=node_state.run.run_id,
+                    run_id=leader_part.run.run_id,
                     step=parse_step(path),
                     frozen_sha256=weights.frozen_sha256,
-                    nodes=list(map(asdict, node_state.facts)),
-                    delayed=list(node_state.delayed),
+                    nodes=list(map(asdict, leader_part.facts_of_nodes)),
+                    delayed=list(leader_part.delayed),
                 )
 
 
@@ -283,19 +284,19 @@ class CheckpointWriter:
         self._saving = concurrent.futures.Future()
         self._saving.set_result(None)
 
-    def start(self, step: int, state: dict[str, Tensor], node_state: NodeState | None) -> None:
+    def start(self, step: int, state: dict[str, Tensor], leader_part: LeaderPart | None) -> None:
         """Copy the state, and begin to save it. Call `wait` for the checkpoint before first."""
         self.path = self.folder / f"step_{step}"
         self._saving = self._thread.submit(
-            self._write_and_prune, self.state_copier.stage(state), node_state
+            self._write_and_prune, self.state_copier.stage(state), leader_part
         )
 
-    def _write_and_prune(self, state: dict[str, Tensor], node_state: NodeState | None) -> None:
+    def _write_and_prune(self, state: dict[str, Tensor], leader_part: LeaderPart | None) -> None:
         started = time.monotonic()
         if self.device.type == "cuda":
             # A thread begins on GPU 0. torch waits for a stream while it writes, and would make a context there.
             torch.cuda.set_device(self.device)
-        write_checkpoint(self.path, state, node_state, self.weights, self.group)
+        write_checkpoint(self.path, state, leader_part, self.weights, self.group)
         with fail_together(self.group):
             if dist.get_rank() == 0:
                 prune(self.folder, self.config.keep_last)

@@ -78,7 +78,7 @@ def start(tmp_path, model, one_rank):
         rank.run.record_event("worker_ready", worker=0)
         try:
             checkpoints = Checkpoints(rank, load(config))
-            checkpoints.restore_policy_and_files()
+            checkpoints.restore_policy_and_run_folder()
             checkpoints.allocate_copies()
         except ValueError as error:
             rank.run.close(error)

@@ -22,10 +22,10 @@ from asyncrl.runlog import manifest
 from asyncrl.runlog.manifest import (
     MANIFEST,
     RESUME_FOLDER,
+    clear_torn_checkpoints,
     find_newest_checkpoint,
     parse_step,
     read_run_id,
-    rename_newer,
     write_manifest,
 )
 from asyncrl.runlog.run_directory import RunDirectory
@@ -174,7 +174,7 @@ def test_the_newest_whole_checkpoint_is_found_what_is_newer_is_named_and_leftove
     for step, line in zip(sorted(steps, reverse=True), lines, strict=True):
         assert line.startswith(f"warning: skipped checkpoint {folder}/step_{step}: ")
         assert reasons[step] in line
-    rename_newer(found)
+    clear_torn_checkpoints(found)
     left = {path.name.partition(".torn-")[0] for path in folder.iterdir()}
     assert left == {"step_3", "step_6", "step_7", "step_9", "step_x", "notes.tmp"} | {
         f"step_{step}" for step in steps

@@ -31,7 +31,7 @@ from asyncrl.cluster.processes import Interrupted
 from asyncrl.config import OptimOptions
 from asyncrl.runlog.manifest import NodeFacts, list_checkpoints
 from asyncrl.trainer.checkpoint_writer import (
-    NodeState,
+    LeaderPart,
     check_finite,
     make_state_copier,
     restore_training_state,
@@ -260,10 +260,10 @@ def fail_on_two_ranks(rank, folder, model, plain_optimizer) -> dict[str, str]:
     share = [[[broken]]] if rank == 0 else [[]]
     errors["not finite"] = error_of(policy.train_step, share, 12)
     run = SimpleNamespace(run_id="a" * 16, flush=lambda: None)
-    node_state = (
-        NodeState(0, run, {"groups": []}, [NodeFacts({}, {}, "")], {}) if rank == 0 else None
+    leader_part = (
+        LeaderPart(0, run, {"groups": []}, [NodeFacts({}, {}, "")], {}) if rank == 0 else None
     )
-    checkpoint = training_state(policy), node_state, WeightWriter(policy), group
+    checkpoint = training_state(policy), leader_part, WeightWriter(policy), group
     write_checkpoint(Path(folder, "step_1"), *checkpoint)
     if rank == 1:
         limit_file_size(10_000)
