@@ -179,7 +179,8 @@ class Leader(Rank):
     def take_batch(self, step: int, engine_checker: EngineChecker) -> list[Group]:
         """Wait for the groups that this node trains on in a step; collective.
 
-        `engine_checker` compares the engines' weights with the policy's before their samples are trained on.
+        `engine_checker` is the publisher. It compares the engines' scores with the policy's before a step trains on
+        their samples.
         Raises CannotContinue on all ranks, before any node consumes groups, if rollout has ended on a node.
         """
         self.clock.enter("wait")
