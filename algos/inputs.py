@@ -43,7 +43,7 @@ class LossInputs:
     sequence_ids: Tensor
     """[N] int64, non-decreasing; the sequences that have a trained token, numbered 0 … S−1 in the micro-batch."""
     lags: Tensor | None = None
-    """[N] int64, the trainer's version − that which sampled the token, steps; 0 for all if it is not given."""
+    """[N] int64, the policy's version at the step's start − the token's, steps; 0 for all if it is not given."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[N] each, by name: recorded columns (asyncrl.records.TokenColumns), and columns that the trainer added."""
 

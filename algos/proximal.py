@@ -1,6 +1,6 @@
 """The proximal policy without a forward pass of its own: interpolated between behavior and current policy.
 
-A step starts at trainer version t, which is the proximal policy, and makes version t + 1 in M updates. After m of them
+A step starts at policy version t, which is the proximal policy, and makes version t + 1 in M updates. After m of them
 the current policy has the fractional version t + m/M. A token was sampled by version v ≤ t. Linear in the version:
 
     log π_proximal ≈ log π_behavior + a·(log π − log π_behavior),    a = (t − v) / (t + m/M − v),    gradient stopped
@@ -20,7 +20,7 @@ from torch import Tensor
 def loglinear(logprobs: Tensor, behavior_logprobs: Tensor, lags: Tensor, progress: float) -> Tensor:
     """Return approximate proximal log-probs [N], nats, without gradient.
 
-    `lags` [N] int64 ≥ 0: trainer's version at the step's start − the token's, steps; `progress`: share m/M in [0, 1) of
+    `lags` [N] int64 ≥ 0: policy's version at the step's start − the token's, steps; `progress`: share m/M in [0, 1) of
     the step's updates that were made.
     """
     current = logprobs.detach()

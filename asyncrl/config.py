@@ -419,12 +419,12 @@ class Config:
             extra_groups=self.extra_groups // num_nodes,
         )
 
-    def due_version(self, trainer_version: int) -> int:
-        """Return the version that is due for rollout at `trainer_version`: `publish_delay` older, but at least 0.
+    def due_version(self, policy_version: int) -> int:
+        """Return the version that is due for rollout at `policy_version`: `publish_delay` older, but at least 0.
 
         Places for new groups always count by it. After the last step LeadingPublisher publishes the newest instead.
         """
-        return max(0, trainer_version - self.publish_delay)
+        return max(0, policy_version - self.publish_delay)
 
     @property
     def max_outstanding_groups(self) -> int:

@@ -17,9 +17,11 @@ def redistribute(states: list[ControllerState], num_nodes: int) -> list[Controll
 
     Raises RuntimeError if the states are not of one step.
     """
-    versions = [state.buffer.trainer_version for state in states]
-    if len(set(versions)) != 1:
-        raise RuntimeError(f"states of nodes at different trainer versions: {versions}")
+    num_batches = [state.buffer.num_consumed_batches for state in states]
+    if len(set(num_batches)) != 1:
+        raise RuntimeError(
+            f"states of nodes that have consumed different numbers of batches: {num_batches}"
+        )
     whole = _merge(states)
     return [_share(whole, node, num_nodes) for node in range(num_nodes)]
 

@@ -66,7 +66,7 @@ class Node:
         # raises for a token beyond the bound
         groups = self.buffer.consume(self.buffer.find_batch())
         self.done += [group.problem for group in groups]
-        self.buffer.free_consumed_places(self.buffer.trainer_version)
+        self.buffer.free_consumed_places(self.buffer.num_consumed_batches)
         self.fill()
         return groups
 
@@ -153,6 +153,6 @@ def test_dealt_out_to_other_nodes_no_problem_is_lost_and_none_is_trained_on_twic
 
 def test_states_of_different_steps_are_refused():
     states = [Node(node, 2, []).state() for node in range(2)]
-    states[1].buffer.trainer_version = 1
-    with pytest.raises(RuntimeError, match=r"different trainer versions: \[0, 1\]"):
+    states[1].buffer.num_consumed_batches = 1
+    with pytest.raises(RuntimeError, match=r"different numbers of batches: \[0, 1\]"):
         redistribute(states, 1)

@@ -150,7 +150,7 @@ class Walk:
 
     @property
     def version(self):
-        return self.oracle.trainer_version
+        return self.oracle.num_consumed_batches
 
     # Events
 

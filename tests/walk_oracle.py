@@ -52,7 +52,7 @@ class Oracle:
         ) + config.swarm.refresh_lag
         self.continues_responses = config.async_ratio > 0 or config.over_sampling > 1
         """Whether a resumed run goes on from what there is of a response."""
-        self.trainer_version = 0
+        self.num_consumed_batches = 0
         self.announced, self.announced_trainer_version, self.num_announced = -1, -1, 0
         self.groups, self.problems, self.problem_of = {}, {}, {}
         """Groups in the order in which they were issued."""
@@ -323,8 +323,8 @@ class Oracle:
             # Hall's theorem: up to any deadline no more groups can be consumed than the steps after this one take.
             num_too_many = max(
                 sum(deadline <= last for deadline in deadlines)
-                - config.groups_per_step * (last - self.trainer_version)
-                for last in (self.trainer_version, *deadlines)
+                - config.groups_per_step * (last - self.num_consumed_batches)
+                for last in (self.num_consumed_batches, *deadlines)
             )
         can_be = len(batch) == config.groups_per_step and num_too_many <= config.extra_groups
         self.expected_batch, self.num_too_many = (batch, num_too_many) if can_be else ([], 0)
@@ -354,11 +354,11 @@ class Oracle:
             known = self.groups[group.group_id]
             assert group.problem == known.problem
             known.state, self.problems[known.problem] = "consumed", "consumed"
-            self.made_by[group.group_id] = self.trainer_version + 1
+            self.made_by[group.group_id] = self.num_consumed_batches + 1
             self.count["consumed"] += 1
             self.tokens["consumed"] += known.num_tokens
             self._measure("consumed", known)
-        self.trainer_version += 1
+        self.num_consumed_batches += 1
 
     def refuse(self, worker):
         """A worker is not believed, from here to `shut_out`: its groups are dropped, and a batch with one is put back.
@@ -373,13 +373,13 @@ class Oracle:
     def _check_fresh(self, group):
         config = self.config
         versions = {v for t in group.trajectories for v in t.policy_versions[t.loss_mask].tolist()}
-        lags = {self.trainer_version - version for version in versions}
+        lags = {self.num_consumed_batches - version for version in versions}
         assert min(lags) >= 0
         assert config.stale_policy == "gate" or max(lags) <= self.bound, (
-            f"lags {lags} at version {self.trainer_version}"
+            f"lags {lags} at version {self.num_consumed_batches}"
         )
         if config.async_ratio == 0 and config.over_sampling == 1:
-            expected = min(self.trainer_version, config.publish_delay)
+            expected = min(self.num_consumed_batches, config.publish_delay)
             assert lags == {expected} or (self.is_longer and max(lags) <= expected), (
                 f"lags {lags} at α = 0"
             )
@@ -392,11 +392,11 @@ class Oracle:
         resident = self.resident().values()
         num_free = self.capacity - len(resident) - len(unpublished)
         assert num_free >= 0, "more groups outstanding than the capacity"
-        is_too_old = self.oldest_to_start + self.bound < self.trainer_version
+        is_too_old = self.oldest_to_start + self.bound < self.num_consumed_batches
         is_full = num_free == 0 or (is_too_old and self.config.stale_policy != "gate")
         # What the trainer is to get is consumed before engines fall asleep, which may take many events.
         is_held = self.expected_batch or any(group.state == "held" for group in resident)
-        oldest_allowed = self.trainer_version + bool(self.expected_batch) - self.bound
+        oldest_allowed = self.num_consumed_batches + bool(self.expected_batch) - self.bound
         has_no_weights = self.announced < 0 or self.is_resuming
         assert is_full or is_held or has_no_weights or self.config.scheduling == "batch", (
             "a place is free, and no group is issued"

@@ -2,15 +2,15 @@
 
 The obvious design is a queue of finished groups that drops groups older than max_staleness:
 
-    while trainer_version - (group := queue.get()).oldest_version > max_staleness:
+    while policy_version - (group := queue.get()).oldest_version > max_staleness:
         continue
 
 It drops long responses more often than short ones, which biases training. It does not limit running groups either. So a
 group gets a place before it starts. A batch waits for groups that would be too old for the next one.
 
-The buffer has no clock, process or I/O. The same calls give the same answers. B is groups_per_step, and t is the
-trainer's version. docs/reference.md#words defines the versions. Freshness is a bound on every sample, as in ROLL Flash
-(arXiv 2510.11345).
+The buffer has no clock, process or I/O. The same calls give the same answers. B is groups_per_step, and t is
+`num_consumed_batches`. So policy version t trains on the next batch. docs/reference.md#words defines the versions.
+Freshness is a bound on every sample, as in ROLL Flash (arXiv 2510.11345).
 
 The proof of the bound: at t each resident group has v ≥ t − max_staleness. v is its `oldest_possible_version`.
 
@@ -52,7 +52,7 @@ class Resident:
 class BufferState:
     """A buffer in plain data."""
 
-    trainer_version: int
+    num_consumed_batches: int
     """As in SampleBuffer. A snapshot follows a publish, so all these steps are published."""
     residents: dict[int, Resident]
     """Groups, perhaps more than this node has places. Then no group is admitted until enough are consumed."""
@@ -63,9 +63,9 @@ class SampleBuffer:
     """Admits groups, collects their members, and returns batches without tokens that are too old.
 
     At most `max_outstanding_groups` hold a place: running, finished, or consumed and not yet published. Every group
-    consumed at version t has oldest_version ≥ t − max_staleness. `stale_policy` decides about groups that would come
-    too late. `wait` delays batches until they have arrived. `drop` reports them as expired. `gate` consumes the oldest
-    finished groups, however old, so only places limit staleness (AReaL, arXiv 2505.24298).
+    that policy version t trains on has oldest_version ≥ t − max_staleness. `stale_policy` decides about groups that
+    would come too late. `wait` delays batches until they have arrived. `drop` reports them as expired. `gate` consumes
+    the oldest finished groups, however old, so only places limit staleness (AReaL, arXiv 2505.24298).
     If an update restarts a group's responses, the group keeps the age of its first start. This can waste tokens, but it
     never breaks the bound. `extra_groups` more groups run, and groups that would be late are given up. `extra_members`
     more members of a group run, and the first group_size to finish make the group.
@@ -74,11 +74,10 @@ class SampleBuffer:
     def __init__(self, node_config: Config):
         """`node_config` is from Config.for_node: the groups of a step are shared among nodes."""
         self.node_config = node_config
-        self.trainer_version = 0
-        """Batches consumed so far. The next batch is trained on at this version. During a step it is one ahead of the
-        policy's weights."""
-        self._trainer_version_at_publish = 0
-        """Trainer's version at the last publish. Groups consumed by then have freed their places."""
+        self.num_consumed_batches = 0
+        """It is the policy's version between two steps. During a step it is one more."""
+        self._num_batches_at_publish = 0
+        """Batches consumed by the last publish. Their groups have freed their places."""
         self.residents: dict[int, Resident] = {}
         # Groups whose later members are only counted, and the reason. Entries stay, because members may arrive late.
         self._closed: dict[int, DropReason] = {}
@@ -92,11 +91,11 @@ class SampleBuffer:
             group_id: replace(resident, members=dict(resident.members))
             for group_id, resident in self.residents.items()
         }
-        return BufferState(self.trainer_version, residents, dict(self.ledger.counts))
+        return BufferState(self.num_consumed_batches, residents, dict(self.ledger.counts))
 
     def restore(self, state: BufferState) -> None:
         """Continue from a `state`, and keep its residents. Members of closed groups do not arrive in a resumed run."""
-        self.trainer_version = self._trainer_version_at_publish = state.trainer_version
+        self.num_consumed_batches = self._num_batches_at_publish = state.num_consumed_batches
         self.ledger.counts.update(state.ledger)
         self.residents = dict(state.residents)
         self._may_have_batch = True
@@ -108,7 +107,7 @@ class SampleBuffer:
     @property
     def admission_version(self) -> int:
         """Oldest version under which a new group may start: that of the published weights."""
-        return self.node_config.due_version(self._trainer_version_at_publish)
+        return self.node_config.due_version(self._num_batches_at_publish)
 
     # Admission
 
@@ -119,10 +118,10 @@ class SampleBuffer:
         """
         if (
             self._is_bounded
-            and self.admission_version + self.node_config.max_staleness < self.trainer_version
+            and self.admission_version + self.node_config.max_staleness < self.num_consumed_batches
         ):
             return 0
-        num_unpublished = self.trainer_version - self._trainer_version_at_publish
+        num_unpublished = self.num_consumed_batches - self._num_batches_at_publish
         num_consumed = self.node_config.groups_per_step * num_unpublished
         return self.node_config.max_outstanding_groups - len(self.residents) - num_consumed
 
@@ -227,7 +226,7 @@ class SampleBuffer:
     def consume(self, group_ids: list[int]) -> list[Group]:
         """Take out and return the groups of a batch. They keep their places until `free_consumed_places`."""
         groups = [self.group(group_id) for group_id in group_ids]
-        self.trainer_version += 1
+        self.num_consumed_batches += 1
         for group in groups:
             del self.residents[group.group_id]
             self.ledger.consume(group.trajectories)
@@ -265,8 +264,10 @@ class SampleBuffer:
             deadline = (
                 self.residents[group_id].oldest_possible_version + self.node_config.max_staleness
             )
-            # After this batch, deadline − trainer_version batches of B groups are left until the deadline.
-            if len(kept) > self.node_config.groups_per_step * (deadline - self.trainer_version):
+            # After this batch, deadline − num_consumed_batches batches of B groups are left until the deadline.
+            if len(kept) > self.node_config.groups_per_step * (
+                deadline - self.num_consumed_batches
+            ):
                 unfinished = [group_id for group_id in kept if self.is_unfinished(group_id)]
                 too_late = (unfinished or kept)[-1]
                 kept.remove(too_late)
@@ -274,16 +275,16 @@ class SampleBuffer:
 
     def _check_fresh(self, group_id: int) -> None:
         version = self.residents[group_id].oldest_possible_version
-        staleness = self.trainer_version - version
+        staleness = self.num_consumed_batches - version
         if staleness < 0 or (self._is_bounded and staleness > self.node_config.max_staleness):
             raise RuntimeError(
-                f"group {group_id} has tokens of version {version} at trainer version "
-                f"{self.trainer_version}: staleness {staleness} is outside 0 … {self.node_config.max_staleness}"
+                f"group {group_id} has tokens of version {version} at policy version "
+                f"{self.num_consumed_batches}: staleness {staleness} is outside 0 … {self.node_config.max_staleness}"
             )
 
-    def free_consumed_places(self, trainer_version: int) -> None:
-        """Free the places of all groups consumed up to a trainer version, at which weights are published."""
-        self._trainer_version_at_publish = trainer_version
+    def free_consumed_places(self, num_batches: int) -> None:
+        """Free the places of the groups of the first `num_batches` batches, after which weights are published."""
+        self._num_batches_at_publish = num_batches
 
     # Dropping
 
@@ -291,7 +292,7 @@ class SampleBuffer:
         """Return the groups that are too old for every later batch; [] unless stale_policy is `drop`."""
         if self.node_config.stale_policy != "drop":
             return []
-        oldest = self.trainer_version - self.node_config.max_staleness
+        oldest = self.num_consumed_batches - self.node_config.max_staleness
         return [
             group_id
             for group_id, resident in self.residents.items()

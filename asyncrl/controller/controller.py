@@ -320,7 +320,7 @@ class Controller:
     def announce(self, announcement: Announcement) -> None:
         """Make all workers load these weights. The caller holds the lock.
 
-        Free the places of groups consumed up to `trainer_version`, admit new groups, and start an evaluation if asked.
+        Free the places of groups consumed before it was made, admit new groups, and start an evaluation if asked.
         """
         self.announcements.send_to_workers(announcement)
         self.buffer.free_consumed_places(announcement.trainer_version)

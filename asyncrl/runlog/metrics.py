@@ -113,7 +113,7 @@ def merge_nodes(nodes: Iterable[Measured]) -> dict[str, float]:
 def batch_metrics(
     groups: list[Group], policy_version: int, config: Config, num_nodes: int = 1
 ) -> Measured:
-    """Return metrics of a node's part of the batch that is consumed at the trainer's `policy_version`.
+    """Return metrics of a node's part of the batch that is consumed at `policy_version`.
 
     The parts of all nodes have equally many trajectories.
     Staleness is in the policy's stats, because the loop can add other groups.

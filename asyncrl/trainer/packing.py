@@ -117,7 +117,7 @@ class MicroBatch:
     num_trajectories: float
     """Their trajectories. A segment counts as its share of the trajectory's trained tokens."""
     lags: Tensor
-    """[N] int64, the trainer's version − the token's, steps."""
+    """[N] int64, the policy's version at the step's start − the token's, steps."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
@@ -162,7 +162,7 @@ def with_equal_counts(updates: Updates) -> Updates:
 
 
 def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> MicroBatch:
-    """Pack bundles into rows. Lags are counted from `policy_version`, the trainer's, in steps.
+    """Pack bundles into rows. Lags are counted from `policy_version`, the policy's at the step's start.
 
     `one_row` suits attention kernels that skip masked tokens; with shared prefixes its length is a multiple of
     ATTENTION_BLOCK. Other kernels pay for the square of a row, so `short_rows` cost less. `row_each` suits recurrent

@@ -48,7 +48,7 @@ def test_a_batch_that_would_break_the_bound_is_an_error_with_the_numbers():
     for group_id in (0, 1):
         finish(buffer, group_id)
     buffer.consume(buffer.find_batch())
-    message = "group 1 has tokens of version 0 at trainer version 1: staleness 1 is outside 0 … 0"
+    message = "group 1 has tokens of version 0 at policy version 1: staleness 1 is outside 0 … 0"
     with pytest.raises(RuntimeError, match=f"^{message}$"):
         buffer.find_batch()
 

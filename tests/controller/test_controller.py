@@ -139,7 +139,7 @@ def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is
     with pytest.raises(RolloutEnded, match="problem 3 is too long"):
         run.controller.wait_for_batch()
     state = run.controller.snapshot()
-    assert state.buffer.trainer_version == 1
+    assert state.buffer.num_consumed_batches == 1
     left = [resident.problem for resident in state.buffer.residents.values()]
     assert sorted(trained + left) == [0, 1, 2] and len(trained) == 2
     assert state.tickets.put_back == [3] and state.tickets.next_problem == 4
@@ -151,7 +151,7 @@ def test_a_cut_waits_for_weights_that_an_evaluation_holds_back(run):
     """Else a resumed run would not evaluate both versions. One line of metrics then has both."""
     run.begin()
     assert run.controller.evaluation.version == 0
-    run.controller.buffer.trainer_version = run.oracle.trainer_version = 1
+    run.controller.buffer.num_consumed_batches = run.oracle.num_consumed_batches = 1
     run.oracle.is_evaluation_due = True
     staged = run.controller.stage(1, [])
     staged.messages[0] |= {"trainer_version": 1, "evaluate": True}
