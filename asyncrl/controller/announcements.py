@@ -1,7 +1,7 @@
 """Announcements: which weights each worker must load, and when.
 
 The calls of an announcement: `Controller.announce_or_defer` → `Controller.announce` → `Announcements.send_to_workers` →
-`Transport.announce`. The transport only marks the buffer that workers can read. `Worker.load` sends the message.
+`Transport.set_announced`. The transport only marks the buffer that workers can read. `Worker.load` sends the message.
 """
 
 from collections.abc import Iterable
@@ -42,7 +42,8 @@ class Announcements:
     def send_to_workers(self, announcement: Announcement) -> None:
         """Make all workers load these weights: at once, or when they are up and have loaded older weights.
 
-        With publish_delay K, version 0 is announced K + 1 times. A repetition only wakes suspended workers.
+        With publish_delay K, version 0 is announced K + 1 times. Workers that have it load it
+        again only if they are paused, because only an update lets them sample.
         """
         self.newest = announcement
         self.transport.set_announced(announcement.staged)
