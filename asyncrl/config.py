@@ -47,8 +47,9 @@ GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 KlEstimator = Literal["k1", "k2", "k3", "unbiased"]
 Sharing = Literal["off", "prompt", "tree", "auto"]
 MAX_SUSPENSIONS = 4
-"""Most suspensions of a response if over_sampling is above 1. They are added to max_staleness. No code counts them:
-each lasts one version, so max_staleness limits them."""
+"""Most suspensions of a response if over_sampling is above 1. All are added to max_staleness, also if R is 1.5 and
+implies one. Later groups can finish first, and then a long response is suspended once more in each step. No code counts
+suspensions: each lasts one version, so max_staleness limits them."""
 SHOWN_LIMIT = 10**5
 """Upper limits from here on only guard against nonsense. People are told of them if they exceed them."""
 MAX_OUTSTANDING = 10**6
@@ -248,8 +249,8 @@ class Config:
     extra_members: Annotated[int, Meta(ge=0, le=MAX_OUTSTANDING)] = 0
     """Responses started beyond group_size. The first group_size to finish make the group, and the rest is aborted."""
     over_sampling: Annotated[float, Meta(ge=1, le=1000)] = 1.0
-    """Groups started per group trained (APRIL's R). Above 1 a full batch suspends the rest until the next step. Needs
-    --async-ratio 0, and adds to the bound on staleness."""
+    """Groups started per group trained (APRIL's R). Above 1 a full batch suspends the rest until the next weights.
+    Needs --async-ratio 0, and adds 4 steps to the bound on staleness."""
     temperature: Temperature = 1.0
     """Softmax temperature of sampling and of the trainer's log-probs."""
     top_p: PositiveShare = 1.0
@@ -444,7 +445,7 @@ class Config:
 
     @property
     def needed_suspensions(self) -> int:
-        """Suspensions that R implies: of the response that waits longest, if groups are taken in their order."""
+        """Suspensions that R implies: of the response that waits longest, if groups finish in their order."""
         return (
             math.ceil((self.max_outstanding_groups - self.extra_groups) / self.groups_per_step) - 1
         )
@@ -469,7 +470,7 @@ class Config:
         """Return the bound on staleness, for people."""
         other_terms = [
             (f"--publish-delay {self.publish_delay}", self.publish_delay),
-            (f"{self.allowed_suspensions} resumes of a partial rollout", self.allowed_suspensions),
+            (f"{self.allowed_suspensions} suspensions of a response", self.allowed_suspensions),
             (f"--swarm.refresh-lag {self.swarm.refresh_lag}", self.swarm.refresh_lag),
         ]
         shown = [words for words, steps in other_terms if steps]
@@ -724,10 +725,10 @@ RULES: list[Rule] = [
             and c.suspends_between_steps
             and c.on_update not in ("resume", "restart")
         ),
-        "--colocate sleep loses the KV cache of partial rollouts, and --on-update {c.on_update} needs it; use "
+        "--colocate sleep loses the KV cache of suspended responses, and --on-update {c.on_update} needs it; use "
         "--on-update resume or restart",
     ),
-    # Partial rollouts are suspended between two synchronous steps, at most MAX_SUSPENSIONS times.
+    # Responses are suspended between two synchronous steps, at most MAX_SUSPENSIONS times.
     (
         lambda c: c.suspends_between_steps and c.async_ratio > 0,
         "--over-sampling {c.over_sampling:g} suspends responses between synchronous steps, and --async-ratio "

@@ -109,7 +109,7 @@ def test_lengths_that_are_not_given_suit_what_is_no_toy(words, lengths):
         ),
         (
             {"async_ratio": 0.0, "over_sampling": 2.0},
-            "no trained token is older than 4 steps (--async-ratio 0 rounded up + 4 resumes of a partial rollout)",
+            "no trained token is older than 4 steps (--async-ratio 0 rounded up + 4 suspensions of a response)",
         ),
         (
             {"swarm": SwarmOptions(refresh_lag=2)},
