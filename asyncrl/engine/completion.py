@@ -55,7 +55,8 @@ def read_completion(output) -> Completion:
 def token_versions(output) -> np.ndarray:
     """Return the version that sampled each token of a CompletionOutput, [R] int32."""
     versions = np.full(len(output.token_ids), -1, dtype=np.int32)
-    # the spans cover all tokens; check_trajectory would find a missing one
+    # vLLM stamps a token with the version that LLMProxy._load set before it was sampled. check_trajectory refuses a
+    # token that is in no span.
     for span in output.weight_versions:
         versions[span.start : span.end] = int(span.version)
     return versions

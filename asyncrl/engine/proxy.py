@@ -270,6 +270,7 @@ class LLMProxy:
         calls += [
             *map(self.engine.update_weights, requests),
             self.engine.finish_weight_update(),
+            # vLLM stamps every later token with it; completion.token_versions reads that
             self.engine.update_weight_version(str(version)),
         ]
         await asyncio.gather(*calls)
