@@ -114,11 +114,11 @@ class BaselineDispatcher(Dispatcher):
         if not self._round_is_running():
             super().admit_groups()
 
-    def match_tickets(self) -> Iterator[tuple[Worker, Ticket]]:
-        """Take out the tickets that can start now, each with its worker. `batch` splits them evenly over the workers,
-        whatever slots are free: the engine keeps what it cannot run yet."""
+    def assign_tickets(self) -> Iterator[tuple[Worker, Ticket]]:
+        """Assign the tickets that can start now, and yield each with its worker. `batch` splits them evenly over the
+        workers, whatever slots are free: the engine keeps what it cannot run yet."""
         if not self._has_rounds:
-            yield from super().match_tickets()
+            yield from super().assign_tickets()
             return
         workers = list(self.workers)
         waiting, self.queue = self.queue, deque()
@@ -126,6 +126,7 @@ class BaselineDispatcher(Dispatcher):
             index = ticket.member if ticket.is_evaluation else ticket.group_id
             worker = workers[index % len(workers)]
             if self.has_weights(worker, ticket):
+                self.assign(worker, ticket)
                 yield worker, ticket
             else:
                 self.queue.append(ticket)

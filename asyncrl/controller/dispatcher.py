@@ -159,8 +159,8 @@ class Dispatcher:
                 self.drop(group_id, "aborted")  # a resumed run issues the problem again
                 raise
 
-    def match_tickets(self) -> Iterator[tuple[Worker, Ticket]]:
-        """Yield the tickets that can start now, each with its worker. The caller adds it to the worker's load.
+    def assign_tickets(self) -> Iterator[tuple[Worker, Ticket]]:
+        """Assign the tickets that can start now, and yield each with its worker.
 
         A ticket goes to the least loaded worker that may start it. Of equally loaded workers the lowest `order` wins.
         A ticket that no worker may start delays all later tickets. The heap is for thousands of workers.
@@ -178,10 +178,18 @@ class Dispatcher:
             if not self.may_start(worker, self.queue[0]):
                 passed_over.append(heapq.heappop(loads))
                 continue
-            yield worker, self.queue.popleft()
+            ticket = self.queue.popleft()
+            self.assign(worker, ticket)
+            yield worker, ticket
             heapq.heapreplace(loads, (worker.num_running, *loads[0][1:]))
             while passed_over:
                 heapq.heappush(loads, passed_over.pop())
+
+    def assign(self, worker: Worker, ticket: Ticket) -> None:
+        """Make a ticket the worker's. The first ticket of a group starts the group."""
+        worker.assign(ticket)
+        if not ticket.is_evaluation:
+            self.buffer.start(ticket.group_id, worker.sent_version)
 
     def may_start(self, worker: Worker, ticket: Ticket) -> bool:
         """Return whether a worker has a free slot for a ticket, and weights that are new enough."""
@@ -205,10 +213,7 @@ class Dispatcher:
 
     def send_out(self) -> None:
         outgoing: dict[int, list[Ticket]] = defaultdict(list)
-        for worker, ticket in self.match_tickets():
-            worker.assign(ticket)
-            if not ticket.is_evaluation:
-                self.buffer.start(ticket.group_id, worker.sent_version)
+        for worker, ticket in self.assign_tickets():
             outgoing[worker.index].append(ticket)
         for index, tickets in outgoing.items():
             self.workers[index].process.send(Tickets(tickets))

@@ -10,7 +10,7 @@ from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.dispatcher import MIN_GROUPS, Dispatcher
 from asyncrl.controller.workers import Worker
-from asyncrl.records import Ticket
+from asyncrl.records import GREEDY_GROUP, Ticket
 
 
 def random_fleet(seed):
@@ -28,7 +28,7 @@ def random_fleet(seed):
         for i in range(rng.randint(1, 7))
     ]
     tickets = [
-        Ticket(i, 0, 0, rng.choice((1, 1, 2)), 0, (), "", None, 0, min_version=rng.randint(0, 2))
+        Ticket(i, GREEDY_GROUP, 0, rng.choice((1, 1, 2)), 0, (), "", None, 0, rng.randint(0, 2))
         for i in range(rng.randint(0, 20))
     ]
     return max_running, workers, tickets
@@ -59,8 +59,7 @@ def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_
         dispatcher = Dispatcher(config, workers, SampleBuffer(config), make_source())
         dispatcher.queue.extend(tickets)
         given = []
-        for worker, ticket in dispatcher.match_tickets():
-            worker.assign(ticket)
+        for worker, ticket in dispatcher.assign_tickets():
             given.append((worker.index, ticket.ticket_id))
         assert given == expected, f"seed {seed}"
         assert list(dispatcher.queue) == tickets[len(given) :]
