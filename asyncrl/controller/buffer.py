@@ -79,8 +79,10 @@ class SampleBuffer:
         self._num_batches_at_publish = 0
         """Batches consumed by the last publish. Their groups have freed their places."""
         self.residents: dict[int, Resident] = {}
-        # Groups whose later members are only counted, and the reason. Entries stay, because members may arrive late.
-        self._closed: dict[int, DropReason] = {}
+        self._fate_of_later_members: dict[int, DropReason] = {}
+        """Reason with which later members are dropped, by group: that of its drop, or `aborted` for a group with
+        extra_members that has finished. Such a group may still be resident. Entries stay, because a member may arrive
+        at any time."""
         # False if `find_batch` returned None and the residents have not changed since
         self._may_have_batch = False
         self.ledger = Ledger()
@@ -94,7 +96,7 @@ class SampleBuffer:
         return BufferState(self.num_consumed_batches, residents, dict(self.ledger.counts))
 
     def restore(self, state: BufferState) -> None:
-        """Continue from a `state`, and keep its residents. Members of closed groups do not arrive in a resumed run."""
+        """Continue from a `state`, and keep its residents. No later members come in a resumed run."""
         self.num_consumed_batches = self._num_batches_at_publish = state.num_consumed_batches
         self.ledger.counts.update(state.ledger)
         self.residents = dict(state.residents)
@@ -153,8 +155,9 @@ class SampleBuffer:
         A trajectory of a finished or dropped group is only counted. Raises RuntimeError if its group was never admitted
         or has this member, if it was aborted, or if a token is older than the group's start.
         """
-        self.ledger.generate(trajectory.num_generated, self._closed.get(trajectory.group_id))
-        if trajectory.group_id in self._closed:
+        fate = self._fate_of_later_members.get(trajectory.group_id)
+        self.ledger.generate(trajectory.num_generated, fate)
+        if fate is not None:
             return None
         resident = self.residents.get(trajectory.group_id)
         self._check_belongs(trajectory, resident)
@@ -163,8 +166,7 @@ class SampleBuffer:
             return None
         self._may_have_batch = True
         if self.node_config.extra_members:
-            # the group stays resident; only members that arrive later are dropped
-            self._closed[trajectory.group_id] = "aborted"
+            self._fate_of_later_members[trajectory.group_id] = "aborted"
         group = self.group(trajectory.group_id)
         resident.oldest_possible_version = group.oldest_version
         return group
@@ -193,7 +195,8 @@ class SampleBuffer:
     def add_failed(self, trajectory: Trajectory) -> bool:
         """Count a failed trajectory. Return whether its group can still get all the members that it needs."""
         self.ledger.generate(
-            trajectory.num_generated, self._closed.get(trajectory.group_id, "failed")
+            trajectory.num_generated,
+            self._fate_of_later_members.get(trajectory.group_id, "failed"),
         )
         resident = self.residents.get(trajectory.group_id)
         if resident is None or self._is_finished(resident):
@@ -303,7 +306,7 @@ class SampleBuffer:
         """Remove a whole group and free its place. Return its problem."""
         resident = self.residents.pop(group_id)
         self._may_have_batch = True
-        self._closed[group_id] = reason
+        self._fate_of_later_members[group_id] = reason
         self.ledger.drop(reason, resident.members.values())
         return resident.problem
 
