@@ -54,6 +54,7 @@ class Dispatcher:
         if trajectory.finish_reason == "failed":
             if not self.buffer.add_failed(trajectory):
                 self.on_failed_group(trajectory)
+        # An aborted one is only counted. `_abort` ends the members of a group that was dropped or has finished.
         elif group := self.buffer.add(trajectory):
             if self.config.drop_zero_variance and np.ptp(group.rewards) == 0:
                 self.drop(group.group_id, "filtered")
