@@ -210,7 +210,9 @@ class Controller:
             reason_if_full = "bound" if self.announcements.deferred is None else "evaluation"
         self.dispatcher.report_idle(reason_if_full)
 
-    # Batches
+    # Batches: `wait_for_batch` → `wait_on_clock`, which chooses the state of the clock → `wait_until`, which calls
+    # `prepare_batch` after every change until there is a batch. Meanwhile `can_get_batch` tells whether one can come.
+    # `consume_batch` follows when all nodes have theirs.
 
     def wait_for_batch(self) -> list[int]:
         """Wait for the next batch and return the ids of its groups. Raises as `wait_on_clock`."""

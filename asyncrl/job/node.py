@@ -5,8 +5,8 @@ Each of several nodes has its share of the prompts, and workers of its own. asyn
 
 import functools
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -99,22 +99,22 @@ class Rank:
             for plugin in self.config.plugins:
                 plugin.limit_memory(self)
 
-    def wait_together(self, wait: Callable[[], Any] | None = None) -> Any:
-        """Return the result of `wait()` on a leader. Other ranks give no `wait`, and get None; collective.
+    @contextmanager
+    def wait_together(self) -> Iterator[None]:
+        """Let all ranks leave the block together; collective. Only leaders wait for rollout inside.
 
-        If it raises RolloutEnded on a node, all ranks raise CannotContinue with the reason of the first such node.
+        If one raises RolloutEnded inside, all ranks raise CannotContinue with the reason of the first such node.
         """
-        result, reason = None, ""
+        reason = ""
+        try:
+            yield
+        except RolloutEnded as error:
+            reason = str(error)
         if self.cluster.is_leader:
-            try:
-                result = wait()
-            except RolloutEnded as error:
-                reason = str(error)
             reason = next(filter(None, self.cluster.gather(reason)), "")
         reason = self.cluster.broadcast_on_node(reason)
         if reason:
-            raise CannotContinue(reason)
-        return result
+            raise CannotContinue(reason) from None
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ class Follower(Rank):
 
     def take_batch(self, step: int, engine_checker: EngineChecker) -> None:
         """Wait with the leader, which has the groups of the step; see Leader."""
-        self.wait_together()
+        with self.wait_together():
+            pass
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,8 @@ class Leader(Rank):
         Raises CannotContinue on all ranks, before any node consumes groups, if rollout has ended on a node.
         """
         self.clock.enter("wait")
-        group_ids = self.wait_together(self.controller.wait_for_batch)
+        with self.wait_together():
+            group_ids = self.controller.wait_for_batch()
         groups = self.controller.consume_batch(group_ids)
         engine_checker.check_engines(step)
         self.on_batch(step, groups)

@@ -43,8 +43,10 @@ class SwarmRank:
         is_believed = False
         while not is_believed:
             self.clock.enter("wait")
-            held = self.wait_together(lambda: self.controller.hold_batch())
-            has_batch = not self.cluster.is_leader or bool(held)
+            has_batch = True
+            with self.wait_together():
+                if self.cluster.is_leader:
+                    has_batch = bool(self.controller.hold_batch())
             if self.cluster.max_over_ranks([int(not has_batch)]) == [1]:
                 raise NobodySamples
             engine_checker.check_engines(step)
