@@ -89,6 +89,7 @@ class StepLog:
             return
         metrics = {
             "step": step,
+            # the version that the step made; it trained at the one before
             "policy_version": step,
             **merge_nodes(measured_on_nodes),
             **self.rank.controller.take_evaluation(),
