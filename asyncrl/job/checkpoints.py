@@ -216,7 +216,7 @@ class Checkpoints:
         self._has_begun_save = True
         rank.clock.enter("save")
         if not self._is_shared:
-            self._save_weights_only(step)
+            self._save_only_weights(step)
             return
         self.writer.wait()
         leader_part = None
@@ -234,7 +234,7 @@ class Checkpoints:
             )
         self.writer.start(step, training_state(self.policy), leader_part)
 
-    def _save_weights_only(self, step: int) -> None:
+    def _save_only_weights(self, step: int) -> None:
         """Write the weights of a step to the first node's folder, which not all nodes share; collective."""
         is_first = self.rank.cluster.is_first
         save_weights(self.policy, str(self.rank.run.checkpoint_path(step)) if is_first else "")
