@@ -42,8 +42,8 @@ class Announcements:
     def send_to_workers(self, announcement: Announcement) -> None:
         """Make all workers load these weights: at once, or when they are up and have loaded older weights.
 
-        With publish_delay K, version 0 is announced K + 1 times. Workers that have it load it
-        again only if they are paused, because only an update lets them sample.
+        With publish_delay K, version 0 is announced K + 1 times. A worker that has it loads it again only if it is
+        paused, because only new weights end a pause.
         """
         self.newest = announcement
         self.transport.set_announced(announcement.staged)

@@ -1,6 +1,6 @@
 """Shards a model over all ranks (FSDP2). On one rank that computes in float32 the model stays plain.
 
-FSDP would only copy there: each weight to gather it, each gradient to reduce it. That is a tenth of a step of SmolLM2.
+FSDP would only copy there: each weight to gather it, and each gradient to reduce it.
 """
 
 import torch
