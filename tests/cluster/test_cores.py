@@ -4,15 +4,19 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
-from programs import start_python
+from programs import ROOT, start_python
+from transformers import AutoModelForCausalLM
 
 from asyncrl.cluster import cores
 from asyncrl.cluster.placement import place
 from asyncrl.cluster.processes import run_on
 from asyncrl.config import Config
+from asyncrl.job.node import Leader
+from asyncrl.trainer.model import layers_of
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 needs_two_cores = pytest.mark.skipif(
@@ -113,3 +117,27 @@ def test_nothing_is_claimed_where_cores_are_not_one_engines_and_one_ranks(
         assert cores.claim_cores(placed, on_end) == placed
         with socket.socket(socket.AF_UNIX) as free:
             free.bind(cores.CLAIM)
+
+
+@needs_two_cores
+def test_each_layer_takes_the_cores_of_an_idle_engine_in_both_passes(num_threads):
+    """The engine has work in the first layer's forward pass only."""
+    with ExitStack() as on_end:
+        placement = cores.claim_cores(on_cpu(), on_end)
+        (own,) = cores_of(placement)
+        torch.set_num_threads(placement.trainer_threads)
+        cores.leave_cores(placement, on_end)
+        answers = iter([False, True, True, True])
+        controller = SimpleNamespace(is_idle=lambda: next(answers))
+        model = AutoModelForCausalLM.from_pretrained(ROOT / "data/tiny/addition")
+        layers = layers_of(model)[:2]
+        model.model.layers = torch.nn.ModuleList(layers)
+        Leader.share_cores(SimpleNamespace(placement=placement, controller=controller), model)
+        threads = []
+        for layer in layers:
+            layer.register_forward_hook(lambda *_: threads.append(torch.get_num_threads()))
+            layer.register_full_backward_hook(lambda *_: threads.append(torch.get_num_threads()))
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()
+        few = placement.trainer_threads
+        assert threads == [few] + [few + len(own)] * 3
+        assert next(answers, None) is None, "each layer asks once a pass"
