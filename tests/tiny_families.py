@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from asyncrl.trainer.attention import choose_attention
+from asyncrl.trainer.attention import attention_inputs, choose_attention
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.packing import Bundle, Layout, TrainSequence, pack
 from asyncrl.trainer.sampling import Sampling
@@ -109,7 +109,7 @@ def tiny_model(config: PreTrainedConfig, attention: str | None = None) -> PreTra
 def packed_scores(module: TokenLogprobs, bundles: list[Bundle], layout: Layout) -> Tensor:
     """Return log-probs of the trained tokens, [N] nats, one bundle after the other."""
     batch = pack(bundles, layout)
-    seen = None
+    seen = attention_inputs(module.attention, batch)
     if batch.visible_until is not None:
         seen = {"attention_mask": attention_mask(module.attention, batch.visible_until)}
     inputs = (batch.input_ids, batch.position_ids, batch.sources, batch.targets, Sampling())

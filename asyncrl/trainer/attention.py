@@ -13,6 +13,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
+from asyncrl.trainer.packing import MicroBatch
+
 BY_BOUNDS = ("varlen", "flash_attention_2")
 """Implementations that take the bounds of sequences. `varlen` is registered below."""
 _WITHIN_A_SEQUENCE = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -148,19 +150,13 @@ def mixes_sequences(config: PreTrainedConfig) -> bool:
     )
 
 
-def attention_inputs(implementation: str, position_ids: Tensor) -> dict:
-    """Return the model's arguments that separate sequences, besides positions; `position_ids` as in MicroBatch."""
-    return varlen_bounds(position_ids) if implementation in BY_BOUNDS else {}
-
-
-def varlen_bounds(position_ids: Tensor) -> dict:
-    """Return the bounds of the sequences of one packed row [1, L], as arguments of transformers' attention."""
-    starts = torch.nonzero(position_ids[0] == 0).flatten().int()
-    bounds = torch.cat([starts, starts.new_tensor([position_ids.shape[1]])])
-    longest = int(bounds.diff().max())
+def attention_inputs(implementation: str, batch: MicroBatch) -> dict:
+    """Return the arguments of transformers' attention that separate sequences without a shared prefix."""
+    if implementation not in BY_BOUNDS:
+        return {}  # the mask is made from position_ids
     return {
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        "cu_seq_lens_q": batch.bounds,
+        "cu_seq_lens_k": batch.bounds,
+        "max_length_q": batch.longest,
+        "max_length_k": batch.longest,
     }

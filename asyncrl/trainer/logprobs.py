@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from asyncrl.trainer.attention import BY_BOUNDS, attention_inputs, mixes_sequences
+from asyncrl.trainer.attention import BY_BOUNDS, mixes_sequences
 from asyncrl.trainer.packing import Layout
 from asyncrl.trainer.sampling import Sampling, sampling_logits
 
@@ -59,11 +59,11 @@ class TokenLogprobs(nn.Module):
         sources: Tensor,
         targets: Tensor,
         sampling: Sampling,
-        attention_kwargs: dict | None = None,
+        attention_kwargs: dict,
     ) -> TokenScores:
         """Return the scores of the targets, [N] each.
 
-        Tensors are those of MicroBatch. `attention_kwargs` tell which tokens see each other, if positions do not.
+        Tensors are those of MicroBatch. `attention_kwargs` tell which tokens see each other (attention_inputs).
 
         The head runs on `chunk_rows` tokens at a time. Beside the head's weight and gradient its peak is a multiple of
         chunk_rows · vocabulary · 4 bytes, whatever the number of tokens. Here it is for 1,024 rows and a vocabulary of
@@ -77,8 +77,6 @@ class TokenLogprobs(nn.Module):
         """
         if self.layout == "row_each":  # padding, too: else it looks like other sequences
             position_ids = torch.ones_like(position_ids).cumsum(dim=1) - 1
-        if attention_kwargs is None:
-            attention_kwargs = attention_inputs(self.attention, position_ids)
         outputs = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention_kwargs
         )

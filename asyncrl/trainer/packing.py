@@ -96,6 +96,10 @@ class MicroBatch:
     visible_until: Tensor | None
     """[R, L] int64, first column after the token's subtree: the columns from the token to there attend to it. None
     if no bundle shares a prefix; then position_ids show the sequences."""
+    bounds: Tensor | None
+    """[sequences + 1] int32, each sequence's first column, and L; None for several rows and shared prefixes."""
+    longest: int
+    """Tokens of the longest bundle, which is a sequence if there are bounds."""
     sources: Tensor
     """[N] int64, flat index in R·L of the token whose hidden state predicts the trained token."""
     targets: Tensor
@@ -181,6 +185,8 @@ def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> Micr
     position_ids = np.zeros_like(input_ids)
     visible_until = np.arange(num_rows * width) + 1
     sources = []
+    has_bounds = layout == "one_row" and not is_shared
+    bounds = torch.tensor([*sorted(starts), width], dtype=torch.int32) if has_bounds else None
     for bundle, start in zip(bundles, starts, strict=True):
         for sequence, indices in zip(bundle.sequences, bundle.row_indices(start), strict=True):
             input_ids[indices] = sequence.tokens
@@ -196,6 +202,8 @@ def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> Micr
         torch.from_numpy(input_ids).view(num_rows, width),
         torch.from_numpy(position_ids).view(num_rows, width),
         torch.from_numpy(visible_until) if is_shared else None,
+        bounds,
+        max(bundle_lengths),
         torch.from_numpy(np.concatenate(sources)),
         **trained,
         lags=policy_version - trained["columns"]["policy_versions"].long(),

@@ -20,6 +20,7 @@ from algos.proximal import loglinear
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.aggregation import UpdateTotals, token_weights
+from asyncrl.trainer.attention import attention_inputs
 from asyncrl.trainer.gae import estimate_step
 from asyncrl.trainer.lag_stats import TokenStats, staleness_metrics
 from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
@@ -380,6 +381,8 @@ def _call_module(
     attention_kwargs: dict | None,
 ) -> TokenScores:
     """Score the trained tokens of a micro-batch without plugins; see TokenLogprobs.forward."""
+    if attention_kwargs is None:
+        attention_kwargs = attention_inputs(module.attention, microbatch)
     return module(
         microbatch.input_ids,
         microbatch.position_ids,

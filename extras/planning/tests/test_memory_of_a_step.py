@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
-import asyncrl.trainer.logprobs
 from asyncrl.config import Config
 from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.model import compile_layers, embedding_apart, recompute_layers
@@ -47,16 +46,6 @@ def fake_ranks():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     yield init_device_mesh("cpu", (NUM_RANKS,))
     dist.destroy_process_group()
-
-
-@pytest.fixture
-def bounds_of_eight(monkeypatch):
-    """Eight sequences of one length in each micro-batch."""
-
-    def attention_inputs(_, position_ids):
-        return bounds_of(NUM_TOKENS, NUM_TOKENS // 8)
-
-    monkeypatch.setattr(asyncrl.trainer.logprobs, "attention_inputs", attention_inputs)
 
 
 def bounds_of(num_tokens: int, length: int) -> dict:
@@ -93,7 +82,8 @@ def make_pass(module: TokenLogprobs, config: Config, is_last: bool) -> None:
     set_exchange(module, config.save_memory, is_last)
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
     flat = torch.zeros(NUM_TOKENS, dtype=torch.int64)
-    scored = module(flat[None], flat[None], flat, flat, sampling)
+    eight_sequences = bounds_of(NUM_TOKENS, NUM_TOKENS // 8)
+    scored = module(flat[None], flat[None], flat, flat, sampling, eight_sequences)
     scored[0].sum().backward()
 
 
@@ -133,7 +123,7 @@ def num_bytes(memory: MemTracker, state: str) -> int:
     ],
 )
 def test_the_peak_of_a_step_and_what_its_layers_keep_are_those_of_the_plan(
-    size, numbers, options, error, tmp_path, fake_ranks, bounds_of_eight
+    size, numbers, options, error, tmp_path, fake_ranks
 ):
     """The model has each of these numbers of layers."""
     config = Config(**USUAL | options)
