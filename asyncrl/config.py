@@ -259,6 +259,9 @@ class Config:
     """Likeliest tokens that sampling and the trainer's log-probs keep; 0: all."""
     min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Least probability of a token that is kept, over that of the likeliest; 0: any."""
+    top_logprobs: Annotated[int, Meta(ge=0, le=10**6)] = 0
+    """Likeliest tokens in each sampled token's place whose ids and log-probs are recorded (K), for centering and for
+    your own loss."""
     env_timeout_s: Annotated[Seconds, RESUME, EVALUATION] = 10.0
     """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed. An
     agent may take as long between two calls. A problem of your own task that takes longer ends the run."""
@@ -278,6 +281,9 @@ class Config:
     """Optimizer updates per step, and per epoch of several; must divide groups_per_step."""
     proximal: Annotated[Literal["recompute", "loglinear"], REPLAY] = "recompute"
     """Proximal log-probs with several updates: a forward pass per step, or interpolated from behavior and current."""
+    centering: Annotated[bool, REPLAY] = False
+    """Take from each token's gradient its mean under the policy that sampled: score centering, algos/centering.py. It
+    needs top_logprobs, and a loss that weighs tokens one by one."""
     loss_aggregation: Annotated[Literal["token_mean", "sequence_mean", "constant"], REPLAY] = (
         "token_mean"
     )
@@ -695,6 +701,20 @@ RULES: list[Rule] = [
         ),
         "--advantage {c.advantage} takes only --advantage.overlong-tokens; leave the options of gae out, or use "
         "--advantage gae",
+    ),
+    (
+        lambda c: c.centering and not c.top_logprobs,
+        "--centering needs the likeliest tokens in each place; add --top-logprobs 32, or more",
+    ),
+    (
+        lambda c: c.centering and (c.top_p < 1 or c.top_k > 0 or c.min_p > 0),
+        "--centering needs the probability of every token, and --top-p, --top-k or --min-p leaves tokens out; leave "
+        "these three at their defaults",
+    ),
+    (
+        lambda c: c.centering and c.minibatches * c.optim.epochs > 1,
+        "--centering is for one update per step, because the proximal policy's log-probs of other tokens are not "
+        "kept; use --minibatches 1 --optim.epochs 1",
     ),
     (
         lambda c: "auto" in c.save_memory and len(c.save_memory) > 1,

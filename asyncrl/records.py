@@ -28,6 +28,14 @@ class TokenColumns:
     """The engine's log-prob of the token under the exact sampling transform, nats."""
     policy_versions: np.ndarray = field(metadata={"dtype": np.int32, "off_mask": -1})
     """Version of the weights that sampled the token, steps."""
+    top_ids: np.ndarray | None = field(
+        default=None, metadata={"dtype": np.int32, "off_mask": 0, "is_wide": True}
+    )
+    """[R or T, K] ids of the K likeliest tokens in the token's place, likeliest first. None without --top-logprobs."""
+    top_logprobs: np.ndarray | None = field(
+        default=None, metadata={"dtype": np.float32, "off_mask": 0, "is_wide": True}
+    )
+    """[R or T, K] log-probs of the same, nats, as behavior_logprobs. None without --top-logprobs."""
 
 
 DTYPES = {column.name: np.dtype(column.metadata["dtype"]) for column in fields(TokenColumns)}
@@ -57,12 +65,20 @@ def join_columns(parts: Iterable[TokenColumns]) -> dict[str, np.ndarray]:
 
 
 def spread_columns(parts: Iterable[tuple[int, TokenColumns]], length: int) -> dict[str, np.ndarray]:
-    """Return columns [length] by name. Each part begins at its position. The rest has the values off the loss mask."""
+    """Return the columns of `length` tokens by name. Each part begins at its position.
+
+    The rest has the values off the loss mask. A column with a default is left out if no part has it.
+    """
+    placed = [(start, slice_columns(part, slice(None))) for start, part in parts]
     spread = {}
     for field_ in fields(TokenColumns):
-        spread[field_.name] = np.full(length, field_.metadata["off_mask"], DTYPES[field_.name])
-    for start, part in parts:
-        for name, values in slice_columns(part, slice(None)).items():
+        name = field_.name
+        known = [(start, columns[name]) for start, columns in placed if name in columns]
+        if not known and field_.default is None:
+            continue
+        shape = known[0][1].shape[1:] if known else ()
+        spread[name] = np.full((length, *shape), field_.metadata["off_mask"], DTYPES[name])
+        for start, values in known:
             spread[name][start : start + len(values)] = values
     return spread
 

@@ -55,7 +55,8 @@ class ScaledLoss(PolicyPlugin):
     def _scale_slopes(
         self, module: nn.Module, inputs: tuple, scores: "TokenScores"
     ) -> "TokenScores":
-        return scores._make(map(self._with_scaled_slopes, scores))
+        scaled = [None if column is None else self._with_scaled_slopes(column) for column in scores]
+        return scores._make(scaled)
 
     def _with_scaled_slopes(self, values: Tensor) -> Tensor:
         """Return the values. On its way back a slope is scaled behind who listens to what is returned."""

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from algos import KL_ESTIMATORS, LossInputs
+from algos.centering import centering_term
 from algos.inputs import couples_tokens
 from asyncrl.trainer.loss_choice import choose_loss
 from asyncrl.trainer.optimizer import learning_rate
@@ -134,7 +135,12 @@ class PlainTrainer:
                 values = hidden @ head
             picked = logprobs.gather(1, targets[:, None]).squeeze(1)
             columns.append((picked, entropies, values.double()))
-        return [torch.cat(column) for column in zip(*columns, strict=True)]
+            if self.config.centering:
+                ids = torch.from_numpy(sequence.top_ids[before + 1]).long()
+                columns[-1] += (logprobs.gather(1, ids),)
+        scores = [torch.cat(column) for column in zip(*columns, strict=True)]
+        self.top_scores = scores[3:]
+        return scores[:3]
 
     def chances(self, layers):
         """Return the chances of experts, [layers, T, E] float64, of what transformers records."""
@@ -297,6 +303,11 @@ class PlainTrainer:
         inputs = LossInputs(logprobs, others[0], proximal, *others[1:], lags)
         arguments = (inputs, inputs.to("cpu")) if couples_tokens(self.loss) else (inputs,)
         losses, stats = self.loss(*arguments)
+        if self.config.centering:
+            # tests/algos/test_centering.py compares the term itself with a loop
+            top = torch.from_numpy(np.concatenate([s.top_logprobs[s.loss_mask] for s in sequences]))
+            term, of_term = centering_term(self.loss, inputs, *self.top_scores, top.double())
+            losses, stats = losses + term, stats | of_term
         if self.config.kl_coef:
             with torch.no_grad():
                 reference = self.read(sequences, self.reference)[0]

@@ -166,6 +166,23 @@ def random_tree(
     return sequences
 
 
+def with_top_tokens(sequences: list[TrainSequence], num_top: int) -> list[TrainSequence]:
+    """The sequences, with random tokens as the likeliest in each place. Their probability is about half."""
+    rng = np.random.default_rng(num_top)
+    changed = []
+    for sequence in sequences:
+        length = len(sequence.tokens)
+        ids = [rng.choice(VOCAB, num_top, replace=False) for _ in range(length)]
+        logprobs = rng.normal(-math.log(2 * num_top), 0.3, (length, num_top))
+        top_logprobs = np.minimum(logprobs, -math.log(num_top + 1))
+        columns = {
+            "top_ids": np.stack(ids).astype(np.int32),
+            "top_logprobs": top_logprobs.astype(np.float32),
+        }
+        changed.append(replace(sequence, **columns))
+    return changed
+
+
 def brute_force_nucleus(row, target, temperature, top_p, top_k=0, min_p=0.0):
     """Keep the likeliest top_k tokens that are min_p as likely as the first, until they hold top_p of what these have,
     and the sampled one; −inf elsewhere."""

@@ -36,19 +36,27 @@ class Request:
         return Completion(self.tokens, finish_reason, experts, **join_columns(self.parts))
 
 
-def read_completion(output) -> Completion:
-    """Return the Completion of a vLLM CompletionOutput. Raises RuntimeError for an unknown finish reason."""
+def read_completion(output, num_top: int) -> Completion:
+    """Return the Completion of a vLLM CompletionOutput with the `num_top` likeliest tokens in each place.
+
+    Raises RuntimeError for an unknown finish reason.
+    """
     reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
     if output.finish_reason not in reasons:
         raise RuntimeError(f"the engine ended a request with {output.finish_reason!r}")
     tokens = list(output.token_ids)
-    logprobs = output.logprobs.logprobs if tokens else []
+    # vLLM lists the sampled token of each place first, then the likeliest ones, after the sampling transform.
+    shape = (len(tokens), 1 + num_top)
+    logprobs = np.reshape(output.logprobs.logprobs if tokens else [], shape).astype(np.float32)
+    ids = np.reshape(output.logprobs.token_ids if tokens else [], shape).astype(np.int32)
+    top = {"top_ids": ids[:, 1:], "top_logprobs": logprobs[:, 1:]} if num_top else {}
     return Completion(
         tokens,
         reasons[output.finish_reason],
         output.routed_experts,
-        behavior_logprobs=np.array(logprobs, dtype=np.float32),
+        behavior_logprobs=logprobs[:, 0],
         policy_versions=token_versions(output),
+        **top,
     )
 
 

@@ -49,7 +49,8 @@ def _read_response(proxy: LLMProxy, episode: Episode) -> Completion | None:
     if request is None:
         return None
     outputs = map(output_so_far, request_states(proxy.engine, request.engine_id))
-    parts = [*request.parts, *map(read_completion, outputs)]
+    num_top = proxy.config.top_logprobs
+    parts = [*request.parts, *(read_completion(output, num_top) for output in outputs)]
     return Request(parts=parts).end("aborted")
 
 

@@ -142,7 +142,7 @@ class LLMProxy:
             request.engine_id = None
         self.token_counts.new += sum(len(output.token_ids) for output in final.outputs)
         outputs = sorted(final.outputs, key=lambda output: output.index)
-        return list(map(read_completion, outputs))
+        return [read_completion(output, self.config.top_logprobs) for output in outputs]
 
     async def run_request(self, engine_id: str, tokens: list[int], params):
         """Return the final output of a request of the engine."""

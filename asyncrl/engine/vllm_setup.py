@@ -138,6 +138,7 @@ def engine_options(spec: WorkerSpec) -> dict:
         "max_num_seqs": config.max_running_requests,
         "seed": config.seed,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": max(20, config.top_logprobs),  # 20 is the default
         "generation_config": "vllm",
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": spec.transport},
@@ -191,7 +192,7 @@ def sampling_params(
         min_p=config.min_p,
         max_tokens=max_tokens,
         seed=seed,
-        logprobs=0,
+        logprobs=config.top_logprobs,
         flat_logprobs=True,
         detokenize=False,
         stop_token_ids=stop_token_ids,

@@ -30,6 +30,8 @@ class TokenScores(NamedTuple):
     """[N] float32, nats, entropy of the distribution at each token."""
     values: Tensor
     """[N] float32, value of the state before each token; 0 without a value head."""
+    top_logprobs: Tensor | None = None
+    """[N, K] float32, nats, of the recorded likeliest tokens (TokenColumns.top_ids); None unless asked for."""
 
 
 class TokenLogprobs(nn.Module):
@@ -60,8 +62,9 @@ class TokenLogprobs(nn.Module):
         targets: Tensor,
         sampling: Sampling,
         attention_kwargs: dict,
+        top_ids: Tensor | None = None,
     ) -> TokenScores:
-        """Return the scores of the targets, [N] each.
+        """Return the scores of the targets, [N] each, and log-probs of the tokens `top_ids` [N, K] in their places.
 
         Tensors are those of MicroBatch. `attention_kwargs` tell which tokens see each other (attention_inputs).
 
@@ -82,8 +85,9 @@ class TokenLogprobs(nn.Module):
         )
         rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
         head = functools.partial(self.score_rows, sampling=sampling)
-        row_chunks, target_chunks = rows.split(self.chunk_rows), targets.split(self.chunk_rows)
-        *chunks, last_chunk = zip(row_chunks, target_chunks, strict=True)
+        columns = [rows, targets] if top_ids is None else [rows, targets, top_ids.long()]
+        chunked = (column.split(self.chunk_rows) for column in columns)
+        *chunks, last_chunk = zip(*chunked, strict=True)
         parts = [
             checkpoint(head, *chunk, use_reentrant=False, preserve_rng_state=False)
             for chunk in chunks
@@ -93,12 +97,17 @@ class TokenLogprobs(nn.Module):
         values = torch.zeros(len(rows), device=rows.device)
         if self.value_head is not None:
             values = self.value_head(rows)
-        logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-        return TokenScores(logprobs, entropy, values)
+        logprobs, entropy, *top = (torch.cat(column) for column in zip(*parts, strict=True))
+        return TokenScores(logprobs, entropy, values, *top)
 
     def score_rows(
-        self, hidden: Tensor, targets: Tensor, sampling: Sampling
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        top_ids: Tensor | None = None,
+        *,
+        sampling: Sampling,
+    ) -> tuple[Tensor, ...]:
         head = self.model.get_output_embeddings()
         # Logits are float32: a bfloat16 log-prob has 3 digits, too few for a ratio of probabilities.
         # The calls are nested, so that no name keeps a [rows, vocabulary] tensor alive.
@@ -107,14 +116,15 @@ class TokenLogprobs(nn.Module):
             scale_logits(head(hidden).float(), config), targets, sampling
         ).log_softmax(dim=-1)
         picked = logprobs.gather(1, targets[:, None]).squeeze(1)
+        top = () if top_ids is None else (logprobs.gather(1, top_ids),)
         if self.trains_entropy and torch.is_grad_enabled():
             chances = logprobs.exp()
-            return picked, -(chances * logprobs.masked_fill(chances == 0, 0.0)).sum(dim=-1)
+            return picked, -(chances * logprobs.masked_fill(chances == 0, 0.0)).sum(dim=-1), *top
         # The entropy comes last: the backward pass stops computing again before it. torch.special.entr would compute
         # logarithms again, which are slow on a CPU. A token that the sampling excludes gives 0 * -inf.
         with torch.no_grad():
             entropy = -logprobs.exp().mul_(logprobs).nansum(dim=-1)
-        return picked, entropy
+        return picked, entropy, *top
 
 
 def scale_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:

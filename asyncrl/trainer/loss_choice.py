@@ -3,17 +3,18 @@
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from algos import LOSSES, LossInputs
+from algos.centering import centering_term
 from algos.inputs import couples_tokens
 from asyncrl import user_code
 from asyncrl.config import Config, allowed_values, read_arguments
-from asyncrl.records import DTYPES
+from asyncrl.records import DTYPES, TokenColumns
 
 _MUST_TRAIN = {
     0.0: "fresh tokens, whose ratio is 1",
@@ -40,7 +41,13 @@ def choose_loss(config: Config) -> Callable:
     arguments = read_arguments(
         "algo-args", config.algo_args, f"--algo {config.algo}", keywords_of(loss)
     )
-    return functools.update_wrapper(functools.partial(loss, **arguments), loss)
+    bound = functools.update_wrapper(functools.partial(loss, **arguments), loss)
+    if config.centering and (couples_tokens(loss) or reads_sequences(bound)):
+        raise ValueError(
+            f"--algo {config.algo} weighs whole sequences or updates, and --centering needs a weight per token; take "
+            "another loss, as tis, or leave --centering out"
+        )
+    return bound
 
 
 def keywords_of(loss: Callable) -> list[inspect.Parameter]:
@@ -78,8 +85,10 @@ def check_signature(loss: Any) -> None:
         ) from None
 
 
-def try_loss(loss: Callable) -> None:
+def try_loss(loss: Callable, is_centered: bool = False) -> None:
     """Compute a loss on six tokens of a good and a bad sequence: stale ones, then those of _MUST_TRAIN.
+
+    If it `is_centered`, compute its centering term, too.
 
     Raises TypeError unless it returns a loss and stats for each token. Raises ValueError for tokens of _MUST_TRAIN
     without a gradient, or with one that is not finite. Passes on errors of the loss.
@@ -106,6 +115,9 @@ def try_loss(loss: Callable) -> None:
         if not (losses.isfinite().all() and slopes.isfinite().all() and slopes.any()):
             got = f"the losses {losses.tolist()} and the gradient {slopes.tolist()}"
             raise ValueError(f"{which}, have {got}: nothing would be trained; take other arguments")
+    if is_centered:
+        head = logprobs.detach()[:, None]
+        centering_term(loss, _six_tokens(logprobs, 0.1), head, head)
 
 
 def reads_sequences(loss: Callable) -> bool:
@@ -136,7 +148,10 @@ def _six_tokens(logprobs: Tensor, moved: float) -> LossInputs:
     advantages = 1.0 - 2 * ids
     log_ratio = moved * advantages
     behavior_logprobs = held - log_ratio
-    is_real = {name: dtype.kind == "f" for name, dtype in DTYPES.items()}
+    columns = {}
+    for column in fields(TokenColumns):
+        values = behavior_logprobs * (DTYPES[column.name].kind == "f")
+        columns[column.name] = values[:, None] if "is_wide" in column.metadata else values
     return LossInputs(
         logprobs,
         behavior_logprobs,
@@ -145,5 +160,5 @@ def _six_tokens(logprobs: Tensor, moved: float) -> LossInputs:
         rewards=1.0 - ids,
         sequence_ids=ids,
         lags=ids,
-        columns={name: behavior_logprobs * is_real[name] for name in DTYPES},
+        columns=columns,
     )

@@ -107,7 +107,7 @@ class MicroBatch:
     sequence_ids: Tensor
     """[N] int64, non-decreasing, 0 … S−1; only sequences with a trained token are numbered."""
     columns: dict[str, Tensor]
-    """[N] each, by name: the fields of TokenColumns, and columns that the trainer adds before the step's first update.
+    """[N] or [N, K], by name: fields of TokenColumns, and columns that the trainer adds before the step's first update.
     These are `proximal_logprobs`, float32 nats, if they are recomputed. With a value head they are also `values` of the
     state before the token, and `returns`, the head's targets, both float32."""
     advantages: Tensor
@@ -233,7 +233,9 @@ def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
             )
 
     targets = [sequence.tokens[sequence.loss_mask] for sequence in sequences]
-    columns = [slice_columns(sequence, sequence.loss_mask) for sequence in sequences]
+    # A trajectory without a sampled token has no likeliest tokens.
+    with_columns = [sequence for sequence in sequences if sequence.num_trained] or sequences
+    columns = [slice_columns(sequence, sequence.loss_mask) for sequence in with_columns]
     num_trained = torch.tensor([sequence.num_trained for sequence in sequences])
     trajectory_lengths = [
         sequence.trained_in_trajectory or sequence.num_trained for sequence in sequences

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from algos import KL_ESTIMATORS, LossInputs
+from algos.centering import centering_term
 from algos.inputs import couples_tokens, gathered
 from algos.proximal import loglinear
 from asyncrl.config import Config
@@ -203,7 +204,8 @@ class Policy(WholeWeights):
         """
         config = self.config
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
-        score = functools.partial(_call_module, Sampling() if raw else sampling)
+        sampling = Sampling() if raw else sampling
+        score = functools.partial(_call_module, sampling, reads_top=config.centering)
         for plugin in self.plugins:
             score = functools.partial(plugin.forward, score)
         return score(module, microbatch, None)
@@ -268,6 +270,11 @@ class Policy(WholeWeights):
         loss, loss_stats = (
             self.loss(inputs) if all_tokens is None else self.loss(inputs, all_tokens)
         )
+        if self.config.centering:
+            term, term_stats = centering_term(
+                self.loss, inputs, scores.top_logprobs, microbatch.columns["top_logprobs"]
+            )
+            loss, loss_stats = loss + term, loss_stats | term_stats
         token_stats = {f"loss/{name}": column for name, column in loss_stats.items()}
         if ref_logprobs is not None:
             estimator = KL_ESTIMATORS[self.config.kl_estimator]
@@ -379,8 +386,13 @@ def _call_module(
     module: TokenLogprobs,
     microbatch: MicroBatch,
     attention_kwargs: dict | None,
+    *,
+    reads_top: bool,
 ) -> TokenScores:
-    """Score the trained tokens of a micro-batch without plugins; see TokenLogprobs.forward."""
+    """Score the trained tokens of a micro-batch without plugins, and if it `reads_top` the recorded likeliest tokens.
+
+    See TokenLogprobs.forward.
+    """
     if attention_kwargs is None:
         attention_kwargs = attention_inputs(module.attention, microbatch)
     return module(
@@ -390,6 +402,7 @@ def _call_module(
         microbatch.targets,
         sampling,
         attention_kwargs,
+        microbatch.columns.get("top_ids") if reads_top else None,
     )
 
 

@@ -24,6 +24,10 @@ RULES: list[Rule] = [
         "share; change one of the two",
     ),
     (
+        lambda c: c.listen is not None and c.top_logprobs > 0,
+        "--listen {c.listen} lets remote hosts join, and nothing checks their --top-logprobs; change one of the two",
+    ),
+    (
         lambda c: c.num_rollout_workers == 0 and c.weight_sync != "auto",
         "--weight-sync {c.weight_sync} does not go with --num-rollout-workers 0: remote hosts pull the weights; "
         "change one of the two",

@@ -92,9 +92,11 @@ class Sharing(PolicyPlugin):
         module.model.config._attn_implementation = attention
         if not is_shared:
             return score(module, batch, attention_kwargs)
+        mask = {"attention_mask": attention_mask(attention, batch.visible_until)}
+        if self._policy.config.centering:  # branches have other likeliest tokens in the place of an equal token
+            return score(module, batch, mask)
         # sources and targets are below 2³¹
         pairs, places = (batch.sources << 32 | batch.targets).unique(return_inverse=True)
         distinct = replace(batch, sources=pairs >> 32, targets=pairs & 0x7FFFFFFF)
-        mask = {"attention_mask": attention_mask(attention, batch.visible_until)}
         scores = score(module, distinct, mask)
-        return TokenScores(*(column[places] for column in scores))
+        return TokenScores(*(column[places] for column in scores[:3]))

@@ -24,6 +24,7 @@ from tiny_policy import (
     random_tree,
     save_tiny_family,
     weights_of,
+    with_top_tokens,
 )
 from torch.utils._device import device_decorator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,6 +68,7 @@ CASES = {
     },
     "interpolated proximal policy": {**THREE_UPDATES, "proximal": "loglinear"},
     "a user's loss": {"algo": f"{__file__}:loss_by_lag"},
+    "centered": {"algo": "tis", "centering": True, "top_logprobs": 7, "temperature": 0.7},
     "epochs": {
         **THREE_UPDATES,
         "seed": 3,
@@ -75,7 +77,7 @@ CASES = {
     },
 }  # fmt: skip
 """Options of a step. Losses differ in what they see: token or sequence, rewards, the whole update, proximal policy."""
-ON_DEVICE = ("grpo", "sampling and entropy", "epochs", "values as they are, clipped")
+ON_DEVICE = ("grpo", "centered", "sampling and entropy", "epochs", "values as they are, clipped")
 BALANCE = {"optim": OptimOptions(seq_aux_loss_coef=7)}
 FAMILIES = {
     "qwen3_moe": ({}, {**BALANCE, "minibatches": 2}),
@@ -105,6 +107,8 @@ def minibatches_of(sequences, config):
     """The sequences, and one of which nothing is trained."""
     untrained = np.zeros_like(sequences[0].loss_mask)
     sequences = [*sequences, replace(sequences[0], loss_mask=untrained, oldest_version=None)]
+    if config.top_logprobs:
+        sequences = with_top_tokens(sequences, config.top_logprobs)
     return [sequences[i :: config.minibatches] for i in range(config.minibatches)]
 
 
@@ -233,6 +237,7 @@ ON_TWO_RANKS = {
         "loss_aggregation": "sequence_mean",
         "save_memory": ALL_SAVED,
     },
+    "centered": {"algo": "tis", "centering": True, "top_logprobs": 7},
     "replicas": {"replicas": 2, "algo": "m2po", "optim": OptimOptions(scale_lr_by_ess=True)},
     "untied": {"minibatches": 2},
     "untied, freed": {"minibatches": 2, "save_memory": ("layers", "head")},
