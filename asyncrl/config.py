@@ -295,6 +295,9 @@ class Config:
     """Form of the KL penalty. algos/kl.py states the gradient of each form."""
     max_grad_norm: Annotated[Positive, REPLAY] = 1.0
     """Gradient norm above which the gradient is scaled down."""
+    gradient_cosine: Annotated[bool, RESUME, HOST, REPLAY] = False
+    """Log the cosine of each update's gradient and the one before (extras/gradient_cosine.py). It keeps a copy of the
+    gradient, 4 bytes per trained weight."""
     optimizer: Annotated[str, REPLAY] = "adamw"
     """`adamw`, `adam`, `sgd`, `rmsprop`, `adafactor`, or your own: FILE.py:NAME, a class of torch.optim.Optimizer, or a
     function that makes one of parameter groups. All but the first two need lr."""
@@ -407,6 +410,7 @@ class Config:
                 "--optim.seq-aux-loss-coef": self.optim.seq_aux_loss_coef,
                 "--share-prefix": self.share_prefix in ("prompt", "tree"),
                 "--router-replay": self.router_replay,
+                "--gradient-cosine": self.gradient_cosine,
                 "--dtype float16": self.dtype == "float16",
                 "--record": self.record,
                 "--wandb": self.wandb != "disabled",

@@ -20,6 +20,7 @@ MODULES = {
     "--optim.seq-aux-loss-coef": "extras.moe.option",
     "--share-prefix": "extras.trees.option",
     "--router-replay": "extras.router_replay.option",
+    "--gradient-cosine": "extras.gradient_cosine",
     "--dtype float16": "extras.loss_scale",
     "--record": "extras.recording",
     "--wandb": "extras.wandb_mirror",
