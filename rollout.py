@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 from asyncrl import extras
 from asyncrl.cluster.placement import WorkerSpec
-from asyncrl.cluster.processes import freeze_garbage
+from asyncrl.cluster.processes import end_session, freeze_garbage
 from asyncrl.cluster.streams import keep_printing
 from asyncrl.cluster.worker_process import end_safe_path
 from asyncrl.engine.environments import Environments, start_environments
@@ -108,7 +108,7 @@ class RolloutWorker:
             try:
                 message = self.connection.recv()
             except (EOFError, OSError):
-                os._exit(1)  # the controller is gone
+                end_session()  # the controller is gone
             loop.call_soon_threadsafe(self._receive, message)
 
     def _receive(self, message) -> None:

@@ -128,8 +128,18 @@ def folder_of_sockets() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="vllm-", dir=place, ignore_cleanup_errors=True)
 
 
+def end_session() -> NoReturn:
+    """End this process at once, and if it leads a session, all processes of its group.
+
+    An engine that is split over GPUs watches no parent, and would keep their memory.
+    """
+    if os.getsid(0) == os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
 def exit_with_parent(poll_s: float = 1.0) -> None:
-    """Start a daemon thread that ends this process within `poll_s` seconds of its parent's death, also an earlier one.
+    """Start a daemon thread that ends this session within `poll_s` seconds of its parent's death, also an earlier one.
 
     PR_SET_PDEATHSIG would fire when the *thread* ends that started this process.
     """
@@ -139,7 +149,7 @@ def exit_with_parent(poll_s: float = 1.0) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(poll_s)
-        os._exit(1)
+        end_session()
 
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
 

@@ -42,12 +42,15 @@ async def _watch_answers(engine: Any, timeout_s: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def limited(timeout_s: float, action: str) -> AsyncIterator[None]:
-    """Raise TimeoutError after a time, with the stacks of this process and its engine in the log."""
+async def limited(timeout_s: float, action: str, hint: str = "") -> AsyncIterator[None]:
+    """Raise TimeoutError after a time, with the stacks of this process and its engine in the log.
+
+    `hint` says what to change.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
         dump_stacks(os.getpid())
         await asyncio.sleep(DUMP_S)
-        raise TimeoutError(f"{action} took more than {timeout_s:.0f} s") from None
+        raise TimeoutError(f"{action} took more than {timeout_s:.0f} s{hint and f'; {hint}'}") from None

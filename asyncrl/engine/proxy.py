@@ -20,6 +20,10 @@ from asyncrl.records import Completion
 from asyncrl.runlog.time_ledger import Activity
 
 ABORT_AGAIN_S = 0.001
+NCCL_HINT = (
+    "GPUs that are virtual, or joined by PCIe alone, can hang in NCCL's direct copies: try NCCL_P2P_DISABLE=1 in the "
+    "environment, or --weight-sync shm"
+)
 
 
 class LLMProxy:
@@ -61,7 +65,9 @@ class LLMProxy:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        async with health.limited(self.config.timeout_s, "connecting the engine to the trainer"):
+        hint = NCCL_HINT if "master_port" in init_info else ""
+        action = "connecting the engine to the trainer"
+        async with health.limited(self.config.timeout_s, action, hint):
             await self.engine.init_weight_transfer_engine(
                 WeightTransferInitRequest(init_info=init_info)
             )
@@ -237,7 +243,8 @@ class LLMProxy:
         `receiving` is called when the engine is ready for the weights. Raises TimeoutError as `sleep` does.
         """
         was_running = self._may_sample.is_set()
-        async with health.limited(self.config.timeout_s, f"loading version {version}"):
+        hint = "" if receiving is None else NCCL_HINT
+        async with health.limited(self.config.timeout_s, f"loading version {version}", hint):
             if self.config.on_update == "wait":
                 # requests run to their end: this is no pause, so it comes before the clock
                 await self.suspend()

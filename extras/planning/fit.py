@@ -17,11 +17,11 @@ from asyncrl.plugins import Plugin
 from extras.planning.memory import (
     CONTEXT_BYTES,
     Sharing,
-    check_engine,
     check_host,
     check_tp,
     check_trainer,
     free_host_bytes,
+    plan_alone,
     plan_shared,
     ways_to_fit,
 )
@@ -54,7 +54,10 @@ def plan_memory(
             worker = replace(worker, gpu_memory_utilization=share, kv_cache_bytes=kv_bytes)
             return replace(placement, workers=(worker,)), f"{text}\n{host_text}"
         engine = _fullest(gpus, [w.gpu + i for w in placement.workers for i in range(w.num_gpus)])
-        texts.append(check_engine(config, shape, engine))
+        kv_bytes, text = plan_alone(config, shape, engine)
+        workers = tuple(replace(worker, kv_cache_bytes=kv_bytes) for worker in placement.workers)
+        placement = replace(placement, workers=workers)
+        texts.append(text)
     trainer = _fullest(gpus, placement.trainer_gpus)
     texts.insert(0, check_trainer(config, shape, trainer, sharing))
     return placement, "\n".join([*texts, host_text])

@@ -407,21 +407,24 @@ def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing)
     return "\n".join(lines)
 
 
-def check_engine(config: Config, shape: ModelShape, gpu: Gpu) -> str:
-    """Return the arithmetic of an engine that has GPUs for itself, of which this is the fullest.
+def plan_alone(config: Config, shape: ModelShape, gpu: Gpu) -> tuple[int | None, str]:
+    """Return the bytes of the KV cache of an engine that has GPUs for itself, and the arithmetic as text.
 
-    Raises ValueError if there is no room for one sequence.
+    This GPU is the fullest of them. vLLM would fill its whole share with keys and values, and leave no room for an
+    update of the weights. With gpu_memory_utilization vLLM decides, and the bytes are None. Raises ValueError if there
+    is no room for one sequence.
     """
     engine = engine_items(config, shape, config.rollout_tp)
     kv_one = config.max_sequence_tokens * kv_bytes_per_token(shape, config.rollout_tp)
     share = config.gpu_memory_utilization or SHARE_ALONE
+    kv = min(share * gpu.total_bytes, available_bytes(gpu)) - total(engine)
     lines = [
         _gpu_line(gpu),
-        f"  engine, {share:.0%}: {listed(engine)}; one sequence of KV cache {kv_one / GIB:.2f} GiB",
+        f"  engine, {share:.0%}: {listed(engine)}; KV cache {max(kv, 0) / GIB:.2f} GiB, {kv_one / GIB:.2f} a sequence",
     ]
-    if (short := total(engine) + kv_one - min(share * gpu.total_bytes, available_bytes(gpu))) > 0:
-        raise ValueError(_refusal(config, gpu, lines, short))
-    return "\n".join(lines)
+    if kv < kv_one:
+        raise ValueError(_refusal(config, gpu, lines, kv_one - kv))
+    return None if config.gpu_memory_utilization else int(kv), "\n".join(lines)
 
 
 def can_split(shape: ModelShape, tp: int) -> bool:

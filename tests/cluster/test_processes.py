@@ -42,6 +42,24 @@ def test_a_process_ends_with_its_parent_also_if_that_ends_while_it_still_imports
         wait_until(lambda pid=pid: not psutil.pid_exists(pid))
 
 
+def test_a_session_ends_with_the_parent_of_its_leader():
+    """As an engine of several GPUs, the last process here watches nobody."""
+    inner = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    worker = (
+        "import os, subprocess, sys, time; os.setsid(); "
+        "from asyncrl.cluster.processes import exit_with_parent; exit_with_parent(0.05); "
+        f"subprocess.Popen([sys.executable, '-c', {inner!r}]); time.sleep(60)"
+    )
+    leader = start_python(
+        "-c",
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {worker!r}]); time.sleep(60)",
+    )
+    pid = int(leader.stdout.readline())
+    leader.kill()
+    leader.wait()
+    wait_until(lambda: not psutil.pid_exists(pid))
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

@@ -90,7 +90,7 @@ def check_host(line, split, config, cluster):
     tp = number_after("--rollout-tp", command, config.rollout_tp)
     joins = {"num_rollout_workers": None, "weight_sync": "auto", "rollout_tp": tp}
     joined = dataclasses.replace(config, **joins)
-    memory.check_engine(joined, split.job.shape, pool.device)
+    memory.plan_alone(joined, split.job.shape, pool.device)
     return pool, count, place(joined, visible_gpus(command, pool), 64, 0).workers
 
 

@@ -1,5 +1,6 @@
 """What fits a GPU and a host: the smallest ones are the sums of all items; test_memory_of_a_step.py counts a step's."""
 
+import functools
 import math
 import random
 import re
@@ -183,6 +184,21 @@ def test_an_engine_that_shares_a_gpu_gets_its_cache_or_what_is_left_and_no_more(
     for asked, warns in ((share - 0.002, False), (1.0, True)):
         *settings, text = plan(gpu_memory_utilization=asked)
         assert settings == [asked, None] and ("warning" in text) == warns
+
+
+@pytest.mark.parametrize(("gib", "size"), [(24, "0.6b"), (48, "8b"), (80, "8b")])
+def test_an_engine_on_its_own_gpus_leaves_room_for_an_update_of_its_weights(gib, size):
+    config, placed = Config(**LONG), place(Config(**LONG), 8, 64, 4)
+    plan = functools.partial(plan_memory, placement=placed, shape=shape_of(size))
+    given = {"gpus": [gpu(500)] * 4 + [gpu(gib)] * 4, "sharing": Sharing(4, 4)}
+    placement, text = plan(config, **given)
+    engine, sequence = engine_bytes(config, shape_of(size))
+    for worker in placement.workers:
+        assert worker.kv_cache_bytes == pytest.approx(0.9 * gib * GIB - engine, abs=1)
+        assert worker.kv_cache_bytes >= sequence
+    assert f"KV cache {worker.kv_cache_bytes / GIB:.2f} GiB" in text
+    placement, _ = plan(replace(config, gpu_memory_utilization=0.9), **given)
+    assert {worker.kv_cache_bytes for worker in placement.workers} == {None}, "vLLM decides"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
