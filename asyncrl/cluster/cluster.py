@@ -141,6 +141,8 @@ def on_first_rank(function: Callable[[], Any]) -> Any:
 
 def gather_from_ranks(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """Return the values of all ranks, or of those of a group; collective."""
+    if dist.get_world_size(group) == 1:
+        return [value]  # to pickle it would take milliseconds of each step
     values: list[Value | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values

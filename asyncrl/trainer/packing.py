@@ -137,14 +137,22 @@ class MicroBatch:
 def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]:
     """Put items, longest first, each into the first bin with room; return the item indices of each bin."""
     bins: list[list[int]] = []
-    room = []
-    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        index = next((i for i, free in enumerate(room) if free >= lengths[item]), len(bins))
-        if index == len(bins):
+    room: list[float] = []
+    shortest = min(lengths, default=0)
+    num_full = 0
+    for item in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        length = lengths[item]
+        while num_full < len(bins) and room[num_full] < shortest:
+            num_full += 1  # no item fits into these bins any more
+        for index in range(num_full, len(bins)):
+            if room[index] >= length:
+                break
+        else:
+            index = len(bins)
             bins.append([])
             room.append(capacity)
         bins[index].append(item)
-        room[index] -= lengths[item]
+        room[index] -= length
     return bins
 
 

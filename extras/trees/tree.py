@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -65,7 +66,8 @@ def bundle(
     """
     if share_prefix == "off":
         return as_trees(sequences)
-    return join_trees(*order(sequences, share_prefix), max_tokens)
+    order = depth_first(sequences, share_prefix)
+    return [order.tree(part) for part in order.join(max_tokens)]
 
 
 def as_trees(sequences: list[TrainSequence]) -> list[Tree]:
@@ -73,44 +75,59 @@ def as_trees(sequences: list[TrainSequence]) -> list[Tree]:
     return [Tree((sequence,), (), len(sequence.tokens)) for sequence in sequences]
 
 
-def order(sequences: list[TrainSequence], share_prefix: Sharing) -> tuple[list[Tree], list[int]]:
-    """Return sequences, each a tree, so that neighbours share the most, and the tokens that each shares with the next
-    one."""
-    ordered = depth_first(sequences)
-    if share_prefix == "prompt":
-        ordered.sort(key=lambda sequence: sequence.group_id)
-    return as_trees(ordered), shared_with_next(ordered, share_prefix)
+class Part(NamedTuple):
+    """Sequences that are read together, before they are a Tree: many ways to cut are tried, and few are taken."""
+
+    members: list[int]
+    """Their numbers in the order."""
+    num_tokens: int
+    """Tokens to read."""
 
 
-def join_trees(ordered: list[Tree], depths: list[int], max_tokens: float) -> list[Tree]:
-    """Join sequences in the order of `order` to trees; see bundle."""
-    max_tokens = max([max_tokens, *(tree.num_tokens for tree in ordered)])
-    # The nodes of the path from the root: depth, and the bundles that ended below it.
-    path: list[tuple[int, list[Tree]]] = [(0, [])]
-    for tree, depth in zip(ordered, depths, strict=True):
-        below = [tree]
-        while path[-1][0] > depth:
-            prefix, bundles = path.pop()
-            below = _joined([*bundles, *below], prefix, max_tokens)
-        if path[-1][0] < depth:
-            path.append((depth, []))
-        path[-1][1].extend(below)
-    return path[0][1]
+@dataclass(frozen=True)
+class Order:
+    """Sequences in an order in which neighbours share the most."""
+
+    sequences: list[TrainSequence]
+    depths: list[int]
+    """Tokens that each shares with the next one; 0 for the last."""
+
+    def join(self, max_tokens: float) -> list[Part]:
+        """Join sequences to trees; see bundle."""
+        lengths = [len(sequence.tokens) for sequence in self.sequences]
+        max_tokens = max([max_tokens, *lengths])
+        # The nodes of the path from the root: depth, and the parts that ended below it.
+        path: list[tuple[int, list[Part]]] = [(0, [])]
+        for number, depth in enumerate(self.depths):
+            below = [Part([number], lengths[number])]
+            while path[-1][0] > depth:
+                prefix, parts = path.pop()
+                below = _joined(parts + below, prefix, max_tokens)
+            if path[-1][0] < depth:
+                path.append((depth, []))
+            path[-1][1].extend(below)
+        return path[0][1]
+
+    def tree(self, part: Part) -> Tree:
+        """Return the tree of a part. Two members share what all neighbours from one to the other share."""
+        shared = [
+            min(self.depths[first:second]) for first, second in itertools.pairwise(part.members)
+        ]
+        sequences = [self.sequences[number] for number in part.members]
+        return Tree(tuple(sequences), tuple(shared), part.num_tokens)
 
 
-def depth_first(sequences: list[TrainSequence]) -> list[TrainSequence]:
+def depth_first(sequences: list[TrainSequence], share_prefix: Sharing) -> Order:
     """Return sequences as the tree of them has them: by bytes, in which equal beginnings stand together, and a sequence
     before those that it begins."""
-    return sorted(sequences, key=lambda sequence: sequence.tokens.tobytes())
+    ordered = sorted(sequences, key=lambda sequence: sequence.tokens.tobytes())
+    if share_prefix == "prompt":
+        ordered.sort(key=lambda sequence: sequence.group_id)
+    shared = [common_prefix(*pair, share_prefix) for pair in itertools.pairwise(ordered)]
+    return Order(ordered, [*shared, 0][: len(sequences)])
 
 
-def shared_with_next(sequences: list[TrainSequence], share_prefix: Sharing) -> list[int]:
-    """Count the tokens that each sequence shares with the next one; 0 for the last."""
-    shared = [common_prefix(*pair, share_prefix) for pair in itertools.pairwise(sequences)]
-    return [*shared, 0][: len(sequences)]
-
-
-def _joined(parts: list[Tree], prefix: int, max_tokens: float) -> list[Tree]:
+def _joined(parts: list[Part], prefix: int, max_tokens: float) -> list[Part]:
     """Read parts that begin with the same `prefix` tokens together, as many as fit."""
     lengths = [part.num_tokens - prefix for part in parts]
     if prefix + sum(lengths) <= max_tokens:
@@ -119,12 +136,15 @@ def _joined(parts: list[Tree], prefix: int, max_tokens: float) -> list[Tree]:
     return [_join([parts[index] for index in sorted(members)], prefix) for members in bins]
 
 
-def _join(parts: list[Tree], prefix: int) -> Tree:
-    """Return one tree of parts that begin with the same `prefix` tokens."""
-    sequences = [sequence for part in parts for sequence in part.sequences]
-    shared = [depth for part in parts for depth in (prefix, *part.shared)]
-    num_tokens = sum(part.num_tokens for part in parts) - prefix * (len(parts) - 1)
-    return Tree(tuple(sequences), tuple(shared[1:]), num_tokens)
+def _join(parts: list[Part], prefix: int) -> Part:
+    """Return one part of parts that begin with the same `prefix` tokens."""
+    if len(parts) == 1:
+        return parts[0]
+    members, num_tokens = [], prefix
+    for part in parts:
+        members += part.members
+        num_tokens += part.num_tokens - prefix
+    return Part(members, num_tokens)
 
 
 def choose_bundles(
@@ -151,36 +171,36 @@ def choose_bundles(
     kinds: tuple[Sharing, ...] = (share_prefix,)
     if share_prefix == "auto":
         kinds = ("prompt", "tree")
-    cuts = itertools.chain(*(cut_smaller(sequences, kind, max_tokens) for kind in kinds))
-    choices = [split_evenly(trees, num_ranks) for trees in cuts]
+    orders = {kind: depth_first(sequences, kind) for kind in kinds}
+    cuts = [(kind, parts) for kind in kinds for parts in cut_smaller(orders[kind], max_tokens)]
+    choices = [split_evenly(parts, num_ranks) for _, parts in cuts]
     costs = [costliest(shares) for shares in choices]
-    if share_prefix == "auto" and min(costs) >= (1 - WORTH_SHARING) * costliest(apart):
+    cheapest = costs.index(min(costs))
+    if share_prefix == "auto" and costs[cheapest] >= (1 - WORTH_SHARING) * costliest(apart):
         return apart
-    return choices[costs.index(min(costs))]
+    order = orders[cuts[cheapest][0]]
+    return [[order.tree(part) for part in parts] for parts in choices[cheapest]]
 
 
-def cut_smaller(
-    sequences: list[TrainSequence], share_prefix: Sharing, max_tokens: int
-) -> Iterator[list[Tree]]:
-    """Yield trees of at most `max_tokens`, then smaller ones: each time the largest tree before is halved.
+def cut_smaller(order: Order, max_tokens: int) -> Iterator[list[Part]]:
+    """Yield parts of at most `max_tokens`, then smaller ones: each time the largest part before is halved.
 
-    Both halves read the prefix that all sequences of that tree share.
+    Both halves read the prefix that all sequences of that part share.
     """
-    ordered, depths = order(sequences, share_prefix)
-    longest = max((tree.num_tokens for tree in ordered), default=0)
+    longest = max((len(sequence.tokens) for sequence in order.sequences), default=0)
     limit = max_tokens
     while True:
-        trees = join_trees(ordered, depths, limit)
-        yield trees
+        parts = order.join(limit)
+        yield parts
         if limit <= longest:
             return
-        largest = max(trees, key=lambda tree: tree.num_tokens, default=Tree((), (), 0))
-        limit = (largest.num_tokens + min(largest.shared, default=0)) // 2
+        largest = max(parts, key=lambda part: part.num_tokens, default=Part([], 0))
+        limit = (largest.num_tokens + min(order.tree(largest).shared, default=0)) // 2
 
 
 def count_tokens(sequences: list[TrainSequence], shares: list[list[Bundle]]) -> np.ndarray:
     """Count tokens of an update that is split: of all its sequences, those to read, and those of one tree of all."""
     num_all = sum(sequence.num_tokens for sequence in sequences)
     num_read = sum(bundle.num_tokens for bundles in shares for bundle in bundles)
-    num_shareable = sum(shared_with_next(depth_first(sequences), "tree"))
+    num_shareable = sum(depth_first(sequences, "tree").depths)
     return np.array([num_all, num_read, num_all - num_shareable])
