@@ -38,8 +38,8 @@ def centering_term(
 
     `loss` gives each token a loss that depends on this token only. `logprobs`, which carry gradient, and
     `behavior_logprobs` are those of the head's tokens, [N, K] float32 nats. `head_mass` is the head's probability when
-    it was sampled. `drift_term` is half the absolute sum of the term's gradient to the head's logits: 0 where the policy has
-    not moved.
+    it was sampled. `drift_term` is half the absolute sum of the term's gradient to the head's logits: 0 where the
+    policy has not moved.
     """
     held = logprobs.detach()
     head, behavior_head = held.exp(), behavior_logprobs.exp()

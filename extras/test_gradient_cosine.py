@@ -1,5 +1,7 @@
 """The cosine of two gradients is that of the gradients that the optimizer sees, on one rank and on two."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ def check_cosines(rank, model):
     vectors = [whole(gradient) for gradient in gradients]
     cosines = [
         torch.cosine_similarity(before, now, dim=0).item()
-        for before, now in zip(vectors, vectors[1:], strict=False)
+        for before, now in itertools.pairwise(vectors)
     ]
     # the first step has one pair, as nothing was before its first update
     expected = [cosines[0], sum(cosines[1:3]) / 2, sum(cosines[3:5]) / 2]

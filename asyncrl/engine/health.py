@@ -53,4 +53,6 @@ async def limited(timeout_s: float, action: str, hint: str = "") -> AsyncIterato
     except TimeoutError:
         dump_stacks(os.getpid())
         await asyncio.sleep(DUMP_S)
-        raise TimeoutError(f"{action} took more than {timeout_s:.0f} s{hint and f'; {hint}'}") from None
+        raise TimeoutError(
+            f"{action} took more than {timeout_s:.0f} s{hint and f'; {hint}'}"
+        ) from None

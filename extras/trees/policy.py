@@ -93,7 +93,9 @@ class Sharing(PolicyPlugin):
         if not is_shared:
             return score(module, batch, attention_kwargs)
         mask = {"attention_mask": attention_mask(attention, batch.visible_until)}
-        if self._policy.config.centering:  # branches have other likeliest tokens in the place of an equal token
+        if (
+            self._policy.config.centering
+        ):  # branches have other likeliest tokens in the place of an equal token
             return score(module, batch, mask)
         # sources and targets are below 2³¹
         pairs, places = (batch.sources << 32 | batch.targets).unique(return_inverse=True)

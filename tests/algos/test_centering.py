@@ -90,7 +90,9 @@ def test_term_is_that_of_a_loop(algo, size):
     (one_slope,) = torch.autograd.grad(term[4], logits, retain_graph=True)
     inside = torch.zeros(VOCAB, dtype=torch.bool)
     inside[head[4]] = True
-    assert stats["drift_term"][4].item() == pytest.approx(one_slope[4, inside].abs().sum().item() / 2)
+    assert stats["drift_term"][4].item() == pytest.approx(
+        one_slope[4, inside].abs().sum().item() / 2
+    )
 
 
 @pytest.mark.parametrize(("size", "spread"), [(VOCAB, 0.7), (5, 0.0)])

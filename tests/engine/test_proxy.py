@@ -317,6 +317,6 @@ def test_an_update_that_hangs_is_an_error_after_which_nothing_is_sampled():
         await asyncio.Event().wait()
 
     engine.update_weights = hang
-    with pytest.raises(TimeoutError, match="loading version 3 took more than 0 s$"):
+    with pytest.raises(TimeoutError, match=r"loading version 3 took more than 0 s$"):
         asyncio.run(LLMProxy(Config(timeout_s=0.1), engine, []).load_weights(3, [{"version": 3}]))
     assert engine.state != "resume"

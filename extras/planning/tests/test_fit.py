@@ -147,7 +147,9 @@ def test_a_node_is_refused_from_just_below_the_sum_of_all_items(seed):
     needed = host_bytes(config, shape, len(placed.trainer_gpus), sharing.num_shards)
     smallest = smallest_gib(*case)
     placement, arithmetic = planned(case, smallest + 0.01, {"host_bytes": needed + 1})
-    assert len(used_gib) == 1 or placement == placed
+    if len(used_gib) > 1:
+        freed = [replace(worker, kv_cache_bytes=None) for worker in placement.workers]
+        assert replace(placement, workers=tuple(freed)) == placed
     assert ("staging" in arithmetic) == (config.weight_sync != "shm")
     with pytest.raises(ValueError, match=r"^the host has [\d.]+ GiB free"):
         planned(case, smallest + 0.01, {"host_bytes": needed - 1})
