@@ -48,8 +48,10 @@ def read_completion(output, num_top: int) -> Completion:
     # vLLM lists the sampled token of each place first, then the likeliest ones, after the sampling transform.
     shape = (len(tokens), 1 + num_top)
     logprobs = np.reshape(output.logprobs.logprobs if tokens else [], shape).astype(np.float32)
-    ids = np.reshape(output.logprobs.token_ids if tokens else [], shape).astype(np.int32)
-    top = {"top_ids": ids[:, 1:], "top_logprobs": logprobs[:, 1:]} if num_top else {}
+    top = {}
+    if num_top:
+        ids = np.reshape(output.logprobs.token_ids if tokens else [], shape).astype(np.int32)
+        top = {"top_ids": ids[:, 1:], "top_logprobs": logprobs[:, 1:]}
     return Completion(
         tokens,
         reasons[output.finish_reason],
