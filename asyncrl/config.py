@@ -430,12 +430,13 @@ class Config:
             extra_groups=self.extra_groups // num_nodes,
         )
 
-    def due_version(self, policy_version: int) -> int:
-        """Return the version that is due for rollout at `policy_version`: `publish_delay` older, but at least 0.
+    def version_to_announce(self, trainer_version: int) -> int:
+        """Return the version to announce at `trainer_version`: `publish_delay` steps older, but at least 0.
 
-        Places for new groups always count by it. After the last step LeadingPublisher publishes the newest instead.
+        After the last step LeadingPublisher announces the newest version instead. SampleBuffer.admission_version keeps
+        this rule then. Its version is older than the announced one, so the bound still holds.
         """
-        return max(0, policy_version - self.publish_delay)
+        return max(0, trainer_version - self.publish_delay)
 
     @property
     def max_outstanding_groups(self) -> int:

@@ -20,6 +20,9 @@ The proof of the bound: at t each resident group has v ≥ t − max_staleness. 
 3. Deadline: a batch increases t by one. Under `wait` it is taken only if the claim then holds for every group that
    stays (`too_late_after`). Under `drop` all other groups are dropped (`expired`).
 4. Check: `add` refuses a token older than v, and `find_batch` a group that breaks the claim. A mistake ends the run.
+
+With publish_delay K each announcement frees places as if K were 0. Only its weights, and so v, are K steps older.
+max_staleness has K for that.
 """
 
 from collections import Counter
@@ -62,7 +65,7 @@ class BufferState:
 class SampleBuffer:
     """Admits groups, collects their members, and returns batches without tokens that are too old.
 
-    At most `max_outstanding_groups` hold a place: running, finished, or consumed and not yet published. Every group
+    At most `max_outstanding_groups` hold a place: running, finished, or consumed and not yet announced. Every group
     that policy version t trains on has oldest_version ≥ t − max_staleness. `stale_policy` decides about groups that
     would come too late. `wait` delays batches until they have arrived. `drop` reports them as expired. `gate` consumes
     the oldest finished groups, however old, so only places limit staleness (AReaL, arXiv 2505.24298).
@@ -76,8 +79,8 @@ class SampleBuffer:
         self.node_config = node_config
         self.num_consumed_batches = 0
         """It is the policy's version between two steps. During a step it is one more."""
-        self._num_batches_at_publish = 0
-        """Batches consumed by the last publish. Their groups have freed their places."""
+        self._num_batches_at_announcement = 0
+        """Batches that were consumed before the last announcement was made. Their groups have freed their places."""
         self.residents: dict[int, Resident] = {}
         self._fate_of_later_members: dict[int, DropReason] = {}
         """Reason with which later members are dropped, by group: that of its drop, or `aborted` for a group with
@@ -97,7 +100,7 @@ class SampleBuffer:
 
     def restore(self, state: BufferState) -> None:
         """Continue from a `state`, and keep its residents. No later members come in a resumed run."""
-        self.num_consumed_batches = self._num_batches_at_publish = state.num_consumed_batches
+        self.num_consumed_batches = self._num_batches_at_announcement = state.num_consumed_batches
         self.ledger.counts.update(state.ledger)
         self.residents = dict(state.residents)
         self._may_have_batch = True
@@ -108,8 +111,8 @@ class SampleBuffer:
 
     @property
     def admission_version(self) -> int:
-        """Oldest version under which a new group may start: that of the published weights."""
-        return self.node_config.due_version(self._num_batches_at_publish)
+        """Oldest version that may start a new group: `version_to_announce` at the last announcement."""
+        return self.node_config.version_to_announce(self._num_batches_at_announcement)
 
     # Admission
 
@@ -123,8 +126,8 @@ class SampleBuffer:
             and self.admission_version + self.node_config.max_staleness < self.num_consumed_batches
         ):
             return 0
-        num_unpublished = self.num_consumed_batches - self._num_batches_at_publish
-        num_consumed = self.node_config.groups_per_step * num_unpublished
+        num_unannounced = self.num_consumed_batches - self._num_batches_at_announcement
+        num_consumed = self.node_config.groups_per_step * num_unannounced
         return self.node_config.max_outstanding_groups - len(self.residents) - num_consumed
 
     def admit(self, group_id: int, problem: int) -> int:
@@ -285,9 +288,12 @@ class SampleBuffer:
                 f"{self.num_consumed_batches}: staleness {staleness} is outside 0 … {self.node_config.max_staleness}"
             )
 
-    def free_consumed_places(self, num_batches: int) -> None:
-        """Free the places of the groups of the first `num_batches` batches, after which weights are published."""
-        self._num_batches_at_publish = num_batches
+    def free_consumed_places(self, trainer_version: int) -> None:
+        """Free the places of all batches up to `trainer_version`, at which the announced weights were published.
+
+        `admission_version` follows, `publish_delay` steps behind.
+        """
+        self._num_batches_at_announcement = trainer_version
 
     # Dropping
 

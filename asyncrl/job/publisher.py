@@ -112,7 +112,7 @@ class LeadingPublisher(Publisher):
 
         A resumed run can have no weights of that version. Then the oldest ones are due.
         """
-        while self._held_back[0][0] < self.config.due_version(step):
+        while self._held_back[0][0] < self.config.version_to_announce(step):
             self._held_back.popleft()
         return self._held_back[0]
 

@@ -123,14 +123,14 @@ def batch_metrics(
     lengths = [trajectory.num_generated for trajectory in trajectories]
     versions = [trajectory.policy_versions[trajectory.loss_mask] for trajectory in trajectories]
     token_versions = np.concatenate(versions)
-    published = config.due_version(policy_version)
+    version_to_announce = config.version_to_announce(policy_version)
     means = {
         "reward/mean": rewards,
         "reward/zero_variance_groups": [np.ptp(group.rewards) == 0 for group in groups],
         "response/length_mean": lengths,
         "response/cut": [trajectory.finish_reason == "length" for trajectory in trajectories],
         "response/turns_mean": [trajectory.num_turns for trajectory in trajectories],
-        "response/inherited_share": token_versions < published,
+        "response/inherited_share": token_versions < version_to_announce,
         "response/mixed_versions": [len(np.unique(column)) > 1 for column in versions],
     }
     overlong = config.advantage_options.overlong_tokens
