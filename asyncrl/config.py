@@ -235,7 +235,7 @@ class Config:
     first."""
     publish_delay: Count = 0
     """Publish weights this many steps late (K). From step K + 1 on every token is K to K + ⌈α⌉ steps stale, and exactly
-    K with async_ratio 0."""
+    K with async_ratio 0. If a finished run continues with more steps, this count begins again."""
 
     scheduling: Annotated[Literal["queue", "batch", "lockstep"], "Rollout"] = "queue"
     """`queue` gives every response to whichever worker is free. Baselines: `batch` splits prompts in advance, waits for

@@ -1,4 +1,14 @@
-"""The trainer's side of publishing: it chooses the version, stages its weights, and announces them."""
+"""The trainer's side of publishing: it chooses the version, stages its weights, and announces them.
+
+The calls of a version, from the trainer to the metrics:
+
+1. `train_on` → `Publisher.publish` → `Probe.score`, `check_engines` → `stage_and_announce`.
+2. `_hold_back`, with publish_delay only. All later calls then have an older version.
+3. `Controller.stage` → `Transport.stage`: weights are copied into a buffer that no worker reads.
+4. `Controller.announce_or_defer` → `announce` → `Announcements.send_to_workers` → `Worker.load` → `send_update`.
+5. `LoadWeights` → `RolloutWorker._load_weights` → `LLMProxy.load_weights`. `token_versions` reads the stamps.
+6. `Finished` → `SampleBuffer.add`, `find_batch`: they check the stamps → `take_batch` → `staleness_metrics`.
+"""
 
 import collections
 from collections.abc import Iterator
@@ -10,6 +20,7 @@ from asyncrl.cluster.processes import CannotContinue, RolloutEnded
 from asyncrl.job.engine_check import EngineCheck
 from asyncrl.job.node import Follower, Leader
 from asyncrl.records import Group
+from asyncrl.runlog.manifest import HELD_BACK
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.weight_files import describe_differences
 from asyncrl.weights.transport import Announcement, ParameterSpec, Weights, gather_only
@@ -24,27 +35,28 @@ class Publisher:
     def __init__(self, rank: Follower | Leader, policy: Policy):
         self.rank, self.policy, self.config = rank, policy, rank.config
 
-    def publish(self, step: int, probe_source: list[Group] | None = None) -> None:
-        """Publish the version that is due after a step; collective. Step 0 is the start.
+    def publish(self, trainer_version: int, probe_source: list[Group] | None = None) -> None:
+        """Announce `version_to_announce`, or defer it while an evaluation runs; collective.
 
-        Every `eval_every` steps, at the start and after the last step, the published version samples the held-out
+        `trainer_version` is the policy's version: the step that has ended, or 0 at the start.
+        Every `eval_every` steps, at the start and after the last step, the announced version samples the held-out
         problems. The first step's groups, `probe_source` on a leader, become the probe. The weights are gathered when
         they are read: while a leader copies them, and in a follower's `gather_only`.
         """
         self.rank.clock.enter("publish")
-        self._score_probe(step, probe_source)
-        self.check_engines(step)
-        self.stage_and_announce(step, self.policy.sent_parameters())
+        self._score_probe(trainer_version, probe_source)
+        self.check_engines(trainer_version)
+        self.stage_and_announce(trainer_version, self.policy.sent_parameters())
 
-    def _score_probe(self, step: int, probe_source: list[Group] | None) -> None:
+    def _score_probe(self, version: int, probe_source: list[Group] | None) -> None:
         """Make the trainer's scores of the version, which engines must match. The probe is chosen once; collective."""
         probe = self.rank.probe
-        if step:
+        if version:
             probe.choose(probe_source, self.policy, self.rank.cluster)
-        probe.score(self.policy, step)
+        probe.score(self.policy, version)
 
-    def stage_and_announce(self, step: int, gathering_weights: Weights) -> None:
-        """Gather the weights after a step; collective. A leader also stages and announces them."""
+    def stage_and_announce(self, trainer_version: int, gathering_weights: Weights) -> None:
+        """Gather the policy's weights; collective. A leader also stages and announces weights."""
         gather_only(gathering_weights)
 
     def check_engines(self, step: int) -> None:
@@ -55,7 +67,10 @@ class Publisher:
 
     @property
     def held_back_to_save(self) -> dict[int, Weights]:
-        """Copies of the weights that a checkpoint needs, by version: without the newest; empty on a follower."""
+        """Copies of the weights that a checkpoint needs, by version; empty on a follower.
+
+        Weights of the policy itself are not among them, because a resume publishes again and holds them back again.
+        """
         return {}
 
 
@@ -78,50 +93,65 @@ class LeadingPublisher(Publisher):
         rank.share_cores(policy.module.model)
         self._engine_check = EngineCheck(rank)
         self._held_back = collections.deque(self._read_held_back(specs))
-        """Copies of the weights of the newest versions, the published one first; empty without `publish_delay`."""
+        """Copies of the weights of the newest versions, oldest first; empty without `publish_delay` or after the last step."""
 
-    def stage_and_announce(self, step: int, gathering_weights: Weights) -> None:
-        """Copy the due weights into the transport when it has room, and announce them to the workers."""
+    def stage_and_announce(self, trainer_version: int, gathering_weights: Weights) -> None:
+        """Copy the weights to announce into the transport when it has room, and announce them to the workers."""
         controller = self.rank.controller
-        version, weights = step, gathering_weights
-        if self.config.publish_delay and step != self.config.steps:
-            self._hold_back(step, gathering_weights)
-            version, weights = self._take_due_weights(step)
-        # `take_back_deferred` always runs: it frees the buffer of the weights that wait for an evaluation.
+        version, weights = self._choose_weights(trainer_version, gathering_weights)
+        # `take_back_deferred` always runs. Else an evaluation that ends during `stage` would announce a buffer that is
+        # being overwritten.
         asked_before = controller.take_back_deferred()
-        evaluates = asked_before or self._evaluates(step, version)
+        evaluates = asked_before or self._evaluates(trainer_version, version)
         try:
             staged = controller.stage(version, weights)
         except RolloutEnded:
+            # `stage` raises it before it reads. Weights that were not held back are still to be gathered, collectively.
             # The step is saved, and the next batch raises the error.
             gather_only(weights)
             return
         if self.config.colocate == "sleep":
             torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
+        probe = self.rank.probe.tokens_at(version)
         controller.announce_or_defer(
-            Announcement(version, step, staged, self.rank.probe.tokens_at(version), evaluates)
+            Announcement(version, trainer_version, staged, probe, evaluates)
         )
 
-    def _hold_back(self, step: int, gathering_weights: Weights) -> None:
-        """Gather the newest weights in copies on the CPU; collective."""
-        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in gathering_weights]
-        self._held_back.append((step, copies))
+    def _choose_weights(self, trainer_version: int, gathering_weights: Weights) -> VersionedWeights:
+        """Return the version to announce, and its weights.
 
-    def _take_due_weights(self, step: int) -> VersionedWeights:
-        """Forget older weights, and return the version that is due after a step, and its weights.
-
-        A resumed run can have no weights of that version. Then the oldest ones are due.
+        They are gathered when they are read, or copies that were held back. After the last step no version follows, so
+        the newest is announced at once. Older ones are forgotten: workers must not go back to them in a resume.
         """
-        while self._held_back[0][0] < self.config.version_to_announce(step):
+        if trainer_version == self.config.steps:
+            self._held_back.clear()
+        elif self.config.publish_delay:
+            self._hold_back(trainer_version, gathering_weights)
+            return self._take_weights_to_announce(trainer_version)
+        return trainer_version, gathering_weights
+
+    def _hold_back(self, version: int, gathering_weights: Weights) -> None:
+        """Gather the policy's weights in copies on the CPU; collective."""
+        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in gathering_weights]
+        self._held_back.append((version, copies))
+
+    def _take_weights_to_announce(self, trainer_version: int) -> VersionedWeights:
+        """Forget weights older than `version_to_announce`, and return the oldest of the rest.
+
+        These are newer if a finished run continues with more --steps: its last step announced the newest version. The
+        staleness then begins at 0 again, and reaches publish_delay as many steps later.
+        """
+        while self._held_back[0][0] < self.config.version_to_announce(trainer_version):
             self._held_back.popleft()
         return self._held_back[0]
 
-    def _evaluates(self, step: int, version: int) -> bool:
-        """Return whether the version that is published after a step samples the held-out problems."""
+    def _evaluates(self, trainer_version: int, version: int) -> bool:
+        """Return whether the announced version samples the held-out problems."""
         every = self.config.eval_every
-        evaluates = every > 0 and self.config.is_due(step, every)
-        if step and step == self.rank.first_version:
-            # A resumed run publishes again. The checkpoint knows if an evaluation has begun, and if it has ended.
+        evaluates = every > 0 and self.config.is_due(trainer_version, every)
+        if trainer_version and trainer_version == self.rank.first_version:
+            # A resumed run publishes again. The checkpoint knows if an evaluation has begun, and if it has ended. If
+            # rollout had ended before the version was announced, its evaluation has not begun.
             state = self.rank.controller_state
             return state.evaluates or (evaluates and state.published_version < version)
         return evaluates
@@ -150,18 +180,15 @@ class LeadingPublisher(Publisher):
 
     @property
     def held_back_to_save(self) -> dict[int, Weights]:
+        # The last weights are the policy's own.
         return dict(list(self._held_back)[:-1])
 
     def _read_held_back(self, specs: list[ParameterSpec]) -> Iterator[VersionedWeights]:
-        """Yield the weights that the checkpoint has held back, but no older version than the published one.
-
-        The last step of a run publishes the newest weights at once, so older ones may be there.
-        """
+        """Yield the weights that the checkpoint has held back, oldest first."""
         checkpoint = self.rank.checkpoint
-        for version in checkpoint.delayed if checkpoint else ():
-            if version >= self.rank.controller_state.published_version:
-                weights = load_file(checkpoint.resume_folder / "delayed" / f"{version}.safetensors")
-                yield version, [(spec.name, weights[spec.name]) for spec in specs]
+        for version in checkpoint.held_back if checkpoint else ():
+            weights = load_file(checkpoint.resume_folder / HELD_BACK / f"{version}.safetensors")
+            yield version, [(spec.name, weights[spec.name]) for spec in specs]
 
 
 def make_publisher(rank: Follower | Leader, policy: Policy) -> Publisher:

@@ -16,10 +16,11 @@ from blake3 import blake3
 
 from asyncrl.runlog.header import read_header
 
-FORMAT = 9
+FORMAT = 10
 """Format of checkpoints. Other formats are not read."""
-RESUME_FOLDER, MANIFEST = "resume", "manifest.json"
-"""Folder of the files in a checkpoint that only --resume needs, and its manifest."""
+RESUME_FOLDER, MANIFEST, HELD_BACK = "resume", "manifest.json", "held_back"
+"""Folder of the files in a checkpoint that only --resume needs. In it, the manifest and the folder of weights that
+publish_delay holds back."""
 KEPT_TO_RESUME = 2
 """Number of checkpoints that keep the files for --resume if --keep-last is 0."""
 
@@ -48,8 +49,8 @@ class Checkpoint:
     frozen_sha256: str
     """SHA-256 of the untrained base weights (LoRA, KL reference), which the checkpoint omits; empty without them."""
     nodes: list[NodeFacts]
-    delayed: list[int]
-    """Versions whose weights are in delayed/VERSION.safetensors."""
+    held_back: list[int]
+    """Versions that publish_delay holds back. Their weights are in held_back/VERSION.safetensors."""
 
     @property
     def resume_folder(self) -> Path:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.runlog.manifest import (
+    HELD_BACK,
     KEPT_TO_RESUME,
     RESUME_FOLDER,
     NodeFacts,
@@ -202,20 +203,20 @@ class LeaderPart:
     """Tickets, samples and responses in flight: a ControllerState, or other plain data."""
     facts_of_nodes: list[NodeFacts]
     """For the manifest."""
-    delayed: dict[int, list[tuple[str, Tensor]]]
+    held_back: dict[int, list[tuple[str, Tensor]]]
     """Full weights of versions that publish_delay holds back."""
 
     def write(self, folder: Path) -> None:
-        """Flush the records, and write the rest to the folder of the shards. Only node 0 writes delayed weights."""
+        """Flush the records, and write the rest to the folder of the shards. Node 0 adds weights that are held back."""
         self.run.flush()
         file = folder / f"node_{self.node}.msgpack"
         file.write_bytes(encode(self.controller_state))
         flush(file)
         if self.node == 0:
             # Every safetensors file beside the shards would be read as one of them.
-            (folder / "delayed").mkdir()
-            for version, weights in self.delayed.items():
-                save_file(dict(weights), folder / "delayed" / f"{version}.safetensors")
+            (folder / HELD_BACK).mkdir()
+            for version, weights in self.held_back.items():
+                save_file(dict(weights), folder / HELD_BACK / f"{version}.safetensors")
 
 
 def write_checkpoint(
@@ -246,7 +247,7 @@ def write_checkpoint(
                     step=parse_step(path),
                     frozen_sha256=weights.frozen_sha256,
                     nodes=list(map(asdict, leader_part.facts_of_nodes)),
-                    delayed=list(leader_part.delayed),
+                    held_back=list(leader_part.held_back),
                 )
 
 

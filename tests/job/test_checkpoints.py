@@ -209,20 +209,21 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
     mismatches = [(seen.version, seen.abs_mean) for seen in rank.probe.compare(engines)]
     assert mismatches == [(version, pytest.approx(0.5)) for version in (1, 2)]
     vars(rank).update(ENGINES)
-    rank.controller_state = SimpleNamespace(published_version=0)
     publisher = LeadingPublisher(rank, policy)
-    publisher._hold_back(3, policy.named_full_parameters())
-    version, published = publisher._take_due_weights(3)
+    version, published = publisher._choose_weights(3, policy.named_full_parameters())
     assert version == 1
     for (name, weight), (sent_name, expected) in zip(published, held[1], strict=True):
         assert name == sent_name and weight.equal(expected)
-    # the run was to end with that step
-    rank.controller_state = SimpleNamespace(published_version=3)
+    # the run was to end with that step, and continues with more
+    rank.config = dataclasses.replace(rank.config, steps=3)
     publisher = LeadingPublisher(rank, policy)
-    versions = []
-    for step in range(3, 9):
-        publisher._hold_back(step, policy.named_full_parameters())
-        versions.append(publisher._take_due_weights(step)[0])
+    assert publisher._choose_weights(3, policy.named_full_parameters())[0] == 3
+    rank.checkpoint = dataclasses.replace(found, held_back=list(publisher.held_back_to_save))
+    rank.config = dataclasses.replace(rank.config, steps=9)
+    publisher = LeadingPublisher(rank, policy)
+    versions = [
+        publisher._choose_weights(step, policy.named_full_parameters())[0] for step in range(3, 9)
+    ]
     assert versions == [3, 3, 3, 3, 4, 5], "a worker never goes back to older weights"
 
 

@@ -108,7 +108,7 @@ def make_checkpoint(run, step, run_id=None):
     (path / RESUME_FOLDER / "shard.safetensors").write_bytes(b"state" * 1000)
     (path / RESUME_FOLDER / "node_0.msgpack").write_bytes(b"groups")
     nodes = [{"probe": {}, "record_file_bytes": {}, "problems": ""}]
-    facts = {"frozen_sha256": "", "nodes": nodes, "delayed": []}
+    facts = {"frozen_sha256": "", "nodes": nodes, "held_back": []}
     write_manifest(path, run_id=run_id or read_run_id(run), step=step, **facts)
     return path
 
