@@ -1,7 +1,7 @@
 """Announcements: which weights each worker must load, and when.
 
-The calls of an announcement: `Controller.announce_or_defer` → `Controller.announce` → `Announcements.send_to_workers` →
-`Transport.set_announced`. The transport only marks the buffer that workers can read. `Worker.load` sends the message.
+asyncrl/job/publisher.py lists all calls. `Transport.set_announced` only marks the buffer that workers can read.
+`Worker.load` sends the message.
 """
 
 from collections.abc import Iterable
@@ -42,8 +42,8 @@ class Announcements:
     def send_to_workers(self, announcement: Announcement) -> None:
         """Make all workers load these weights: at once, or when they are up and have loaded older weights.
 
-        With publish_delay K, version 0 is announced K + 1 times. A worker that has it loads it again only if it is
-        paused, because only new weights end a pause.
+        With publish_delay K, version 0 is announced K + 1 times, because each announcement frees places. A worker that
+        has it loads it again only if it is paused, because only new weights end a pause.
         """
         self.newest = announcement
         self.transport.set_announced(announcement.staged)

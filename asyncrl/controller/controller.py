@@ -298,7 +298,7 @@ class Controller:
         transport = self.announcements.transport
         if not transport.keeps_announced:
             self.finish_evaluations()  # a worker that dies needs its weights again
-        self.wait_until(transport.find_free_buffer, "a free weight buffer")
+        self.wait_until(transport.reserve_buffer, "a free weight buffer")
         return transport.stage(version, parameters)
 
     def take_back_deferred(self) -> bool:

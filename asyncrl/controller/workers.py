@@ -150,6 +150,7 @@ class Worker:
         self.num_restarts_since_ticket = 0
 
     def describe(self) -> str:
+        # A joined host is still sampling with older weights while it fetches those that are `loading`.
         state = (
             "updating"
             if self.loading and self.sent_version == self.loading.version

@@ -79,7 +79,7 @@ class Announcement:
 class Transport:
     """The calls of a transport. This class sends no weights; subclasses override some of its methods.
 
-    The controller's lock is held when `find_free_buffer`, `set_announced`, `can_read`, `acquire` and `release` are
+    The controller's lock is held when `reserve_buffer`, `set_announced`, `can_read`, `acquire` and `release` are
     called.
     """
 
@@ -95,12 +95,15 @@ class Transport:
         """Return vLLM's init info for a worker's engine."""
         return {}
 
-    def find_free_buffer(self) -> bool:
-        """Find a free buffer for `stage`, and withdraw its announcement, if any. Return whether there is one."""
+    def reserve_buffer(self) -> bool:
+        """Withdraw the announcement of a buffer that no worker reads, so that none begins to. Return whether there is one.
+
+        `stage` then finds the same buffer. Call it again until it returns True.
+        """
         return True
 
     def stage(self, version: int, parameters: Weights) -> Staged:
-        """Copy weights into the buffer that `find_free_buffer` has found. Raises RuntimeError without a free one."""
+        """Copy weights into the buffer that `reserve_buffer` keeps free. Raises RuntimeError without a free one."""
         gather_only(parameters)
         # A version counts as its own buffer, because no buffer is written.
         return Staged(buffer=version, messages=[])
@@ -151,7 +154,7 @@ class BufferedTransport(Transport):
         """Copy `parameters`, in the order of the specs, into a buffer. Return the messages of `Staged`."""
         raise NotImplementedError
 
-    def find_free_buffer(self) -> bool:
+    def reserve_buffer(self) -> bool:
         buffer = self._free_buffer()
         if buffer == self.announced:
             self.announced = -1

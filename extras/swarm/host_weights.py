@@ -25,7 +25,7 @@ class HostWeights:
         """
         here = self.puller.here
         if here is not None and (self._staged is None or self._staged[0] != here.digest):
-            if not self.transport.find_free_buffer():
+            if not self.transport.reserve_buffer():
                 return  # until an engine has loaded older weights
             staged = self.transport.stage(here.version, self.puller.parameters())
             self.transport.set_announced(staged)

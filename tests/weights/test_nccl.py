@@ -113,7 +113,7 @@ def test_a_worker_that_hangs_and_is_killed_while_it_receives_does_not_hold_up_th
             hung = thread.submit(receive, sent, 0, hanging, staged)
             receive(sent, 1, other, staged)
             assert other.holds(0) and not hung.done() and not hanging.weights
-            assert not sent.find_free_buffer(), "it is being sent"
+            assert not sent.reserve_buffer(), "it is being sent"
             sent.drop(0)
             hanging.is_killed = True
             hanging.goes_on.set()
