@@ -23,8 +23,8 @@ RESPONSE = (
     "group",
     "member",
     "tokens",
-    "min_version",
-    "max_version",
+    "oldest_version",
+    "newest_version",
     "reward",
     "finish_reason",
     "failure",
@@ -115,7 +115,7 @@ def _evaluations(records: list[dict]) -> list[Bar]:
         if record["event"] == "trajectory" and record["group"] < 0:
             responses.append(record)
         elif record["event"] == "evaluation" and responses:
-            version = record.get("version", responses[0].get("min_version"))
+            version = record.get("version", responses[0].get("oldest_version"))
             details = {"version": version, "responses": len(responses)}
             details["accuracy"] = record.get("accuracy")
             start = min(response["started_at"] for response in responses)
@@ -201,7 +201,7 @@ def _responses(records: list[dict]) -> list[Bar]:
         end = max(start, record["ended_at"])
         slot = next((slot for slot, until in enumerate(ends) if until <= start), len(ends))
         ends[slot : slot + 1] = [end]
-        version = record.get("min_version")
+        version = record.get("oldest_version")
         name = "no tokens" if version is None else f"v{version}"
         details = _details(record, *RESPONSE)
         bars.append(Bar(len(WORKER_ROWS) + slot, start, end, "response", name, details))

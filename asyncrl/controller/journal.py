@@ -156,7 +156,7 @@ def _summary(trajectory: Trajectory) -> dict:
     }
     if trajectory.num_generated:
         versions = trajectory.policy_versions[trajectory.loss_mask]
-        record |= {"min_version": int(versions.min()), "max_version": int(versions.max())}
+        record |= {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
     if trajectory.failure:
         record["failure"] = trajectory.failure
     return record

@@ -42,5 +42,5 @@ def choose_samples(
             "reward": member.reward,
             "reward_parts": member.reward_parts,
             "group_reward": float(group.rewards.mean()),
-            "min_version": member.oldest_version,
+            "oldest_version": member.oldest_version,
         }

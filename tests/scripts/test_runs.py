@@ -21,7 +21,7 @@ def trajectory(ticket, time, **more):
 def path(tmp_path):
     run = tmp_path / "some" / "run"
     write_jsonl(run / "metrics.jsonl", [{"step": 1}])
-    write_jsonl(run / "events.jsonl", [trajectory(3, 1.0, min_version=2), trajectory(4, 3.0)])
+    write_jsonl(run / "events.jsonl", [trajectory(3, 1.0, oldest_version=2), trajectory(4, 3.0)])
     for node in (10, 2):
         write_jsonl(run / f"node_{node}" / "events.jsonl", [trajectory(node, 2.0)])
     write_jsonl(run / "samples.jsonl", [{"step": 1, "prompt": "p"}])
@@ -39,7 +39,7 @@ def test_events_are_frames_by_kind_whose_ids_stay_whole_numbers(path):
     responses = run.events["trajectory"]
     assert [*run.events] == ["trajectory"] and run.events["worker_died"].empty
     assert responses[["ticket", "node"]].to_numpy().tolist() == [[3, 0], [2, 2], [10, 10], [4, 0]]
-    assert responses["min_version"].dtype == "Int64" and responses["min_version"].count() == 1
+    assert responses["oldest_version"].dtype == "Int64" and responses["oldest_version"].count() == 1
     # What is half written, by a run that still trains or was killed, is left out; a file may be packed.
     cut = ["metrics.jsonl", "node_2/events.jsonl", "samples.jsonl"]
     for name in cut:
