@@ -14,20 +14,20 @@ Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def choose_estimator(config: Config) -> Estimator:
-    """Return the estimator of a run: from rewards [S] float64, group_ids [S] and lags [S] int64 to advantages [S].
+    """Return the estimator of a run: from rewards [S] float64, group_ids [S] and staleness [S] int64 to advantages [S].
 
-    A function gets the arguments that it names. The lag of a response is that of its oldest token.
+    A function gets the arguments that it names. The staleness of a response is that of its oldest token.
     Raises ValueError, in one line, for a missing function and for one that names other arguments. A call raises it for
     user code that raises, and for advantages that are not finite or not one for each response.
     """
     function = user_code.load(config.advantage, "--advantage", ADVANTAGES)
     with user_code.errors_as_value_error(config.advantage, "--advantage"):
         names = list(inspect.signature(function).parameters)
-        if set(names) - {"rewards", "group_ids", "lags"}:
-            raise TypeError(f"it takes {', '.join(names)}; name rewards, group_ids or lags")
+        if set(names) - {"rewards", "group_ids", "staleness"}:
+            raise TypeError(f"it takes {', '.join(names)}; name rewards, group_ids or staleness")
 
-    def estimate(rewards: Tensor, group_ids: Tensor, lags: Tensor) -> Tensor:
-        columns = {"rewards": rewards, "group_ids": group_ids, "lags": lags}
+    def estimate(rewards: Tensor, group_ids: Tensor, staleness: Tensor) -> Tensor:
+        columns = {"rewards": rewards, "group_ids": group_ids, "staleness": staleness}
         arguments = {name: columns[name] for name in names}
         if not user_code.is_user_code(config.advantage):
             return function(**arguments)

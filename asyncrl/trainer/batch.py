@@ -96,9 +96,11 @@ def estimate_advantages(
         for trajectory in group.trajectories
     ]
     rows_of_nodes = cluster.gather(rows)
-    rewards, group_ids, lags = zip(*itertools.chain(*rows_of_nodes), strict=True)
+    rewards, group_ids, staleness = zip(*itertools.chain(*rows_of_nodes), strict=True)
     advantages = choose_estimator(config)(
-        torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids), torch.tensor(lags)
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor(group_ids),
+        torch.tensor(staleness),
     )
     nums_of_nodes = [len(node_rows) for node_rows in rows_of_nodes]
     node_advantages = advantages.split(nums_of_nodes)[cluster.node]

@@ -21,7 +21,7 @@ from asyncrl.trainer.splitting import distribute, split_evenly
 
 STEP = 6
 OTHER_NODE = [(50.0, 100, 0), (10.0, 100, 0), (7.0, 101, 0), (3.0, 101, 0)]
-"""Rewards, group ids and lags of another node."""
+"""Rewards, group ids and staleness of another node."""
 RESPONSES = ((4, 2), (3, 3, 5, 3), (1,) * 6)
 """Versions of the tokens of each response of a group."""
 LOST = (0.0, 0.5, 1.0)
@@ -51,8 +51,8 @@ def updates_of(groups, step=STEP, cluster=None, **options):
     return make_updates(groups, config, cluster or Cluster(), step)
 
 
-def by_all(rewards, group_ids, lags):
-    return rewards - rewards.mean() + 100 * group_ids + 1000 * lags
+def by_all(rewards, group_ids, staleness):
+    return rewards - rewards.mean() + 100 * group_ids + 1000 * staleness
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
