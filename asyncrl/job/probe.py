@@ -201,7 +201,10 @@ class Probe:
             arrivals = self.arrivals[worker]
             arrivals.add(version, engine[is_new], [score.logprobs[is_new] for score in scores])
             if lag := arrivals.whole:
-                metrics = {"mismatch/lag": lag.lag, "mismatch/lag_error": lag.lag_error}
+                metrics = {
+                    "mismatch/versions_behind": lag.lag,
+                    "mismatch/versions_behind_error": lag.lag_error,
+                }
                 self._newest.setdefault(worker, {}).update(metrics)
                 compared.append((version, worker))
         return compared

@@ -89,7 +89,7 @@ class StepLog:
             return
         metrics = {
             "step": step,
-            # the version that the step made; it trained at the one before
+            # the version that the step made; `batch_metrics` and `train_step` mean the one before it
             "policy_version": step,
             **merge_nodes(measured_on_nodes),
             **self.rank.controller.take_evaluation(),
