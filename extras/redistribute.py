@@ -50,7 +50,6 @@ def _merge(states: list[ControllerState]) -> ControllerState:
         evaluations=[evaluation for state in states for evaluation in state.evaluations],
         num_restarts=sum(state.num_restarts for state in states),
         failures=_sum_of([state.failures for state in states]),
-        record_file_bytes={},
     )
 
 

@@ -79,7 +79,6 @@ class Node:
             evaluates=self.node == 0,
             evaluations=[Evaluation(3, 1, [])] * (self.node == 0),
             num_restarts=self.node + 1,
-            record_file_bytes={},
         )
         return decode(ControllerState, encode(state))
 

@@ -253,7 +253,8 @@ class Walk:
     def _cut(self):
         self.cuts_left = max(0, self.cuts_left - 1)
         self.oracle.lost, self.oracle.is_last = {}, self.version == self.steps
-        state = self.controller.snapshot(lambda: {"events": self.oracle.num_events})
+        state, record_bytes = self.controller.snapshot(lambda: {"events": self.oracle.num_events})
+        assert record_bytes == {"events": self.oracle.num_events}
         deferred = self.controller.announcements.deferred
         # without a worker no evaluation ends, and what waits for one is published again
         self.oracle.asked_again = [state.published_version] * state.evaluates

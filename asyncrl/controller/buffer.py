@@ -56,7 +56,7 @@ class BufferState:
     """A buffer in plain data."""
 
     num_consumed_batches: int
-    """As in SampleBuffer. A snapshot follows a publish, so all these steps are published."""
+    """As in SampleBuffer. A resume publishes before it admits groups, so all these batches count as announced."""
     residents: dict[int, Resident]
     """Groups, perhaps more than this node has places. Then no group is admitted until enough are consumed."""
     ledger: dict[str, int | float]
@@ -91,7 +91,7 @@ class SampleBuffer:
         self.ledger = Ledger()
 
     def state(self) -> BufferState:
-        """Return the state that a resumed run needs. Every batch counts as published."""
+        """Return the state that a resumed run needs. Every consumed batch counts as announced, as in BufferState."""
         residents = {
             group_id: replace(resident, members=dict(resident.members))
             for group_id, resident in self.residents.items()

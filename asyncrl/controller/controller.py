@@ -366,13 +366,16 @@ class Controller:
 
     # Snapshots
 
-    def snapshot(self, record_file_bytes: Callable[[], dict[str, int]] = dict) -> ControllerState:
-        """Return the state that a resumed run needs. Call it between `announce_or_defer` and `consume_batch`.
+    def snapshot(
+        self, measure_records: Callable[[], dict[str, int]] = dict
+    ) -> tuple[ControllerState, dict[str, int]]:
+        """Return the state that a resumed run needs, and the lengths of the record files at the same moment.
 
+        Call it between `announce_or_defer` and `consume_batch`.
         Weights that wait for an evaluation are announced first, unless it cannot end. If responses continue after a
         resume, workers report their tokens. The state is taken when the last worker has answered,
         so the buffer has all responses that ended before. Sampling continues meanwhile.
-        `record_file_bytes()` returns the length of each record file.
+        `measure_records()` returns the length of each record file in bytes.
         """
         with self.lock:
             with contextlib.suppress(RolloutEnded):  # the next batch raises it
@@ -388,7 +391,7 @@ class Controller:
             # a resume loses these tokens: they count as generated, and as dropped
             for count in ("tokens_generated", "tokens_dropped_aborted"):
                 buffer.ledger[count] += num_lost
-            return ControllerState(
+            state = ControllerState(
                 buffer,
                 copy.deepcopy(self.ticket_source.state),
                 queue,
@@ -396,10 +399,10 @@ class Controller:
                 evaluates=self.evaluation is not None,
                 evaluations=list(self.ended_evaluations),
                 num_restarts=self.workers.num_restarts,
-                # under the lock, so the files match the state
-                record_file_bytes=record_file_bytes(),
                 failures=copy.deepcopy(self.dispatcher.failures),
             )
+            # under the lock, so the files match the state
+            return state, measure_records()
 
     def _has_announced(self) -> bool:
         """Return whether no weights wait for an evaluation, or it cannot end."""
@@ -409,7 +412,8 @@ class Controller:
     def _restore(self, state: ControllerState) -> None:
         """Continue from a state. Tickets of responses that were running come first.
 
-        An evaluation that was running starts again when its weights are announced.
+        LeadingPublisher reads the rest, `published_version` and `evaluates`. An evaluation that was running starts again
+        when its weights are announced.
         """
         self.buffer.restore(state.buffer)
         self.ticket_source.state = copy.deepcopy(state.tickets)

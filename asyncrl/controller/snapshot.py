@@ -18,21 +18,23 @@ from asyncrl.records import Ticket
 
 @dataclass
 class ControllerState:
-    """The rollout of one node between two steps, when every trained version is published."""
+    """The rollout of one node between two steps.
+
+    The newest version can be unannounced: publish_delay holds it back, or rollout ended before. A resume publishes
+    before it admits groups, so every consumed batch counts as announced.
+    """
 
     buffer: BufferState
     tickets: TicketState
     queue: list[Ticket]
     """Tickets of training groups that lack their trajectories, in the order of their reissue."""
     published_version: int
-    """Version of the weights that were announced last. Tokens can have it, so older weights must not follow."""
+    """Version of the weights that were announced last. LeadingPublisher evaluates a due version only if it is newer."""
     evaluates: bool
-    """True if the published version is evaluated again, because its evaluation had not ended."""
+    """Whether LeadingPublisher evaluates the published version again, because its evaluation had not ended."""
     evaluations: list[Evaluation]
     """Evaluations that ended and are not reported yet."""
     num_restarts: int
-    record_file_bytes: dict[str, int]
-    """Length of each record file at the snapshot, bytes."""
     failures: Failures = field(default_factory=Failures)
 
 
@@ -63,6 +65,7 @@ def unfinished_tickets(
     assigned.sort(key=lambda ticket: ticket.ticket_id)
     unfinished, num_lost = [], 0
     for ticket in (*assigned, *queue):
+        # This leaves out evaluation tickets, too, because their groups are not resident. `evaluates` restarts them.
         if buffer.is_unfinished(ticket.group_id):
             num_lost += lost.get(ticket.ticket_id, 0)
             partial = partials.get(ticket.ticket_id)

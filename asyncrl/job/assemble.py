@@ -277,7 +277,8 @@ def open_records(rank: Rank, config: Config) -> RunDirectory:
         config,
         cluster.num_ranks,
         gpus=[gpu.name for gpu in visible_gpus()],
-        resume_event=rank.checkpoint and rank.checkpoint.resume_event(cluster.node),
+        resume_point=rank.checkpoint
+        and rank.checkpoint.resume_point(cluster.node, cluster.num_nodes),
     )
     run = None
     if cluster.is_first:

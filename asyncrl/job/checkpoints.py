@@ -72,7 +72,7 @@ class Checkpoints:
         self._step_ended, self._longest_step_s = time.monotonic(), 0.0
 
     def restore_policy_and_run_folder(self) -> None:
-        """Restore the policy of a resumed run, clear its torn checkpoints, and truncate its records; collective."""
+        """Restore the policy of a resumed run, clear its torn checkpoints, and continue its records; collective."""
         checkpoint = self.rank.checkpoint
         if checkpoint is None:
             return
@@ -82,7 +82,7 @@ class Checkpoints:
         # Wait until all ranks have read and accepted the checkpoint.
         dist.barrier(self.writer.group)
         if self.rank.cluster.is_leader:
-            self.rank.run.truncate_files()
+            self.rank.run.continue_records()
 
     def allocate_copies(self) -> None:
         """Allocate the host memory for copies of the training state, by a first copy. Engines start meanwhile."""
@@ -221,11 +221,11 @@ class Checkpoints:
         self.writer.wait()
         leader_part = None
         if rank.cluster.is_leader:
-            controller_state = rank.controller.snapshot(rank.run.sizes)
+            controller_state, record_bytes = rank.controller.snapshot(rank.run.record_bytes)
             held_back = publisher.held_back_to_save
             node_facts = NodeFacts(
                 rank.probe.state(held_back),
-                controller_state.record_file_bytes,
+                record_bytes,
                 rank.controller.ticket_source.prompts.digest,
             )
             facts_of_nodes = rank.cluster.gather(node_facts)

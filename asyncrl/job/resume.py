@@ -137,13 +137,10 @@ def exit_if_finished(checkpoint: Checkpoint | None, config: Config, cluster: Clu
 
 
 def check_is_unchanged(
-    checkpoint: Checkpoint, model_path: str, config: Config, problems: str
+    checkpoint: Checkpoint, model_path: str, config: Config, problems_digest: str
 ) -> None:
-    """Raise ValueError if a task's problems have changed, or weights of the model that the checkpoint lacks.
-
-    `problems` is the digest of the problems.
-    """
-    if checkpoint.nodes[0].problems != problems:
+    """Raise ValueError if a task's problems have changed, or weights of the model that the checkpoint lacks."""
+    if checkpoint.nodes[0].problems_digest != problems_digest:
         raise ValueError(
             f"--resume {config.resume}: the rows or problems of {config.data_path or config.task} have changed since "
             "it began; give the old ones (--data-path may name another place), or begin a new run"

@@ -31,10 +31,21 @@ class NodeFacts:
 
     probe: dict
     """State of its probe."""
-    record_file_bytes: dict[str, int]
-    """Length of each record file at the checkpoint."""
-    problems: str
+    record_bytes: dict[str, int]
+    """Length of each of its record files at the checkpoint, by the name in the run: `events`, `node_1/events`."""
+    problems_digest: str
     """Digest of its task's problems."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The moment from which the records of a node continue."""
+
+    step: int
+    record_bytes: dict[str, int]
+    """Length of each record file at the checkpoint, by its name in the run."""
+    skipped: list[str]
+    """As in Checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +72,19 @@ class Checkpoint:
         """Return the state of the probe for a node. Nodes can be more than before."""
         return self.nodes[node % len(self.nodes)].probe
 
-    def resume_event(self, node: int) -> dict:
-        """Return the fields of a node's event `run_resumed`."""
-        num_bytes = self.nodes[node].record_file_bytes if node < len(self.nodes) else {}
-        return {"step": self.step, "records": num_bytes, "skipped": self.skipped}
+    def resume_point(self, node: int, num_nodes: int) -> ResumePoint:
+        """Return the moment from which the records of one of `num_nodes` nodes continue.
+
+        The first node also gets the records of absent nodes, which can come back in a later resume.
+        """
+        record_bytes = {}
+        for facts in self.nodes:
+            for name, num_bytes in facts.record_bytes.items():
+                folder = name.rpartition("/")[0]
+                owner = int(folder.removeprefix("node_") or 0)
+                if node == (owner if owner < num_nodes else 0):
+                    record_bytes[name] = num_bytes
+        return ResumePoint(self.step, record_bytes, self.skipped)
 
 
 def write_manifest(checkpoint: Path, **facts) -> None:

@@ -15,12 +15,13 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.plugins import last_given
 from asyncrl.runlog.header import make_header, write_header
-from asyncrl.runlog.manifest import read_run_id
+from asyncrl.runlog.manifest import ResumePoint, read_run_id
 from asyncrl.runlog.record_file import RecordFile
 from asyncrl.user_code import run_name_part, with_absolute_paths, with_copied_files
 
@@ -40,29 +41,28 @@ class RunDirectory:
         gpus: Iterable[str] = (),
         node_folder: str = "",
         run_id: str | None = None,
-        resume_event: dict | None = None,
+        resume_point: ResumePoint | None = None,
     ):
         """Make the directory and write run.json.
 
         `gpus` are names of the node's GPUs. A node other than the first has `node_folder`, RUN/node_N, and the `run_id`
         of the first node. The name of a run that ended before its first step can be used again.
-        `resume_event` is the first event of a resumed run, about its checkpoint. `resume_event["records"]` are the
-        bytes of each record file at that checkpoint. `truncate_files` cuts the files to them. Before that no file is
+        A resumed run continues from `resume_point`: `continue_records` truncates the files to it. Before that no file is
         changed, and all lines are buffered.
         Raises ValueError if the name or the records are another run's, or if records would be cut within a line.
         """
         name = node_folder or config.run_name or _make_name(config)
         self.path = Path(config.runs_dir) / name
-        is_new = resume_event is None
+        is_new = resume_point is None
         if is_new:
             _make_directory(self.path)
         self.path.mkdir(parents=True, exist_ok=True)  # A node can be new in a resumed run.
-        names = ("events",) if node_folder else ("metrics", "events", "samples")
-        self._files = self._open(names, is_buffered=not is_new)
+        self._is_first = not node_folder
+        self._resume_point = resume_point
+        self._files = self._open()
+        """Record files by their names in the run."""
         self._config_as_given = config
         self.config = with_copied_files(config, self.path / "code") if is_new else config
-        self._is_first = not node_folder
-        self._resume_event = resume_event
         self._mirror = None
         if is_new and self._is_first:
             run_id = secrets.token_hex(8)
@@ -71,21 +71,36 @@ class RunDirectory:
         header = make_header(with_absolute_paths(config), num_ranks, gpus)
         self._header = {"run_id": self.run_id} | header
         if is_new:
-            self._begin()
+            self._write_header_and_start_mirror()
             self.record_event("run_started")
         else:
-            self.record_event("run_resumed", **resume_event)
+            self.record_event("run_resumed", **asdict(resume_point))
 
-    def _open(self, names: Iterable[str], is_buffered: bool) -> dict[str, RecordFile]:
-        """Open records by name. Raises ValueError if another process still writes them."""
+    def _open(self) -> dict[str, RecordFile]:
+        """Open the records by name. Raises ValueError if another process still writes them.
+
+        The first node opens records of absent nodes, too. It only truncates them.
+        """
+        is_new = self._resume_point is None
+        names = [self._own("events")]
+        if self._is_first:
+            names += ["metrics", "samples"]
+            names += [] if is_new else self._resume_point.record_bytes
+        run_path = self.path if self._is_first else self.path.parent
         files = {
-            name: RecordFile(self.path / f"{name}.jsonl", is_buffered=is_buffered) for name in names
+            name: RecordFile(run_path / f"{name}.jsonl", is_buffered=not is_new)
+            for name in dict.fromkeys(names)
+            if (run_path / name).parent.exists()
         }
-        if not files["events"].lock():
+        if not files[self._own("events")].lock():
             raise ValueError(
                 f"{self.path} is written by a run that has not ended; end that one first"
             )
         return files
+
+    def _own(self, name: str) -> str:
+        """Return the name in the run of a record file of this node."""
+        return name if self._is_first else f"{self.path.name}/{name}"
 
     def _check_records(self, run_id: str | None) -> str | None:
         """Return the id of the run that is resumed.
@@ -98,36 +113,34 @@ class RunDirectory:
                 f"{self.path} is of run {recorded_id}, and the checkpoint of run {run_id}; move it away"
             )
         for name, file in self._files.items():
-            file.check_truncation(self._resume_event["records"].get(name, 0))
+            file.check_truncation(self._resume_point.record_bytes.get(name, 0))
         return recorded_id
 
-    def _begin(self) -> None:
+    def _write_header_and_start_mirror(self) -> None:
         """Write run.json, and begin or continue the mirror of the metrics."""
-        step = None if self._resume_event is None else self._resume_event["step"]
+        step = None if self._resume_point is None else self._resume_point.step
         header = write_header(self.path / "run.json", self._header, step)
         if self._is_first:
             given = (self._config_as_given, self.path, header["wandb_id"], step)
             mirrors = (plugin.start_mirror(*given) for plugin in self.config.plugins)
             self._mirror = last_given(mirrors, None)
 
-    def truncate_files(self) -> None:
-        """Truncate the records of a resumed run to its checkpoint, then write the buffered lines.
+    def continue_records(self) -> None:
+        """Write run.json, continue the mirror, truncate the records, then write the buffered lines.
 
         A resume does it last, because the truncated lines are lost. Warns of each file that is shorter than the
-        checkpoint states. Does nothing in a new run.
+        checkpoint states.
         """
-        if self._resume_event is None:
-            return
-        self._begin()
+        self._write_header_and_start_mirror()
         for name, file in self._files.items():
-            file.truncate_to(self._resume_event["records"].get(name, 0))
+            file.truncate_to(self._resume_point.record_bytes.get(name, 0))
 
     def checkpoint_path(self, step: int) -> Path:
         """Return the path of a step's checkpoint."""
         return self.path / "checkpoints" / f"step_{step}"
 
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file of lines so far, by its name."""
+    def record_bytes(self) -> dict[str, int]:
+        """Return the length of each record file so far, by its name in the run."""
         return {name: file.size() for name, file in self._files.items()}
 
     def flush(self) -> None:
@@ -148,7 +161,7 @@ class RunDirectory:
 
     def record_event(self, event: str, **fields) -> None:
         """Append an event, stamped with the time."""
-        self._files["events"].append({"event": event, "time": time.time(), **fields})
+        self._files[self._own("events")].append({"event": event, "time": time.time(), **fields})
 
     def log_sample(self, **fields) -> None:
         """Append a readable trajectory."""
@@ -157,7 +170,7 @@ class RunDirectory:
     def close(self, error: BaseException | None = None) -> None:
         """Record the end of the run, with the error that caused it. Then close all files and the mirror.
 
-        A resume that ends before `truncate_files` leaves the records unchanged.
+        A resume that ends before `continue_records` leaves the records unchanged.
         """
         reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
         self.record_event(

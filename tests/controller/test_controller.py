@@ -138,7 +138,7 @@ def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is
     trained = [group.problem for group in run.controller.consume_batch(batch)]
     with pytest.raises(RolloutEnded, match="problem 3 is too long"):
         run.controller.wait_for_batch()
-    state = run.controller.snapshot()
+    state, _ = run.controller.snapshot()
     assert state.buffer.num_consumed_batches == 1
     left = [resident.problem for resident in state.buffer.residents.values()]
     assert sorted(trained + left) == [0, 1, 2] and len(trained) == 2
@@ -157,7 +157,7 @@ def test_a_cut_waits_for_weights_that_an_evaluation_holds_back(run):
     staged.messages[0] |= {"trainer_version": 1, "evaluate": True}
     run.controller.announce_or_defer(Announcement(1, 1, staged, (), evaluate=True))
     assert run.controller.announcements.deferred is not None
-    state = run.controller.snapshot(dict)
+    state, _ = run.controller.snapshot()
     assert [evaluation.version for evaluation in state.evaluations] == [0]
     assert (state.published_version, state.evaluates) == (1, True)
     run.controller.finish_evaluations()
@@ -192,7 +192,7 @@ def test_a_wait_in_vain_leaves_a_state_to_save_and_is_raised_by_the_next_batch(r
             controller.stage(1, (read.append(name) for name in "abc"))
         assert not read, "a rank gathers what the others gather"
     ended_at = run.now
-    state = controller.snapshot()
+    state, _ = controller.snapshot()
     assert state.evaluates and len(state.queue) == len(controller.workers[0].awaited) - 2
     run.acts_at = run.now
     controller.buffer.find_batch = lambda: [0, 1]
@@ -212,7 +212,7 @@ def test_a_silent_worker_holds_the_cut_up_for_a_while_and_is_named(run, capsys):
     run.controller.wait_until(lambda: run.controller.workers[0].num_running == 8, "tickets")
     run.acts_at, began = math.inf, run.now
 
-    def record_file_bytes():
+    def measure_records():
         taken = []
         take = lambda: taken.append(run.controller.lock.acquire(blocking=False))  # noqa: E731
         other = threading.Thread(target=take)
@@ -220,8 +220,8 @@ def test_a_silent_worker_holds_the_cut_up_for_a_while_and_is_named(run, capsys):
         other.join()
         return {"taken": int(taken[0])}
 
-    state = run.controller.snapshot(record_file_bytes)
-    assert state.record_file_bytes == {"taken": 0} and len(state.queue) == 8
+    state, record_bytes = run.controller.snapshot(measure_records)
+    assert record_bytes == {"taken": 0} and len(state.queue) == 8
     assert run.now == pytest.approx(began + PROGRESS_S, abs=2)
     line = "warning: worker 0 updating v0 running 8 sent no progress"
     assert capsys.readouterr().out.count(line) == 1

@@ -48,11 +48,10 @@ ENGINES = {"connect_workers": lambda specs: None, "share_cores": lambda module: 
 class Rollout:
     """A controller of which there is only what is saved."""
 
-    record_file_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     ticket_source: ClassVar = SimpleNamespace(prompts=SimpleNamespace(digest="of the rows"))
 
-    def snapshot(self, record_file_bytes):
-        return Rollout(record_file_bytes())
+    def snapshot(self, measure_records):
+        return self, measure_records()
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def start(tmp_path, model, one_rank):
         rank = SimpleNamespace(
             config=config,
             cluster=Cluster(),
-            run=RunDirectory(config, resume_event=resumed and resumed.resume_event(0)),
+            run=RunDirectory(config, resume_point=resumed and resumed.resume_point(0, 1)),
             controller=Rollout(),
             checkpoint=resumed,
             on_end=ExitStack(),

@@ -6,6 +6,7 @@ import random
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ from asyncrl.runlog import manifest
 from asyncrl.runlog.manifest import (
     MANIFEST,
     RESUME_FOLDER,
+    Checkpoint,
+    NodeFacts,
+    ResumePoint,
     clear_torn_checkpoints,
     find_newest_checkpoint,
     parse_step,
@@ -107,7 +111,7 @@ def make_checkpoint(run, step, run_id=None):
     (path / "model.safetensors").write_bytes(b"weights" * step)
     (path / RESUME_FOLDER / "shard.safetensors").write_bytes(b"state" * 1000)
     (path / RESUME_FOLDER / "node_0.msgpack").write_bytes(b"groups")
-    nodes = [{"probe": {}, "record_file_bytes": {}, "problems": ""}]
+    nodes = [{"probe": {}, "record_bytes": {}, "problems_digest": ""}]
     facts = {"frozen_sha256": "", "nodes": nodes, "held_back": []}
     write_manifest(path, run_id=run_id or read_run_id(run), step=step, **facts)
     return path
@@ -201,7 +205,7 @@ def ended(tmp_path):
         run.record_event("step", step=step)
         run.log_sample(step=step)
         if step == 1:
-            resumed = {"step": 1, "records": run.sizes(), "skipped": []}
+            resumed = ResumePoint(1, run.record_bytes(), [])
     run.close(RuntimeError("killed"))
     return config, run.path, resumed
 
@@ -209,18 +213,18 @@ def ended(tmp_path):
 @pytest.mark.parametrize("name", ["metrics", "events", "samples"])
 def test_records_that_somebody_has_changed_are_refused_or_named(ended, capsys, name):
     config, path, resumed = ended
-    size, file = resumed["records"][name], path / f"{name}.jsonl"
+    size, file = resumed.record_bytes[name], path / f"{name}.jsonl"
     before = contents(path)
-    within_a_line = resumed | {"records": resumed["records"] | {name: size - 2}}
+    within_a_line = replace(resumed, record_bytes=resumed.record_bytes | {name: size - 2})
     line = rf"{name}\.jsonl .+ is not the end of a line.+ Nothing was changed"
     with pytest.raises(ValueError, match=line) as caught:
-        RunDirectory(config, resume_event=within_a_line)
+        RunDirectory(config, resume_point=within_a_line)
     assert contents(path) == before and "\n" not in str(caught.value)
     del caught  # which has the file open, and locked
     os.truncate(file, size - 3)
     whole = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
-    run = RunDirectory(config, resume_event=resumed)
-    run.truncate_files()
+    run = RunDirectory(config, resume_point=resumed)
+    run.continue_records()
     run.close()
     counted = f"{size - 3} of the {size} bytes that the checkpoint counts"
     text = f"warning: {file} has {counted}; the missing lines are lost\n"
@@ -232,24 +236,56 @@ def test_a_node_that_is_new_gets_a_folder_and_that_of_another_runs_node_is_refus
     config, first, second = Config(runs_dir=str(tmp_path), run_name="one"), "a" * 16, "b" * 16
     options = {
         "node_folder": "one/node_1",
-        "resume_event": {"step": 1, "records": {}, "skipped": []},
+        "resume_point": ResumePoint(1, {}, []),
     }
     run = RunDirectory(config, run_id=first, **options)
-    run.truncate_files()
+    run.continue_records()
     run.close()
     line = f"node_1 is of run {first}, and the checkpoint of run {second}"
     with pytest.raises(ValueError, match=line):
         RunDirectory(config, run_id=second, **options)
 
 
+def test_events_of_a_node_stay_while_it_is_absent(tmp_path):
+    """Two nodes, one node, two nodes. Each start makes a step that is saved, and one that is lost."""
+    config = Config(runs_dir=str(tmp_path), run_name="one")
+    checkpoint, steps = None, []
+    for first_step, num_nodes in ((1, 2), (3, 1), (5, 2)):
+        runs = []
+        for node in range(num_nodes):
+            run = RunDirectory(
+                config,
+                node_folder=f"one/node_{node}" if node else "",
+                run_id=runs[0].run_id if runs else None,
+                resume_point=checkpoint and checkpoint.resume_point(node, num_nodes),
+            )
+            runs.append(run)
+        for run in runs:
+            if checkpoint is not None:
+                run.continue_records()
+            run.record_event("step", step=first_step)
+        nodes = [NodeFacts({}, run.record_bytes(), "") for run in runs]
+        checkpoint = Checkpoint(tmp_path, [], runs[0].run_id, first_step, "", nodes, [])
+        for run in runs:
+            run.record_event("step", step=first_step + 1)
+            run.close()
+        folders = (runs[0].path, runs[0].path / "node_1")
+        steps.append([[event["step"] for event in read_steps(folder)] for folder in folders])
+    assert steps == [[[1, 2], [1, 2]], [[1, 3, 4], [1]], [[1, 3, 5, 6], [1, 5, 6]]]
+
+
+def read_steps(folder):
+    return [event for event in read(folder / "events.jsonl") if event["event"] == "step"]
+
+
 def test_weights_and_biases_continue_in_the_same_run(tmp_path):
     config = Config(runs_dir=str(tmp_path), run_name="one", wandb="offline")
     run = RunDirectory(config)
     run.log_metrics({"step": 1})
-    resumed = {"step": 1, "records": run.sizes(), "skipped": []}
+    resumed = ResumePoint(1, run.record_bytes(), [])
     run.close()
-    run = RunDirectory(config, resume_event=resumed)
-    run.truncate_files()
+    run = RunDirectory(config, resume_point=resumed)
+    run.continue_records()
     run.log_metrics({"step": 2})
     run.close()
     folders = (run.path / "wandb").glob("offline-run-*")
