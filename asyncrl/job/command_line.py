@@ -189,17 +189,12 @@ def _with_defaults(given: dict[str, Any], default: Config | None) -> Config:
             raise ValueError(
                 "--like does not go with --resume, which takes the run's options; leave one of them out"
             )
-        from asyncrl.job.resume import (
-            check_fixed_options,
-            read_resumed_options,
-            with_last_spelling,
-        )
+        from asyncrl.job.resume import keep_fixed_options, read_resumed_options
 
         run = Path(given["resume"])
         last_options = read_resumed_options(run)
         config = _with_located_code(last_options.changed(values), run / "code")
-        check_fixed_options(config, last_options)
-        return with_last_spelling(config, last_options)
+        return keep_fixed_options(config, last_options)
     if given.get("like"):
         from asyncrl.job.resume import read_checked_header
 

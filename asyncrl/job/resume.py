@@ -59,33 +59,26 @@ _FIXED_OPTIONS = [
 """Options that a resume must not change."""
 
 
-def check_fixed_options(config: Config, last_options: Config) -> None:
-    """Raise ValueError, in one line, if a resumed run has other values of options that a resume must not change.
+def keep_fixed_options(config: ConfigType, last_options: Config) -> ConfigType:
+    """Return the options of a resumed run, with the fixed ones as `read_resumed_options` spells them.
 
-    `last_options` are those of `read_resumed_options`.
+    `config` has the given options on top of `last_options`. A path can be given as the run is placed now, as in
+    `last_options`, or as run.json has it. Raises ValueError, in one line, for any other value of a fixed option.
     """
     recorded_options = Config.from_dict(read_checked_header(Path(config.resume))["config"])
+    fixed_values = {}
     for option in _FIXED_OPTIONS:
-        value, current = option.value_in(config), option.value_in(last_options)
-        # A path may be given as it is now, or as run.json has it.
-        if value not in (current, option.value_in(recorded_options)):
+        value, last_value = option.value_in(config), option.value_in(last_options)
+        if value not in (last_value, option.value_in(recorded_options)):
             allowed = ", ".join(other.flag for other in options_changeable_by(ChangeableBy.RESUME))
             raise ValueError(
-                f"{option.flag} {value} cannot change when a run is resumed: {config.resume} has {current}; leave it "
-                f"out, or begin a new run. What may change: {allowed}"
+                f"{option.flag} {value} cannot change when a run is resumed: {config.resume} has {last_value}; leave "
+                f"it out, or begin a new run. What may change: {allowed}"
             )
-
-
-def with_last_spelling(config: ConfigType, last_options: Config) -> ConfigType:
-    """Return options whose fixed ones are those of `last_options`, because a path can be given in two spellings."""
-    return replace(
-        config,
-        **{
-            option.path: option.value_in(last_options)
-            for option in _FIXED_OPTIONS
-            if "." not in option.path  # Options of groups have no path.
-        },
-    )
+        # dataclasses.replace sets no nested attribute. No fixed option of a group is a path, so it has one spelling.
+        if "." not in option.path:
+            fixed_values[option.path] = last_value
+    return replace(config, **fixed_values)
 
 
 def read_checked_header(run: Path, option: str = "--resume") -> dict:
