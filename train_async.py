@@ -61,6 +61,7 @@ def train_on(rank: "Leader | Follower") -> None:
                 stats = policy.train_step(updates, policy_version=step - 1)
             publisher.publish(step, probe_source=groups)
             log.write(step, groups, stats)
+            # Last, because a resume keeps only records and announcements from before it.
             checkpoints.save_if_due(step, publisher)
         publisher.check_last(config.steps)
 

@@ -412,8 +412,8 @@ class Controller:
     def _restore(self, state: ControllerState) -> None:
         """Continue from a state. Tickets of responses that were running come first.
 
-        LeadingPublisher reads the rest, `published_version` and `evaluates`. An evaluation that was running starts again
-        when its weights are announced.
+        LeadingPublisher reads `published_version` and `evaluates`. An evaluation that was running starts again when its
+        weights are announced.
         """
         self.buffer.restore(state.buffer)
         self.ticket_source.state = copy.deepcopy(state.tickets)

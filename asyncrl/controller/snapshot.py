@@ -29,7 +29,7 @@ class ControllerState:
     queue: list[Ticket]
     """Tickets of training groups that lack their trajectories, in the order of their reissue."""
     published_version: int
-    """Version of the weights that were announced last. LeadingPublisher evaluates a due version only if it is newer."""
+    """Version of the weights that were announced last. LeadingPublisher evaluates only a newer version."""
     evaluates: bool
     """Whether LeadingPublisher evaluates the published version again, because its evaluation had not ended."""
     evaluations: list[Evaluation]

@@ -85,7 +85,10 @@ class Checkpoints:
             self.rank.run.continue_records()
 
     def allocate_copies(self) -> None:
-        """Allocate the host memory for copies of the training state, by a first copy. Engines start meanwhile."""
+        """Allocate the host memory for copies of the training state, by a first copy. Engines start meanwhile.
+
+        In a new run it has no optimizer state yet. The first checkpoint allocates the rest.
+        """
         self.writer.state_copier.stage(training_state(self.policy))
 
     def _find_folder(self) -> tuple[Path, bool]:

@@ -93,7 +93,7 @@ class LeadingPublisher(Publisher):
         rank.share_cores(policy.module.model)
         self._engine_check = EngineCheck(rank)
         self._held_back = collections.deque(self._read_held_back(specs))
-        """Copies of the newest versions' weights, oldest first; empty without `publish_delay` or after the last step."""
+        """Copies of the newest versions' weights, oldest first; empty without publish_delay or after the last step."""
 
     def stage_and_announce(self, trainer_version: int, gathering_weights: Weights) -> None:
         """Copy the weights to announce into the transport when it has room, and announce them to the workers."""

@@ -7,6 +7,9 @@ events.jsonl    spans and moments: trajectories, updates, steps, states of worke
 samples.jsonl   readable trajectories
 checkpoints/    step_N/: Hugging Face safetensors; its folder resume/ has the files for --resume
 batches/        step_00000N.msgpack: the batch of each step; with --record only
+
+A resume truncates the three .jsonl files to its checkpoint, also in the folders of other nodes. Files of later steps in
+batches/ stay until their step is made again. Logs and failed_step_N/ stay.
 """
 
 import json
@@ -47,8 +50,8 @@ class RunDirectory:
 
         `gpus` are names of the node's GPUs. A node other than the first has `node_folder`, RUN/node_N, and the `run_id`
         of the first node. The name of a run that ended before its first step can be used again.
-        A resumed run continues from `resume_point`: `continue_records` truncates the files to it. Before that no file is
-        changed, and all lines are buffered.
+        A resumed run continues from `resume_point`. `continue_records` truncates the files to it. Before that no file
+        is changed, and all lines are buffered.
         Raises ValueError if the name or the records are another run's, or if records would be cut within a line.
         """
         name = node_folder or config.run_name or _make_name(config)

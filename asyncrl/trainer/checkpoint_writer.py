@@ -211,6 +211,7 @@ class LeaderPart:
         self.run.flush()
         file = folder / f"node_{self.node}.msgpack"
         file.write_bytes(encode(self.controller_state))
+        # `new_folder` flushes on the first node only. Another node can have written this file.
         flush(file)
         if self.node == 0:
             # Every safetensors file beside the shards would be read as one of them.

@@ -96,9 +96,9 @@ class Transport:
         return {}
 
     def reserve_buffer(self) -> bool:
-        """Withdraw the announcement of a buffer that no worker reads, so that none begins to. Return whether there is one.
+        """Withdraw the announcement of a buffer that no worker reads. Return whether there is such a buffer.
 
-        `stage` then finds the same buffer. Call it again until it returns True.
+        No worker can then begin to read it, so `stage` finds the same buffer.
         """
         return True
 
