@@ -124,7 +124,13 @@ def records_of(path):
 
 
 @pytest.mark.parametrize(
-    "folder", sorted((ROOT / "results").glob("*/")), ids=lambda path: path.name
+    "folder",
+    [
+        folder
+        for folder in sorted((ROOT / "results").glob("*/"))
+        if [path.name for path in folder.iterdir()] != ["plan.md"]  # committed before the first run
+    ],
+    ids=lambda path: path.name,
 )
 def test_every_folder_of_results_has_records_that_say_how_they_were_made(folder):
     """The first record of a file speaks for all."""
