@@ -94,7 +94,7 @@ class Episode:
         max_tokens = len(self.tokens) + self.config.max_response_tokens
         while True:
             completion = await self.act(max_tokens - len(self.tokens))
-            if completion.finish_reason == "aborted" or self.is_aborted:
+            if completion.finish_reason == "interrupted" or self.is_aborted:
                 return "aborted"
             step = await self.environment.step(completion)
             self.turn_times.append((*self._sampling_times, time.time()))

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from asyncrl.runlog.header import read_header
 
-FORMAT = 9
+FORMAT = 10
 """Format of checkpoints. Other formats are not read."""
 RESUME_FOLDER, MANIFEST = "resume", "manifest.json"
 """Folder of the files in a checkpoint that only --resume needs, and its manifest."""
