@@ -80,7 +80,7 @@ class SampleBuffer:
         """Batches consumed by the last publish. Their groups have freed their places."""
         self.residents: dict[int, Resident] = {}
         self._fate_of_later_members: dict[int, DropReason] = {}
-        """Reason with which later members are dropped, by group: that of its drop, or `aborted` for a group with
+        """Reason with which later members are dropped, by group: that of its drop, or `surplus` for a group with
         extra_members that has finished. Such a group may still be resident. Entries stay, because a member may arrive
         at any time."""
         # False if `find_batch` returned None and the residents have not changed since
@@ -166,7 +166,7 @@ class SampleBuffer:
             return None
         self._may_have_batch = True
         if self.node_config.extra_members:
-            self._fate_of_later_members[trajectory.group_id] = "aborted"
+            self._fate_of_later_members[trajectory.group_id] = "surplus"
         group = self.group(trajectory.group_id)
         resident.oldest_possible_version = group.oldest_version
         return group

@@ -136,7 +136,7 @@ class Controller:
                     worker.transport.send(worker.index, worker.loading.staged)
                 case WeightsLoaded():
                     self.journal.loaded(worker.index, message, worker.loading.made_at)
-                    self.buffer.ledger.generate(message.sampled.discarded, "aborted")
+                    self.buffer.ledger.generate(message.sampled.discarded, "discarded")
                     self.announcements.on_loaded(worker)
                 case Asleep():
                     worker.state = "asleep"
@@ -386,7 +386,7 @@ class Controller:
             )
             buffer = self.buffer.state()
             # a resume loses these tokens: they count as generated, and as dropped
-            for count in ("tokens_generated", "tokens_dropped_aborted"):
+            for count in ("tokens_generated", "tokens_dropped_discarded"):
                 buffer.ledger[count] += num_lost
             return ControllerState(
                 buffer,

@@ -95,7 +95,7 @@ class Dispatcher:
     def drop_surplus(self) -> None:
         """Drop the groups that the next batch need not wait for."""
         for group_id in self.buffer.surplus():
-            self.drop(group_id, "aborted")
+            self.drop(group_id, "surplus")
 
     def drop(self, group_id: int, reason: DropReason) -> None:
         """Drop a group. Its problem is issued again unless it is the cause. So training includes slow problems."""
@@ -157,7 +157,7 @@ class Dispatcher:
             try:
                 self.queue.extend(self.ticket_source.for_group(group_id, problem, min_version))
             except RolloutEnded:
-                self.drop(group_id, "aborted")  # a resumed run issues the problem again
+                self.drop(group_id, "discarded")  # a resumed run issues the problem again
                 raise
 
     def assign_tickets(self) -> Iterator[tuple[Worker, Ticket]]:

@@ -204,7 +204,7 @@ class LLMProxy:
     # Weights
 
     async def suspend(self) -> None:
-        """Stop sampling. By `on_update`, requests freeze, are aborted, or run to their end. New requests wait."""
+        """Stop sampling. By `on_update`, requests freeze, are interrupted, or run to their end. New requests wait."""
         if not self._may_sample.is_set():
             return
         self._may_sample.clear()
