@@ -166,7 +166,8 @@ class Controller:
     def requeue_lost(self, ticket: Ticket, reason: ReissueReason) -> None:
         """Issue a lost ticket again, before all other tickets, unless its group was dropped or has finished."""
         if ticket.is_evaluation or self.buffer.is_unfinished(ticket.group_id):
-            self.dispatcher.queue.appendleft(self.ticket_source.issue_again(ticket, reason))
+            again = self.ticket_source.issue_again(ticket, reason)
+            self.dispatcher.enqueue([again], first=True)
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
@@ -332,7 +333,7 @@ class Controller:
         )
         if tickets:  # only the first node has held-out problems
             self.evaluation = Evaluation(announcement.version, len(tickets))
-            self.dispatcher.queue.extendleft(reversed(tickets))
+            self.dispatcher.enqueue(tickets, first=True)
         self.admit_and_send()
 
     def finish_evaluations(self) -> None:
@@ -413,7 +414,7 @@ class Controller:
         """
         self.buffer.restore(state.buffer)
         self.ticket_source.state = copy.deepcopy(state.tickets)
-        self.dispatcher.queue.extend(state.queue)
+        self.dispatcher.enqueue(state.queue)
         self.workers.num_restarts = state.num_restarts
         self.dispatcher.failures = copy.deepcopy(state.failures)
         self.ended_evaluations = list(state.evaluations)

@@ -7,7 +7,7 @@ Flash, arXiv 2510.11345). The paper's baselines are in extras/baselines.py.
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -139,6 +139,13 @@ class Dispatcher:
 
     # Tickets
 
+    def enqueue(self, tickets: Sequence[Ticket], first: bool = False) -> None:
+        """Queue tickets in their order, behind all others, or before them if `first`."""
+        if first:
+            self.queue.extendleft(reversed(tickets))
+        else:
+            self.queue.extend(tickets)
+
     def can_go_on(self) -> bool:
         """Return whether a training ticket runs, or can start without new weights on a worker that is not paused."""
         if self.workers.any_starting or self.buffer.num_free_places() > 0:
@@ -155,7 +162,7 @@ class Dispatcher:
             group_id, problem = self.ticket_source.next_group()
             min_version = self.buffer.admit(group_id, problem)
             try:
-                self.queue.extend(self.ticket_source.for_group(group_id, problem, min_version))
+                self.enqueue(self.ticket_source.for_group(group_id, problem, min_version))
             except RolloutEnded:
                 self.drop(group_id, "discarded")  # a resumed run issues the problem again
                 raise
