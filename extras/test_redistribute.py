@@ -46,7 +46,7 @@ class Node:
     def finish(self, tickets):
         for ticket in list(tickets):
             self.running.remove(ticket)
-            self.buffer.start(ticket.group_id, self.buffer.admission_version)
+            self.buffer.note_assignment(ticket.group_id, self.buffer.admission_version)
             versions = [self.buffer.needed_version_of_group(ticket.group_id)] * 2
             self.buffer.add(make_trajectory(ticket.group_id, ticket.member, versions))
 

@@ -15,8 +15,8 @@ Freshness is a bound on every sample, as in ROLL Flash (arXiv 2510.11345).
 The proof of the bound: at t each resident group has v ≥ t − max_staleness. v is its `oldest_possible_version`.
 
 1. Admission: places are free only while a new group's v satisfies this (`num_free_places`).
-2. Start: the first worker that starts a group raises v to its own version. Later members need at least v, and a
-   worker's weights never become older (`needed_version_of_group`). So no token is older than v.
+2. Assignment: the first worker that gets a ticket of a group raises v to its own version (`note_assignment`). Later
+   members need at least v (`needed_version_of_group`), and weights never become older. So no token is older than v.
 3. Deadline: a batch increases t by one. Under `wait` it is taken only if the claim then holds for every group that
    stays (`too_late_after`). Under `drop` all other groups are dropped (`expired`).
 4. Check: `add` refuses a token older than v, and `find_batch` a group that breaks the claim. A mistake ends the run.
@@ -38,8 +38,10 @@ class Resident:
     problem: int
     """Index of its problem in the task."""
     oldest_possible_version: int
-    """Oldest version that its tokens can have: at first of its admission, then of its start; exact once finished."""
-    started: bool = False
+    """Oldest version that its tokens can have: at first of its admission, then of its first assignment; exact once
+    finished."""
+    is_assigned: bool = False
+    """Whether a worker has, or had, a ticket of it."""
     num_failed: int = 0
     members: dict[int, Trajectory] = field(default_factory=dict)
 
@@ -133,11 +135,14 @@ class SampleBuffer:
         self.ledger.issue()
         return self.admission_version
 
-    def start(self, group_id: int, version: int) -> None:
-        """Mark a group as started by a worker with `version`. The first start sets its oldest version."""
+    def note_assignment(self, group_id: int, version: int) -> None:
+        """Note that a ticket of a group is assigned to a worker with `version`.
+
+        The first assignment sets the oldest version of the group. Sampling begins later.
+        """
         resident = self.residents[group_id]
-        if not resident.started:
-            resident.started = True
+        if not resident.is_assigned:
+            resident.is_assigned = True
             resident.oldest_possible_version = max(resident.oldest_possible_version, version)
             self._may_have_batch = True
 
@@ -153,7 +158,7 @@ class SampleBuffer:
         """Add a finished trajectory. Return its group if this is the last member that the group needs.
 
         A trajectory of a finished or dropped group is only counted. Raises RuntimeError if its group was never admitted
-        or has this member, if it was aborted, or if a token is older than the group's start.
+        or has this member, if it was aborted, or if a token is older than the group's assignment.
         """
         fate = self._fate_of_later_members.get(trajectory.group_id)
         self.ledger.generate(trajectory.num_generated, fate)
@@ -189,7 +194,7 @@ class SampleBuffer:
             raise RuntimeError(f"{who} is {trajectory.finish_reason}, but its group needs it")
         if (oldest := trajectory.oldest_version) < (start := resident.oldest_possible_version):
             raise RuntimeError(
-                f"{who} has a token of version {oldest}, but its group was started at version {start}"
+                f"{who} has a token of version {oldest}, but its group was assigned at version {start}"
             )
 
     def add_failed(self, trajectory: Trajectory) -> bool:

@@ -194,10 +194,10 @@ class Dispatcher:
                 heapq.heappush(loads, passed_over.pop())
 
     def assign(self, worker: Worker, ticket: Ticket) -> None:
-        """Make a ticket the worker's. The first ticket of a group starts the group."""
+        """Make a ticket the worker's. The first ticket of a group sets the version that its members need."""
         worker.assign(ticket)
         if not ticket.is_evaluation:
-            self.buffer.start(ticket.group_id, worker.sent_version)
+            self.buffer.note_assignment(ticket.group_id, worker.sent_version)
 
     def may_start(self, worker: Worker, ticket: Ticket) -> bool:
         """Return whether a worker has a free slot for a ticket, and weights that are new enough."""
@@ -211,12 +211,13 @@ class Dispatcher:
     def needed_version(self, ticket: Ticket) -> int:
         """Return the version that a worker needs before it may start this ticket.
 
-        Workers get new weights at different times. All members of a group need at least the version with which its
-        first member started. The worker's `sent_version` must be as new, not the loaded one: a worker acts on messages
+        Workers get new weights at different times. All members of a group need at least the version of the worker that
+        got its first ticket. The worker's `sent_version` must be as new, not the loaded one: a worker acts on messages
         in order, so it loads the weights before it starts the ticket.
         """
         if ticket.is_evaluation:
             return ticket.min_version
+        # While its group is unfinished, only a continued ticket can need more than its group.
         return max(ticket.min_version, self.buffer.needed_version_of_group(ticket.group_id))
 
     def send_out(self) -> None:

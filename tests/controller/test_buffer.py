@@ -27,7 +27,7 @@ REFUSED = [
     (make_trajectory(0, 1, (1,), "aborted"), " is aborted, but its group needs it"),
     (
         make_trajectory(0, 1, (0, 1)),
-        " has a token of version 0, but its group was started at version 1",
+        " has a token of version 0, but its group was assigned at version 1",
     ),
 ]
 
@@ -35,8 +35,8 @@ REFUSED = [
 @pytest.mark.parametrize(("trajectory", "why"), REFUSED)
 def test_a_trajectory_that_does_not_belong_is_refused(trajectory, why):
     buffer = make_buffer(1)
-    buffer.start(0, version=1)
-    buffer.start(0, version=2)
+    buffer.note_assignment(0, version=1)
+    buffer.note_assignment(0, version=2)
     buffer.add(make_trajectory(0, 0, (1, 2)))
     who = f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}"
     with pytest.raises(RuntimeError, match=f"^{who}{why}$"):
