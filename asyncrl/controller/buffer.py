@@ -154,11 +154,21 @@ class SampleBuffer:
             return 0
         return resident.oldest_possible_version
 
+    def count_aborted(self, trajectory: Trajectory) -> None:
+        """Count the tokens of an aborted trajectory. Raises RuntimeError if its group still needs it.
+
+        The dispatcher cancels only the members of a group that was dropped or has finished.
+        """
+        fate = self._fate_of_later_members.get(trajectory.group_id)
+        if fate is None:
+            raise RuntimeError(f"{_name(trajectory)} is aborted, but its group needs it")
+        self.ledger.generate(trajectory.num_generated, fate)
+
     def add(self, trajectory: Trajectory) -> Group | None:
         """Add a finished trajectory. Return its group if this is the last member that the group needs.
 
         A trajectory of a finished or dropped group is only counted. Raises RuntimeError if its group was never admitted
-        or has this member, if it was aborted, or if a token is older than the group's assignment.
+        or has this member, or if a token is older than the group's assignment.
         """
         fate = self._fate_of_later_members.get(trajectory.group_id)
         self.ledger.generate(trajectory.num_generated, fate)
@@ -185,13 +195,11 @@ class SampleBuffer:
         return len(resident.members) == self.node_config.group_size
 
     def _check_belongs(self, trajectory: Trajectory, resident: Resident | None) -> None:
-        who = f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}"
+        who = _name(trajectory)
         if resident is None:
             raise RuntimeError(f"{who}, which is not resident")
         if trajectory.member in resident.members:
             raise RuntimeError(f"{who}: member {trajectory.member} arrived twice")
-        if trajectory.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"{who} is {trajectory.finish_reason}, but its group needs it")
         if (oldest := trajectory.oldest_version) < (start := resident.oldest_possible_version):
             raise RuntimeError(
                 f"{who} has a token of version {oldest}, but its group was assigned at version {start}"
@@ -325,3 +333,7 @@ class SampleBuffer:
         """Return the ledger with the resident groups and tokens. Raises RuntimeError if it does not balance."""
         num_tokens = sum(resident.num_generated for resident in self.residents.values())
         return self.ledger.balance(len(self.residents), num_tokens)
+
+
+def _name(trajectory: Trajectory) -> str:
+    return f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}"

@@ -49,12 +49,13 @@ class Dispatcher:
 
     def add(self, trajectory: Trajectory) -> None:
         """Add a trajectory of a training group. Raises RolloutEnded if too many groups fail."""
-        if trajectory.finish_reason != "aborted":
-            self._count_response(trajectory.failure)
+        if trajectory.finish_reason == "aborted":
+            self.buffer.count_aborted(trajectory)
+            return
+        self._count_response(trajectory.failure)
         if trajectory.finish_reason == "failed":
             if not self.buffer.add_failed(trajectory):
                 self.on_failed_group(trajectory)
-        # An aborted one is only counted. `_abort` ends the members of a group that was dropped or has finished.
         elif group := self.buffer.add(trajectory):
             if self.config.drop_zero_variance and np.ptp(group.rewards) == 0:
                 self.drop(group.group_id, "filtered")

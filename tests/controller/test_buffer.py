@@ -39,8 +39,9 @@ def test_a_trajectory_that_does_not_belong_is_refused(trajectory, why):
     buffer.note_assignment(0, version=2)
     buffer.add(make_trajectory(0, 0, (1, 2)))
     who = f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}"
+    receive = buffer.count_aborted if trajectory.finish_reason == "aborted" else buffer.add
     with pytest.raises(RuntimeError, match=f"^{who}{why}$"):
-        buffer.add(trajectory)
+        receive(trajectory)
 
 
 def test_a_batch_that_would_break_the_bound_is_an_error_with_the_numbers():
