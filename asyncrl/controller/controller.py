@@ -25,7 +25,7 @@ from asyncrl.controller.failures import Failures
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.ledger import ledger_metrics
 from asyncrl.controller.snapshot import ControllerState, continues_responses, unfinished_tickets
-from asyncrl.controller.tickets import ReissueReason, TicketSource
+from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
     Asleep,
@@ -161,12 +161,12 @@ class Controller:
         self.journal.died(worker)
         # each goes to the front of the queue, so the oldest comes last
         for ticket in sorted(worker.awaited, key=lambda ticket: ticket.ticket_id, reverse=True):
-            self.requeue_lost(ticket, worker.reissue_reason)
+            self.requeue_lost(ticket, worker.counts_as_attempt)
 
-    def requeue_lost(self, ticket: Ticket, reason: ReissueReason) -> None:
+    def requeue_lost(self, ticket: Ticket, counts_as_attempt: bool) -> None:
         """Issue a lost ticket again, before all other tickets, unless its group was dropped or has finished."""
         if ticket.is_evaluation or self.buffer.is_unfinished(ticket.group_id):
-            again = self.ticket_source.issue_again(ticket, reason)
+            again = self.ticket_source.issue_again(ticket, counts_as_attempt)
             self.dispatcher.enqueue([again], first=True)
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:

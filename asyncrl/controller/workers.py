@@ -17,7 +17,6 @@ from asyncrl.cluster.processes import RolloutEnded, folder_of_sockets, kill_sess
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
-from asyncrl.controller.tickets import ReissueReason
 from asyncrl.messages import (
     Connect,
     IdleReason,
@@ -80,8 +79,9 @@ class Worker:
     """Whether it has not answered the last `request_progress` yet."""
     in_flight: InFlight | None = None
     """Its answer."""
-    reissue_reason: ReissueReason = "died"
-    """Reason recorded for tickets that are reissued when this worker dies."""
+    counts_as_attempt: bool = True
+    """Whether its death raises the `attempt` of its tickets. False for joined hosts: their end is no sign that the
+    response kills its engine."""
     idle_reason: IdleReason | None = None
     """Reason that it was sent for having no ticket; None while it has one."""
 
