@@ -85,12 +85,14 @@ class Episode:
 
     async def play(self) -> FinishReason:
         """Reset, then act and step until the environment ends or the tokens are used up."""
-        self.tokens += await self.environment.reset()
-        if len(self.tokens) > self.config.max_prompt_tokens:
-            raise ValueError(
+        prompt_tokens = await self.environment.reset()
+        if len(prompt_tokens) > self.config.max_prompt_tokens:
+            # an error that ended the worker would come back with the ticket, worker after worker
+            raise Failed(
                 f"the first observation of {self.config.task} with seed {self.ticket.environment_seed} has "
-                f"{len(self.tokens)} tokens, --max-prompt-tokens is {self.config.max_prompt_tokens}; raise it"
+                f"{len(prompt_tokens)} tokens, --max-prompt-tokens is {self.config.max_prompt_tokens}; raise it"
             )
+        self.tokens += prompt_tokens
         max_tokens = len(self.tokens) + self.config.max_response_tokens
         while True:
             completion = await self.act(max_tokens - len(self.tokens))
