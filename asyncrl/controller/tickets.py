@@ -85,6 +85,7 @@ class TicketSource:
 
         The seed stays the same. Long responses are lost most often; a new seed would replace them by shorter ones and
         bias training. After a second death the seed is new, because the response may kill its engine.
+        MAX_DEATHS of workers.py limits the deaths.
         """
         self.state.last_ticket += 1
         again = replace(ticket, ticket_id=self.state.last_ticket)
