@@ -1,7 +1,13 @@
 """The controller: sends tickets to rollout workers, receives groups, announces weights, and keeps the workers alive.
 
 The life of a ticket: `announce`, or a freed place → `admit_and_send` → `Dispatcher.admit_groups` (a place in the
-buffer, tickets queued) → `send_out` → worker → `Finished` → `Dispatcher.add` → `SampleBuffer.add`.
+buffer) → `Dispatcher.enqueue` → `send_out` → `assign` → worker → `Finished` → `finish_tickets` (its slot is free) →
+`_on_trajectory` → `Dispatcher.add` → `SampleBuffer.add`. The trajectory of an evaluation goes to `Evaluation.add`.
+
+Death: `on_message(None)` → `on_death` → `requeue_lost` → `issue_again` → the front of the queue.
+
+Cancellation: `Dispatcher.drop`, or a finished group → `_abort` → `Abort` → worker → an `aborted` trajectory →
+`SampleBuffer.count_aborted`. The ticket keeps its slot until the trajectory comes.
 
 It lives in the process of local trainer rank 0. One lock guards all state: the workers' reading threads and the
 trainer's thread take it. Every wait has a timeout. A timeout reports the state of all workers.
