@@ -190,10 +190,15 @@ class LLMProxy:
         return np.stack([np.array(decoded, np.float32), read[-num_tokens:]])
 
     async def abort(self, request_ids: Iterable[str | None]) -> None:
-        """End requests. Each returns its tokens so far, with finish reason `interrupted`. Unknown ids are ignored."""
+        """End requests. Each returns its tokens so far, with finish reason `interrupted`. Unknown ids are ignored.
+
+        A request that waits in `until_sampling` returns only after the next update.
+        """
         requests = [self.requests[name] for name in request_ids if name in self.requests]
         for request in requests:
             request.is_cancelled = True
+        # The engine may not know the newest requests yet, and ignores these ids. Such a response runs on, and
+        # Episode.play calls its end aborted.
         await self.engine.abort(engine_ids_of(requests))
 
     def take_sampled(self) -> SampledTokens:
