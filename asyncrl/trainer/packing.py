@@ -78,7 +78,7 @@ class Bundle(Protocol):
         ...
 
 
-Updates = list[list[list[Bundle]]]
+RankShare = list[list[list[Bundle]]]
 """A rank's share of a step: [update][micro-batch] → bundles."""
 _TWO_PADS = np.zeros(2, dtype=np.int64)
 _NOTHING_TO_TRAIN = TrainSequence.to_score(_TWO_PADS, _TWO_PADS > 0)
@@ -156,21 +156,21 @@ def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]
     return bins
 
 
-def tokens_read(updates: Updates) -> Tensor:
+def tokens_read(share: RankShare) -> Tensor:
     """Count the tokens in one pass over a rank's share of a step, [] float64."""
-    bundles = [bundle for update in updates for microbatch in update for bundle in microbatch]
+    bundles = [bundle for update in share for microbatch in update for bundle in microbatch]
     return torch.tensor(sum(bundle.num_tokens for bundle in bundles), dtype=torch.float64)
 
 
-def with_equal_counts(updates: Updates) -> Updates:
+def with_equal_counts(share: RankShare) -> RankShare:
     """Add empty micro-batches to [update][micro-batch] → bundles, so that all ranks have equally many; collective.
 
     FSDP's collectives need the same number on all ranks.
     """
-    counts = torch.tensor([len(update) for update in updates])
+    counts = torch.tensor([len(update) for update in share])
     dist.all_reduce(counts, dist.ReduceOp.MAX)
     empty = [[] for _ in range(int(counts.max()))]
-    return [(update + empty)[:count] for update, count in zip(updates, counts, strict=True)]
+    return [(update + empty)[:count] for update, count in zip(share, counts, strict=True)]
 
 
 def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> MicroBatch:
