@@ -57,7 +57,7 @@ class TokenStats:
             "loss/entropy": scores.entropy.detach(),
             "loss/advantage": batch.advantages,
             "loss/reward": batch.rewards,
-            "loss/length": batch.trajectory_lengths,
+            "loss/length": batch.trained_in_trajectory,
         }
         self.add(stats | loss_stats, batch.lags)
         sums = log_ratios.new_zeros(batch.num_sequences)

@@ -114,8 +114,8 @@ class MicroBatch:
     """[N] float32."""
     rewards: Tensor
     """[N] float32."""
-    trajectory_lengths: Tensor
-    """[N] int64, number of trained tokens in the token's trajectory."""
+    trained_in_trajectory: Tensor
+    """[N] int64, number of trained tokens in the token's trajectory, all its segments included."""
     num_sequences: int
     """S, sequences with a trained token."""
     num_trajectories: float
@@ -245,7 +245,7 @@ def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
     with_columns = [sequence for sequence in sequences if sequence.num_trained] or sequences
     columns = [slice_columns(sequence, sequence.loss_mask) for sequence in with_columns]
     num_trained = torch.tensor([sequence.num_trained for sequence in sequences])
-    trajectory_lengths = [
+    trained_in_trajectory = [
         sequence.trained_in_trajectory or sequence.num_trained for sequence in sequences
     ]
 
@@ -261,11 +261,11 @@ def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
         },
         "advantages": of_sequences([sequence.advantage for sequence in sequences]).float(),
         "rewards": of_sequences([sequence.reward for sequence in sequences]).float(),
-        "trajectory_lengths": of_sequences(trajectory_lengths),
+        "trained_in_trajectory": of_sequences(trained_in_trajectory),
         "num_sequences": int((num_trained > 0).sum()),
         "num_trajectories": sum(
-            sequence.num_trained / length
-            for sequence, length in zip(sequences, trajectory_lengths, strict=True)
-            if length
+            sequence.num_trained / num_tokens
+            for sequence, num_tokens in zip(sequences, trained_in_trajectory, strict=True)
+            if num_tokens
         ),
     }

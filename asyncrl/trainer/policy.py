@@ -233,7 +233,7 @@ class Policy(WholeWeights):
             is_last = index == len(microbatches) - 1
             set_exchange(self.module, self.config.save_memory, is_last)
             per_token_loss = self._per_token_loss(microbatch, progress, all_tokens, stats)
-            weights = token_weights(microbatch.trajectory_lengths, totals, self.config)
+            weights = token_weights(microbatch.trained_in_trajectory, totals, self.config)
             summed = (per_token_loss * weights).sum()
             for plugin in self.plugins:
                 summed = summed + plugin.extra_loss(microbatch, totals.sequences)

@@ -146,7 +146,7 @@ def test_a_trajectory_weighs_as_much_in_several_segments_as_in_one(aggregation):
     totals = UpdateTotals(*map(sum, zip(*counts, strict=True)))
     assert totals == pytest.approx((21, 5, 3))
     sums = [
-        float(token_weights(batch.trajectory_lengths, totals, config).sum()) for batch in batches
+        float(token_weights(batch.trained_in_trajectory, totals, config).sum()) for batch in batches
     ]
     each = 7 / 300 if aggregation == "constant" else 1 / 3
     assert [sums[0], sum(sums[1:4]), sums[4]] == pytest.approx([each] * 3)
