@@ -153,5 +153,6 @@ class Episode:
             worker=worker,
             turns=tuple(self.turn_times),
             experts=self.placed_completions[-1][1].experts if self.placed_completions else None,
+            # behavior_logprobs, policy_versions, …: the fields of TokenColumns
             **spread_columns(self.placed_completions, length),
         )

@@ -131,9 +131,12 @@ def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
             advantage=advantage,
             reward=trajectory.reward,
             group_id=trajectory.group_id,
+            # once a trajectory, because staleness/mean counts trajectories
             oldest_version=trajectory.oldest_version if segment.start == 0 else None,
+            # whole, because --router-replay refuses agents, whose trajectories have several segments
             experts=trajectory.experts,
             trained_in_trajectory=num_trained,
+            # behavior_logprobs, policy_versions, …: the fields of TokenColumns
             **slice_columns(trajectory, segment),
         )
         for segment in trajectory.segments

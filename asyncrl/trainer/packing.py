@@ -2,6 +2,9 @@
 
 The completions of an episode make a trajectory, in one or more segments. A segment becomes a TrainSequence. A bundle is
 a sequence, or several with a shared prefix. Bundles fill a micro-batch, and micro-batches make an optimizer update.
+
+From the buffer to the loss: `consume_batch` → `share_batch` → `sequences_by_update` → `_segments` → `distribute` →
+`scatter_on_node` → `pack_to_train` → `pack` → `_per_token_loss` → `_loss_inputs` → the loss.
 """
 
 import math
@@ -176,6 +179,8 @@ def with_equal_counts(share: RankShare) -> RankShare:
 def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> MicroBatch:
     """Pack bundles into rows. Lags are counted from `policy_version`, the policy's at the step's start.
 
+    Without `policy_version` the lags mean nothing: such tokens are scored, not trained on.
+
     `one_row` suits attention kernels that skip masked tokens; with shared prefixes its length is a multiple of
     ATTENTION_BLOCK. Other kernels pay for the square of a row, so `short_rows` cost less. `row_each` suits recurrent
     layers, which know no bounds. Without bundles a dummy is packed, and N = 0.
@@ -213,7 +218,7 @@ def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> Micr
         bounds,
         max(bundle_lengths),
         torch.from_numpy(np.concatenate(sources)),
-        **trained,
+        **trained,  # targets, sequence_ids, columns, …: _trained_columns
         lags=policy_version - trained["columns"]["policy_versions"].long(),
     )
 

@@ -208,7 +208,7 @@ class Policy(WholeWeights):
         score = functools.partial(_call_module, sampling, reads_top=config.centering)
         for plugin in self.plugins:
             score = functools.partial(plugin.forward, score)
-        return score(module, microbatch, None)
+        return score(module, microbatch, attention_kwargs=None)  # None: those of the micro-batch
 
     def _make_update(
         self,
