@@ -56,9 +56,9 @@ def train_on(rank: "Leader | Follower") -> None:
     with StepLog(rank) as log, checkpoints:  # from here on a signal lets the step end
         for step in range(rank.first_version + 1, config.steps + 1):
             groups = rank.take_batch(step, engine_checker=publisher)  # checks engines, too
-            updates = share_batch(groups, step, policy, rank.cluster)  # advantages, too
+            share = share_batch(groups, step, policy, rank.cluster)  # advantages, too
             with checkpoints.keep_failed_batch(step, groups):
-                stats = policy.train_step(updates, policy_version=step - 1)
+                stats = policy.train_step(share, policy_version=step - 1)
             publisher.publish(step, probe_source=groups)
             log.write(step, groups, stats)
             # Last, because a resume keeps only records and announcements from before it.

@@ -231,7 +231,7 @@ class Config:
     and issues them again. `gate` only counts submissions and takes the oldest groups (AReaL): it bounds the mean."""
     on_update: Literal["keep", "recompute", "resume", "restart", "wait"] = "keep"
     """Running requests at a weight update: `keep` continues with the old KV cache, `recompute` with a new one. `resume`
-    aborts and continues from the tokens so far. `restart` starts over (as old as its first start). `wait` drains
+    interrupts and continues from the tokens so far. `restart` starts over (as old as its first start). `wait` drains
     first."""
     publish_delay: Count = 0
     """Publish weights this many steps late (K). From step K + 1 on every token is K to K + ⌈α⌉ steps stale, and exactly

@@ -29,7 +29,7 @@ class SampledTokens:
     """Counts of tokens that the engine returned since the last report."""
 
     new: int = 0
-    """All tokens, also of aborted requests."""
+    """All tokens, also of interrupted requests."""
     resumed: int = 0
     """Tokens of responses that an update had interrupted, after the update."""
     discarded: int = 0

@@ -12,6 +12,9 @@ from typing import Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "failed", "aborted"]
+"""End of a trajectory."""
+CompletionEnd = Literal["stop", "length", "interrupted"]
+"""End of a response, or of its first part. The rest of an `interrupted` one can be sampled."""
 EVALUATION_GROUP, GREEDY_GROUP = -1, -2
 """group_id of evaluation tickets, sampled as in training or greedily; they never enter the buffer."""
 
@@ -89,8 +92,7 @@ class Completion(TokenColumns):
 
     tokens: list[int]
     """R token ids of the response."""
-    finish_reason: FinishReason
-    """`aborted` if more of it can be sampled."""
+    finish_reason: CompletionEnd
     experts: np.ndarray | None = None
     """[P + R − 1, layers, k] uint8 or uint16, experts of all tokens but the last: P of the prompt, R − 1 sampled. The
     engine's keys and values had them at the last token. None without --router-replay."""
@@ -147,7 +149,8 @@ class Trajectory(TokenColumns):
     reward: float
     """Sum of the rewards of all steps; NaN if it failed or was aborted."""
     finish_reason: FinishReason
-    """`stop`: policy or environment ended it. `length`: truncated. `failed`: a step or reward raised or hung."""
+    """`stop`: policy or environment ended it. `length`: truncated. `failed`: a step or reward raised or hung.
+    `aborted`: the controller cancelled it."""
     failure: str
     """Reason of a failure, one line; else empty."""
     num_turns: int

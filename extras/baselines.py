@@ -186,7 +186,8 @@ class BaselineEpisode(Episode):
         if scheduling == "lockstep":
             await self.wait_at_barrier()
         completion = await super().act(max_tokens)
-        if scheduling == "batch" and completion.finish_reason != "aborted" and not self.is_aborted:
+        is_cut_off = completion.finish_reason == "interrupted" or self.is_aborted
+        if scheduling == "batch" and not is_cut_off:
             await self.wait_at_barrier()
         return completion
 

@@ -12,8 +12,9 @@ from asyncrl.controller.tickets import IDS_PER_NODE, TicketState
 def redistribute(states: list[ControllerState], num_nodes: int) -> list[ControllerState]:
     """Deal out the problems of a run's nodes to another number of nodes. Pure.
 
-    Resident groups are dropped as `aborted`, and their problems are put back. So are problems that one node had passed,
-    and another had not reached. The first node keeps the totals, so each ledger balances and their sum is the run's.
+    Resident groups are dropped as `discarded`, and their problems are put back. So are problems that one node had
+    passed, and another had not reached. The first node keeps the totals, so each ledger balances and their sum is the
+    run's.
 
     Raises RuntimeError if the states are not of one step.
     """
@@ -36,7 +37,7 @@ def _merge(states: list[ControllerState]) -> ControllerState:
         ledger.counts.update(state.buffer.ledger)
         for resident in state.buffer.residents.values():
             put_back.append(resident.problem)
-            ledger.drop("aborted", resident.members.values())
+            ledger.drop("discarded", resident.members.values())
     counters = [
         max(getattr(state.tickets, name) - node * IDS_PER_NODE for node, state in enumerate(states))
         for name in ("next_group", "last_ticket")

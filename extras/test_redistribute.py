@@ -46,14 +46,14 @@ class Node:
     def finish(self, tickets):
         for ticket in list(tickets):
             self.running.remove(ticket)
-            self.buffer.start(ticket.group_id, self.buffer.admission_version)
+            self.buffer.note_assignment(ticket.group_id, self.buffer.admission_version)
             versions = [self.buffer.needed_version_of_group(ticket.group_id)] * 2
             self.buffer.add(make_trajectory(ticket.group_id, ticket.member, versions))
 
     def drop(self, group_id, reason):
         problem = self.buffer.drop(group_id, reason)
         self.running = [ticket for ticket in self.running if ticket.group_id != group_id]
-        if reason in ("stale", "aborted"):
+        if reason in ("stale", "surplus"):
             self.tickets.put_back(problem)
         else:
             self.done.append(problem)
@@ -89,7 +89,7 @@ def make_nodes(states, issued):
 
 def act_at_random(rng, nodes):
     """Nodes make some steps, which all take together; of each as much has come as chance has it."""
-    reasons = ["aborted", "stale", "failed", "filtered"]
+    reasons = ["surplus", "stale", "failed", "filtered"]
     num_steps = rng.randint(0, 3)
     for step in range(num_steps + 1):
         for node in nodes:
@@ -108,7 +108,7 @@ def totals(states, drops):
         buffer = SampleBuffer(CONFIG)
         buffer.restore(state.buffer)
         for group_id in list(buffer.residents) if drops else ():
-            buffer.drop(group_id, "aborted")
+            buffer.drop(group_id, "discarded")
         total.update(buffer.balance())
     return {name: count for name, count in total.items() if count}
 

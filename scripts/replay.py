@@ -171,8 +171,8 @@ def train(recording: Recording, rank, policy, run) -> None:
         for step in range(recording.first_step, config.steps + 1):
             clock.enter("wait")
             groups = read_batch(batch_path(recording.path, step), step) if run else None
-            updates = share_batch(groups, step, policy, rank.cluster)
-            stats = policy.train_step(updates, policy_version=step - 1)
+            share = share_batch(groups, step, policy, rank.cluster)
+            stats = policy.train_step(share, policy_version=step - 1)
             num_samples += stats["samples"]
             clock.enter("other")
             if run is not None:

@@ -165,7 +165,7 @@ class FakeWorker:
                 is_whole = "scoring" in (first.state, first.waits_for)
                 partials[ticket_id] = Completion(
                     list(first.tokens),
-                    "stop" if is_whole else "aborted",
+                    "stop" if is_whole else "interrupted",
                     behavior_logprobs=np.full(len(first.tokens), LOGPROB, np.float32),
                     policy_versions=np.array(first.versions, np.int32),
                 )
@@ -258,7 +258,7 @@ class FakeWorker:
             (episode,) = episodes
             episode.tokens = list(ticket.prefix.tokens)
             episode.versions = ticket.prefix.policy_versions.tolist()
-            episode.is_whole = ticket.prefix.finish_reason != "aborted"
+            episode.is_whole = ticket.prefix.finish_reason != "interrupted"
         self._wait_or_go(episodes, "lockstep", "ready")
 
     def _episode(self, ticket, member):

@@ -78,7 +78,7 @@ def check_columns(batch, trained):
         "behavior": batch.columns["behavior_logprobs"],
         "advantage": batch.advantages,
         "reward": batch.rewards,
-        "length": batch.trajectory_lengths,
+        "length": batch.trained_in_trajectory,
         "lag": VERSION - batch.columns["policy_versions"].long(),
         "id": batch.sequence_ids,
     }

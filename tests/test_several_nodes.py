@@ -41,7 +41,7 @@ def test_two_nodes_train_one_policy_of_several_turns_each_on_samples_of_its_own(
     assert jobs[0].values("tokens/trained") == [b - a for a, b in itertools.pairwise(consumed)]
     assert max(jobs[0].values("staleness/max")) <= 1
     assert min(jobs[0].values("response/turns_mean")) > 1
-    assert metrics[-1]["ledger/tokens_dropped_aborted"] > 0, "a spare member that was not needed"
+    assert metrics[-1]["ledger/tokens_dropped_surplus"] > 0, "a spare member that was not needed"
     assert max(jobs[0].values("mismatch/abs_max")) < 1e-4
     assert max(line["drift/k3"] for line in metrics if line["staleness/max"] == 0) < 1e-6, (
         "what was sampled is trained"

@@ -199,11 +199,11 @@ class Oracle:
     def put_back(self, problem):
         (group_id,) = [i for i, group in self.resident().items() if group.problem == problem]
         group = self.groups[group_id]
-        reason = "stale" if self.config.stale_policy == "drop" else "aborted"
+        reason = "stale" if self.config.stale_policy == "drop" else "surplus"
         if self.disbelieved is not None:
             assert self._is_of(group, self.disbelieved), "a group of believed workers is dropped"
             reason = "shut_out"
-        elif reason == "aborted":
+        elif reason == "surplus":
             assert self.num_too_many > 0, "a group is given up for nothing"
             self.num_too_many -= 1
         self.problems[problem] = "put back"
@@ -280,7 +280,7 @@ class Oracle:
             min(t.oldest_version for t in group.members.values()),
         )
         if self.config.extra_members:
-            self.closed[trajectory.group_id] = "aborted"  # what the others still bring
+            self.closed[trajectory.group_id] = "surplus"  # what the others still bring
         if self.config.drop_zero_variance and len({t.reward for t in group.members.values()}) == 1:
             self._close(trajectory.group_id, "filtered")
 
@@ -304,7 +304,7 @@ class Oracle:
 
     def discard(self, num_tokens):
         self.tokens["generated"] += num_tokens
-        self.tokens["aborted"] += num_tokens
+        self.tokens["discarded"] += num_tokens
 
     # What is trained on
 
@@ -409,7 +409,7 @@ class Oracle:
             "groups_issued": self.count["issued"],
             "tokens_generated": self.tokens["generated"],
         }
-        fates = ("stale", "filtered", "failed", "aborted", "late", "shut_out")
+        fates = ("stale", "filtered", "failed", "surplus", "discarded", "late", "shut_out")
         names = {"consumed": "consumed"} | {f"dropped_{reason}": reason for reason in fates}
         for name, fate in names.items():
             expected |= {f"groups_{name}": self.count[fate], f"tokens_{name}": self.tokens[fate]}

@@ -15,8 +15,8 @@ Freshness is a bound on every sample, as in ROLL Flash (arXiv 2510.11345).
 The proof of the bound: at t each resident group has v ≥ t − max_staleness. v is its `oldest_possible_version`.
 
 1. Admission: places are free only while a new group's v satisfies this (`num_free_places`).
-2. Start: the first worker that starts a group raises v to its own version. Later members need at least v, and a
-   worker's weights never become older (`needed_version_of_group`). So no token is older than v.
+2. Assignment: the first worker that gets a ticket of a group raises v to its own version (`note_assignment`). Later
+   members need at least v (`needed_version_of_group`), and weights never become older. So no token is older than v.
 3. Deadline: a batch increases t by one. Under `wait` it is taken only if the claim then holds for every group that
    stays (`too_late_after`). Under `drop` all other groups are dropped (`expired`).
 4. Check: `add` refuses a token older than v, and `find_batch` a group that breaks the claim. A mistake ends the run.
@@ -41,8 +41,10 @@ class Resident:
     problem: int
     """Index of its problem in the task."""
     oldest_possible_version: int
-    """Oldest version that its tokens can have: at first of its admission, then of its start; exact once finished."""
-    started: bool = False
+    """Oldest version that its tokens can have: at first of its admission, then of its first assignment; exact once
+    finished."""
+    is_assigned: bool = False
+    """Whether a worker has, or had, a ticket of it."""
     num_failed: int = 0
     members: dict[int, Trajectory] = field(default_factory=dict)
 
@@ -83,7 +85,7 @@ class SampleBuffer:
         """Batches that were consumed before the last announcement was made. Their groups have freed their places."""
         self.residents: dict[int, Resident] = {}
         self._fate_of_later_members: dict[int, DropReason] = {}
-        """Reason with which later members are dropped, by group: that of its drop, or `aborted` for a group with
+        """Reason with which later members are dropped, by group: that of its drop, or `surplus` for a group with
         extra_members that has finished. Such a group may still be resident. Entries stay, because a member may arrive
         at any time."""
         # False if `find_batch` returned None and the residents have not changed since
@@ -136,11 +138,14 @@ class SampleBuffer:
         self.ledger.issue()
         return self.admission_version
 
-    def start(self, group_id: int, version: int) -> None:
-        """Mark a group as started by a worker with `version`. The first start sets its oldest version."""
+    def note_assignment(self, group_id: int, version: int) -> None:
+        """Note that a ticket of a group is assigned to a worker with `version`.
+
+        The first assignment sets the oldest version of the group. Sampling begins later.
+        """
         resident = self.residents[group_id]
-        if not resident.started:
-            resident.started = True
+        if not resident.is_assigned:
+            resident.is_assigned = True
             resident.oldest_possible_version = max(resident.oldest_possible_version, version)
             self._may_have_batch = True
 
@@ -152,11 +157,21 @@ class SampleBuffer:
             return 0
         return resident.oldest_possible_version
 
+    def count_aborted(self, trajectory: Trajectory) -> None:
+        """Count the tokens of an aborted trajectory. Raises RuntimeError if its group still needs it.
+
+        The dispatcher cancels only the members of a group that was dropped or has finished.
+        """
+        fate = self._fate_of_later_members.get(trajectory.group_id)
+        if fate is None:
+            raise RuntimeError(f"{_name(trajectory)} is aborted, but its group needs it")
+        self.ledger.generate(trajectory.num_generated, fate)
+
     def add(self, trajectory: Trajectory) -> Group | None:
         """Add a finished trajectory. Return its group if this is the last member that the group needs.
 
         A trajectory of a finished or dropped group is only counted. Raises RuntimeError if its group was never admitted
-        or has this member, if it was aborted, or if a token is older than the group's start.
+        or has this member, or if a token is older than the group's assignment.
         """
         fate = self._fate_of_later_members.get(trajectory.group_id)
         self.ledger.generate(trajectory.num_generated, fate)
@@ -169,7 +184,7 @@ class SampleBuffer:
             return None
         self._may_have_batch = True
         if self.node_config.extra_members:
-            self._fate_of_later_members[trajectory.group_id] = "aborted"
+            self._fate_of_later_members[trajectory.group_id] = "surplus"
         group = self.group(trajectory.group_id)
         resident.oldest_possible_version = group.oldest_version
         return group
@@ -183,16 +198,14 @@ class SampleBuffer:
         return len(resident.members) == self.node_config.group_size
 
     def _check_belongs(self, trajectory: Trajectory, resident: Resident | None) -> None:
-        who = f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}"
+        who = _name(trajectory)
         if resident is None:
             raise RuntimeError(f"{who}, which is not resident")
         if trajectory.member in resident.members:
             raise RuntimeError(f"{who}: member {trajectory.member} arrived twice")
-        if trajectory.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"{who} is {trajectory.finish_reason}, but its group needs it")
         if (oldest := trajectory.oldest_version) < (start := resident.oldest_possible_version):
             raise RuntimeError(
-                f"{who} has a token of version {oldest}, but its group was started at version {start}"
+                f"{who} has a token of version {oldest}, but its group was assigned at version {start}"
             )
 
     def add_failed(self, trajectory: Trajectory) -> bool:
@@ -326,3 +339,7 @@ class SampleBuffer:
         """Return the ledger with the resident groups and tokens. Raises RuntimeError if it does not balance."""
         num_tokens = sum(resident.num_generated for resident in self.residents.values())
         return self.ledger.balance(len(self.residents), num_tokens)
+
+
+def _name(trajectory: Trajectory) -> str:
+    return f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}"

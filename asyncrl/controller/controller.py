@@ -1,7 +1,13 @@
 """The controller: sends tickets to rollout workers, receives groups, announces weights, and keeps the workers alive.
 
 The life of a ticket: `announce`, or a freed place → `admit_and_send` → `Dispatcher.admit_groups` (a place in the
-buffer, tickets queued) → `send_out` → worker → `Finished` → `Dispatcher.add` → `SampleBuffer.add`.
+buffer) → `Dispatcher.enqueue` → `send_out` → `assign` → worker → `Finished` → `finish_tickets` (its slot is free) →
+`_on_trajectory` → `Dispatcher.add` → `SampleBuffer.add`. The trajectory of an evaluation goes to `Evaluation.add`.
+
+Death: `on_message(None)` → `on_death` → `requeue_lost` → `issue_again` → the front of the queue.
+
+Cancellation: `Dispatcher.drop`, or a finished group → `_abort` → `Abort` → worker → an `aborted` trajectory →
+`SampleBuffer.count_aborted`. The ticket keeps its slot until the trajectory comes.
 
 It lives in the process of local trainer rank 0. One lock guards all state: the workers' reading threads and the
 trainer's thread take it. Every wait has a timeout. A timeout reports the state of all workers.
@@ -25,7 +31,7 @@ from asyncrl.controller.failures import Failures
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.ledger import ledger_metrics
 from asyncrl.controller.snapshot import ControllerState, continues_responses, unfinished_tickets
-from asyncrl.controller.tickets import ReissueReason, TicketSource
+from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
     Asleep,
@@ -136,7 +142,7 @@ class Controller:
                     worker.transport.send(worker.index, worker.loading.staged)
                 case WeightsLoaded():
                     self.journal.loaded(worker.index, message, worker.loading.made_at)
-                    self.buffer.ledger.generate(message.sampled.discarded, "aborted")
+                    self.buffer.ledger.generate(message.sampled.discarded, "discarded")
                     self.announcements.on_loaded(worker)
                 case Asleep():
                     worker.state = "asleep"
@@ -161,12 +167,13 @@ class Controller:
         self.journal.died(worker)
         # each goes to the front of the queue, so the oldest comes last
         for ticket in sorted(worker.awaited, key=lambda ticket: ticket.ticket_id, reverse=True):
-            self.requeue_lost(ticket, worker.reissue_reason)
+            self.requeue_lost(ticket, worker.counts_as_attempt)
 
-    def requeue_lost(self, ticket: Ticket, reason: ReissueReason) -> None:
+    def requeue_lost(self, ticket: Ticket, counts_as_attempt: bool) -> None:
         """Issue a lost ticket again, before all other tickets, unless its group was dropped or has finished."""
         if ticket.is_evaluation or self.buffer.is_unfinished(ticket.group_id):
-            self.dispatcher.queue.appendleft(self.ticket_source.issue_again(ticket, reason))
+            again = self.ticket_source.issue_again(ticket, counts_as_attempt)
+            self.dispatcher.enqueue([again], first=True)
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
@@ -332,7 +339,7 @@ class Controller:
         )
         if tickets:  # only the first node has held-out problems
             self.evaluation = Evaluation(announcement.version, len(tickets))
-            self.dispatcher.queue.extendleft(reversed(tickets))
+            self.dispatcher.enqueue(tickets, first=True)
         self.admit_and_send()
 
     def finish_evaluations(self) -> None:
@@ -389,7 +396,7 @@ class Controller:
             )
             buffer = self.buffer.state()
             # a resume loses these tokens: they count as generated, and as dropped
-            for count in ("tokens_generated", "tokens_dropped_aborted"):
+            for count in ("tokens_generated", "tokens_dropped_discarded"):
                 buffer.ledger[count] += num_lost
             state = ControllerState(
                 buffer,
@@ -417,7 +424,7 @@ class Controller:
         """
         self.buffer.restore(state.buffer)
         self.ticket_source.state = copy.deepcopy(state.tickets)
-        self.dispatcher.queue.extend(state.queue)
+        self.dispatcher.enqueue(state.queue)
         self.workers.num_restarts = state.num_restarts
         self.dispatcher.failures = copy.deepcopy(state.failures)
         self.ended_evaluations = list(state.evaluations)

@@ -7,7 +7,7 @@ Flash, arXiv 2510.11345). The paper's baselines are in extras/baselines.py.
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,12 +49,13 @@ class Dispatcher:
 
     def add(self, trajectory: Trajectory) -> None:
         """Add a trajectory of a training group. Raises RolloutEnded if too many groups fail."""
-        if trajectory.finish_reason != "aborted":
-            self._count_response(trajectory.failure)
+        if trajectory.finish_reason == "aborted":
+            self.buffer.count_aborted(trajectory)
+            return
+        self._count_response(trajectory.failure)
         if trajectory.finish_reason == "failed":
             if not self.buffer.add_failed(trajectory):
                 self.on_failed_group(trajectory)
-        # An aborted one is only counted. `_abort` ends the members of a group that was dropped or has finished.
         elif group := self.buffer.add(trajectory):
             if self.config.drop_zero_variance and np.ptp(group.rewards) == 0:
                 self.drop(group.group_id, "filtered")
@@ -95,7 +96,7 @@ class Dispatcher:
     def drop_surplus(self) -> None:
         """Drop the groups that the next batch need not wait for."""
         for group_id in self.buffer.surplus():
-            self.drop(group_id, "aborted")
+            self.drop(group_id, "surplus")
 
     def drop(self, group_id: int, reason: DropReason) -> None:
         """Drop a group. Its problem is issued again unless it is the cause. So training includes slow problems."""
@@ -139,6 +140,13 @@ class Dispatcher:
 
     # Tickets
 
+    def enqueue(self, tickets: Sequence[Ticket], first: bool = False) -> None:
+        """Queue tickets in their order, behind all others, or before them if `first`."""
+        if first:
+            self.queue.extendleft(reversed(tickets))
+        else:
+            self.queue.extend(tickets)
+
     def can_go_on(self) -> bool:
         """Return whether a training ticket runs, or can start without new weights on a worker that is not paused."""
         if self.workers.any_starting or self.buffer.num_free_places() > 0:
@@ -155,9 +163,9 @@ class Dispatcher:
             group_id, problem = self.ticket_source.next_group()
             min_version = self.buffer.admit(group_id, problem)
             try:
-                self.queue.extend(self.ticket_source.for_group(group_id, problem, min_version))
+                self.enqueue(self.ticket_source.for_group(group_id, problem, min_version))
             except RolloutEnded:
-                self.drop(group_id, "aborted")  # a resumed run issues the problem again
+                self.drop(group_id, "discarded")  # a resumed run issues the problem again
                 raise
 
     def assign_tickets(self) -> Iterator[tuple[Worker, Ticket]]:
@@ -187,10 +195,10 @@ class Dispatcher:
                 heapq.heappush(loads, passed_over.pop())
 
     def assign(self, worker: Worker, ticket: Ticket) -> None:
-        """Make a ticket the worker's. The first ticket of a group starts the group."""
+        """Make a ticket the worker's. The first ticket of a group sets the version that its members need."""
         worker.assign(ticket)
         if not ticket.is_evaluation:
-            self.buffer.start(ticket.group_id, worker.sent_version)
+            self.buffer.note_assignment(ticket.group_id, worker.sent_version)
 
     def may_start(self, worker: Worker, ticket: Ticket) -> bool:
         """Return whether a worker has a free slot for a ticket, and weights that are new enough."""
@@ -204,12 +212,13 @@ class Dispatcher:
     def needed_version(self, ticket: Ticket) -> int:
         """Return the version that a worker needs before it may start this ticket.
 
-        Workers get new weights at different times. All members of a group need at least the version with which its
-        first member started. The worker's `sent_version` must be as new, not the loaded one: a worker acts on messages
+        Workers get new weights at different times. All members of a group need at least the version of the worker that
+        got its first ticket. The worker's `sent_version` must be as new, not the loaded one: a worker acts on messages
         in order, so it loads the weights before it starts the ticket.
         """
         if ticket.is_evaluation:
             return ticket.min_version
+        # While its group is unfinished, only a continued ticket can need more than its group.
         return max(ticket.min_version, self.buffer.needed_version_of_group(ticket.group_id))
 
     def send_out(self) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 from asyncrl.records import Trajectory
 from asyncrl.runlog.metrics import Comparison, Mean, Measured, Sum
 
-DropReason = Literal["stale", "filtered", "failed", "aborted", "late", "shut_out"]
-"""`late`: the ticket was issued again before its tokens arrived. `shut_out`: a remote host is not believed."""
+DropReason = Literal["stale", "filtered", "failed", "surplus", "discarded", "late", "shut_out"]
+"""`surplus`: no batch needs the group, or its group the member. `discarded`: an update or a resume starts them over.
+`late`: the ticket was issued again before its tokens arrived. `shut_out`: a remote host is not believed."""
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 COUNTS = (
     "groups_issued", "groups_consumed", "groups_resident", "tokens_generated", "tokens_consumed", "tokens_resident",

@@ -1,7 +1,6 @@
 """Tickets: the next problem, and its sampling seeds."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -11,8 +10,6 @@ from asyncrl.controller.prompts import PromptSource
 from asyncrl.records import EVALUATION_GROUP, GREEDY_GROUP, Completion, Group, Ticket
 from data.problem import Problem
 
-ReissueReason = Literal["died", "moved"]
-"""`died`: a worker of this node died with the ticket. `moved`: the ticket moves to another worker."""
 IDS_PER_NODE = 10**9
 """Ids of groups and tickets of node n begin at n times this."""
 
@@ -83,15 +80,16 @@ class TicketSource:
             for member, problem in enumerate(self.prompts.eval_problems)
         ]
 
-    def issue_again(self, ticket: Ticket, reason: ReissueReason) -> Ticket:
+    def issue_again(self, ticket: Ticket, counts_as_attempt: bool) -> Ticket:
         """Make the same ticket with a new id.
 
         The seed stays the same. Long responses are lost most often; a new seed would replace them by shorter ones and
         bias training. After a second death the seed is new, because the response may kill its engine.
+        MAX_DEATHS of workers.py limits the deaths.
         """
         self.state.last_ticket += 1
         again = replace(ticket, ticket_id=self.state.last_ticket)
-        if reason == "moved":
+        if not counts_as_attempt:
             return again
         attempt = ticket.attempt + 1
         if attempt == 1:

@@ -17,7 +17,6 @@ from asyncrl.cluster.processes import RolloutEnded, folder_of_sockets, kill_sess
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.cluster.worker_process import WorkerProcess
 from asyncrl.config import Config
-from asyncrl.controller.tickets import ReissueReason
 from asyncrl.messages import (
     Connect,
     IdleReason,
@@ -34,6 +33,8 @@ from asyncrl.weights.transport import Announcement, Transport
 
 MAX_RESTARTS = 3
 """Restarts of a worker without a trajectory between them. Its next death ends the run."""
+MAX_DEATHS = 10
+"""Workers that can die with one ticket. The last of these deaths ends the run, even if other tickets end meanwhile."""
 PROGRESS_S = 30.0
 """Time that workers have to report the tokens of their responses. Responses of a silent worker are sampled again."""
 STOP_TIMEOUT_S = 10.0
@@ -80,8 +81,9 @@ class Worker:
     """Whether it has not answered the last `request_progress` yet."""
     in_flight: InFlight | None = None
     """Its answer."""
-    reissue_reason: ReissueReason = "died"
-    """Reason recorded for tickets that are reissued when this worker dies."""
+    counts_as_attempt: bool = True
+    """Whether its death raises the `attempt` of its tickets. False for joined hosts: their end is no sign that the
+    response kills its engine."""
     idle_reason: IdleReason | None = None
     """Reason that it was sent for having no ticket; None while it has one."""
 
@@ -236,7 +238,8 @@ class Workers:
     def replace(self, worker: Worker) -> None:
         """Start another process for a dead worker.
 
-        Raises WorkerDied, with exit code, log lines and first error, if no worker ever worked or it died too often.
+        Raises WorkerDied, with exit code, log lines and first error, if no worker ever worked, if it died too often, or
+        if too many workers died with one of its tickets.
         """
         worker.process.stop()
         report = worker.process.death_report()
@@ -249,6 +252,7 @@ class Workers:
             raise WorkerDied(
                 f"{report}\nall {MAX_RESTARTS} restarts are used, and no response arrived between them"
             )
+        self._check_attempts(worker, report)
         self.num_restarts += 1
         if self.placement.workers[worker.index].shared_with_rank is not None:
             torch.cuda.empty_cache()  # the engine needs memory that the trainer's last step used
@@ -258,6 +262,16 @@ class Workers:
         )
         num_restarts = worker.num_restarts_since_ticket + 1
         self.by_index[worker.index] = self._start(worker.index, num_restarts)
+
+    def _check_attempts(self, worker: Worker, report: str) -> None:
+        """Raise WorkerDied if `worker` is the last that may die with one of its tickets."""
+        ticket = max(worker.awaited, key=lambda ticket: ticket.attempt, default=None)
+        if ticket is not None and ticket.attempt + 1 >= MAX_DEATHS:
+            raise WorkerDied(
+                f"{report}\n{MAX_DEATHS} workers died with one ticket (group {ticket.group_id}, "
+                f"member {ticket.member}, environment seed {ticket.environment_seed}); "
+                "see their logs, and leave its problem out"
+            )
 
     def suspend(self) -> None:
         """Stop the sampling of all workers until the next update."""

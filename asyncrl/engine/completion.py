@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.records import Completion, FinishReason, join_columns
+from asyncrl.records import Completion, CompletionEnd, join_columns
 
 
 @dataclass
@@ -13,8 +13,8 @@ class Request:
 
     engine_id: str | None = None
     """The engine's running request for it."""
-    aborted: bool = False
-    """Whether its caller, not an update, ended it."""
+    is_cancelled: bool = False
+    """Whether its caller ended it, so that the rest is not sampled."""
     parts: list[Completion] = field(default_factory=list)
     """Parts between updates that interrupted it."""
 
@@ -31,7 +31,7 @@ class Request:
         self.parts.clear()
         return num_tokens
 
-    def end(self, finish_reason: FinishReason) -> Completion:
+    def end(self, finish_reason: CompletionEnd) -> Completion:
         experts = self.parts[-1].experts if self.parts else None
         return Completion(self.tokens, finish_reason, experts, **join_columns(self.parts))
 
@@ -41,7 +41,7 @@ def read_completion(output, num_top: int) -> Completion:
 
     Raises RuntimeError for an unknown finish reason.
     """
-    reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+    reasons: dict[str, CompletionEnd] = {"stop": "stop", "length": "length", "abort": "interrupted"}
     if output.finish_reason not in reasons:
         raise RuntimeError(f"the engine ended a request with {output.finish_reason!r}")
     tokens = list(output.token_ids)

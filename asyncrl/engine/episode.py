@@ -85,16 +85,18 @@ class Episode:
 
     async def play(self) -> FinishReason:
         """Reset, then act and step until the environment ends or the tokens are used up."""
-        self.tokens += await self.environment.reset()
-        if len(self.tokens) > self.config.max_prompt_tokens:
-            raise ValueError(
+        prompt_tokens = await self.environment.reset()
+        if len(prompt_tokens) > self.config.max_prompt_tokens:
+            # an error that ended the worker would come back with the ticket, worker after worker
+            raise Failed(
                 f"the first observation of {self.config.task} with seed {self.ticket.environment_seed} has "
-                f"{len(self.tokens)} tokens, --max-prompt-tokens is {self.config.max_prompt_tokens}; raise it"
+                f"{len(prompt_tokens)} tokens, --max-prompt-tokens is {self.config.max_prompt_tokens}; raise it"
             )
+        self.tokens += prompt_tokens
         max_tokens = len(self.tokens) + self.config.max_response_tokens
         while True:
             completion = await self.act(max_tokens - len(self.tokens))
-            if completion.finish_reason == "aborted" or self.is_aborted:
+            if completion.finish_reason == "interrupted" or self.is_aborted:
                 return "aborted"
             step = await self.environment.step(completion)
             self.turn_times.append((*self._sampling_times, time.time()))
@@ -151,5 +153,6 @@ class Episode:
             worker=worker,
             turns=tuple(self.turn_times),
             experts=self.placed_completions[-1][1].experts if self.placed_completions else None,
+            # behavior_logprobs, policy_versions, …: the fields of TokenColumns
             **spread_columns(self.placed_completions, length),
         )

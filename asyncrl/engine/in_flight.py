@@ -51,7 +51,7 @@ def _read_response(proxy: LLMProxy, episode: Episode) -> Completion | None:
     outputs = map(output_so_far, request_states(proxy.engine, request.engine_id))
     num_top = proxy.config.top_logprobs
     parts = [*request.parts, *(read_completion(output, num_top) for output in outputs)]
-    return Request(parts=parts).end("aborted")
+    return Request(parts=parts).end("interrupted")
 
 
 def _count_sampled(proxy: LLMProxy, episodes: list[Episode]) -> int:

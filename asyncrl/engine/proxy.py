@@ -86,17 +86,17 @@ class LLMProxy:
 
         It has at most `max_tokens` tokens in all, by default max_response_tokens. Without a seed sampling is greedy.
         """
-        if prefix is not None and prefix.finish_reason != "aborted":
+        if prefix is not None and prefix.finish_reason != "interrupted":
             return prefix
         max_tokens = max_tokens or self.config.max_response_tokens
         request = self.requests[request_id] = Request(parts=[] if prefix is None else [prefix])
         try:
             while True:
                 await self.until_sampling()
-                if request.aborted:
-                    return request.end("aborted")
+                if request.is_cancelled:
+                    return request.end("interrupted")
                 if self.config.on_update == "restart":
-                    # a prefix may be of other weights; parts are dropped as an update aborts them
+                    # a prefix may be of other weights; parts are dropped as an update interrupts them
                     self.token_counts.discarded += request.keep_only(self.version)
                 part_number, tokens_so_far = len(request.parts), request.tokens
                 (part,) = await self.sample_part(
@@ -109,10 +109,10 @@ class LLMProxy:
                 if tokens_so_far:
                     self.token_counts.resumed += len(part.tokens)
                 request.parts.append(part)
-                if part.finish_reason != "aborted" or request.aborted:
+                if part.finish_reason != "interrupted" or request.is_cancelled:
                     return request.end(part.finish_reason)
                 if self.config.on_update == "restart":
-                    # now, because the update that aborted it reports the number
+                    # now, because the update that interrupted it reports the number
                     self.token_counts.discarded += len(request.tokens)
                     request.parts.clear()
                 elif len(request.tokens) == max_tokens:
@@ -135,7 +135,7 @@ class LLMProxy:
         max_tokens: int,
         num_responses: int = 1,
     ) -> list[Completion]:
-        """Sample responses by one request of the engine, until they end or are aborted."""
+        """Sample responses by one request of the engine, until they end or are interrupted."""
         params = vllm_setup.sampling_params(
             self.config, self.stop_token_ids, seed, max_tokens, num_responses
         )
@@ -190,10 +190,15 @@ class LLMProxy:
         return np.stack([np.array(decoded, np.float32), read[-num_tokens:]])
 
     async def abort(self, request_ids: Iterable[str | None]) -> None:
-        """End requests. Each returns its tokens so far, with finish reason `aborted`. Unknown ids are ignored."""
+        """End requests. Each returns its tokens so far, with finish reason `interrupted`. Unknown ids are ignored.
+
+        A request that waits in `until_sampling` returns only after the next update.
+        """
         requests = [self.requests[name] for name in request_ids if name in self.requests]
         for request in requests:
-            request.aborted = True
+            request.is_cancelled = True
+        # The engine may not know the newest requests yet, and ignores these ids. Such a response runs on, and
+        # Episode.play calls its end aborted.
         await self.engine.abort(engine_ids_of(requests))
 
     def take_sampled(self) -> SampledTokens:
@@ -204,7 +209,7 @@ class LLMProxy:
     # Weights
 
     async def suspend(self) -> None:
-        """Stop sampling. By `on_update`, requests freeze, are aborted, or run to their end. New requests wait."""
+        """Stop sampling. By `on_update`, requests freeze, are interrupted, or run to their end. New requests wait."""
         if not self._may_sample.is_set():
             return
         self._may_sample.clear()

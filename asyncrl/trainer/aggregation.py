@@ -19,17 +19,17 @@ class UpdateTotals(NamedTuple):
     """Trajectories with a trained token; fewer than sequences if some have several segments."""
 
 
-def token_weights(trajectory_lengths: Tensor, totals: UpdateTotals, config: Config) -> Tensor:
+def token_weights(trained_in_trajectory: Tensor, totals: UpdateTotals, config: Config) -> Tensor:
     """Return the weight [N] float32 of each trained token in the summed loss of one update.
 
-    `trajectory_lengths` [N] int64 as in MicroBatch. Totals of the whole update make the gradient independent of
+    `trained_in_trajectory` [N] int64 as in MicroBatch. Totals of the whole update make the gradient independent of
     micro-batches, packing and ranks.
     """
     divisors = {
         "token_mean": totals.tokens,
-        "sequence_mean": totals.trajectories * trajectory_lengths.double(),
+        "sequence_mean": totals.trajectories * trained_in_trajectory.double(),
         "constant": totals.trajectories * config.max_response_tokens,
     }
-    ones = torch.ones_like(trajectory_lengths, dtype=torch.float64)
+    ones = torch.ones_like(trained_in_trajectory, dtype=torch.float64)
     weights = ones / divisors[config.loss_aggregation]
     return weights.float()

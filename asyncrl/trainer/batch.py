@@ -16,12 +16,14 @@ from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory, slice_columns
 from asyncrl.trainer.advantage_choice import choose_estimator
 from asyncrl.trainer.loss_choice import reads_sequences
-from asyncrl.trainer.packing import TrainSequence, Updates
+from asyncrl.trainer.packing import RankShare, TrainSequence
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.splitting import distribute
 
 
-def share_batch(groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster) -> Updates:
+def share_batch(
+    groups: list[Group] | None, step: int, policy: Policy, cluster: Cluster
+) -> RankShare:
     """Give each trajectory its advantage, and share the step's groups among the node's ranks; collective.
 
     Returns this rank's part, [update][micro-batch] → bundles.
@@ -33,7 +35,7 @@ def share_batch(groups: list[Group] | None, step: int, policy: Policy, cluster: 
     if groups is not None:
         check_segments(groups, policy.config, policy.loss)
         shares = distribute(
-            make_updates(groups, policy.config, cluster, step),
+            sequences_by_update(groups, policy.config, cluster, step),
             len(cluster.local_ranks),
             policy.config.max_tokens_per_microbatch,
             policy.module.layout,
@@ -56,16 +58,17 @@ def check_segments(groups: list[Group], config: Config, loss: Callable) -> None:
         )
 
 
-def make_updates(
+def sequences_by_update(
     groups: list[Group], config: Config, cluster: Cluster, step: int
 ) -> list[list[TrainSequence]]:
     """Shuffle groups, estimate advantages, and split the groups over minibatches; collective over leaders.
 
-    Returns this node's part, [update][sequence]. Raises RuntimeError for a reward that is not finite.
+    Returns this node's part, [update][sequence]. A minibatch makes an update. Raises RuntimeError for a reward
+    that is not finite.
     """
     groups = shuffle_groups(groups, config, step)
     advantages = estimate_advantages(groups, config, cluster, step)
-    return split_into_updates(groups, advantages, config.minibatches)
+    return split_over_minibatches(groups, advantages, config.minibatches)
 
 
 def shuffle_groups(groups: list[Group], config: Config, step: int) -> list[Group]:
@@ -108,16 +111,16 @@ def estimate_advantages(
     return [part.tolist() for part in parts]
 
 
-def split_into_updates(
-    groups: list[Group], advantages: list[list[float]], num_updates: int
+def split_over_minibatches(
+    groups: list[Group], advantages: list[list[float]], num_minibatches: int
 ) -> list[list[TrainSequence]]:
-    """Split whole groups over updates: [update][sequence]. Their numbers of groups differ by at most one."""
-    updates: list[list[TrainSequence]] = [[] for _ in range(num_updates)]
+    """Split whole groups over minibatches: [minibatch][sequence]. Their numbers of groups differ by at most one."""
+    minibatches: list[list[TrainSequence]] = [[] for _ in range(num_minibatches)]
     for index, (group, group_advantages) in enumerate(zip(groups, advantages, strict=True)):
-        update = updates[index * num_updates // len(groups)]
+        minibatch = minibatches[index * num_minibatches // len(groups)]
         for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True):
-            update += _segments(trajectory, advantage)
-    return updates
+            minibatch += _segments(trajectory, advantage)
+    return minibatches
 
 
 def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
@@ -130,9 +133,12 @@ def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
             advantage=advantage,
             reward=trajectory.reward,
             group_id=trajectory.group_id,
+            # once a trajectory, because staleness/mean counts trajectories
             oldest_version=trajectory.oldest_version if segment.start == 0 else None,
+            # whole, because --router-replay refuses agents, whose trajectories have several segments
             experts=trajectory.experts,
             trained_in_trajectory=num_trained,
+            # behavior_logprobs, policy_versions, …: the fields of TokenColumns
             **slice_columns(trajectory, segment),
         )
         for segment in trajectory.segments

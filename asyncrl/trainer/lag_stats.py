@@ -14,7 +14,7 @@ from algos.kl import k3
 from algos.ratio import importance_ratio
 from asyncrl.cluster.cluster import gather_from_ranks
 from asyncrl.trainer.logprobs import TokenScores
-from asyncrl.trainer.packing import MicroBatch, Updates
+from asyncrl.trainer.packing import MicroBatch, RankShare
 
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 LAST_LAGS = (0, 1, 2, 4, 8)
@@ -57,7 +57,7 @@ class TokenStats:
             "loss/entropy": scores.entropy.detach(),
             "loss/advantage": batch.advantages,
             "loss/reward": batch.rewards,
-            "loss/length": batch.trajectory_lengths,
+            "loss/length": batch.trained_in_trajectory,
         }
         self.add(stats | loss_stats, batch.lags)
         sums = log_ratios.new_zeros(batch.num_sequences)
@@ -142,14 +142,14 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     return means | {NUM_TRAINED: num_tokens}
 
 
-def staleness_metrics(updates: Updates, policy_version: int) -> dict[str, float]:
+def staleness_metrics(share: RankShare, policy_version: int) -> dict[str, float]:
     """Return the number and staleness of the trajectories of a step, over all ranks; collective.
 
     `samples` counts trajectories, once for all epochs. `staleness/mean` and `max` are over trajectories, `token_mean`
     is over tokens, all in steps behind `policy_version`. They are absent if there is no trajectory.
     """
     oldest, versions = [], [np.zeros(0, dtype=np.int64)]
-    for bundle in itertools.chain(*itertools.chain(*updates)):
+    for bundle in itertools.chain(*itertools.chain(*share)):
         for sequence in bundle.sequences:
             oldest.append(sequence.oldest_version)
             versions.append(sequence.policy_versions[sequence.loss_mask])

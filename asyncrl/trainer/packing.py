@@ -2,6 +2,9 @@
 
 The completions of an episode make a trajectory, in one or more segments. A segment becomes a TrainSequence. A bundle is
 a sequence, or several with a shared prefix. Bundles fill a micro-batch, and micro-batches make an optimizer update.
+
+From the buffer to the loss: `consume_batch` → `share_batch` → `sequences_by_update` → `_segments` → `distribute` →
+`scatter_on_node` → `pack_to_train` → `pack` → `_per_token_loss` → `_loss_inputs` → the loss.
 """
 
 import math
@@ -78,7 +81,7 @@ class Bundle(Protocol):
         ...
 
 
-Updates = list[list[list[Bundle]]]
+RankShare = list[list[list[Bundle]]]
 """A rank's share of a step: [update][micro-batch] → bundles."""
 _TWO_PADS = np.zeros(2, dtype=np.int64)
 _NOTHING_TO_TRAIN = TrainSequence.to_score(_TWO_PADS, _TWO_PADS > 0)
@@ -114,8 +117,8 @@ class MicroBatch:
     """[N] float32."""
     rewards: Tensor
     """[N] float32."""
-    trajectory_lengths: Tensor
-    """[N] int64, number of trained tokens in the token's trajectory."""
+    trained_in_trajectory: Tensor
+    """[N] int64, number of trained tokens in the token's trajectory, all its segments included."""
     num_sequences: int
     """S, sequences with a trained token."""
     num_trajectories: float
@@ -156,25 +159,27 @@ def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]
     return bins
 
 
-def tokens_read(updates: Updates) -> Tensor:
+def tokens_read(share: RankShare) -> Tensor:
     """Count the tokens in one pass over a rank's share of a step, [] float64."""
-    bundles = [bundle for update in updates for microbatch in update for bundle in microbatch]
+    bundles = [bundle for update in share for microbatch in update for bundle in microbatch]
     return torch.tensor(sum(bundle.num_tokens for bundle in bundles), dtype=torch.float64)
 
 
-def with_equal_counts(updates: Updates) -> Updates:
+def with_equal_counts(share: RankShare) -> RankShare:
     """Add empty micro-batches to [update][micro-batch] → bundles, so that all ranks have equally many; collective.
 
     FSDP's collectives need the same number on all ranks.
     """
-    counts = torch.tensor([len(update) for update in updates])
+    counts = torch.tensor([len(update) for update in share])
     dist.all_reduce(counts, dist.ReduceOp.MAX)
     empty = [[] for _ in range(int(counts.max()))]
-    return [(update + empty)[:count] for update, count in zip(updates, counts, strict=True)]
+    return [(update + empty)[:count] for update, count in zip(share, counts, strict=True)]
 
 
 def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> MicroBatch:
     """Pack bundles into rows. Lags are counted from `policy_version`, the policy's at the step's start.
+
+    Without `policy_version` the lags mean nothing: such tokens are scored, not trained on.
 
     `one_row` suits attention kernels that skip masked tokens; with shared prefixes its length is a multiple of
     ATTENTION_BLOCK. Other kernels pay for the square of a row, so `short_rows` cost less. `row_each` suits recurrent
@@ -213,7 +218,7 @@ def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> Micr
         bounds,
         max(bundle_lengths),
         torch.from_numpy(np.concatenate(sources)),
-        **trained,
+        **trained,  # targets, sequence_ids, columns, …: _trained_columns
         lags=policy_version - trained["columns"]["policy_versions"].long(),
     )
 
@@ -245,7 +250,7 @@ def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
     with_columns = [sequence for sequence in sequences if sequence.num_trained] or sequences
     columns = [slice_columns(sequence, sequence.loss_mask) for sequence in with_columns]
     num_trained = torch.tensor([sequence.num_trained for sequence in sequences])
-    trajectory_lengths = [
+    trained_in_trajectory = [
         sequence.trained_in_trajectory or sequence.num_trained for sequence in sequences
     ]
 
@@ -261,11 +266,11 @@ def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
         },
         "advantages": of_sequences([sequence.advantage for sequence in sequences]).float(),
         "rewards": of_sequences([sequence.reward for sequence in sequences]).float(),
-        "trajectory_lengths": of_sequences(trajectory_lengths),
+        "trained_in_trajectory": of_sequences(trained_in_trajectory),
         "num_sequences": int((num_trained > 0).sum()),
         "num_trajectories": sum(
-            sequence.num_trained / length
-            for sequence, length in zip(sequences, trajectory_lengths, strict=True)
-            if length
+            sequence.num_trained / num_tokens
+            for sequence, num_tokens in zip(sequences, trained_in_trajectory, strict=True)
+            if num_tokens
         ),
     }

@@ -38,8 +38,8 @@ from asyncrl.trainer.optimizer import (
 from asyncrl.trainer.packing import (
     Bundle,
     MicroBatch,
+    RankShare,
     TrainSequence,
-    Updates,
     pack,
     tokens_read,
     with_equal_counts,
@@ -90,7 +90,7 @@ class Policy(WholeWeights):
                 return bundles
         return split_evenly(sequences, num_ranks)
 
-    def train_step(self, updates: Updates, policy_version: int) -> dict[str, float]:
+    def train_step(self, share: RankShare, policy_version: int) -> dict[str, float]:
         """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
 
         `policy_version` is the version of the weights now. Each epoch makes the same updates; after the first
@@ -105,11 +105,11 @@ class Policy(WholeWeights):
         and for a token of a newer version than `policy_version`.
         """
         self.clock.enter("forward_backward")
-        order = self._order(len(updates), policy_version)
-        metrics = staleness_metrics(updates, policy_version)
-        metrics["tokens/forward"] = float(self.sum_over_ranks(tokens_read(updates)))
+        order = self._order(len(share), policy_version)
+        metrics = staleness_metrics(share, policy_version)
+        metrics["tokens/forward"] = float(self.sum_over_ranks(tokens_read(share)))
         has_proximal = len(order) > 1 and self.config.proximal == "recompute"
-        microbatches = self._pack_and_score_step(updates, policy_version, has_proximal)
+        microbatches = self._pack_and_score_step(share, policy_version, has_proximal)
         if self.module.value_head is not None:
             microbatches, value_metrics = estimate_step(
                 microbatches, self.sum_over_ranks, self.config.advantage_options
@@ -141,12 +141,12 @@ class Policy(WholeWeights):
         return order
 
     def _pack_and_score_step(
-        self, updates: Updates, policy_version: int, has_proximal: bool
+        self, share: RankShare, policy_version: int, has_proximal: bool
     ) -> list[list[MicroBatch]]:
         """Pack a step, and add the initial scores that it needs (see `train_step`); collective."""
         microbatches = [
             [self.pack_to_train(bundles, policy_version) for bundles in update]
-            for update in with_equal_counts(updates)
+            for update in with_equal_counts(share)
         ]
         if has_proximal or self.module.value_head is not None:
             microbatches = [
@@ -208,7 +208,7 @@ class Policy(WholeWeights):
         score = functools.partial(_call_module, sampling, reads_top=config.centering)
         for plugin in self.plugins:
             score = functools.partial(plugin.forward, score)
-        return score(module, microbatch, None)
+        return score(module, microbatch, attention_kwargs=None)  # None: those of the micro-batch
 
     def _make_update(
         self,
@@ -233,7 +233,7 @@ class Policy(WholeWeights):
             is_last = index == len(microbatches) - 1
             set_exchange(self.module, self.config.save_memory, is_last)
             per_token_loss = self._per_token_loss(microbatch, progress, all_tokens, stats)
-            weights = token_weights(microbatch.trajectory_lengths, totals, self.config)
+            weights = token_weights(microbatch.trained_in_trajectory, totals, self.config)
             summed = (per_token_loss * weights).sum()
             for plugin in self.plugins:
                 summed = summed + plugin.extra_loss(microbatch, totals.sequences)

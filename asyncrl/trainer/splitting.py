@@ -5,8 +5,8 @@ from collections.abc import Callable
 from asyncrl.trainer.packing import (
     Bundle,
     Layout,
+    RankShare,
     TrainSequence,
-    Updates,
     first_fit_decreasing,
 )
 
@@ -28,13 +28,13 @@ def distribute(
     max_tokens: int,
     layout: Layout = "short_rows",
     split_over_ranks: Callable[[list[TrainSequence], int], list[list[Bundle]]] = split_evenly,
-) -> list[Updates]:
+) -> list[RankShare]:
     """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → bundles.
 
     `split_over_ranks` is that of Policy, and `layout` that of pack. A micro-batch has at most `max_tokens`. Ranks may
     get different numbers of micro-batches.
     """
-    shares: list[Updates] = [[] for _ in range(num_ranks)]
+    shares: list[RankShare] = [[] for _ in range(num_ranks)]
     for update in updates:
         for share, bundles in zip(shares, split_over_ranks(update, num_ranks), strict=True):
             share.append(fill_microbatches(bundles, max_tokens, layout))

@@ -16,7 +16,14 @@ from asyncrl.engine.episode import Episode
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.rewards import Failed, Reward, RewardFunction, add_rewards, one_line
-from asyncrl.records import Completion, FinishReason, Ticket, Trajectory, slice_columns
+from asyncrl.records import (
+    Completion,
+    CompletionEnd,
+    FinishReason,
+    Ticket,
+    Trajectory,
+    slice_columns,
+)
 from extras.agents.endpoint import Endpoint
 from extras.agents.protocol import (
     ChatRequest,
@@ -195,7 +202,7 @@ class AgentEpisode(Episode):
         self.calls.end(call, completion)
         if completion.tokens:
             self.placed_completions.append((len(call.tokens), completion))
-        if completion.finish_reason == "aborted" or not completion.tokens:
+        if completion.finish_reason == "interrupted" or not completion.tokens:
             raise _ended()
         return self._reply(call, completion, hidden, request)
 
@@ -315,7 +322,7 @@ class AgentEpisode(Episode):
         return replace(super().make_trajectory(*ending), segment_lengths=lengths)
 
 
-def _shortened(completion: Completion, size: int, reason: FinishReason) -> Completion:
+def _shortened(completion: Completion, size: int, reason: CompletionEnd) -> Completion:
     columns = slice_columns(completion, slice(size))
     return Completion(completion.tokens[:size], reason, **columns)
 

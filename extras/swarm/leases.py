@@ -103,7 +103,7 @@ class LeasingDispatcher(Dispatcher):
         lease = host.leases[ticket.ticket_id]
         lease.is_over = True
         host.process.send(Abort([ticket.ticket_id]))
-        moved = self.ticket_source.issue_again(ticket, "moved")
+        moved = self.ticket_source.issue_again(ticket, counts_as_attempt=False)
         taker.assign(moved)
         if isinstance(taker, RemoteWorker):
             taker.leases[moved.ticket_id].num_moves = lease.num_moves + 1

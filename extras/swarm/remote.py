@@ -8,7 +8,6 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
-from asyncrl.controller.tickets import ReissueReason
 from asyncrl.controller.workers import Worker, WorkerDied, Workers
 from asyncrl.messages import LoadWeights, Probed, WeightsLoaded, decoded_lengths
 from asyncrl.records import Group, Ticket
@@ -83,7 +82,7 @@ class Lease:
 class RemoteWorker(Worker):
     """An engine of a host that has joined. It fetches weights before it loads them, and may be some versions behind."""
 
-    reissue_reason: ReissueReason = "moved"
+    counts_as_attempt: bool = False
     refresh_lag: int = 0
     now: Callable[[], float] = time.monotonic
     scores_probe: bool = False

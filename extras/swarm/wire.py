@@ -30,7 +30,7 @@ from asyncrl.messages import (
 from asyncrl.runlog import plain
 from asyncrl.user_code import files
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Number of this page and of asyncrl/messages.py; a host that has another is refused."""
 BEAT_S, SILENCE_S = 2.0, 15.0
 """Seconds between two signs of life. After SILENCE_S without one the other side counts as gone."""

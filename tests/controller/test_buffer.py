@@ -27,7 +27,7 @@ REFUSED = [
     (make_trajectory(0, 1, (1,), "aborted"), " is aborted, but its group needs it"),
     (
         make_trajectory(0, 1, (0, 1)),
-        " has a token of version 0, but its group was started at version 1",
+        " has a token of version 0, but its group was assigned at version 1",
     ),
 ]
 
@@ -35,12 +35,13 @@ REFUSED = [
 @pytest.mark.parametrize(("trajectory", "why"), REFUSED)
 def test_a_trajectory_that_does_not_belong_is_refused(trajectory, why):
     buffer = make_buffer(1)
-    buffer.start(0, version=1)
-    buffer.start(0, version=2)
+    buffer.note_assignment(0, version=1)
+    buffer.note_assignment(0, version=2)
     buffer.add(make_trajectory(0, 0, (1, 2)))
     who = f"trajectory {trajectory.ticket_id} of group {trajectory.group_id}"
+    receive = buffer.count_aborted if trajectory.finish_reason == "aborted" else buffer.add
     with pytest.raises(RuntimeError, match=f"^{who}{why}$"):
-        buffer.add(trajectory)
+        receive(trajectory)
 
 
 def test_a_batch_that_would_break_the_bound_is_an_error_with_the_numbers():

@@ -18,7 +18,7 @@ from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.cluster.processes import CannotContinue, RolloutEnded
 from asyncrl.config import Config
 from asyncrl.controller.tickets import TicketSource
-from asyncrl.controller.workers import MAX_RESTARTS, PROGRESS_S, WorkerDied, Workers
+from asyncrl.controller.workers import MAX_DEATHS, MAX_RESTARTS, PROGRESS_S, WorkerDied, Workers
 from asyncrl.job.publisher import LeadingPublisher
 from asyncrl.weights.transport import Announcement
 
@@ -116,6 +116,29 @@ def test_a_worker_that_dies_too_often_or_before_it_has_worked_ends_the_run(
     with pytest.raises(WorkerDied, match=message):
         run.controller.wait_for_batch()
     assert worker.awaited == [] and run.controller.has_evaluated()
+
+
+def test_a_ticket_with_which_too_many_workers_died_ends_the_run_although_others_end(
+    run, monkeypatch
+):
+    """Between the deaths other tickets end, so no worker has used up its restarts."""
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr(run.oracle, "check", lambda: None)  # it knows no run that ends
+    run.begin()
+    controller = run.controller
+    for death in range(MAX_DEATHS):
+        controller.wait_until(lambda: controller.workers[0].num_running == 8, "tickets")
+        worker = controller.workers[0]
+        assert {ticket.attempt for ticket in worker.awaited} == {death}
+        worker.num_restarts_since_ticket = 0
+        worker.process.exit_code = -9
+        controller.on_message(worker, None)
+    message = (
+        rf"{MAX_DEATHS} workers died with one ticket \(group 0, member 0, environment seed None\)"
+    )
+    with pytest.raises(WorkerDied, match=message):
+        controller.wait_for_batch()
+    assert controller.workers[0] is worker and len(controller.snapshot().queue) == 8
 
 
 def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is_met_again(

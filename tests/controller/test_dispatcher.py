@@ -57,7 +57,7 @@ def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_
         expected = in_order_to_the_least_loaded(max_running, workers, tickets)
         config = Config(max_running_requests=max_running)
         dispatcher = Dispatcher(config, workers, SampleBuffer(config), make_source())
-        dispatcher.queue.extend(tickets)
+        dispatcher.enqueue(tickets)
         given = []
         for worker, ticket in dispatcher.assign_tickets():
             given.append((worker.index, ticket.ticket_id))

@@ -149,6 +149,7 @@ BAD_RESETS = [
     ("hi", "reset returned 'hi', expected (observation, info)"),
     (SystemExit(3), "SystemExit: 3"),
     (hang, "timed out after 0.5 s"),
+    ((FIRST * 100, {}), "tokens, --max-prompt-tokens is 100; raise it"),
 ]
 BAD_STEPS = [
     (("higher", 0.0), "step returned ('higher', 0.0), expected (observation, reward, terminated"),

@@ -149,7 +149,8 @@ def is_mixed(completion):
 def check_beginning(partial, response):
     """What was read in flight is the beginning of the response. Returns its size."""
     rows = rows_of(partial)
-    assert rows and rows == rows_of(response)[: len(rows)] and partial.finish_reason == "aborted"
+    assert rows and rows == rows_of(response)[: len(rows)]
+    assert partial.finish_reason == "interrupted"
     return len(rows)
 
 
@@ -206,7 +207,7 @@ class Walk:
         self.tasks = {}
         self.prefixes = {}
         self.max_tokens = {}
-        self.aborted = set()
+        self.cancelled = set()
 
     async def run(self):
         await self.update()
@@ -222,7 +223,7 @@ class Walk:
         name = str(len(self.tasks))
         size = self.rng.choice((0, 0, 2))
         version = self.rng.randint(max(0, self.version - 1), self.version)
-        reason = self.rng.choice(("aborted", "aborted", "stop"))
+        reason = self.rng.choice(("interrupted", "interrupted", "stop"))
         prefix = Completion(
             [3, 4][:size],
             reason,
@@ -250,7 +251,7 @@ class Walk:
 
     async def abort(self):
         names = self.rng.sample(sorted(self.tasks), min(2, len(self.tasks)))
-        self.aborted.update(name for name in names if not self.tasks[name].done())
+        self.cancelled.update(name for name in names if not self.tasks[name].done())
         await self.proxy.abort([*names, "unknown", None])
 
     def check(self):
@@ -280,8 +281,8 @@ class Walk:
                 expected = [row for row in expected if row[2] == request.version]
             assert request.prompt == [*PROMPT, *(token for token, *_ in expected)]
             expected += request.rows
-        assert rows == expected or (completion.finish_reason == "aborted" and not rows)
-        ends = {"stop": rows[-1:] and rows[-1][0] == EOS, "aborted": name in self.aborted}
+        assert rows == expected or (completion.finish_reason == "interrupted" and not rows)
+        ends = {"stop": rows[-1:] and rows[-1][0] == EOS, "interrupted": name in self.cancelled}
         assert ends.get(completion.finish_reason, len(rows) == self.max_tokens[name])
         assert len(rows) <= self.max_tokens[name]
         if self.mode in ("keep", "recompute", "wait"):

@@ -76,8 +76,8 @@ def train_by_hand(policy, steps):
     """Train on the batches of these steps as a run does."""
     stats = []
     for step in steps:
-        updates = share_batch(make_groups(step), step, policy, Cluster())
-        stats.append(policy.train_step(updates, step - 1))
+        share = share_batch(make_groups(step), step, policy, Cluster())
+        stats.append(policy.train_step(share, step - 1))
     return stats
 
 
@@ -110,11 +110,11 @@ def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_sa
     for group in groups:
         for trajectory in group.trajectories:
             trajectory.behavior_logprobs[trajectory.loss_mask] = float("nan")
-    updates = share_batch(groups, 4, policy, Cluster())
+    share = share_batch(groups, 4, policy, Cluster())
     checkpoints = SimpleNamespace(rank=rank, policy=policy)
     failed = pytest.raises(RuntimeError, match="must be finite")
     with failed as error, Checkpoints.keep_failed_batch(checkpoints, 4, groups):
-        policy.train_step(updates, 3)
+        policy.train_step(share, 3)
     rank.run.close()
     kept = rank.run.path / "failed_step_4"
     assert str(error.value).endswith(f"train on its batch again: python scripts/replay.py {kept}")

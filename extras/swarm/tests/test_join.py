@@ -259,7 +259,7 @@ LACKS_CODE = "loss.py:loss: not what the run has, or imports; copy runs/NAME/cod
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("PROTOCOL", 99, "its protocol is 99, the run's 5; check out the same commit"),
+        ("PROTOCOL", 99, "its protocol is 99, the run's 6; check out the same commit"),
         ("code_digest", lambda: "f" * 64, "its code is ffffffffffff, the run's "),
         ("visible_gpus", lambda: ["a GPU"], "it computes on cuda, the run on cpu: "),
         ("user_code_names", lambda config: ["loss.py:loss"], LACKS_CODE),

@@ -135,11 +135,13 @@ def test_a_ticket_moves_at_once_to_the_fastest_free_worker_when_its_lease_is_ove
 def test_a_slow_host_loses_what_the_trainer_waits_for_and_late_tokens_of_training_are_counted(
     group_id,
 ):
-    config, reasons, process = Config(listen="here:1"), [], SimpleNamespace(send=lambda message: ())
+    config, counted, process = Config(listen="here:1"), [], SimpleNamespace(send=lambda message: ())
     host = RemoteWorker(0, process, state="sampling", sent_version=0, now=lambda: 0.0)
     other = Worker(1, process, state="sampling", sent_version=0)
     source = SimpleNamespace(
-        issue_again=lambda ticket, reason: reasons.append(reason) or replace(ticket, ticket_id=2)
+        issue_again=lambda ticket, counts_as_attempt: (
+            counted.append(counts_as_attempt) or replace(ticket, ticket_id=2)
+        )
     )
     dispatcher = SwarmDispatcher(config, [host, other], SwarmBuffer(config), source)
     dispatcher.now = lambda: 100.0
@@ -151,7 +153,7 @@ def test_a_slow_host_loses_what_the_trainer_waits_for_and_late_tokens_of_trainin
     host.assign(ticket)
     assert dispatcher.is_awaited(host, ticket)
     dispatcher.move_tickets()
-    assert reasons == ["moved"] and list(other.tickets) == [2]
+    assert counted == [False] and list(other.tickets) == [2]
     assert not dispatcher.is_awaited(host, ticket)
     assert dispatcher.finish_tickets(host, [replace(answer, ticket_id=1)]) == []
     num_late = dispatcher.buffer.ledger.counts["tokens_dropped_late"]

@@ -28,7 +28,7 @@ RESTART = replace(SINGLE, on_update="restart")
 SEVERAL = Config(task="guess_number", max_prompt_tokens=100, max_response_tokens=100)
 PREFIX = Completion(
     [7, 8],
-    "aborted",
+    "interrupted",
     behavior_logprobs=np.full(2, -0.25, np.float32),
     policy_versions=np.array([3, 6], np.int32),
 )
@@ -56,14 +56,14 @@ class Failing:
 
 
 class RandomPolicy:
-    """Says random numbers, ends, is cut or is aborted, with weights that are `oldest` at least and may change."""
+    """Says random numbers, ends, is cut or is interrupted, with weights that are `oldest` at least and may change."""
 
     def __init__(self, draw, oldest):
         self.draw, self.version = draw, draw.randint(oldest, NEWEST)
 
     async def generate(self, request_id, prompt_tokens, seed, max_tokens, prefix=None):
         prefix = prefix or NOTHING
-        (reason,) = self.draw.choices(["stop", "length", "aborted"], [5, 1, 2])
+        (reason,) = self.draw.choices(["stop", "length", "interrupted"], [5, 1, 2])
         num_words = max_tokens if reason == "length" else self.draw.choice([0, 0, 1, 3])
         tokens = self.draw.choices(DIGITS, k=num_words)
         tokens += [TOKENIZER.eos_token_id] * (reason == "stop")
