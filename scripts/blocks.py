@@ -7,6 +7,7 @@ another number than the records: tests/test_docs.py makes all blocks again and c
 import inspect
 import itertools
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 
 from algos import LOSSES
@@ -44,6 +45,34 @@ def devices() -> str:
             gpus.setdefault(record["gpu"], {})[record["case"].removesuffix(" -")] = record
     of_gpus = "; ".join(f"{gpu}: {', '.join(cases)}" for gpu, cases in gpus.items())
     return f"**What has run on which GPU.** {of_gpus or 'Nothing so far'}.\n"
+
+
+def speed_of_defaults() -> str:
+    """Return our default options against TRL's fastest mode, by workload and hardware, in pairs by seed."""
+    pairs: dict[tuple[str, str], dict[int, dict[bool, dict]]] = {}
+    for record in read(RESULTS / "peers" / "defaults.jsonl"):
+        of_seeds = pairs.setdefault((record["work"], record["hardware"]), {})
+        of_seeds.setdefault(record["seed"], {})[record["arm"].startswith("ours")] = record
+    rows = []
+    for (work, hardware), of_seeds in pairs.items():
+        speeds = [
+            (pair[True]["tokens_per_s"], pair[False]["tokens_per_s"]) for pair in of_seeds.values()
+        ]
+        ratios = sorted(ours / peer for ours, peer in speeds)
+        ours, peer = (f"{statistics.median(column):,.0f}" for column in zip(*speeds, strict=True))
+        arm = next(iter(of_seeds.values()))[False]["arm"].removeprefix("TRL ")
+        ratio = f"{statistics.median(ratios):.2f}× [{ratios[0]:.2f}–{ratios[-1]:.2f}]"
+        rows.append(
+            [
+                f"`{work}`",
+                hardware.removeprefix("2 CPU cores, "),
+                ours,
+                f"{peer}, {arm}",
+                ratio,
+                len(ratios),
+            ]
+        )
+    return table("workload | two cores of an | ours, tokens/s | TRL | ratio | n", rows)
 
 
 def predictions() -> str:
