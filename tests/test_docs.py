@@ -13,9 +13,11 @@ from cogapp import Cog
 from programs import ROOT
 from test_extending import FILES
 
-from asyncrl.config import Config
+from asyncrl.config import RENAMED, Config, switch
 from asyncrl.job.command_line import check, read_options
+from asyncrl.runlog.manifest import FORMAT
 from asyncrl.trainer.optimizer import choose_lr
+from extras.swarm.wire import PROTOCOL
 
 PAGES = [ROOT / "README.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("extras/*/README.md")])]
 COMMANDS, COMMITS, CHANGES = (
@@ -29,6 +31,9 @@ SIZES = {
     "Qwen/Qwen3-8B-Base": [8_190_735_360], "PATH": [134_515_008, 8_190_735_360],
 }  # fmt: skip
 """Parameters of the models that the pages name. PATH or FOLDER may have any number."""
+NOT_BUILT = [ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "WORKLOG.md", "tests/README.md")]
+"""Pages without blocks and commands. History names files that are gone."""
+PLACEHOLDERS = {"mine.py", "FILE.py", "test_FILE.py"}
 BESIDE_RUN_JSON = ("metrics.jsonl", "events.jsonl", "events.jsonl.gz", "samples.jsonl")
 
 
@@ -85,17 +90,25 @@ def test_every_file_that_the_pages_name_is_tracked_and_every_linked_heading_is_t
     git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     tracked = {ROOT / line for line in git.stdout.splitlines()}
     folders = "scripts|tests|algos|results|extras|asyncrl"
-    for page in PAGES:
+    for page in [*PAGES, *NOT_BUILT]:
         text = page.read_text(encoding="utf-8")
-        paths = {
-            ROOT / name for name in re.findall(rf"(?<![\w/])((?:{folders})/[\w/]+\.\w+)", text)
-        }
+        names = re.findall(rf"(?<![\w/])((?:{folders})/[\w/]+\.\w+)", text)
+        is_history = page.name in ("CHANGELOG.md", "WORKLOG.md")
+        paths = set() if is_history else {ROOT / name for name in names}
         for name, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", text):
             linked = (page.parent / name).resolve() if name else page
             paths.add(linked)
             assert not anchor or anchor in anchors_of(linked), f"{page.name} links {name}#{anchor}"
-        missing = {path for path in paths - tracked if path.name != "mine.py"}
+        missing = {path for path in paths - tracked if path.name not in PLACEHOLDERS}
         assert not missing, f"{page.name} names {missing}, which git does not track"
+
+
+def test_the_changes_have_every_old_name_and_the_formats_of_today():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for old, new in RENAMED.items():
+        assert f"| `{switch(old, True)}` | `{switch(new, True)}` |" in text
+    assert f"Checkpoints have format {FORMAT}.**" in text
+    assert f"speak protocol {PROTOCOL}.**" in text
 
 
 def test_what_the_pages_read_and_draw_in_python_is_read_and_drawn(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ FILES = sorted(
     if "tests" not in path.parts and not path.name.startswith(("test_", "conftest"))
 )
 MAX_FUNCTION_LINES = 45
-MAX_LINES = {"README.md": 150, "AGENTS.md": 80}
+MAX_LINES = {"README.md": 150, "AGENTS.md": 80, "CHANGELOG.md": 60}
 """Of pages that one reads in one sitting."""
 
 
