@@ -142,3 +142,42 @@ def machines(part: str) -> str:
     page = (RESULTS / "swarm" / "table.md").read_text(encoding="utf-8")
     (block,) = (block for block in page.split("\n\n") if block.startswith(f"| {part} |"))
     return lines(re.sub(r" \[[^]]*\]", "", block).splitlines())
+
+
+STORED_RUNS = {
+    "tiny, α = 0": "staleness/a0-s*",
+    "tiny, α = 1": "staleness/a1-s*",
+    "tiny, α = 2": "staleness/a2-s*",
+    "SmolLM2, α = 1": "smollm2/one_digit-s*",
+}
+"""Three seeds of each."""
+LATE_METRICS = (
+    "time/wait_s", "time/step_s", "trainer_time/wait", "worker_time/gated", "worker_time/starved",
+    "worker_time/environment", "worker_time/paused", "rollout/pause_s", "staleness/mean", "response/mixed_versions",
+    "response/cut", "reward/zero_variance_groups", "loss/clipped", "loss/ess", "loss/grad_norm", "drift/k3",
+    "mismatch/abs_mean", "tokens/saved_share", "loss/entropy",
+)  # fmt: skip
+
+
+def telemetry() -> str:
+    """Return the usual values of metrics, by stored runs: docs/telemetry.md states their definition."""
+    runs = {
+        name: [read(path) for path in sorted(RESULTS.glob(f"{pattern}/metrics.jsonl"))]
+        for name, pattern in STORED_RUNS.items()
+    }
+    early = {name: [steps[: len(steps) // 10] for steps in seeds] for name, seeds in runs.items()}
+    late = {name: [steps[len(steps) // 2 :] for steps in seeds] for name, seeds in runs.items()}
+    rows = [[f"`{metric}`", *_ranges(metric, late)] for metric in LATE_METRICS]
+    rows.append(["`loss/entropy`, first tenth", *_ranges("loss/entropy", early)])
+    return table(" | ".join(["metric", *runs]), rows)
+
+
+def _ranges(metric: str, runs: dict[str, list[list[dict]]]) -> list[str]:
+    """Return the least and the largest median of each kind of run; a dash if a metric is missing."""
+    cells = []
+    for seeds in runs.values():
+        values = [[line[metric] for line in steps if metric in line] for steps in seeds]
+        medians = [f"{statistics.median(steps):.3g}" for steps in values if steps]
+        spread = sorted(set(medians), key=float)
+        cells.append(" … ".join(spread[:: max(1, len(spread) - 1)]) or "–")
+    return cells

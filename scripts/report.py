@@ -27,7 +27,7 @@ from tyro.conf import Positional
 from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.runlog.time_ledger import TRAINER_STATES, WORKER_STATES
-from scripts.lines import run_command
+from scripts.lines import ROOT, run_command
 from scripts.runs import Run, evaluations, failures, load, names, progress, readable_summary
 from scripts.table import differing, options_of, show
 from scripts.timeline import trace_of
@@ -206,8 +206,20 @@ def charts(metrics: pd.DataFrame) -> list[dict]:
         columns.columns = columns.columns.str.extract(pattern, expand=False)
         if "_time/" in pattern:
             columns = columns.loc[:, columns.any()]  # states that occurred
-        drawn.append(make_chart(title, "step", columns))
+        drawn.append(make_chart(title, "step", columns) | {"question": question_of(pattern)})
     return drawn
+
+
+def question_of(pattern: str) -> str:
+    """Return the question of docs/telemetry.md that metrics of this pattern answer, with its place; or nothing."""
+    page = ROOT / "docs/telemetry.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    for place, question, metrics in re.findall(
+        r'^\| <a id="(.+?)"></a>(.+?) \| (.+?) \|', text, re.M
+    ):
+        if any(re.fullmatch(pattern, name) for name in re.findall("`(.+?)`", metrics)):
+            return f"{question} docs/telemetry.md#{place}"
+    return ""
 
 
 def make_chart(title: str, x: str, curves: Mapping[str, pd.Series]) -> dict:

@@ -16,6 +16,7 @@ from test_extending import FILES
 from asyncrl.config import RENAMED, Config, switch
 from asyncrl.job.command_line import check, read_options
 from asyncrl.runlog.manifest import FORMAT
+from asyncrl.trainer.lag_stats import LAG_BUCKETS
 from asyncrl.trainer.optimizer import choose_lr
 from extras.swarm.wire import PROTOCOL
 
@@ -109,6 +110,35 @@ def test_the_changes_have_every_old_name_and_the_formats_of_today():
         assert f"| `{switch(old, True)}` | `{switch(new, True)}` |" in text
     assert f"Checkpoints have format {FORMAT}.**" in text
     assert f"speak protocol {PROTOCOL}.**" in text
+
+
+def listed_metrics():
+    """A pattern of all metrics of docs/reference.md. A name without a slash has the folder of the name before it."""
+    text = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    section = text.partition("## Metrics")[2].partition("\n## ")[0]
+    patterns = []
+    for names in re.findall(r"^\| (`.+?) \| ", section, re.M):
+        folder = ""
+        for name in re.findall("`(.+?)`", names):
+            name = name if "/" in name else folder + name
+            folder = name[: name.rfind("/") + 1]
+            pattern = re.escape(name).replace(r"\{", "(").replace(r"\}", ")").replace(",", "|")
+            if not name.startswith("NAME/"):
+                patterns.append(re.sub(r"NAME|REASON|\\\*", ".+", pattern))
+    return "|".join(patterns)
+
+
+def test_every_metric_of_the_page_on_telemetry_is_in_the_reference():
+    text = (ROOT / "docs/telemetry.md").read_text(encoding="utf-8")
+    rows = re.findall(r'^\| <a id="([\w-]+)"></a>(.+?\?) \| (.+?) \|', text, re.M)
+    assert len(rows) >= 15 and len({place for place, *_ in rows}) == len(rows)
+    words = re.findall("`(.+?)`", text)
+    metrics = {word for word in words if re.fullmatch(r"[a-z_]+/[\w/+-]+", word)}
+    assert len(metrics) > 30 and all("`" in names for *_, names in rows)
+    for metric in metrics:
+        name, _, bucket = metric.partition("/lag_")
+        assert re.fullmatch(listed_metrics(), name), metric
+        assert not bucket or (bucket in LAG_BUCKETS and name.startswith(("loss/", "drift/")))
 
 
 def test_what_the_pages_read_and_draw_in_python_is_read_and_drawn(tmp_path, monkeypatch):
