@@ -1,5 +1,6 @@
 """What tests of several modules start from, and which of them are begun first."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,17 @@ def untied(tmp_path_factory):
     from tiny_policy import save_tiny_model
 
     return save_tiny_model(str(tmp_path_factory.mktemp("untied")), tied=False)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium without a window; its tests are skipped if none is installed."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    with playwright.sync_playwright() as api:
+        path = next(filter(None, map(shutil.which, names)), api.chromium.executable_path)
+        if not Path(path).exists():
+            pytest.skip(f"no browser is installed: none of {', '.join(names)}")
+        browser = api.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()

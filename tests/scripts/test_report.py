@@ -172,19 +172,6 @@ def test_the_command_writes_the_page_of_a_run_or_of_several_with_a_line_each_in_
 # In a browser
 
 
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-    with playwright.sync_playwright() as api:
-        path = next(filter(None, map(shutil.which, names)), api.chromium.executable_path)
-        if not Path(path).exists():
-            pytest.skip(f"no browser is installed: none of {', '.join(names)}")
-        browser = api.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.mark.parametrize(
     ("scheme", "widths"),
     [("light", (1280, 400)), pytest.param("dark", (400, 1280), marks=pytest.mark.slow)],
