@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv what the requirements files say: bash scripts/install.sh [--dev] [--flash-attn]
-# --dev adds what tests need; --flash-attn tries flash-attn, which the trainer of a GPU takes instead of torch's own
-# varlen_attn and never needs. Installs only what is missing, so an interrupted install is completed.
+# --dev adds what tests and the site of the pages need; --flash-attn tries flash-attn, which the trainer of a GPU takes
+# instead of torch's own varlen_attn and never needs. Installs only what is missing, so an interrupted install is completed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -172,7 +172,7 @@ if [ "$kind" = gpu ]; then
     check_driver
     check_needs
 fi
-[ -z "$dev" ] || files+=("$(group dev)")
+[ -z "$dev" ] || files+=("$(group dev)" "$(group docs)")
 [ -z "$flash_attn" ] || flash_attn=$(group flash-attn)
 stamp=.venv/installed-$(cat "${files[@]}" ${flash_attn:+"$flash_attn"} | sha256sum | cut -c1-16)
 if [ -e "$stamp" ]; then

@@ -90,7 +90,9 @@ def make_copy(copy, requirement=HAVE, **gpu):
     shutil.copy(ROOT / "asyncrl/config.py", copy / "asyncrl")
     for name in ("requirements-common", "requirements", "requirements-cpu"):
         (copy / f"{name}.txt").write_text(f"{requirement}  # it is there\n")
-    groups = f'[dependency-groups]\ndev = ["{HAVE}"]\nflash-attn = ["flash-attn==0.0.1"]\n'
+    groups = (
+        f'[dependency-groups]\ndev = ["{HAVE}"]\ndocs = []\nflash-attn = ["flash-attn==0.0.1"]\n'
+    )
     settings = (ROOT / "pyproject.toml").read_text()
     (copy / "pyproject.toml").write_text(groups + settings[settings.index("[tool.ruff]") :])
     (copy / "train_async.py").write_text(TRAIN)
