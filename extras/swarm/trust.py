@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncrl.config import Config, is_environment
 from asyncrl.engine.rewards import MAX_FAILURE, MAX_REWARD, are_parts
-from asyncrl.records import DTYPES, Ticket, TokenColumns, Trajectory
+from asyncrl.records import DTYPES, Ticket, TokenColumns, Trajectory, slice_columns
 
 MAX_LOGPROB = 1e-4  # nats, by rounding
 MAX_SURPRISE = 40.0
@@ -120,9 +120,9 @@ def _count_known(t: Trajectory, generated: np.ndarray, ticket: Ticket) -> int:
     if ticket.prefix is None:
         return 0
     places = generated[: len(ticket.prefix.tokens)]
-    names = ("tokens", *DTYPES)
+    recorded = {"tokens": ticket.prefix.tokens, **slice_columns(ticket.prefix, slice(None))}
     are_same = all(
-        np.array_equal(getattr(t, name)[places], getattr(ticket.prefix, name)) for name in names
+        np.array_equal(getattr(t, name)[places], values) for name, values in recorded.items()
     )
     return len(places) if are_same else 0
 
