@@ -138,7 +138,8 @@ def test_a_ticket_with_which_too_many_workers_died_ends_the_run_although_others_
     )
     with pytest.raises(WorkerDied, match=message):
         controller.wait_for_batch()
-    assert controller.workers[0] is worker and len(controller.snapshot().queue) == 8
+    state, _ = controller.snapshot()
+    assert controller.workers[0] is worker and len(state.queue) == 8
 
 
 def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is_met_again(
