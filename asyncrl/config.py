@@ -345,12 +345,17 @@ class Config:
     """Longest run, seconds: it saves and stops if one more step might take too long. 0: no limit."""
     runs_dir: Annotated[str, NODE, HOST, REPLAY] = "runs"
     """Directory that holds the runs."""
-    wandb: Annotated[Literal["disabled", "offline", "online"], RESUME, HOST, REPLAY, NOT_COPIED] = (
-        "disabled"
+    tracker: Annotated[
+        Literal["none", "wandb", "trackio", "tensorboard"], RESUME, HOST, REPLAY, NOT_COPIED
+    ] = "none"
+    """Second place for the metrics of each step: Weights & Biases, the local database of trackio, or files for
+    TensorBoard in the directory of the run. The last two need a package each."""
+    tracker_project: Annotated[str, RESUME, HOST, REPLAY, NOT_COPIED] = "async-rl"
+    """Project at `wandb` or `trackio`. TensorBoard has none: it shows all runs of runs_dir."""
+    tracker_mode: Annotated[Literal["online", "offline"], RESUME, HOST, REPLAY, NOT_COPIED] = (
+        "online"
     )
-    """Mirror the metrics to Weights & Biases."""
-    wandb_project: Annotated[str, RESUME, HOST, REPLAY, NOT_COPIED] = "async-rl"
-    """Project there."""
+    """`offline` keeps the metrics for `wandb` in the directory of the run, until `wandb sync` sends them."""
 
     num_rollout_workers: Annotated[
         Count | None, "Devices and hosts", RESUME, NODE, HOST, EVALUATION, NOT_COPIED
@@ -413,7 +418,7 @@ class Config:
                 "--gradient-cosine": self.gradient_cosine,
                 "--dtype float16": self.dtype == "float16",
                 "--record": self.record,
-                "--wandb": self.wandb != "disabled",
+                "--tracker": self.tracker != "none",
                 "planning": False,
             }
         )
@@ -531,9 +536,10 @@ class Config:
 
         Raises KeyError for an unknown option, and ValueError, in one line, for a value that is not allowed.
         """
+        options = with_new_names(options)
         values: dict[str, Any] = {}
         for name, value in options.items():
-            group, _, field = OPTIONS[RENAMED.get(name, name)].path.rpartition(".")
+            group, _, field = OPTIONS[name].path.rpartition(".")
             (values.setdefault(group, {}) if group else values)[field] = value
         try:
             return msgspec.convert(values, cls, strict=strict)
@@ -650,8 +656,33 @@ RENAMED = {
     "optim.entropy": "optim.entropy_coef",
     "optim.balance": "optim.seq_aux_loss_coef",
     "advantage.overlong": "advantage.overlong_tokens",
+    "wandb_project": "tracker_project",
 }
 """Names of the last release, with the names of today. Command lines and run.json can have both."""
+SPLIT = {
+    "wandb": {
+        "disabled": {"tracker": "none"},
+        "offline": {"tracker": "wandb", "tracker_mode": "offline"},
+        "online": {"tracker": "wandb", "tracker_mode": "online"},
+    }
+}
+"""Options of the last release that are several today. Each value has the options of today."""
+
+
+def with_new_names(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options by their names of today. Unknown ones keep their names.
+
+    Raises ValueError, in one line, for a wrong value of an option in SPLIT.
+    """
+    renamed = {}
+    for name, value in options.items():
+        if name not in SPLIT:
+            renamed[RENAMED.get(name, name)] = value
+        elif str(value) in SPLIT[name]:
+            renamed |= SPLIT[name][str(value)]
+        else:
+            raise ValueError(f"--{flag(name)} must be {' or '.join(SPLIT[name])}, got {value!r}")
+    return renamed
 
 
 def options_changeable_by(who: ChangeableBy) -> list[Option]:

@@ -23,7 +23,7 @@ MODULES = {
     "--gradient-cosine": "extras.gradient_cosine",
     "--dtype float16": "extras.loss_scale",
     "--record": "extras.recording",
-    "--wandb": "extras.wandb_mirror",
+    "--tracker": "extras.trackers",
     "--task agent": "extras.agents.worker",
     "--task environment": "extras.environments.option",
     "--resume on another number of nodes": "extras.redistribute",

@@ -77,7 +77,7 @@ class Plugin:
     ranks: ClassVar[tuple[type["Leader"], type["Follower"]] | None] = None
     """Classes of a node's ranks: how they wait for a batch (`take_batch`) and start (`launch`)."""
 
-    def start_mirror(
+    def start_tracker(
         self, config: "Config", run_path: Path, run_id: str, resumed_from: int | None
     ) -> Any:
         """Return a second place for metrics; None gives no such place. It has `log(metrics, step=)` and `finish()`.

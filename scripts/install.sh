@@ -95,7 +95,9 @@ import sys
 import tomllib
 
 with open("pyproject.toml", "rb") as file:
-    print("\n".join(tomllib.load(file)["dependency-groups"][sys.argv[1]]))
+    groups = tomllib.load(file)["dependency-groups"]
+for pin in groups[sys.argv[1]]:
+    print(*(groups[pin["include-group"]] if isinstance(pin, dict) else [pin]), sep="\n")
 PYTHON
     echo ".venv/$1.txt"
 }

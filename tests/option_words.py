@@ -8,7 +8,7 @@ EXAMPLES = {
     "run_name": "another", "runs_dir": "elsewhere", "data_path": "here", "gpu_memory_utilization": "0.5",
     "temperature": "0.5", "min_p": "0.5", "optimizer": "sgd", "reward": "a.py:f", "optim.min_lr_ratio": "0.5",
     "optim.args": "weight_decay=0.1", "advantage.gamma": "0.5", "advantage.lam": "0.5", "advantage.value_lam": "0.5",
-    "swarm.verify_share": "0.5", "swarm.snapshots": "folder", "max_failed_share": "0.25", "wandb_project": "mine",
+    "swarm.verify_share": "0.5", "swarm.snapshots": "folder", "max_failed_share": "0.25", "tracker_project": "mine",
 }  # fmt: skip
 """Values that are not the default's. A choice gives its second word, a number is made one larger, a switch turned."""
 

@@ -40,7 +40,7 @@ def test_an_option_whose_module_is_missing_is_refused_in_one_line(monkeypatch, m
         "--share-prefix tree",
         "--task guess_number",
         "--record",
-        "--wandb offline",
+        "--tracker wandb",
         "--listen 127.0.0.1:1",
     ],
 )

@@ -19,6 +19,7 @@ from asyncrl import extras, user_code
 from asyncrl.config import (
     OPTIONS,
     RENAMED,
+    SPLIT,
     Config,
     Option,
     allowed_values,
@@ -27,6 +28,7 @@ from asyncrl.config import (
     options_of,
     switch,
     with_home_folder,
+    with_new_names,
 )
 from asyncrl.engine.rewards import load_scorer
 from asyncrl.tasks import prepare_task
@@ -58,6 +60,7 @@ OPTIONS_OF_OTHER_PROJECTS = {
     "max-new-tokens": "--max-response-tokens N",
     "max-completion-length": "--max-response-tokens N",
     "ppo": "--algo grpo, or decoupled_ppo with a proximal policy",
+    "report-to": "--tracker NAME",
     "dataset": "--task NAME, and --data-path FILE for rows of your own",
 }
 """Options of other projects, with the words for them here."""
@@ -127,7 +130,7 @@ def _read_words(args: list[str] | None) -> dict[str, Any]:
             raise ValueError(f"{option.flag} is given twice; put all its values behind one")
     # Only given options have a key: defaults that depend on other options are chosen later.
     # tyro is slow to describe all options.
-    kinds = {
+    kinds = {old: str for old in SPLIT if f"--{flag(old)}" in names} | {
         name: _text_type(option)
         for name, option in ALL_OPTIONS.items()
         if option.flag in names or switch(name, False) in names
@@ -138,7 +141,11 @@ def _read_words(args: list[str] | None) -> dict[str, Any]:
     if len(words) < len(args):
         print(_help_for(given.get("algo")))
         raise SystemExit(0)
-    return given
+    for old in SPLIT.keys() & given.keys():
+        new_options = with_new_names({old: given[old]}).items()
+        new_words = " ".join(f"{OPTIONS[name].flag} {value}" for name, value in new_options)
+        print(f"warning: --{flag(old)} {given[old]} is {new_words} now", file=sys.stderr)
+    return with_new_names(given)
 
 
 def _todays_word(word: str) -> str:

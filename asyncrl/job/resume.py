@@ -20,7 +20,7 @@ import msgspec
 
 from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster, on_first_rank
-from asyncrl.config import OPTIONS, ChangeableBy, Config, options_changeable_by
+from asyncrl.config import OPTIONS, ChangeableBy, Config, options_changeable_by, with_new_names
 from asyncrl.controller.snapshot import ControllerState
 from asyncrl.runlog.header import read_header
 from asyncrl.runlog.manifest import (
@@ -90,7 +90,7 @@ def read_checked_header(run: Path, option: str = "--resume") -> dict:
         raise ValueError(
             f"{option} {run}: no run is there ({error}); give a run's directory, runs/NAME"
         ) from None
-    unknown = options.keys() - OPTIONS.keys()
+    unknown = with_new_names(options).keys() - OPTIONS.keys()
     if unknown:
         what = f"made by other code, which had {', '.join(sorted(unknown))}"
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The directory of a run: its header, metrics, events and some samples. wandb mirrors the metrics.
+"""The directory of a run: its header, metrics, events and some samples. A tracker can get the metrics, too.
 
 run.json        run id, command, config, git commit and uncommitted changes, package versions, hardware, resumes
 code/           copies of user code, which the run and its resumes load
@@ -66,7 +66,7 @@ class RunDirectory:
         """Record files by their names in the run."""
         self._config_as_given = config
         self.config = with_copied_files(config, self.path / "code") if is_new else config
-        self._mirror = None
+        self._tracker = None
         if is_new and self._is_first:
             run_id = secrets.token_hex(8)
         self.run_id = run_id if is_new else self._check_records(run_id)
@@ -74,7 +74,7 @@ class RunDirectory:
         header = make_header(with_absolute_paths(config), num_ranks, gpus)
         self._header = {"run_id": self.run_id} | header
         if is_new:
-            self._write_header_and_start_mirror()
+            self._write_header_and_start_tracker()
             self.record_event("run_started")
         else:
             self.record_event("run_resumed", **asdict(resume_point))
@@ -119,22 +119,22 @@ class RunDirectory:
             file.check_truncation(self._resume_point.record_bytes.get(name, 0))
         return recorded_id
 
-    def _write_header_and_start_mirror(self) -> None:
-        """Write run.json, and begin or continue the mirror of the metrics."""
+    def _write_header_and_start_tracker(self) -> None:
+        """Write run.json, and begin or continue the run at a tracker."""
         step = None if self._resume_point is None else self._resume_point.step
         header = write_header(self.path / "run.json", self._header, step)
         if self._is_first:
             given = (self._config_as_given, self.path, header["wandb_id"], step)
-            mirrors = (plugin.start_mirror(*given) for plugin in self.config.plugins)
-            self._mirror = last_given(mirrors, None)
+            trackers = (plugin.start_tracker(*given) for plugin in self.config.plugins)
+            self._tracker = last_given(trackers, None)
 
     def continue_records(self) -> None:
-        """Write run.json, continue the mirror, truncate the records, then write the buffered lines.
+        """Write run.json, continue the run at a tracker, truncate the records, then write the buffered lines.
 
         A resume does it last, because the truncated lines are lost. Warns of each file that is shorter than the
         checkpoint states.
         """
-        self._write_header_and_start_mirror()
+        self._write_header_and_start_tracker()
         for name, file in self._files.items():
             file.truncate_to(self._resume_point.record_bytes.get(name, 0))
 
@@ -159,8 +159,8 @@ class RunDirectory:
     def log_metrics(self, metrics: dict[str, float]) -> None:
         """Append one step's metrics."""
         self._files["metrics"].append(metrics)
-        if self._mirror is not None:
-            self._mirror.log(metrics, step=int(metrics["step"]))
+        if self._tracker is not None:
+            self._tracker.log(metrics, step=int(metrics["step"]))
 
     def record_event(self, event: str, **fields) -> None:
         """Append an event, stamped with the time."""
@@ -171,7 +171,7 @@ class RunDirectory:
         self._files["samples"].append(fields)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Record the end of the run, with the error that caused it. Then close all files and the mirror.
+        """Record the end of the run, with the error that caused it. Then close all files and the tracker.
 
         A resume that ends before `continue_records` leaves the records unchanged.
         """
@@ -181,8 +181,8 @@ class RunDirectory:
         )
         for file in self._files.values():
             file.close()
-        if self._mirror is not None:
-            self._mirror.finish()
+        if self._tracker is not None:
+            self._tracker.finish()
 
 
 def _make_directory(folder: Path) -> None:

@@ -173,3 +173,35 @@ def test_names_of_the_last_release_are_accepted_with_a_warning(capsys):
     recorded = {name: option.default for name, option in OPTIONS.items()} | {"optim.least": 0.5}
     del recorded["optim.min_lr_ratio"]
     assert Config.from_dict(recorded).optim.min_lr_ratio == 0.5
+
+
+@pytest.mark.parametrize("value", ["disabled", "offline", "online"])
+def test_an_option_that_is_several_today_is_accepted_with_a_warning(value, capsys):
+    trackers = {
+        "disabled": ("none", "online", "--tracker none"),
+        "offline": ("wandb", "offline", "--tracker wandb --tracker-mode offline"),
+        "online": ("wandb", "online", "--tracker wandb --tracker-mode online"),
+    }
+    tracker, mode, words = trackers[value]
+    config = read_options(["--wandb", value, "--wandb-project=mine"])
+    assert (config.tracker, config.tracker_mode, config.tracker_project) == (tracker, mode, "mine")
+    lines = capsys.readouterr().err.splitlines()
+    assert f"warning: --wandb {value} is {words} now" in lines and len(lines) == 2
+    assert read_options(["--tracker", "trackio", f"--wandb={value}"]).tracker == "trackio"
+
+
+def test_a_run_of_the_last_release_is_resumed(tmp_path):
+    path = tmp_path / "one"
+    RunDirectory(Config(runs_dir=str(tmp_path), run_name="one")).close()
+    header = json.loads((path / "run.json").read_text())
+    for name in ("tracker", "tracker_mode", "tracker_project", "optim.warmup_steps"):
+        del header["config"][name]
+    header["config"] |= {"wandb": "offline", "wandb_project": "mine", "optim.warmup": 7}
+    (path / "run.json").write_text(json.dumps(header))
+    config = read_options(["--resume", str(path)])
+    assert (config.tracker, config.tracker_mode, config.tracker_project) == (
+        "wandb",
+        "offline",
+        "mine",
+    )
+    assert config.optim.warmup_steps == 7

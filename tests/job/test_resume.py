@@ -3,14 +3,12 @@
 import json
 import os
 import random
-import re
 import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import wandb  # noqa: F401  later, a finalizer's traceback can make CPython 3.11 fail to parse it
 from option_words import words_that_change
 from programs import ROOT
 from user_files import contents
@@ -276,30 +274,6 @@ def test_events_of_a_node_stay_while_it_is_absent(tmp_path):
 
 def read_steps(folder):
     return [event for event in read(folder / "events.jsonl") if event["event"] == "step"]
-
-
-def test_weights_and_biases_continue_in_the_same_run(tmp_path):
-    config = Config(runs_dir=str(tmp_path), run_name="one", wandb="offline")
-    run = RunDirectory(config)
-    run.log_metrics({"step": 1})
-    resumed = ResumePoint(1, run.record_bytes(), [])
-    run.close()
-    run = RunDirectory(config, resume_point=resumed)
-    run.continue_records()
-    run.log_metrics({"step": 2})
-    run.close()
-    folders = (run.path / "wandb").glob("offline-run-*")
-    ids = {re.match(r"offline-run-\w+-(\w+)", folder.name)[1] for folder in folders}
-    assert ids == {json.loads((run.path / "run.json").read_text())["wandb_id"]}
-
-
-def test_weights_and_biases_without_a_key_are_refused_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    config = Config(runs_dir=str(tmp_path), wandb="online", wandb_project="mine")
-    with pytest.raises(ValueError, match=r"^--wandb online: .*; run `wandb login`") as refusal:
-        RunDirectory(config)
-    assert "\n" not in str(refusal.value)
 
 
 def test_a_run_that_was_stopped_says_what_to_type_from_any_folder(tmp_path, monkeypatch):
