@@ -67,7 +67,7 @@ def test_help_shows_every_option_with_its_default(capsys):
     assert not [name for name in {**LOSSES, **ADVANTAGES, **OPTIMIZERS} if f"`{name}`" not in shown]
     options = [option.flag for option in OPTIONS.values()]
     places = [re.search(rf"^  {option}[ ,\n]", shown, re.M).start() for option in options]
-    assert places == sorted(places) and len(re.findall(r"\(default:\s", shown)) == len(options) + 3
+    assert places == sorted(places) and len(re.findall(r"\(default:\s", shown)) == len(options) + 5
 
 
 def test_help_answers_within_two_seconds_of_cpu_time_and_without_heavy_imports():

@@ -5,9 +5,12 @@ each section of Config.
 """
 
 import itertools
+import json
 import os
 import sys
 import textwrap
+import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypedDict
@@ -40,6 +43,10 @@ class Command:
 
     like: Annotated[str | None, "This command"] = None
     """Another run, runs/NAME, whose options are the defaults."""
+    config: str | None = None
+    """TOML file with options of the run, or a run.json. The command line overrides them."""
+    print_config: bool = False
+    """Print the options that the run would have, as TOML for --config, and end."""
     dry_run: bool = False
     """Print placement, memory and a predicted step, and end."""
     gpus: str | None = None
@@ -97,15 +104,20 @@ def parse_config(args: list[str] | None = None) -> Config:
         gpus = given.get("gpus")
         config = _with_defaults(given, None).checked()
         check(config)
-        if not given.get("dry_run"):
-            if gpus:
-                raise ValueError(
-                    f"--gpus {gpus} is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES"
-                )
+        if gpus and not given.get("dry_run"):
+            raise ValueError(
+                f"--gpus {gpus} is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES"
+            )
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        if given.get("print_config"):
+            lines = [as_toml(config)]
+        elif given.get("dry_run"):
+            planning = extras.load("--dry-run")
+            lines = planning.dry_run(config, gpus) if is_first else []
+        else:
             return config
-        planning = extras.load("--dry-run")
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(*planning.dry_run(config, gpus), sep="\n")
+        if is_first:
+            print(*lines, sep="\n")
         raise SystemExit(0)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -190,6 +202,8 @@ def _help_for(algo: str | None) -> str:
 
 def _with_defaults(given: dict[str, Any], default: Config | None) -> Config:
     """Return the options of a run: the given ones on top of `default`, or of the defaults that they choose."""
+    if given.get("config"):
+        given = _read_config_file(given["config"]) | given
     values = {name: value for name, value in given.items() if name in OPTIONS}
     if given.get("resume"):
         if "like" in given:
@@ -211,6 +225,72 @@ def _with_defaults(given: dict[str, Any], default: Config | None) -> Config:
         is_sums = given.get("task", "").startswith("sums")
         default = Config(max_prompt_tokens=512, max_response_tokens=24 if is_sums else 1024)
     return _with_located_code((default or Config()).changed(values))
+
+
+def _read_config_file(path: str) -> dict[str, Any]:
+    """Return the options of a TOML file or a run.json by their names, with values as a command line has them.
+
+    Raises ValueError, in one line with the file and the key, for an unknown key and for a value that is not allowed.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        content = json.loads(text)["config"] if path.endswith(".json") else tomllib.loads(text)
+        keys = [*_keys_of(content)]
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--config {path}: {error}; give a TOML file with options, or a run.json"
+        ) from None
+    options = {}
+    for key, value in keys:
+        try:
+            for name, new_value in with_new_names({key.replace("-", "_"): value}).items():
+                if name in ALL_OPTIONS.keys() - OPTIONS.keys():
+                    raise ValueError(f"--{flag(name)} belongs on the command line")
+                if name not in OPTIONS:
+                    raise ValueError(_unknown_option_error(f"--{flag(name)}"))
+                options[name] = _value_as_given(OPTIONS[name], new_value)
+                Config.from_dict({name: options[name]})
+        except ValueError as error:
+            raise ValueError(f"--config {path}: {key}: {error}") from None
+    return options
+
+
+def _keys_of(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of a table. A key of a nested table follows the table's name and a dot."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _keys_of(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _value_as_given(option: Option, value: Any) -> Any:
+    """Return a value of a file as the command line would give it: "None" unsets, and `~` is the home folder."""
+    if isinstance(value, str):
+        (value,) = with_home_folder([value])
+        if value == "None":
+            return None
+        return [value] if option.is_list else value
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return with_home_folder(value)
+    return value
+
+
+def as_toml(config: Config) -> str:
+    """Return the options of a run as TOML for --config. It leaves out the options without a value."""
+    tables: dict[str, list[str]] = {}
+    for name, option in OPTIONS.items():
+        value = option.value_in(config)
+        if value is None and option.default is None:
+            continue
+        table, _, key = name.rpartition(".")
+        if table in OPTIONS:  # A table of TOML cannot have the name of a key, here `advantage`.
+            table, key = "", json.dumps(name)
+        shown = json.dumps("None" if value is None else value, ensure_ascii=False)
+        # JSON is TOML, but for one character that TOML escapes.
+        line = f"{key} = {shown}".replace("\x7f", r"\u007f")
+        tables.setdefault(f"\n[{table}]" if table else "", []).append(line)
+    return "\n".join(line for table, lines in tables.items() for line in (table, *lines)).strip()
 
 
 def _with_located_code(config: Config, folder: Path | None = None) -> Config:

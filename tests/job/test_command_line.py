@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from option_words import words_that_change
 from user_files import ENVIRONMENT, LOSS, TASK, write_user_code
 
 from asyncrl import user_code
 from asyncrl.cluster.fingerprint import check_same, fingerprint
 from asyncrl.config import OPTIONS, Config, OptimOptions, with_home_folder
-from asyncrl.job.command_line import parse_config, read_options
+from asyncrl.job.command_line import as_toml, parse_config, read_options
 from asyncrl.runlog.run_directory import RunDirectory
 
 REWARD = "def score(response, answer): return 1.0\n"
@@ -205,3 +206,96 @@ def test_a_run_of_the_last_release_is_resumed(tmp_path):
         "mine",
     )
     assert config.optim.warmup_steps == 7
+
+
+def write_config(folder, text, name="run.toml"):
+    """A file for --config, and the words that name it."""
+    path = folder / name
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+def test_a_file_has_options_and_the_command_line_wins_over_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    words = write_config(
+        tmp_path,
+        """
+        model = "~/model"
+        group-size = 4
+        lr = 1e-5
+        save_every = "None"
+        algo_args = "clip_high=0.3"
+        task_args = ["test=~/held.jsonl"]
+        drop_zero_variance = true
+        wandb = "offline"
+        swarm.refresh_lag = 2
+        advantage = "gae"
+        "advantage.overlong-tokens" = 7
+        [optim]
+        warmup_steps = 3
+        """,
+    )
+    config = read_options([*words, "--lr", "None", "--optim.epochs=2", "--group-size=16"])
+    assert (config.model, config.lr, config.group_size) == ("/home/me/model", None, 16)
+    assert config.max_prompt_tokens == 512, "the default of such a model"
+    assert config.save_every is None and config.drop_zero_variance
+    assert config.algo_args == ("clip_high=0.3",)
+    assert config.task_args == ("test=/home/me/held.jsonl",)
+    assert (config.tracker, config.tracker_mode) == ("wandb", "offline")
+    assert config.optim == OptimOptions(warmup_steps=3, epochs=2)
+    assert config.swarm.refresh_lag == 2 and config.advantage_options.overlong_tokens == 7
+
+
+def test_a_run_json_is_a_file_of_options(tmp_path):
+    options = {"lr": 0.5, "algo_args": ("clip_low=0.1",), "optim": OptimOptions(warmup_steps=2)}
+    path = RunDirectory(Config(runs_dir=str(tmp_path), **options)).path
+    config = read_options(["--config", str(path / "run.json")])
+    assert config == Config(runs_dir=str(tmp_path), **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("steps = 0", "steps: --steps must be ≥ 1, got 0"),
+        ("steps = true", "steps: --steps must be ≥ 1, got True"),
+        ("lr = [1]", "lr: --lr must be > 0, got '1'"),
+        ("[optim]\nlr-scheduler = 'step'", "optim.lr-scheduler: --optim.lr-scheduler must be "),
+        ("optim.args = ['a']", "optim.args: --optim.args must be NAME=VALUE"),
+        ("async_ration = 2", "async_ration: --async-ration is no option; did you mean --async"),
+        ("[optim]\nsteps = 2", "optim.steps: --optim.steps is no option"),
+        ("[lr]\nvalue = 2", "lr.value: --lr.value is no option"),
+        ("optim = 2", "optim: --optim is no option"),
+        ("wandb = 'maybe'", "wandb: --wandb must be disabled or offline or online, got 'maybe'"),
+        ("dry_run = true", "dry_run: --dry-run belongs on the command line"),
+        ("steps 2", "Expected '=' after a key"),
+    ],
+)
+def test_a_mistake_in_a_file_is_refused_in_one_line_with_file_and_key(text, line, tmp_path):
+    words = write_config(tmp_path, text)
+    with pytest.raises(ValueError) as refusal:
+        read_options(words)
+    assert str(refusal.value).startswith(f"--config {words[1]}: {line}")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"config": 1}', "{"])
+def test_a_file_that_has_no_options_is_refused_in_one_line(text, tmp_path):
+    for words in (write_config(tmp_path, text, "run.json"), ["--config", str(tmp_path / "no")]):
+        with pytest.raises(ValueError, match=r"^--config .*; give a TOML file with options, or a"):
+            read_options(words)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "resume"])
+def test_each_option_that_is_printed_is_read_again(name, tmp_path):
+    config = read_options(words_that_change(OPTIONS[name]))
+    assert read_options(write_config(tmp_path, as_toml(config))) == config
+
+
+def test_the_options_of_a_run_are_printed_and_the_print_is_read_again(tmp_path, capsys):
+    model = 'a "b" \\ \x7f\n\tü'
+    words = ["--model", model, "--save-every", "None", "--optim.args", "eps=1e-5", "beta1=0.8"]
+    with pytest.raises(SystemExit) as end:
+        parse_config([*words, "--print-config"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and "\n[optim]\n" in text
+    assert parse_config(write_config(tmp_path, text)) == parse_config(words)
