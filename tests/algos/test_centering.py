@@ -112,7 +112,9 @@ def test_a_constant_advantage_has_no_mean_gradient(algo, size, spread):
     (uncentered,) = torch.autograd.grad((chances * losses).sum(), logits, retain_graph=True)
     (centered,) = torch.autograd.grad((chances * (losses + term)).sum(), logits)
     assert centered.abs().max() < 1e-9
-    assert (stats["drift_term"] > 1e-3).all() == (uncentered.abs().max() > 1e-3) == (spread > 0)
+    assert (stats["drift_term"] > 1e-3).all() == (uncentered.abs().max() > 1e-3)
+    if algo in ("reinforce", "tis", "grpo"):  # a whole ratio has no drift, until it is cut
+        assert (uncentered.abs().max() > 1e-3) == (spread > 0)
 
 
 def test_rounding_of_a_head_with_all_tokens_is_no_tail():
