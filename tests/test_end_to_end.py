@@ -160,6 +160,16 @@ def test_publish_delay_3_with_alpha_0_is_exactly_3_steps_stale_after_the_first_3
     assert_replay_is_the_run(job, tmp_path)
 
 
+def test_centering_sees_the_engines_distribution_and_drifts_from_fresh_tokens_nowhere(tmp_path):
+    """The tiny model's vocabulary has 139 tokens, so the recorded head is all of it."""
+    options = {"top_logprobs": 139, "centering": True, "algo": "reinforce", "publish_delay": 1}
+    job = run_job(tmp_path, steps=4, async_ratio=0, **options)
+    assert job.values("staleness/max") == [0, 1, 1, 1]
+    assert job.values("loss/head_mass") == pytest.approx([1] * 4, abs=1e-5)
+    fresh, *stale = job.values("loss/drift_term")
+    assert fresh < 1e-5 < 1e-4 < min(stale)
+
+
 def assert_replay_is_the_run(job, tmp_path):
     """All that a replay logs, but for times, and its last weights are the run's; evaluate.py samples with them."""
     run_python("scripts/replay.py", job.run_path, "--run-name=replay")
