@@ -227,12 +227,16 @@ def run_missing(
         except Exception as error:  # whatever ends a run must leave the records of the others
             failures.append(error)
 
+    started_at = time.monotonic()
     with ThreadPoolExecutor(parallel) as pool:
         try:
             futures = {pool.submit(attempt, cell): cell for cell in missing}
-            for future in as_completed(futures):
+            for num_run, future in enumerate(as_completed(futures), 1):
                 if record := future.result():
                     keep(record | {"options": options(futures[future], extra)}, path)
+                    left_s = (time.monotonic() - started_at) / num_run * (len(missing) - num_run)
+                    done = num_finished + num_run
+                    print(f"  {done} of {len(cells)} cells, {left_s / 60:.0f} min left", flush=True)
         except KeyboardInterrupt as interrupt:
             failures.append(interrupt)
     if failures:

@@ -312,7 +312,20 @@ def compact(compared: pd.DataFrame) -> list[str]:
         caption += f" (95 % t-interval), bold after Holm's correction over {len(compared)}"
     if fewest < MIN_SEEDS:
         caption += f". An interval needs {MIN_SEEDS} seeds"
-    return [*markdown(texts, texts.to_numpy()), "", f"{caption}."]
+    verdict = [f" {supported(compared)}"] if most >= MIN_SEEDS else []
+    return [*markdown(texts, texts.to_numpy()), "", "".join([f"{caption}.", *verdict])]
+
+
+def supported(compared: pd.DataFrame) -> str:
+    """Return which differences of `compare` the seeds support, in words."""
+    rows = compared[compared["stays"]]
+    if rows.empty:
+        return "The seeds support no difference; a wide interval can hide one."
+    found = [
+        f"`{row.loss}` is {'better' if row.mean > 0 else 'worse'} at {row.setting}"
+        for row in rows.itertuples()
+    ]
+    return f"The seeds support {len(found)} of {len(compared)} differences: {'; '.join(found)}."
 
 
 def measure_tables(rows: pd.DataFrame) -> list[str]:

@@ -113,6 +113,15 @@ def test_intervals_and_p_are_students_and_holms_correction_is_that_of_its_defini
     assert 0 < by_bonferroni < compared["stays"].sum() < len(seeds)
     caption = grids.compact(compared.reset_index())[-1]
     assert caption.startswith("n = 1 to 6 seeds; mean (95 %") and "needs 3 seeds" in caption
+    supported = compared.index[compared["stays"]]
+    assert f"support {len(supported)} of {len(seeds)} differences: " in caption
+    for name in seeds:
+        sign = "better" if compared.loc[name, "mean"] > 0 else "worse"
+        assert (f"`{name}` is {sign} at s" in caption) == (name in supported)
+    few = compared.reset_index().assign(stays=False)
+    assert grids.compact(few)[-1].endswith(
+        "The seeds support no difference; a wide interval can hide one."
+    )
     error = grids.error_of_mean(pd.Series(rng.normal(0.5, 0.06, 4000)))
     assert error == pytest.approx(0.06 / math.sqrt(4000), rel=0.1)
 
