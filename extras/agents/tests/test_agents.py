@@ -38,7 +38,7 @@ TOOLS = [
         },
     }
 ]
-CALL = '<tool_call>{"name": "add",   "arguments": {"x": 2}}</tool_call>'
+CALL = '<tool_call>{"name": "add",   "arguments": {"x": 2, "y": 3}}</tool_call>'
 """Of other spaces than a template would write."""
 WITH_TOOLS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
@@ -183,11 +183,13 @@ def test_thoughts_and_a_tool_call_are_read_by_the_parsers_and_continue_as_they_w
             (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
             content = "".join(delta.content or "" for delta in deltas)
             thoughts = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
+            rewritten = call.model_dump()  # the same object, in another order
+            rewritten["function"]["arguments"] = '{"y": 3, "x": 2}'
             reply = {
                 "role": "assistant",
                 "content": content,
                 "reasoning_content": thoughts,
-                "tool_calls": [call.model_dump()],
+                "tool_calls": [rewritten],
             }
         else:
             reply = answer.choices[0].message
@@ -195,7 +197,9 @@ def test_thoughts_and_a_tool_call_are_read_by_the_parsers_and_continue_as_they_w
             content, thoughts = reply.content, reply.reasoning_content
             assert answer.choices[0].finish_reason == "tool_calls"
         assert (content.strip(), thoughts) == ("so", "add?")
-        assert json.loads(call.function.arguments) == {"x": 2} and call.function.name == "add"
+        assert (
+            json.loads(call.function.arguments) == {"x": 2, "y": 3} and call.function.name == "add"
+        )
         messages += [reply, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
         last = await client.chat.completions.create(
             messages=messages, model="x", tools=TOOLS, stream=False
