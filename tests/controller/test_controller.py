@@ -5,8 +5,10 @@ The walk's controller and workers are used. Their events are chosen, and the clo
 
 import functools
 import math
+import multiprocessing
 import os
 import random
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from asyncrl.config import Config
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import MAX_DEATHS, MAX_RESTARTS, PROGRESS_S, WorkerDied, Workers
 from asyncrl.job.publisher import LeadingPublisher
+from asyncrl.runlog.metrics import merge_nodes
 from asyncrl.weights.transport import Announcement
 
 PLACEMENT = Placement((None,), 1, (WorkerPlacement(0, None, 0, 1, 0.0),), "shm")
@@ -167,7 +170,7 @@ def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is
     left = [resident.problem for resident in state.buffer.residents.values()]
     assert sorted(trained + left) == [0, 1, 2] and len(trained) == 2
     assert state.tickets.put_back == [3] and state.tickets.next_problem == 4
-    assert run.controller.take_metrics()
+    assert merge_nodes([run.controller.take_metrics()])["rollout/failed_responses"] == 0
 
 
 @pytest.mark.parametrize("run", [2], indirect=True)
@@ -272,3 +275,15 @@ def test_a_process_that_dies_is_reported_with_its_status_and_the_first_error_of_
             workers.check()
     finally:
         workers.stop()
+
+
+def test_the_end_of_a_run_ends_a_worker_whose_start_was_interrupted(tmp_path):
+    """Its process is there, and it is in no list yet."""
+    workers = Workers(Config(), PLACEMENT, "", tmp_path, end_with_an_error)
+    child = multiprocessing.get_context("spawn").Process(
+        target=time.sleep, args=(300,), daemon=True
+    )
+    child.start()
+    workers.stop()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
