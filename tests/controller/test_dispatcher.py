@@ -65,6 +65,19 @@ def test_each_ticket_goes_in_order_to_the_least_loaded_worker_that_may_start_it_
         assert list(dispatcher.queue) == tickets[len(given) :]
 
 
+def test_no_member_of_a_running_group_starts_with_weights_older_than_those_of_the_first():
+    config = Config(groups_per_step=1, group_size=2, max_running_requests=1)
+    buffer, source = SampleBuffer(config), make_source()
+    workers = [
+        Worker(i, state="sampling", sent_version=version) for i, version in enumerate((1, 0))
+    ]
+    dispatcher = Dispatcher(config, workers, buffer, source)
+    dispatcher.queue.extend(source.for_group(0, 0, buffer.admit(0, 0)))
+    assert [worker.index for worker, _ in dispatcher.assign_tickets()] == [0]
+    workers[1].sent_version = 1
+    assert [worker.index for worker, _ in dispatcher.assign_tickets()] == [1]
+
+
 FAIL, OK = "failed", "stop"
 
 
