@@ -16,8 +16,12 @@ class JournalAt(Journal):
     now = 0
 
     def __init__(self):
-        super().__init__(lambda event, **fields: None, lambda: self.now)
+        self.events = []
+        super().__init__(self.note, lambda: self.now)
         self.started(0)
+
+    def note(self, event, **fields):
+        self.events.append((event, fields))
 
     def time_at(self, now):
         self.now = now
@@ -61,6 +65,10 @@ def test_what_workers_report_becomes_metrics_of_their_moments_and_times_together
     assert merge_nodes([journal.take_metrics()]) == {"rollout/discarded_tokens": 0}
     for pause_s, sampled in ((0.1, SampledTokens(30, 10, 5)), (0.3, SampledTokens(10, 0, 0))):
         journal.loaded(0, WeightsLoaded(1, pause_s, sampled, None), made_at=0.0)
+    assert [fields["pause_s"] for event, fields in journal.events if event == "update"] == [
+        0.1,
+        0.3,
+    ]
     journal.now = 10
     metrics = merge_nodes([journal.take_metrics(), {}])
     assert metrics["rollout/pause_s"] == pytest.approx(0.2)
