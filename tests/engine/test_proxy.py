@@ -272,6 +272,8 @@ class Walk:
         assert num_kept == num_before + sampled.new - sampled.discarded
         assert (sampled.discarded > 0) == (self.mode == "restart")
         assert not self.proxy.requests and self.proxy.version == self.version
+        states = {(state, reason) for _, state, reason in self.proxy.activity.report().changes}
+        assert ("paused", "update") in states
 
     def check_response(self, name, completion, prefix, requests):
         """A response is what was there before and all that was sampled for it, or only that of the last version."""
