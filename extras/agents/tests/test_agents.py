@@ -148,9 +148,11 @@ def test_a_plain_client_in_a_thread_and_a_stream_say_what_the_async_one_does():
             assert await asyncio.to_thread(ask, endpoint.url, key) == "cbatxen"
             return 1.0
 
-    (trajectory,) = Room(shout).run(Plain())
+    room = Room(shout)
+    (trajectory,) = room.run(Plain())
     assert trajectory.reward == 1.0, trajectory.failure
     assert trajectory.num_turns == 4 and len(trajectory.segment_lengths) == 3
+    assert room.tokenizer.decode(trajectory.tokens).count("eno") == 1, "the next prompt has it once"
 
 
 def test_an_agent_gets_the_special_tokens_that_the_policy_wrote_but_for_the_one_that_ends_it():
