@@ -161,8 +161,12 @@ def resume_command(run: Path | None) -> str:
     """Return the command that continues a stopped run, or the reason why it cannot; `run` is None before its start."""
     saved = list_checkpoints(run / "checkpoints") if run else []
     if saved:
-        launcher = "torchrun" if os.environ.get("TORCHELASTIC_RUN_ID") else "python"
+        launcher, words = "python", []
+        if os.environ.get("TORCHELASTIC_RUN_ID"):
+            launcher, num_ranks = "torchrun", os.environ.get("LOCAL_WORLD_SIZE", "1")
+            # Without this option torchrun starts one rank.
+            words = ["--nproc-per-node", num_ranks] if num_ranks != "1" else []
         program = os.path.relpath(Path(__file__).parents[2] / "train_async.py")
-        how = shlex.join([str(Path(sys.executable).with_name(launcher)), program])
+        how = shlex.join([str(Path(sys.executable).with_name(launcher)), *words, program])
         return f"continue from step {parse_step(saved[-1])}: {how} --resume {shlex.quote(str(run))}"
     return "nothing is saved yet; --save-every N saves on the way"

@@ -285,7 +285,14 @@ def test_a_run_that_was_stopped_says_what_to_type_from_any_folder(tmp_path, monk
         (run / "checkpoints" / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    step, _, words = resume_command(run).partition(": ")
-    launcher, program, *rest = shlex.split(words)
-    assert step == "continue from step 12" and rest == ["--resume", str(run)]
-    assert Path(launcher).name == "torchrun" and Path(program).samefile(ROOT / "train_async.py")
+    for num_ranks, ranks in (("1", []), ("4", ["--nproc-per-node", "4"])):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
+        step, _, words = resume_command(run).partition(": ")
+        launcher, *options, program, resume, path = shlex.split(words)
+        assert (step, options) == ("continue from step 12", ranks)
+        assert (resume, path) == ("--resume", str(run))
+        assert Path(launcher).name == "torchrun"
+        assert Path(program).samefile(ROOT / "train_async.py")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    launcher, *options = shlex.split(resume_command(run).partition(": ")[2])
+    assert Path(launcher).name == "python" and options == [program, "--resume", str(run)]
