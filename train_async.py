@@ -37,8 +37,8 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
 def train_on(rank: "Leader | Follower") -> None:
     """Run the loop of a trainer rank. Each call enters its own state of the clock.
 
-    Step s trains at version s - 1 and makes version s. `publish(s)` announces `version_to_announce(s)`, or s after the
-    last step. A running evaluation defers the announcement.
+    Step s trains at version s - 1 and makes version s. `publish(s)` announces `due_version(s)`, or s after the last
+    step. A running evaluation defers the announcement.
     """
     from asyncrl.job.checkpoints import Checkpoints
     from asyncrl.job.publisher import make_publisher

@@ -435,11 +435,11 @@ class Config:
             extra_groups=self.extra_groups // num_nodes,
         )
 
-    def version_to_announce(self, trainer_version: int) -> int:
-        """Return the version to announce at `trainer_version`: `publish_delay` steps older, but at least 0.
+    def due_version(self, trainer_version: int) -> int:
+        """Return the version that is due at `trainer_version`: `publish_delay` steps older, but at least 0.
 
-        After the last step LeadingPublisher announces the newest version instead. SampleBuffer.admission_version keeps
-        this rule then. Its version is older than the announced one, so the bound still holds.
+        The announced one is this or newer: newer after the last step, and for K steps when a finished run continues
+        (LeadingPublisher). SampleBuffer.admission_version keeps the version that is due, so the bound still holds.
         """
         return max(0, trainer_version - self.publish_delay)
 

@@ -113,8 +113,8 @@ class SampleBuffer:
 
     @property
     def admission_version(self) -> int:
-        """Oldest version that may start a new group: `version_to_announce` at the last announcement."""
-        return self.node_config.version_to_announce(self._num_batches_at_announcement)
+        """Oldest version that may start a new group: `due_version` at the last announcement."""
+        return self.node_config.due_version(self._num_batches_at_announcement)
 
     # Admission
 

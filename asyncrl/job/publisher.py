@@ -36,7 +36,7 @@ class Publisher:
         self.rank, self.policy, self.config = rank, policy, rank.config
 
     def publish(self, trainer_version: int, probe_source: list[Group] | None = None) -> None:
-        """Announce `version_to_announce`, or defer it while an evaluation runs; collective.
+        """Announce the version that is due, or a newer one, or defer it while an evaluation runs; collective.
 
         `trainer_version` is the policy's version: the step that has ended, or 0 at the start.
         Every `eval_every` steps, at the start and after the last step, the announced version samples the held-out
@@ -136,12 +136,12 @@ class LeadingPublisher(Publisher):
         self._held_back.append((version, copies))
 
     def _take_weights_to_announce(self, trainer_version: int) -> VersionedWeights:
-        """Forget weights older than `version_to_announce`, and return the oldest of the rest.
+        """Forget weights older than `due_version`, and return the oldest of the rest.
 
         These are newer if a finished run continues with more --steps: its last step announced the newest version. The
         staleness then begins at 0 again, and reaches publish_delay as many steps later.
         """
-        while self._held_back[0][0] < self.config.version_to_announce(trainer_version):
+        while self._held_back[0][0] < self.config.due_version(trainer_version):
             self._held_back.popleft()
         return self._held_back[0]
 

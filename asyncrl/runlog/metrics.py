@@ -123,14 +123,14 @@ def batch_metrics(
     lengths = [trajectory.num_generated for trajectory in trajectories]
     versions = [trajectory.policy_versions[trajectory.loss_mask] for trajectory in trajectories]
     token_versions = np.concatenate(versions)
-    version_to_announce = config.version_to_announce(policy_version)
+    due_version = config.due_version(policy_version)
     means = {
         "reward/mean": rewards,
         "reward/zero_variance_groups": [np.ptp(group.rewards) == 0 for group in groups],
         "response/length_mean": lengths,
         "response/cut": [trajectory.finish_reason == "length" for trajectory in trajectories],
         "response/turns_mean": [trajectory.num_turns for trajectory in trajectories],
-        "response/inherited_share": token_versions < version_to_announce,
+        "response/inherited_share": token_versions < due_version,
         "response/mixed_versions": [len(np.unique(column)) > 1 for column in versions],
     }
     overlong = config.advantage_options.overlong_tokens

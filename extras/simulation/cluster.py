@@ -168,7 +168,7 @@ class Simulation:
             self._counts["reissued"] += fields["tickets"]
 
     def _publish(self) -> None:
-        version = self.config.version_to_announce(self._version)
+        version = self.config.due_version(self._version)
         with self.workers.timed():
             self.controller.announce_or_defer(
                 Announcement(version, self._version, Staged(0, []), (), False)
