@@ -123,6 +123,8 @@ class SampleBuffer:
 
         It is 0 while groups that start now would be too old for every later batch.
         """
+        # From version K on, K cancels. Then this is true if more than ⌈α⌉ batches, plus suspensions, were consumed
+        # since the last announcement.
         if (
             self._is_bounded
             and self.admission_version + self.node_config.max_staleness < self.num_consumed_batches
