@@ -125,7 +125,10 @@ class Probe:
         """Version and worker -> the engine's log-probs, until the trainer has scored the version after."""
 
     def state(self, versions: Iterable[int]) -> dict:
-        """Return the sequences, and the trainer's scores at versions that are still to be announced, in plain data."""
+        """Return the sequences, and the trainer's scores at `versions`, in plain data.
+
+        `versions` are those of Checkpoint.held_back. A resume announces the first again.
+        """
         kept = {version: self._scores[version] for version in versions}
         return {
             "tokens": self.tokens,

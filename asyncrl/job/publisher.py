@@ -69,7 +69,8 @@ class Publisher:
     def held_back_to_save(self) -> dict[int, Weights]:
         """Copies of the weights that a checkpoint needs, by version; empty on a follower.
 
-        Weights of the policy itself are not among them, because a resume publishes again and holds them back again.
+        They are from the announced version to the one before the trainer's, oldest first. A resume announces the first
+        again, and holds back the policy's own weights again.
         """
         return {}
 
@@ -93,7 +94,8 @@ class LeadingPublisher(Publisher):
         rank.share_cores(policy.module.model)
         self._engine_check = EngineCheck(rank)
         self._held_back = collections.deque(self._read_held_back(specs))
-        """Copies of the newest versions' weights, oldest first; empty without publish_delay or after the last step."""
+        """Copies of weights, from the announced version to the trainer's, oldest first. It is empty without
+        publish_delay, and after the last step."""
 
     def stage_and_announce(self, trainer_version: int, gathering_weights: Weights) -> None:
         """Copy the weights to announce into the transport when it has room, and announce them to the workers."""
@@ -184,7 +186,7 @@ class LeadingPublisher(Publisher):
         return dict(list(self._held_back)[:-1])
 
     def _read_held_back(self, specs: list[ParameterSpec]) -> Iterator[VersionedWeights]:
-        """Yield the weights that the checkpoint has held back, oldest first."""
+        """Yield the weights in the checkpoint's held_back/, oldest first. The first version is announced again."""
         checkpoint = self.rank.checkpoint
         for version in checkpoint.held_back if checkpoint else ():
             weights = load_file(checkpoint.resume_folder / HELD_BACK / f"{version}.safetensors")

@@ -61,7 +61,8 @@ class Checkpoint:
     """SHA-256 of the untrained base weights (LoRA, KL reference), which the checkpoint omits; empty without them."""
     nodes: list[NodeFacts]
     held_back: list[int]
-    """Versions that publish_delay holds back. Their weights are in held_back/VERSION.safetensors."""
+    """Versions from the announced one to the one before the trainer's, oldest first; empty without publish_delay. A
+    resume announces the first again. Their weights are in held_back/VERSION.safetensors."""
 
     @property
     def resume_folder(self) -> Path:
