@@ -1,6 +1,19 @@
 """Records that are sent between controller, rollout workers and trainer.
 
-T is the length of a trajectory in tokens, prompt included.
+T is the length of a trajectory in tokens, prompt included. The life of a trajectory, by its calls:
+
+1. Controller, when a place is free: `Controller.admit_and_send` → `Dispatcher.admit_groups` →
+   `TicketSource.next_group` → `SampleBuffer.admit` → `TicketSource.for_group` → `Dispatcher.enqueue` → `send_out` →
+   `assign` → the message `Tickets`.
+2. Worker: `RolloutWorker._start_tickets` → `make_episodes` → `_run_ticket` → `Episode.run` → `play` → `act` →
+   `ask_policy` → `LLMProxy.generate` → `sample_part` → `read_completion`; then `Environment.step` → `make_trajectory` →
+   `RolloutWorker.flush` → the message `Finished`.
+3. Controller: `Controller.on_message` → `finish_tickets` (its slot is free) → `_on_trajectory` → `Dispatcher.add` →
+   `SampleBuffer.add` → `find_batch` → `consume`. The trajectory of an evaluation goes to `Evaluation.add`.
+4. Trainer: `Leader.take_batch` → `share_batch` → `sequences_by_update` → `_segments` → `distribute` →
+   `scatter_on_node` → `Policy.train_step` → `pack_to_train` → `pack` → `_per_token_loss` → `_loss_inputs` → the loss.
+
+asyncrl/controller/controller.py has the death of a worker, and cancellation.
 """
 
 import functools

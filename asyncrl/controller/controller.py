@@ -1,8 +1,7 @@
 """The controller: sends tickets to rollout workers, receives groups, announces weights, and keeps the workers alive.
 
-The life of a ticket: `announce`, or a freed place → `admit_and_send` → `Dispatcher.admit_groups` (a place in the
-buffer) → `Dispatcher.enqueue` → `send_out` → `assign` → worker → `Finished` → `finish_tickets` (its slot is free) →
-`_on_trajectory` → `Dispatcher.add` → `SampleBuffer.add`. The trajectory of an evaluation goes to `Evaluation.add`.
+asyncrl/records.py lists the calls of a ticket and its trajectory. Places become free by `announce`, or if a group is
+dropped.
 
 Death: `on_message(None)` → `on_death` → `requeue_lost` → `issue_again` → the front of the queue.
 

@@ -2,9 +2,7 @@
 
 The completions of an episode make a trajectory, in one or more segments. A segment becomes a TrainSequence. A bundle is
 a sequence, or several with a shared prefix. Bundles fill a micro-batch, and micro-batches make an optimizer update.
-
-From the buffer to the loss: `consume_batch` → `share_batch` → `sequences_by_update` → `_segments` → `distribute` →
-`scatter_on_node` → `pack_to_train` → `pack` → `_per_token_loss` → `_loss_inputs` → the loss.
+asyncrl/records.py lists the calls from the buffer to the loss.
 """
 
 import math
