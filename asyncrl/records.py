@@ -27,7 +27,11 @@ import numpy as np
 FinishReason = Literal["stop", "length", "failed", "aborted"]
 """End of a trajectory."""
 CompletionEnd = Literal["stop", "length", "interrupted"]
-"""End of a response, or of its first part. The rest of an `interrupted` one can be sampled."""
+"""End of a response, or of its first part. The rest of an `interrupted` one can be sampled.
+
+`interrupted` is vLLM's `abort`. `LLMProxy.generate` continues after it. It returns it only if the caller ended the
+request, and then Episode reports `aborted`.
+"""
 EVALUATION_GROUP, GREEDY_GROUP = -1, -2
 """group_id of evaluation tickets, sampled as in training or greedily; they never enter the buffer."""
 
@@ -163,7 +167,7 @@ class Trajectory(TokenColumns):
     """Sum of the rewards of all steps; NaN if it failed or was aborted."""
     finish_reason: FinishReason
     """`stop`: policy or environment ended it. `length`: truncated. `failed`: a step or reward raised or hung.
-    `aborted`: the controller cancelled it."""
+    `aborted`: the controller ended it."""
     failure: str
     """Reason of a failure, one line; else empty."""
     num_turns: int

@@ -186,8 +186,7 @@ class BaselineEpisode(Episode):
         if scheduling == "lockstep":
             await self.wait_at_barrier()
         completion = await super().act(max_tokens)
-        is_cut_off = completion.finish_reason == "interrupted" or self.is_aborted
-        if scheduling == "batch" and not is_cut_off:
+        if scheduling == "batch" and not self.is_aborted:
             await self.wait_at_barrier()
         return completion
 

@@ -13,8 +13,9 @@ class Request:
 
     engine_id: str | None = None
     """The engine's running request for it."""
-    is_cancelled: bool = False
-    """Whether its caller ended it, so that the rest is not sampled."""
+    is_aborted: bool = False
+    """Whether its caller ended it, so that the rest is not sampled. Then its Episode is aborted, too, but an agent's
+    episode can end one call."""
     parts: list[Completion] = field(default_factory=list)
     """Parts between updates that interrupted it."""
 

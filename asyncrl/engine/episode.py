@@ -96,7 +96,7 @@ class Episode:
         max_tokens = len(self.tokens) + self.config.max_response_tokens
         while True:
             completion = await self.act(max_tokens - len(self.tokens))
-            if completion.finish_reason == "interrupted" or self.is_aborted:
+            if self.is_aborted:  # `generate` itself continues what an update interrupts
                 return "aborted"
             step = await self.environment.step(completion)
             self.turn_times.append((*self._sampling_times, time.time()))

@@ -93,7 +93,7 @@ class LLMProxy:
         try:
             while True:
                 await self.until_sampling()
-                if request.is_cancelled:
+                if request.is_aborted:
                     return request.end("interrupted")
                 if self.config.on_update == "restart":
                     # a prefix may be of other weights; parts are dropped as an update interrupts them
@@ -109,7 +109,7 @@ class LLMProxy:
                 if tokens_so_far:
                     self.token_counts.resumed += len(part.tokens)
                 request.parts.append(part)
-                if part.finish_reason != "interrupted" or request.is_cancelled:
+                if part.finish_reason != "interrupted" or request.is_aborted:
                     return request.end(part.finish_reason)
                 if self.config.on_update == "restart":
                     # now, because the update that interrupted it reports the number
@@ -196,7 +196,7 @@ class LLMProxy:
         """
         requests = [self.requests[name] for name in request_ids if name in self.requests]
         for request in requests:
-            request.is_cancelled = True
+            request.is_aborted = True
         # The engine may not know the newest requests yet, and ignores these ids. Such a response runs on, and
         # Episode.play calls its end aborted.
         await self.engine.abort(engine_ids_of(requests))

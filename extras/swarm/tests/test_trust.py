@@ -56,14 +56,20 @@ class Failing:
 
 
 class RandomPolicy:
-    """Says random numbers, ends, is cut or is interrupted, with weights that are `oldest` at least and may change."""
+    """Says random numbers, ends, is cut or is interrupted, with weights that are `oldest` at least and may change.
+
+    As in LLMProxy, a response is interrupted only because its episode is aborted.
+    """
 
     def __init__(self, draw, oldest):
         self.draw, self.version = draw, draw.randint(oldest, NEWEST)
+        self.episode = None
 
     async def generate(self, request_id, prompt_tokens, seed, max_tokens, prefix=None):
         prefix = prefix or NOTHING
         (reason,) = self.draw.choices(["stop", "length", "interrupted"], [5, 1, 2])
+        if reason == "interrupted":
+            self.episode.abort()
         num_words = max_tokens if reason == "length" else self.draw.choice([0, 0, 1, 3])
         tokens = self.draw.choices(DIGITS, k=num_words)
         tokens += [TOKENIZER.eos_token_id] * (reason == "stop")
@@ -97,6 +103,7 @@ def run(config, draw):
     policy = RandomPolicy(draw, ticket.min_version)
     member = ticket.member + draw.randrange(ticket.num_members)
     episode = Episode(config, begun, member, environment=environment, generate=policy.generate)
+    policy.episode = episode
     if draw.random() < 0.1:
         episode.abort()
     return asyncio.run(episode.run(0)), ticket
