@@ -210,17 +210,20 @@ class SampleBuffer:
                 f"{who} has a token of version {oldest}, but its group was assigned at version {start}"
             )
 
-    def add_failed(self, trajectory: Trajectory) -> bool:
-        """Count a failed trajectory. Return whether its group can still get all the members that it needs."""
+    def fails_group(self, trajectory: Trajectory) -> bool:
+        """Count a failed trajectory. Return whether its group must now be dropped.
+
+        That is false for a group that was dropped or has finished.
+        """
         self.ledger.generate(
             trajectory.num_generated,
             self._fate_of_later_members.get(trajectory.group_id, "failed"),
         )
         resident = self.residents.get(trajectory.group_id)
         if resident is None or self._is_finished(resident):
-            return True
+            return False
         resident.num_failed += 1
-        return resident.num_failed <= self.node_config.extra_members
+        return resident.num_failed > self.node_config.extra_members
 
     # Consumption
 

@@ -54,7 +54,7 @@ class Dispatcher:
             return
         self._count_response(trajectory.failure)
         if trajectory.finish_reason == "failed":
-            if not self.buffer.add_failed(trajectory):
+            if self.buffer.fails_group(trajectory):
                 self.on_failed_group(trajectory)
         elif group := self.buffer.add(trajectory):
             if self.config.drop_zero_variance and np.ptp(group.rewards) == 0:
