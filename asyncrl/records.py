@@ -142,7 +142,8 @@ class Ticket:
     seed: int
     """Sampling seed, from run seed, group and member. A ticket whose workers died twice gets a new one."""
     min_version: int
-    """Policy version that the worker must have loaded before it starts, steps."""
+    """Policy version that the worker must have loaded before it starts, steps. Later members of a group can need more
+    (`Dispatcher.needed_version`). `SampleBuffer.add` checks that."""
     prefix: Completion | None = field(default=None, compare=False)
     """First part of the response, from before the run was resumed. It is continued."""
 
