@@ -162,10 +162,12 @@ class Controller:
         Raises WorkerDied if it must not be started. Its tickets then stay with it, and a snapshot finds them there.
         """
         worker.disconnect()
+        lost = worker.awaited
+        # from here on another Worker has its index, or none if it was of a joined host
         self.workers.replace(worker)
         self.journal.died(worker)
         # each goes to the front of the queue, so the oldest comes last
-        for ticket in sorted(worker.awaited, key=lambda ticket: ticket.ticket_id, reverse=True):
+        for ticket in sorted(lost, key=lambda ticket: ticket.ticket_id, reverse=True):
             self.requeue_lost(ticket, worker.counts_as_attempt)
 
     def requeue_lost(self, ticket: Ticket, counts_as_attempt: bool) -> None:
