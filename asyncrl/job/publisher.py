@@ -7,7 +7,8 @@ The calls of a version, from the trainer to the metrics:
 3. `Controller.stage` → `Transport.stage`: weights are copied into a buffer that no worker reads.
 4. `Controller.announce_or_defer` → `announce` → `Announcements.send_to_workers` → `Worker.load` → `send_update`.
 5. `LoadWeights` → `RolloutWorker._load_weights` → `LLMProxy.load_weights`. `token_versions` reads the stamps.
-6. `Finished` → `SampleBuffer.add`, `find_batch`: they check the stamps → `take_batch` → `staleness_metrics`.
+6. `Finished` → `SampleBuffer.add`, `find_batch`: they check the stamps → `take_batch` → `share_batch` → `_segments`
+   (copies the oldest version) → `Policy.train_step` → `lag_stats.staleness_metrics` → `StepLog.write`.
 """
 
 import collections

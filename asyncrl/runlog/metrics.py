@@ -116,7 +116,7 @@ def batch_metrics(
     """Return metrics of a node's part of the batch that is consumed at `policy_version`.
 
     The parts of all nodes have equally many trajectories.
-    Staleness is in the policy's stats, because the loop can add other groups.
+    `lag_stats.staleness_metrics` makes `staleness/*`, because a user's loop can add old groups.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = [trajectory.reward for trajectory in trajectories]
