@@ -80,8 +80,8 @@ def run_without_buffers(end: str, *arguments) -> None:
     """The same, but once there is a file `end`, no weights can be staged any more."""
     from asyncrl.weights.shm import ShmTransport
 
-    find = ShmTransport.reserve_buffer
-    ShmTransport.reserve_buffer = lambda transport: not os.path.exists(end) and find(transport)
+    find = ShmTransport.try_reserve_buffer
+    ShmTransport.try_reserve_buffer = lambda transport: not os.path.exists(end) and find(transport)
     run_forked(*arguments)
 
 

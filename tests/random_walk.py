@@ -67,8 +67,8 @@ class WalkTransport(BufferedTransport):
         self.versions[buffer] = None
         return [{"buffer": buffer, "version": version}]
 
-    def set_announced(self, staged):
-        super().set_announced(staged)
+    def make_readable(self, staged):
+        super().make_readable(staged)
         (info,) = staged.messages
         self.versions[staged.buffer] = info["version"]
         self.walk.oracle.announce(info["version"], info["trainer_version"], info["evaluate"])

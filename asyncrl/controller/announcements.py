@@ -1,6 +1,6 @@
 """Announcements: which weights each worker must load, and when.
 
-asyncrl/job/publisher.py lists all calls. `Transport.set_announced` only marks the buffer that workers can read.
+asyncrl/job/publisher.py lists all calls. `Transport.make_readable` only marks the buffer that workers can read.
 `Worker.load` sends the message.
 """
 
@@ -46,7 +46,7 @@ class Announcements:
         has it loads it again only if it is paused, because only new weights end a pause.
         """
         self.newest = announcement
-        self.transport.set_announced(announcement.staged)
+        self.transport.make_readable(announcement.staged)
         for worker in self.workers:
             worker.needs_update = worker.is_paused or worker.is_behind(self.newest)
             if worker.is_up and worker.loading is None:

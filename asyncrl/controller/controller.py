@@ -304,9 +304,9 @@ class Controller:
         Raises RolloutEnded before it reads any weights if no buffer becomes free in time.
         """
         transport = self.announcements.transport
-        if not transport.keeps_announced:
+        if not transport.keeps_readable:
             self.finish_evaluations()  # a worker that dies needs its weights again
-        self.wait_until(transport.reserve_buffer, "a free weight buffer")
+        self.wait_until(transport.try_reserve_buffer, "a free weight buffer")
         return transport.stage(version, parameters)
 
     def take_back_deferred(self) -> bool:

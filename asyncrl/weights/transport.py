@@ -79,42 +79,43 @@ class Announcement:
 class Transport:
     """The calls of a transport. This class sends no weights; subclasses override some of its methods.
 
-    The controller's lock is held when `reserve_buffer`, `set_announced`, `can_read`, `acquire` and `release` are
+    The controller's lock is held when `try_reserve_buffer`, `make_readable`, `can_read`, `acquire` and `release` are
     called.
     """
 
-    keeps_announced = True
+    keeps_readable = True
     """Whether a worker that starts can read the announced weights until newer ones are announced."""
 
     def __init__(self, specs: Sequence[ParameterSpec] = ()):
         self.specs = specs
         self.readers: collections.Counter[int] = collections.Counter()
-        self.announced = -1
+        self.readable_buffer = -1
+        """Buffer of the announced weights, which a worker can begin to read. −1: none."""
 
     def init_info(self, worker: int = 0) -> dict:
         """Return vLLM's init info for a worker's engine."""
         return {}
 
-    def reserve_buffer(self) -> bool:
-        """Withdraw the announcement of a buffer that no worker reads. Return whether there is such a buffer.
+    def try_reserve_buffer(self) -> bool:
+        """Make a buffer that no worker reads unreadable. Return whether there is such a buffer.
 
         No worker can then begin to read it, so `stage` finds the same buffer.
         """
         return True
 
     def stage(self, version: int, parameters: Weights) -> Staged:
-        """Copy weights into the buffer that `reserve_buffer` keeps free. Raises RuntimeError without a free one."""
+        """Copy weights into the buffer that `try_reserve_buffer` keeps free. Raises RuntimeError without a free one."""
         gather_only(parameters)
         # A version counts as its own buffer, because no buffer is written.
         return Staged(buffer=version, messages=[])
 
-    def set_announced(self, staged: Staged) -> None:
+    def make_readable(self, staged: Staged) -> None:
         """Make these weights the announced ones: workers can begin to read them."""
-        self.announced = staged.buffer
+        self.readable_buffer = staged.buffer
 
     def can_read(self, staged: Staged) -> bool:
         """Return whether a worker can begin to read: not if newer weights are being written into the buffer."""
-        return staged.buffer == self.announced
+        return staged.buffer == self.readable_buffer
 
     def acquire(self, staged: Staged) -> None:
         """Register a worker that begins to read."""
@@ -148,20 +149,20 @@ class BufferedTransport(Transport):
     def __init__(self, specs: Sequence[ParameterSpec], num_buffers: int):
         super().__init__(specs)
         self.num_buffers = num_buffers
-        self.keeps_announced = num_buffers > 1
+        self.keeps_readable = num_buffers > 1
 
     def write(self, buffer: int, version: int, parameters: Weights) -> list[dict]:
         """Copy `parameters`, in the order of the specs, into a buffer. Return the messages of `Staged`."""
         raise NotImplementedError
 
-    def reserve_buffer(self) -> bool:
+    def try_reserve_buffer(self) -> bool:
         buffer = self._free_buffer()
-        if buffer == self.announced:
-            self.announced = -1
+        if buffer == self.readable_buffer:
+            self.readable_buffer = -1
         return buffer is not None
 
     def _free_buffer(self) -> int | None:
-        kept = self.announced if self.keeps_announced else None
+        kept = self.readable_buffer if self.keeps_readable else None
         for buffer in range(self.num_buffers):
             if not self.readers[buffer] and buffer != kept:
                 return buffer
@@ -171,7 +172,7 @@ class BufferedTransport(Transport):
         buffer = self._free_buffer()
         if buffer is None:
             raise RuntimeError(
-                f"no weight buffer is free: readers {dict(self.readers)}, announced {self.announced}"
+                f"no weight buffer is free: readers {dict(self.readers)}, readable {self.readable_buffer}"
             )
         return Staged(buffer, self.write(buffer, version, parameters))
 

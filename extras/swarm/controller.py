@@ -171,7 +171,7 @@ class SwarmController(Controller):
 
     def announce(self, announcement: Announcement) -> None:
         """Make all workers load these weights, hosts as soon as the snapshot is kept; see Controller."""
-        self.pulled.set_announced(Staged(announcement.version, []))
+        self.pulled.make_readable(Staged(announcement.version, []))
         super().announce(announcement)
 
     def send_pending_update(self) -> None:

@@ -25,10 +25,10 @@ class HostWeights:
         """
         here = self.puller.here
         if here is not None and (self._staged is None or self._staged[0] != here.digest):
-            if not self.transport.reserve_buffer():
+            if not self.transport.try_reserve_buffer():
                 return  # until an engine has loaded older weights
             staged = self.transport.stage(here.version, self.puller.parameters())
-            self.transport.set_announced(staged)
+            self.transport.make_readable(staged)
             self._staged = here.digest, staged
         for index, engine in enumerate(engines):
             if here is not None and engine.wanted and engine.wanted["digest"] == here.digest:

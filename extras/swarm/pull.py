@@ -101,7 +101,9 @@ class PullTransport(Transport):
     def _forget_old(self) -> None:
         """Forget old snapshots that no host reads."""
         old = [
-            version for version in sorted(self._kept)[: -self.num_kept] if version != self.announced
+            version
+            for version in sorted(self._kept)[: -self.num_kept]
+            if version != self.readable_buffer
         ]
         read = [version for version in old if self.readers[version]][:MAX_READ]
         for version in set(old) - set(read):

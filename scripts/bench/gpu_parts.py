@@ -128,7 +128,7 @@ def _publish(pair: Pair, version: int, device: str) -> tuple[float, float]:
     stage_s, staged = timed(
         lambda: pair.transport.stage(version, pair.policy.sent_parameters()), device
     )
-    pair.transport.set_announced(staged)
+    pair.transport.make_readable(staged)
     load_s, _ = timed(lambda: pair.run(pair.proxy.load_weights(version, staged.messages)), device)
     return stage_s, load_s
 

@@ -213,7 +213,7 @@ def test_a_wait_in_vain_leaves_a_state_to_save_and_is_raised_by_the_next_batch(r
         controller.announcements.deferred = Announcement(1, 1, staged, (), evaluate=True)
         controller.snapshot()
     else:
-        run.transport.reserve_buffer = lambda: False
+        run.transport.try_reserve_buffer = lambda: False
         read = []
         with pytest.raises(RolloutEnded, match="waited 100 s for a free weight buffer"):
             controller.stage(1, (read.append(name) for name in "abc"))

@@ -29,7 +29,7 @@ class Session:
     def publish(self):
         self.version += 1
         staged = self.pair.transport.stage(self.version, self.pair.policy.sent_parameters())
-        self.pair.transport.set_announced(staged)
+        self.pair.transport.make_readable(staged)
         self.pair.run(self.pair.proxy.load_weights(self.version, staged.messages))
 
 

@@ -107,13 +107,13 @@ def test_a_worker_that_hangs_and_is_killed_while_it_receives_does_not_hold_up_th
     with transport() as sent:
         hanging, other = (Engine(sent.init_info(worker)) for worker in (0, 1))
         staged = sent.stage(0, parameters(0))
-        sent.set_announced(staged)
+        sent.make_readable(staged)
         hanging.goes_on.clear()
         with ThreadPoolExecutor(1) as thread:
             hung = thread.submit(receive, sent, 0, hanging, staged)
             receive(sent, 1, other, staged)
             assert other.holds(0) and not hung.done() and not hanging.weights
-            assert not sent.reserve_buffer(), "it is being sent"
+            assert not sent.try_reserve_buffer(), "it is being sent"
             sent.drop(0)
             hanging.is_killed = True
             hanging.goes_on.set()

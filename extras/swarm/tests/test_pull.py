@@ -121,7 +121,7 @@ class Network(Trainer):
 
     def announce(self):
         self.announced = self.version
-        self.transport.set_announced(Staged(self.version, []))
+        self.transport.make_readable(Staged(self.version, []))
 
     def begin_reading(self):
         self.reading.append(self.draw.choice(sorted(self.kept)))
