@@ -1,16 +1,16 @@
 """Tells whether an engine has the version that it reports, or an older one, by the trainer's change between versions.
 
 Engine and trainer round differently, in bfloat16 by more than a version changes. But rounding has no direction, and an
-older version lies back along the trainer's own change. Two slopes over all probe tokens measure this. `lag` is the
-engine's distance behind its version, and `lead` is its distance ahead of the version before. The change at a version
-is half of the difference between the next version and the one before. So its rounding is that of other versions than
-the compared one, and does not bias either slope.
+older version lies back along the trainer's own change. Two slopes over all probe tokens measure this.
+`versions_behind` is the engine's distance behind its version, and `versions_ahead` is its distance ahead of the version
+before. The change at a version is half of the difference between the next version and the one before. So its rounding
+is that of other versions than the compared one, and does not bias either slope.
 
-|                                   | lag | lead |
-|-----------------------------------|-----|------|
-| the version itself                | 0   | 1    |
-| half of its tensors               | 0.5 | 0.5  |
-| the version before                | 1   | 0    |
+| the engine has      | versions_behind | versions_ahead |
+|---------------------|-----------------|----------------|
+| the version itself  | 0               | 1              |
+| half of its tensors | 0.5             | 0.5            |
+| the version before  | 1               | 0              |
 
 Rounding in the changes divides both slopes by the same factor, so only their proportion decides.
 """
@@ -22,29 +22,31 @@ import numpy as np
 SURE = 6.0
 """Standard errors of a sure answer. Tokens round alike, so the true error is up to twice the computed one."""
 TOLERATED = 1 / 3
-"""Share of `lead` that `lag` must exceed in an alarm, because trainer and engine may always differ a little."""
+"""Share of `versions_ahead` that `versions_behind` must exceed in an alarm, because trainer and engine may always
+differ a little."""
 
 
 @dataclass(frozen=True)
-class EngineLag:
+class Arrival:
     """Distance of an engine behind the version that it reports."""
 
-    lag: float
-    """Versions behind."""
-    lag_error: float
+    versions_behind: float
+    """Versions behind the reported one."""
+    versions_behind_error: float
     """Its standard error."""
-    lead: float
+    versions_ahead: float
     """Versions ahead of the version before."""
-    behind: float
-    """Standard errors by which `lag` exceeds TOLERATED · `lead`."""
-    right: float
-    """Standard errors by which `lead` exceeds `lag`."""
+    late_sigmas: float
+    """Standard errors by which `versions_behind` exceeds TOLERATED · `versions_ahead`."""
+    current_sigmas: float
+    """Standard errors by which `versions_ahead` exceeds `versions_behind`."""
 
 
-def measure_lag(products: np.ndarray, squares: np.ndarray) -> EngineLag | None:
-    """Return the lag of an engine from sums over publishes, [2, N] float64 each, for lag and lead of N tokens.
+def measure_arrival(products: np.ndarray, squares: np.ndarray) -> Arrival | None:
+    """Return the distance of an engine behind its version from sums over publishes, [2, N] float64 each.
 
-    Returns None if no weight has changed.
+    The first row is for `versions_behind` and the second for `versions_ahead`, of N tokens each. Returns None if no
+    weight has changed.
 
     `products` are of changes and distances, `squares` of changes. A token is one observation however often it was
     compared, because its rounding persists.
@@ -52,18 +54,18 @@ def measure_lag(products: np.ndarray, squares: np.ndarray) -> EngineLag | None:
     totals = squares.sum(axis=1)
     if not totals.all():
         return None
-    lag, lead = slopes = products.sum(axis=1) / totals
+    versions_behind, versions_ahead = slopes = products.sum(axis=1) / totals
     errors = (products - slopes[:, None] * squares) / totals[:, None]
 
     def excess(weights: np.ndarray) -> float:
-        """Return a weighted sum of lag and lead in its standard errors."""
+        """Return a weighted sum of the two slopes in its standard errors."""
         error = np.linalg.norm(weights @ errors)
         return float(weights @ slopes / max(error, np.finfo(float).tiny))
 
-    return EngineLag(
-        float(lag),
+    return Arrival(
+        float(versions_behind),
         float(np.linalg.norm(errors[0])),
-        float(lead),
+        float(versions_ahead),
         excess(np.array([1, -TOLERATED])),
         excess(np.array([-1, 1])),
     )
@@ -83,7 +85,7 @@ class Arrivals:
         if version <= self._newest:
             return
         self._newest = version
-        if self.recent is not None and self.recent.behind <= 0:
+        if self.recent is not None and self.recent.late_sigmas <= 0:
             # A fault must not be diluted by versions before it.
             self._recent = np.zeros((2, 2, 1))
         two_before, before, same, after = (scores.astype(np.float64) for scores in trainer)
@@ -94,11 +96,11 @@ class Arrivals:
         self._recent = self._recent + sums
 
     @property
-    def whole(self) -> EngineLag | None:
-        """Return the lag over all compared versions."""
-        return measure_lag(*self._whole)
+    def whole(self) -> Arrival | None:
+        """Return the distance over all compared versions."""
+        return measure_arrival(*self._whole)
 
     @property
-    def recent(self) -> EngineLag | None:
-        """Return the lag since the engine was last nearer to its version than to older ones."""
-        return measure_lag(*self._recent)
+    def recent(self) -> Arrival | None:
+        """Return the distance since the engine was last nearer to its version than to older ones."""
+        return measure_arrival(*self._recent)

@@ -41,20 +41,21 @@ class EngineCheck:
                 self._has_warned = True
                 leader.run.record_event("warning", text=f"step {step}: {problem}")
                 print(f"warning: step {step}: {problem}", flush=True)
-        self._check_lag()
+        self._check_arrival()
 
-    def _check_lag(self) -> None:
+    def _check_arrival(self) -> None:
         """Look whether engines have older weights than they say. Raises RuntimeError if one surely has."""
         leader = self._leader
         for version, worker in leader.probe.compare_neighbours():
             arrivals = leader.probe.arrivals[worker]
             leader.run.record_event("lag", worker=worker, version=version, **asdict(arrivals.whole))
-            lag = arrivals.recent
-            if not lag.behind > SURE:
+            arrival = arrivals.recent
+            if not arrival.late_sigmas > SURE:
                 continue
             problem = (
                 f"worker {worker} has older weights than it says: at version {version} its log-probs of the probe lie "
-                f"{lag.lag:.2g} ± {lag.lag_error:.1g} versions behind, and {lag.lead:.2g} ahead of the version before. "
+                f"{arrival.versions_behind:.2g} ± {arrival.versions_behind_error:.1g} versions behind, and "
+                f"{arrival.versions_ahead:.2g} ahead of the version before. "
                 f"Every staleness is then recorded wrongly. Likely cause: --weight-sync {leader.placement.transport} "
                 "brings weights late, or only some of them; try another --weight-sync"
             )
@@ -68,7 +69,7 @@ class EngineCheck:
         """
         controller = self._leader.controller
         surety = [
-            (arrivals.whole.right if arrivals.whole else 0.0, worker)
+            (arrivals.whole.current_sigmas if arrivals.whole else 0.0, worker)
             for worker, arrivals in self._leader.probe.arrivals.items()
             if controller.is_believed(worker)
         ]

@@ -203,10 +203,10 @@ class Probe:
             is_new = _is_new(scores[0].tokens)
             arrivals = self.arrivals[worker]
             arrivals.add(version, engine[is_new], [score.logprobs[is_new] for score in scores])
-            if lag := arrivals.whole:
+            if arrival := arrivals.whole:
                 metrics = {
-                    "mismatch/versions_behind": lag.lag,
-                    "mismatch/versions_behind_error": lag.lag_error,
+                    "mismatch/versions_behind": arrival.versions_behind,
+                    "mismatch/versions_behind_error": arrival.versions_behind_error,
                 }
                 self._newest.setdefault(worker, {}).update(metrics)
                 compared.append((version, worker))

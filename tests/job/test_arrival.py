@@ -12,7 +12,7 @@ import torch
 from tiny_families import tiny_config
 from transformers import Qwen3ForCausalLM
 
-from asyncrl.job.arrival import SURE, Arrivals, measure_lag
+from asyncrl.job.arrival import SURE, Arrivals, measure_arrival
 
 DTYPES = ["float32", "bfloat16", "float16"]
 NUM_SEQUENCES, LENGTH = 32, 17
@@ -72,7 +72,7 @@ def first_alarm(trainer, engine) -> int | None:
     arrivals = Arrivals()
     for version in range(2, len(trainer) - 1):
         arrivals.add(version, engine[version], trainer[version - 2 : version + 2])
-        if arrivals.recent is not None and arrivals.recent.behind > SURE:
+        if arrivals.recent is not None and arrivals.recent.late_sigmas > SURE:
             return version + 1
     return None
 
@@ -98,8 +98,9 @@ def test_a_fault_is_sure_within_five_publishes_at_a_learning_rate_of_1e_4(dtype,
 def test_an_engine_that_has_its_versions_is_never_behind_and_surely_right(dtype):
     trainer, whole, _ = scores_of(dtype, 9)
     assert first_alarm(trainer, whole) is None
-    lag = arrivals_of(trainer, whole).whole
-    assert lag.right > SURE and abs(lag.lag) < 0.05 < 0.8 < lag.lead < 1.2
+    arrival = arrivals_of(trainer, whole).whole
+    assert arrival.current_sigmas > SURE
+    assert abs(arrival.versions_behind) < 0.05 < 0.8 < arrival.versions_ahead < 1.2
 
 
 @pytest.mark.slow
@@ -125,8 +126,8 @@ def test_without_a_change_nothing_can_be_told(noise):
     trainer = [rng.normal(0, noise, 1000) for _ in range(30)]
     engine = [rng.normal(0, noise, 1000) for _ in range(30)]
     assert first_alarm(trainer, engine) is None
-    lag = arrivals_of(trainer, engine).whole
-    assert lag is None if noise == 0 else lag.right < SURE
+    arrival = arrivals_of(trainer, engine).whole
+    assert arrival is None if noise == 0 else arrival.current_sigmas < SURE
 
 
 def test_a_constant_difference_between_trainer_and_engine_is_no_lag():
@@ -145,11 +146,13 @@ def test_slopes_and_their_errors_are_those_of_least_squares():
     products, squares = (changes * distances).sum(axis=0), (changes**2).sum(axis=0)
     slope = np.linalg.lstsq(changes.reshape(-1, 1), distances.flatten())[0][0]
     meat = sum((changes[:, i] @ (distances[:, i] - slope * changes[:, i])) ** 2 for i in range(40))
-    lag = measure_lag(np.stack([products, products]), np.stack([squares, squares]))
-    assert lag.lag == lag.lead == pytest.approx(slope)
-    assert lag.lag_error == pytest.approx(meat**0.5 / (changes**2).sum())
-    assert lag.behind == pytest.approx(lag.lag / lag.lag_error) and lag.right == pytest.approx(0)
-    assert measure_lag(np.zeros((2, 40)), np.zeros((2, 40))) is None
+    arrival = measure_arrival(np.stack([products, products]), np.stack([squares, squares]))
+    assert arrival.versions_behind == arrival.versions_ahead == pytest.approx(slope)
+    assert arrival.versions_behind_error == pytest.approx(meat**0.5 / (changes**2).sum())
+    late_sigmas = arrival.versions_behind / arrival.versions_behind_error
+    assert arrival.late_sigmas == pytest.approx(late_sigmas)
+    assert arrival.current_sigmas == pytest.approx(0)
+    assert measure_arrival(np.zeros((2, 40)), np.zeros((2, 40))) is None
 
 
 def test_a_version_that_is_scored_again_counts_once():

@@ -124,7 +124,7 @@ def test_an_engine_that_is_a_version_late_ends_the_run_and_one_that_is_not_is_su
         pair.perturb()
     leader.engine_check.finish()
     assert capsys.readouterr().out == "" and len(leader.probe.arrivals) == 2
-    assert leader.probe.arrivals[0].whole.lead > 0.5
+    assert leader.probe.arrivals[0].whole.versions_ahead > 0.5
     leader, before = Leader(pair), sent(pair)
     leader.engine_check._allowed = 1e9  # as if rounding were large
     with pytest.raises(RuntimeError, match=r"^worker 0 has older weights .+ at version \d its"):
