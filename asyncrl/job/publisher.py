@@ -56,9 +56,12 @@ class Publisher:
             probe.choose(probe_source, self.policy, self.rank.cluster)
         probe.score(self.policy, version)
 
-    def stage_and_announce(self, trainer_version: int, gathering_weights: Weights) -> None:
-        """Gather the policy's weights; collective. A leader also stages and announces weights."""
-        gather_only(gathering_weights)
+    def stage_and_announce(self, trainer_version: int, lazy_weights: Weights) -> None:
+        """Gather the policy's weights; collective. A leader also stages and announces weights.
+
+        Reading `lazy_weights` is the collective: all ranks gather each weight together.
+        """
+        gather_only(lazy_weights)
 
     def check_engines(self, step: int) -> None:
         """Compare the engines' scores with the trainer's, on a leader."""
@@ -98,10 +101,10 @@ class LeadingPublisher(Publisher):
         """Copies of weights, from the announced version to the trainer's, oldest first. It is empty without
         publish_delay, and after the last step."""
 
-    def stage_and_announce(self, trainer_version: int, gathering_weights: Weights) -> None:
+    def stage_and_announce(self, trainer_version: int, lazy_weights: Weights) -> None:
         """Copy the weights to announce into the transport when it has room, and announce them to the workers."""
         controller = self.rank.controller
-        version, weights = self._choose_weights(trainer_version, gathering_weights)
+        version, weights = self._choose_weights(trainer_version, lazy_weights)
         # `take_back_deferred` always runs. Else an evaluation that ends during `stage` would announce a buffer that is
         # being overwritten.
         asked_before = controller.take_back_deferred()
@@ -120,7 +123,7 @@ class LeadingPublisher(Publisher):
             Announcement(version, trainer_version, staged, probe, evaluates)
         )
 
-    def _choose_weights(self, trainer_version: int, gathering_weights: Weights) -> VersionedWeights:
+    def _choose_weights(self, trainer_version: int, lazy_weights: Weights) -> VersionedWeights:
         """Return the version to announce, and its weights.
 
         They are gathered when they are read, or copies that were held back. After the last step no version follows, so
@@ -129,13 +132,13 @@ class LeadingPublisher(Publisher):
         if trainer_version == self.config.steps:
             self._held_back.clear()
         elif self.config.publish_delay:
-            self._hold_back(trainer_version, gathering_weights)
+            self._hold_back(trainer_version, lazy_weights)
             return self._take_weights_to_announce(trainer_version)
-        return trainer_version, gathering_weights
+        return trainer_version, lazy_weights
 
-    def _hold_back(self, version: int, gathering_weights: Weights) -> None:
+    def _hold_back(self, version: int, lazy_weights: Weights) -> None:
         """Gather the policy's weights in copies on the CPU; collective."""
-        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in gathering_weights]
+        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in lazy_weights]
         self._held_back.append((version, copies))
 
     def _take_weights_to_announce(self, trainer_version: int) -> VersionedWeights:
