@@ -10,7 +10,7 @@ T is the length of a trajectory in tokens, prompt included. The life of a trajec
    `RolloutWorker.flush` → the message `Finished`.
 3. Controller: `Controller.on_message` → `finish_tickets` (its slot is free) → `_on_trajectory` → `Dispatcher.add` →
    `SampleBuffer.add` → `find_batch` → `consume`. The trajectory of an evaluation goes to `Evaluation.add`.
-4. Trainer: `Leader.take_batch` → `share_batch` → `sequences_by_update` → `_segments` → `distribute` →
+4. Trainer: `Leader.take_batch` → `share_batch` → `sequences_by_minibatch` → `_segments` → `distribute` →
    `scatter_on_node` → `Policy.train_step` → `pack_to_train` → `pack` → `_per_token_loss` → `_loss_inputs` → the loss.
 
 asyncrl/controller/controller.py has the death of a worker, and cancellation.

@@ -26,7 +26,7 @@ def share_batch(
 ) -> RankShare:
     """Give each trajectory its advantage, and share the step's groups among the node's ranks; collective.
 
-    Returns this rank's part, [update][micro-batch] → bundles.
+    Returns this rank's part, [minibatch][micro-batch] → bundles.
 
     `groups` is the node's batch on its leader, and None on other ranks. Ranks get about equal tokens.
     """
@@ -35,7 +35,7 @@ def share_batch(
     if groups is not None:
         check_segments(groups, policy.config, policy.loss)
         shares = distribute(
-            sequences_by_update(groups, policy.config, cluster, step),
+            sequences_by_minibatch(groups, policy.config, cluster, step),
             len(cluster.local_ranks),
             policy.config.max_tokens_per_microbatch,
             policy.module.layout,
@@ -58,13 +58,12 @@ def check_segments(groups: list[Group], config: Config, loss: Callable) -> None:
         )
 
 
-def sequences_by_update(
+def sequences_by_minibatch(
     groups: list[Group], config: Config, cluster: Cluster, step: int
 ) -> list[list[TrainSequence]]:
     """Shuffle groups, estimate advantages, and split the groups over minibatches; collective over leaders.
 
-    Returns this node's part, [update][sequence]. A minibatch makes an update. Raises RuntimeError for a reward
-    that is not finite.
+    Returns this node's part, [minibatch][sequence]. Raises RuntimeError for a reward that is not finite.
     """
     groups = shuffle_groups(groups, config, step)
     advantages = estimate_advantages(groups, config, cluster, step)

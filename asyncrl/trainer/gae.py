@@ -71,17 +71,17 @@ def gae(rewards: Tensor, values: Tensor, sequence_ids: Tensor, gamma: float, lam
 
 
 def estimate_step(
-    updates: list[list[MicroBatch]],
+    minibatches: list[list[MicroBatch]],
     sum_over_ranks: Callable[[Tensor], Tensor],
     options: AdvantageOptions,
 ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-    """Give the tokens of a step's micro-batches, [update][micro-batch], their own advantages and returns.
+    """Give the tokens of a step's micro-batches, [minibatch][micro-batch], their own advantages and returns.
 
     On entry, the advantages of a micro-batch are the rewards of its sequences.
     Also returns the share of the returns' variance that the values explain: 1 for right values, 0 for a constant. It is
     absent if all returns are equal.
     """
-    estimates = [_estimate(batch, options) for batch in itertools.chain(*updates)]
+    estimates = [_estimate(batch, options) for batch in itertools.chain(*minibatches)]
     mean, variance = _moments(torch.cat(estimates, dim=1), sum_over_ranks)
     if options.whiten:
         for estimate in estimates:
@@ -91,7 +91,7 @@ def estimate_step(
         metrics["value/explained_variance"] = float(1 - variance[2] / variance[1])
     remaining = iter(estimates)
     return [
-        [_with_estimate(batch, next(remaining)) for batch in update] for update in updates
+        [_with_estimate(batch, next(remaining)) for batch in minibatch] for minibatch in minibatches
     ], metrics
 
 

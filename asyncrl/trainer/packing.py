@@ -1,7 +1,8 @@
 """Packs sequences into rows without waste. No model is needed.
 
 The completions of an episode make a trajectory, in one or more segments. A segment becomes a TrainSequence. A bundle is
-a sequence, or several with a shared prefix. Bundles fill a micro-batch, and micro-batches make an optimizer update.
+a sequence, or several with a shared prefix. Bundles fill a micro-batch, and micro-batches make a
+minibatch. Each epoch makes one optimizer update of each minibatch.
 asyncrl/records.py lists the calls from the buffer to the loss.
 """
 
@@ -80,7 +81,7 @@ class Bundle(Protocol):
 
 
 RankShare = list[list[list[Bundle]]]
-"""A rank's share of a step: [update][micro-batch] → bundles."""
+"""A rank's share of a step: [minibatch][micro-batch] → bundles. Each epoch makes an update of each minibatch."""
 _TWO_PADS = np.zeros(2, dtype=np.int64)
 _NOTHING_TO_TRAIN = TrainSequence.to_score(_TWO_PADS, _TWO_PADS > 0)
 """Dummy for a rank without data, which must still join FSDP's collectives. One token would need another kernel."""
@@ -159,19 +160,19 @@ def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]
 
 def tokens_read(share: RankShare) -> Tensor:
     """Count the tokens in one pass over a rank's share of a step, [] float64."""
-    bundles = [bundle for update in share for microbatch in update for bundle in microbatch]
+    bundles = [bundle for minibatch in share for microbatch in minibatch for bundle in microbatch]
     return torch.tensor(sum(bundle.num_tokens for bundle in bundles), dtype=torch.float64)
 
 
 def with_equal_counts(share: RankShare) -> RankShare:
-    """Add empty micro-batches to [update][micro-batch] → bundles, so that all ranks have equally many; collective.
+    """Add empty micro-batches to [minibatch][micro-batch] → bundles, so that all ranks have equally many; collective.
 
     FSDP's collectives need the same number on all ranks.
     """
-    counts = torch.tensor([len(update) for update in share])
+    counts = torch.tensor([len(minibatch) for minibatch in share])
     dist.all_reduce(counts, dist.ReduceOp.MAX)
     empty = [[] for _ in range(int(counts.max()))]
-    return [(update + empty)[:count] for update, count in zip(share, counts, strict=True)]
+    return [(minibatch + empty)[:count] for minibatch, count in zip(share, counts, strict=True)]
 
 
 def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> MicroBatch:

@@ -83,7 +83,7 @@ class Policy(WholeWeights):
     def split_over_ranks(
         self, sequences: list[TrainSequence], num_ranks: int
     ) -> list[list[Bundle]]:
-        """Split the sequences of an update over ranks: [rank] → bundles, about equal tokens each."""
+        """Split the sequences of a minibatch over ranks: [rank] → bundles, about equal tokens each."""
         for plugin in self.plugins:
             bundles = plugin.split_over_ranks(sequences, num_ranks)
             if bundles is not None:
@@ -91,11 +91,11 @@ class Policy(WholeWeights):
         return split_evenly(sequences, num_ranks)
 
     def train_step(self, share: RankShare, policy_version: int) -> dict[str, float]:
-        """Make the optimizer updates of one step on this rank's share, [update][micro-batch] → bundles; collective.
+        """Make a step's optimizer updates on this rank's share, [minibatch][micro-batch] → bundles; collective.
 
-        `policy_version` is the version of the weights now. Each epoch makes the same updates; after the first
-        epoch, seed, version and epoch draw their order. Proximal log-probs and values are those of the weights before
-        the first update.
+        `policy_version` is the version of the weights now. Each epoch makes an update of each minibatch; after the
+        first epoch, seed, version and epoch draw their order. Proximal log-probs and values are those of the weights
+        before the first update.
 
         Returns metrics by their names in the log, equal on all ranks. `loss/total`, `grad_norm` (before clipping) and
         `changed_weights` (share of weights that an update changes in bfloat16) are means over the updates. `loss/lr` is
@@ -145,13 +145,13 @@ class Policy(WholeWeights):
     ) -> list[list[MicroBatch]]:
         """Pack a step, and add the initial scores that it needs (see `train_step`); collective."""
         microbatches = [
-            [self.pack_to_train(bundles, policy_version) for bundles in update]
-            for update in with_equal_counts(share)
+            [self.pack_to_train(bundles, policy_version) for bundles in minibatch]
+            for minibatch in with_equal_counts(share)
         ]
         if has_proximal or self.module.value_head is not None:
             microbatches = [
-                [self._with_initial_scores(microbatch, has_proximal) for microbatch in update]
-                for update in microbatches
+                [self._with_initial_scores(microbatch, has_proximal) for microbatch in minibatch]
+                for minibatch in microbatches
             ]
         return microbatches
 

@@ -1,4 +1,4 @@
-"""Splits the sequences of an update over ranks and micro-batches, with about equal work for each rank."""
+"""Splits the sequences of a minibatch over ranks and micro-batches, with about equal work for each rank."""
 
 from collections.abc import Callable
 
@@ -23,20 +23,20 @@ def split_evenly(bundles: list[Bundle], num_ranks: int) -> list[list[Bundle]]:
 
 
 def distribute(
-    updates: list[list[TrainSequence]],
+    minibatches: list[list[TrainSequence]],
     num_ranks: int,
     max_tokens: int,
     layout: Layout = "short_rows",
     split_over_ranks: Callable[[list[TrainSequence], int], list[list[Bundle]]] = split_evenly,
 ) -> list[RankShare]:
-    """Split the sequences of each optimizer update over ranks: [rank][update][micro-batch] → bundles.
+    """Split the sequences of each minibatch over ranks: [rank][minibatch][micro-batch] → bundles.
 
     `split_over_ranks` is that of Policy, and `layout` that of pack. A micro-batch has at most `max_tokens`. Ranks may
     get different numbers of micro-batches.
     """
     shares: list[RankShare] = [[] for _ in range(num_ranks)]
-    for update in updates:
-        for share, bundles in zip(shares, split_over_ranks(update, num_ranks), strict=True):
+    for minibatch in minibatches:
+        for share, bundles in zip(shares, split_over_ranks(minibatch, num_ranks), strict=True):
             share.append(fill_microbatches(bundles, max_tokens, layout))
     return shares
 

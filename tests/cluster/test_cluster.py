@@ -14,7 +14,7 @@ from tiny_policy import assert_same_gradient, load
 from asyncrl.cluster.cluster import Cluster, form_cluster, join, wait_for_ranks
 from asyncrl.cluster.node_watch import NodeWatch
 from asyncrl.config import Config
-from asyncrl.trainer.batch import sequences_by_update
+from asyncrl.trainer.batch import sequences_by_minibatch
 from asyncrl.trainer.splitting import distribute
 
 CASES = {"reinforce": 1, "reinforce_baseline": 2, "grpo": 4}
@@ -49,7 +49,9 @@ def test_two_nodes_give_the_gradient_and_metrics_of_one_with_any_number_of_repli
 ):
     found, configs = two_nodes
     alone = dataclasses.replace(configs[case], replicas=1)
-    updates = sequences_by_update(groups_of_node(0) + groups_of_node(1), alone, Cluster(), step=1)
+    updates = sequences_by_minibatch(
+        groups_of_node(0) + groups_of_node(1), alone, Cluster(), step=1
+    )
     policy = load(alone)
     gradients = record_gradients(policy)
     (share,) = distribute(updates, 1, 100_000, policy.module.layout, policy.split_over_ranks)

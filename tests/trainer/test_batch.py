@@ -14,7 +14,7 @@ from asyncrl.config import AdvantageOptions, Config
 from asyncrl.records import Group
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.aggregation import UpdateTotals, token_weights
-from asyncrl.trainer.batch import check_segments, sequences_by_update, share_batch
+from asyncrl.trainer.batch import check_segments, sequences_by_minibatch, share_batch
 from asyncrl.trainer.lag_stats import staleness_metrics
 from asyncrl.trainer.packing import pack
 from asyncrl.trainer.splitting import distribute, split_evenly
@@ -48,7 +48,7 @@ def make_groups():
 
 def updates_of(groups, step=STEP, cluster=None, **options):
     config = Config(groups_per_step=len(groups), group_size=3, max_response_tokens=6, **options)
-    return sequences_by_update(groups, config, cluster or Cluster(), step)
+    return sequences_by_minibatch(groups, config, cluster or Cluster(), step)
 
 
 def by_all(rewards, group_ids, staleness):
@@ -118,7 +118,7 @@ def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_d
     )
     cluster = UnsentShares(ranks_of_nodes=((0, 1),))
     shares = share_batch(groups, 3, policy, cluster)
-    updates = sequences_by_update(groups, config, cluster, 3)
+    updates = sequences_by_minibatch(groups, config, cluster, 3)
     assert repr(shares) == repr(distribute(updates, 2, 12, "row_each", split_over_ranks))
     assert repr(shares) != repr(distribute(updates, 2, 12, "row_each"))
     assert policy.clock.take().spans[-1][0] == "gather"
@@ -174,7 +174,7 @@ def test_groups_that_do_not_divide_are_dealt_whole_and_minibatches_differ_by_one
         for i, group in enumerate((make_groups() * 3)[:num_groups])
     ]
     config = Config(group_size=3, max_response_tokens=6, minibatches=minibatches)
-    updates = sequences_by_update(groups, config, Cluster(), STEP)
+    updates = sequences_by_minibatch(groups, config, Cluster(), STEP)
     ids = [{sequence.group_id for sequence in update} for update in updates]
     assert len(updates) == minibatches and sum(map(len, ids)) == num_groups
     assert set.union(*ids) == {*range(num_groups)}
