@@ -200,12 +200,12 @@ class Policy(WholeWeights):
     ) -> TokenScores:
         """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out.
 
-        Each plugin wraps the call; the last one is outermost. Without plugins it is `_call_module`.
+        Each plugin wraps the call: last plugin → … → first plugin → `_score_without_plugins` → `TokenLogprobs.forward`.
         """
         config = self.config
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
         sampling = Sampling() if raw else sampling
-        score = functools.partial(_call_module, sampling, reads_top=config.centering)
+        score = functools.partial(_score_without_plugins, sampling, reads_top=config.centering)
         for plugin in self.plugins:
             score = functools.partial(plugin.forward, score)
         return score(module, microbatch, attention_kwargs=None)  # None: those of the micro-batch
@@ -381,7 +381,7 @@ def _loss_inputs(microbatch: MicroBatch, logprobs: Tensor, progress: float) -> L
     )
 
 
-def _call_module(
+def _score_without_plugins(
     sampling: Sampling,
     module: TokenLogprobs,
     microbatch: MicroBatch,
