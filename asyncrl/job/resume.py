@@ -4,6 +4,15 @@ runs/NAME/checkpoints/step_N has weights for people. Its folder resume/ has shar
 controller's state of node K in node_K.msgpack, and versions that publish_delay holds back. manifest.json there has the
 digest of every file. A checkpoint appears by one rename. A file that is truncated or changed later is detected.
 
+| a checkpoint has | where | written by | restored by |
+|---|---|---|---|
+| weights, optimizer, random generators | shards | `training_state` | `restore_training_state` |
+| buffer, queue, partial responses | node_K.msgpack | `Controller.snapshot` | `Controller._restore` |
+| held-back weights | held_back/ | `held_back_to_save` | `_read_held_back` |
+| probe, its scores | manifest, `NodeFacts` | `Probe.state` | `Rank.probe` |
+| lengths of the records | manifest, `NodeFacts` | `RunDirectory.record_bytes` | `continue_records` |
+| digest of the problems | manifest, `NodeFacts` | `PromptSource.digest` | `check_is_unchanged` compares it |
+
 A resumed run restores in this order: options (command_line.py), checkpoint (start_rank), controller (lead), policy and
 then record files (Checkpoints.restore_policy_and_run_folder), weights that are held back, the probe (Rank.probe) and
 the published version (Publisher), and the totals of the step log (StepLog.__enter__).
