@@ -111,6 +111,7 @@ def write_shards(state: dict[str, Tensor], folder: Path | str, group: dist.Proce
     Raises OSError on all ranks, in one line, if it fails on one.
     """
     num_ranks = dist.get_world_size(group)
+    # A DTensor's nbytes is global. A rank writes about 1/num_ranks of it.
     ends = itertools.accumulate(tensor.nbytes // num_ranks for tensor in state.values())
     # Rank 0 numbers the files of all ranks, from 1. Tensors that it lacks go to file 0.
     file_numbers = defaultdict(
@@ -149,6 +150,8 @@ def restore_training_state(policy: "Policy", folder: str, group: dist.ProcessGro
                 f"{folder} has {difference}: it is of another model, or of other --optim.args"
             )
     state = {name: tensor for name, tensor in state.items() if name in shapes}
+    # `state` has the policy's live tensors, so this sets them, and undoes the update of `make_tensors`. Generators give
+    # copies, so they are set below.
     _load(state, folder, group)
     for name, generator in _generators().items():
         if name in state:
