@@ -167,7 +167,10 @@ def load_controller_state(checkpoint: Checkpoint, cluster: Cluster) -> Controlle
 
 
 def resume_command(run: Path | None) -> str:
-    """Return the command that continues a stopped run, or the reason why it cannot; `run` is None before its start."""
+    """Return the command that continues a stopped run, or the reason why it cannot; `run` is None before its start.
+
+    If nodes share no folder, a run saves only weights (Checkpoints._save_only_weights).
+    """
     saved = list_checkpoints(run / "checkpoints") if run else []
     if saved:
         launcher, words = "python", []
@@ -178,4 +181,10 @@ def resume_command(run: Path | None) -> str:
         program = os.path.relpath(Path(__file__).parents[2] / "train_async.py")
         how = shlex.join([str(Path(sys.executable).with_name(launcher)), *words, program])
         return f"continue from step {parse_step(saved[-1])}: {how} --resume {shlex.quote(str(run))}"
+    weights = sorted((run / "checkpoints").glob("step_*"), key=parse_step) if run else []
+    if weights and parse_step(weights[-1]) >= 0:
+        return (
+            "only its weights are saved, because nodes share no --runs-dir; begin a new run with "
+            f"--model {shlex.quote(str(weights[-1]))}"
+        )
     return "nothing is saved yet; --save-every N saves on the way"

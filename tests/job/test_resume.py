@@ -296,3 +296,15 @@ def test_a_run_that_was_stopped_says_what_to_type_from_any_folder(tmp_path, monk
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     launcher, *options = shlex.split(resume_command(run).partition(": ")[2])
     assert Path(launcher).name == "python" and options == [program, "--resume", str(run)]
+
+
+def test_a_run_that_was_stopped_on_nodes_that_share_no_folder_says_where_its_weights_are(tmp_path):
+    run = tmp_path / "my run"
+    (run / "checkpoints" / "step_4.tmp").mkdir(parents=True)
+    assert resume_command(run) == "nothing is saved yet; --save-every N saves on the way"
+    for step in (4, 12):
+        (run / "checkpoints" / f"step_{step}").mkdir()
+    line = resume_command(run)
+    assert line.startswith("only its weights are saved, because nodes share no --runs-dir; ")
+    words = shlex.split(line.rpartition("; ")[2])
+    assert words == ["begin", "a", "new", "run", "with", "--model", f"{run}/checkpoints/step_12"]
