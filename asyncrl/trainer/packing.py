@@ -245,9 +245,7 @@ def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
             )
 
     targets = [sequence.tokens[sequence.loss_mask] for sequence in sequences]
-    # A trajectory without a sampled token has no likeliest tokens.
-    with_columns = [sequence for sequence in sequences if sequence.num_trained] or sequences
-    columns = [slice_columns(sequence, sequence.loss_mask) for sequence in with_columns]
+    columns = [slice_columns(sequence, sequence.loss_mask) for sequence in sequences]
     num_trained = torch.tensor([sequence.num_trained for sequence in sequences])
     trained_in_trajectory = [
         sequence.trained_in_trajectory or sequence.num_trained for sequence in sequences
