@@ -29,8 +29,9 @@ from scripts.table import COLUMNS, grouped, show, sort_key
 SERIES = {
     "reward": "reward/mean", "staleness_mean": "staleness/mean", "staleness_max": "staleness/max",
     "step_s": "time/step_s", "samples": "samples", "drift_k3": "drift/k3", "entropy": "loss/entropy", "ess": "loss/ess",
+    "gradient_cosine": "loss/gradient_cosine", "drift_term": "loss/drift_term", "head_mass": "loss/head_mass",
 }  # fmt: skip
-"""What a cell keeps of every step: its name in the record and in metrics.jsonl."""
+"""What a cell keeps of every step, if a run has it: its name in the record and in metrics.jsonl."""
 LATE_COLUMNS = {
     "drift/k3": ("KL(behavior ‖ current), nats per token", "{:.4f}"),
     "loss/entropy": ("entropy, nats per token", "{:.3f}"), "loss/ess": ("effective sample size", "{:.3f}"),
@@ -81,7 +82,10 @@ def record_of(run: Run) -> dict:
         name: None if math.isnan(number) else number for name, number in numbers.items()
     }
     record["series"] = {
-        name: [float(f"{value:.7g}") for value in run.metrics[metric].astype(float)]
+        name: [
+            None if math.isnan(value) else float(f"{value:.7g}")
+            for value in run.metrics[metric].astype(float)
+        ]
         for name, metric in SERIES.items()
         if metric in run.metrics
     }
@@ -166,7 +170,8 @@ def reward_by_version(record: dict) -> pd.Series:
     With publish delay K and async_ratio 0 that is exactly version max(0, s − 1 − K); version 0 sampled K + 1 batches,
     which are averaged. With an async_ratio the mean version of a batch counts, and rewards are interpolated between.
     """
-    reward, staleness = (np.array(record["series"][name]) for name in ("reward", "staleness_mean"))
+    names = ("reward", "staleness_mean")
+    reward, staleness = (np.array(record["series"][name], dtype=float) for name in names)
     by_version = pd.Series(reward, np.arange(len(reward)) - staleness).groupby(level=0).mean()
     versions = np.arange(math.ceil(by_version.index[0]), math.floor(by_version.index[-1]) + 1)
     return pd.Series(np.interp(versions, by_version.index, by_version), versions)
