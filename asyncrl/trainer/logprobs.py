@@ -19,15 +19,6 @@ from asyncrl.trainer.sampling import Sampling, sampling_logits
 
 CHUNK_ROWS = 1024
 """Trained tokens in one pass of the head: the most rows of any tensor [tokens, vocabulary]."""
-CPU_CHUNK_BYTES = 1 << 30
-"""Size of the logits of one chunk on a CPU, float32. Chunks beside the last one are computed twice."""
-
-
-def chunk_rows_on(device_type: str, vocab_size: int) -> int:
-    """Return the rows of a chunk: as many as fit on a CPU; on a GPU CHUNK_ROWS, which its memory plan counts."""
-    if device_type != "cpu":
-        return CHUNK_ROWS
-    return max(CHUNK_ROWS, CPU_CHUNK_BYTES // (4 * vocab_size))
 
 
 class TokenScores(NamedTuple):

@@ -27,7 +27,7 @@ from asyncrl.config import Config
 from asyncrl.trainer.attention import choose_attention
 from asyncrl.trainer.families import read_config
 from asyncrl.trainer.gae import ValueHead
-from asyncrl.trainer.logprobs import TokenLogprobs, chunk_rows_on
+from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.lora import (
     add_adapters,
     initial_adapters,
@@ -72,8 +72,7 @@ def load_model(
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
-    rows = chunk_rows_on(device.type, hf_config.get_text_config().vocab_size)
-    module = TokenLogprobs(model.eval(), rows, trains_entropy=config.optim.entropy_coef > 0)
+    module = TokenLogprobs(model.eval(), trains_entropy=config.optim.entropy_coef > 0)
     if is_trained and config.advantage == "gae":
         module.value_head = ValueHead(model.get_output_embeddings().in_features)
     layers = layers_of(model)

@@ -187,7 +187,9 @@ def step_and_count_changes(optimizer: Optimizer, parameters: list[Tensor]) -> Te
     weights_before = [_compared_weights(parameter) for parameter in parameters]
     optimizer.step()
     pairs = zip(weights_before, parameters, strict=True)
-    num_changed = sum((weights != _compared_weights(parameter)).sum() for weights, parameter in pairs)
+    num_changed = sum(
+        (weights != _compared_weights(parameter)).sum() for weights, parameter in pairs
+    )
     num_compared = sum(weights.numel() for weights in weights_before)
     return torch.stack([num_changed, torch.full_like(num_changed, num_compared)])
 

@@ -7,7 +7,6 @@ from tiny_policy import load, make_config, random_sequences
 from user_files import write_user_code
 
 from asyncrl.config import Config, OptimOptions
-from asyncrl.trainer.logprobs import CHUNK_ROWS, chunk_rows_on
 from asyncrl.trainer.optimizer import (
     BLOCK_WEIGHTS,
     choose_lr,
@@ -115,13 +114,10 @@ def test_of_a_large_parameter_every_16th_block_is_compared_and_of_a_small_one_al
     large = torch.nn.Parameter(torch.ones(40, BLOCK_WEIGHTS + 10))
     small.grad, large.grad = torch.zeros_like(small), torch.zeros_like(large)
     small.grad[1] = 1  # 7 weights
-    large.grad.view(-1)[: 17 * BLOCK_WEIGHTS + 5] = 1  # blocks 0 and 16, and in block 17, which is left out
+    large.grad.view(-1)[: 17 * BLOCK_WEIGHTS + 5] = (
+        1  # blocks 0 and 16, and in block 17, which is left out
+    )
     counts = step_and_count_changes(torch.optim.SGD([small, large], lr=0.1), [small, large])
     assert counts.tolist() == [7 + 2 * BLOCK_WEIGHTS, 21 + 3 * BLOCK_WEIGHTS]
     again = step_and_count_changes(torch.optim.SGD([small, large], lr=1e-6), [small, large])
     assert again.tolist() == [0, 21 + 3 * BLOCK_WEIGHTS], "less than bfloat16 shows"
-
-
-def test_a_chunk_of_the_head_has_up_to_a_gib_of_logits_on_a_cpu_and_what_is_planned_on_a_gpu():
-    assert chunk_rows_on("cpu", 49_152) == 5461 and chunk_rows_on("cpu", 10**6) == CHUNK_ROWS
-    assert chunk_rows_on("cuda", 49_152) == CHUNK_ROWS
