@@ -62,8 +62,8 @@ DEFAULT_LRS = {10e6: 1e-3, 400e6: 4e-5, math.inf: 1e-6}
 
 The first was measured with 0.12 million (docs/staleness.md), and the second with 135 million (results/smollm2). Twice
 the second made replies empty (results/environments/verifiers.toml). The third is the default of TRL's GRPOConfig."""
-BLOCK_WEIGHTS, COMPARED_EVERY = 4096, 16
-"""Of a large shard every 16th block of 4,096 weights is compared: on a CPU all would take a tenth of a step."""
+LARGEST_WHOLE, BLOCK_WEIGHTS, COMPARED_EVERY = 1 << 20, 4096, 16
+"""Of a shard of more than a million weights every 16th block of 4,096 is compared: on a CPU all take 7 % of a step."""
 LORA_FACTOR = 10
 """Learning rate of adapters, divided by that of full weights: https://thinkingmachines.ai/blog/lora."""
 MAX_LR_FACTOR = 10
@@ -198,7 +198,7 @@ def step_and_count_changes(optimizer: Optimizer, parameters: list[Tensor]) -> Te
 def _compared_weights(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a float32 parameter in the dtype of engines; of a large one some blocks."""
     shard = own_shard(parameter).flatten()
-    if shard.numel() > COMPARED_EVERY * BLOCK_WEIGHTS:
+    if shard.numel() > LARGEST_WHOLE:
         num_whole = shard.numel() // BLOCK_WEIGHTS * BLOCK_WEIGHTS
         shard = shard[:num_whole].view(-1, BLOCK_WEIGHTS)[::COMPARED_EVERY]
     return shard.to(torch.bfloat16)
