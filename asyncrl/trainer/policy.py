@@ -339,13 +339,12 @@ class Policy(WholeWeights):
             )
         for group, scale in zip(self.optimizer.param_groups, self._lr_scales, strict=True):
             group["lr"] = lr * scale
-        parameters = self._clipped[0]
-        num_changed = step_and_count_changes(self.optimizer, parameters)
-        num_weights = self.config.replicas * sum(parameter.numel() for parameter in parameters)
+        counts = step_and_count_changes(self.optimizer, self._clipped[0])
         self.optimizer.zero_grad()
         self.num_updates += 1
-        # Reading the sum waits for the device, too.
-        changed_weights = float(self.sum_over_ranks(num_changed)) / num_weights
+        # Reading the sums waits for the device, too.
+        num_changed, num_compared = self.sum_over_ranks(counts).tolist()
+        changed_weights = num_changed / num_compared
         self.clock.enter("forward_backward")
         return {
             "loss/total": loss,

@@ -7,7 +7,14 @@ from tiny_policy import load, make_config, random_sequences
 from user_files import write_user_code
 
 from asyncrl.config import Config, OptimOptions
-from asyncrl.trainer.optimizer import choose_lr, learning_rate, make_optimizer, try_optimizer
+from asyncrl.trainer.optimizer import (
+    BLOCK_WEIGHTS,
+    choose_lr,
+    learning_rate,
+    make_optimizer,
+    step_and_count_changes,
+    try_optimizer,
+)
 
 SHARES = np.arange(1, 9) / 8
 """Of the updates after warm-up, how many are made."""
@@ -100,3 +107,17 @@ def test_groups_of_a_users_optimizer_keep_their_share_of_the_learning_rate(tmp_p
     measured = policy.train_step([[random_sequences(4)]], policy_version=11)
     assert measured["loss/lr"] == 0.5 / 2, "the first of two updates of warm-up"
     assert [group["lr"] for group in policy.optimizer.param_groups] == [0.25 * 0.5 / 2]
+
+
+def test_of_a_large_parameter_every_16th_block_is_compared_and_of_a_small_one_all():
+    small = torch.nn.Parameter(torch.ones(3, 7))
+    large = torch.nn.Parameter(torch.ones(300, BLOCK_WEIGHTS + 10))
+    small.grad, large.grad = torch.zeros_like(small), torch.zeros_like(large)
+    small.grad[1] = 1  # 7 weights
+    large.grad.view(-1)[: 17 * BLOCK_WEIGHTS + 5] = (
+        1  # blocks 0 and 16, and in block 17, which is left out
+    )
+    counts = step_and_count_changes(torch.optim.SGD([small, large], lr=0.1), [small, large])
+    assert counts.tolist() == [7 + 2 * BLOCK_WEIGHTS, 21 + 19 * BLOCK_WEIGHTS]
+    again = step_and_count_changes(torch.optim.SGD([small, large], lr=1e-6), [small, large])
+    assert again.tolist() == [0, 21 + 19 * BLOCK_WEIGHTS], "less than bfloat16 shows"
