@@ -259,7 +259,7 @@ def report(step: int, batch: list[Sample], metrics: dict[str, float], log):
         "step": step,
         "samples": step * len(batch),
         "reward/mean": sum(sample.reward for sample in batch) / len(batch),
-        "staleness/mean": sum(lags) / len(lags),
+        "staleness/mean": sum(lags) / len(lags),  # of tokens; train_async.py: of responses
         "staleness/max": max(lags),
         "response/tokens": len(lags) / len(batch),
     } | metrics

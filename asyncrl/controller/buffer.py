@@ -123,8 +123,8 @@ class SampleBuffer:
 
         It is 0 while groups that start now would be too old for every later batch.
         """
-        # From version K on, K cancels. Then this is true if more than ⌈α⌉ batches, plus suspensions, were consumed
-        # since the last announcement.
+        # No group may start while more than ⌈α⌉ consumed batches, plus suspensions, are unannounced, as when an
+        # evaluation defers weights. From version K on, K is on both sides.
         if (
             self._is_bounded
             and self.admission_version + self.node_config.max_staleness < self.num_consumed_batches
@@ -307,9 +307,9 @@ class SampleBuffer:
             )
 
     def free_consumed_places(self, trainer_version: int) -> None:
-        """Free the places of all batches up to `trainer_version`, at which the announced weights were published.
+        """Free the places of all batches up to `trainer_version`: that of the newest Announcement.
 
-        `admission_version` follows, `publish_delay` steps behind.
+        It is up to `publish_delay` steps ahead of the announced weights, whose version is `admission_version`.
         """
         self._num_batches_at_announcement = trainer_version
 

@@ -4,9 +4,11 @@ The calls of a version, from the trainer to the metrics:
 
 1. `train_on` → `Publisher.publish` → `Probe.score`, `check_engines` → `stage_and_announce`.
 2. `_hold_back`, with publish_delay only. All later calls then have an older version.
-3. `Controller.stage` → `Transport.stage`: weights are copied into a buffer that no worker reads.
+3. `Controller.stage` → `Transport.stage` → `write`: weights are copied into a buffer that no worker reads.
 4. `Controller.announce_or_defer` → `announce` → `Announcements.send_to_workers` → `Worker.load` → `send_update`.
-5. `LoadWeights` → `RolloutWorker._load_weights` → `LLMProxy.load_weights`. `token_versions` reads the stamps.
+5. `LoadWeights` → `RolloutWorker._load_weights` → `LLMProxy.load_weights` → `_load`, which sets the stamp → in vLLM's
+   process `ShmWeightTransferEngine.receive_weights`, or vLLM's own engine for ipc and nccl (`Receiving` →
+   `Transport.send`). Then `read_completion` → `token_versions` reads the stamps.
 6. `Finished` → `SampleBuffer.add`, `find_batch`: they check the stamps → `take_batch` → `share_batch` → `_segments`
    (copies the oldest version) → `Policy.train_step` → `lag_stats.staleness_metrics` → `StepLog.write`.
 """
