@@ -9,7 +9,8 @@ q, which `--top-logprobs K` records. For other tokens q is taken as ρ·p, and a
 w(tail). If the head is the whole vocabulary, the term is exact, and ρ does not matter.
 
 «Score Centering Stabilizes Off-policy Reinforcement Learning», arXiv 2609.20807. The mean E_q[w·∇log p] adds a drift
-towards or away from the policy that sampled, whatever the rewards are. Without it a constant advantage has no gradient.
+towards or away from the policy that sampled, whatever the rewards are. Without this drift a constant advantage has no
+gradient in the mean.
 Differs from the paper: w is the slope of any loss of single tokens, and not 1 or a truncated ratio alone. So a penalty
 within the loss, such as the square of dppo, is centered, too.
 """
@@ -34,7 +35,7 @@ def centering_term(
     logprobs: Tensor,
     behavior_logprobs: Tensor,
 ) -> LossOutput:
-    """Return the term of each token [N], and the detached stats [N]: head_mass, drift.
+    """Return the term of each token [N], and the detached stats [N]: head_mass, drift_term.
 
     `loss` gives each token a loss that depends on this token only. `logprobs`, which carry gradient, and
     `behavior_logprobs` are those of the head's tokens, [N, K] float32 nats. `head_mass` is the head's probability when

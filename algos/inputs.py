@@ -45,7 +45,7 @@ class LossInputs:
     lags: Tensor | None = None
     """[N] int64, the policy's version at the step's start − the token's, steps; 0 for all if it is not given."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """[N] each, by name: recorded columns (asyncrl.records.TokenColumns), and columns that the trainer added."""
+    """[N] or [N, K], by name: recorded columns (asyncrl.records.TokenColumns), and columns that the trainer added."""
 
     def __post_init__(self) -> None:
         if self.lags is None:

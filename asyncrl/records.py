@@ -60,6 +60,8 @@ class TokenColumns:
 
 DTYPES = {column.name: np.dtype(column.metadata["dtype"]) for column in fields(TokenColumns)}
 """Type of each column, by its name."""
+OPTIONAL_COLUMNS = {column.name for column in fields(TokenColumns) if column.default is None}
+"""Columns that some runs do not record."""
 
 
 def slice_columns(record: TokenColumns, where: slice | np.ndarray) -> dict[str, np.ndarray]:
@@ -74,7 +76,7 @@ def join_columns(parts: Iterable[TokenColumns]) -> dict[str, np.ndarray]:
     Raises RuntimeError if a record lacks a column of another one.
     """
     columns = [slice_columns(part, slice(None)) for part in parts]
-    empty = {name: np.zeros(0, dtype) for name, dtype in DTYPES.items()}
+    empty = {name: np.zeros(0, DTYPES[name]) for name in DTYPES if name not in OPTIONAL_COLUMNS}
     names = columns[0] if columns else empty
     if any(part.keys() != names.keys() for part in columns):
         raise RuntimeError(
@@ -87,15 +89,19 @@ def join_columns(parts: Iterable[TokenColumns]) -> dict[str, np.ndarray]:
 def spread_columns(parts: Iterable[tuple[int, TokenColumns]], length: int) -> dict[str, np.ndarray]:
     """Return the columns of `length` tokens by name. Each part begins at its position.
 
-    The rest has the values off the loss mask. A column with a default is left out if no part has it.
+    The rest has the values off the loss mask. An optional column is left out if no part has it. Raises RuntimeError if
+    a part with tokens lacks a column of another one.
     """
     placed = [(start, slice_columns(part, slice(None))) for start, part in parts]
     spread = {}
+    num_parts = sum(len(columns["policy_versions"]) > 0 for _, columns in placed)
     for field_ in fields(TokenColumns):
         name = field_.name
         known = [(start, columns[name]) for start, columns in placed if name in columns]
-        if not known and field_.default is None:
+        if not known and name in OPTIONAL_COLUMNS:
             continue
+        if sum(len(values) > 0 for _, values in known) < num_parts:
+            raise RuntimeError(f"only some turns of a response have the column {name}")
         shape = known[0][1].shape[1:] if known else ()
         spread[name] = np.full((length, *shape), field_.metadata["off_mask"], DTYPES[name])
         for start, values in known:

@@ -5,6 +5,7 @@ values near 0 where it is stable. Gradients are those before clipping. A copy of
 trained weight of its shard. No checkpoint has the copy, so the first update of a run or a resume has no cosine.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 from asyncrl.plugins import Plugin, PolicyPlugin
@@ -48,7 +49,8 @@ class GradientCosine(PolicyPlugin):
         cosines = []
         for sums in products:
             mixed, now, before = self._policy.sum_over_ranks(sums).tolist()
-            cosines.append(mixed / (now * before) ** 0.5 if now and before else 0.0)
+            if math.isfinite(now + before):  # with --dtype float16 a gradient can overflow
+                cosines.append(mixed / (now * before) ** 0.5 if now and before else 0.0)
         return {"loss/gradient_cosine": sum(cosines) / len(cosines)} if cosines else {}
 
 

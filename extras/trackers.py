@@ -17,7 +17,7 @@ VERSIONS = {"wandb": "0.31.0", "tensorboard": "2.21.0", "trackio": "0.43.0"}
 """Packages that a run imports for its tracker only, as in requirements-common.txt and pyproject.toml."""
 RULES: list[Rule] = [
     (
-        lambda c: c.tracker != "wandb" and c.tracker_mode == "offline",
+        lambda c: c.tracker not in ("wandb", "none") and c.tracker_mode == "offline",
         "--tracker-mode offline is for wandb, and --tracker {c.tracker} writes to this computer only; use "
         "--tracker-mode online",
     ),

@@ -270,7 +270,7 @@ class Workers:
             raise WorkerDied(
                 f"{report}\n{MAX_DEATHS} workers died with one ticket (group {ticket.group_id}, "
                 f"member {ticket.member}, environment seed {ticket.environment_seed}); "
-                "see their logs, and leave its problem out"
+                "see their logs, and begin a new run without its problem: a resume would end here again"
             )
 
     def suspend(self) -> None:

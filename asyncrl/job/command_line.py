@@ -335,7 +335,7 @@ def check(config: Config) -> None:
 
     loss = choose_loss(config)
     with user_code.errors_as_value_error(config.algo, "--algo"):
-        try_loss(loss, config.centering)
+        try_loss(loss, config.top_logprobs, config.centering)
     try_estimator(config)
     try_optimizer(config)
     prepare_task(config)

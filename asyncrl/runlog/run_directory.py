@@ -88,7 +88,8 @@ class RunDirectory:
         names = [self._own("events")]
         if self._is_first:
             names += ["metrics", "samples"]
-            names += [] if is_new else self._resume_point.record_bytes
+            if not is_new:
+                names += self._resume_point.record_bytes  # the names of all files
         run_path = self.path if self._is_first else self.path.parent
         files = {
             name: RecordFile(run_path / f"{name}.jsonl", is_buffered=not is_new)

@@ -85,16 +85,17 @@ def check_signature(loss: Any) -> None:
         ) from None
 
 
-def try_loss(loss: Callable, is_centered: bool = False) -> None:
+def try_loss(loss: Callable, num_top: int = 0, is_centered: bool = False) -> None:
     """Compute a loss on six tokens of a good and a bad sequence: stale ones, then those of _MUST_TRAIN.
 
-    If it `is_centered`, compute its centering term, too.
+    The tokens have the `num_top` likeliest tokens of --top-logprobs. If the loss `is_centered`, compute its centering
+    term, too.
 
     Raises TypeError unless it returns a loss and stats for each token. Raises ValueError for tokens of _MUST_TRAIN
     without a gradient, or with one that is not finite. Passes on errors of the loss.
     """
     logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
-    output = _call(loss, _six_tokens(logprobs, 0.1))
+    output = _call(loss, _six_tokens(logprobs, 0.1, num_top))
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)):
         raise TypeError(
             f"the loss gave {str(output)[:80]}; give (per_token_loss [N], stats: dict of [N])"
@@ -110,14 +111,14 @@ def try_loss(loss: Callable, is_centered: bool = False) -> None:
             "per_token_loss carries no gradient; make it of inputs.logprobs, not detached"
         )
     for moved, which in _MUST_TRAIN.items():
-        losses = _call(loss, _six_tokens(logprobs, moved))[0]
+        losses = _call(loss, _six_tokens(logprobs, moved, num_top))[0]
         (slopes,) = torch.autograd.grad(losses.sum(), logprobs)
         if not (losses.isfinite().all() and slopes.isfinite().all() and slopes.any()):
             got = f"the losses {losses.tolist()} and the gradient {slopes.tolist()}"
             raise ValueError(f"{which}, have {got}: nothing would be trained; take other arguments")
     if is_centered:
         head = logprobs.detach()[:, None]
-        centering_term(loss, _six_tokens(logprobs, 0.1), head, head)
+        centering_term(loss, _six_tokens(logprobs, 0.1, num_top), head, head)
 
 
 def reads_sequences(loss: Callable) -> bool:
@@ -125,7 +126,7 @@ def reads_sequences(loss: Callable) -> bool:
 
     The loss is computed on six tokens without `sequence_ids`. `try_loss` has computed it with them.
     """
-    tokens = _six_tokens(torch.linspace(-2, -0.1, 6).requires_grad_(), 0.1)
+    tokens = _six_tokens(torch.linspace(-2, -0.1, 6).requires_grad_(), 0.1, num_top=1)
     try:
         _call(loss, replace(tokens, sequence_ids=None))
     except Exception:  # foreign code may raise anything
@@ -139,7 +140,7 @@ def _call(loss: Callable, inputs: LossInputs) -> Any:
     return loss(inputs, update) if couples_tokens(loss) else loss(inputs)
 
 
-def _six_tokens(logprobs: Tensor, moved: float) -> LossInputs:
+def _six_tokens(logprobs: Tensor, moved: float, num_top: int) -> LossInputs:
     """Return inputs whose good tokens have become likelier by `moved`, nats, and whose bad ones less likely.
 
     Columns of real numbers hold log-probs, and other columns zeros.
@@ -151,7 +152,10 @@ def _six_tokens(logprobs: Tensor, moved: float) -> LossInputs:
     columns = {}
     for column in fields(TokenColumns):
         values = behavior_logprobs * (DTYPES[column.name].kind == "f")
-        columns[column.name] = values[:, None] if "is_wide" in column.metadata else values
+        if "is_wide" not in column.metadata:
+            columns[column.name] = values
+        elif num_top:
+            columns[column.name] = values[:, None].expand(-1, num_top)
     return LossInputs(
         logprobs,
         behavior_logprobs,

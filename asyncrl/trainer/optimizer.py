@@ -63,7 +63,8 @@ DEFAULT_LRS = {10e6: 1e-3, 400e6: 4e-5, math.inf: 1e-6}
 The first was measured with 0.12 million (docs/staleness.md), and the second with 135 million (results/smollm2). Twice
 the second made replies empty (results/environments/verifiers.toml). The third is the default of TRL's GRPOConfig."""
 LARGEST_WHOLE, BLOCK_WEIGHTS, COMPARED_EVERY = 1 << 20, 4096, 16
-"""Of a shard of more than a million weights every 16th block of 4,096 is compared: on a CPU all take 7 % of a step."""
+"""Of a shard of more than a million weights every 16th block of 4,096 is compared. To compare all of them takes 7 % of
+a step of SmolLM2 on a CPU."""
 LORA_FACTOR = 10
 """Learning rate of adapters, divided by that of full weights: https://thinkingmachines.ai/blog/lora."""
 MAX_LR_FACTOR = 10
@@ -180,23 +181,22 @@ def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def step_and_count_changes(optimizer: Optimizer, parameters: list[Tensor]) -> Tensor:
-    """Make an update. Returns how many weights change in bfloat16, for engines, of how many compared ones: [2] int64.
+    """Make an update. Returns the number of weights in this rank's shards that change in bfloat16, [] float64.
 
-    Both are of this rank's shards.
+    Of large shards it is an estimate.
     """
     weights_before = [_compared_weights(parameter) for parameter in parameters]
     optimizer.step()
-    pairs = zip(weights_before, parameters, strict=True)
-    num_changed = sum(
-        (weights != _compared_weights(parameter)).sum() for weights, parameter in pairs
-    )
-    num_compared = sum(weights.numel() for weights in weights_before)
-    return torch.stack([num_changed, torch.full_like(num_changed, num_compared)])
+    num_changed = []
+    for weights, parameter in zip(weights_before, parameters, strict=True):
+        scale = own_shard(parameter).numel() / max(1, weights.numel())
+        num_changed.append((weights != _compared_weights(parameter)).sum().double() * scale)
+    return torch.stack(num_changed).sum()
 
 
 @torch.no_grad()
 def _compared_weights(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a float32 parameter in the dtype of engines; of a large one some blocks."""
+    """Return this rank's shard of a float32 parameter in bfloat16; of a large shard some blocks."""
     shard = own_shard(parameter).flatten()
     if shard.numel() > LARGEST_WHOLE:
         num_whole = shard.numel() // BLOCK_WEIGHTS * BLOCK_WEIGHTS

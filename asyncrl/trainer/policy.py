@@ -205,7 +205,9 @@ class Policy(WholeWeights):
         config = self.config
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
         sampling = Sampling() if raw else sampling
-        score = functools.partial(_score_without_plugins, sampling, reads_top=config.centering)
+        # Only a pass with gradient has a use for the likeliest tokens.
+        reads_top = config.centering and torch.is_grad_enabled()
+        score = functools.partial(_score_without_plugins, sampling, reads_top=reads_top)
         for plugin in self.plugins:
             score = functools.partial(plugin.forward, score)
         return score(module, microbatch, attention_kwargs=None)  # None: those of the micro-batch
@@ -339,12 +341,13 @@ class Policy(WholeWeights):
             )
         for group, scale in zip(self.optimizer.param_groups, self._lr_scales, strict=True):
             group["lr"] = lr * scale
-        counts = step_and_count_changes(self.optimizer, self._clipped[0])
+        parameters = self._clipped[0]
+        num_changed = step_and_count_changes(self.optimizer, parameters)
+        num_weights = self.config.replicas * sum(parameter.numel() for parameter in parameters)
         self.optimizer.zero_grad()
         self.num_updates += 1
-        # Reading the sums waits for the device, too.
-        num_changed, num_compared = self.sum_over_ranks(counts).tolist()
-        changed_weights = num_changed / num_compared
+        # Reading the sum waits for the device, too.
+        changed_weights = float(self.sum_over_ranks(num_changed)) / num_weights
         self.clock.enter("forward_backward")
         return {
             "loss/total": loss,

@@ -5,7 +5,6 @@ log-probs and rewards are true.
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import chain, pairwise
 from math import isnan, log
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from asyncrl.config import Config, is_environment
 from asyncrl.engine.rewards import MAX_FAILURE, MAX_REWARD, are_parts
-from asyncrl.records import DTYPES, Ticket, TokenColumns, Trajectory, slice_columns
+from asyncrl.records import DTYPES, OPTIONAL_COLUMNS, Ticket, Trajectory, slice_columns
 
 MAX_LOGPROB = 1e-4  # nats, by rounding
 MAX_SURPRISE = 40.0
@@ -23,8 +22,6 @@ exceeds this once in e⁴⁰. A larger ratio of probabilities would overflow in 
 CLOCK_SLACK_S = 1.0
 """Time by which an honest clock can be set back, seconds."""
 _DTYPES = {"tokens": np.int64, "loss_mask": np.bool_, **DTYPES}
-_OPTIONAL = {column.name for column in fields(TokenColumns) if column.default is None}
-"""Columns that some runs do not record."""
 
 
 def find_mistake(
@@ -68,7 +65,7 @@ def _check_ticket(t: Trajectory, ticket: Ticket, vocab_size: int) -> Iterator[st
         yield f"member {t.member}, asked were {ticket.num_members} from {ticket.member} on"
     for name, dtype in _DTYPES.items():
         array = getattr(t, name)
-        if array is None and name in _OPTIONAL:
+        if array is None and name in OPTIONAL_COLUMNS:
             continue
         if array.dtype != dtype or array.shape != (t.tokens.size,):
             yield f"{name} of {array.dtype} {array.shape} for {t.tokens.size} tokens"

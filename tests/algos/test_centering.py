@@ -153,6 +153,8 @@ def test_a_loss_that_reads_recorded_columns_is_refused_before_the_run():
     def margin(inputs):
         return -inputs.columns["top_logprobs"][:, 0] * inputs.logprobs, {}
 
-    try_loss(margin)
+    try_loss(margin, num_top=3)
     with pytest.raises(KeyError, match="top_logprobs"):
-        try_loss(margin, is_centered=True)
+        try_loss(margin, num_top=3, is_centered=True)
+    with pytest.raises(KeyError, match="top_logprobs"):
+        try_loss(margin)  # without --top-logprobs

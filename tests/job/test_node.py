@@ -119,6 +119,13 @@ def test_a_model_that_needs_torchvision_is_refused_without_a_sound_one(
         check_engine(config, model, "cuda")
 
 
+def test_more_likeliest_tokens_than_the_vocabulary_has_are_refused():
+    model = AutoConfig.for_model("qwen3", vocab_size=139)
+    check_engine(Config(top_logprobs=139, dtype="bfloat16"), model, "cuda")
+    with pytest.raises(ValueError, match=r"^--top-logprobs 140 must be at most .*, 139; lower it$"):
+        check_engine(Config(top_logprobs=140, dtype="bfloat16"), model, "cuda")
+
+
 def test_sizes_of_heads_are_those_of_vllm():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

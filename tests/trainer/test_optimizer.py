@@ -118,6 +118,6 @@ def test_of_a_large_parameter_every_16th_block_is_compared_and_of_a_small_one_al
         1  # blocks 0 and 16, and in block 17, which is left out
     )
     counts = step_and_count_changes(torch.optim.SGD([small, large], lr=0.1), [small, large])
-    assert counts.tolist() == [7 + 2 * BLOCK_WEIGHTS, 21 + 19 * BLOCK_WEIGHTS]
+    assert counts.item() == pytest.approx(7 + large.numel() * 2 / 19)
     again = step_and_count_changes(torch.optim.SGD([small, large], lr=1e-6), [small, large])
-    assert again.tolist() == [0, 21 + 19 * BLOCK_WEIGHTS], "less than bfloat16 shows"
+    assert again.item() == 0, "less than bfloat16 shows"
