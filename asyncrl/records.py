@@ -94,13 +94,13 @@ def spread_columns(parts: Iterable[tuple[int, TokenColumns]], length: int) -> di
     """
     placed = [(start, slice_columns(part, slice(None))) for start, part in parts]
     spread = {}
-    num_parts = sum(len(columns["policy_versions"]) > 0 for _, columns in placed)
+    num_sampled = sum(len(columns["policy_versions"]) > 0 for _, columns in placed)
     for field_ in fields(TokenColumns):
         name = field_.name
         known = [(start, columns[name]) for start, columns in placed if name in columns]
         if not known and name in OPTIONAL_COLUMNS:
             continue
-        if sum(len(values) > 0 for _, values in known) < num_parts:
+        if sum(len(values) > 0 for _, values in known) < num_sampled:
             raise RuntimeError(f"only some turns of a response have the column {name}")
         shape = known[0][1].shape[1:] if known else ()
         spread[name] = np.full((length, *shape), field_.metadata["off_mask"], DTYPES[name])
