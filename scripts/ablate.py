@@ -11,6 +11,7 @@ adds its cells. What follows `--` is given to every run. grids.py says what is k
 
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
@@ -58,7 +59,7 @@ class Arguments:
     keep_runs: bool = False
     """Keep the directories of the runs, in OUT/runs."""
     parallel: int = 1
-    """Runs at a time; above 1, times mean less."""
+    """Runs at a time. They divide the cores, so times mean less."""
     report: bool = False
     """Run nothing, make the tables and the figure of --out again."""
     baseline: str | None = None
@@ -228,7 +229,10 @@ def run_missing(
             failures.append(error)
 
     started_at = time.monotonic()
-    with ThreadPoolExecutor(parallel) as pool:
+    shares = divide_cores(parallel)
+    with ThreadPoolExecutor(
+        parallel, initializer=lambda: os.sched_setaffinity(0, shares.pop())
+    ) as pool:
         try:
             futures = {pool.submit(attempt, cell): cell for cell in missing}
             for num_run, future in enumerate(as_completed(futures), 1):
@@ -241,6 +245,17 @@ def run_missing(
             failures.append(interrupt)
     if failures:
         raise failures[0]
+
+
+def divide_cores(num_shares: int) -> list[set[int]]:
+    """Return the cores of each share, as equal as can be; all cores for each if there are fewer than shares.
+
+    A run binds its trainer and its engines to cores. Two runs that see the same cores bind to the same ones.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < num_shares:
+        return [set(cores)] * num_shares
+    return [set(cores[share::num_shares]) for share in range(num_shares)]
 
 
 def keep(record: dict, path: Path) -> None:

@@ -1,5 +1,6 @@
 """Grids of runs that a stub of the training script makes: which cells there are, which are run, what is kept."""
 
+import os
 import sys
 
 import pytest
@@ -62,6 +63,14 @@ def ablate_stub(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().out
 
     return run
+
+
+def test_parallel_runs_divide_the_cores():
+    cores = os.sched_getaffinity(0)
+    assert ablate.divide_cores(1) == [cores]
+    shares = ablate.divide_cores(len(cores))
+    assert set.union(*shares) == cores and {len(share) for share in shares} == {1}
+    assert ablate.divide_cores(len(cores) + 1) == [cores] * (len(cores) + 1)
 
 
 def test_a_grid_keeps_each_run_and_its_error_ends_with_one_that_is_killed_and_resumes(
