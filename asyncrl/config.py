@@ -339,6 +339,9 @@ class Config:
     """Also answer each held-out problem greedily, with the likeliest token each time: eval/greedy_accuracy."""
     record: Annotated[bool, NOT_COPIED] = False
     """Keep every consumed batch in the run's directory. scripts/replay.py trains on it again."""
+    certificate: Annotated[Count, RESUME, HOST, REPLAY, NOT_COPIED] = 0
+    """Steps between checks that score 32 trained responses again, each token under the weights of its stamped version
+    (extras/certificate). Host memory keeps max_staleness + 2 copies of the trained weights. 0: no checks."""
     keep_last: Annotated[Count, RESUME, HOST] = 0
     """Newest checkpoints that are kept. 0 keeps the weights of all, and the state for --resume of two."""
     stop_after_s: Annotated[NonNegative, RESUME, HOST] = 0.0
@@ -414,6 +417,7 @@ class Config:
                 "--listen": self.listen,
                 "--optim.seq-aux-loss-coef": self.optim.seq_aux_loss_coef,
                 "--share-prefix": self.share_prefix in ("prompt", "tree"),
+                "--certificate": self.certificate,
                 "--router-replay": self.router_replay,
                 "--gradient-cosine": self.gradient_cosine,
                 "--dtype float16": self.dtype == "float16",

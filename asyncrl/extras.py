@@ -19,6 +19,7 @@ MODULES = {
     "--nnodes": "extras.node_watch",
     "--optim.seq-aux-loss-coef": "extras.moe.option",
     "--share-prefix": "extras.trees.option",
+    "--certificate": "extras.certificate.option",
     "--router-replay": "extras.router_replay.option",
     "--gradient-cosine": "extras.gradient_cosine",
     "--dtype float16": "extras.loss_scale",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from asyncrl.engine.environments import Environments
     from asyncrl.job.node import Follower, Leader, Rank
     from asyncrl.records import Group
+    from asyncrl.runlog.run_directory import RunDirectory
     from asyncrl.trainer.logprobs import TokenLogprobs, TokenScores
     from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence
     from asyncrl.trainer.policy import Policy
@@ -101,6 +102,9 @@ class Plugin:
 
     def on_batch(self, leader: "Leader", step: int, groups: list["Group"]) -> None:
         """Act on a batch before the step that trains on it."""
+
+    def on_step(self, run: "RunDirectory", metrics: dict[str, float]) -> None:
+        """Act on the metrics of a step after they were logged, on rank 0."""
 
     def keep_batch(
         self, rank: "Leader | Follower", policy: "Policy", step: int, groups: list["Group"] | None

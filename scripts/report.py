@@ -141,6 +141,9 @@ def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
     if advice := extras.find("advice"):
         with suppress(ValueError):  # a run that is too short, for one
             shown["advice"] = re.search("advice(?: on machines)?: (.*)", advice.advice_of(run))[1]
+    certificate = run.path / "certificate.json"
+    if certificate.exists():
+        shown["certificate"] = json.loads(certificate.read_text(encoding="utf-8"))["verdict"]
     for record in run.records:
         if record["event"] == "warning":
             shown["warning"] = record["text"]

@@ -31,6 +31,7 @@ FLOORS = (
     {"extras"},
     {
         "extras.agents",
+        "extras.certificate",
         "extras.environments",
         "extras.planning",
         "extras.router_replay",

@@ -104,6 +104,8 @@ class StepLog:
         self.warn_of_cut_responses(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
         self.rank.run.log_metrics(metrics)
+        for plugin in config.plugins:
+            plugin.on_step(self.rank.run, metrics)
         for sample in choose_samples(
             step, groups, self.rank.tokenizer.decode, self.rank.controller.ticket_source.answer
         ):

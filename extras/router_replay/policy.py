@@ -98,8 +98,8 @@ class Replaying(PolicyPlugin):
         self._policy = policy
         modules = {policy.module, policy.reference or policy.module}
         self._replays = {module: Replay(module.model) for module in modules}
-        self._num_bytes = 0
-        """Size of the records that were packed since the last step."""
+        self._num_bytes: dict[int, int] = {}
+        """Size of each record that was packed since the last step, by its id; --certificate packs some twice."""
 
     def extend_batch(self, batch: MicroBatch, bundles: list[Bundle]) -> MicroBatch:
         """Return the micro-batch with the experts of its tokens."""
@@ -108,9 +108,11 @@ class Replaying(PolicyPlugin):
         experts = place_experts(
             sequences, batch, config.num_hidden_layers, config.num_experts_per_tok
         )
-        self._num_bytes += sum(
-            sequence.experts.nbytes for sequence in sequences if sequence.num_trained
-        )
+        self._num_bytes |= {
+            id(sequence.experts): sequence.experts.nbytes
+            for sequence in sequences
+            if sequence.num_trained
+        }
         return RoutedMicroBatch(**vars(batch), experts=experts)
 
     def forward(
@@ -132,8 +134,8 @@ class Replaying(PolicyPlugin):
         `experts/recorded_mib` is the size of the record, MiB.
         """
         counts = self._replays[self._policy.module].take_counts()
-        counts = torch.cat([counts, counts.new_tensor([self._num_bytes])])
-        self._num_bytes = 0
+        counts = torch.cat([counts, counts.new_tensor([sum(self._num_bytes.values())])])
+        self._num_bytes.clear()
         num_new, num_replayed, num_bytes = self._policy.sum_over_ranks(counts).tolist()
         return {
             "experts/rerouted": num_new / num_replayed,

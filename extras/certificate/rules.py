@@ -1,0 +1,221 @@
+"""What a check of trained tokens shows, and the four rules of its alarm. No model is needed.
+
+A token has a gap: its recorded log-prob minus the trainer's under the weights of its stamped version. Tokens of a
+response depend on each other, so standard errors are those of sums over responses (cluster-robust).
+
+| rule | alarm if | sees |
+| --- | --- | --- |
+| size | the mean of abs(gap) of some lag is above the limit of the probe | in float32 every fault |
+| shift | the mean of π/μ, 1 for tokens that μ sampled, is surely not 1 | log-probs with an offset |
+| version | the version before, or after, surely explains the log-probs better | a wrong stamp below rounding |
+| growth | abs(gap) of older tokens is surely twice that of the freshest | a mismatch that lag brings |
+
+E[π/μ] = 1 holds for every policy π and every sampler μ with the same support, whatever the rounding of the two. So
+`shift` needs no limit for a dtype. `version` compares squared distances: with the right stamp, the neighbours lie
+further away by the square of their own change, and equally far if weights do not change.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncrl.trainer.lag_stats import LAG_BUCKETS, LAST_LAGS
+
+TOKEN = np.dtype(
+    [
+        ("response", np.int64),
+        ("lag", np.int64),
+        ("after_update", np.bool_),
+        ("recorded", np.float64),
+        ("stamped", np.float64),
+        ("now", np.float64),
+        ("before", np.float64),
+        ("after", np.float64),
+    ]
+)
+"""A trained token that was scored again. `response` is a number of its response, unique in the run. `lag` is in steps.
+`after_update` marks a token whose response has an earlier token of another version. The rest is log-probs, nats: the
+engine's, and the trainer's under the stamped version, the version that the step trained, and the versions before and
+after the stamped one. NaN stands for weights that are not kept."""
+SCORES = ("stamped", "now", "before", "after")
+SURE = 4.0
+"""Standard errors of an alarm. One healthy test in 30,000 exceeds it by chance, if its mean is at the limit."""
+MIN_TOKENS = 32
+"""Fewest tokens of a mean that is judged."""
+MIN_SHIFT = 0.005
+"""Smallest shift of an alarm, nats. Engine and trainer may cut a nucleus (top_p) at other tokens."""
+ROUNDING = 0.1
+"""Share of the probe's limit below which a gap is rounding, however it grows with the lag."""
+RULES = ("size", "shift", "version", "growth")
+
+
+class Evidence(NamedTuple):
+    """A value and its distance from 0 in standard errors."""
+
+    value: float
+    sigmas: float
+
+
+def describe_tokens(tokens: np.ndarray) -> dict[str, float]:
+    """Return means of gap and lag over tokens [N] of TOKEN, and by lag bucket, by their names in the log.
+
+    `mismatch` is the recorded log-prob minus that of the stamped version, `drift` that of the stamped version minus
+    that of the version that the step trained; both in nats per token.
+    """
+    scored = tokens[~np.isnan(tokens["stamped"])]
+    num_unscored = len(tokens) - len(scored)
+    metrics = {"tokens": float(len(scored)), "unscored": num_unscored / max(1, len(tokens))}
+    metrics |= _means(scored[scored["after_update"]], "/after_update")
+    for bucket, part in _by_lag(scored).items():
+        metrics |= _means(part, f"/lag_{bucket}")
+    return metrics | _means(scored, "")
+
+
+def judge(
+    windows: Sequence[np.ndarray], allowed: float, judges_after_update: bool
+) -> dict[str, float]:
+    """Return the values of the rules, and `alarm_RULE` 1 or 0 for each, by their names in the log.
+
+    Each window has the tokens [N] of TOKEN of the newest checks. A fault that is new shows best in a short one, a small
+    fault in a long one; each rule takes the window where it is surest. `allowed` is the probe's limit, nats. Without
+    `judges_after_update`, tokens that were sampled after an update of weights within their response are left out:
+    --on-update keep computes them with older keys on purpose.
+    """
+    judged = []
+    for tokens in windows:
+        is_judged = ~np.isnan(tokens["stamped"])
+        is_judged &= judges_after_update | ~tokens["after_update"]
+        judged.append(tokens[is_judged])
+    worst = max(_worst_mean(tokens) for tokens in judged)
+    shift = max(
+        map(_shift, judged),
+        key=lambda evidence: (abs(evidence.value) > MIN_SHIFT, abs(evidence.sigmas)),
+    )
+    before, after = (
+        max((_nearer(tokens, name) for tokens in judged), key=lambda evidence: evidence.sigmas)
+        for name in ("before", "after")
+    )
+    growth = max(
+        (_growth(tokens, ROUNDING * allowed) for tokens in judged),
+        key=lambda evidence: evidence.sigmas,
+    )
+    alarms = (
+        worst > allowed,
+        abs(shift.value) > MIN_SHIFT and abs(shift.sigmas) > SURE,
+        max(before.sigmas, after.sigmas) > SURE,
+        growth.sigmas > SURE,
+    )
+    return {
+        "worst": worst,
+        "shift": shift.value,
+        "shift_sigmas": shift.sigmas,
+        "version_before_sigmas": before.sigmas,
+        "version_after_sigmas": after.sigmas,
+        "growth": growth.value,
+        "growth_sigmas": growth.sigmas,
+    } | {f"alarm_{rule}": float(is_broken) for rule, is_broken in zip(RULES, alarms, strict=True)}
+
+
+def _gaps(tokens: np.ndarray) -> np.ndarray:
+    return tokens["recorded"] - tokens["stamped"]
+
+
+def _means(tokens: np.ndarray, ending: str) -> dict[str, float]:
+    """Return the means of both differences of tokens, their sizes, and estimates k3 of KL; {} without tokens."""
+    if not len(tokens):
+        return {}
+    metrics = {}
+    columns = {"mismatch": _gaps(tokens), "drift": tokens["stamped"] - tokens["now"]}
+    for name, differences in columns.items():
+        metrics[f"{name}{ending}"] = float(differences.mean())
+        metrics[f"{name}_abs{ending}"] = float(np.abs(differences).mean())
+        metrics[f"{name}_k3{ending}"] = float(np.mean(np.expm1(-differences) + differences))
+    return metrics | ({f"tokens{ending}": float(len(tokens))} if ending else {})
+
+
+def _by_lag(tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the tokens of each lag bucket that has some."""
+    buckets = np.searchsorted(LAST_LAGS, tokens["lag"])
+    return {LAG_BUCKETS[bucket]: tokens[buckets == bucket] for bucket in np.unique(buckets)}
+
+
+def _worst_mean(tokens: np.ndarray) -> float:
+    """Return the largest mean of abs(gap), nats, of a lag bucket and of tokens after an update; 0 without any."""
+    parts = [*_by_lag(tokens).values(), tokens[tokens["after_update"]]]
+    return max(
+        (float(np.abs(_gaps(part)).mean()) for part in parts if len(part) >= MIN_TOKENS),
+        default=0.0,
+    )
+
+
+def _sigmas(tokens: np.ndarray, values: np.ndarray) -> float:
+    """Return the sum of values [N] in its standard errors, from their sums over responses."""
+    _, places = np.unique(tokens["response"], return_inverse=True)
+    error = np.linalg.norm(np.bincount(places, values)) if len(values) else 0.0
+    return float(values.sum() / error) if error else 0.0
+
+
+def _shift(tokens: np.ndarray) -> Evidence:
+    """Return the mean of π/μ − 1."""
+    if len(tokens) < MIN_TOKENS:
+        return Evidence(0.0, 0.0)
+    values = np.expm1(-_gaps(tokens))
+    return Evidence(float(values.mean()), _sigmas(tokens, values))
+
+
+def _nearer(tokens: np.ndarray, neighbour: str) -> Evidence:
+    """Return by how much a neighbour of the stamped version is nearer to the recorded log-probs, nats²."""
+    known = tokens[~np.isnan(tokens[neighbour])]
+    if len(known) < MIN_TOKENS:
+        return Evidence(0.0, 0.0)
+    values = _gaps(known) ** 2 - (known["recorded"] - known[neighbour]) ** 2
+    return Evidence(float(values.mean()), _sigmas(known, values))
+
+
+def _growth(tokens: np.ndarray, rounding: float) -> Evidence:
+    """Return by how much the mean of abs(gap) of older tokens exceeds twice that of the freshest, nats.
+
+    Older tokens are those with more than the smallest lag. A mean that is at most `rounding` exceeds nothing.
+    """
+    is_old = tokens["lag"] > tokens["lag"].min(initial=np.iinfo(np.int64).max)
+    num_old, num_fresh = int(is_old.sum()), int((~is_old).sum())
+    if min(num_old, num_fresh) < MIN_TOKENS:
+        return Evidence(0.0, 0.0)
+    sizes = np.abs(_gaps(tokens))
+    old, fresh = sizes[is_old].mean(), sizes[~is_old].mean()
+    influence = np.where(is_old, (sizes - old) / num_old, -2 * (sizes - fresh) / num_fresh)
+    excess = float(old - 2 * fresh)
+    _, places = np.unique(tokens["response"], return_inverse=True)
+    error = np.linalg.norm(np.bincount(places, influence))
+    if old <= rounding or not error:
+        return Evidence(excess, 0.0)
+    return Evidence(excess, float(excess / error))
+
+
+TEXTS: dict[str, Callable[[dict[str, float]], str]] = {
+    "size": lambda m: (
+        f"recorded log-probs differ by {m['worst']:.3g} nats on average from those of the stamped weights. Likely "
+        "causes: weights that did not arrive whole, keys and values of older weights, or wrong stamps"
+    ),
+    "shift": lambda m: (
+        f"the ratio of stamped to recorded probabilities has a mean of 1 {m['shift']:+.3g}, {m['shift_sigmas']:.3g} "
+        "standard errors from 1. Likely cause: the recorded log-probs are not those of the sampling, for example of "
+        "another temperature"
+    ),
+    "version": lambda m: (
+        "the version {} the stamped one explains recorded log-probs better, by {:.3g} standard errors. Likely causes: "
+        "stamps are off by one, or weights come late".format(
+            *max(
+                ("before", m["version_before_sigmas"]),
+                ("after", m["version_after_sigmas"]),
+                key=lambda pair: pair[1],
+            )
+        )
+    ),
+    "growth": lambda m: (
+        f"the mismatch grows with the lag: it exceeds twice that of the freshest tokens by {m['growth']:.3g} nats, "
+        f"{m['growth_sigmas']:.3g} standard errors. Likely causes: wrong stamps, or keys of older weights"
+    ),
+}
+"""The text of each rule's alarm from the values of `judge`."""

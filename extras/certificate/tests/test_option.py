@@ -1,0 +1,97 @@
+"""certificate.json: what a job writes while it runs, after a resume, and when the engine's log-probs are wrong."""
+
+import json
+import re
+
+import pytest
+from programs import ROOT, run_python
+from real_job import SMALL, launch, run_job, words_of
+
+from scripts.lines import read
+from scripts.report import make_page, render
+from scripts.runs import load
+from scripts.timeline import trace_of
+
+OPTIONS = (
+    "--async-ratio=0", "--groups-per-step=4", "--group-size=4", "--max-response-tokens=24", "--eval-every=0",
+    "--certificate=2", "--save-every=2",
+)  # fmt: skip
+
+
+def certificate(folder):
+    return json.loads((folder / "run/certificate.json").read_text())
+
+
+def fake_job(folder, *words):
+    """A job whose log-probs are made up, so the first check sees that."""
+    ended = run_python(
+        "tests/fake_job.py", *words, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", OMP_NUM_THREADS="1"
+    )
+    assert ended.returncode == 0, ended.stderr[-1500:]
+    return ended.stdout
+
+
+def test_an_alarm_is_printed_once_written_and_continued_by_a_resume(tmp_path):
+    new = (f"--runs-dir={tmp_path}", "--run-name=run", "--steps=4", *OPTIONS)
+    printed = fake_job(tmp_path, *new)
+    assert printed.count("certificate, rule size:") == 1
+    first = certificate(tmp_path)
+    assert [check["step"] for check in first["checks"]] == [2, 4]
+    assert all("size" in check["alarms"] for check in first["checks"])
+    printed = fake_job(tmp_path, f"--resume={tmp_path / 'run'}", "--steps=7", "--certificate=1")
+    assert "rule size" not in printed
+    resumed = certificate(tmp_path)
+    assert [check["step"] for check in resumed["checks"]] == [2, 4, 5, 6, 7]
+    assert resumed["checks"][:2] == first["checks"]
+    verdict = r"ALARM from step 2 on \(size.*\), in 5 checks: \d+ tokens in 5 checks up to step 7"
+    assert re.fullmatch(verdict, resumed["verdict"])
+    events = read(tmp_path / "run/events.jsonl")
+    texts = [event["text"] for event in events if event["event"] == "warning"]
+    assert sum("certificate, rule size: recorded log-probs" in text for text in texts) == 1
+    by_step = {line["step"]: line for line in read(tmp_path / "run/metrics.jsonl")}
+    for check in resumed["checks"]:
+        logged = by_step[check["step"]]
+        assert check["values"] == {
+            name.removeprefix("certificate/"): value
+            for name, value in logged.items()
+            if name.startswith("certificate/")
+        }
+    run = load(tmp_path / "run")
+    page = make_page(run, trace_of(run), 0.0)
+    assert page["facts"]["certificate"] == resumed["verdict"]
+    assert "ALARM from step 2" in render(page)
+
+
+def test_a_run_that_is_the_first_to_check_again_forgets_later_checks(tmp_path):
+    """It was killed after a check that its checkpoint does not have."""
+    fake_job(tmp_path, f"--runs-dir={tmp_path}", "--run-name=run", "--steps=4", *OPTIONS)
+    path = tmp_path / "run/certificate.json"
+    written = certificate(tmp_path)
+    written["checks"].append(written["checks"][-1] | {"step": 6})
+    path.write_text(json.dumps(written))
+    fake_job(tmp_path, f"--resume={tmp_path / 'run'}", "--steps=6")
+    assert [check["step"] for check in certificate(tmp_path)["checks"]] == [2, 4, 6]
+    assert certificate(tmp_path)["checks"][-1] != written["checks"][-1]
+
+
+@pytest.mark.e2e
+def test_a_real_engine_agrees_with_the_stamped_weights_until_stamps_are_off_by_one(tmp_path):
+    options = {"certificate": 1, "async_ratio": 0, "publish_delay": 2, "steps": 8, "on_update": "wait"}  # fmt: skip
+    words = [f"--runs-dir={tmp_path}", "--run-name=run", *words_of(SMALL | options)]
+    job = launch(["extras/certificate/tests/faults.py", "stamps", "3", *words], tmp_path / "run")
+    assert job.wait() == 0, job.output()[-3000:]
+    checks = certificate(tmp_path)["checks"]
+    # version 3 is the first that is stamped wrongly; step 6 trains on its tokens
+    assert [bool(check["alarms"]) for check in checks] == [False] * 5 + [True] * 3
+    assert max(check["values"]["mismatch_abs"] for check in checks[:5]) < 1e-5
+    assert min(check["values"]["mismatch_abs"] for check in checks[5:]) > 1e-4
+    (text,) = [e["text"] for e in job.events("warning") if "rule size" in e["text"]]
+    assert text.startswith("step 6: certificate, rule size: recorded log-probs differ by")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_two_ranks_and_kept_keys_bring_no_alarm(tmp_path):
+    options = {"certificate": 2, "async_ratio": 2, "steps": 8, "on_update": "keep"}
+    run_job(tmp_path, 2, **options)
+    assert certificate(tmp_path)["verdict"].startswith("no alarm: ")
