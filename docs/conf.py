@@ -39,8 +39,8 @@ CONTENTS = {
     "Look up": ["docs/reference", "docs/api", "docs/mechanisms", "docs/reliability"],
     "Findings": ["docs/results", "docs/staleness", "results/README"],
     "Optional systems": [
-        "extras/environments/README", "extras/planning/README", "extras/router_replay/README",
-        "extras/simulation/page", "extras/swarm/README", "extras/trees/README",
+        "extras/certificate/README", "extras/environments/README", "extras/planning/README",
+        "extras/router_replay/README", "extras/simulation/page", "extras/swarm/README", "extras/trees/README",
     ],
     "Change the code": ["AGENTS", "tests/README", "CHANGELOG", "WORKLOG"],
 }  # fmt: skip

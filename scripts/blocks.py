@@ -144,6 +144,43 @@ def machines(part: str) -> str:
     return lines(re.sub(r" \[[^]]*\]", "", block).splitlines())
 
 
+def certificate() -> str:
+    """Return when the certificate and the probe noticed each fault, and its false alarms in healthy runs."""
+    cases: dict[str, list[dict]] = {}
+    for record in records_of("certificate"):
+        cases.setdefault(record["case"], []).append(record)
+    faults, healthy = [], []
+    for records in cases.values():
+        first = records[0]
+        setting = [first["lag"].replace("alpha", "α ="), first["dtype"]]
+        if first["fault"] == "none":
+            checks = sum(record["checks"] for record in records)
+            false_alarms = sum(record["false_alarms"] for record in records)
+            values = [
+                f"{max(record[f'{name}_max'] for record in records):.2g}"
+                for name in ("worst", "version_before_sigmas", "version_after_sigmas")
+            ]
+            healthy.append([*setting, checks, false_alarms, *values])
+            continue
+        rules = {rule for record in records for rule in record["rules"]}
+        steps = [_steps_until(record, "noticed_step") for record in records]
+        steps_of_probe = [_steps_until(record, "probe_noticed_step") for record in records]
+        row = [f"`{first['fault']}`", *setting, ", ".join(steps), ", ".join(sorted(rules)) or "–"]
+        faults.append([*row, ", ".join(steps_of_probe)])
+    heading = "fault | lag | dtype | steps until noticed, by seed | first by rule | by the probe"
+    others = "lag | dtype | checks | false alarms | largest `worst` | `version_before_sigmas` | `version_after_sigmas`"
+    return f"{table(heading, faults)}\n{table(others, healthy)}"
+
+
+def _steps_until(record: dict, name: str) -> str:
+    """Return the steps from the first one that trained wrong tokens, or how many passed without notice."""
+    if record["first_wrong_step"] is None:
+        return "no wrong token"
+    if record[name] is None:
+        return f"not in {record['steps'] + 1 - record['first_wrong_step']}"
+    return str(record[name] - record["first_wrong_step"])
+
+
 STORED_RUNS = {
     "tiny, α = 0": "staleness/a0-s*",
     "tiny, α = 1": "staleness/a1-s*",

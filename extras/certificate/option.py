@@ -1,4 +1,4 @@
-"""What `--certificate` changes: the policy's metrics, and the run's certificate.json with its alarms."""
+"""The option `--certificate`: it adds metrics to a policy's steps, and certificate.json with its alarms to a run."""
 
 import json
 import os
@@ -18,7 +18,7 @@ PREFIX = "certificate/"
 
 
 class CertificatePlugin(Plugin):
-    """What --certificate changes."""
+    """Changes of a run by --certificate."""
 
     def make_policy_plugin(self, policy: "Policy") -> PolicyPlugin:
         """Return the checks of a policy's trained tokens."""

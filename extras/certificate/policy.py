@@ -46,14 +46,14 @@ class Certificate(PolicyPlugin):
         self._snapshots: dict[int, Snapshot] = {}
         """By version."""
         self._pending: Snapshot | None = None
-        """Of the step that runs, whose version `metrics` learns."""
+        """Snapshot before the step that runs. `metrics` gets its version."""
         self._version: int | None = None
         """Version that the last step trained."""
         self._sequences: list[TrainSequence] = []
         """Sequences with a trained token that this rank has in the step."""
         self._is_new_step = True
         self._step_version = -1
-        """Version that the step trains, as this rank's tokens show it; -1 if it has none."""
+        """Version that the step trains, from this rank's tokens; -1 before a rank has tokens."""
         self._is_checking = False
         self._checks: deque[np.ndarray] = deque(maxlen=max(WINDOWS))
         """Tokens [N] of TOKEN of each of the newest checks, oldest first."""
@@ -72,7 +72,7 @@ class Certificate(PolicyPlugin):
         return batch
 
     def metrics(self) -> dict[str, float]:
-        """Return `certificate/*` of a step with a check, and nothing else; collective."""
+        """Return `certificate/*` if a check follows the step; collective."""
         version = max(gather_from_ranks(self._step_version))
         sequences, self._sequences = self._sequences, []
         if self._pending is not None:

@@ -1,7 +1,7 @@
-"""What a check of trained tokens shows, and the four rules of its alarm. No model is needed.
+"""The numbers of a check of trained tokens, and the four rules of its alarm. No model is needed.
 
-A token has a gap: its recorded log-prob minus the trainer's under the weights of its stamped version. Tokens of a
-response depend on each other, so standard errors are those of sums over responses (cluster-robust).
+The gap of a token is its recorded log-prob minus the trainer's under the weights of its stamped version. Tokens of a
+response depend on each other. So a standard error is one of sums over responses (cluster-robust).
 
 | rule | alarm if | sees |
 | --- | --- | --- |
@@ -11,8 +11,8 @@ response depend on each other, so standard errors are those of sums over respons
 | growth | abs(gap) of older tokens is surely twice that of the freshest | a mismatch that lag brings |
 
 E[π/μ] = 1 holds for every policy π and every sampler μ with the same support, whatever the rounding of the two. So
-`shift` needs no limit for a dtype. `version` compares squared distances: with the right stamp, the neighbours lie
-further away by the square of their own change, and equally far if weights do not change.
+`shift` needs no limit for a dtype. `version` compares squared distances. With the right stamp, a neighbour lies further
+away, by the square of its change. If weights do not change, both are equally far.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +34,10 @@ TOKEN = np.dtype(
         ("after", np.float64),
     ]
 )
-"""A trained token that was scored again. `response` is a number of its response, unique in the run. `lag` is in steps.
-`after_update` marks a token whose response has an earlier token of another version. The rest is log-probs, nats: the
-engine's, and the trainer's under the stamped version, the version that the step trained, and the versions before and
-after the stamped one. NaN stands for weights that are not kept."""
+"""A trained token that was scored again. `response` numbers its response, unique in the run. `lag` is in steps.
+`after_update`: an earlier token of the response has another version. The rest are log-probs, nats. `recorded` is the
+engine's. The trainer's are under the `stamped` version, the versions `before` and `after` it, and `now`, which is the
+version that the step trained. NaN stands for weights that are not kept."""
 SCORES = ("stamped", "now", "before", "after")
 SURE = 4.0
 """Standard errors of an alarm. One healthy test in 30,000 exceeds it by chance, if its mean is at the limit."""
@@ -58,10 +58,9 @@ class Evidence(NamedTuple):
 
 
 def describe_tokens(tokens: np.ndarray) -> dict[str, float]:
-    """Return means of gap and lag over tokens [N] of TOKEN, and by lag bucket, by their names in the log.
+    """Return means over tokens [N] of TOKEN and over those of each lag bucket, by their names in the log.
 
-    `mismatch` is the recorded log-prob minus that of the stamped version, `drift` that of the stamped version minus
-    that of the version that the step trained; both in nats per token.
+    `mismatch` is `recorded` − `stamped`, and `drift` is `stamped` − `now`, in nats per token.
     """
     scored = tokens[~np.isnan(tokens["stamped"])]
     num_unscored = len(tokens) - len(scored)
@@ -77,10 +76,10 @@ def judge(
 ) -> dict[str, float]:
     """Return the values of the rules, and `alarm_RULE` 1 or 0 for each, by their names in the log.
 
-    Each window has the tokens [N] of TOKEN of the newest checks. A fault that is new shows best in a short one, a small
-    fault in a long one; each rule takes the window where it is surest. `allowed` is the probe's limit, nats. Without
-    `judges_after_update`, tokens that were sampled after an update of weights within their response are left out:
-    --on-update keep computes them with older keys on purpose.
+    A window is the tokens [N] of TOKEN of the newest checks. A new fault shows best in a short window, a small one in a
+    long window. Each rule takes the window in which it is surest. `allowed` is the probe's limit, nats. Without
+    `judges_after_update`, tokens that follow an update within their response are left out. --on-update keep computes
+    them with older keys on purpose.
     """
     judged = []
     for tokens in windows:
@@ -176,7 +175,7 @@ def _nearer(tokens: np.ndarray, neighbour: str) -> Evidence:
 def _growth(tokens: np.ndarray, rounding: float) -> Evidence:
     """Return by how much the mean of abs(gap) of older tokens exceeds twice that of the freshest, nats.
 
-    Older tokens are those with more than the smallest lag. A mean that is at most `rounding` exceeds nothing.
+    Older tokens have more than the smallest lag. A mean up to `rounding` is no evidence.
     """
     is_old = tokens["lag"] > tokens["lag"].min(initial=np.iinfo(np.int64).max)
     num_old, num_fresh = int(is_old.sum()), int((~is_old).sum())

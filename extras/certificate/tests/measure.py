@@ -20,13 +20,17 @@ LAGS = {
     "lag 4": "--async-ratio 0 --publish-delay 4",
     "alpha 1": "--async-ratio 1",
     "alpha 1, recompute": "--async-ratio 1 --on-update recompute",
+    "alpha 2, recompute": "--async-ratio 2 --on-update recompute",
 }
-FAULTS = {"stamps": "lag 4", "half": "alpha 1", "shift": "alpha 1", "keys": "alpha 1, recompute"}
+FAULTS = {"stamps": "lag 4", "half": "alpha 1", "shift": "alpha 1", "keys": "alpha 2, recompute"}
 STEPS = {
     "float32": {"stamps": 10, "half": 8, "shift": 8, "keys": 20},
     "bfloat16": {"stamps": 24, "shift": 10, "half": 16},
 }
-HEALTHY = {"float32": [*LAGS], "bfloat16": ["lag 0", "lag 4", "alpha 1"]}
+HEALTHY = {
+    "float32": ["lag 0", "lag 4", "alpha 1", "alpha 1, recompute"],
+    "bfloat16": ["lag 0", "lag 4", "alpha 1"],
+}
 CASES = {
     f"none, {lag}, {dtype}": ("none", lag, dtype, 55, (0,))
     for dtype, lags in HEALTHY.items()
@@ -124,12 +128,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=list(CASES))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     arguments = parser.parse_args()
     text = arguments.out.read_text() if arguments.out.exists() else ""
     made = {(line["case"], line["seed"]) for line in map(json.loads, text.splitlines())}
     for case in arguments.only:
         for seed in CASES[case][-1]:
-            if (case, seed) in made:
+            if (case, seed) in made or seed not in arguments.seeds:
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 record = run_case(case, seed, folder)

@@ -29,6 +29,7 @@ CASES = {
     "bfloat16": {"dtype": "bfloat16"},
     "shared prefixes": {"share_prefix": "prompt"},
     "adapters": {"lora_rank": 3},
+    "adapters in bfloat16": {"lora_rank": 3, "dtype": "bfloat16"},
     "offloaded": {"save_memory": ("optimizer",)},
     "a nucleus, two minibatches and a value head": {
         "top_p": 0.9,
