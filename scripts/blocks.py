@@ -178,7 +178,7 @@ def _steps_until(record: dict, name: str) -> str:
         return "no wrong token"
     if record[name] is None:
         return f"not in {record['steps'] + 1 - record['first_wrong_step']}"
-    return str(record[name] - record["first_wrong_step"])
+    return f"{record[name] - record['first_wrong_step']}".replace("-", "−")
 
 
 STORED_RUNS = {
