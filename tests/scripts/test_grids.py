@@ -47,6 +47,30 @@ def differences_of(records):
     return grids.differences(grids.measures_of(records))
 
 
+def test_runs_with_an_option_are_compared_with_those_without_by_plain_loops():
+    records = [
+        make_record(delay=delay, seed=seed, **options)
+        for options in ({}, {"centering": True, "top_logprobs": 8}, {"lr": 0.1})
+        for delay in (0, 4)
+        for seed in range(3)
+    ]
+    measured = grids.measures_of(records)
+    rows = grids.beside(measured, ["centering", "top_logprobs"])
+    assert len(rows) == 6
+    for record, partner in zip(records[6:12], records[:6], strict=True):
+        row, own, other = (
+            rows.loc[grids.key(record["cell"])],
+            measured.loc[grids.key(record["cell"])],
+            measured.loc[grids.key(partner["cell"])],
+        )
+        assert row["final"] == own["final"] - other["final"]
+        assert row["level"] == own["level"] - other["level"]
+    page = "\n".join(grids.without_page(rows, ["centering", "top_logprobs"]))
+    assert "without `centering`, `top_logprobs`" in page and page.count("`grpo`") == 2
+    with pytest.raises(ValueError, match="--without top_p: no run of the grid has"):
+        grids.beside(measured, ["top_p"])
+
+
 def test_a_loss_is_compared_with_the_baseline_of_its_seed_and_setting_by_plain_loops():
     losses = {"grpo": {}, "tis": {}, "mine.py:loss": {"algo_args": ["narrow=1"]}}
     records = [
