@@ -58,15 +58,17 @@ DASHES = "-", "--", ":", "-."
 def read_records(path: Path) -> list[dict]:
     """Return the records of a cells.jsonl, the last one of each cell; none if there is no such file.
 
-    Raises ValueError, naming the line, if one is broken or of older code.
+    Records of older code have no summary. The table then lacks these columns, and all differences are as before.
+    Raises ValueError, naming the line, if one is broken.
     """
     records = {}
     for number, record in enumerate(read(path), start=1):
-        if not {"cell", "summary"} <= {*record}:
+        if not {"cell", "series"} <= {*record}:
             raise ValueError(
-                f"{path}, line {number} is not a cell with a summary, or is of older code; delete the line and "
-                "ablate.py runs its cell again"
+                f"{path}, line {number} is not a cell with its series; delete the line, and ablate.py runs it again"
             )
+        record.setdefault("summary", dict.fromkeys([*SUMMARY, *LATE_COLUMNS]))
+        record.setdefault("options", [])
         records[key(record["cell"])] = record
     return list(records.values())
 
