@@ -186,11 +186,12 @@ def dppo(
     sides="away",
     squared=0.0,
 ):
-    default = 0.15 if divergence == "tv" else 0.05
+    default = {"tv": 0.15, "kl": 0.05, "kl_max": 0.1}[divergence]
     low = default if delta_low is None else delta_low
     high = default if delta_high is None else delta_high
     p, b = math.exp(token.held), math.exp(token.behavior)
-    distance = abs(p - b) if divergence == "tv" else _binary_kl(b, p)
+    kls = _binary_kl(b, p), _binary_kl(p, b)
+    distance = {"tv": abs(p - b), "kl": kls[0], "kl_max": max(kls)}[divergence]
     is_out = is_past(math.copysign(distance, p - b), token.advantage, -low, high)
     if sides == "both":
         is_out = distance > (high if p > b else low)
