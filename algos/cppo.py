@@ -11,8 +11,8 @@ Early tokens weigh more than late ones, as all that follows was sampled after th
 on average. Above that, less than delta is left for the next token. Tokens that are left out spend the budget, too.
 
 Acts on: E, prefix, mask and weight.
-At lag: a token that moves on is left out if its own probability moved past delta, or if the prefix has spent the
-budget. The others weigh their ratio, at most the cap.
+At lag: a token is left out once its probability moved too far, the way its advantage points: past delta, or past what
+its prefix has left of the budget. The others weigh their ratio, at most the cap.
 
 CPPO, arXiv 2606.10968, eq. 8 to 11 and section 4.1. The numbers for weight and delta are the paper's (0.2 for its
 mixture of experts). Its fixed budget is 0.015, for a model after training. 0.02 is the budget of UniRL and verl.

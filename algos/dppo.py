@@ -9,6 +9,10 @@
              and with sides "both" 0 wherever p > b and D_t > delta_high, or p < b and D_t > delta_low
     loss_t = −sg(M_t·min(r_t, cap))·A·log π(t) + squared·(log r_t)²          sg = stop-gradient
 
+Acts on: E, token, mask and weight.
+At lag: a token is left out once its probability moved past the bound, the way its advantage points. The others weigh
+their ratio, at most the cap.
+
 Divergence PPO, arXiv 2602.04879, eq. 13 and 14: «this token or another» stands for the whole distribution. A rare token
 may double, and PPO's clip forbids that. A sure token may not fall by a fifth, and PPO's clip allows that. Section 5.4
 has the cap. The default bounds are those of verl's example: 0.15 for "tv" and 0.05 for "kl". The default cap is ours:

@@ -10,9 +10,9 @@ factors does neither. One unlikely token before lowers the weight of all that fo
 Acts on: E, prefix, weight.
 At lag: a token weighs its ratio times the least ratio before it, cut into the clip. None is left out.
 
-MinPRO, after arXiv 2601.22718. The formula was read in two later papers that state it, and not in the paper itself. Its
+MinPRO, after arXiv 2601.22718. The formula was read in two later texts that state it, and not in the paper itself. Its
 numbers were not found: the defaults are those of DAPO's clip, arXiv 2503.14476. With a clip_low of 0.2 the prefix takes
-at most a fifth of a weight. A clip_low of 1 has no lower end.
+at most a fifth of a weight, and a long stale response has most weights at that end. A clip_low of 1 has no lower end.
 Differs from the paper, as far as known: the denominator is the engine's own log-prob. 1/length is a choice of
 `loss_aggregation`. Log-ratios are clamped to ±20 nats. Tokens of the environment are not part of the prefix.
 pnpo.py takes the geometric mean of the prefix, the token included, and leaves tokens out.
@@ -26,9 +26,7 @@ from algos.objectives import weighted_policy_gradient
 from algos.ratio import MAX_LOG_RATIO, importance_ratio, places
 
 
-def loss(
-    inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NonNegative = 0.28
-) -> LossOutput:
+def loss(inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NonNegative = 0.28) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio (the token's), weight, clipped."""
     log_ratio = inputs.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     product = importance_ratio(log_ratio + _least_before(log_ratio, inputs.sequence_ids))

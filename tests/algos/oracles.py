@@ -246,9 +246,7 @@ def sequence_is(token, sequence, cap=math.inf):
     return weighted(token, min(ratio, cap), ratio)
 
 
-def cppo(
-    token, sequence, delta=0.15, budget=0.02, adaptive=True, weight_floor=0.8, cap=20.0
-):
+def cppo(token, sequence, delta=0.15, budget=0.02, adaptive=True, weight_floor=0.8, cap=20.0):
     distances = [abs(math.exp(t.held) - math.exp(t.behavior)) for t in sequence]
     if adaptive:
         budget = clip(quantile(distances, 0.9), budget, 2 * budget)
