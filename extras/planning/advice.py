@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 from asyncrl.cluster.placement import Placement, place
 from asyncrl.config import OPTIONS, Config
-from extras.planning.advisor import Measured, expected_step, predicted_step, tail_share
+from extras.planning.advisor import (
+    Measured,
+    expected_step,
+    predicted_lag,
+    predicted_step,
+    tail_share,
+)
 
 MIN_STEPS = 8
 """Steps that advice needs. The first quarter of a run is left out, because the pipeline is still filling."""
@@ -57,7 +63,7 @@ def advice_of(run) -> str:
         return advise_on_hosts(measure_hosts(run, config))
     hardware = run.info["hardware"]
     placement = place(config, len(hardware["gpus"]), hardware["cpu_cores"], run.info["world_size"])
-    return advise(measure(run, config, placement))
+    return f"{advise(measure(run, config, placement))}\n{describe_lag(run, config)}"
 
 
 def measure(run, config: Config, placement: Placement) -> Measured:
@@ -97,6 +103,25 @@ def trained_responses(run):
     """Return a table with a row per response and step that trained on it: the trajectory's event, and `step`."""
     groups = run.events["step"][["step", "groups"]].explode("groups").astype("Int64")
     return groups.merge(run.events["trajectory"], left_on="groups", right_on="group")
+
+
+def describe_lag(run, config: Config) -> str:
+    """Return one line with the predicted and the realised lag of a run, without its first quarter."""
+    first = len(run.metrics) // 4
+    settled, responses = run.metrics.iloc[first:], trained_responses(run)
+    is_sampled = (responses["step"] > first) & (responses["finish_reason"] != "aborted")
+    groups = responses[is_sampled].groupby("group")
+    group_s = (groups["ended_at"].max() - groups["started_at"].min()).mean()
+    step_s = settled["time/step_s"].mean()
+    busy_share = _busy_s(settled) / step_s
+    num_outstanding = config.max_outstanding_groups - config.extra_groups
+    alpha = num_outstanding / config.groups_per_step - 1
+    low, high = predicted_lag(alpha, config.publish_delay, group_s / step_s, busy_share)
+    realised = settled["staleness/mean"].mean()
+    return (
+        f"  lag: predicted {low:.2f} steps by the rates (a group takes {group_s / step_s:.2f} steps, "
+        f"the trainer is busy for {busy_share:.2f}) … {high:.2f} with all places taken; realised {realised:.2f}"
+    )
 
 
 def _busy_s(steps) -> float:

@@ -79,6 +79,16 @@ def predicted_step(
     )
 
 
+def predicted_lag(
+    alpha: float, publish_delay: int, group_steps: float, busy_share: float
+) -> tuple[float, float]:
+    """Return the mean staleness of trained groups in steps: by the rates, and with all places taken.
+
+    `alpha` is outstanding groups over those of a step, − 1. `group_steps` is T/s and `busy_share` is ρ, 0–1.
+    """
+    return publish_delay + min(alpha, group_steps + busy_share), publish_delay + alpha
+
+
 def tail_share(m: Measured) -> float:
     """Return the place of the measured step between both predictions, 0–1: the share of L that is waited for."""
     low, high = predicted_step(m, m.async_ratio, m.rollout_devices, m.training_devices)

@@ -4,8 +4,8 @@ It reads the events of each run in the folder RUNS, and writes records and a tab
 its fate is known: its id is below the last trained one by twice the outstanding groups. Of a trained group the first
 group_size finished responses are trained. All other responses with a token are lost.
 
-The length of an aborted response is known only so far. So lengths of drawn responses are estimated as lifetimes that may
-be cut (Kaplan and Meier 1958): S(n) is the product over lengths m < n of 1 − ended(m)/reached(m). This is right if an
+The length of an aborted response is known only so far. So drawn lengths are estimated as lifetimes of which some are
+cut (Kaplan and Meier 1958): S(n) is the product over lengths m < n of 1 − ended(m)/reached(m). This is right if an
 abort does not depend on the tokens that would have followed.
 """
 
