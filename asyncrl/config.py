@@ -438,8 +438,9 @@ class Config:
     def due_version(self, trainer_version: int) -> int:
         """Return the version that is due at `trainer_version`: `publish_delay` steps older, but at least 0.
 
-        The announced one is this or newer: newer after the last step, and for K steps when a finished run continues
-        (LeadingPublisher). SampleBuffer.admission_version keeps the version that is due, so the bound still holds.
+        The announced one is this or newer. It is newer after the last step, and for K steps when a finished run
+        continues (LeadingPublisher). SampleBuffer.admission_version keeps the version that is due, so the bound still
+        holds.
         """
         return max(0, trainer_version - self.publish_delay)
 

@@ -60,19 +60,27 @@ def speed_of_defaults() -> str:
         ]
         ratios = sorted(ours / peer for ours, peer in speeds)
         ours, peer = (f"{statistics.median(column):,.0f}" for column in zip(*speeds, strict=True))
-        arm = next(iter(of_seeds.values()))[False]["arm"].removeprefix("TRL ")
+        mode = next(iter(of_seeds.values()))[False]["arm"].split()[2].removesuffix(",")
         ratio = f"{statistics.median(ratios):.2f}× [{ratios[0]:.2f}–{ratios[-1]:.2f}]"
-        rows.append(
-            [
-                f"`{work}`",
-                hardware.removeprefix("2 CPU cores, "),
-                ours,
-                f"{peer}, {arm}",
-                ratio,
-                len(ratios),
-            ]
-        )
-    return table("workload | two cores of an | ours, tokens/s | TRL | ratio | n", rows)
+        cpu = hardware.removeprefix("2 CPU cores, ").partition(" with")[0]
+        rows.append([f"`{work}`", cpu, ours, peer, f"`{mode}`", ratio, len(ratios)])
+    return table("workload | CPU | ours, tokens/s | TRL, tokens/s | TRL's mode | ratio | n", rows)
+
+
+def costs(*losses: str) -> str:
+    """Return what a lag of 16 costs some losses: level and final accuracy, of results/study/tables.md."""
+    page = (RESULTS / "study" / "tables.md").read_text(encoding="utf-8")
+    columns = []
+    for model in ("tiny model", "SmolLM2-135M"):
+        section = page.partition(f"losses at exact lags, {model}: lagged − fresh")[2]
+        for measure in ("Level", "Final"):
+            rows = section.partition(f"**{measure}: ")[2].partition("\nn = ")[0].splitlines()
+            cells = [line.strip("| ").split(" | ") for line in rows if line.startswith("| `")]
+            columns.append({name.strip("`"): values[-1] for name, *values in cells})
+    return table(
+        "loss | tiny model, level | tiny model, final | SmolLM2, level | SmolLM2, final",
+        [[f"`{name}`", *(column[name] for column in columns)] for name in losses],
+    )
 
 
 def predictions() -> str:
