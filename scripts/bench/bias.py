@@ -9,6 +9,7 @@ cut (Kaplan and Meier 1958): S(n) is the product over lengths m < n of 1 − end
 abort does not depend on the tokens that would have followed.
 """
 
+import hashlib
 import json
 import statistics
 from collections import defaultdict
@@ -17,6 +18,7 @@ from pathlib import Path
 import tyro
 
 from asyncrl.config import OPTIONS, Config
+from asyncrl.runlog.header import git
 from scripts.lines import ROOT, markdown, read, run_command
 from scripts.runs import Run, load
 
@@ -127,10 +129,20 @@ def write_table(records: list[dict]) -> None:
         [name, *(_shown([n[column] for n in numbers]) for column in COLUMNS), len(numbers)]
         for name, numbers in settings.items()
     ]
-    places = sorted({f"commit {r['commit']}; {r['hardware']}" for r in records})
-    made_by = f"<!-- python -m scripts.bench.bias RUNS, after results/bias/plan.md; {'; '.join(places)} -->"
-    lines = [made_by, *markdown(["setting", *COLUMNS.values(), "n"], rows)]
-    (OUT / "short.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_short(OUT / "bias.jsonl", markdown(["setting", *COLUMNS.values(), "n"], rows), __file__)
+
+
+def write_short(records: Path, table: list[str], script: str) -> None:
+    """Write short.md beside records: a table, and what made it."""
+    body = "\n".join(table) + "\n"
+    digests = [
+        hashlib.sha256(data).hexdigest()[:16] for data in (records.read_bytes(), body.encode())
+    ]
+    made_by = (
+        f"scripts/bench/{Path(script).name} of commit {git('rev-parse', '--short=12', 'HEAD')}"
+    )
+    head = f"<!-- Made by {made_by} from {records.name}, sha256 {digests[0]}…, page sha256 {digests[1]}…. -->\n"
+    records.with_name("short.md").write_text(head + body, encoding="utf-8")
 
 
 def _shown(values: list[float]) -> str:

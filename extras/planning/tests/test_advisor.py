@@ -26,6 +26,7 @@ from extras.planning.advice import (
     hosts_that_suffice,
     measure,
     measure_hosts,
+    measure_lag,
 )
 from extras.planning.advisor import Measured, expected_step, predicted_lag
 from scripts.runs import frame
@@ -142,7 +143,7 @@ def test_the_lag_is_predicted_from_the_time_of_a_group_and_the_share_of_the_trai
     """Steps 6 to 20 take 4/3 s, of which the trainer works for 0.4. Seven groups take 1.6 s and eight 1.5."""
     run = write_run(tmp_path, 20, async_ratio=4.0, publish_delay=2)
     group_steps, busy_share = (7 * 1.6 + 8 * 1.5) / 15 / (4 / 3), 0.4 / (4 / 3)
-    assert describe_lag(run, config_of(run)) == (
+    assert describe_lag(measure_lag(run, config_of(run))) == (
         f"  lag: predicted {2 + group_steps + busy_share:.2f} steps by the rates (a group takes {group_steps:.2f} "
         "steps, the trainer is busy for 0.30) … 6.00 with all places taken; realised 1.30"
     )
