@@ -147,7 +147,7 @@ def write_short(records: Path, table: list[str], script: str) -> None:
 
 def _shown(values: list[float]) -> str:
     texts = [
-        f"{value:.3f}".replace("-", "−")
+        f"{round(value, 3) + 0.0:.3f}".replace("-", "−")
         for value in (statistics.fmean(values), min(values), max(values))
     ]
     mean, low, high = texts
