@@ -199,8 +199,8 @@ class Config:
     With another model than `tiny` the default is 1024, for `sums` 24."""
     algo: Annotated[str, REPLAY] = "grpo"
     """Policy loss: `reinforce`, `grpo`, `decoupled_ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `gspo`, `kimi`,
-    `icepop`, `aipo`, `m2po`, `dppo`, `sapo`, `opsm`, `mis`, `tis_ppo`, `gmpo`, `vespo`, `sequence_is`, or your own:
-    FILE.py:FUNCTION. The file of each loss in algos/ begins with its formula and paper."""
+    `icepop`, `aipo`, `m2po`, `dppo`, `sapo`, `opsm`, `mis`, `tis_ppo`, `gmpo`, `vespo`, `sequence_is`, `cppo`, `drpo`,
+    `pnpo`, `minpro`, or your own: FILE.py:FUNCTION. Each file in algos/ begins with a formula and its paper."""
     algo_args: Annotated[tuple[Assignment, ...], REPLAY] = ()
     """Keyword arguments of the loss, NAME=VALUE each: `clip_high=0.28`. `--algo NAME --help` lists them."""
     steps: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 80

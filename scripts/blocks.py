@@ -8,7 +8,7 @@ import inspect
 import itertools
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from algos import LOSSES
 from asyncrl.config import OPTIONS, allowed_values
@@ -128,6 +128,21 @@ def losses() -> str:
         linked = f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper else "Williams 1992"
         rows.append([f"`{algo}`", linked, text.partition("\n")[0].partition(": ")[2].rstrip(".")])
     return table("`--algo` | formula as in | what it does", rows)
+
+
+def acts_on(loss: Callable) -> list[str]:
+    """Return what the docstring of a loss says: its ratio, level and means, and what it does at lag."""
+    text = inspect.getmodule(loss).__doc__
+    found = re.search(
+        r"^Acts on: ([^,]+), ([^,]+), (.+)\.\nAt lag: (.+?)\.$(?=\n\n)", text, re.M | re.S
+    )
+    return [" ".join(part.split()) for part in found.groups()]
+
+
+def at_lag() -> str:
+    """Return which ratio each loss reads, how, and what it does with a stale token."""
+    rows = [[f"`{algo}`", *acts_on(loss)] for algo, loss in LOSSES.items()]
+    return table("`--algo` | ratio | of a | by | with stale tokens", rows)
 
 
 # Records
