@@ -160,6 +160,19 @@ def kept(name: str, page: str = "short") -> str:
     return (RESULTS / name / f"{page}.md").read_text(encoding="utf-8").partition("\n")[2]
 
 
+def cost_of_two_kinds() -> str:
+    """Return rows for the table of kept("planner"): cost per token of AReaL-Hex's table 4, by source of the rates."""
+    arm = "table 4, cost per token, 24 H800 over 8 H800 + 24 H20"
+    records = [record for record in records_of("planner") if record["arm"] == arm]
+    rows = []
+    for source in ("rates of table 1", "sheets by AReaL-Hex", "sheets by MegaScale-Infer"):
+        planned, measured = (
+            ", ".join(f"{record[name]:.2f}" for record in records) for name in (source, "paper")
+        )
+        rows.append(f"| AReaL-Hex, {arm}; 1.5B, 7B, 14B; {source} | {planned} | {measured} |")
+    return lines(rows)
+
+
 def machines(part: str) -> str:
     """Return what was measured of remote hosts: a part of results/swarm, medians alone."""
     page = (RESULTS / "swarm" / "table.md").read_text(encoding="utf-8")

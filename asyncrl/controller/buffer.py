@@ -167,7 +167,7 @@ class SampleBuffer:
         fate = self._fate_of_later_members.get(trajectory.group_id)
         if fate is None:
             raise RuntimeError(f"{_name(trajectory)} is aborted, but its group needs it")
-        self.ledger.generate(trajectory.num_generated, fate)
+        self.ledger.lose(trajectory, fate)
 
     def add(self, trajectory: Trajectory) -> Group | None:
         """Add a finished trajectory. Return its group if this is the last member that the group needs.
@@ -176,9 +176,10 @@ class SampleBuffer:
         or has this member. It is also raised if a token is older than the group's assignment.
         """
         fate = self._fate_of_later_members.get(trajectory.group_id)
-        self.ledger.generate(trajectory.num_generated, fate)
         if fate is not None:
+            self.ledger.lose(trajectory, fate)
             return None
+        self.ledger.generate(trajectory.num_generated)
         resident = self.residents.get(trajectory.group_id)
         self._check_belongs(trajectory, resident)
         resident.members[trajectory.member] = trajectory
@@ -215,10 +216,7 @@ class SampleBuffer:
 
         That is false for a group that was dropped or has finished.
         """
-        self.ledger.generate(
-            trajectory.num_generated,
-            self._fate_of_later_members.get(trajectory.group_id, "failed"),
-        )
+        self.ledger.lose(trajectory, self._fate_of_later_members.get(trajectory.group_id, "failed"))
         resident = self.residents.get(trajectory.group_id)
         if resident is None or self._is_finished(resident):
             return False
