@@ -339,6 +339,9 @@ class Config:
     """Also answer each held-out problem greedily, with the likeliest token each time: eval/greedy_accuracy."""
     record: Annotated[bool, NOT_COPIED] = False
     """Keep every consumed batch in the run's directory. scripts/replay.py trains on it again."""
+    save: Annotated[Literal["all", "weights"], RESUME, HOST] = "all"
+    """Content of a checkpoint: `all` has float32 weights and the state for --resume, 16 bytes per parameter with AdamW.
+    `weights` has only weights, in the dtype of computing: 2 bytes per parameter on GPUs. No run resumes from them."""
     keep_last: Annotated[Count, RESUME, HOST] = 0
     """Newest checkpoints that are kept. 0 keeps the weights of all, and the state for --resume of two."""
     stop_after_s: Annotated[NonNegative, RESUME, HOST] = 0.0
