@@ -91,9 +91,12 @@ def predictions() -> str:
         for name, (number, assumed, _) in predicted.items():
             measured_number = measured.get(case, {}).get(name)
             cells = ["–", "–"]
+            if isinstance(number, str):
+                number = measured.get(case, {}).get(number)
             if measured_number is not None:
                 cells = [f"{measured_number:.3g}", f"{measured_number / number:.2f}"]
-            rows.append([case, name, f"{number:.3g}", *cells, assumed])
+            predicted_cell = "the plan" if number is None else f"{number:.3g}"
+            rows.append([case, name, predicted_cell, *cells, assumed])
     return table("part | number | predicted | measured | ratio | the prediction assumes", rows)
 
 

@@ -2,8 +2,10 @@
 
 import pytest
 
+from extras.planning.memory import CONTEXT_BYTES, GIB, LINKS_BYTES
 from extras.planning.shape import ModelShape
 from scripts.bench import gpu
+from scripts.bench.fake_ranks import plan
 from scripts.bench.trainer_alone import Setup, profile, training_flops
 from scripts.lines import read
 
@@ -46,6 +48,26 @@ def test_the_bench_runs_without_a_gpu_what_failed_and_nothing_twice(tmp_path):
     assert record["numbers"]["steps"] == 3 and record["numbers"]["mfu"] > 0
     assert "no GPU: the numbers mean nothing" in (tmp_path / "table.md").read_text()
     assert run_bench(tmp_path, budget_s=0) == (0, record)
+
+
+def test_one_rank_of_four_has_the_savings_and_the_memory_that_the_dry_run_plans(tmp_path):
+    """docs/devices.md shows 73.81 GiB: with a context, and NCCL's groups, which are no tensors of this rank."""
+    config, _, planned_bytes = plan(Setup("cuda", "8b", tmp_path), 4)
+    assert config.save_memory == ("layers", "head") and config.max_tokens_per_microbatch == 4096
+    others_gib = (CONTEXT_BYTES + LINKS_BYTES) / GIB
+    assert planned_bytes / GIB + others_gib == pytest.approx(73.81, abs=0.005)
+    with pytest.raises(SystemExit, match="False"):
+        gpu.main(tmp_path / "out", ["rank-of-4"], "cpu", 400)
+    (record,) = read(tmp_path / "out" / "gpu.jsonl")
+    assert record["numbers"]["steps"] == 3 and record["numbers"]["planned_gib"] > 0
+    measured = {"trainer_peak_gib": 90.0, "reserved_over_peak": 1.0, "outside_gib": 1.2}
+    record |= {
+        "case": "rank-of-4 8b",
+        "numbers": record["numbers"] | measured | {"planned_gib": 60.0},
+    }
+    shown = gpu.table([record])
+    assert "rank-of-4 8b, trainer_peak_gib  90, predicted 60, 1.50 ×: " in shown
+    assert "CHANGE saved_bytes_per_token" in shown
 
 
 def test_the_stored_records_give_the_rows_of_the_stored_table():
