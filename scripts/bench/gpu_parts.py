@@ -149,7 +149,10 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
     arguments = [f"--{flag(name)}={value}" for name, value in options.items()]
     # No response earns anything; the decay moves the weights all the same.
     arguments += ["--optim.args", "weight_decay=50"]
+    # Half of several GPUs train.
+    num_ranks = max(1, len(visible_gpus()) // 2)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += [f"--nproc-per-node={num_ranks}"]
     subprocess.run([*torchrun, "train_async.py", *arguments], cwd=ROOT, check=True)
     return job_numbers(load(folder / "run").metrics)
 
@@ -175,6 +178,7 @@ FUNCTIONS = {
     "sync": sync,
     "job-sync": functools.partial(job, async_ratio=0.0),
     "job-async": functools.partial(job, async_ratio=1.0),
+    "job-nccl": functools.partial(job, async_ratio=1.0),
     "job-sleep": functools.partial(job, async_ratio=0.0, colocate="sleep"),
 }
 """What a part is called -> what it does."""

@@ -40,11 +40,11 @@ def test_two_engines_get_weights_and_one_can_die(needs_gpu, tmp_path):
 @pytest.mark.parametrize(
     ("num_gpus", "num_ranks", "options"),
     [
-        (2, 1, {}),
-        (2, 1, {"weight_sync": "shm"}),
-        (3, 2, {"save_memory": "optimizer"}),
-        (4, 2, {"rollout_tp": 2}),
-        (4, 2, {}),
+        pytest.param(2, 1, {}, id="two"),
+        pytest.param(2, 1, {"weight_sync": "shm"}, id="shm"),
+        pytest.param(3, 2, {"save_memory": "optimizer"}, id="three"),
+        pytest.param(4, 2, {}, id="four"),
+        pytest.param(4, 2, {"rollout_tp": 2}, id="tp"),
     ],
 )
 def test_a_job_on_several_gpus_ends_well_and_engines_agree(tmp_path, num_gpus, num_ranks, options):
