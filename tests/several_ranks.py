@@ -130,7 +130,8 @@ def check_ranks_are_gone_after_a_failure(
     kind: str, model: str, folder: Path, within_s: float
 ) -> None:
     """torchrun ends soon after one of two ranks has failed, though the other one waits for it."""
-    job = launch([*torchrun(2), __file__, kind, model], folder)
+    gpus = "" if kind == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
+    job = launch([*torchrun(2), __file__, kind, model], folder / "run", gpus=gpus)
     status = job.wait(LIMIT_S)
     ended = time.time()
     output = job.output()
