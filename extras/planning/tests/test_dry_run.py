@@ -19,12 +19,13 @@ from extras.planning.shape import read_shape
 NAMED = "Qwen/Qwen3-8B-Base"
 LONG = {"max_prompt_tokens": 512, "max_response_tokens": 2048}
 DISKS = {
-    (0, "all"): "disk: checkpoints of 131 GB, 1 in all; at most 131 GB",
-    (None, "all"): "disk: checkpoints of 131 GB, 1 in all; at most 131 GB",
-    (20, "all"): "disk: checkpoints of 131 GB, 4 in all; at most 426 GB",
-    (20, "weights"): "disk: checkpoints of 16.4 GB, 4 in all; at most 65.5 GB",
+    (0, 0, "all"): "disk: checkpoints of 131 GB, 1 in all; at most 131 GB",
+    (None, 0, "all"): "disk: checkpoints of 131 GB, 1 in all; at most 131 GB",
+    (20, 0, "all"): "disk: checkpoints of 131 GB, 4 in all; at most 426 GB",
+    (20, 2, "all"): "disk: checkpoints of 131 GB, 4 in all; at most 393 GB",
+    (20, 0, "weights"): "disk: checkpoints of 16.4 GB, 4 in all; at most 65.5 GB",
 }
-"""By save_every and save, of 80 steps: weights of all, and the state of two and of one that is written."""
+"""By save_every, keep_last and save, of 80 steps: weights of all, and the state of two and of one that is written."""
 
 
 def commands() -> list[str]:
@@ -63,7 +64,7 @@ def check_command(command, monkeypatch):
         "\nfreshness: no trained token is older than 2 steps (--async-ratio 2 rounded up)\n"
         in lines
     )
-    disk = DISKS[config.save_every, config.save]
+    disk = DISKS[config.save_every, config.keep_last, config.save]
     free = r"[\d.]+ [MGT]B are free in runs on this machine"
     assert re.search(f"^{disk} at a time; {free}$", lines, re.M)
     assert "  together: 73.81 of 76.42 GiB" in lines or num_machines > 1
