@@ -22,7 +22,7 @@ DISKS = {
     (0, 0, "all"): "disk: checkpoints of 131 GB, 1 in all; at most 131 GB",
     (None, 0, "all"): "disk: checkpoints of 131 GB, 1 in all; at most 131 GB",
     (20, 0, "all"): "disk: checkpoints of 131 GB, 4 in all; at most 426 GB",
-    (20, 2, "all"): "disk: checkpoints of 131 GB, 4 in all; at most 393 GB",
+    (20, 1, "all"): "disk: checkpoints of 131 GB, 4 in all; at most 262 GB",
     (20, 0, "weights"): "disk: checkpoints of 16.4 GB, 4 in all; at most 65.5 GB",
 }
 """By save_every, keep_last and save, of 80 steps: weights of all, and the state of two and of one that is written."""
