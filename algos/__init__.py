@@ -12,7 +12,7 @@ from algos.inputs import LossInputs as LossInputs
 
 _NAMES = (
     "reinforce", "grpo", "decoupled_ppo", "tis", "cispo", "topr", "weighted_topr", "gspo", "kimi", "icepop", "aipo",
-    "m2po", "dppo", "sapo", "opsm", "mis", "tis_ppo", "gmpo", "vespo", "sequence_is",
+    "m2po", "dppo", "sapo", "opsm", "mis", "tis_ppo", "gmpo", "vespo", "sequence_is", "cppo", "drpo", "pnpo", "minpro",
 )  # fmt: skip
 
 LOSSES: dict[str, Callable] = {

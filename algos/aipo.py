@@ -3,6 +3,9 @@
     r_t    = exp(log π(t) − log π_behavior(t))
     loss_t = −sg(min(r_t, cap))·A·log π(t)          sg = stop-gradient
 
+Acts on: E, token, weight.
+At lag: a token weighs its ratio, at most the cap. None is left out.
+
 LlamaRL, arXiv 2505.24034, «Asynchronous Importance weighted Policy Optimization».
 Differs from the paper: nothing known. It is tis.py with a cap above 1, so likelier tokens weigh more.
 """

@@ -5,6 +5,9 @@
     and with unified_mask, weight 0 where PPO would cut the gradient:
              (A > 0 and r_t > 1 + clip_high) or (A < 0 and r_t < 1 − clip_low)
 
+Acts on: E, token, weight.
+At lag: a token weighs its ratio, cut into the range of the clip. None is left out, except with the unified mask.
+
 MiniMax-M1, arXiv 2506.13585, section 3.1; its «unified» form has the mask.
 Differs from the paper: the denominator is the engine's own log-prob. The paper has no lower bound of the weight
 (`clip_low=1`) and tunes the upper one; the defaults here are those of ROLL Flash's code. The mask has the range of the

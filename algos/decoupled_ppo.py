@@ -5,6 +5,10 @@
     loss_t = −w_t·min(u_t·A, clip(u_t, 1 − clip_low, 1 + clip_high)·A)
     action "mask": w_t = 0 where w_t > behavior_weight_cap;  "truncate": w_t = min(w_t, the cap)
 
+Acts on: B and U, token, mask, weight and shape.
+At lag: a token weighs B, and is left out where B is above the cap. The clip around the proximal policy does not see the
+lag.
+
 AReaL, arXiv 2505.24298, eq. 5; the decoupling is arXiv 2110.00641. The proximal policy is the trainer's at the start of
 the step. In the first update of a step it is the current one. Then u is 1, the clip does nothing, and the gradient is
 −w·A, importance-weighted policy gradient. With `minibatches` 1 there is no other update, and that is right.

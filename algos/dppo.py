@@ -2,19 +2,27 @@
 
     p      = π(t),  b = π_behavior(t),  r_t = p/b
     D_t    = |p − b|                                                  with divergence "tv"
-             b·log(b/p) + (1 − b)·log((1 − b)/(1 − p))                with divergence "kl"
+             kl(b, p) = b·log(b/p) + (1 − b)·log((1 − b)/(1 − p))     with divergence "kl"
+             max(kl(b, p), kl(p, b))                                  with divergence "kl_max"
     M_t    = 0 where the update goes on moving away: A > 0, p > b and D_t > delta_high,
              or A < 0, p < b and D_t > delta_low; else 1
              and with sides "both" 0 wherever p > b and D_t > delta_high, or p < b and D_t > delta_low
     loss_t = −sg(M_t·min(r_t, cap))·A·log π(t) + squared·(log r_t)²          sg = stop-gradient
 
+Acts on: E, token, mask and weight.
+At lag: a token is left out once its probability moved past the bound, the way its advantage points. The others weigh
+their ratio, at most the cap.
+
 Divergence PPO, arXiv 2602.04879, eq. 13 and 14: «this token or another» stands for the whole distribution. A rare token
 may double, and PPO's clip forbids that. A sure token may not fall by a fifth, and PPO's clip allows that. Section 5.4
 has the cap. The default bounds are those of verl's example: 0.15 for "tv" and 0.05 for "kl". The default cap is ours:
 verl's is 3, and its example of DPPO sets 10,000.
-prime-rl's default loss is this one with deltas of 0.2 and `squared=0.001`. The square pulls back to the policy that
-sampled (Kimi K2.5, arXiv 2602.02276). Its IPO has `sides=both`, deltas of 0.1 and the same square. It has no cap, and
-the square also counts for tokens that are left out, as here.
+KPop has `divergence=kl_max sides=both`: neither policy may call a token rare that the other calls usual. It is after
+Ring team, «KPop» (ringtech.notion.site/kpop, 2026), as verl and AReaL have it. Our bound for "kl_max" is 0.1: a change
+proposed to prime-rl (#3283) calls it the paper's. AReaL's example sets 2, and compares π_proximal with π_behavior.
+prime-rl's IPO, its default loss since 27 August 2026, has `sides=both`. Since 18 September 2026 its deltas are 0.3, and
+it has no square. Before, they were 0.1, with `squared=0.001`. Its later code has `cap=10000`, too. The square pulls
+back to the policy that sampled (Kimi K2.5, arXiv 2602.02276), also tokens that are left out.
 Differs from the paper: its top-k divergences are not here. A token left out stays in the denominator of the mean.
 Others: verl stops the gradient at the ratio, as here. SkyRL lets it pass and has no cap. Up to the cap the gradients
 are the same. Above the cap ours stays bounded, and a ratio with gradient would have none.
@@ -29,13 +37,13 @@ from algos.inputs import Cap, LossInputs, LossOutput, NonNegative, Positive
 from algos.objectives import weighted_policy_gradient
 from algos.ratio import importance_ratio, is_past
 
-_DELTA = {"tv": 0.15, "kl": 0.05}
+_DELTA = {"tv": 0.15, "kl": 0.05, "kl_max": 0.1}
 
 
 def loss(
     inputs: LossInputs,
     *,
-    divergence: Literal["tv", "kl"] = "tv",
+    divergence: Literal["tv", "kl", "kl_max"] = "tv",
     delta_low: Positive | None = None,
     delta_high: Positive | None = None,
     cap: Cap = 20.0,
@@ -44,15 +52,18 @@ def loss(
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio).
 
-    `delta_low` and `delta_high` are a probability with "tv" and nats with "kl".
+    `delta_low` and `delta_high` are a probability with "tv" and nats with "kl" and "kl_max".
     """
     low, high = (
         _DELTA[divergence] if delta is None else delta for delta in (delta_low, delta_high)
     )
     logprobs, behavior_logprobs = inputs.logprobs.detach(), inputs.behavior_logprobs
     moved = logprobs.exp() - behavior_logprobs.exp()
-    if divergence == "kl":
-        moved = moved.sign() * _binary_kl(behavior_logprobs, logprobs)
+    if divergence != "tv":
+        distance = _binary_kl(behavior_logprobs, logprobs)
+        if divergence == "kl_max":
+            distance = distance.maximum(_binary_kl(logprobs, behavior_logprobs))
+        moved = moved.sign() * distance
     ratio = importance_ratio(logprobs - behavior_logprobs)
     away = inputs.advantages if sides == "away" else moved
     weight = torch.where(is_past(moved, away, -low, high), 0.0, ratio.clamp(max=cap))

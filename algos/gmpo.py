@@ -4,6 +4,10 @@
     g      = exp(mean over the sequence of l)
     loss_t = −g·A          for every token; gradient flows through g to the tokens that are not clipped
 
+Acts on: E, token and sequence, shape.
+At lag: a sequence weighs the geometric mean of its clipped ratios. A token past the clip, on the side that its
+advantage points to, has no gradient.
+
 Geometric-Mean Policy Optimization, arXiv 2507.20673; the defaults are its range of ratios, exp(−0.4) … exp(0.4).
 gspo.py takes the mean first and clips afterwards: there a sequence is cut as a whole, here token by token.
 Differs from the paper: the denominator is the engine's own log-prob. Every token has the loss of its sequence, so

@@ -4,6 +4,9 @@
     loss_t = −min(r_t·A, clip(r_t, 1 − clip_low, 1 + clip_high)·A)
     and with dual_clip c > 1, where A < 0:  loss_t = −max(min(...), c·A)
 
+Acts on: E, token, shape.
+At lag: a token weighs its ratio. Past the clip, on the side that its advantage points to, it has no gradient.
+
 PPO, arXiv 1707.06347, eq. 7; GRPO, arXiv 2402.03300, eq. 3; clip_high > clip_low («clip-higher») is DAPO,
 arXiv 2503.14476, eq. 10; the dual clip is arXiv 1912.09729, section 3. INTELLECT-2's two-sided clip (arXiv 2505.07291)
 has min(r, δ)·A in place of r·A. It is the dual clip with c = δ if δ is at least 1 + clip_high, as intended.

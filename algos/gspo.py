@@ -3,6 +3,9 @@
     s      = exp(mean over the sequence of log π(t) − log π_behavior(t))
     loss_t = −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A)      for every token; gradient flows through s
 
+Acts on: E, sequence, shape.
+At lag: a sequence weighs its ratio. Past the clip, on the side that its advantage points to, it has no gradient.
+
 Group Sequence Policy Optimization, arXiv 2507.18071, section 4.1; the defaults are those of its section 5.1.
 Differs from the paper: the denominator is the engine's own log-prob. Every token has the loss of its sequence, so
 `loss_aggregation` says whether sequences (`sequence_mean`, as in the paper) or tokens weigh the same. The mean

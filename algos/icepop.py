@@ -5,6 +5,10 @@
     w_t    = k_t where low ≤ k_t ≤ high, or 1 there with weighs=false; else 0
     loss_t = −w_t·min(u_t·A, clip(u_t, 1 − clip_low, 1 + clip_high)·A)
 
+Acts on: B and U, token, mask, weight and shape.
+At lag: a token weighs B inside the band, and is left out outside. The clip around the proximal policy does not see the
+lag.
+
 Ling team, «Every Step Evolves» (Ring-1T), arXiv 2510.18855: IcePop is its mask M(k; α, β) with α = 0.5, β = 5.
 Differs from the paper: its k compares training and inference engine at one version, and ours includes staleness. Level
 "sequence" is ours. It weighs by the geometric mean, which is no importance weight but has the scale of one token's. A

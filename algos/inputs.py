@@ -41,7 +41,8 @@ class LossInputs:
     rewards: Tensor
     """[N] task reward of the token's sequence."""
     sequence_ids: Tensor
-    """[N] int64, non-decreasing; the sequences that have a trained token, numbered 0 … S−1 in the micro-batch."""
+    """[N] int64, non-decreasing; the sequences that have a trained token, numbered 0 … S−1 in the micro-batch. Each
+    sequence's tokens are in the order in which they were sampled."""
     lags: Tensor | None = None
     """[N] int64, the policy's version at the step's start − the token's, steps; 0 for all if it is not given."""
     columns: dict[str, Tensor] = field(default_factory=dict)

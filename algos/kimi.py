@@ -2,6 +2,9 @@
 
     loss_t = −A·log π(t) + tau/2·(log π(t) − log π_behavior(t))²
 
+Acts on: E, token, shape.
+At lag: the further a token moved, the harder the square pulls it back. The policy gradient itself is not corrected.
+
 Kimi k1.5, arXiv 2501.12599, section 2.3.2 (the last gradient there); per token as in ROLL Flash, arXiv 2510.11345.
 It is what verl calls `dro`.
 Differs from the paper: the square is of a token's log-ratio and not of the response's. The anchor is the policy that

@@ -5,6 +5,10 @@
              m over those of them that are left, in the whole update, is at most m2_threshold; else 1
     loss_t = −M_t·r_t·A
 
+Acts on: E, update, mask and shape.
+At lag: a token weighs its ratio. Of those that moved the way their advantage points, the furthest are left out, until
+the second moment is below the threshold.
+
 Second-Moment Trust Policy Optimization, arXiv 2510.01161, algorithm 1, as Trinity-RFT and ms-swift have it: the mean of
 m is over those that go on, not over all. It couples all tokens of an optimizer update. A token that is left out stays
 in the denominator of the mean loss.

@@ -4,6 +4,9 @@
     M      = 0 where A < 0 and mean over the sequence of log π_behavior(t) − log π(t) > delta; else 1
     loss_t = −M·min(r_t·A, clip(r_t, 1 − clip_low, 1 + clip_high)·A)
 
+Acts on: E, token and sequence, mask and shape.
+At lag: as grpo, and a bad sequence is left out if its tokens became less likely by more than delta on average.
+
 DeepSeek-V3.2, arXiv 2512.02556, eq. 9, «off-policy sequence masking». M carries no gradient. The mean estimates
 KL(behavior ‖ π) in nats per token. Good responses stay, however far. With an advantage per token no whole response is
 good or bad, so `--advantage gae` is refused.

@@ -7,6 +7,12 @@ Losses with different ratios share PPO's pessimistic clip:
 
 PPO, arXiv 1707.06347, eq. 7; clip_high > clip_low («clip-higher») is DAPO, arXiv 2503.14476, eq. 10; the dual clip is
 arXiv 1912.09729, section 3.
+
+Every loss file says «Acts on: ratio, level, means» and «At lag: …», for a table in docs/staleness.md. The ratios:
+
+    B = π_proximal/π_behavior, which is staleness: start of the step against sampled
+    U = π/π_proximal, which is the step itself:    now against start of the step
+    E = π/π_behavior = B·U, which is both:         now against sampled
 """
 
 import torch
@@ -39,6 +45,24 @@ def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
     # There are as many totals as tokens, because counting the sequences would make the host wait for a GPU.
     totals = torch.zeros_like(values).index_add(0, sequence_ids, values)
     return totals[sequence_ids]
+
+
+def places(sequence_ids: Tensor) -> Tensor:
+    """Return the place of each token among the trained tokens of its sequence, from 0, [N] int64."""
+    indices = torch.arange(len(sequence_ids), device=sequence_ids.device)
+    is_later = torch.zeros_like(sequence_ids, dtype=torch.bool)
+    is_later[1:] = sequence_ids[1:] == sequence_ids[:-1]
+    return indices - indices.masked_fill(is_later, 0).cummax(0).values
+
+
+def prefix_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Give every token the sum of `values` [N] over its own sequence up to and with itself, [N].
+
+    sequence_ids as in LossInputs. The sum is float64 inside, as it runs over all sequences.
+    """
+    sums = values.double().cumsum(0)
+    firsts = torch.arange(len(values), device=values.device) - places(sequence_ids)
+    return (sums - (sums - values)[firsts]).to(values.dtype)
 
 
 def clipped_objective(

@@ -2,6 +2,9 @@
 
     loss_t = −A · log π(t)
 
+Acts on: none, token, nothing.
+At lag: a stale token has the gradient of a fresh one.
+
 Williams 1992, «Simple statistical gradient-following algorithms»; the `vanilla` variant of ROLL Flash
 (arXiv 2510.11345).
 Differs from the paper: the advantage has the baseline (algos/advantages.py). Tokens have weights, not episodes.

@@ -6,6 +6,10 @@
 Its gradient is that of importance sampling times 4·σ·(1 − σ), which is 1 at r_t = 1 and less on either side, for good
 tokens and bad ones. PPO's clip cuts one side only.
 
+Acts on: E, token, shape.
+At lag: the further the ratio is from 1 on either side, the less a token weighs beside importance sampling. None is left
+out.
+
 Soft Adaptive Policy Optimization, arXiv 2511.20347; the defaults are its authors'. τ is larger if A < 0, because
 pushing one token down raises all other tokens.
 Differs from the paper: the denominator is the engine's own log-prob. 1/length is a choice of `loss_aggregation`

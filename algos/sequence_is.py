@@ -8,6 +8,9 @@ the mean of A·∇log π(sequence) over π, as on fresh data. A token's own rati
 weighs single tokens is biased, however wide its clip. The price of s is a variance that grows exponentially with length
 and staleness. results/bandit shows both. Use it as a measure for other losses, and on short responses.
 
+Acts on: E, sequence, weight.
+At lag: a sequence weighs the product of its ratios. None is left out, and without a cap no weight is limited.
+
 Per-trajectory importance sampling: Precup, Sutton and Singh 2000, «Eligibility Traces for Off-Policy Policy
 Evaluation». VESPO, arXiv 2602.10693, has it as the naive correction: unbiased, and too noisy to use.
 Differs from the paper: log s is clamped to ±20 nats. It is unbiased with `loss_aggregation` constant, because the other

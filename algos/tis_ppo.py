@@ -6,6 +6,10 @@
     loss_t = −w_t·min(u_t·A, clip(u_t, 1 − clip_low, 1 + clip_high)·A)
     and with dual_clip c > 1, where A < 0:  loss_t = −w_t·max(min(...), c·A)
 
+Acts on: B and U, token, weight and shape.
+At lag: a token weighs B, at most the cap. None is left out, and the clip around the proximal policy does not see the
+lag.
+
 It is the TIS of verl, NeMo RL, SkyRL and slime: Yao et al. 2025, «Your Efficient RL Framework Secretly Brings You
 Off-Policy RL Training». Truncation is IMPALA's, arXiv 1802.01561, section 4.1; the clip is PPO's, arXiv 1707.06347,
 eq. 7. verl and NeMo RL combine it with the dual clip, arXiv 1912.09729, section 3.

@@ -3,6 +3,9 @@
     loss_t = positive_weight·topr_t    where reward > 0
     loss_t = negative_weight·topr_t    elsewhere
 
+Acts on: E, token, weight.
+At lag: as topr, times the weight of its side.
+
 ROLL Flash, arXiv 2510.11345, «Weighted TOPR»; TOPR itself is arXiv 2503.14286 (topr.py).
 Differs from the paper: as topr.py. With weights other than 1 it is no policy gradient, even on fresh data. It trades
 the pull of good responses against the push of bad ones.

@@ -199,8 +199,8 @@ class Config:
     With another model than `tiny` the default is 1024, for `sums` 24."""
     algo: Annotated[str, REPLAY] = "grpo"
     """Policy loss: `reinforce`, `grpo`, `decoupled_ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `gspo`, `kimi`,
-    `icepop`, `aipo`, `m2po`, `dppo`, `sapo`, `opsm`, `mis`, `tis_ppo`, `gmpo`, `vespo`, `sequence_is`, or your own:
-    FILE.py:FUNCTION. The file of each loss in algos/ begins with its formula and paper."""
+    `icepop`, `aipo`, `m2po`, `dppo`, `sapo`, `opsm`, `mis`, `tis_ppo`, `gmpo`, `vespo`, `sequence_is`, `cppo`, `drpo`,
+    `pnpo`, `minpro`, or your own: FILE.py:FUNCTION. Each file in algos/ begins with a formula and its paper."""
     algo_args: Annotated[tuple[Assignment, ...], REPLAY] = ()
     """Keyword arguments of the loss, NAME=VALUE each: `clip_high=0.28`. `--algo NAME --help` lists them."""
     steps: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 80
@@ -342,6 +342,9 @@ class Config:
     certificate: Annotated[Count, RESUME, HOST, REPLAY, NOT_COPIED] = 0
     """Steps between checks that score 32 trained responses again, each token under the weights of its stamped version
     (extras/certificate). Host memory keeps max_staleness + 2 copies of the trained weights. 0: no checks."""
+    save: Annotated[Literal["all", "weights"], RESUME, HOST] = "all"
+    """Content of a checkpoint: `all` has float32 weights and the state for --resume, 16 bytes per parameter with AdamW.
+    `weights` has only weights, in the dtype of computing: 2 bytes per parameter on GPUs. No run resumes from them."""
     keep_last: Annotated[Count, RESUME, HOST] = 0
     """Newest checkpoints that are kept. 0 keeps the weights of all, and the state for --resume of two."""
     stop_after_s: Annotated[NonNegative, RESUME, HOST] = 0.0
@@ -442,8 +445,9 @@ class Config:
     def due_version(self, trainer_version: int) -> int:
         """Return the version that is due at `trainer_version`: `publish_delay` steps older, but at least 0.
 
-        The announced one is this or newer: newer after the last step, and for K steps when a finished run continues
-        (LeadingPublisher). SampleBuffer.admission_version keeps the version that is due, so the bound still holds.
+        The announced one is this or newer. It is newer after the last step, and for K steps when a finished run
+        continues (LeadingPublisher). SampleBuffer.admission_version keeps the version that is due, so the bound still
+        holds.
         """
         return max(0, trainer_version - self.publish_delay)
 

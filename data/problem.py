@@ -70,8 +70,8 @@ class Task:
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
         """Return the token ids of the prompt.
 
-        Raises ValueError for chat messages without a chat template, for messages that the template leaves out, and for
-        options that it lacks. It also refuses a last message of the assistant that is not to be continued.
+        Raises ValueError for chat messages without a chat template, and for messages or options that the template
+        leaves out. It also refuses a last message of the assistant that is not to be continued.
         """
         prompt = problem.prompt
         if tokenizer.chat_template is None:

@@ -80,9 +80,9 @@ def placed(rows: Iterable[dict], source: str, part: str = "") -> Rows:
 
 
 def split_of(part: str) -> str:
-    """Return `train`, `test` or `validation`, by the words in the name of a file or split; empty if no word fits.
+    """Return `train`, `test` or `validation`, by the words in the name of a file or split.
 
-    Raises ValueError for a name with two of them.
+    The text is empty if no word fits. Raises ValueError for a name with two of them.
     """
     words = set(re.findall(r"[a-z]+", part.lower()))
     splits = [split for split, known in SPLIT_WORDS.items() if words & known]
@@ -222,7 +222,7 @@ def _read(path: Path) -> dict[str, list[dict]]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files of rows in a folder, and in its folders that are named like splits, or in its only folder.
+    """Return the files of rows in a folder, and in its folders named like splits, or in its only folder.
 
     Raises ValueError for files of several forms or in several folders.
     """

@@ -6,7 +6,7 @@
 Every combination is one cell: one `torchrun train_async.py`, all with the same number of steps. A finished cell is a
 line of OUT/cells.jsonl and is not run again: the same --out continues where it stopped. Another command with this --out
 adds its cells. What follows `--` is given to every run. grids.py says what is kept, and makes of it table.md, paired.md
-(stale less fresh data), against.md (each loss less the baseline), cells.csv and curves.png.
+(stale less fresh data), against.md (each loss less the baseline), cells.csv and curves.png. --without makes without.md.
 """
 
 import itertools
@@ -65,6 +65,8 @@ class Arguments:
     baseline: str | None = None
     """Loss that against.md compares the others with, as the tables name it; unset takes the first of --algos, and with
     --report grpo, or the first loss of the table."""
+    without: tuple[str, ...] = ()
+    """Options, as in `centering top_logprobs`: without.md compares each run that has them with the one without them."""
     extra: tyro.conf.Suppress[tuple[str, ...]] = ()
     """Options of every run."""
 
@@ -278,7 +280,7 @@ def run_grid(arguments: Arguments, cells: list[dict], out: Path) -> None:
     if not arguments.report:
         run_missing(cells, out / "cells.jsonl", run, arguments.extra, arguments.parallel)
         baseline = baseline or loss(cells[0])
-    report(out, baseline)
+    report(out, baseline, arguments.without)
 
 
 def main() -> None:

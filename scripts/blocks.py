@@ -8,7 +8,7 @@ import inspect
 import itertools
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from algos import LOSSES
 from asyncrl.config import OPTIONS, allowed_values
@@ -60,19 +60,27 @@ def speed_of_defaults() -> str:
         ]
         ratios = sorted(ours / peer for ours, peer in speeds)
         ours, peer = (f"{statistics.median(column):,.0f}" for column in zip(*speeds, strict=True))
-        arm = next(iter(of_seeds.values()))[False]["arm"].removeprefix("TRL ")
+        mode = next(iter(of_seeds.values()))[False]["arm"].split()[2].removesuffix(",")
         ratio = f"{statistics.median(ratios):.2f}× [{ratios[0]:.2f}–{ratios[-1]:.2f}]"
-        rows.append(
-            [
-                f"`{work}`",
-                hardware.removeprefix("2 CPU cores, "),
-                ours,
-                f"{peer}, {arm}",
-                ratio,
-                len(ratios),
-            ]
-        )
-    return table("workload | two cores of an | ours, tokens/s | TRL | ratio | n", rows)
+        cpu = hardware.removeprefix("2 CPU cores, ").partition(" with")[0]
+        rows.append([f"`{work}`", cpu, ours, peer, f"`{mode}`", ratio, len(ratios)])
+    return table("workload | CPU | ours, tokens/s | TRL, tokens/s | TRL's mode | ratio | n", rows)
+
+
+def costs(*losses: str) -> str:
+    """Return what a lag of 16 costs some losses: level and final accuracy, of results/study/tables.md."""
+    page = (RESULTS / "study" / "tables.md").read_text(encoding="utf-8")
+    columns = []
+    for model in ("tiny model", "SmolLM2-135M"):
+        section = page.partition(f"losses at exact lags, {model}: lagged − fresh")[2]
+        for measure in ("Level", "Final"):
+            rows = section.partition(f"**{measure}: ")[2].partition("\nn = ")[0].splitlines()
+            cells = [line.strip("| ").split(" | ") for line in rows if line.startswith("| `")]
+            columns.append({name.strip("`"): values[-1] for name, *values in cells})
+    return table(
+        "loss | tiny model, level | tiny model, final | SmolLM2, level | SmolLM2, final",
+        [[f"`{name}`", *(column[name] for column in columns)] for name in losses],
+    )
 
 
 def predictions() -> str:
@@ -83,9 +91,12 @@ def predictions() -> str:
         for name, (number, assumed, _) in predicted.items():
             measured_number = measured.get(case, {}).get(name)
             cells = ["–", "–"]
+            if isinstance(number, str):
+                number = measured.get(case, {}).get(number)
             if measured_number is not None:
                 cells = [f"{measured_number:.3g}", f"{measured_number / number:.2f}"]
-            rows.append([case, name, f"{number:.3g}", *cells, assumed])
+            predicted_cell = "the plan" if number is None else f"{number:.3g}"
+            rows.append([case, name, predicted_cell, *cells, assumed])
     return table("part | number | predicted | measured | ratio | the prediction assumes", rows)
 
 
@@ -122,6 +133,21 @@ def losses() -> str:
     return table("`--algo` | formula as in | what it does", rows)
 
 
+def acts_on(loss: Callable) -> list[str]:
+    """Return what the docstring of a loss says: its ratio, level and means, and what it does at lag."""
+    text = inspect.getmodule(loss).__doc__
+    found = re.search(
+        r"^Acts on: ([^,]+), ([^,]+), (.+)\.\nAt lag: (.+?)\.$(?=\n\n)", text, re.M | re.S
+    )
+    return [" ".join(part.split()) for part in found.groups()]
+
+
+def at_lag() -> str:
+    """Return which ratio each loss reads, how, and what it does with a stale token."""
+    rows = [[f"`{algo}`", *acts_on(loss)] for algo, loss in LOSSES.items()]
+    return table("`--algo` | ratio | of a | by | with stale tokens", rows)
+
+
 # Records
 
 
@@ -135,6 +161,19 @@ def tables(name: str) -> str:
 def kept(name: str, page: str = "short") -> str:
     """Return the table of a study whose records stay as they are: results/NAME/PAGE.md, which says what made it."""
     return (RESULTS / name / f"{page}.md").read_text(encoding="utf-8").partition("\n")[2]
+
+
+def cost_of_two_kinds() -> str:
+    """Return rows for the table of kept("planner"): cost per token of AReaL-Hex's table 4, by source of the rates."""
+    arm = "table 4, cost per token, 24 H800 over 8 H800 + 24 H20"
+    records = [record for record in records_of("planner") if record["arm"] == arm]
+    rows = []
+    for source in ("rates of table 1", "sheets by AReaL-Hex", "sheets by MegaScale-Infer"):
+        planned, measured = (
+            ", ".join(f"{record[name]:.2f}" for record in records) for name in (source, "paper")
+        )
+        rows.append(f"| AReaL-Hex, {arm}; 1.5B, 7B, 14B; {source} | {planned} | {measured} |")
+    return lines(rows)
 
 
 def machines(part: str) -> str:

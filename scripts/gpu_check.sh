@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Tests and measurements on the first GPU, in one table: bash scripts/gpu_check.sh [options of scripts/bench/gpu.py]
-# A plan of an hour at most, in calls of eight minutes: start it again until nothing is left. The first 26 minutes
-# need no vLLM, and run on torch 2.11 or newer. Installs nothing, needs no network. Without a GPU it says so, checks
-# nothing, and exits with 0.
+# Tests and measurements on GPUs, in one table: bash scripts/gpu_check.sh [options of scripts/bench/gpu.py]
+# With several GPUs it begins with NCCL. It takes two hours at most, in calls of eight minutes: start it again until
+# nothing is left. On one GPU the first half hour needs no vLLM, and runs on torch 2.11 or newer. Installs nothing, needs
+# no network. Without a GPU it says so, checks nothing, and exits with 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

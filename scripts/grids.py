@@ -58,15 +58,17 @@ DASHES = "-", "--", ":", "-."
 def read_records(path: Path) -> list[dict]:
     """Return the records of a cells.jsonl, the last one of each cell; none if there is no such file.
 
-    Raises ValueError, naming the line, if one is broken or of older code.
+    Records of older code have no summary. The table then lacks these columns, and all differences are as before.
+    Raises ValueError, naming the line, if one is broken.
     """
     records = {}
     for number, record in enumerate(read(path), start=1):
-        if not {"cell", "summary"} <= {*record}:
+        if not {"cell", "series"} <= {*record}:
             raise ValueError(
-                f"{path}, line {number} is not a cell with a summary, or is of older code; delete the line and "
-                "ablate.py runs its cell again"
+                f"{path}, line {number} is not a cell with its series; delete the line, and ablate.py runs it again"
             )
+        record.setdefault("summary", dict.fromkeys([*SUMMARY, *LATE_COLUMNS]))
+        record.setdefault("options", [])
         records[key(record["cell"])] = record
     return list(records.values())
 
@@ -232,6 +234,21 @@ def against(runs: pd.DataFrame, baseline: str) -> pd.DataFrame:
     return less(runs, [keys.get(place, "") for place in places])
 
 
+def beside(runs: pd.DataFrame, left_out: Sequence[str]) -> pd.DataFrame:
+    """Return a row per run of `measures_of` with these options: MEASURES less those of the same run without them.
+
+    Raises ValueError if no run has one of the options.
+    """
+    partners = []
+    for record in runs["record"]:
+        cell = record["cell"]
+        kept = {name: value for name, value in cell.items() if name not in left_out}
+        partners.append(key(kept) if len(kept) < len(cell) else "")
+    if not any(partners):
+        raise ValueError(f"--without {' '.join(left_out)}: no run of the grid has such an option")
+    return less(runs, partners)
+
+
 def less(runs: pd.DataFrame, partners: Sequence[str]) -> pd.DataFrame:
     """Return a row per run of `measures_of` that has another run as partner: MEASURES less the partner's, and noise.
 
@@ -373,14 +390,28 @@ def against_page(rows: pd.DataFrame, baseline: str) -> list[str]:
     ]
 
 
+def without_page(rows: pd.DataFrame, left_out: Sequence[str]) -> list[str]:
+    """Return a table for each measure of what `beside` returns; nothing if no run has a partner."""
+    if rows.empty:
+        return []
+    names = ", ".join(f"`{name}`" for name in left_out)
+    return [
+        f"A run less the run with the same loss, seed and other options, but without {names}. Above zero the options "
+        "help. Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run "
+        "where that is larger.",
+        *measure_tables(rows),
+    ]
+
+
 # Report
 
 
-def report(out: Path, baseline: str | None = None) -> None:
+def report(out: Path, baseline: str | None = None, left_out: Sequence[str] = ()) -> None:
     """Write the tables and the figure of a grid, print what they say and where everything is.
 
-    The baseline is a loss as in the tables; unset takes grpo, or the first loss if there is no grpo.
-    Raises ValueError if nothing is finished, or no run has the baseline.
+    The baseline is a loss as in the tables; unset takes grpo, or the first loss if there is no grpo. With `left_out`
+    without.md compares each run that has these options with the one that has none of them.
+    Raises ValueError if nothing is finished, no run has the baseline, or no run has an option of `left_out`.
     """
     records = read_records(out / "cells.jsonl")
     if not records:
@@ -402,6 +433,7 @@ def report(out: Path, baseline: str | None = None) -> None:
         "table.md": table(runs),
         "paired.md": paired_page(rows),
         "against.md": against_page(pairs, baseline),
+        "without.md": without_page(beside(measured, left_out), left_out) if left_out else [],
     }
     for name, lines in tables.items():
         (out / name).unlink(

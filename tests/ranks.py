@@ -6,6 +6,7 @@ import pickle
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -57,14 +58,21 @@ def torchrun_variables(nodes: list[int]) -> list[dict[str, str]]:
     return [shared | sizes | place for place in places]
 
 
-def run_ranks(body: Callable, num_ranks: int, *args) -> list[int]:
-    """Run `body(rank, *args)` in processes of their own and give their exit codes; an end by a signal is no error."""
+def run_ranks(body: Callable, num_ranks: int, *args, limit_s: float = 120) -> list[int]:
+    """Run `body(rank, *args)` in processes of their own and give their exit codes; an end by a signal is no error.
+
+    A process that runs longer than `limit_s` is killed.
+    """
+    deadline = time.monotonic() + limit_s
     forkserver()
     context = mp.start_processes(
         body, args=args, nprocs=num_ranks, join=False, start_method="forkserver"
     )
     for process, error_file in zip(context.processes, context.error_files, strict=True):
-        process.join(120)
+        process.join(max(0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
         if os.path.exists(error_file):
             print(pickle.loads(Path(error_file).read_bytes()))  # shown by pytest if the test fails
     return [process.exitcode for process in context.processes]

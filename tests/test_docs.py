@@ -29,7 +29,8 @@ COMMANDS, COMMITS, CHANGES = (
 """Keys under which a record says how it was made. The cell of a grid has the options of its train_async.py."""
 SIZES = {
     "tiny": [120_000], "data/tiny/guess_number": [120_000], "smollm2": [134_515_008],
-    "Qwen/Qwen3-8B-Base": [8_190_735_360], "PATH": [134_515_008, 8_190_735_360],
+    "Qwen/Qwen3-8B-Base": [8_190_735_360], "Qwen/Qwen3-1.7B-Base": [1_720_574_976],
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": [1_777_088_000], "PATH": [134_515_008, 8_190_735_360],
 }  # fmt: skip
 """Parameters of the models that the pages name. PATH or FOLDER may have any number."""
 NOT_BUILT = [ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "WORKLOG.md", "tests/README.md")]

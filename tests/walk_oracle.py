@@ -63,7 +63,8 @@ class Oracle:
         self.closed, self.made_by = {}, {}
         self.count, self.tokens = Counter(), Counter()
         self.sums = Counter()
-        """Over the groups of each fate that had a member: their number, and their means of length and of reward."""
+        """Over the groups of each fate that had a member: their number, and their means of length and of reward. Over
+        single responses, trained or lost: those with a token, their tokens, and those with a reward, their rewards."""
         self.num_events = 0
         self.expected_batch, self.num_too_many = None, 0
         """The groups that the trainer is to get, and how many others have to be given up for it, and have not been."""
@@ -242,6 +243,8 @@ class Oracle:
         self.count["responses"] += trajectory.finish_reason != "aborted"
         self.count["failed responses"] += trajectory.finish_reason == "failed"
         group = self.groups[trajectory.group_id]
+        if trajectory.group_id in self.closed or trajectory.finish_reason == "failed":
+            self._count_response("lost", trajectory)
         if trajectory.group_id in self.closed:
             self.tokens[self.closed[trajectory.group_id]] += trajectory.num_generated
         elif trajectory.finish_reason == "failed":
@@ -291,6 +294,8 @@ class Oracle:
         self.count[reason] += 1
         self.tokens[reason] += group.num_tokens
         self._measure(f"dropped_{reason}", group)
+        for trajectory in group.members.values():
+            self._count_response("lost", trajectory)
         if reason in ("failed", "filtered"):
             self.problems[group.problem] = reason
 
@@ -301,6 +306,14 @@ class Oracle:
             self.sums[f"reward_{fate}"] += statistics.fmean(
                 t.reward for t in group.members.values()
             )
+
+    def _count_response(self, fate, trajectory):
+        num_tokens = int(trajectory.loss_mask.sum())
+        self.sums[f"responses_{fate}"] += num_tokens > 0
+        self.sums[f"response_tokens_{fate}"] += num_tokens
+        if trajectory.finish_reason in ("stop", "length"):
+            self.sums[f"rewards_{fate}"] += 1
+            self.sums[f"reward_sum_{fate}"] += trajectory.reward
 
     def discard(self, num_tokens):
         self.tokens["generated"] += num_tokens
@@ -355,6 +368,8 @@ class Oracle:
             self.count["consumed"] += 1
             self.tokens["consumed"] += known.num_tokens
             self._measure("consumed", known)
+            for trajectory in group.trajectories:
+                self._count_response("trained", trajectory)
         self.num_consumed_batches += 1
 
     def refuse(self, worker):
@@ -413,7 +428,9 @@ class Oracle:
         names = {"consumed": "consumed"} | {f"dropped_{reason}": reason for reason in fates}
         for name, fate in names.items():
             expected |= {f"groups_{name}": self.count[fate], f"tokens_{name}": self.tokens[fate]}
-        assert ledger == pytest.approx(expected | self.sums, abs=1e-9)
+        expected = Counter(expected | self.sums)
+        for name in ledger.keys() | expected.keys():
+            assert ledger[name] == pytest.approx(expected[name], abs=1e-9), name
 
     def check_failures(self, failures):
         """Groups and responses that ended, those before a resume included, and those that failed."""

@@ -17,7 +17,8 @@ CLAIM = "\0engine-cores"
 def claim_cores(placement: Placement, on_end: ExitStack) -> Placement:
     """Reserve cores for the engine until `on_end`. Return the placement with them.
 
-    It is unchanged on GPUs, with several ranks or engines, or too few cores, or if another run holds the claim.
+    It is unchanged on GPUs, and with several ranks or engines. It is unchanged, too, if there are too few cores or if
+    another run holds the claim.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if placement.trainer_gpus != (None,) or len(placement.workers) != 1:
@@ -47,7 +48,7 @@ def leave_cores(placement: Placement, on_end: ExitStack) -> None:
 def use_free_cores(placement: Placement, *, engine_is_idle: bool) -> None:
     """Compute on the engine's cores, too, while it is idle. Only the thread that trains can call it.
 
-    The engine is idle at the bound on staleness until the trainer publishes, so the two rarely compete for a core.
+    At the bound on staleness the engine is idle until the trainer publishes. So the two rarely compete for a core.
     """
     reserved = {core for worker in placement.workers for core in worker.cores}
     num_threads = placement.trainer_threads + len(reserved) * engine_is_idle

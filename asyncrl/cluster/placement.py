@@ -70,6 +70,15 @@ class Placement:
     workers: tuple[WorkerPlacement, ...]
     transport: Literal["shm", "ipc", "nccl", "pull"]
 
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs in use on this node; 0 without GPUs."""
+        used = {gpu for gpu in self.trainer_gpus if gpu is not None}
+        for worker in self.workers:
+            if worker.gpu is not None:
+                used |= set(range(worker.gpu, worker.gpu + worker.num_gpus))
+        return len(used)
+
     def table(self) -> str:
         """Return the placement as text, a line per process."""
         remote = "no rollout worker here: remote hosts sample"

@@ -85,9 +85,9 @@ class SampleBuffer:
         """Batches that were consumed before the last announcement was made. Their groups have freed their places."""
         self.residents: dict[int, Resident] = {}
         self._fate_of_later_members: dict[int, DropReason] = {}
-        """Reason with which later members are dropped, by group: that of its drop, or `surplus` for a group with
-        extra_members that has finished. Such a group may still be resident. Entries stay, because a member may arrive
-        at any time."""
+        """Reason with which later members are dropped, by group. It is the reason of the group's drop, or `surplus` for
+        a finished group with extra_members. Such a group can still be resident. Entries stay, because a member can
+        arrive at any time."""
         # False if `find_batch` returned None and the residents have not changed since
         self._may_have_batch = False
         self.ledger = Ledger()
@@ -167,18 +167,19 @@ class SampleBuffer:
         fate = self._fate_of_later_members.get(trajectory.group_id)
         if fate is None:
             raise RuntimeError(f"{_name(trajectory)} is aborted, but its group needs it")
-        self.ledger.generate(trajectory.num_generated, fate)
+        self.ledger.lose(trajectory, fate)
 
     def add(self, trajectory: Trajectory) -> Group | None:
         """Add a finished trajectory. Return its group if this is the last member that the group needs.
 
         A trajectory of a finished or dropped group is only counted. Raises RuntimeError if its group was never admitted
-        or has this member, or if a token is older than the group's assignment.
+        or has this member. It is also raised if a token is older than the group's assignment.
         """
         fate = self._fate_of_later_members.get(trajectory.group_id)
-        self.ledger.generate(trajectory.num_generated, fate)
         if fate is not None:
+            self.ledger.lose(trajectory, fate)
             return None
+        self.ledger.generate(trajectory.num_generated)
         resident = self.residents.get(trajectory.group_id)
         self._check_belongs(trajectory, resident)
         resident.members[trajectory.member] = trajectory
@@ -215,10 +216,7 @@ class SampleBuffer:
 
         That is false for a group that was dropped or has finished.
         """
-        self.ledger.generate(
-            trajectory.num_generated,
-            self._fate_of_later_members.get(trajectory.group_id, "failed"),
-        )
+        self.ledger.lose(trajectory, self._fate_of_later_members.get(trajectory.group_id, "failed"))
         resident = self.residents.get(trajectory.group_id)
         if resident is None or self._is_finished(resident):
             return False

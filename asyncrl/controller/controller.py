@@ -1,4 +1,4 @@
-"""The controller: sends tickets to rollout workers, receives groups, announces weights, and keeps the workers alive.
+"""The controller sends tickets to rollout workers, receives groups, announces weights and keeps workers alive.
 
 asyncrl/records.py lists the calls of a ticket and its trajectory. Places become free by `announce`, or if a group is
 dropped.

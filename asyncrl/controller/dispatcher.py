@@ -213,7 +213,7 @@ class Dispatcher:
         """Return the version that a worker needs before it may start this ticket.
 
         Workers get new weights at different times. All members of a group need at least the version of the worker that
-        got its first ticket. The worker's `sent_version` must be as new, not the loaded one: a worker acts on messages
+        got its first ticket. The worker's `sent_version` must be as new, not the loaded one. A worker acts on messages
         in order, so it loads the weights before it starts the ticket.
         """
         if ticket.is_evaluation:

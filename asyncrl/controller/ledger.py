@@ -1,5 +1,6 @@
 """The ledger: the fate of every group and every generated token."""
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Collection
@@ -25,6 +26,7 @@ class Ledger:
 
     All other groups must be resident in the buffer. FATE is `consumed` or `dropped_REASON`. `measured_FATE` counts the
     groups with a finished member. `length_FATE` and `reward_FATE` sum their means over finished members.
+    `responses_*` and `rewards_*` count single responses: `trained`, or `lost` for every reason.
     """
 
     def __init__(self) -> None:
@@ -40,12 +42,28 @@ class Ledger:
         if dropped is not None:
             self.counts[f"tokens_dropped_{dropped}"] += num_tokens
 
+    def lose(self, trajectory: Trajectory, reason: DropReason) -> None:
+        """Count a response that its group has no use for. Its tokens are dropped at once."""
+        self.generate(trajectory.num_generated, reason)
+        self._count_responses("lost", [trajectory])
+
     def consume(self, members: Collection[Trajectory]) -> None:
         self._end("consumed", members)
+        self._count_responses("trained", members)
 
     def drop(self, reason: DropReason, members: Collection[Trajectory]) -> None:
         """Count a dropped group and the tokens of its finished members."""
         self._end(f"dropped_{reason}", members)
+        self._count_responses("lost", members)
+
+    def _count_responses(self, fate: str, trajectories: Collection[Trajectory]) -> None:
+        """Count responses with a token, and rewards. An aborted response counts with its tokens so far."""
+        lengths = [t.num_generated for t in trajectories if t.num_generated]
+        rewards = [t.reward for t in trajectories if not math.isnan(t.reward)]
+        self.counts[f"responses_{fate}"] += len(lengths)
+        self.counts[f"response_tokens_{fate}"] += sum(lengths)
+        self.counts[f"rewards_{fate}"] += len(rewards)
+        self.counts[f"reward_sum_{fate}"] += float(sum(rewards))
 
     def _end(self, fate: str, members: Collection[Trajectory]) -> None:
         lengths, rewards = [t.num_generated for t in members], [t.reward for t in members]
@@ -78,10 +96,12 @@ class Ledger:
 
 
 def ledger_metrics(counts: Counter[str]) -> Measured:
-    """Return the metrics of a ledger's `counts`: COUNTS, and how dropped groups differ from consumed groups.
+    """Return the metrics of a ledger's `counts`: COUNTS, and how trained data differ from drawn data.
 
     `dropped/REASON_length_ratio` is the ratio of their mean response lengths. `dropped/REASON_reward_gap` is the
-    difference of their mean rewards. Both are over finished members.
+    difference of their mean rewards. Both are over finished members of dropped and of consumed groups.
+    `bias/*` is the mean of trained responses minus that of all trained or lost ones. An aborted one counts with its
+    tokens so far, so the true difference of lengths is at most this. Only some have a reward.
     """
     measured: Measured = {f"ledger/{name}": Sum(counts[name]) for name in COUNTS}
     measured["tokens/generated"] = Sum(counts["tokens_generated"])
@@ -95,4 +115,15 @@ def ledger_metrics(counts: Counter[str]) -> Measured:
                 for fate in (f"dropped_{reason}", "consumed")
             )
             measured[f"dropped/{reason}_{name}"] = Comparison(compare, dropped, consumed)
+    for name, total, number in (
+        ("length", "response_tokens", "responses"),
+        ("reward", "reward_sum", "rewards"),
+    ):
+        trained, lost = (
+            Mean(counts[f"{total}_{fate}"], counts[f"{number}_{fate}"])
+            for fate in ("trained", "lost")
+        )
+        measured[f"bias/{name}_trained_minus_drawn"] = Comparison(
+            operator.sub, trained, trained + lost
+        )
     return measured

@@ -42,9 +42,11 @@ from asyncrl.runlog.manifest import NodeFacts, clear_torn_checkpoints
 from asyncrl.trainer.checkpoint_writer import (
     CheckpointWriter,
     LeaderPart,
+    prune_weights,
     restore_training_state,
     training_state,
 )
+from asyncrl.trainer.new_folder import fail_together
 from asyncrl.trainer.policy import NotFinite, Policy
 from asyncrl.trainer.weight_files import save_weights
 
@@ -60,7 +62,8 @@ class Checkpoints:
     def __init__(self, rank: Follower | Leader, policy: Policy):
         """Make the writer; collective. Call `restore_policy_and_run_folder` and `allocate_copies` next."""
         self.rank, self.policy = rank, policy
-        folder, self._is_shared = self._find_folder()
+        folder, is_shared = self._find_folder()
+        self._saves_all = is_shared and rank.config.save == "all"
         self.writer = CheckpointWriter(policy, folder)
         # It is called when the rank ends, after an error has been reported.
         rank.on_end.callback(self.writer.close, GRACE_S)
@@ -87,16 +90,17 @@ class Checkpoints:
     def allocate_copies(self) -> None:
         """Allocate the host memory for copies of the training state, by a first copy. Engines start meanwhile.
 
-        In a new run it has no optimizer state yet. The first checkpoint allocates the rest.
+        In a new run it has no optimizer state yet. The first checkpoint allocates the rest. Weights alone need no copy.
         """
-        self.writer.state_copier.stage(training_state(self.policy))
+        if self._saves_all:
+            self.writer.state_copier.stage(training_state(self.policy))
 
     def _find_folder(self) -> tuple[Path, bool]:
         """Return the folder of checkpoints, and whether all nodes share it; collective."""
         cluster = self.rank.cluster
         run = Path(self.rank.config.runs_dir) / on_first_rank(lambda: self.rank.run.path.name)
         (is_elsewhere,) = cluster.max_over_ranks([not (run / "run.json").exists()])
-        if is_elsewhere and cluster.is_first:
+        if is_elsewhere and cluster.is_first and self.rank.config.save == "all":
             print(
                 f"warning: not all nodes have {run}: checkpoints will have the weights, and nothing to --resume from; "
                 "give a --runs-dir that they share",
@@ -218,7 +222,7 @@ class Checkpoints:
         rank = self.rank
         self._has_begun_save = True
         rank.clock.enter("save")
-        if not self._is_shared:
+        if not self._saves_all:
             self._save_only_weights(step)
             return
         self.writer.wait()
@@ -238,6 +242,10 @@ class Checkpoints:
         self.writer.start(step, training_state(self.policy), leader_part)
 
     def _save_only_weights(self, step: int) -> None:
-        """Write the weights of a step to the first node's folder, which not all nodes share; collective."""
+        """Write the weights of a step to the first node's folder, which other nodes may lack; collective."""
         is_first = self.rank.cluster.is_first
-        save_weights(self.policy, str(self.rank.run.checkpoint_path(step)) if is_first else "")
+        path = str(self.rank.run.checkpoint_path(step)) if is_first else ""
+        save_weights(self.policy, path, self.writer.weights)
+        with fail_together():
+            if is_first:
+                prune_weights(self.writer.folder, self.rank.config.keep_last)

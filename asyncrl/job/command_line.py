@@ -230,7 +230,7 @@ def _with_defaults(given: dict[str, Any], default: Config | None) -> Config:
 def _read_config_file(path: str) -> dict[str, Any]:
     """Return the options of a TOML file or a run.json by their names, with values as a command line has them.
 
-    Raises ValueError, in one line with the file and the key, for an unknown key and for a value that is not allowed.
+    Raises ValueError for an unknown key and for a value that is not allowed. The error names file and key in one line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -19,6 +19,8 @@ def checkpoint_bytes(config: Config, num_parameters: int, device: str) -> tuple[
     Adapters are not counted. Every optimizer is taken for AdamW.
     """
     engine_bytes = 4 if config.dtype_on(device) == "float32" else 2
+    if config.save == "weights":
+        return engine_bytes * num_parameters, 0
     to_resume = config.publish_delay * engine_bytes + (0 if config.lora_rank else TRAINED_BYTES)
     return WEIGHTS_BYTES * num_parameters, to_resume * num_parameters
 
@@ -40,15 +42,20 @@ def max_bytes_on_disk(config: Config, num_saved: int, sizes: tuple[int, int]) ->
     return num_weights * weights + num_whole * to_resume
 
 
+def free_bytes(folder: str) -> int:
+    """Return the free bytes of the disk that has a folder, or that would have it."""
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
 def check_room(config: Config, sizes: tuple[int, int], first_version: int) -> str:
     """Return a line on the disk and the checkpoints that a run writes after version `first_version`.
 
     Raises ValueError, in one line, if the disk lacks room for the first two, or for the only one.
     """
-    folder = Path(config.runs_dir).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(config.runs_dir)
     num_saved = num_checkpoints(config, first_version)
     # A resumed run has the first of two checkpoints already.
     at_first = max_bytes_on_disk(config, min(num_saved, 1 if first_version else 2), sizes)
@@ -58,8 +65,8 @@ def check_room(config: Config, sizes: tuple[int, int], first_version: int) -> st
     if at_first > free:
         beside = ", as the second is written beside the first" * (num_saved > 1)
         raise ValueError(
-            f"{each}, {format_bytes(at_first)} at first{beside}, and {room}; make room, or change --runs-dir; with "
-            "--save-every 0 only the last step is saved, with None no step unless the run is stopped"
+            f"{each}, {format_bytes(at_first)} at first{beside}, and {room}; make room, or change --runs-dir; "
+            "--save weights saves nothing for --resume, --save-every 0 only the last step, None only when it is stopped"
         )
     if at_last > free:
         return (

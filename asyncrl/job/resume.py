@@ -169,7 +169,7 @@ def load_controller_state(checkpoint: Checkpoint, cluster: Cluster) -> Controlle
 def resume_command(run: Path | None) -> str:
     """Return the command that continues a stopped run, or the reason why it cannot; `run` is None before its start.
 
-    If nodes share no folder, a run saves only weights (Checkpoints._save_only_weights).
+    With --save weights, or if nodes share no folder, a run saves only weights (Checkpoints._save_only_weights).
     """
     saved = list_checkpoints(run / "checkpoints") if run else []
     if saved:
@@ -184,7 +184,7 @@ def resume_command(run: Path | None) -> str:
     weights = sorted((run / "checkpoints").glob("step_*"), key=parse_step) if run else []
     if weights and parse_step(weights[-1]) >= 0:
         return (
-            "only its weights are saved, because nodes share no --runs-dir; begin a new run with "
+            "only its weights are saved, by --save weights or because nodes share no --runs-dir; begin a new run with "
             f"--model {shlex.quote(str(weights[-1]))}"
         )
     return "nothing is saved yet; --save-every N saves on the way"

@@ -99,7 +99,8 @@ class StepLog:
         metrics["samples"] += self.num_samples
         self.num_samples = metrics["samples"]
         num_new = metrics["tokens/generated"] - self.tokens_before
-        metrics["rollout/tokens_per_s"] = num_new / metrics["time/step_s"]
+        num_gpus = self.rank.placement.num_gpus * self.rank.cluster.num_nodes
+        metrics |= speed_metrics(num_new, metrics["time/step_s"], num_gpus)
         self.warn_of_equal_rewards(step, metrics)
         self.warn_of_cut_responses(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
@@ -164,6 +165,13 @@ class StepLog:
                 "generation_config.json",
                 flush=True,
             )
+
+
+def speed_metrics(num_tokens: float, step_s: float, num_gpus: int) -> dict[str, float]:
+    """Return the tokens that are sampled per second, and per second and GPU if there are GPUs."""
+    rate = num_tokens / step_s
+    per_gpu = {"rollout/tokens_per_s_per_gpu": rate / num_gpus} if num_gpus else {}
+    return {"rollout/tokens_per_s": rate} | per_gpu
 
 
 def print_time_shares(rank: Follower | Leader) -> None:

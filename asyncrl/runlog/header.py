@@ -47,7 +47,7 @@ def read_header(run: Path) -> dict:
 def write_header(path: Path, header: dict, resumed_from: int | None) -> dict:
     """Write run.json and return it.
 
-    A resumed run keeps the fields of its first start, but for the options, and adds those of each resume to a list.
+    A resumed run has new options and keeps all other fields of its first start. A list has the fields of each resume.
     """
     if resumed_from is not None and path.exists():
         start = {"step": resumed_from} | {name: header[name] for name in START_FIELDS}

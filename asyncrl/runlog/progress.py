@@ -5,8 +5,8 @@ import sys
 import rich.progress
 
 SHOWN_METRICS = (
-    "reward/mean", "eval/accuracy", "staleness/mean", "staleness/max", "rollout/tokens_per_s", "time/step_s",
-    "time/wait_s", "loss/total",
+    "reward/mean", "eval/accuracy", "staleness/mean", "staleness/max", "rollout/tokens_per_s",
+    "rollout/tokens_per_s_per_gpu", "time/step_s", "time/wait_s", "loss/total",
 )  # fmt: skip
 
 

@@ -267,6 +267,13 @@ def prune(folder: Path, keep_last: int) -> None:
         shutil.rmtree(doomed)
 
 
+def prune_weights(folder: Path, keep_last: int) -> None:
+    """Delete all checkpoints of --save weights except the last `keep_last`; with 0 none."""
+    paths = [path for path in folder.iterdir() if parse_step(path) >= 0]
+    for path in sorted(paths, key=parse_step)[:-keep_last]:
+        shutil.rmtree(path)
+
+
 class CheckpointWriter:
     """Saves in a thread, one checkpoint at a time. Every rank has one, and all save at the same step."""
 

@@ -44,8 +44,8 @@ class TokenStats:
     ) -> None:
         """Add a micro-batch: its scores by the current policy, and the stats of its loss.
 
-        The backward pass adds the slopes later. drift/k1 and drift/k3 estimate KL(behavior ‖ current) in nats, from
-        samples of the behavior policy (Schulman, «Approximating KL divergence», 2020).
+        The backward pass adds the slopes later. drift/k1 and drift/k3 estimate KL(behavior ‖ current) in nats. Their
+        samples are those of the behavior policy (Schulman, «Approximating KL divergence», 2020).
         """
         logprobs = scores.logprobs.detach()
         behavior_logprobs = batch.columns["behavior_logprobs"]

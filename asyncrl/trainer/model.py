@@ -261,9 +261,10 @@ def compiles(config: Config, device: torch.device) -> bool:
 def compile_layers(layers: list[nn.Module]) -> None:
     """Compile each layer's forward, without FSDP's hooks and the recomputation around it.
 
-    Layers share their code and so their graphs. There is one graph for each kind of input: with or without gradient,
-    with or without adapters; for masked attention also one row or more, masked or not. After eight graphs torch warns
-    and runs a layer uncompiled. Frozen weights make more kinds, so a reference model is not compiled.
+    Layers share their code and so their graphs. There is one graph for each kind of input. A gradient or none, and
+    adapters or none, are different kinds. For masked attention one row or more, masked or not, are, too. After eight
+    graphs torch warns and runs a layer uncompiled. Frozen weights make more kinds, so a reference model is not
+    compiled.
     """
     for layer in layers:
         layer.forward = compiled(layer.forward)

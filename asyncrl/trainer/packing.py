@@ -20,7 +20,7 @@ from asyncrl.records import TokenColumns, slice_columns, spread_columns
 ATTENTION_BLOCK = 128
 """Tokens in a block of FlexAttention's mask. Rows of whole blocks need one compiled kernel only."""
 Layout = Literal["one_row", "short_rows", "row_each"]
-"""How bundles lie in a micro-batch: all in one row, in rows of the longest bundle's length, or one a row."""
+"""Form of a micro-batch: all bundles in one row, rows of the longest bundle's length, or a bundle a row."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.trainer import lora
-from asyncrl.trainer.model import named_persistent_buffers, trained_names
+from asyncrl.trainer.model import compute_dtype, named_persistent_buffers, trained_names
 from asyncrl.trainer.new_folder import fail_together, new_folder
 from asyncrl.trainer.sharding import gather
 
@@ -35,12 +35,16 @@ class WeightWriter:
 
     def __init__(self, policy: "Policy"):
         """Read the files of a policy's model that each checkpoint copies; collective."""
-        model = policy.module.model
+        model, config = policy.module.model, policy.config
+        self.dtype = torch.float32
+        """Of written weights, except adapters."""
+        if config.save == "weights":
+            self.dtype = compute_dtype(config, policy.device)
         self._base_path = policy.model_path
         # FSDP exchanges the parameters of the trained module while it computes, so this is another one.
         with torch.device("meta"):
             self._skeleton = AutoModelForCausalLM.from_config(
-                model.config, dtype=torch.float32, trust_remote_code=False
+                model.config, dtype=self.dtype, trust_remote_code=False
             )
         frozen = {p: name for name, p in lora.named_base_parameters(model) if not p.requires_grad}
         self.frozen = gather_full(frozen, policy.device)
@@ -51,10 +55,10 @@ class WeightWriter:
         self._tokenizer = AutoTokenizer.from_pretrained(self._base_path, trust_remote_code=False)
         # Read now, so that the run can save if the folder changes.
         self._files = read_small_files(Path(self._base_path))
-        config = json.loads(Path(self._base_path, "config.json").read_text(encoding="utf-8"))
+        text = Path(self._base_path, "config.json").read_text(encoding="utf-8")
         # The class can have an end of sequence that config.json lacks.
-        self._skeleton.config.eos_token_id = config.get("eos_token_id")
-        self._needs_base = bool(policy.config.lora_rank or policy.config.kl_coef)
+        self._skeleton.config.eos_token_id = json.loads(text).get("eos_token_id")
+        self._needs_base = bool(config.lora_rank or config.kl_coef)
 
     @functools.cached_property
     def frozen_sha256(self) -> str:
@@ -79,7 +83,7 @@ class WeightWriter:
             lora.write_adapter(str(folder / "adapter"), adapters, self._base_path)
         for name, weight in self.frozen.items():
             # One float32 copy at a time: the host may have no room for a second model.
-            frozen[name] = lora.merge(name, weight.float(), adapters)
+            frozen[name] = lora.merge(name, weight.float(), adapters).to(self.dtype)
         self._skeleton.save_pretrained(folder, state_dict=weights | frozen | self._buffers)
         # transformers has made it from config.json. The model's own file is copied below.
         (folder / GENERATION_CONFIG).unlink(missing_ok=True)
@@ -106,24 +110,31 @@ def read_small_files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def gather_full(names: dict[Tensor, str], device: torch.device) -> dict[str, Tensor]:
-    """Return full copies of parameters in host memory, by name, on rank 0; empty on other ranks; collective."""
+def gather_full(
+    names: dict[Tensor, str], device: torch.device, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Return full copies of parameters in host memory, by name, on rank 0; empty on other ranks; collective.
+
+    They have `dtype`, or without one their own.
+    """
     copies = {}
     for parameter, name in names.items():
         full = gather(parameter.detach().to(device))
         if dist.get_rank() == 0:
-            copies[name] = full.to("cpu", copy=True)
+            copies[name] = full.to("cpu", dtype or full.dtype, copy=True)
     return copies
 
 
-def save_weights(policy: "Policy", path: str) -> None:
+def save_weights(policy: "Policy", path: str, writer: WeightWriter | None = None) -> None:
     """Write a policy to the new folder `path` in Hugging Face's format: safetensors, config, tokenizer; collective.
 
     With LoRA the weights are merged, and `path`/adapter has the adapter in peft's format. Raises OSError on all ranks
-    if it cannot be written; then nothing is left.
+    if it cannot be written; then nothing is left. `writer` is the policy's, or a new one.
     """
-    writer = WeightWriter(policy)
-    trained = gather_full(trained_names(policy.module), policy.device)
+    writer = writer or WeightWriter(policy)
+    # Adapters are small, and are merged in float32.
+    dtype = None if policy.config.lora_rank else writer.dtype
+    trained = gather_full(trained_names(policy.module), policy.device, dtype)
     with new_folder(path) as folder, fail_together():
         if dist.get_rank() == 0:
             writer.write(trained, folder)

@@ -26,8 +26,8 @@ ABORT_S = 6.0
 """Seconds; longer than vLLM's limit for the abort of a communicator."""
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 NUM_CHUNK_BUFFERS = 1
-"""Chunks that an engine receives at a time. With two, a chunk could be overwritten on one stream while a layer that is
-not whole still reads it on the other. No GPU has measured what a second one would gain."""
+"""Chunks that an engine receives at a time. With two, one stream could overwrite a chunk that the other
+still reads, for a layer that is not whole. No GPU has measured what a second one would gain."""
 
 
 def import_communicator() -> None:

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 from asyncrl.cluster.placement import Placement, place
 from asyncrl.config import OPTIONS, Config
-from extras.planning.advisor import Measured, expected_step, predicted_step, tail_share
+from extras.planning.advisor import (
+    Measured,
+    expected_step,
+    predicted_lag,
+    predicted_step,
+    tail_share,
+)
 
 MIN_STEPS = 8
 """Steps that advice needs. The first quarter of a run is left out, because the pipeline is still filling."""
@@ -57,7 +63,7 @@ def advice_of(run) -> str:
         return advise_on_hosts(measure_hosts(run, config))
     hardware = run.info["hardware"]
     placement = place(config, len(hardware["gpus"]), hardware["cpu_cores"], run.info["world_size"])
-    return advise(measure(run, config, placement))
+    return f"{advise(measure(run, config, placement))}\n{describe_lag(measure_lag(run, config))}"
 
 
 def measure(run, config: Config, placement: Placement) -> Measured:
@@ -97,6 +103,43 @@ def trained_responses(run):
     """Return a table with a row per response and step that trained on it: the trajectory's event, and `step`."""
     groups = run.events["step"][["step", "groups"]].explode("groups").astype("Int64")
     return groups.merge(run.events["trajectory"], left_on="groups", right_on="group")
+
+
+@dataclass(frozen=True)
+class Lag:
+    """Mean staleness of the trained groups of a run, in steps."""
+
+    group_steps: float
+    """Time of a group from its first start to its last end, over that of a step (T/s)."""
+    busy_share: float
+    """Share of a step in which the trainer does not wait (ρ)."""
+    by_rates: float
+    all_places: float
+    realised: float
+
+
+def measure_lag(run, config: Config) -> Lag:
+    """Return the predicted and the realised lag over the steps of a run, without its first quarter."""
+    first = len(run.metrics) // 4
+    settled, responses = run.metrics.iloc[first:], trained_responses(run)
+    is_sampled = (responses["step"] > first) & (responses["finish_reason"] != "aborted")
+    groups = responses[is_sampled].groupby("group")
+    group_s = (groups["ended_at"].max() - groups["started_at"].min()).mean()
+    step_s = settled["time/step_s"].mean()
+    group_steps, busy_share = float(group_s / step_s), _busy_s(settled) / float(step_s)
+    num_outstanding = config.max_outstanding_groups - config.extra_groups
+    alpha = num_outstanding / config.groups_per_step - 1
+    predicted = predicted_lag(alpha, config.publish_delay, group_steps, busy_share)
+    return Lag(group_steps, busy_share, *predicted, float(settled["staleness/mean"].mean()))
+
+
+def describe_lag(lag: Lag) -> str:
+    """Return one line with the predicted and the realised lag."""
+    return (
+        f"  lag: predicted {lag.by_rates:.2f} steps by the rates (a group takes {lag.group_steps:.2f} steps, the "
+        f"trainer is busy for {lag.busy_share:.2f}) … {lag.all_places:.2f} with all places taken; realised "
+        f"{lag.realised:.2f}"
+    )
 
 
 def _busy_s(steps) -> float:

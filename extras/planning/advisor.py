@@ -79,6 +79,29 @@ def predicted_step(
     )
 
 
+def predicted_lag(
+    alpha: float, publish_delay: int, group_steps: float, busy_share: float
+) -> tuple[float, float]:
+    """Return the mean staleness of trained groups in steps: by the rates, and with all places taken.
+
+    `alpha` is outstanding groups over those of a step, − 1. `group_steps` is T/s: the time of a group, from its first
+    start to its last end, over that of a step. `busy_share` is ρ, the share of a step in which the trainer works.
+
+        by the rates        K + min(α, T/s + ρ)        K is publish_delay
+        all places taken    K + α
+
+    A group that starts under version v and is trained on by version u is present at each of the u − v announcements
+    between them. So without K the lag is the mean number of such groups at an announcement, over B. They are at most
+    α·B: there are (1 + α)·B places, and the batch that was just trained holds B.
+
+    If the trainer takes each batch as soon as B groups are ready, B·T/s groups run, by Little's law, and ρ·B have
+    ended since. Applied Compute (Predicting and controlling staleness in fully asynchronous RL training, 3 July 2026)
+    has this sum, with concurrency times tail over batch for T/s. Groups pile up, until all places are taken, behind a
+    straggler that must be waited for, and before a trainer that never waits.
+    """
+    return publish_delay + min(alpha, group_steps + busy_share), publish_delay + alpha
+
+
 def tail_share(m: Measured) -> float:
     """Return the place of the measured step between both predictions, 0–1: the share of L that is waited for."""
     low, high = predicted_step(m, m.async_ratio, m.rollout_devices, m.training_devices)

@@ -9,14 +9,21 @@ import re
 import shlex
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
+
+from huggingface_hub import constants
 
 from asyncrl.cluster.cluster import check_shares
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import Placement, available_cores, place
 from asyncrl.config import Config, nearest
-from asyncrl.job.disk import checkpoint_bytes, format_bytes, max_bytes_on_disk, num_checkpoints
+from asyncrl.job.disk import (
+    checkpoint_bytes,
+    format_bytes,
+    free_bytes,
+    max_bytes_on_disk,
+    num_checkpoints,
+)
 from asyncrl.trainer.optimizer import choose_lr
 from asyncrl.weights.models import (
     MADE_HERE,
@@ -29,7 +36,7 @@ from asyncrl.weights.stop_tokens import describe_stop_tokens
 from extras.planning import planner
 from extras.planning.fit import first_that_fits, plan_memory
 from extras.planning.memory import Sharing, ways_to_fit
-from extras.planning.plan import options_of, torchrun
+from extras.planning.plan import DISK_BYTES_PER_S, SHUTDOWN_S, options_of, save_s, torchrun
 from extras.planning.planner import Cluster, Job, Lengths, Plan, Pool
 from extras.planning.shape import ModelShape, read_shape
 
@@ -73,11 +80,12 @@ def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
     yield choose_lr(config, shape.num_parameters)[1]
     yield _describe_ends(given)
     yield config.freshness()
-    yield _describe_disk(config, shape.num_parameters)
+    yield from _describe_disk(config, shape.num_parameters)
     if placement.workers:
         now = planner.of_placement(replace(job, config=config), cluster, placement)
         yield from _describe_step(now, best, pool, job)
-    words = shlex.join([*torchrun(pool.count, per_machine), *options_of(given)])
+    start = torchrun(pool.count, per_machine, save_s(config, shape.num_parameters))
+    words = shlex.join([*start, *options_of(given)])
     yield f"to start it, without --dry-run: {words}"
 
 
@@ -118,20 +126,30 @@ def _describe_ends(config: Config) -> str:
         return describe_stop_tokens(folder, load_tokenizer(folder))
 
 
-def _describe_disk(config: Config, num_parameters: int) -> str:
-    """Return a line on the bytes of the run's checkpoints, and of a model that must be downloaded."""
+def _describe_disk(config: Config, num_parameters: int) -> Iterator[str]:
+    """Yield lines on the bytes of the run's checkpoints, and of a model that must be downloaded."""
     sizes = checkpoint_bytes(config, num_parameters, "cuda")
     num_saved = num_checkpoints(config)
-    line = (
+    yield (
         f"disk: checkpoints of {format_bytes(sum(sizes))}, {num_saved} in all; at most "
-        f"{format_bytes(max_bytes_on_disk(config, num_saved, sizes))} at a time"
+        f"{format_bytes(max_bytes_on_disk(config, num_saved, sizes))} at a time; "
+        f"{format_bytes(free_bytes(config.runs_dir))} are free in {config.runs_dir} on this machine"
     )
+    seconds = save_s(config, num_parameters)
+    if 2 * seconds > SHUTDOWN_S:
+        yield (
+            f"save: about {seconds:.0f} s at {format_bytes(DISK_BYTES_PER_S)}/s, which is assumed; torchrun kills a "
+            f"stopped run after {SHUTDOWN_S} s unless it has a longer --shutdown-timeout"
+        )
     if config.model in MADE_HERE or os.path.isdir(config.model):
-        return line
-    with suppress(ValueError):
+        return
+    try:
         cached_folder(config.model)
-        return line
-    return f"{line}; about {format_bytes(2 * num_parameters)} of --model are to be downloaded"
+    except ValueError:
+        yield (
+            f"download: about {format_bytes(2 * num_parameters)} of --model to {constants.HF_HUB_CACHE}; "
+            f"{format_bytes(free_bytes(constants.HF_HUB_CACHE))} are free there on this machine"
+        )
 
 
 def _describe_step(now: Plan, best: Plan, pool: Pool, job: Job) -> Iterator[str]:

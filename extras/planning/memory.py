@@ -257,13 +257,18 @@ def host_items(
     offloads, has_frozen = "optimizer" in config.save_memory, config.lora_rank or config.kl_coef
     pulled = PULLED_COPIES * (config.listen is not None)
     local_parameters = trained * ranks_here / num_shards
+    saves_all = config.save == "all"
     items = [
         Item(
             "copy of the training state",
-            12 * local_parameters,
+            12 * local_parameters * saves_all,
             "12 B × trained parameters of this machine",
         ),
-        Item("a checkpoint that is written", 2 * weights, "4 B × parameters"),
+        Item(
+            "a checkpoint that is written",
+            (1 + saves_all) * weights,
+            f"{2 * (1 + saves_all)} B × parameters",
+        ),
         Item("offloaded weights", 16 * local_parameters * offloads, "16 B, the same"),
         Item(
             "offloaded frozen weights",

@@ -1,15 +1,21 @@
 """Output of a plan for scripts/plan.py: options and commands of every machine, numbers, and a picture for people."""
 
 import dataclasses
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator
 
 from asyncrl.config import OPTIONS, Config, switch
+from asyncrl.job.disk import checkpoint_bytes
 from extras.planning.planner import Plan, Pool
 
 RENDEZVOUS, LISTEN, JOIN = "HOST0:29500", "0.0.0.0:29600", "HOST0:29600"
 """Addresses. HOST0 is to be replaced by the name of the first machine that trains."""
+DISK_BYTES_PER_S = 1e9
+"""Assumed speed of writing a checkpoint."""
+SHUTDOWN_S, SHUTDOWN_STEP_S = 30, 600
+"""Seconds that torchrun gives ranks to end by default, and the unit of a longer limit."""
 RUN_NAME = "plan"
 WIDTH = 60
 
@@ -53,9 +59,22 @@ def options_of(config: Config) -> list[str]:
     return words
 
 
-def torchrun(machines: int, gpus: int) -> list[str]:
-    """Return the words that start trainer ranks on each of some machines."""
+def save_s(config: Config, num_parameters: int) -> float:
+    """Return the seconds in which a checkpoint is written, about."""
+    return sum(checkpoint_bytes(config, num_parameters, "cuda")) / DISK_BYTES_PER_S
+
+
+def torchrun(machines: int, gpus: int, save_s: float) -> list[str]:
+    """Return the words that start trainer ranks on each of some machines.
+
+    A run that is stopped gets at least twice the time of a checkpoint, `save_s`, if that is longer than torchrun gives.
+    """
     words = ["torchrun", "--nproc-per-node", str(gpus)]
+    if 2 * save_s > SHUTDOWN_S:
+        words += [
+            "--shutdown-timeout",
+            str(SHUTDOWN_STEP_S * math.ceil(2 * save_s / SHUTDOWN_STEP_S)),
+        ]
     if machines > 1:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", RENDEZVOUS, "--rdzv-id", "plan"]
         words += ["--nnodes", str(machines), *rendezvous]
@@ -66,7 +85,9 @@ def commands(plan: Plan) -> list[dict[str, str]]:
     """Return the command of every machine. Machines with the same command are one entry."""
     training = plan.split.training
     config = planned_config(plan)
-    trains = shlex.join([*torchrun(training.machines, training.gpus), *options_of(config)])
+    seconds = save_s(config, plan.split.job.shape.num_parameters)
+    start = torchrun(training.machines, training.gpus, seconds)
+    trains = shlex.join([*start, *options_of(config)])
     shared = _visible(1, training.pool.gpus) if plan.split.colocate else ""
     lines = [(training.pool, training.machines, shared + trains)]
     for site, engine, count in plan.engines:

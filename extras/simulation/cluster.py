@@ -6,6 +6,7 @@ them. Evaluations, checkpoints and failures of processes are not simulated.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -91,9 +92,14 @@ class _Transport(Transport):
 
 
 class Simulation:
-    """One case, run to its end."""
+    """One case, run to its end.
 
-    def __init__(self, case: Case):
+    `record_event(event, **fields)` gets the controller's events and a `step` per batch, as in events.jsonl. Their times
+    are in seconds of the virtual clock.
+    """
+
+    def __init__(self, case: Case, record_event: Callable[..., None] = lambda event, **_: None):
+        self._record_event = record_event
         self.case, self.clock, self.config = case, Clock(), case.config
         has_swarm = case.cluster.swarm is not None
         kinds = (SimulatedWorkers, BaselineController if self.config.is_baseline else Controller)
@@ -166,6 +172,7 @@ class Simulation:
     def _record(self, event: str, **fields) -> None:
         if event == "worker_died":
             self._counts["reissued"] += fields["tickets"]
+        self._record_event(event, time=self.clock.now, **fields)
 
     def _publish(self) -> None:
         version = self.config.due_version(self._version)
@@ -197,6 +204,9 @@ class Simulation:
         self._is_waiting = False
         step = self._step(groups)
         self.steps.append(step)
+        spans = [("train", self.clock.now, self.clock.now + step.train_s)]
+        group_ids = [group.group_id for group in groups]
+        self._record("step", step=len(self.steps), spans=spans, groups=group_ids)
         self.clock.after(step.train_s, self._end_step)
 
     def _end_step(self) -> None:

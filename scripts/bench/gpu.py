@@ -1,7 +1,8 @@
 """What a GPU gives, in one table: `python scripts/bench/gpu.py`, or `bash scripts/gpu_check.sh`.
 
 Each part runs in a process of its own, within a time limit, so that one that fails or hangs leaves the other rows. A
-part that no longer fits into the budget is not begun, and the table says so. Each part is at once a line of gpu.jsonl,
+machine with several GPUs begins with parts for several. A part that no longer fits into the budget is not begun, and
+the table says so. Each part is at once a line of gpu.jsonl,
 with what made it. A bench that is started again runs what failed or was not begun. `--device cpu --out FOLDER` runs the
 same code with a tiny model and without a GPU: to see that it runs, not to measure.
 """
@@ -16,7 +17,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.processes import kill_session
@@ -35,18 +36,36 @@ TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 # Parts
 
 
-def chosen_parts(device: str, only: list[str] | None) -> dict[str, float]:
-    """Return the time limit of each part whose name, or its first word, is in `only`, or of all parts if it is None.
+class Part(NamedTuple):
+    """What a part may take."""
 
-    Raises ValueError for an unknown name.
+    limit_s: float
+    num_gpus: int
+
+
+def chosen_parts(device: str, only: list[str] | None, num_gpus: int) -> dict[str, Part]:
+    """Return the parts whose name, or its first word, is in `only`, or all parts that `num_gpus` GPUs can run for None.
+
+    Those of several GPUs come first. Raises ValueError for an unknown name, and for one that needs more GPUs.
     """
-    parts = TABLES["tiny_parts" if device == "cpu" else "parts"]
+    if device == "cpu":
+        parts = {name: Part(limit_s, 0) for name, limit_s in TABLES["tiny_parts"].items()}
+    else:
+        several = {name: Part(*limits) for name, limits in TABLES["parts_of_several"].items()}
+        alone = {name: Part(limit_s, 1) for name, limit_s in TABLES["parts"].items()}
+        fitting = {name: part for name, part in several.items() if part.num_gpus <= num_gpus}
+        parts = fitting | {name: part for name, part in alone.items() if name not in fitting}
+        for name in several.keys() - parts.keys():
+            if only and {name, name.split()[0]} & set(only):
+                raise ValueError(
+                    f"--only {name!r} needs {several[name].num_gpus} GPUs, and {num_gpus} are visible"
+                )
     names = {part: {part, part.split()[0]} for part in parts}
     known = sorted(set().union(*names.values()))
     for name in only or known:
         if name not in known:
             raise ValueError(f"--only {name!r} is none of {', '.join(map(repr, known))}")
-    return {part: limit_s for part, limit_s in parts.items() if names[part] & set(only or known)}
+    return {name: part for name, part in parts.items() if names[name] & set(only or known)}
 
 
 def check(device: str, out: Path, makers: dict) -> None:
@@ -66,8 +85,11 @@ def check(device: str, out: Path, makers: dict) -> None:
         )
 
 
-def run_parts(parts: dict[str, float], device: str, budget_s: float, path: Path) -> None:
-    """Run the parts that the file has no numbers of, and put their records there."""
+def run_parts(parts: dict[str, Part], device: str, budget_s: float, path: Path) -> None:
+    """Run the parts that the file has no numbers of, and put their records there.
+
+    A part begins only if it can have all of its time. A later part can be shorter, and begin.
+    """
     deadline = time.monotonic() + budget_s
     makers = provenance()
     done = {
@@ -76,13 +98,14 @@ def run_parts(parts: dict[str, float], device: str, budget_s: float, path: Path)
         if "numbers" in record and all(record[name] == makers[name] for name in MAKERS)
     }
     with tempfile.TemporaryDirectory(prefix="bench-gpu-models-") as models:
-        for part, limit_s in parts.items():
+        for part, needs in parts.items():
             if part in done:
                 continue
-            left_s = deadline - time.monotonic()
-            outcome = {"seconds": 0.0, "failed": f"not run: {max(0.0, left_s):.0f} s are left"}
-            if left_s >= limit_s / 3:
-                outcome = run_part(part, min(limit_s, left_s), device, models)
+            left_s = max(0.0, deadline - time.monotonic())
+            waits = f"not run: it can take {needs.limit_s:.0f} s, and {left_s:.0f} s are left"
+            outcome = {"seconds": 0.0, "failed": waits}
+            if left_s >= needs.limit_s:
+                outcome = run_part(part, needs, device, models)
             kind, model = part.split()
             place = {"case": part, "kind": kind, "model": model}
             gpu = gpu_name() if device == "cuda" else None
@@ -90,23 +113,23 @@ def run_parts(parts: dict[str, float], device: str, budget_s: float, path: Path)
             print(f"{part}: {outcome.get('failed', 'done')}", flush=True)
 
 
-def run_part(part: str, limit_s: float, device: str, models: str) -> dict:
+def run_part(part: str, needs: Part, device: str, models: str) -> dict:
     """Run a part in a process of its own. Returns its seconds with its numbers, or with how it failed."""
     folder = Path(tempfile.mkdtemp(prefix=f"bench-gpu-{part.replace(' ', '-')}-"))
     log, result = folder / "log", folder / "numbers.json"
     command = [sys.executable, __file__, "--part", *part.split(), device, models, str(result)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if device == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = first_gpus(needs.num_gpus)
     start = time.monotonic()
     with open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
         )  # fmt: skip
     try:
-        how = f"exited with {process.wait(limit_s)}"
+        how = f"exited with {process.wait(needs.limit_s)}"
     except subprocess.TimeoutExpired:
-        how = f"took more than {limit_s:.0f} s"
+        how = f"took more than {needs.limit_s:.0f} s"
     finally:
         kill_session(process.pid)
         process.wait()
@@ -128,6 +151,8 @@ def measure(kind: str, model: str, device: str, models: str, result: str) -> Non
     from scripts.bench.trainer_alone import FUNCTIONS, Setup
 
     if kind not in FUNCTIONS:
+        from scripts.bench.fake_ranks import FUNCTIONS
+    if kind not in FUNCTIONS:
         from scripts.bench.gpu_parts import FUNCTIONS  # and with it what only an engine needs
 
     numbers = FUNCTIONS[kind](Setup(device, model, Path(models)))
@@ -135,6 +160,13 @@ def measure(kind: str, model: str, device: str, models: str, result: str) -> Non
     sys.stdout.flush()
     # all that is left is the end of engines, which must not fail what has been measured
     os._exit(0)
+
+
+def first_gpus(num_gpus: int) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES with which only the first of the visible GPUs are visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else list(map(str, range(num_gpus)))
+    return ",".join(names[:num_gpus])
 
 
 def gpu_name() -> str | None:
@@ -157,15 +189,20 @@ def table(records: list[dict]) -> str:
             rows.append((what, form.format(numbers[above][key] / numbers[below][key])))
     for record in measured:
         for key, prediction in TABLES["predictions"].get(record["case"], {}).items():
-            text = beside_prediction(record["numbers"][key], *prediction)
+            text = beside_prediction(record["numbers"], key, *prediction)
             rows.append((f"{record['case']}, {key}", text))
     rows += [(record["case"], record["failed"]) for record in newest if "failed" in record]
     width = max((len(what) for what, _ in rows), default=0)
     return "\n".join(f"{what:{width}}  {value}" for what, value in rows)
 
 
-def beside_prediction(number: float, predicted: float, assumed: str, change: str) -> str:
-    """Return a number beside what was predicted, and what to change where it is far off."""
+def beside_prediction(
+    numbers: dict, key: str, predicted: float | str, assumed: str, change: str
+) -> str:
+    """Return a number beside what was predicted, or the name of that number, and what to change if it is far off."""
+    number = numbers[key]
+    if isinstance(predicted, str):
+        predicted = numbers[predicted]
     ratio = number / predicted
     text = f"{number:.3g}, predicted {predicted:.3g}, {ratio:.2f} ×: {assumed}"
     return text if 1 / FAR_OFF < ratio < FAR_OFF else f"{text}; CHANGE {change}"
@@ -224,7 +261,7 @@ def main(
         report: Measure nothing, write the page again.
     """
     if not report:
-        parts = chosen_parts(device, only)
+        parts = chosen_parts(device, only, len(visible_gpus()) if device == "cuda" else 0)
         check(device, out, provenance())
         run_parts(parts, device, budget_s, out / "gpu.jsonl")
     records = write(out)

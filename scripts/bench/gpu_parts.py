@@ -7,18 +7,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections import defaultdict
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import psutil
 import torch
 
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import Placement, WorkerSpec, available_cores, place
 from asyncrl.config import Config, flag
 from asyncrl.engine.proxy import LLMProxy
-from asyncrl.engine.vllm_setup import worker_environment
+from asyncrl.engine.vllm_setup import sampling_params, worker_environment
 from asyncrl.trainer.policy import load_policy
 from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.shm import ShmTransport
@@ -133,6 +136,84 @@ def _publish(pair: Pair, version: int, device: str) -> tuple[float, float]:
     return stage_s, load_s
 
 
+# Decoding alone
+
+DECODE_ROUNDS, DECODE_REQUESTS, DECODE_PROMPT = 3, 128, 16
+DECODES = {
+    "run": (DECODE_REQUESTS, {}),
+    "no_logprobs": (DECODE_REQUESTS, {"logprobs": None}),
+    "no_seeds": (DECODE_REQUESTS, {"seed": None}),
+    "quarter": (DECODE_REQUESTS // 4, {}),
+    "single": (1, {}),
+}
+"""By name: requests at a time, and what differs from a run's parameters of a request."""
+
+
+def decode(setup: Setup) -> dict:
+    """Decode without a trainer, in several ways one after the other: milliseconds a step, of time and of CPU time.
+
+    CPU time is that of the engine's process and of its parent. If the engine's is near the time of a step, Python is
+    the limit, and not the GPU. Weights are random, and no response ends early.
+    """
+    config = setup.config(gpu_memory_utilization=ENGINE_SHARE)
+    spec = enter_worker(config, setup.device)
+    loop = asyncio.new_event_loop()
+    proxy = loop.run_until_complete(LLMProxy.start(spec, stop_token_ids=[]))
+    core = psutil.Process(proxy.engine.engine_core.resources.engine_manager.processes[0].pid)
+    steps_ms, core_ms, worker_ms = defaultdict(list), defaultdict(list), defaultdict(list)
+    num_steps = config.max_response_tokens
+    for number in range(DECODE_ROUNDS + 1):
+        for name, (num_requests, changes) in DECODES.items():
+            before = time.perf_counter(), cpu_s(core), time.process_time()
+            loop.run_until_complete(_decode_wave(proxy, num_requests, changes, seed=number))
+            after = time.perf_counter(), cpu_s(core), time.process_time()
+            if number:  # the first round warms up
+                spent = np.subtract(after, before) * 1000 / num_steps
+                for times, value in zip((steps_ms, core_ms, worker_ms), spent, strict=True):
+                    times[name].append(float(value))
+    engine_config = proxy.engine.vllm_config
+    proxy.shutdown()
+    loop.run_until_complete(asyncio.sleep(0.1))
+    medians = {
+        f"{name}_{kind}": statistics.median(times[name])
+        for kind, times in (("ms", steps_ms), ("core_ms", core_ms), ("worker_ms", worker_ms))
+        for name in DECODES
+    }
+    return medians | {
+        "spread_ms": float(np.ptp(steps_ms["run"])),
+        "core_busy": medians["run_core_ms"] / medians["run_ms"],
+        "rounds": DECODE_ROUNDS,
+        "requests": DECODE_REQUESTS,
+        "runner": "V2" if engine_config.use_v2_model_runner else "V1",
+        "graphs": engine_config.compilation_config.cudagraph_mode.name,
+        "is_async": "on" if engine_config.scheduler_config.async_scheduling else "off",
+    }
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Return the CPU time of a process, all threads, seconds."""
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+async def _decode_wave(proxy: LLMProxy, num_requests: int, changes: dict, seed: int) -> None:
+    """Sample responses of the longest length, all at once."""
+    vocabulary, requests = read_shape(proxy.config.model).vocab_size, []
+    prompts = np.random.default_rng(seed).integers(0, vocabulary, (num_requests, DECODE_PROMPT))
+    for index, prompt in enumerate(prompts):
+        params = sampling_params(proxy.config, [], index, proxy.config.max_response_tokens, 1)
+        params.ignore_eos = True
+        for name, value in changes.items():
+            setattr(params, name, value)
+        requests.append(
+            proxy.run_request(f"decode-{time.monotonic_ns()}-{index}", prompt.tolist(), params)
+        )
+    finals = await asyncio.gather(*requests)
+    assert {len(final.outputs[0].token_ids) for final in finals} == {
+        proxy.config.max_response_tokens
+    }
+
+
 # Whole jobs
 
 
@@ -149,7 +230,10 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
     arguments = [f"--{flag(name)}={value}" for name, value in options.items()]
     # No response earns anything; the decay moves the weights all the same.
     arguments += ["--optim.args", "weight_decay=50"]
+    # Half of several GPUs train.
+    num_ranks = max(1, len(visible_gpus()) // 2)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += [f"--nproc-per-node={num_ranks}"]
     subprocess.run([*torchrun, "train_async.py", *arguments], cwd=ROOT, check=True)
     return job_numbers(load(folder / "run").metrics)
 
@@ -173,8 +257,10 @@ def job_numbers(metrics: pd.DataFrame) -> dict:
 
 FUNCTIONS = {
     "sync": sync,
+    "decode": decode,
     "job-sync": functools.partial(job, async_ratio=0.0),
     "job-async": functools.partial(job, async_ratio=1.0),
+    "job-nccl": functools.partial(job, async_ratio=1.0),
     "job-sleep": functools.partial(job, async_ratio=0.0, colocate="sleep"),
 }
 """What a part is called -> what it does."""

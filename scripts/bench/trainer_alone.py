@@ -31,6 +31,7 @@ TRAIN_STEPS = 4
 """Of which the first warms up."""
 LENGTHS, TINY_LENGTHS = [512] * 64, [32, 48, 64, 16]
 """Tokens of the sequences of a step."""
+NCCL_TESTS = ("tests/gpu/test_gpu_nccl.py",)
 PROFILE_ROWS = 50
 """Kernels that a profile lists: the costliest."""
 
@@ -198,14 +199,14 @@ def peak_memory(device: str) -> dict[str, float]:
     peak = torch.cuda.max_memory_allocated()
     reserved = torch.cuda.max_memory_reserved()
     return {
-        "trainer_peak_gib": peak / 2**30, "reserved_over_peak": reserved / peak,
+        "trainer_peak_gib": peak / 2**30, "reserved_gib": reserved / 2**30, "reserved_over_peak": reserved / peak,
         "gpu_used_gib": (total - free) / 2**30,
     }  # fmt: skip
 
 
-def tests(_: Setup, paths: Sequence[str], marker: str = "gpu") -> dict:
-    """Run tests, by default those that need a GPU. Raises CalledProcessError if one fails."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", marker, *paths]
+def tests(_: Setup, paths: Sequence[str], marker: str = "gpu", names: str = "") -> dict:
+    """Run tests, by default those that need a GPU; `names` selects some. Raises CalledProcessError if one fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", marker, "-k", names, *paths]
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     print(result.stdout, flush=True)
     result.check_returncode()
@@ -223,8 +224,12 @@ FUNCTIONS = {
     "tests-cpu": functools.partial(
         tests, paths=("tests/algos", "tests/trainer"), marker="not slow and not study and not e2e"
     ),
-    "tests-engine": functools.partial(
-        tests, paths=[f"tests/gpu/test_gpu_{part}.py" for part in ("engine", "job", "nccl")]
-    ),
+    "tests-engine": functools.partial(tests, paths=("tests/gpu/test_gpu_engine.py",)),
+    "tests-job": functools.partial(tests, paths=("tests/gpu/test_gpu_job.py",)),
+    "tests-ranks": functools.partial(tests, paths=NCCL_TESTS, names="not job"),
+    **{
+        f"tests-nccl-{name}": functools.partial(tests, paths=NCCL_TESTS, names=f"job and {name}]")
+        for name in ("two", "shm", "three", "four", "tp")
+    },
 }
 """What a part is called -> what it does; gpu_parts.py has those that need vLLM here."""

@@ -186,11 +186,12 @@ def dppo(
     sides="away",
     squared=0.0,
 ):
-    default = 0.15 if divergence == "tv" else 0.05
+    default = {"tv": 0.15, "kl": 0.05, "kl_max": 0.1}[divergence]
     low = default if delta_low is None else delta_low
     high = default if delta_high is None else delta_high
     p, b = math.exp(token.held), math.exp(token.behavior)
-    distance = abs(p - b) if divergence == "tv" else _binary_kl(b, p)
+    kls = _binary_kl(b, p), _binary_kl(p, b)
+    distance = {"tv": abs(p - b), "kl": kls[0], "kl_max": max(kls)}[divergence]
     is_out = is_past(math.copysign(distance, p - b), token.advantage, -low, high)
     if sides == "both":
         is_out = distance > (high if p > b else low)
@@ -243,6 +244,59 @@ def vespo(
 def sequence_is(token, sequence, cap=math.inf):
     ratio = math.prod(t.held_ratio for t in sequence)
     return weighted(token, min(ratio, cap), ratio)
+
+
+def cppo(token, sequence, delta=0.15, budget=0.02, adaptive=True, weight_floor=0.8, cap=20.0):
+    distances = [abs(math.exp(t.held) - math.exp(t.behavior)) for t in sequence]
+    if adaptive:
+        budget = clip(quantile(distances, 0.9), budget, 2 * budget)
+    sum_spent = sum_weights = 0.0
+    for place, (other, distance) in enumerate(zip(sequence, distances, strict=True)):
+        weight = 1 - (1 - weight_floor) * place / max(len(sequence) - 1, 1)
+        left = min(delta, delta + budget * sum_weights - sum_spent)
+        if other is token:
+            break
+        sum_spent += weight * distance
+        sum_weights += weight
+    is_out = token.advantage * (token.held_ratio - 1) > 0 and weight * distance > left
+    return weighted(token, 0.0 if is_out else min(token.held_ratio, cap), token.held_ratio)
+
+
+def quantile(values, share):
+    """The quantile between the two nearest values."""
+    values = sorted(values)
+    place = share * (len(values) - 1)
+    low, high = values[math.floor(place)], values[math.ceil(place)]
+    return low + (place - math.floor(place)) * (high - low)
+
+
+def drpo(token, sequence, delta=12.5):
+    b = math.exp(token.behavior)
+    pull = abs(token.advantage) * b * (token.ratio - 1) ** 2 / (2 * delta)
+    sign = math.copysign(1, token.advantage) if token.advantage else 0.0
+    fading = 1 - sign * (math.exp(token.logprob) - b) / delta
+    row = {"loss": pull - token.advantage * token.ratio, "ratio": token.ratio}
+    return row | {"weight": token.ratio * fading}
+
+
+def pnpo(token, sequence, log_low=0.2, log_high=0.2):
+    count = index_of(token, sequence) + 1
+    mean = geometric_mean([t.held_ratio for t in sequence[:count]])
+    wider = math.sqrt(len(sequence) / count)
+    is_out = not math.exp(-log_low * wider) <= mean <= math.exp(log_high * wider)
+    return weighted(token, 0.0 if is_out else mean, token.held_ratio, clipped=is_out)
+
+
+def minpro(token, sequence, clip_low=0.2, clip_high=0.28):
+    earlier = sequence[: index_of(token, sequence)]
+    product = token.held_ratio * min((t.held_ratio for t in earlier), default=1.0)
+    weight = clip(product, 1 - clip_low, 1 + clip_high)
+    return weighted(token, weight, token.held_ratio, clipped=weight != product)
+
+
+def index_of(token, sequence):
+    """The place of a token, from 0; two tokens may be equal."""
+    return next(place for place, other in enumerate(sequence) if other is token)
 
 
 def k1(token, sequence):

@@ -44,7 +44,7 @@ def test_options_and_defaults_of_every_loss_are_read_and_none_is_left_untried(al
         assert chosen(algo, *as_items(options)).keywords == options
 
 
-RATIO_OF_SEQUENCES = ("gmpo", "gspo", "opsm", "sequence_is", "vespo")
+RATIO_OF_SEQUENCES = ("cppo", "gmpo", "gspo", "minpro", "opsm", "pnpo", "sequence_is", "vespo")
 LEVELS = ("sequence", "geometric")
 """Options of other losses with which they have a ratio for each sequence, too."""
 

@@ -1,11 +1,15 @@
 """What the random walk does not show of the buffer and its ledger: refusals, and which groups are given up."""
 
+from dataclasses import replace
+from math import nan
+
 import pytest
 from trajectories import make_trajectory
 
 from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
-from asyncrl.controller.ledger import Ledger
+from asyncrl.controller.ledger import Ledger, ledger_metrics
+from asyncrl.runlog.metrics import merge_nodes
 
 
 def make_buffer(num_groups=0, **options):
@@ -81,3 +85,33 @@ def test_a_ledger_that_does_not_balance_is_an_error_with_both_sides():
     )
     with pytest.raises(RuntimeError, match=f"^{message.replace('+', '.')}$"):
         ledger.balance(0, 4)
+
+
+def test_trained_responses_are_compared_with_all_that_were_trained_or_lost():
+    """Lengths of 3 and 1 are trained. Lost ones have 5 so far, 4, 2 until a failure, 6, and one has no token yet."""
+
+    def response(group_id, member, num_tokens, reward, finish_reason="stop"):
+        trajectory = make_trajectory(group_id, member, (0,) * num_tokens, finish_reason)
+        return replace(trajectory, reward=reward)
+
+    def bias():
+        metrics = merge_nodes([ledger_metrics(buffer.balance())])
+        return {name: value for name, value in metrics.items() if name.startswith("bias/")}
+
+    buffer = make_buffer(2, extra_members=1)
+    buffer.add(response(0, 0, 3, 1.0))
+    buffer.add(response(0, 1, 1, 0.0))
+    buffer.add(response(1, 0, 4, 0.5))
+    assert bias() == {}, "the fate of no response is known"
+    buffer.consume([0])
+    assert bias() == {"bias/length_trained_minus_drawn": 0, "bias/reward_trained_minus_drawn": 0}
+    buffer.count_aborted(response(0, 2, 5, nan, "aborted"))
+    assert not buffer.fails_group(response(1, 1, 2, nan, "failed"))
+    buffer.drop(1, "stale")
+    buffer.count_aborted(response(1, 1, 0, nan, "aborted"))
+    buffer.add(response(1, 2, 6, 0.0))
+    length, reward = (3 + 1 + 5 + 4 + 2 + 6) / 6, (1.0 + 0.0 + 0.5 + 0.0) / 4
+    assert bias() == {
+        "bias/length_trained_minus_drawn": 2 - length,
+        "bias/reward_trained_minus_drawn": 0.5 - reward,
+    }

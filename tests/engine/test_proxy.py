@@ -311,7 +311,11 @@ def test_every_caller_gets_one_response_whatever_happens_meanwhile(mode):
         walk.check()
 
 
-def test_an_update_that_hangs_is_an_error_after_which_nothing_is_sampled():
+@pytest.mark.parametrize(
+    ("receiving", "end"), [(None, "0 s$"), (lambda: None, "0 s.+ try NCCL_P2P_DISABLE=1 in the ")]
+)
+def test_an_update_that_hangs_is_an_error_after_which_nothing_is_sampled(receiving, end):
+    """With NCCL, which calls `receiving`, the error also names a cause of such a wait."""
     engine = SamplingEngine(None, EOS)
     load = engine.update_weights
 
@@ -320,6 +324,7 @@ def test_an_update_that_hangs_is_an_error_after_which_nothing_is_sampled():
         await asyncio.Event().wait()
 
     engine.update_weights = hang
-    with pytest.raises(TimeoutError, match=r"loading version 3 took more than 0 s$"):
-        asyncio.run(LLMProxy(Config(timeout_s=0.1), engine, []).load_weights(3, [{"version": 3}]))
+    proxy = LLMProxy(Config(timeout_s=0.1), engine, [])
+    with pytest.raises(TimeoutError, match=f"loading version 3 took more than {end}"):
+        asyncio.run(proxy.load_weights(3, [{"version": 3}], receiving))
     assert engine.state != "resume"

@@ -13,6 +13,7 @@ def test_a_job_that_shares_one_gpu_ends_well_and_keeps_its_bound(name, request):
     assert job.values("step") == [1, 2, 3, 4]
     assert job.values("eval/policy_version")[-1] == 4
     assert job.values("ledger/groups_consumed")[-1] == 4 * 8
+    assert job.values("rollout/tokens_per_s_per_gpu") == job.values("rollout/tokens_per_s")
     staleness = job.values("staleness/max")
     assert staleness[0] == 0 and max(staleness) == 1
 

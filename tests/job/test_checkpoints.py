@@ -226,6 +226,31 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
     assert versions == [3, 3, 3, 3, 4, 5], "a worker never goes back to older weights"
 
 
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
+def test_weights_alone_are_saved_in_the_dtype_of_computing_and_copied_nowhere(start, options):
+    checkpoints = start(
+        save="weights", save_every=1, steps=4, keep_last=2, dtype="bfloat16", **options
+    )
+    copies = []
+    checkpoints.writer.state_copier.stage = copies.append
+    checkpoints.allocate_copies()
+    weights = {}
+    for step in range(1, 5):
+        train(checkpoints.policy, step)
+        # as engines get them, merged
+        weights[step] = {n: w.bfloat16() for n, w in checkpoints.policy.sent_parameters()}
+        save(checkpoints, step)
+    assert not copies and names(checkpoints) == ["step_3", "step_4"]
+    for step in (3, 4):
+        folder = folder_of(checkpoints) / f"step_{step}"
+        torch.testing.assert_close(
+            load_file(folder / "model.safetensors"), weights[step], rtol=0, atol=0
+        )
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+        assert not (folder / "resume").exists()
+        assert (folder / "adapter").exists() == bool(options)
+
+
 # What fails
 
 

@@ -31,6 +31,14 @@ SIZE = 8 * 10**9
         ({"save_every": 10, "keep_last": 3}, 511, "warning: checkpoints: 128 GB each, 512 GB"),
         ({"lora_rank": 8}, 32, "checkpoints: 32 GB each, 32 GB in the end"),
         ({"lora_rank": 8}, 31, None),
+        ({"save": "weights"}, 32, "checkpoints: 32 GB each, 32 GB in the end"),
+        # the second is written beside the first, and no version is held back in a checkpoint
+        (
+            {"save": "weights", "dtype": "bfloat16", "publish_delay": 4, "save_every": 10},
+            128,
+            "checkpoints: 16 GB each, 128 GB in the end",
+        ),
+        ({"save": "weights", "save_every": 10, "keep_last": 1}, 63, None),
         ({"publish_delay": 4}, 256, "checkpoints: 256 GB each, 256 GB in the end"),
         ({"publish_delay": 4, "dtype": "bfloat16"}, 192, "checkpoints: 192 GB each"),
     ],

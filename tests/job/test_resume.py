@@ -305,6 +305,8 @@ def test_a_run_that_was_stopped_on_nodes_that_share_no_folder_says_where_its_wei
     for step in (4, 12):
         (run / "checkpoints" / f"step_{step}").mkdir()
     line = resume_command(run)
-    assert line.startswith("only its weights are saved, because nodes share no --runs-dir; ")
+    assert line.startswith(
+        "only its weights are saved, by --save weights or because nodes share no --runs-dir; "
+    )
     words = shlex.split(line.rpartition("; ")[2])
     assert words == ["begin", "a", "new", "run", "with", "--model", f"{run}/checkpoints/step_12"]

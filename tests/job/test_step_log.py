@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncrl.cluster.placement import place
 from asyncrl.config import Config
 from asyncrl.controller.failures import Failures
-from asyncrl.job.step_log import StepLog
+from asyncrl.job.step_log import StepLog, speed_metrics
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.weights.models import load_tokenizer, resolve_model
 
@@ -65,6 +66,19 @@ def test_a_run_whose_first_responses_hardly_end_says_once_what_ends_one(shares, 
             "a response ends at '<eos>' (1: tokenizer, generation_config.json, config.json); raise"
         )
         assert text.startswith(begin + ends) and "runs/one/samples.jsonl" in text
+
+
+def test_the_speed_of_a_run_is_also_that_of_each_of_its_gpus():
+    placed = place(Config(rollout_tp=2), 8, 64, 4)
+    assert [
+        placed.num_gpus,
+        place(Config(), 1, 8, 1).num_gpus,
+        place(Config(), 0, 8, 1).num_gpus,
+    ] == [8, 1, 0]
+    assert place(Config(rollout_tp=2), 7, 64, 4).num_gpus == 6, "one GPU is idle"
+    speed = {"rollout/tokens_per_s": 500.0}
+    assert speed_metrics(1000.0, 2.0, 0) == speed
+    assert speed_metrics(1000.0, 2.0, 8) == speed | {"rollout/tokens_per_s_per_gpu": 62.5}
 
 
 @pytest.mark.parametrize(("num_nodes", "where"), [(1, ""), (2, "node 1 (h): ")])

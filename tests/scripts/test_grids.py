@@ -47,6 +47,30 @@ def differences_of(records):
     return grids.differences(grids.measures_of(records))
 
 
+def test_runs_with_an_option_are_compared_with_those_without_by_plain_loops():
+    records = [
+        make_record(delay=delay, seed=seed, **options)
+        for options in ({}, {"centering": True, "top_logprobs": 8}, {"lr": 0.1})
+        for delay in (0, 4)
+        for seed in range(3)
+    ]
+    measured = grids.measures_of(records)
+    rows = grids.beside(measured, ["centering", "top_logprobs"])
+    assert len(rows) == 6
+    for record, partner in zip(records[6:12], records[:6], strict=True):
+        row, own, other = (
+            rows.loc[grids.key(record["cell"])],
+            measured.loc[grids.key(record["cell"])],
+            measured.loc[grids.key(partner["cell"])],
+        )
+        assert row["final"] == own["final"] - other["final"]
+        assert row["level"] == own["level"] - other["level"]
+    page = "\n".join(grids.without_page(rows, ["centering", "top_logprobs"]))
+    assert "without `centering`, `top_logprobs`" in page and page.count("`grpo`") == 2
+    with pytest.raises(ValueError, match="--without top_p: no run of the grid has"):
+        grids.beside(measured, ["top_p"])
+
+
 def test_a_loss_is_compared_with_the_baseline_of_its_seed_and_setting_by_plain_loops():
     losses = {"grpo": {}, "tis": {}, "mine.py:loss": {"algo_args": ["narrow=1"]}}
     records = [
@@ -134,7 +158,7 @@ def test_a_cell_that_was_written_twice_counts_once_and_a_broken_line_is_named(tm
     path = write_jsonl(tmp_path / "cells.jsonl", records)
     assert grids.read_records(path) == records[1:]
     path.write_text(path.read_text() + '{"cell": {}, "options": []}\n')
-    with pytest.raises(ValueError, match=r"line 3 is not a cell .*older code; delete the line"):
+    with pytest.raises(ValueError, match=r"line 3 is not a cell with its series; delete the line"):
         grids.read_records(path)
 
 
@@ -158,6 +182,21 @@ def test_a_report_writes_the_tables_the_csv_and_a_figure_that_shows_something(tm
     assert pixels.shape[1] >= 800 and 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.5
     with pytest.raises(ValueError, match=r"--baseline ppo is no loss of .* one of grpo, tis$"):
         grids.report(tmp_path, "ppo")
+
+
+@pytest.mark.parametrize("part", ["smollm2", "others"])
+def test_the_published_study_is_what_a_report_of_its_records_says(part, tmp_path, monkeypatch):
+    study = Path(grids.__file__).parents[1] / "results/study"
+    monkeypatch.setattr(grids, "draw", lambda *_: None)
+    (tmp_path / "cells.jsonl").write_bytes((study / part / "cells.jsonl").read_bytes())
+    grids.report(tmp_path)
+    paired = (tmp_path / "paired.md").read_text()
+    published = (study / "tables.md").read_text()
+    for heading in ("**Level: ", "**Final: "):
+        table = paired.partition(heading)[2].partition("\nn = ")[0].splitlines()
+        rows = [line for line in table if line.startswith("| `")]
+        assert len(rows) >= 5
+        assert all(row in published for row in rows[1:])
 
 
 GRIDS = {

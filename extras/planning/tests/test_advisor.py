@@ -22,11 +22,13 @@ from extras.planning.advice import (
     best_alpha,
     best_split,
     config_of,
+    describe_lag,
     hosts_that_suffice,
     measure,
     measure_hosts,
+    measure_lag,
 )
-from extras.planning.advisor import Measured, expected_step
+from extras.planning.advisor import Measured, expected_step, predicted_lag
 from scripts.runs import frame
 
 ADVICE, RUNS = (
@@ -135,6 +137,21 @@ def test_measurements_are_means_without_the_first_quarter_and_without_evaluation
         response_max_s=pytest.approx(0.55, abs=0.01),
         step_s=pytest.approx((5 * 2 + 10 * 1) / 15),
     )
+
+
+def test_the_lag_is_predicted_from_the_time_of_a_group_and_the_share_of_the_trainer(tmp_path):
+    """Steps 6 to 20 take 4/3 s, of which the trainer works for 0.4. Seven groups take 1.6 s and eight 1.5."""
+    run = write_run(tmp_path, 20, async_ratio=4.0, publish_delay=2)
+    group_steps, busy_share = (7 * 1.6 + 8 * 1.5) / 15 / (4 / 3), 0.4 / (4 / 3)
+    assert describe_lag(measure_lag(run, config_of(run))) == (
+        f"  lag: predicted {2 + group_steps + busy_share:.2f} steps by the rates (a group takes {group_steps:.2f} "
+        "steps, the trainer is busy for 0.30) … 6.00 with all places taken; realised 1.30"
+    )
+
+
+def test_the_lag_by_the_rates_is_at_most_that_with_all_places_taken():
+    assert predicted_lag(1.0, 2, 0.75, 0.5) == (3.0, 3.0)
+    assert predicted_lag(4.0, 0, 0.25, 0.5) == (0.75, 4.0)
 
 
 @pytest.mark.parametrize("case", RUNS["cases"], ids=str)

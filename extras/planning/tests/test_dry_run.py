@@ -18,8 +18,14 @@ from extras.planning.shape import read_shape
 
 NAMED = "Qwen/Qwen3-8B-Base"
 LONG = {"max_prompt_tokens": 512, "max_response_tokens": 2048}
-DISKS = {0: "1 in all; at most 131 GB", 20: "4 in all; at most 426 GB"}
-"""Checkpoints of 80 steps by save_every: weights of all, and the state of two and of one that is written."""
+DISKS = {
+    (0, 0, "all"): "disk: checkpoints of 131 GB, 1 in all; at most 131 GB",
+    (None, 0, "all"): "disk: checkpoints of 131 GB, 1 in all; at most 131 GB",
+    (20, 0, "all"): "disk: checkpoints of 131 GB, 4 in all; at most 426 GB",
+    (20, 1, "all"): "disk: checkpoints of 131 GB, 4 in all; at most 262 GB",
+    (20, 0, "weights"): "disk: checkpoints of 16.4 GB, 4 in all; at most 65.5 GB",
+}
+"""By save_every, keep_last and save, of 80 steps: weights of all, and the state of two and of one that is written."""
 
 
 def commands() -> list[str]:
@@ -39,7 +45,7 @@ def no_torchrun(monkeypatch):
 
 
 def test_every_command_of_our_pages_fits_machines_of_eight_h100(monkeypatch):
-    assert len(commands()) >= 2
+    assert len(commands()) >= 5
     for command in commands():
         check_command(command, monkeypatch)
 
@@ -58,13 +64,15 @@ def check_command(command, monkeypatch):
         "\nfreshness: no trained token is older than 2 steps (--async-ratio 2 rounded up)\n"
         in lines
     )
-    disk = DISKS[config.save_every]
-    assert f"\ndisk: checkpoints of 131 GB, {disk} at a time\n" in lines
+    disk = DISKS[config.save_every, config.keep_last, config.save]
+    free = r"[\d.]+ [MGT]B are free in runs on this machine"
+    assert re.search(f"^{disk} at a time; {free}$", lines, re.M)
     assert "  together: 73.81 of 76.42 GiB" in lines or num_machines > 1
-    assert re.search(r"^80 steps: about [\d.]+ hours", lines, re.M)
+    assert re.search(rf"^{config.steps} steps: about [\d.]+ hours", lines, re.M)
     assert "predicted with mfu 0.35, 70% of memory's bandwidth" in lines
     start, _, words = lines.splitlines()[-1].partition(" train_async.py ")
     assert start.startswith("to start it, without --dry-run: torchrun --nproc-per-node 4")
+    assert start.count("--shutdown-timeout 600") == 1 and "\nsave: about 1" in lines
     assert ("--nnodes 2 " in start) == (num_machines == 2)
     assert read_options(shlex.split(words)) == config
     assert "so: --save-memory layers head --max-tokens-per-microbatch 4096" in lines
@@ -114,7 +122,22 @@ def test_several_machines_need_the_number_of_ranks():
                 "disk: checkpoints of 131 GB, 8 in all; at most 557 GB at a time",
             ],
         ),
-        ({"lora_rank": 8}, ["lr: 1e-05, the default for ", "disk: checkpoints of 32.8 GB, 1 in"]),
+        (
+            {"lora_rank": 8, "runs_dir": "/new/runs"},
+            [
+                "lr: 1e-05, the default for ",
+                "disk: checkpoints of 32.8 GB, 1 in",
+                "GB are free in /new/runs on",
+            ],
+        ),
+        (
+            {"save": "weights"},
+            [
+                "disk: checkpoints of 16.4 GB, 1 in all",
+                "host memory of a machine: 15.26 GiB = a checkpoint that is written 15.26 GiB (2 B × parameters)\n",
+                "save: about 16 s at 1 GB/s",
+            ],
+        ),
         pytest.param(
             {"save_every": 10, "keep_last": 1},
             ["8 in all; at most 262 GB at a time"],
@@ -147,7 +170,8 @@ def test_a_dry_run_of_a_name_leaves_the_cache_of_the_hub_as_it_is(tmp_path, monk
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     lines = "\n".join(dry_run(Config(model=NAMED, **LONG), "8xH100"))
-    assert "; about 16.4 GB of --model are to be downloaded\n" in lines
+    download = f"\ndownload: about 16.4 GB of --model to {tmp_path}; "
+    assert re.search(rf"{download}[\d.]+ [MGT]B are free there on this machine\n", lines)
     assert "\na response ends at '<eos>' (0: tokenizer)\n" in lines
     assert read_shape(NAMED).num_parameters == 8_190_735_360
     assert not list(tmp_path.iterdir())

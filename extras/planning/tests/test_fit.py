@@ -84,9 +84,10 @@ def engine_bytes(config, shape):
 def host_bytes(config, shape, ranks_here, num_shards):
     """What stays in a host's memory; of what is sharded it has the part of its ranks."""
     weights, offloads = 2 * shape.num_parameters, "optimizer" in config.save_memory
-    sharded = (12 + 16 * offloads) * trained_parameters(config, shape)
+    saves_all = config.save == "all"
+    sharded = (12 * saves_all + 16 * offloads) * trained_parameters(config, shape)
     sharded += offloads * bool(config.lora_rank or config.kl_coef) * weights
-    copies = 2 + 2 * (config.weight_sync == "shm") + bool(config.lora_rank)
+    copies = 1 + saves_all + 2 * (config.weight_sync == "shm") + bool(config.lora_rank)
     copies += config.publish_delay + bool(config.publish_delay) + 5 * bool(config.listen)
     return copies * weights + sharded * ranks_here / num_shards
 
@@ -120,6 +121,7 @@ OPTIONS = {
     "publish_delay": (0, 2),
     "listen": (None, "0.0.0.0:29600"),
     "weight_sync": ("auto", "auto", "shm"),
+    "save": ("all", "all", "weights"),
 }
 
 

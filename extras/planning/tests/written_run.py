@@ -38,6 +38,7 @@ def write_run(folder, num_steps=8, spans=usual_spans, evaluation_tokens=0, **opt
         directory.record_event("trajectory", time=now, **evaluation)
         for worker, start, end in spans(step):
             span = {"worker": worker, "started_at": start, "ended_at": end}
+            span["finish_reason"] = "stop"
             directory.record_event("trajectory", time=now, group=step, tokens=50, **span)
         for seconds in (0.6, 0.8):
             directory.record_event("update", time=now + 0.01, broadcast_s=seconds)
@@ -48,6 +49,7 @@ def write_run(folder, num_steps=8, spans=usual_spans, evaluation_tokens=0, **opt
             "tokens/generated": 500 + 2000 * step,
             "rollout/tokens_per_s": 100 / step_s,
             "worker_time/decoding": 0.6 / step_s,
+            "staleness/mean": 0.1 * step,
         }
         waited = int((step_s - 0.4) * 1e9)
         spent = Counter(wait=waited, forward_backward=3 * 10**8, optimizer=10**8)

@@ -5,15 +5,17 @@ import itertools
 import math
 import random
 import shutil
+import statistics
 from dataclasses import replace
 
 import pytest
 
 from asyncrl.records import Ticket
 from extras.latency_law import LatencyLaw
+from extras.planning.advisor import predicted_lag
 from extras.simulation import studies
 from extras.simulation.clock import Clock
-from extras.simulation.cluster import Case, Cluster, simulate
+from extras.simulation.cluster import Case, Cluster, Simulation, simulate
 from extras.simulation.engine import EngineCurve, Request, SimulatedEngine, Swarm
 from extras.simulation.swarm import Uplink
 from extras.simulation.workload import Turns, Workload, lengths_up_to
@@ -249,6 +251,42 @@ def test_the_stored_page_is_made_of_the_stored_records_which_have_all_settings(t
     recorded = {study for study, *_ in keys}
     assert recorded == {study for study, _ in settings} - {"swarm"}  # which takes minutes a run
     assert {key[:2] for key in keys} == {names for names in settings if names[0] in recorded}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_realised_lag_is_between_both_predictions(seed):
+    """The planner's arithmetic, beside the real controller under random rates. Lengths have a long tail."""
+    rng = random.Random(seed)
+    groups_per_step, alpha, slots = (
+        rng.choice([4, 8, 16]),
+        rng.choice([1, 2, 4, 8]),
+        2 ** rng.randint(3, 7),
+    )
+    options = {"groups_per_step": groups_per_step, "group_size": rng.choice([2, 4, 8])}
+    options |= {"async_ratio": float(alpha), "publish_delay": rng.choice([0, 2])}
+    curve = EngineCurve(((1, 100.0), (64, 20.0)), 1e12, slots)
+    hardware = {"train_s_per_token": rng.choice([0.0002, 0.001, 0.003]), "sync_s": 0.05}
+    events = []
+    simulation = Simulation(
+        case(options, Workload(LAW, prompt_tokens=0), 2, curve, 30, 10, **hardware),
+        lambda event, **fields: events.append((event, fields)),
+    )
+    realised = simulation.run().numbers["staleness_mean"]
+    steps = [fields for event, fields in events if event == "step"][10:]
+    started, ended = {}, {}
+    for event, fields in events:
+        if event == "trajectory":
+            group = fields["group"]
+            started[group] = min(fields["started_at"], started.get(group, math.inf))
+            ended[group] = max(fields["ended_at"], ended.get(group, 0.0))
+    took_s = [ended[group] - started[group] for step in steps for group in step["groups"]]
+    spans = [step["spans"][0][1:] for step in steps]
+    step_s = (spans[-1][1] - spans[0][1]) / (len(spans) - 1)
+    busy_s = statistics.fmean(end - start for start, end in spans) + 0.05
+    low, high = predicted_lag(
+        alpha, options["publish_delay"], statistics.fmean(took_s) / step_s, busy_s / step_s
+    )
+    assert low - 0.25 <= realised <= high + 1e-9
 
 
 def test_a_run_replaces_its_earlier_record(tmp_path):

@@ -1,9 +1,14 @@
 """The GPU bench: its arithmetic, the profile of a step, what it runs again, and its table."""
 
+import subprocess
+import sys
+
 import pytest
 
+from extras.planning.memory import CONTEXT_BYTES, GIB, LINKS_BYTES
 from extras.planning.shape import ModelShape
 from scripts.bench import gpu
+from scripts.bench.fake_ranks import plan
 from scripts.bench.trainer_alone import Setup, profile, training_flops
 from scripts.lines import read
 
@@ -31,6 +36,53 @@ def test_the_profile_of_a_step_lists_its_costliest_operations(tmp_path):
     assert numbers["kernels"] in gpu.table([record])
 
 
+def test_a_machine_with_several_gpus_begins_with_nccl_and_each_part_sees_its_gpus(monkeypatch):
+    alone, all_parts = (gpu.chosen_parts("cuda", None, num_gpus) for num_gpus in (1, 8))
+    assert {part.num_gpus for part in alone.values()} == {1}
+    assert not any("nccl" in name for name in alone)
+    assert all_parts.keys() - alone.keys() == {n for n in all_parts if "nccl" in n} != set()
+    num_gpus = [part.num_gpus for part in all_parts.values()]
+    first_alone = num_gpus.index(1)
+    assert first_alone == 8 and set(num_gpus[first_alone:]) == {1}, "NCCL comes first"
+    assert max(part.limit_s for part in all_parts.values()) <= gpu.BUDGET_S
+    assert {part.num_gpus for part in gpu.chosen_parts("cuda", None, 3).values()} == {1, 2, 3}
+    with pytest.raises(ValueError, match="'job-nccl 8b' needs 8 GPUs, and 4 are visible"):
+        gpu.chosen_parts("cuda", ["job-nccl 8b"], 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu.first_gpus(2) == "0,1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5,6")
+    assert [gpu.first_gpus(n) for n in (1, 3)] == ["4", "4,GPU-5,6"]
+
+
+def test_every_part_has_a_function_and_selects_tests_that_are_there():
+    from scripts.bench import fake_ranks, gpu_parts, trainer_alone
+
+    functions = trainer_alone.FUNCTIONS | fake_ranks.FUNCTIONS | gpu_parts.FUNCTIONS
+    names = {
+        name.split()[0]
+        for table in ("parts", "parts_of_several", "tiny_parts")
+        for name in gpu.TABLES[table]
+    }
+    assert names == functions.keys()
+    assert {name.split("-")[0] for name in names} == gpu.TABLES["rows"].keys()
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *trainer_alone.NCCL_TESTS]
+    found = subprocess.run(command, cwd=gpu.ROOT, stdout=subprocess.PIPE, text=True).stdout
+    tests = [line for line in found.splitlines() if "::" in line]
+    selected = {
+        name: [test for test in tests if is_selected(test, functions[name].keywords["names"])]
+        for name in names
+        if name.startswith(("tests-nccl", "tests-ranks"))
+    }
+    assert sorted(map(len, selected.values())) == [1, 1, 1, 1, 1, 3] and len(tests) == 8
+    assert {test for chosen in selected.values() for test in chosen} == set(tests)
+
+
+def is_selected(test, names):
+    """What `pytest -k` says of the expressions here."""
+    words = names.split(" and ")
+    return all((word.removeprefix("not ") in test) != word.startswith("not ") for word in words)
+
+
 def run_bench(out, budget_s):
     with pytest.raises(SystemExit) as ended:
         gpu.main(out, ["trainer"], "cpu", budget_s)
@@ -40,12 +92,32 @@ def run_bench(out, budget_s):
 
 def test_the_bench_runs_without_a_gpu_what_failed_and_nothing_twice(tmp_path):
     status, record = run_bench(tmp_path, budget_s=0)
-    assert status == 1 and record["failed"] == "not run: 0 s are left"
+    assert status == 1 and record["failed"] == "not run: it can take 200 s, and 0 s are left"
     status, record = run_bench(tmp_path, budget_s=400)
     assert status == 0, record
     assert record["numbers"]["steps"] == 3 and record["numbers"]["mfu"] > 0
     assert "no GPU: the numbers mean nothing" in (tmp_path / "table.md").read_text()
     assert run_bench(tmp_path, budget_s=0) == (0, record)
+
+
+def test_one_rank_of_four_has_the_savings_and_the_memory_that_the_dry_run_plans(tmp_path):
+    """docs/devices.md shows 73.81 GiB: with a context, and NCCL's groups, which are no tensors of this rank."""
+    config, _, planned_bytes = plan(Setup("cuda", "8b", tmp_path), 4)
+    assert config.save_memory == ("layers", "head") and config.max_tokens_per_microbatch == 4096
+    others_gib = (CONTEXT_BYTES + LINKS_BYTES) / GIB
+    assert planned_bytes / GIB + others_gib == pytest.approx(73.81, abs=0.005)
+    with pytest.raises(SystemExit, match="False"):
+        gpu.main(tmp_path / "out", ["rank-of-4"], "cpu", 400)
+    (record,) = read(tmp_path / "out" / "gpu.jsonl")
+    assert record["numbers"]["steps"] == 3 and record["numbers"]["planned_gib"] > 0
+    measured = {"trainer_peak_gib": 90.0, "reserved_over_peak": 1.0, "outside_gib": 1.2}
+    record |= {
+        "case": "rank-of-4 8b",
+        "numbers": record["numbers"] | measured | {"planned_gib": 60.0},
+    }
+    shown = gpu.table([record])
+    assert " 90, predicted 60, 1.50 ×: " in shown
+    assert "CHANGE saved_bytes_per_token" in shown
 
 
 def test_the_stored_records_give_the_rows_of_the_stored_table():
