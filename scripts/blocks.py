@@ -48,38 +48,47 @@ def devices() -> str:
 
 
 def speed_of_defaults() -> str:
-    """Return our default options against TRL's fastest mode, by workload and hardware, in pairs by seed."""
+    """Return our default options against TRL's fastest mode, by workload and hardware, in pairs by seed.
+
+    Where lengths are forced, responses are counted: the two systems count the tokens of a response differently.
+    """
     pairs: dict[tuple[str, str], dict[int, dict[bool, dict]]] = {}
     for record in read(RESULTS / "peers" / "defaults.jsonl"):
         of_seeds = pairs.setdefault((record["work"], record["hardware"]), {})
         of_seeds.setdefault(record["seed"], {})[record["arm"].startswith("ours")] = record
     rows = []
     for (work, hardware), of_seeds in pairs.items():
-        speeds = [
-            (pair[True]["tokens_per_s"], pair[False]["tokens_per_s"]) for pair in of_seeds.values()
-        ]
+        unit = "tokens" if work == "natural" else "responses"
+        rate = "tokens_per_s" if work == "natural" else "samples_per_s"
+        speeds = [(pair[True][rate], pair[False][rate]) for pair in of_seeds.values()]
         ratios = sorted(ours / peer for ours, peer in speeds)
         ours, peer = (f"{statistics.median(column):,.0f}" for column in zip(*speeds, strict=True))
         mode = next(iter(of_seeds.values()))[False]["arm"].split()[2].removesuffix(",")
         ratio = f"{statistics.median(ratios):.2f}× [{ratios[0]:.2f}–{ratios[-1]:.2f}]"
         cpu = hardware.removeprefix("2 CPU cores, ").partition(" with")[0]
-        rows.append([f"`{work}`", cpu, ours, peer, f"`{mode}`", ratio, len(ratios)])
-    return table("workload | CPU | ours, tokens/s | TRL, tokens/s | TRL's mode | ratio | n", rows)
+        rows.append([f"`{work}`, {unit}/s", cpu, ours, peer, f"`{mode}`", ratio, len(ratios)])
+    return table("workload | CPU | ours | TRL | TRL's mode | ratio | n", rows)
 
 
 def costs(*losses: str) -> str:
-    """Return what a lag of 16 costs some losses: level and final accuracy, of results/study/tables.md."""
+    """Return what a lag of 16 costs some losses: the level's difference, and the final accuracy of each seed."""
     page = (RESULTS / "study" / "tables.md").read_text(encoding="utf-8")
-    columns = []
-    for model in ("tiny model", "SmolLM2-135M"):
+    rows = {name: [f"`{name}`, lag 16"] for name in losses}
+    fresh = ["`grpo`, fresh"]
+    for model, part in (("tiny model", "lag"), ("SmolLM2-135M", "smollm2")):
         section = page.partition(f"losses at exact lags, {model}: lagged − fresh")[2]
-        for measure in ("Level", "Final"):
-            rows = section.partition(f"**{measure}: ")[2].partition("\nn = ")[0].splitlines()
-            cells = [line.strip("| ").split(" | ") for line in rows if line.startswith("| `")]
-            columns.append({name.strip("`"): values[-1] for name, *values in cells})
+        levels = section.partition("**Level: ")[2].partition("\nn = ")[0]
+        finals: dict[tuple[str, int], list[str]] = {}
+        for record in read(RESULTS / "study" / part / "cells.jsonl"):
+            place = record["cell"]["algo"], record["cell"]["publish_delay"]
+            finals.setdefault(place, []).append(f"{record['evaluations'][-1][1]:.2f}")
+        fresh += ["0", " ".join(finals["grpo", 0])]
+        for name, row in rows.items():
+            (line,) = re.findall(rf"^\| `{name}` \|.*$", levels, re.M)
+            row += [line.strip("| ").split(" | ")[-1], " ".join(finals[name, 16])]
     return table(
-        "loss | tiny model, level | tiny model, final | SmolLM2, level | SmolLM2, final",
-        [[f"`{name}`", *(column[name] for column in columns)] for name in losses],
+        "loss | tiny model: level − fresh | final, each seed | SmolLM2: level − fresh | final, each seed",
+        [fresh, *rows.values()],
     )
 
 
