@@ -339,9 +339,10 @@ class Config:
     """Also answer each held-out problem greedily, with the likeliest token each time: eval/greedy_accuracy."""
     record: Annotated[bool, NOT_COPIED] = False
     """Keep every consumed batch in the run's directory. scripts/replay.py trains on it again."""
-    certificate: Annotated[Count, RESUME, HOST, REPLAY, NOT_COPIED] = 0
+    certificate: Annotated[Count, RESUME, HOST, NOT_COPIED] = 0
     """Steps between checks that score 32 trained responses again, each token under the weights of its stamped version
-    (extras/certificate). Host memory keeps max_staleness + 2 copies of the trained weights. 0: no checks."""
+    (extras/certificate). Host memory keeps max_staleness + 2 copies of the trained weights, and in a check a float32
+    copy. 0: no checks."""
     save: Annotated[Literal["all", "weights"], RESUME, HOST] = "all"
     """Content of a checkpoint: `all` has float32 weights and the state for --resume, 16 bytes per parameter with AdamW.
     `weights` has only weights, in the dtype of computing: 2 bytes per parameter on GPUs. No run resumes from them."""

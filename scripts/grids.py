@@ -239,6 +239,8 @@ def beside(runs: pd.DataFrame, left_out: Sequence[str]) -> pd.DataFrame:
 
     Raises ValueError if no run has one of the options.
     """
+    if runs.empty:
+        return runs
     partners = []
     for record in runs["record"]:
         cell = record["cell"]
@@ -392,9 +394,9 @@ def against_page(rows: pd.DataFrame, baseline: str) -> list[str]:
 
 def without_page(rows: pd.DataFrame, left_out: Sequence[str]) -> list[str]:
     """Return a table for each measure of what `beside` returns; nothing if no run has a partner."""
-    if rows.empty:
-        return []
     names = ", ".join(f"`{name}`" for name in left_out)
+    if rows.empty:
+        return [f"No run has a partner with equal other options and without {names}."]
     return [
         f"A run less the run with the same loss, seed and other options, but without {names}. Above zero the options "
         "help. Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run "

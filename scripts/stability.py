@@ -104,10 +104,10 @@ def outcome_table(runs: pd.DataFrame) -> list[str]:
 
 
 def largest_stable_rate(runs: pd.DataFrame) -> float:
-    """Return the largest rate up to which no seed of one loss and lag collapses; 0 if the smallest collapses."""
+    """Return the largest rate up to which all seeds of one loss and lag are stable; 0 if the smallest is not."""
     largest = 0.0
     for rate, group in runs.groupby("lr"):
-        if (group["outcome"] == "collapsed").any():
+        if (group["outcome"] != "stable").any():
             break
         largest = rate
     return largest
@@ -167,7 +167,8 @@ def page(runs: pd.DataFrame) -> list[str]:
         "",
         *outcome_table(runs),
         "",
-        "**Largest rate up to which no seed collapses.** A sign ≥ marks the largest rate that was tried.",
+        "**Largest rate up to which all seeds are stable.** A sign ≥ marks the largest rate that was tried. 0: the "
+        "smallest is not stable.",
         "",
         *line_table(runs),
         "",

@@ -101,7 +101,8 @@ def ledger_metrics(counts: Counter[str]) -> Measured:
     `dropped/REASON_length_ratio` is the ratio of their mean response lengths. `dropped/REASON_reward_gap` is the
     difference of their mean rewards. Both are over finished members of dropped and of consumed groups.
     `bias/*` is the mean of trained responses minus that of all trained or lost ones. An aborted one counts with its
-    tokens so far, so the true difference of lengths is at most this. Only some have a reward.
+    tokens so far. Among responses with a token, the true difference of lengths is at most this one. Only some have a
+    reward.
     """
     measured: Measured = {f"ledger/{name}": Sum(counts[name]) for name in COUNTS}
     measured["tokens/generated"] = Sum(counts["tokens_generated"])

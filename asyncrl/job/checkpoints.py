@@ -243,9 +243,11 @@ class Checkpoints:
 
     def _save_only_weights(self, step: int) -> None:
         """Write the weights of a step to the first node's folder, which other nodes may lack; collective."""
+        begun = time.monotonic()
         is_first = self.rank.cluster.is_first
         path = str(self.rank.run.checkpoint_path(step)) if is_first else ""
         save_weights(self.policy, path, self.writer.weights)
         with fail_together():
             if is_first:
                 prune_weights(self.writer.folder, self.rank.config.keep_last)
+        self.writer.longest_s = max(self.writer.longest_s, time.monotonic() - begun)

@@ -99,7 +99,9 @@ class StepLog:
         metrics["samples"] += self.num_samples
         self.num_samples = metrics["samples"]
         num_new = metrics["tokens/generated"] - self.tokens_before
-        num_gpus = self.rank.placement.num_gpus * self.rank.cluster.num_nodes
+        num_gpus = 0  # GPUs of joined hosts are not known
+        if config.listen is None:
+            num_gpus = self.rank.placement.num_gpus * self.rank.cluster.num_nodes
         metrics |= speed_metrics(num_new, metrics["time/step_s"], num_gpus)
         self.warn_of_equal_rewards(step, metrics)
         self.warn_of_cut_responses(step, metrics)

@@ -40,6 +40,7 @@ from asyncrl.runlog.manifest import (
 )
 from asyncrl.runlog.plain import encode
 from asyncrl.runlog.run_directory import RunDirectory
+from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.new_folder import describe_error, fail_together, new_folder
 from asyncrl.trainer.sharding import own_shard
 from asyncrl.trainer.weight_files import WeightWriter
@@ -261,17 +262,22 @@ def prune(folder: Path, keep_last: int) -> None:
     With 0 all weights are kept. Only the last KEPT_TO_RESUME checkpoints then keep what --resume needs.
     """
     for path in list_checkpoints(folder)[: -(keep_last or KEPT_TO_RESUME)]:
-        doomed = path.with_name(f"{path.name}.old-{os.getpid()}")
-        # After this rename it is no checkpoint, even if the run is killed before all is deleted.
-        (path if keep_last else path / RESUME_FOLDER).rename(doomed)
-        shutil.rmtree(doomed)
+        _delete(path if keep_last else path / RESUME_FOLDER, path)
 
 
 def prune_weights(folder: Path, keep_last: int) -> None:
-    """Delete all checkpoints of --save weights except the last `keep_last`; with 0 none."""
+    """Delete the checkpoints of only weights except the last `keep_last`; with 0 none. --resume needs the others."""
     paths = [path for path in folder.iterdir() if parse_step(path) >= 0]
-    for path in sorted(paths, key=parse_step)[:-keep_last]:
-        shutil.rmtree(path)
+    only_weights = [path for path in paths if not (path / RESUME_FOLDER).exists()]
+    for path in sorted(only_weights, key=parse_step)[:-keep_last]:
+        _delete(path, path)
+
+
+def _delete(doomed: Path, checkpoint: Path) -> None:
+    """Delete a checkpoint, or a folder of it."""
+    # After this rename it is no checkpoint, even if the run is killed before all is deleted.
+    renamed = doomed.rename(checkpoint.with_name(f"{checkpoint.name}.old-{os.getpid()}"))
+    shutil.rmtree(renamed)
 
 
 class CheckpointWriter:
@@ -288,7 +294,10 @@ class CheckpointWriter:
         self.group = dist.new_group(
             timeout=datetime.timedelta(seconds=2 * policy.config.timeout_s), backend="gloo"
         )
-        self.weights = WeightWriter(policy)
+        dtype = torch.float32
+        if self.config.save == "weights":
+            dtype = compute_dtype(self.config, self.device)
+        self.weights = WeightWriter(policy, dtype)
         self.state_copier = make_state_copier(policy.device)
         self.longest_s = 0.0
         """Time that the slowest checkpoint took, seconds."""

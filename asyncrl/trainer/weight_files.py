@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.trainer import lora
-from asyncrl.trainer.model import compute_dtype, named_persistent_buffers, trained_names
+from asyncrl.trainer.model import named_persistent_buffers, trained_names
 from asyncrl.trainer.new_folder import fail_together, new_folder
 from asyncrl.trainer.sharding import gather
 
@@ -33,13 +33,13 @@ VALUE_HEAD = "value_head.weight"
 class WeightWriter:
     """Writes weights, config and tokenizer to a folder for transformers; a thread can use it."""
 
-    def __init__(self, policy: "Policy"):
-        """Read the files of a policy's model that each checkpoint copies; collective."""
+    def __init__(self, policy: "Policy", dtype: torch.dtype = torch.float32):
+        """Read the files of a policy's model that each checkpoint copies; collective.
+
+        Weights are written in `dtype`, but adapters in float32.
+        """
         model, config = policy.module.model, policy.config
-        self.dtype = torch.float32
-        """Of written weights, except adapters."""
-        if config.save == "weights":
-            self.dtype = compute_dtype(config, policy.device)
+        self.dtype = dtype
         self._base_path = policy.model_path
         # FSDP exchanges the parameters of the trained module while it computes, so this is another one.
         with torch.device("meta"):

@@ -45,7 +45,7 @@ class CertificatePlugin(Plugin):
                 warning = f"step {step}: certificate, rule {rule}: {text}"
                 run.record_event("warning", text=warning)
                 print(f"warning: {warning}", flush=True)
-        checks.append({"step": step, "alarms": alarms, "values": values})
+        checks.append({"step": step, "tokens": int(values["tokens"]), "alarms": alarms})
         _write(path, {"verdict": _verdict(checks), "checks": checks})
 
 
@@ -56,7 +56,7 @@ def _read_checks(path: Path) -> list[dict]:
 
 def _verdict(checks: list[dict]) -> str:
     """Return what all checks show, in one line."""
-    num_tokens = int(sum(check["values"]["tokens"] for check in checks))
+    num_tokens = sum(check["tokens"] for check in checks)
     steps = [check["step"] for check in checks if check["alarms"]]
     checked = f"{num_tokens} tokens in {len(checks)} checks up to step {checks[-1]['step']}"
     if not steps:

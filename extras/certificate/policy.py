@@ -30,7 +30,7 @@ NUM_RESPONSES = 32
 WINDOWS = (1, 4, 16)
 """Numbers of the newest checks that are judged together."""
 MAX_KEPT = 2**17
-"""Most tokens of older checks that are kept, 70 bytes each."""
+"""Most tokens of older checks that are kept. With long responses the windows have fewer checks."""
 Snapshot = list[Tensor]
 
 
@@ -64,6 +64,7 @@ class Certificate(PolicyPlugin):
             return batch
         if self._is_new_step:
             self._is_new_step = False
+            self._forget_old_snapshots()
             self._pending = self._take_snapshot() if self._is_needed() else None
         sequences = itertools.chain(*(bundle.sequences for bundle in bundles))
         self._sequences += [sequence for sequence in sequences if sequence.num_trained]
@@ -73,15 +74,8 @@ class Certificate(PolicyPlugin):
 
     def metrics(self) -> dict[str, float]:
         """Return `certificate/*` if a check follows the step; collective."""
-        version = max(gather_from_ranks(self._step_version))
-        sequences, self._sequences = self._sequences, []
-        if self._pending is not None:
-            self._snapshots[version] = self._pending
-        self._version, self._step_version = version, -1
-        self._is_new_step, self._pending = True, None
-        for old in [old for old in self._snapshots if old < version - self._reach]:
-            del self._snapshots[old]
-        config = self._policy.config
+        sequences = self._end_step()
+        config, version = self._policy.config, self._version
         if not config.is_due(version + 1, config.certificate):
             return {}
         start = time.monotonic()
@@ -93,8 +87,23 @@ class Certificate(PolicyPlugin):
         values = describe_tokens(tokens) | judge(
             windows, ALLOWED_MISMATCH[self._dtype], config.on_update != "keep"
         )
-        values["seconds"] = time.monotonic() - start
+        values["seconds"] = max(gather_from_ranks(time.monotonic() - start))
         return {f"certificate/{name}": value for name, value in values.items()}
+
+    def _end_step(self) -> list[TrainSequence]:
+        """Name the step's snapshot by its version. Return the step's sequences; collective."""
+        self._version = max(gather_from_ranks(self._step_version))
+        if self._pending is not None:
+            self._snapshots[self._version] = self._pending
+        sequences, self._sequences = self._sequences, []
+        self._is_new_step, self._pending, self._step_version = True, None, -1
+        return sequences
+
+    def _forget_old_snapshots(self) -> None:
+        """Drop the snapshots that no check of the step that begins can need, so that a new one has room."""
+        if self._version is not None:
+            oldest = self._version + 1 - self._reach
+            self._snapshots = {v: kept for v, kept in self._snapshots.items() if v >= oldest}
 
     def _is_needed(self) -> bool:
         """Return whether a later check can need the weights of the step that begins."""

@@ -5,7 +5,7 @@ response depend on each other. So a standard error is one of sums over responses
 
 | rule | alarm if | sees |
 | --- | --- | --- |
-| size | the mean of abs(gap) of some lag is above the limit of the probe | in float32 every fault |
+| size | the mean of abs(gap) of some lag is above the limit of the probe | in float32 a change of 1e-4 nats |
 | shift | the mean of π/μ, 1 for tokens that μ sampled, is surely not 1 | log-probs with an offset |
 | version | the version before, or after, surely explains the log-probs better | a wrong stamp below rounding |
 | growth | abs(gap) of older tokens is surely twice that of the freshest | a mismatch that lag brings |
@@ -43,6 +43,8 @@ SURE = 4.0
 """Standard errors of an alarm. One healthy test in 30,000 exceeds it by chance, if its mean is at the limit."""
 MIN_TOKENS = 32
 """Fewest tokens of a mean that is judged."""
+MIN_RESPONSES = 8
+"""Fewest responses on each side of `growth`. A single one says nothing of the spread between responses."""
 MIN_SHIFT = 0.005
 """Smallest shift of an alarm, nats. Engine and trainer may cut a nucleus (top_p) at other tokens."""
 ROUNDING = 0.1
@@ -179,7 +181,8 @@ def _growth(tokens: np.ndarray, rounding: float) -> Evidence:
     """
     is_old = tokens["lag"] > tokens["lag"].min(initial=np.iinfo(np.int64).max)
     num_old, num_fresh = int(is_old.sum()), int((~is_old).sum())
-    if min(num_old, num_fresh) < MIN_TOKENS:
+    responses = (np.unique(tokens["response"][side]) for side in (is_old, ~is_old))
+    if min(num_old, num_fresh) < MIN_TOKENS or min(map(len, responses)) < MIN_RESPONSES:
         return Evidence(0.0, 0.0)
     sizes = np.abs(_gaps(tokens))
     old, fresh = sizes[is_old].mean(), sizes[~is_old].mean()

@@ -269,6 +269,11 @@ def host_items(
             (1 + saves_all) * weights,
             f"{2 * (1 + saves_all)} B × parameters",
         ),
+        Item(
+            "snapshots of --certificate",
+            (2 * (config.max_staleness + 2) + 4) * local_parameters * (config.certificate > 0),
+            "2 B for each version × trained parameters of this machine, and 4 B in a check",
+        ),
         Item("offloaded weights", 16 * local_parameters * offloads, "16 B, the same"),
         Item(
             "offloaded frozen weights",

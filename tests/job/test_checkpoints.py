@@ -249,6 +249,11 @@ def test_weights_alone_are_saved_in_the_dtype_of_computing_and_copied_nowhere(st
         assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
         assert not (folder / "resume").exists()
         assert (folder / "adapter").exists() == bool(options)
+    assert checkpoints.writer.longest_s > 0
+    (folder_of(checkpoints) / "step_3/resume").mkdir()
+    train(checkpoints.policy, 5)
+    save(checkpoints, 5)
+    assert names(checkpoints) == ["step_3", "step_4", "step_5"], "step_3 is kept for --resume"
 
 
 # What fails

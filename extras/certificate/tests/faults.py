@@ -8,7 +8,7 @@ half    every other parameter of the engine stays as it was
 shift   recorded log-probs are 0.02 nats too low
 keys    from the start, engines keep keys and values through updates, whatever --on-update promises
 
-Where the probe would end the run, it only warns, so that the certificate has its turn.
+The probe would end such a run. Here it only warns, and the run continues.
 """
 
 import functools

@@ -92,6 +92,14 @@ def test_a_mismatch_that_grows_with_the_lag_breaks_that_rule():
     ]  # without fresh tokens nothing grows
 
 
+def test_one_old_response_is_no_growth_however_large_its_mismatch():
+    rng = np.random.default_rng(0)
+    fresh = sample(rng, 64, "bfloat16", lags=(0,))
+    old = np.concatenate([sample(rng, 8, "bfloat16", behind=-8, change=0.02, lags=(3,))])
+    old["response"] = 1000
+    assert len(old) >= 32 and not judge([np.concatenate([fresh, old])], 0.15, True)["alarm_growth"]
+
+
 def test_tokens_after_an_update_are_judged_only_if_their_keys_are_new():
     tokens = sample(np.random.default_rng(0), 64, "float32")
     tokens["after_update"] = tokens["response"] % 2 == 1
