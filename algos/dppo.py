@@ -20,8 +20,8 @@ verl's is 3, and its example of DPPO sets 10,000.
 KPop has `divergence=kl_max sides=both`: neither policy may call a token rare that the other calls usual. It is after
 Ring team, «KPop» (ringtech.notion.site/kpop, 2026), as verl and AReaL have it. Our bound for "kl_max" is 0.1: a change
 proposed to prime-rl (#3283) calls it the paper's. AReaL's example sets 2, and compares π_proximal with π_behavior.
-prime-rl's IPO, its default loss since 27 August 2026, has `sides=both`. Since 18 September 2026 its deltas are 0.3, and
-it has no square. Before, they were 0.1, with `squared=0.001`. Its later code has `cap=10000`, too. The square pulls
+prime-rl's IPO is its default loss since 27 August 2026, with `sides=both`. At first it had deltas of 0.1 and
+`squared=0.001`. Since 18 September 2026 it has deltas of 0.3 and no square, and later `cap=10000`. The square pulls
 back to the policy that sampled (Kimi K2.5, arXiv 2602.02276), also tokens that are left out.
 Differs from the paper: its top-k divergences are not here. A token left out stays in the denominator of the mean.
 Others: verl stops the gradient at the ratio, as here. SkyRL lets it pass and has no cap. Up to the cap the gradients

@@ -79,7 +79,11 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     if unknown:
         what = "is no option of this script; options of every run go after --"
         raise ValueError(f"{unknown[0]} {what}")
-    return replace(given, extra=tuple(words[end + 1 :]))
+    without = tuple(name.replace("-", "_") for name in given.without)
+    for name in without:
+        if name not in OPTIONS:
+            raise ValueError(f"--without {name} is no option of a run{nearest(name, OPTIONS)}")
+    return replace(given, extra=tuple(words[end + 1 :]), without=without)
 
 
 # Cells

@@ -261,10 +261,9 @@ def compiles(config: Config, device: torch.device) -> bool:
 def compile_layers(layers: list[nn.Module]) -> None:
     """Compile each layer's forward, without FSDP's hooks and the recomputation around it.
 
-    Layers share their code and so their graphs. There is one graph for each kind of input. A gradient or none, and
-    adapters or none, are different kinds. For masked attention one row or more, masked or not, are, too. After eight
-    graphs torch warns and runs a layer uncompiled. Frozen weights make more kinds, so a reference model is not
-    compiled.
+    Layers share their code and so their graphs. Each kind of input has a graph: with or without gradient, with or
+    without adapters. Masked attention has more kinds: one row or several, with or without a mask. After eight graphs
+    torch warns and runs a layer uncompiled. Frozen weights make more kinds, so a reference model is not compiled.
     """
     for layer in layers:
         layer.forward = compiled(layer.forward)
