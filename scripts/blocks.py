@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from algos import LOSSES
 from asyncrl.config import OPTIONS, allowed_values
 from asyncrl.trainer.loss_choice import keywords_of
+from scripts import stability
 from scripts.bench import gpu as gpu_bench
 from scripts.lines import ROOT, markdown, read
 
@@ -90,6 +91,11 @@ def costs(*losses: str) -> str:
         "loss | tiny model: level − fresh | final, each seed | SmolLM2: level − fresh | final, each seed",
         [fresh, *rows.values()],
     )
+
+
+def stability_map() -> str:
+    """Return the map of stability over lag and learning rate, of results/lag_lr."""
+    return lines(stability.page(stability.read_runs(RESULTS / "lag_lr")))
 
 
 def predictions() -> str:

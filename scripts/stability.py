@@ -86,8 +86,10 @@ def cell_text(runs: pd.DataFrame) -> str:
         return (
             f"**{len(collapsed)} of {len(runs)} collapse**, step {collapsed['step'].median():.0f}"
         )
-    cost = f"{runs['level'].mean():.2f} ({runs['cost'].mean():+.2f})".replace("-", "−")
-    return f"{cost}, flat" if (runs["outcome"] == "flat").any() else cost
+    text = f"{runs['level'].mean():.2f}"
+    if runs["cost"].notna().any():
+        text += f" ({runs['cost'].mean():+.2f})".replace("-", "−")
+    return f"{text}, flat" if (runs["outcome"] == "flat").any() else text
 
 
 def outcome_table(runs: pd.DataFrame) -> list[str]:
@@ -183,7 +185,7 @@ def draw(runs: pd.DataFrame, path: Path) -> None:
     lags = sorted(runs["lag"].unique())
     figure = Figure(figsize=(4 * len(lags) + 2, 4), layout="constrained")
     panels = figure.subplots(1, len(lags), sharey=True, squeeze=False)[0]
-    names = list(runs["loss"].unique())
+    names, rates = list(runs["loss"].unique()), sorted(runs["lr"].unique())
     for lag, panel in zip(lags, panels, strict=True):
         for number, name in enumerate(names):
             group = runs[(runs["lag"] == lag) & (runs["loss"] == name)]
@@ -195,6 +197,8 @@ def draw(runs: pd.DataFrame, path: Path) -> None:
                 dots = group[group["outcome"] == outcome]
                 panel.plot(dots["lr"] * shift, dots["level"], marker, color=colour, alpha=0.7)
         panel.set(title=f"lag {lag}", xlabel="learning rate", xscale="log", ylim=(-0.03, 1.03))
+        panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        panel.minorticks_off()
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("mean training reward of the later versions")
     handles, labels = panels[-1].get_legend_handles_labels()
