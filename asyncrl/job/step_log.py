@@ -99,10 +99,7 @@ class StepLog:
         metrics["samples"] += self.num_samples
         self.num_samples = metrics["samples"]
         num_new = metrics["tokens/generated"] - self.tokens_before
-        num_gpus = 0  # GPUs of joined hosts are not known
-        if config.listen is None:
-            num_gpus = self.rank.placement.num_gpus * self.rank.cluster.num_nodes
-        metrics |= speed_metrics(num_new, metrics["time/step_s"], num_gpus)
+        metrics |= speed_metrics(num_new, metrics["time/step_s"], self._count_gpus())
         self.warn_of_equal_rewards(step, metrics)
         self.warn_of_cut_responses(step, metrics)
         self.tokens_before = metrics["tokens/generated"]
@@ -114,6 +111,11 @@ class StepLog:
         ):
             self.rank.run.log_sample(**sample)
         self.progress.show(metrics)
+
+    def _count_gpus(self) -> int:
+        """Return the number of the run's GPUs; 0 with --listen, because GPUs of joined hosts are not known."""
+        is_known = self.rank.config.listen is None
+        return self.rank.placement.num_gpus * self.rank.cluster.num_nodes * is_known
 
     def _measure(self, step: int, groups: list[Group]) -> Measured:
         """Return this node's part of the metrics of all nodes."""

@@ -33,7 +33,7 @@ def test_a_mistake_ends_in_its_line_and_writes_nothing(command, tmp_path, monkey
     (tmp_path / "headless" / "run.json").write_text("{")
     grid = tmp_path / "grid"
     cell = {"algo": "grpo", "async_ratio": 0.0, "publish_delay": 0, "seed": 0}
-    record = {"cell": cell, "summary": {}, "options": ["--algo=grpo", "--seed=0"]}
+    record = {"cell": cell, "series": {}, "options": ["--algo=grpo", "--seed=0"]}
     write_jsonl(grid / "cells.jsonl", [record])
     folders = {"none": tmp_path / "none", "run": RUNS[0], "other": RUNS[1]}
     folders |= {name: tmp_path / name for name in (*texts, "grid")}
