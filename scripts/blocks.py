@@ -59,8 +59,8 @@ def speed_of_defaults() -> str:
         of_seeds.setdefault(record["seed"], {})[record["arm"].startswith("ours")] = record
     rows = []
     for (work, hardware), of_seeds in pairs.items():
-        unit = "tokens" if work == "natural" else "responses"
-        rate = "tokens_per_s" if work == "natural" else "samples_per_s"
+        is_forced = work in ("long", "short")
+        unit, rate = ("responses", "samples_per_s") if is_forced else ("tokens", "tokens_per_s")
         speeds = [(pair[True][rate], pair[False][rate]) for pair in of_seeds.values()]
         ratios = sorted(ours / peer for ours, peer in speeds)
         ours, peer = (f"{statistics.median(column):,.0f}" for column in zip(*speeds, strict=True))
