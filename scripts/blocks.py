@@ -151,10 +151,10 @@ def losses() -> str:
 def acts_on(loss: Callable) -> list[str]:
     """Return what the docstring of a loss says: its ratio, level and means, and what it does at lag."""
     text = inspect.getmodule(loss).__doc__
-    found = re.search(
+    match = re.search(
         r"^Acts on: ([^,]+), ([^,]+), (.+)\.\nAt lag: (.+?)\.$(?=\n\n)", text, re.M | re.S
     )
-    return [" ".join(part.split()) for part in found.groups()]
+    return [" ".join(part.split()) for part in match.groups()]
 
 
 def at_lag() -> str:
@@ -221,9 +221,11 @@ def certificate() -> str:
         steps_of_probe = [_steps_until(record, "probe_noticed_step") for record in records]
         row = [f"`{first['fault']}`", *setting, ", ".join(steps), ", ".join(sorted(rules)) or "–"]
         faults.append([*row, ", ".join(steps_of_probe)])
-    heading = "fault | lag | dtype | steps until noticed, by seed | first by rule | by the probe"
-    others = "lag | dtype | checks | false alarms | largest `worst` | `version_before_sigmas` | `version_after_sigmas`"
-    return f"{table(heading, faults)}\n{table(others, healthy)}"
+    fault_heading = (
+        "fault | lag | dtype | steps until noticed, by seed | first by rule | by the probe"
+    )
+    healthy_heading = "lag | dtype | checks | false alarms | largest `worst` | `version_before_sigmas` | `version_after_sigmas`"
+    return f"{table(fault_heading, faults)}\n{table(healthy_heading, healthy)}"
 
 
 def _steps_until(record: dict, name: str) -> str:

@@ -36,8 +36,8 @@ def sample(rng, num_responses, dtype, behind=0, offset=0.0, change=0.02, lags=(0
             return log_softmax(start + version * velocity + noise)
 
         engine = logprobs(-behind)
-        chosen = [rng.choice(VOCABULARY, p=np.exp(row)) for row in engine]
-        places = np.arange(length), chosen
+        sampled_ids = [rng.choice(VOCABULARY, p=np.exp(row)) for row in engine]
+        places = np.arange(length), sampled_ids
         tokens["response"], tokens["lag"] = response, lag
         tokens["recorded"] = engine[places] + offset
         names = {"stamped": 0, "now": lag, "before": -1, "after": 1}

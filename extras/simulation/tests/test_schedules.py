@@ -64,7 +64,7 @@ def test_the_straggler_is_as_old_as_each_bound_allows():
 def test_the_command_makes_the_figure(tmp_path):
     schedules.main(tmp_path / "schedules.png")
     with (
-        Image.open(tmp_path / "schedules.png") as made,
-        Image.open(ROOT / "docs/schedules.png") as kept,
+        Image.open(tmp_path / "schedules.png") as new_figure,
+        Image.open(ROOT / "docs/schedules.png") as kept_figure,
     ):
-        assert made.size == kept.size
+        assert new_figure.size == kept_figure.size
