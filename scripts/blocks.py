@@ -224,7 +224,10 @@ def certificate() -> str:
     fault_heading = (
         "fault | lag | dtype | steps until noticed, by seed | first by rule | by the probe"
     )
-    healthy_heading = "lag | dtype | checks | false alarms | largest `worst` | `version_before_sigmas` | `version_after_sigmas`"
+    healthy_heading = (
+        "lag | dtype | checks | false alarms | largest `worst` | "
+        "`version_before_sigmas` | `version_after_sigmas`"
+    )
     return f"{table(fault_heading, faults)}\n{table(healthy_heading, healthy)}"
 
 
