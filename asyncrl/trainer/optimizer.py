@@ -62,9 +62,9 @@ DEFAULT_LRS = {10e6: 1e-3, 400e6: 4e-5, math.inf: 1e-6}
 
 The first was measured with 0.12 million (docs/staleness.md), and the second with 135 million (results/smollm2). Twice
 the second made replies empty (results/environments/verifiers.toml). The third is the default of TRL's GRPOConfig."""
-LARGEST_WHOLE, BLOCK_WEIGHTS, COMPARED_EVERY = 1 << 20, 4096, 16
-"""Of a shard of more than a million weights every 16th block of 4,096 is compared. To compare all of them halves the
-speed of the optimizer on a CPU (WORKLOG.md)."""
+LARGEST_WHOLE, BLOCK_WEIGHTS, COMPARED_EVERY = 1 << 16, 4096, 16
+"""Of a shard of more than 65,536 weights every 16th block of 4,096 is compared. To compare all of them halves the speed
+of the optimizer on a CPU (WORKLOG.md)."""
 LORA_FACTOR = 10
 """Learning rate of adapters, divided by that of full weights: https://thinkingmachines.ai/blog/lora."""
 MAX_LR_FACTOR = 10
@@ -185,23 +185,29 @@ def step_and_count_changes(optimizer: Optimizer, parameters: list[Tensor]) -> Te
 
     Of large shards it is an estimate.
     """
-    weights_before = [_compared_weights(parameter) for parameter in parameters]
+    small, large = _compared_weights(parameters)
     optimizer.step()
-    num_changed = []
-    for weights, parameter in zip(weights_before, parameters, strict=True):
-        scale = own_shard(parameter).numel() / max(1, weights.numel())
-        num_changed.append((weights != _compared_weights(parameter)).sum().double() * scale)
-    return torch.stack(num_changed).sum()
+    new_small, new_large = _compared_weights(parameters)
+    sizes = (own_shard(parameter).numel() for parameter in parameters)
+    scale = sum(size for size in sizes if size > LARGEST_WHOLE) / max(1, large.numel())
+    return (small != new_small).sum().double() + (large != new_large).sum().double() * scale
 
 
 @torch.no_grad()
-def _compared_weights(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a float32 parameter in bfloat16; of a large shard some blocks."""
-    shard = own_shard(parameter).flatten()
-    if shard.numel() > LARGEST_WHOLE:
+def _compared_weights(parameters: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return all weights of this rank's small shards, and some blocks of its large ones, bfloat16.
+
+    They are joined before they are cast. So a GPU runs a few kernels for all parameters, and not a few for each.
+    """
+    shards = [own_shard(parameter).flatten() for parameter in parameters]
+    small, large = [shards[0].new_empty(0)], [shards[0].new_empty(0, BLOCK_WEIGHTS)]
+    for shard in shards:
+        if shard.numel() <= LARGEST_WHOLE:
+            small.append(shard)
+            continue
         num_whole = shard.numel() // BLOCK_WEIGHTS * BLOCK_WEIGHTS
-        shard = shard[:num_whole].view(-1, BLOCK_WEIGHTS)[::COMPARED_EVERY]
-    return shard.to(torch.bfloat16)
+        large.append(shard[:num_whole].view(-1, BLOCK_WEIGHTS)[::COMPARED_EVERY])
+    return torch.cat(small).to(torch.bfloat16), torch.cat(large).to(torch.bfloat16)
 
 
 def try_optimizer(config: Config) -> None:

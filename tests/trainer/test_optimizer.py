@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_policy import load, make_config, random_sequences
+from torch.utils._python_dispatch import TorchDispatchMode
 from user_files import write_user_code
 
 from asyncrl.config import Config, OptimOptions
@@ -121,3 +122,23 @@ def test_of_a_large_parameter_every_16th_block_is_compared_and_of_a_small_one_al
     assert counts.item() == pytest.approx(7 + large.numel() * 2 / 19)
     again = step_and_count_changes(torch.optim.SGD([small, large], lr=1e-6), [small, large])
     assert again.item() == 0, "less than bfloat16 shows"
+
+
+def test_comparing_more_parameters_takes_no_more_kernels():
+    class Kernels(TorchDispatchMode):
+        """Counts operations that compute or copy."""
+
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += not function.is_view
+            return function(*args, **(kwargs or {}))
+
+    def count(num_parameters):
+        parameters = [torch.nn.Parameter(torch.ones(5, 3)) for _ in range(num_parameters)]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)  # without gradients it computes nothing
+        with Kernels() as kernels:
+            step_and_count_changes(optimizer, parameters)
+        return kernels.count
+
+    assert count(2) == count(100)
