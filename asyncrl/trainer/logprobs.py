@@ -1,7 +1,7 @@
 """Computes log-probs of the trained tokens without logits of all tokens: the head runs in chunks.
 
 A chunk is the head, the engine's sampling transform, a float32 log-softmax and the pick of the target. The backward
-pass computes each chunk but the last again, so of these only hidden states are kept. The head must be called inside
+pass computes most chunks again, so of these only hidden states are kept. The head must be called inside
 `TokenLogprobs.forward`: only there has FSDP2 gathered its weight, in the dtype of computing.
 """
 
@@ -19,6 +19,8 @@ from asyncrl.trainer.sampling import Sampling, sampling_logits
 
 CHUNK_ROWS = 1024
 """Trained tokens in one pass of the head: the most rows of any tensor [tokens, vocabulary]."""
+KEPT_LOGITS = 2**28
+"""Numbers, of 4 bytes, that the last chunks keep for the backward pass. A chunk that keeps them is computed once."""
 
 
 class TokenScores(NamedTuple):
@@ -40,7 +42,7 @@ class TokenLogprobs(nn.Module):
     def __init__(
         self, model: PreTrainedModel, chunk_rows: int = CHUNK_ROWS, trains_entropy: bool = False
     ) -> None:
-        """With `trains_entropy` the entropy carries gradient, and the backward pass keeps two more chunks."""
+        """With `trains_entropy` the entropy carries gradient, and a chunk keeps three times as much."""
         super().__init__()
         self.model = model
         self.value_head: nn.Module | None = None
@@ -77,6 +79,8 @@ class TokenLogprobs(nn.Module):
             top_p < 1                         6   3.7    also the sorted logits and their int64 order
             only top_k or min_p               4   2.5
             several chunks             2 + head   2.5    each chunk adds to the head's gradient (hidden size 4,096)
+
+        Chunks that are kept need up to 4 · KEPT_LOGITS bytes more.
         """
         if self.layout == "row_each":  # padding, too: else it looks like other sequences
             position_ids = torch.ones_like(position_ids).cumsum(dim=1) - 1
@@ -87,18 +91,26 @@ class TokenLogprobs(nn.Module):
         head = functools.partial(self.score_rows, sampling=sampling)
         columns = [rows, targets] if top_ids is None else [rows, targets, top_ids.long()]
         chunked = (column.split(self.chunk_rows) for column in columns)
-        *chunks, last_chunk = zip(*chunked, strict=True)
+        chunks = list(zip(*chunked, strict=True))
+        # The backward pass begins with the last chunk, so computing that one again would save no memory.
+        num_again = len(chunks) - self.num_kept_chunks()
+        recomputed_head = functools.partial(
+            checkpoint, head, use_reentrant=False, preserve_rng_state=False
+        )
         parts = [
-            checkpoint(head, *chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in chunks
+            (recomputed_head if index < num_again else head)(*chunk)
+            for index, chunk in enumerate(chunks)
         ]
-        # The backward pass begins with the last chunk, so computing it again would save no memory.
-        parts.append(head(*last_chunk))
         values = torch.zeros(len(rows), device=rows.device)
         if self.value_head is not None:
             values = self.value_head(rows)
         logprobs, entropy, *top = (torch.cat(column) for column in zip(*parts, strict=True))
         return TokenScores(logprobs, entropy, values, *top)
+
+    def num_kept_chunks(self) -> int:
+        """Return how many of the last chunks keep their logits for the backward pass."""
+        vocab_size = self.model.config.get_text_config().vocab_size
+        return max(1, KEPT_LOGITS // (self.chunk_rows * vocab_size))
 
     def score_rows(
         self,

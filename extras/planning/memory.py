@@ -33,6 +33,8 @@ LINKS_BYTES = 2 * GIB
 """NCCL's groups of the rank that sends weights to engines, and gaps of its allocator. Assumed, not measured."""
 PULLED_COPIES = 5
 """Versions of the weights for hosts that pull: three are kept, one is announced, one is being made."""
+CHUNK_ROWS, KEPT_LOGITS = 1024, 2**28
+"""Those of asyncrl/trainer/logprobs.py, which imports torch."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 USED_BYTES_WORTH_MENTION = GIB
 
@@ -154,14 +156,15 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
         shape.hidden_size,
     )
     is_recomputed = "activations" in config.save_memory
-    of_layer, rows = 2 * hidden if is_recomputed else per_layer, min(tokens, 1024)
+    of_layer, rows = 2 * hidden if is_recomputed else per_layer, min(tokens, CHUNK_ROWS)
     head, chunk = 2 * shape.largest_parameter, 4 * rows * shape.vocab_size
+    kept = 4 * shape.vocab_size * (kept_logit_rows(shape, tokens) - rows)
     copies = chunk * (
         6 if config.top_p < 1 else 4 if config.top_k or config.min_p else 3
     )  # see asyncrl/trainer/logprobs.py
     in_head = Item(
         "in the head",
-        10 * tokens * hidden + max(copies, 2 * chunk + head),
+        10 * tokens * hidden + kept + max(copies, 2 * chunk + head),
         f"{rows} rows of logits",
     )
     wide = tokens * (per_layer * is_recomputed + 4 * (hidden + shape.intermediate_size))
@@ -191,6 +194,12 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
         mask = copies * tokens * config.max_sequence_tokens
         items.append(Item("attention mask", mask, f"{copies} B × tokens × longest sequence"))
     return items
+
+
+def kept_logit_rows(shape: ModelShape, tokens: int) -> int:
+    """Return how many tokens' logits a pass keeps: whole chunks, as TokenLogprobs.num_kept_chunks says."""
+    chunks = max(1, KEPT_LOGITS // (CHUNK_ROWS * shape.vocab_size))
+    return min(tokens, chunks * CHUNK_ROWS)
 
 
 def ways_to_fit(config: Config) -> list[Config]:

@@ -113,23 +113,24 @@ def num_bytes(memory: MemTracker, state: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("size", "numbers", "options", "error"),
+    ("size", "changes", "numbers", "options", "error"),
     [
-        ("8b", (1, 2), {}, 0.05),
-        ("8b", (2,), RECOMPUTED | FEW_SEQUENCES, 0.05),
-        pytest.param("0.6b", (2,), {"top_k": 20, "min_p": 0.1}, 0.08, marks=pytest.mark.slow),
-        pytest.param("0.6b", (2,), {"top_p": 0.9}, 0.05, marks=pytest.mark.slow),
-        pytest.param("8b", (36,), RECOMPUTED, 0.05, marks=pytest.mark.study),
+        ("8b", {}, (1, 2), {}, 0.05),
+        ("8b", {}, (2,), RECOMPUTED | FEW_SEQUENCES, 0.05),
+        ("0.6b", {"vocab_size": 49152}, (1,), {}, 0.05),
+        pytest.param("0.6b", {}, (2,), {"top_k": 20, "min_p": 0.1}, 0.08, marks=pytest.mark.slow),
+        pytest.param("0.6b", {}, (2,), {"top_p": 0.9}, 0.05, marks=pytest.mark.slow),
+        pytest.param("8b", {}, (36,), RECOMPUTED, 0.05, marks=pytest.mark.study),
     ],
 )
 def test_the_peak_of_a_step_and_what_its_layers_keep_are_those_of_the_plan(
-    size, numbers, options, error, tmp_path, fake_ranks
+    size, changes, numbers, options, error, tmp_path, fake_ranks
 ):
     """The model has each of these numbers of layers."""
     config = Config(**USUAL | options)
     peaks, planned = [], []
     for num_layers in numbers:
-        model_config = config_of(size, num_layers)
+        model_config = config_of(size, num_layers, **changes)
         model_config.save_pretrained(tmp_path)
         shape = read_shape(str(tmp_path))
         resident, peak = count_step(model_config, config, fake_ranks)
