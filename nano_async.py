@@ -7,7 +7,7 @@
 
 1. Workers sample with vLLM while the trainer makes its steps. The trainer waits for its batch and for evaluations.
    Workers wait only at the limit of 3.
-2. A token carries its version, the number of steps in the weights that sampled it, and the log-prob it then had. The
+2. A token carries its version: the number of steps in the weights that sampled it. It carries its log-prob, too. The
    loss divides by that probability, so it sees how far the policy has moved since.
 3. Groups of responses are numbered. With B groups a step, the step from version v trains on groups v * B to
    (v + 1) * B - 1. At version v, the groups below v * B + floor((1 + alpha) * B) may start. So a group starts at most

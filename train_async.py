@@ -1,8 +1,8 @@
 """Asynchronous RL of a language model: `torchrun train_async.py --algo grpo`.
 
-Rollout runs in separate processes and does not stop for the trainer. One turn of the loop takes a batch of fresh
-groups, makes one step on it, and publishes the new weights. Heavy imports are inside functions: --help must answer at
-once, and every spawned process imports this file.
+Rollout runs in separate processes and does not stop for the trainer. A turn of the loop takes a batch of groups, makes
+a step on it, and publishes the new weights. Heavy imports are inside functions: --help must answer at once, and every
+spawned process imports this file.
 """
 
 import signal

@@ -57,7 +57,7 @@ def reinforce(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def reinforce_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """C / (batch std of C + 1e-6) with C = R − group mean, unbiased std. REINFORCE++-baseline, arXiv 2501.03262.
 
-    A group whose rewards are all equal, or that has one member, gets exactly 0; it still counts in the batch std.
+    A group whose rewards are all equal, or that has one member, gets exactly 0. It still counts in the batch std.
     """
     centered, _, _ = _center_on_group(rewards, group_ids)
     # The batch mean of C is 0, because each group's is.
@@ -84,7 +84,7 @@ def _center_on_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor
     ids, group = torch.unique(group_ids, return_inverse=True)
     num_in_group = _sum_by_group(torch.ones_like(rewards), group)
     mean = _sum_by_group(rewards, group) / num_in_group
-    # The mean of equal rewards can be off by rounding (0.1 three times), and dividing by the std would blow that up.
+    # The mean of equal rewards can be off by rounding (0.1 three times). A division by the std would enlarge that.
     lowest = rewards.new_zeros(len(ids)).scatter_reduce(
         0, group, rewards, "amin", include_self=False
     )

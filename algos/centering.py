@@ -5,13 +5,13 @@
     term_t = Σ_v sg(q(v)·w(v) − ρ·w(tail)·p(v)) · log p(v)               v in the head, sg = stop-gradient
 
 q and p are the probabilities of the policy that sampled and of the current one. The head has the K likeliest tokens of
-q, which `--top-logprobs K` records. For other tokens q is taken as ρ·p, and a rare token of that ratio has the weight
+q, which `--top-logprobs K` records. For other tokens q is taken as ρ·p. A rare token of that ratio has the weight
 w(tail). If the head is the whole vocabulary, the term is exact, and ρ does not matter.
 
-«Score Centering Stabilizes Off-policy Reinforcement Learning», arXiv 2609.20807. The mean E_q[w·∇log p] adds a drift
-towards or away from the policy that sampled, whatever the rewards are. Without this drift a constant advantage has no
-gradient in the mean.
-Differs from the paper: w is the slope of any loss of single tokens, and not 1 or a truncated ratio alone. So a penalty
+«Score Centering Stabilizes Off-policy Reinforcement Learning», arXiv 2609.20807. The mean E_q[w·∇log p] is a drift
+towards the policy that sampled, or away from it. It is there for any rewards. Without this drift a constant advantage
+has no gradient in the mean.
+Differs from the paper: w is the slope of any loss of single tokens. There it is 1 or a truncated ratio. So a penalty
 within the loss, such as the square of dppo, is centered, too.
 """
 

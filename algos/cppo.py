@@ -16,7 +16,7 @@ its prefix has left of the budget. The others weigh their ratio, at most the cap
 
 CPPO, arXiv 2606.10968, eq. 8 to 11 and section 4.1. The numbers for weight and delta are the paper's (0.2 for its
 mixture of experts). Its fixed budget is 0.015, for a model after training. 0.02 is the budget of UniRL and verl.
-Differs from the paper: D is the change of the token's own probability, which the paper tries beside the sum over the 20
+Differs from the paper: D is the change of the token's own probability. The paper tries that, and the sum over the 20
 likeliest tokens. The cap is ours: the paper and UniRL have none and let the gradient pass through r. Below the cap it
 is the same gradient. Tokens of the environment count neither as place nor as drift.
 Others: verl's cap is 20, too, with a stopped gradient.

@@ -12,7 +12,7 @@ lag.
 AReaL, arXiv 2505.24298, eq. 5; the decoupling is arXiv 2110.00641. The proximal policy is the trainer's at the start of
 the step. In the first update of a step it is the current one. Then u is 1, the clip does nothing, and the gradient is
 −w·A, importance-weighted policy gradient. With `minibatches` 1 there is no other update, and that is right.
-Differs from the paper: w is capped, as in its code (a cap of 5 per token was then the default). A masked token stays in
+Differs from the paper: w is capped, as in its code. A cap of 5 per token was then the default. A masked token stays in
 the denominator of the mean, because token weights are fixed before the loss. Log-ratios are clamped to ±20 nats.
 """
 

@@ -21,8 +21,8 @@ KPop has `divergence=kl_max sides=both`: neither policy may call a token rare th
 Ring team, «KPop» (ringtech.notion.site/kpop, 2026), as verl and AReaL have it. Our bound for "kl_max" is 0.1: a change
 proposed to prime-rl (#3283) calls it the paper's. AReaL's example sets 2, and compares π_proximal with π_behavior.
 prime-rl's IPO is its default loss since 27 August 2026, with `sides=both`. At first it had deltas of 0.1 and
-`squared=0.001`. Since 18 September 2026 it has deltas of 0.3 and no square, and later `cap=10000`. The square pulls
-back to the policy that sampled (Kimi K2.5, arXiv 2602.02276), also tokens that are left out.
+`squared=0.001`. Since 18 September 2026 it has deltas of 0.3 and no square, and later `cap=10000`. The square (Kimi
+K2.5, arXiv 2602.02276) pulls all tokens back to the policy that sampled, also those left out.
 Differs from the paper: its top-k divergences are not here. A token left out stays in the denominator of the mean.
 Others: verl stops the gradient at the ratio, as here. SkyRL lets it pass and has no cap. Up to the cap the gradients
 are the same. Above the cap ours stays bounded, and a ratio with gradient would have none.
@@ -72,7 +72,7 @@ def loss(
 
 
 def _binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return the KL of «this token or another», [N] nats; infinite if only the other policy is sure of the token."""
+    """Return the KL of «this token or another», [N] nats. It is infinite if only the other policy is sure."""
     rest, other_rest = (
         (-torch.expm1(values)).clamp(min=0) for values in (logprobs, other_logprobs)
     )

@@ -6,12 +6,12 @@
     loss_t = −M_t·r_t·A
 
 Acts on: E, update, mask and shape.
-At lag: a token weighs its ratio. Of those that moved the way their advantage points, the furthest are left out, until
-the second moment is below the threshold.
+At lag: a token weighs its ratio. Some tokens moved the way their advantage points. The furthest of these are left out,
+until the second moment is below the threshold.
 
-Second-Moment Trust Policy Optimization, arXiv 2510.01161, algorithm 1, as Trinity-RFT and ms-swift have it: the mean of
-m is over those that go on, not over all. It couples all tokens of an optimizer update. A token that is left out stays
-in the denominator of the mean loss.
+Second-Moment Trust Policy Optimization, arXiv 2510.01161, algorithm 1. The mean of m is over the tokens that go on, as
+in Trinity-RFT and ms-swift. The loss couples all tokens of an update. A token that is left out stays in the
+denominator of the mean loss.
 Differs: tokens that moved exactly as far as the last one left out go with it. The logarithm of r, not that in m, is
 clamped to ±20 nats.
 The authors' code cuts more tokens. It solves Σ min(m, τ²) = m2_threshold·n for τ, and clips there. A cut token still

@@ -9,10 +9,10 @@
 Acts on: E, token, mask and weight.
 At lag: a token weighs its ratio inside the band, and is left out outside, whatever its advantage.
 
-Trust Region Masking, arXiv 2512.23075, has the theory: per-token clips cannot bound the error of a long sequence, so a
-sequence goes or stays as a whole. g says how far a token moved on average, whatever the length; s favours the short.
-Useful bands are far narrower for g: SkyRL has 0.99 … 1.01 and NeMo RL 0.999 … 1.002 for long responses.
-Level "token" is also the «double-sided importance sampling» of SAO, arXiv 2607.07508, for an actor with a critic.
+Trust Region Masking, arXiv 2512.23075, has the theory. Clips of tokens cannot bound the error of a long sequence, so a
+sequence goes or stays as a whole. g is how far a token moved on average, at any length. s favours the short. Useful
+bands are far narrower for g: SkyRL has 0.99 … 1.01 and NeMo RL 0.999 … 1.002 for long responses. Level "token" is also
+the «double-sided importance sampling» of SAO, arXiv 2607.07508, for an actor with a critic.
 Differs from the paper: there a token's largest divergence over the vocabulary decides. Here the ratios of sampled
 tokens decide, as in public code. Tokens left out stay in the denominator of the mean.
 Others: verl, TRL, SkyRL and NeMo RL mask by π_proximal/π_behavior on top of a PPO clip, as icepop.py does. Here the

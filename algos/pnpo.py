@@ -13,9 +13,9 @@ Acts on: E, prefix, mask and weight.
 At lag: a token is left out where the mean log-ratio of its prefix has left the band. The others weigh the geometric
 mean.
 
-PNPO, after arXiv 2608.01418. The weight, its use as the statistic of the mask, and the factor h were read in two texts
-about the paper, and not in the paper itself. Three things are guesses. The band is one of log-ratios. It leaves tokens
-out on both sides, whatever the sign of A. Its default bounds are ours, about as wide as PPO's clip.
+PNPO, after arXiv 2608.01418. Two texts about the paper have the weight, its use as the statistic of the mask, and the
+factor h. The paper itself was not read. Three things are guesses. The band is one of log-ratios. It leaves tokens out
+on both sides, whatever the sign of A. Its default bounds are ours, about as wide as PPO's clip.
 Differs from the paper, as far as known: 1/length is a choice of `loss_aggregation`. Tokens of the environment are not
 part of the prefix. Log w is clamped to ±20 nats.
 minpro.py takes the least ratio of the prefix in place of the mean, and truncates. gspo.py and mis.py with level

@@ -5,8 +5,8 @@ the current policy has the fractional version t + m/M. A token was sampled by ve
 
     log π_proximal ≈ log π_behavior + a·(log π − log π_behavior),    a = (t − v) / (t + m/M − v),    gradient stopped
 
-Before the first update a = 1, and the proximal policy is exactly the current one. In later updates a fresh token
-(v = t) has a = 0, and its proximal policy is the one that sampled, but for rounding. Otherwise a is in (0, 1).
+Before the first update a = 1, and the proximal policy is exactly the current one. A fresh token (v = t) has
+a = 0 in later updates. Its proximal policy is then the one that sampled, but for rounding. Otherwise a is in (0, 1).
 
 A-3PO, arXiv 2512.06547; AReaL's `prox_logp_method: loglinear`.
 Differs from the paper: there a = (v_θ − 1 − v) / (v_θ − v), clamped to [0, 1]. v_θ is the whole version of the current

@@ -4,9 +4,9 @@
     loss_t = −sg(s)·A·log π(t)          sg = stop-gradient
 
 Without a cap, the sum over a sequence has the gradient s·A·∇log π(sequence). Its mean over the policy that sampled is
-the mean of A·∇log π(sequence) over π, as on fresh data. A token's own ratio is only a factor of s, so a loss that
-weighs single tokens is biased, however wide its clip. The price of s is a variance that grows exponentially with length
-and staleness. results/bandit shows both. Use it as a measure for other losses, and on short responses.
+the mean of A·∇log π(sequence) over π, as on fresh data. A token's own ratio is only a factor of s. So a loss that
+weighs single tokens is biased, with any clip. The price of s is a variance that grows exponentially with length and
+staleness. results/bandit shows both. Use it as a measure for other losses, and on short responses.
 
 Acts on: E, sequence, weight.
 At lag: a sequence weighs the product of its ratios. None is left out, and without a cap no weight is limited.
@@ -15,7 +15,7 @@ Per-trajectory importance sampling: Precup, Sutton and Singh 2000, «Eligibility
 Evaluation». VESPO, arXiv 2602.10693, has it as the naive correction: unbiased, and too noisy to use.
 Differs from the paper: log s is clamped to ±20 nats. It is unbiased with `loss_aggregation` constant, because the other
 two divide by lengths that the policy chooses. The baseline of the advantage must not depend on the response.
-The gradient stops at s. If every token had the loss −s·A, the gradient would come once per token, and would need a
+The gradient stops at s. With the loss −s·A at every token, the gradient would come once per token. It would need a
 division by the length. A cap would then cut the gradient and not bound it. The sequence-level TIS of verl and SkyRL is
 the capped one, on top of a PPO clip: tis_ppo.py.
 """

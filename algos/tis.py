@@ -8,7 +8,7 @@ At lag: a token weighs its ratio, cut into the range of the clip. None is left o
 
 ROLL Flash, arXiv 2510.11345, «Truncated IS»; the clipped weight is that of IMPALA, arXiv 1802.01561, section 4.1.
 Differs from the paper: nothing known. The defaults [0, 1] are those of its code.
-The TIS of verl, NeMo RL, SkyRL and slime is another formula, a PPO clip times a truncated weight: tis_ppo.py.
+The TIS of verl, NeMo RL, SkyRL and slime is a PPO clip times a truncated weight: tis_ppo.py.
 """
 
 from algos.inputs import Cap, LossInputs, LossOutput, Share

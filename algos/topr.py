@@ -10,8 +10,8 @@ weighs 1, however stale.
 
 Tapered Off-Policy REINFORCE, arXiv 2503.14286, section 3; ROLL Flash, arXiv 2510.11345.
 Differs from the paper: the ratio is a token's and not the response's, as in ROLL Flash. A reward of 0 counts as bad.
-The paper's rewards are ±1, and its good side is R ≥ 0; so every response of a 0/1 task would be good. A stands in place
-of the paper's R, so a good response with A < 0 is pushed away untapered.
+The paper's rewards are ±1, and its good side is R ≥ 0. With it every response of a 0/1 task would be good. A stands in
+place of the paper's R, so a good response with A < 0 is pushed away untapered.
 """
 
 from algos import weighted_topr

@@ -260,8 +260,8 @@ class Config:
     min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Least probability of a token that is kept, over that of the likeliest; 0: any."""
     top_logprobs: Annotated[int, Meta(ge=0, le=10**6)] = 0
-    """Likeliest tokens in each sampled token's place whose ids and log-probs are recorded (K), for centering and for
-    your own loss."""
+    """Number K of likeliest tokens in the place of each sampled token. Their ids and log-probs are recorded, for
+    centering and for your own loss."""
     env_timeout_s: Annotated[Seconds, RESUME, EVALUATION] = 10.0
     """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed. An
     agent may take as long between two calls. A problem of your own task that takes longer ends the run."""

@@ -238,8 +238,8 @@ class Workers:
     def replace(self, worker: Worker) -> None:
         """Start another process for a dead worker.
 
-        Raises WorkerDied if no worker ever worked, if it died too often, or if too many workers died with one of its
-        tickets. The error has exit code, log lines and first error.
+        Raises WorkerDied if no worker ever worked, if this one died too often, or if one ticket ended too many workers.
+        The error has exit code, log lines and first error.
         """
         worker.process.stop()
         report = worker.process.death_report()

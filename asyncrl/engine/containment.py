@@ -10,9 +10,9 @@ time        the pool kills a process that takes too long; RLIMIT_CPU ends its de
 A process of async functions keeps the network. It may open more files and start threads, and so processes; only the
 pool limits its time.
 
-A process can still read files and environment variables, and connect to the same user's sockets in the file system, for
-example an engine's. It can use a core up to the limit of time, and as root fork in a burst. Namespaces (user, mount,
-network, process, IPC) need Linux 5.12. Many containers forbid them; the worker's log then has a warning.
+A process can still read files and environment variables. It can connect to the same user's sockets in the file system,
+for example an engine's. It can use a core up to the limit of time, and as root fork in a burst. Namespaces (user,
+mount, network, process, IPC) need Linux 5.12. Many containers forbid them; the worker's log then has a warning.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """When a run is saved, and how a signal, a limit of time or an error ends it.
 
 A checkpoint is made at the end of a step, after its weights were published. The main thread of a rank copies its part
-of the trainer's state to host memory, and a leader's takes a snapshot of its controller. While training continues, a
-thread writes files and manifest, renames the folder, and prunes old checkpoints (asyncrl/trainer/checkpoint_writer.py).
+of the trainer's state to host memory. A leader's takes a snapshot of its controller, too. A thread then writes files
+and manifest, renames the folder and prunes old checkpoints (asyncrl/trainer/checkpoint_writer.py).
 asyncrl/job/resume.py continues from them.
 
 | error that ends the loop | raised by | last step |

@@ -228,7 +228,7 @@ def _with_defaults(given: dict[str, Any], default: Config | None) -> Config:
 
 
 def _read_config_file(path: str) -> dict[str, Any]:
-    """Return the options of a TOML file or a run.json by their names, with values as a command line has them.
+    """Return the options of a TOML file or a run.json by name, with values as on a command line.
 
     Raises ValueError for an unknown key and for a value that is not allowed. The error names file and key in one line.
     """

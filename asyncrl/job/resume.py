@@ -1,8 +1,8 @@
 """How a run continues (--resume): its options, its newest whole checkpoint, and the state of its controllers.
 
-runs/NAME/checkpoints/step_N has weights for people. Its folder resume/ has shards of the trainer's state, the
-controller's state of node K in node_K.msgpack, and versions that publish_delay holds back. manifest.json there has the
-digest of every file. A checkpoint appears by one rename. A file that is truncated or changed later is detected.
+runs/NAME/checkpoints/step_N has weights for people. Its folder resume/ has shards of the trainer's state, and versions
+that publish_delay holds back. node_K.msgpack there has the controller's state of node K, and manifest.json the digest
+of every file. A checkpoint appears by one rename. A file that is truncated or changed later is detected.
 
 | a checkpoint has | where | written by | restored by |
 |---|---|---|---|

@@ -18,7 +18,7 @@ def choose_estimator(config: Config) -> Estimator:
 
     A function gets the arguments that it names. The staleness of a response is that of its oldest token.
     Raises ValueError, in one line, for a missing function and for one that names other arguments. A call raises it for
-    user code that raises, and for advantages that are not finite or not one for each response.
+    user code that fails, and for advantages that are not finite, or too few or many.
     """
     function = user_code.load(config.advantage, "--advantage", ADVANTAGES)
     with user_code.errors_as_value_error(config.advantage, "--advantage"):

@@ -53,7 +53,7 @@ def longest_sequence(config: PreTrainedConfig) -> int | None:
 
 
 def check_engine(config: Config, model: PreTrainedConfig, device: str) -> None:
-    """Raise ValueError if a package is missing, or if vLLM has no kernels for a model on a device, `cpu` or `cuda`."""
+    """Raise ValueError for a missing package, and for a model without kernels of vLLM on a device, `cpu` or `cuda`."""
     name = f"--model {config.model} is a {model.model_type}"
     vocab_size = model.get_text_config().vocab_size
     if config.top_logprobs > vocab_size:

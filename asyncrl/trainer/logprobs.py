@@ -70,8 +70,8 @@ class TokenLogprobs(nn.Module):
 
         Tensors are those of MicroBatch. `attention_kwargs` tell which tokens see each other (attention_inputs).
 
-        The head runs on `chunk_rows` tokens at a time. Beside the head's weight and gradient its peak is a multiple of
-        chunk_rows · vocabulary · 4 bytes, whatever the number of tokens. Here it is for 1,024 rows and a vocabulary of
+        The head runs on `chunk_rows` tokens at a time. Its peak, without the head's weight and gradient, is a multiple
+        of chunk_rows · vocabulary · 4 bytes, for any number of tokens. Here it is for 1,024 rows and a vocabulary of
         151,936:
 
             case                         factor    GB

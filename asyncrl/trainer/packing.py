@@ -110,8 +110,8 @@ class MicroBatch:
     """[N] int64, non-decreasing, 0 … S−1; only sequences with a trained token are numbered."""
     columns: dict[str, Tensor]
     """[N] or [N, K], by name: fields of TokenColumns, and columns that the trainer adds before the step's first update.
-    These are `proximal_logprobs`, float32 nats, if they are recomputed. With a value head they are also `values` of the
-    state before the token, and `returns`, the head's targets, both float32."""
+    These are `proximal_logprobs`, float32 nats, if they are recomputed. With a value head there are also `values` of
+    the state before the token, and `returns`, its targets, float32."""
     advantages: Tensor
     """[N] float32."""
     rewards: Tensor

@@ -13,9 +13,9 @@ ASKED, SAID, CALLED, ASKED_AGAIN = "what-is-asked", "what-is-said", "what-is-cal
 def stop_token_ids(model_path: str, tokenizer) -> list[int]:
     """Return the ids of the tokens that end a response, in order.
 
-    They come from the tokenizer's end of sequence, from `eos_token_id` of generation_config.json and config.json, and
-    from the chat template's ends of messages. Ids beyond the model's vocabulary are left out, because they are never
-    sampled. Raises ValueError if no token is found, and for a file that cannot be read.
+    They are the tokenizer's end of sequence, `eos_token_id` of generation_config.json and config.json, and the ends of
+    messages of the chat template. Ids beyond the model's vocabulary are left out, because they are never sampled.
+    Raises ValueError if no token is found, and for a file that cannot be read.
     """
     from transformers import AutoConfig
 
