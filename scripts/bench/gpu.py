@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import psutil
+
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.processes import kill_session
 from scripts.lines import ROOT, provenance, read, replace_record, run_command
@@ -27,6 +29,8 @@ BUDGET_S = 470.0
 """Of one call; the whole takes several, an hour at most."""
 FAR_OFF = 1.5
 """Factor between measurement and prediction from which the table says what to change."""
+OF_CHILDREN = ("CalledProcessError", "ChildFailedError")
+"""Errors of subprocess and torchrun, which only report that a process failed."""
 MAKERS = ("commit", "changes", "hardware", "packages")
 """Fields of a record of which none may differ if its part is not to run again."""
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -51,14 +55,18 @@ def chosen_parts(device: str, only: list[str] | None, num_gpus: int) -> dict[str
     if device == "cpu":
         parts = {name: Part(limit_s, 0) for name, limit_s in TABLES["tiny_parts"].items()}
     else:
-        several = {name: Part(*limits) for name, limits in TABLES["parts_of_several"].items()}
+        several = TABLES["parts_of_several"]
         alone = {name: Part(limit_s, 1) for name, limit_s in TABLES["parts"].items()}
-        fitting = {name: part for name, part in several.items() if part.num_gpus <= num_gpus}
+        fitting = {
+            name: Part(limit_s, max(count for count in counts if count <= num_gpus))
+            for name, (limit_s, *counts) in several.items()
+            if counts[0] <= num_gpus
+        }
         parts = fitting | {name: part for name, part in alone.items() if name not in fitting}
         for name in several.keys() - parts.keys():
             if only and {name, name.split()[0]} & set(only):
                 raise ValueError(
-                    f"--only {name!r} needs {several[name].num_gpus} GPUs, and {num_gpus} are visible"
+                    f"--only {name!r} needs {several[name][1]} GPUs, and {num_gpus} are visible"
                 )
     names = {part: {part, part.split()[0]} for part in parts}
     known = sorted(set().union(*names.values()))
@@ -131,19 +139,29 @@ def run_part(part: str, needs: Part, device: str, models: str) -> dict:
     except subprocess.TimeoutExpired:
         how = f"took more than {needs.limit_s:.0f} s"
     finally:
-        kill_session(process.pid)
-        process.wait()
+        kill_with_sessions(process)
     seconds = {"seconds": round(time.monotonic() - start, 1)}
     if result.exists():
         return seconds | {"numbers": json.loads(result.read_text())}
     return seconds | {"failed": f"{how}; {last_error(log.read_text())} ({log})"}
 
 
+def kill_with_sessions(process: subprocess.Popen) -> None:
+    """Kill a process that leads a session, and its descendants. Tests start jobs in sessions of their own."""
+    descendants = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        descendants = psutil.Process(process.pid).children(recursive=True)
+    for pid in (process.pid, *(descendant.pid for descendant in descendants)):
+        kill_session(pid)
+    process.wait()
+
+
 def last_error(log: str) -> str:
-    """Return the last line of a log that names an error, or the last one."""
+    """Return the last line of a log that names the error of a part or its run, or the last one."""
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["it printed nothing"]
     errors = [line for line in lines if "Error" in line or line.startswith("error:")]
-    return (errors or lines)[-1][:200]
+    own_errors = [line for line in errors if not any(name in line for name in OF_CHILDREN)]
+    return (own_errors or lines)[-1][:200]
 
 
 def measure(kind: str, model: str, device: str, models: str, result: str) -> None:
