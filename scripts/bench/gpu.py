@@ -33,6 +33,7 @@ OF_CHILDREN = ("CalledProcessError", "ChildFailedError")
 """Errors of subprocess and torchrun, which only report that a process failed."""
 MAKERS = ("commit", "changes", "hardware", "packages")
 """Fields of a record of which none may differ if its part is not to run again."""
+NO_GPU = "no GPU: the numbers mean nothing"
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 """What is done, and what is shown of it; gpu.toml says what is what."""
 
@@ -99,11 +100,14 @@ def run_parts(parts: dict[str, Part], device: str, budget_s: float, path: Path) 
     A part begins only if it can have all of its time. A later part can be shorter, and begin.
     """
     deadline = time.monotonic() + budget_s
+    gpu = gpu_name() if device == "cuda" else None
     makers = provenance()
     done = {
         record["case"]
         for record in read(path)
-        if "numbers" in record and all(record[name] == makers[name] for name in MAKERS)
+        if "numbers" in record
+        and record["gpu"] == gpu
+        and all(record[name] == makers[name] for name in MAKERS)
     }
     with tempfile.TemporaryDirectory(prefix="bench-gpu-models-") as models:
         for part, needs in parts.items():
@@ -115,9 +119,8 @@ def run_parts(parts: dict[str, Part], device: str, budget_s: float, path: Path) 
             if left_s >= needs.limit_s:
                 outcome = run_part(part, needs, device, models)
             kind, model = part.split()
-            place = {"case": part, "kind": kind, "model": model}
-            gpu = gpu_name() if device == "cuda" else None
-            replace_record(place | {"gpu": gpu} | outcome | makers, path, ("case",))
+            place = {"case": part, "kind": kind, "model": model, "gpu": gpu}
+            replace_record(place | outcome | makers, path, ("case", "gpu"))
             print(f"{part}: {outcome.get('failed', 'done')}", flush=True)
 
 
@@ -197,8 +200,16 @@ def gpu_name() -> str | None:
 
 
 def table(records: list[dict]) -> str:
-    """Return a row for each number that was taken, and one for each part that failed."""
-    newest = {record["case"]: record for record in records}.values()
+    """Return each GPU's name, with a row for each number that was taken there, and one for each part that failed."""
+    gpus: dict[str | None, dict[str, dict]] = {}
+    for record in records:
+        gpus.setdefault(record["gpu"], {})[record["case"]] = record
+    blocks = [f"{gpu or NO_GPU}\n{_table_of_gpu(newest)}" for gpu, newest in gpus.items()]
+    return "\n\n".join(blocks)
+
+
+def _table_of_gpu(newest_by_case: dict[str, dict]) -> str:
+    newest = newest_by_case.values()
     measured = [record for record in newest if "numbers" in record]
     numbers = {record["kind"]: record["numbers"] for record in measured}
     rows = [row for record in measured for row in _rows(record)]
@@ -251,10 +262,9 @@ def write(out: Path) -> list[dict]:
     if not records:
         raise ValueError(f"{out}/gpu.jsonl has no records; run python scripts/bench/gpu.py first")
     how = "What is measured, and how, is on top of `scripts/bench/gpu.py`. Numbers are medians [minimum–maximum]."
-    gpus = dict.fromkeys(record["gpu"] or "no GPU: the numbers mean nothing" for record in records)
     commands = "\n".join(made_by(records))
     shown = f"```\n{table(records)}\n```"
-    text = "\n\n".join(["# What a GPU gives", commands, how, ", ".join(gpus), shown])
+    text = "\n\n".join(["# What a GPU gives", commands, how, shown])
     (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
     return records
 

@@ -40,7 +40,13 @@ def test_flops_are_those_of_every_multiply_add():
 def test_the_profile_of_a_step_lists_its_costliest_operations(tmp_path):
     numbers = profile(Setup("cpu", "tiny", tmp_path))
     assert numbers["step_s"] > 0 and "aten::mm" in numbers["kernels"]
-    record = {"case": "profile tiny", "kind": "profile", "model": "tiny", "numbers": numbers}
+    record = {
+        "case": "profile tiny",
+        "kind": "profile",
+        "model": "tiny",
+        "gpu": None,
+        "numbers": numbers,
+    }
     assert numbers["kernels"] in gpu.table([record])
 
 
@@ -171,6 +177,20 @@ def test_the_bench_runs_without_a_gpu_what_failed_and_nothing_twice(tmp_path):
     assert record["numbers"]["steps"] == 3 and record["numbers"]["mfu"] > 0
     assert "no GPU: the numbers mean nothing" in (tmp_path / "table.md").read_text()
     assert run_bench(tmp_path, budget_s=0) == (0, record)
+
+
+def test_records_of_two_gpus_stand_beside_each_other(tmp_path, monkeypatch):
+    path, outcomes = (
+        tmp_path / "gpu.jsonl",
+        iter([{"summary": "1 passed"}, {"summary": "2 passed"}]),
+    )
+    monkeypatch.setattr(gpu, "run_part", lambda *_: {"numbers": next(outcomes)})
+    for name in ("H100, 80 GiB", "H200, 140 GiB", "H100, 80 GiB"):
+        monkeypatch.setattr(gpu, "gpu_name", lambda name=name: name)
+        gpu.run_parts({"tests-job -": gpu.Part(400, 1)}, "cuda", 500, path)
+    assert gpu.table(read(path)).splitlines() == [
+        "H100, 80 GiB", "tests-job  1 passed", "", "H200, 140 GiB", "tests-job  2 passed"
+    ]  # fmt: skip
 
 
 def test_one_rank_of_four_has_the_savings_and_the_memory_that_the_dry_run_plans(tmp_path):
