@@ -99,20 +99,23 @@ def stability_map() -> str:
 
 
 def predictions() -> str:
-    """Return what the bench predicts of a GPU, what one did, and what the prediction assumes."""
-    measured = {record["case"]: record.get("numbers", {}) for record in records_of("gpu")}
+    """Return what the bench predicts of a GPU, what each GPU did, and what the prediction assumes."""
+    measured: dict[str, dict[str, dict]] = {}
+    for record in records_of("gpu"):
+        measured.setdefault(record["case"], {})[record["gpu"]] = record.get("numbers", {})
     rows = []
     for case, predicted in gpu_bench.TABLES["predictions"].items():
         for name, (number, assumed, _) in predicted.items():
-            measured_number = measured.get(case, {}).get(name)
-            cells = ["–", "–"]
-            if isinstance(number, str):
-                number = measured.get(case, {}).get(number)
-            if measured_number is not None:
-                cells = [f"{measured_number:.3g}", f"{measured_number / number:.2f}"]
-            predicted_cell = "the plan" if number is None else f"{number:.3g}"
-            rows.append([case, name, predicted_cell, *cells, assumed])
-    return table("part | number | predicted | measured | ratio | the prediction assumes", rows)
+            for gpu, numbers in measured.get(case, {"–": {}}).items():
+                expected = numbers.get(number) if isinstance(number, str) else number
+                cells = ["–", gpu, "–"]
+                if name in numbers:
+                    cells = [f"{numbers[name]:.3g}", gpu, f"{numbers[name] / expected:.2f}"]
+                predicted_cell = "the plan" if expected is None else f"{expected:.3g}"
+                rows.append([case, name, predicted_cell, *cells, assumed])
+    return table(
+        "part | number | predicted | measured | GPU | ratio | the prediction assumes", rows
+    )
 
 
 def options() -> str:

@@ -2,7 +2,7 @@
 # Tests and measurements on GPUs, in one table: bash scripts/gpu_check.sh [options of scripts/bench/gpu.py]
 # With several GPUs it begins with NCCL. It takes two hours at most, in calls of eight minutes: start it again until
 # nothing is left. On one GPU the first half hour needs no vLLM, and runs on torch 2.11 or newer. Installs nothing, needs
-# no network. Without a GPU it says so, checks nothing, and exits with 0.
+# no network. It needs pytest: bash scripts/install.sh --dev. Without a GPU it says so, checks nothing, and exits with 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,6 +23,10 @@ fi
 warn_of_shared_memory gpu_check
 if ! reason=$("$python" -c 'import scripts.bench.trainer_alone' 2>&1); then
     echo "gpu_check: error: ${reason##*$'\n'}: install the package, or name a folder that has it in PYTHONPATH" >&2
+    exit 1
+fi
+if ! reason=$("$python" -c 'import pytest, pytest_timeout' 2>&1); then
+    echo "gpu_check: error: ${reason##*$'\n'}: the parts tests-* need it: bash scripts/install.sh --dev" >&2
     exit 1
 fi
 exec "$python" scripts/bench/gpu.py "$@"

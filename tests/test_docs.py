@@ -19,6 +19,7 @@ from asyncrl.runlog.manifest import FORMAT
 from asyncrl.trainer.lag_stats import LAG_BUCKETS
 from asyncrl.trainer.optimizer import choose_lr
 from extras.swarm.wire import PROTOCOL
+from scripts.bench import gpu
 
 PAGES = [ROOT / "README.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("extras/*/README.md")])]
 COMMANDS, COMMITS, CHANGES = (
@@ -79,8 +80,36 @@ def test_every_job_that_the_pages_show_is_accepted(options, tmp_path, monkeypatc
         chosen, line = choose_lr(config, size)
         assert "warning" not in line
         assert fitting.lr / 10 <= chosen.lr <= fitting.lr * 10
+    if "8b" in config.model.lower() and "--task" in options:  # a cut command has none
+        assert config.eval_every == 0 or config.eval_every >= 40, "an evaluation takes minutes"
     if " my_" in options:
         check(config)
+
+
+FIRST_HOUR = (
+    (ROOT / "docs/devices.md")
+    .read_text("utf-8")
+    .partition("### First hour")[2]
+    .partition("\n##")[0]
+)
+
+
+def test_the_first_hour_has_time_for_all_parts_of_each_line_and_installs_pytest_first():
+    lines = re.findall(r"^bash scripts/gpu_check\.sh (.+?)  #", FIRST_HOUR, re.M)
+    assert len(lines) == 3
+    for line in lines:
+        options, _, names = line.partition("--only ")
+        budget = re.search(r"--budget-s (\d+)", options)
+        parts = gpu.chosen_parts("cuda", names.split(), 8).values()
+        assert sum(part.limit_s for part in parts) <= (float(budget[1]) if budget else gpu.BUDGET_S)
+    assert FIRST_HOUR.partition("```\n")[2].startswith("bash scripts/install.sh --dev;")
+
+
+def test_the_first_hour_allows_the_mismatch_of_healthy_runs_in_bfloat16():
+    (allowed,) = re.findall(r"`mismatch/abs_mean` below ([\d.]+)", FIRST_HOUR)
+    records = records_of(ROOT / "results/mismatch/smollm2_h200.jsonl")
+    healthy = [r["mismatch/abs_mean"] for r in records if r.get("dtype") == "bfloat16"]
+    assert len(healthy) > 5 and float(allowed) >= max(healthy)
 
 
 def anchors_of(page):

@@ -1,8 +1,8 @@
 """Compares the engines' weights with the trainer's: both score the same probe at every publish, and must agree.
 
 Nothing else shows a weight that never arrived: rewards still come in, and the loss is finite. If the first weights of a
-run differ by more than rounding, the run ends. Later differences bring one warning. The run always ends if an engine
-surely has older weights than it reports.
+run differ by much more than rounding, the run ends. Smaller and later differences bring one warning. The run always
+ends if an engine surely has older weights than it reports.
 """
 
 import itertools

@@ -14,6 +14,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -24,6 +25,8 @@ from asyncrl.weights.transport import BufferedTransport, ParameterSpec, Staged, 
 ADDRESS = "127.0.0.1"
 ABORT_S = 6.0
 """Seconds; longer than vLLM's limit for the abort of a communicator."""
+DEATH_S = 5.0
+"""Time in which a worker's death becomes known. If a worker is killed while its group is made, NCCL fails earlier."""
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 NUM_CHUNK_BUFFERS = 1
 """Chunks that an engine receives at a time. With two, one stream could overwrite a chunk that the other
@@ -92,6 +95,7 @@ class _Sender:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._link: NcclLink | None = None
         self._error: Exception | None = None
+        self._failed_at = 0.0
         self._is_dropped = False
         self._action = f"joining rollout worker {worker}'s NCCL group"
         # a daemon, because a thread that waits for a dead worker in NCCL must not keep the process alive
@@ -107,13 +111,15 @@ class _Sender:
                     return
                 self._link.send(chunks)
         except Exception as error:  # of torch or vLLM; `check` raises it in the main thread
+            self._failed_at = time.monotonic()
             self._error = error
 
     def send(self, chunks: Iterable[torch.Tensor]) -> None:
         self._jobs.put(chunks)
 
     def check(self) -> None:
-        if self._error is not None:
+        """Raise the thread's error, unless the worker may have died: its death then drops the link."""
+        if self._error is not None and time.monotonic() > self._failed_at + DEATH_S:
             raise RuntimeError(f"{self._action} failed: {self._error}") from self._error
 
     def drop(self) -> None:
@@ -187,7 +193,7 @@ class NcclTransport(BufferedTransport):
             sender.drop()
 
     def check(self) -> None:
-        """Raise RuntimeError if a group or a transfer has failed."""
+        """Raise RuntimeError if a group or a transfer failed longer than DEATH_S ago."""
         for sender in list(self._senders.values()):
             sender.check()
 

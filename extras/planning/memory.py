@@ -430,16 +430,21 @@ def plan_alone(config: Config, shape: ModelShape, gpu: Gpu) -> tuple[int | None,
     """Return the bytes of the KV cache of an engine that has GPUs for itself, and the arithmetic as text.
 
     This GPU is the fullest of them. vLLM would fill its whole share with keys and values, and leave no room for an
-    update of the weights. With gpu_memory_utilization vLLM decides, and the bytes are None. Raises ValueError if there
-    is no room for one sequence.
+    update of the weights. The cache is for all running requests at full length, or the rest. With
+    gpu_memory_utilization vLLM decides, and the bytes are None. Raises ValueError if there is no room for one sequence.
     """
     engine = engine_items(config, shape, config.rollout_tp)
     kv_one = config.max_sequence_tokens * kv_bytes_per_token(shape, config.rollout_tp)
     share = config.gpu_memory_utilization or SHARE_ALONE
     kv = min(share * gpu.total_bytes, available_bytes(gpu)) - total(engine)
+    number = "a sequence"
+    kv_of_all = config.max_running_requests * kv_one
+    if config.gpu_memory_utilization is None and kv_of_all < kv:
+        kv = kv_of_all
+        number = f"for each of {config.max_running_requests} sequences"
     lines = [
         _gpu_line(gpu),
-        f"  engine, {share:.0%}: {listed(engine)}; KV cache {max(kv, 0) / GIB:.2f} GiB, {kv_one / GIB:.2f} a sequence",
+        f"  engine, {share:.0%}: {listed(engine)}; KV cache {max(kv, 0) / GIB:.2f} GiB, {kv_one / GIB:.2f} {number}",
     ]
     if kv < kv_one:
         raise ValueError(_refusal(config, gpu, lines, kv_one - kv))

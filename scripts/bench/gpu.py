@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import psutil
+
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.processes import kill_session
 from scripts.lines import ROOT, provenance, read, replace_record, run_command
@@ -27,8 +29,11 @@ BUDGET_S = 470.0
 """Of one call; the whole takes several, an hour at most."""
 FAR_OFF = 1.5
 """Factor between measurement and prediction from which the table says what to change."""
+OF_CHILDREN = ("CalledProcessError", "ChildFailedError")
+"""Errors of subprocess and torchrun, which only report that a process failed."""
 MAKERS = ("commit", "changes", "hardware", "packages")
 """Fields of a record of which none may differ if its part is not to run again."""
+NO_GPU = "no GPU: the numbers mean nothing"
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 """What is done, and what is shown of it; gpu.toml says what is what."""
 
@@ -51,14 +56,18 @@ def chosen_parts(device: str, only: list[str] | None, num_gpus: int) -> dict[str
     if device == "cpu":
         parts = {name: Part(limit_s, 0) for name, limit_s in TABLES["tiny_parts"].items()}
     else:
-        several = {name: Part(*limits) for name, limits in TABLES["parts_of_several"].items()}
+        several = TABLES["parts_of_several"]
         alone = {name: Part(limit_s, 1) for name, limit_s in TABLES["parts"].items()}
-        fitting = {name: part for name, part in several.items() if part.num_gpus <= num_gpus}
+        fitting = {
+            name: Part(limit_s, max(count for count in counts if count <= num_gpus))
+            for name, (limit_s, *counts) in several.items()
+            if counts[0] <= num_gpus
+        }
         parts = fitting | {name: part for name, part in alone.items() if name not in fitting}
         for name in several.keys() - parts.keys():
             if only and {name, name.split()[0]} & set(only):
                 raise ValueError(
-                    f"--only {name!r} needs {several[name].num_gpus} GPUs, and {num_gpus} are visible"
+                    f"--only {name!r} needs {several[name][1]} GPUs, and {num_gpus} are visible"
                 )
     names = {part: {part, part.split()[0]} for part in parts}
     known = sorted(set().union(*names.values()))
@@ -91,11 +100,14 @@ def run_parts(parts: dict[str, Part], device: str, budget_s: float, path: Path) 
     A part begins only if it can have all of its time. A later part can be shorter, and begin.
     """
     deadline = time.monotonic() + budget_s
+    gpu = gpu_name() if device == "cuda" else None
     makers = provenance()
     done = {
         record["case"]
         for record in read(path)
-        if "numbers" in record and all(record[name] == makers[name] for name in MAKERS)
+        if "numbers" in record
+        and record["gpu"] == gpu
+        and all(record[name] == makers[name] for name in MAKERS)
     }
     with tempfile.TemporaryDirectory(prefix="bench-gpu-models-") as models:
         for part, needs in parts.items():
@@ -107,9 +119,8 @@ def run_parts(parts: dict[str, Part], device: str, budget_s: float, path: Path) 
             if left_s >= needs.limit_s:
                 outcome = run_part(part, needs, device, models)
             kind, model = part.split()
-            place = {"case": part, "kind": kind, "model": model}
-            gpu = gpu_name() if device == "cuda" else None
-            replace_record(place | {"gpu": gpu} | outcome | makers, path, ("case",))
+            place = {"case": part, "kind": kind, "model": model, "gpu": gpu}
+            replace_record(place | outcome | makers, path, ("case", "gpu"))
             print(f"{part}: {outcome.get('failed', 'done')}", flush=True)
 
 
@@ -131,19 +142,29 @@ def run_part(part: str, needs: Part, device: str, models: str) -> dict:
     except subprocess.TimeoutExpired:
         how = f"took more than {needs.limit_s:.0f} s"
     finally:
-        kill_session(process.pid)
-        process.wait()
+        kill_with_sessions(process)
     seconds = {"seconds": round(time.monotonic() - start, 1)}
     if result.exists():
         return seconds | {"numbers": json.loads(result.read_text())}
     return seconds | {"failed": f"{how}; {last_error(log.read_text())} ({log})"}
 
 
+def kill_with_sessions(process: subprocess.Popen) -> None:
+    """Kill a process that leads a session, and its descendants. Tests start jobs in sessions of their own."""
+    descendants = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        descendants = psutil.Process(process.pid).children(recursive=True)
+    for pid in (process.pid, *(descendant.pid for descendant in descendants)):
+        kill_session(pid)
+    process.wait()
+
+
 def last_error(log: str) -> str:
-    """Return the last line of a log that names an error, or the last one."""
+    """Return the last line of a log that names the error of a part or its run, or the last one."""
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["it printed nothing"]
     errors = [line for line in lines if "Error" in line or line.startswith("error:")]
-    return (errors or lines)[-1][:200]
+    own_errors = [line for line in errors if not any(name in line for name in OF_CHILDREN)]
+    return (own_errors or lines)[-1][:200]
 
 
 def measure(kind: str, model: str, device: str, models: str, result: str) -> None:
@@ -179,8 +200,16 @@ def gpu_name() -> str | None:
 
 
 def table(records: list[dict]) -> str:
-    """Return a row for each number that was taken, and one for each part that failed."""
-    newest = {record["case"]: record for record in records}.values()
+    """Return each GPU's name, with a row for each number that was taken there, and one for each part that failed."""
+    gpus: dict[str | None, dict[str, dict]] = {}
+    for record in records:
+        gpus.setdefault(record["gpu"], {})[record["case"]] = record
+    blocks = [f"{gpu or NO_GPU}\n{_table_of_gpu(newest)}" for gpu, newest in gpus.items()]
+    return "\n\n".join(blocks)
+
+
+def _table_of_gpu(newest_by_case: dict[str, dict]) -> str:
+    newest = newest_by_case.values()
     measured = [record for record in newest if "numbers" in record]
     numbers = {record["kind"]: record["numbers"] for record in measured}
     rows = [row for record in measured for row in _rows(record)]
@@ -233,10 +262,9 @@ def write(out: Path) -> list[dict]:
     if not records:
         raise ValueError(f"{out}/gpu.jsonl has no records; run python scripts/bench/gpu.py first")
     how = "What is measured, and how, is on top of `scripts/bench/gpu.py`. Numbers are medians [minimum–maximum]."
-    gpus = dict.fromkeys(record["gpu"] or "no GPU: the numbers mean nothing" for record in records)
     commands = "\n".join(made_by(records))
     shown = f"```\n{table(records)}\n```"
-    text = "\n\n".join(["# What a GPU gives", commands, how, ", ".join(gpus), shown])
+    text = "\n\n".join(["# What a GPU gives", commands, how, shown])
     (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
     return records
 

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -225,7 +226,8 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
              "async_ratio", "colocate", "env_timeout_s")  # fmt: skip
     options = {name: getattr(config, name) for name in names} | {
         "groups_per_step": min(JOB_GROUPS, config.groups_per_step),
-        "steps": JOB_STEPS, "eval_every": 0, "runs_dir": folder, "run_name": "run", "lr": 1e-3, "optim.warmup_steps": 0,
+        "steps": JOB_STEPS, "eval_every": 0, "save_every": None, "runs_dir": folder, "run_name": "run", "lr": 1e-3,
+        "optim.warmup_steps": 0,
     }  # fmt: skip
     arguments = [f"--{flag(name)}={value}" for name, value in options.items()]
     # No response earns anything; the decay moves the weights all the same.
@@ -235,7 +237,9 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [f"--nproc-per-node={num_ranks}"]
     subprocess.run([*torchrun, "train_async.py", *arguments], cwd=ROOT, check=True)
-    return job_numbers(load(folder / "run").metrics)
+    numbers = job_numbers(load(folder / "run").metrics)
+    shutil.rmtree(folder)  # the logs of a run that fails stay
+    return numbers
 
 
 def job_numbers(metrics: pd.DataFrame) -> dict:

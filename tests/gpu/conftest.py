@@ -15,6 +15,7 @@ OPTIONS = {
     "async_ratio": 1,
     "eval_every": 2,
     "eval_problems": 16,
+    "save_every": None,
     "timeout_s": 300,
     "optim.warmup_steps": 0,
     "run_name": "run",

@@ -52,5 +52,7 @@ def test_a_job_on_several_gpus_ends_well_and_engines_agree(tmp_path, num_gpus, n
         pytest.skip(f"needs {num_gpus} NVIDIA GPUs: torch sees {torch.cuda.device_count()}")
     job = run_random_job(tmp_path, num_gpus, num_ranks, **options)
     assert f"weights by {options.get('weight_sync', 'nccl')}" in job.output()
-    assert max(job.values("mismatch/abs_mean")) < 1e-2
+    # ranks of one engine round partial sums, as in test_gpu_engine.py
+    bound = 3e-2 if "rollout_tp" in options else 1e-2
+    assert max(job.values("mismatch/abs_mean")) < bound
     assert max(job.values("staleness/max")) <= 1

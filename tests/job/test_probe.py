@@ -1,6 +1,7 @@
 """The probe notices weights that arrive wrong: real engines, a trainer, each transport, and every corruption."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from tiny_policy import save_tiny_family
 
 from asyncrl.config import Config
 from asyncrl.job.engine_check import EngineCheck
-from asyncrl.job.probe import ALLOWED_MISMATCH, Probe
+from asyncrl.job.probe import ALLOWED_MISMATCH, Mismatch, Probe
 from asyncrl.messages import Probed, decoded_lengths
 
 LARGEST_GAP = 1e-5
@@ -203,3 +204,22 @@ def test_a_buffer_that_does_not_arrive_and_log_probs_that_are_no_numbers_are_a_m
     assert_ends_the_run(pair, 6, list(forgotten.items()))
     poisoned = {key: torch.full_like(tensor, torch.nan) for key, tensor in parameters.items()}
     assert_ends_the_run(pair, 7, list(poisoned.items()))
+
+
+@pytest.mark.parametrize("field", ["abs_mean", "decoded"])
+def test_the_first_weights_may_differ_by_more_than_the_limit_with_a_warning_and_not_by_much_more(
+    field, capsys
+):
+    """In bfloat16 the limit is 0.15 nats, and the run ends above 0.375."""
+    leader = Leader(SimpleNamespace(config=Config(dtype="bfloat16")))
+    leader.take_probes = dict
+    equal = Mismatch(worker=0, version=0, k3=0.0, abs_mean=0.0, abs_max=0.0, decoded=0.0)
+    for gap, is_warned in ((0.14, False), (0.25, True)):
+        leader.probe.compare = lambda _, gap=gap: [replace(equal, **{field: gap})]
+        leader.engine_check.check(1)
+        text = capsys.readouterr().out
+        assert ("differ by 0.25 nats on average, 0.15 is allowed" in text) == is_warned
+        assert ("Look at mismatch/versions_behind" in text) == is_warned
+    leader.probe.compare = lambda _: [replace(equal, **{field: 0.5})]
+    with pytest.raises(RuntimeError, match=r"differ by 0\.5 nats on average, 0\.375 is allowed"):
+        leader.engine_check.check(1)

@@ -7,6 +7,8 @@ import subprocess
 import pytest
 from programs import ROOT
 
+from scripts import blocks
+
 KEPT = [p for p in sorted(ROOT.glob("results/*/*.md")) if p.read_text().startswith("<!-- Made by")]
 
 
@@ -52,3 +54,14 @@ def test_the_scripts_in_the_history_are_at_the_commits_that_the_page_names():
         assert not (ROOT / script).exists(), f"{script} is here, so it needs no row"
         subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], check=True)
         subprocess.run([*git, "cat-file", "-e", f"{commit}:{script}"], check=True)
+
+
+def test_a_prediction_has_a_row_for_each_gpu_that_measured_it(monkeypatch):
+    measured = [
+        {"case": "sync 0.6b", "gpu": gpu, "numbers": {"load_s": load_s}}
+        for gpu, load_s in (("H100", 0.097), ("H200", 0.194))
+    ]
+    monkeypatch.setattr(blocks, "records_of", lambda _: measured)
+    (first, second) = (line for line in blocks.predictions().splitlines() if "load_s" in line)
+    assert "| 0.097 | 0.097 | H100 | 1.00 |" in first
+    assert "| 0.097 | 0.194 | H200 | 2.00 |" in second

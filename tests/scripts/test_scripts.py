@@ -55,6 +55,8 @@ if [ "$1 $2" = "-m pip" ] && [ "$3" != --version ]; then
     exit 1
 fi
 case "$2" in
+*cuda.device_count*) echo 1; exit ;;
+*pytest_timeout*) echo "ModuleNotFoundError: No module named 'pytest'" >&2; exit 1 ;;
 *torch.version.cuda*) echo "${{TORCH_CUDA-13.0}}"; exit ;;
 *sysconfig.get_paths*include*) [ -z "$HEADERS" ] || {{ echo "$HEADERS"; exit; }} ;;
 esac
@@ -174,6 +176,16 @@ def test_the_installation_says_what_it_does_and_why_it_ends(case, tmp_path):
     assert result.returncode == case.get("status", 0), text
     assert [words for words in case["says"] if words not in text] == [], text
     assert ("install: done" in text) == ("install: done" in case["says"])
+
+
+def test_the_check_of_gpus_ends_in_a_line_without_pytest(tmp_path):
+    make_copy(tmp_path)
+    (tmp_path / "Python.h").touch()
+    needs = {"CC": "sh", "HEADERS": str(tmp_path), "SHARED_MEMORY": "/", "PYTHONPATH": str(ROOT)}
+    result = run_shell(tmp_path, "gpu_check.sh", **needs)
+    line = "No module named 'pytest': the parts tests-* need it: bash scripts/install.sh --dev"
+    assert result.stderr == f"gpu_check: error: ModuleNotFoundError: {line}\n"
+    assert result.returncode == 1
 
 
 TESTS = """

@@ -4,6 +4,7 @@ NCCL itself is in tests/gpu/.
 """
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -131,8 +132,10 @@ def breaks(*_):
     raise OSError("no such device")
 
 
-def test_an_error_of_the_link_is_the_runs_error_unless_the_worker_is_gone():
+def test_an_error_of_the_link_is_the_runs_error_unless_the_worker_is_gone_soon(monkeypatch):
+    monkeypatch.setattr("asyncrl.weights.nccl.DEATH_S", 1.0)
     with transport(link=breaks) as sent:
+        start = time.monotonic()
         sent.init_info(3)
 
         def error():
@@ -142,5 +145,6 @@ def test_an_error_of_the_link_is_the_runs_error_unless_the_worker_is_gone():
                 return str(error)
 
         assert wait_until(error) == "joining rollout worker 3's NCCL group failed: no such device"
+        assert time.monotonic() - start > 1.0, "the death of a worker can be known later"
         sent.drop(3)
         sent.check()

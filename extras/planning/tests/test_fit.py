@@ -194,7 +194,7 @@ def test_an_engine_that_shares_a_gpu_gets_its_cache_or_what_is_left_and_no_more(
         assert settings == [asked, None] and ("warning" in text) == warns
 
 
-@pytest.mark.parametrize(("gib", "size"), [(24, "0.6b"), (48, "8b"), (80, "8b")])
+@pytest.mark.parametrize(("gib", "size"), [(24, "0.6b"), (48, "8b"), (80, "8b"), (200, "8b")])
 def test_an_engine_on_its_own_gpus_leaves_room_for_an_update_of_its_weights(gib, size):
     config, placed = Config(**LONG), place(Config(**LONG), 8, 64, 4)
     plan = functools.partial(plan_memory, placement=placed, shape=shape_of(size))
@@ -202,9 +202,12 @@ def test_an_engine_on_its_own_gpus_leaves_room_for_an_update_of_its_weights(gib,
     placement, text = plan(config, **given)
     engine, sequence = engine_bytes(config, shape_of(size))
     for worker in placement.workers:
-        assert worker.kv_cache_bytes == pytest.approx(0.9 * gib * GIB - engine, abs=1)
+        room = min(0.9 * gib * GIB - engine, config.max_running_requests * sequence)
+        assert worker.kv_cache_bytes == pytest.approx(room, abs=1)
         assert worker.kv_cache_bytes >= sequence
-    assert f"KV cache {worker.kv_cache_bytes / GIB:.2f} GiB" in text
+    of_all = f"for each of {config.max_running_requests} sequences"
+    number = of_all if gib == 200 else "a sequence"
+    assert f"KV cache {room / GIB:.2f} GiB, {sequence / GIB:.2f} {number}\n" in text
     placement, _ = plan(replace(config, gpu_memory_utilization=0.9), **given)
     assert {worker.kv_cache_bytes for worker in placement.workers} == {None}, "vLLM decides"
 

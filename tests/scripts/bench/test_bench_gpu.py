@@ -1,10 +1,18 @@
 """The GPU bench: its arithmetic, the profile of a step, what it runs again, and its table."""
 
+import runpy
+import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
+from programs import wait_until
+from real_job import words_of
 
+from asyncrl.job.command_line import read_options
 from extras.planning.memory import CONTEXT_BYTES, GIB, LINKS_BYTES
 from extras.planning.shape import ModelShape
 from scripts.bench import gpu
@@ -32,7 +40,13 @@ def test_flops_are_those_of_every_multiply_add():
 def test_the_profile_of_a_step_lists_its_costliest_operations(tmp_path):
     numbers = profile(Setup("cpu", "tiny", tmp_path))
     assert numbers["step_s"] > 0 and "aten::mm" in numbers["kernels"]
-    record = {"case": "profile tiny", "kind": "profile", "model": "tiny", "numbers": numbers}
+    record = {
+        "case": "profile tiny",
+        "kind": "profile",
+        "model": "tiny",
+        "gpu": None,
+        "numbers": numbers,
+    }
     assert numbers["kernels"] in gpu.table([record])
 
 
@@ -77,6 +91,71 @@ def test_every_part_has_a_function_and_selects_tests_that_are_there():
     assert {test for chosen in selected.values() for test in chosen} == set(tests)
 
 
+def test_ranks_get_a_gpu_each_where_there_are_three():
+    num_gpus = [
+        gpu.chosen_parts("cuda", ["tests-ranks"], n)["tests-ranks -"][1] for n in (1, 2, 3, 8)
+    ]
+    assert num_gpus == [1, 2, 3, 3]
+
+
+def test_a_job_saves_no_checkpoint_and_leaves_no_folder(tmp_path, monkeypatch):
+    from scripts.bench import gpu_parts
+
+    configs = []
+
+    def run(command, **_):
+        configs.append(read_options(command[command.index("train_async.py") + 1 :]))
+        run_path = Path(configs[0].runs_dir, configs[0].run_name)
+        shutil.copytree(gpu.ROOT / "results/smollm2/one_digit-s0", run_path)
+
+    monkeypatch.setattr(gpu_parts.subprocess, "run", run)
+    numbers = gpu_parts.job(Setup("cpu", "tiny", tmp_path), async_ratio=1.0)
+    (config,) = configs
+    assert numbers["step_s"] > 0
+    assert config.save_every is None and not Path(config.runs_dir).exists()
+    options = runpy.run_path(str(gpu.ROOT / "tests/gpu/conftest.py"))["OPTIONS"]
+    assert read_options(words_of(options)).save_every is None
+
+
+SLEEPER = """
+import pathlib, subprocess, sys, time
+sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+pathlib.Path({path!r}).write_text(str(sleeper.pid))
+time.sleep(60)
+"""
+
+
+def test_a_part_that_hangs_leaves_nothing_that_it_started_in_another_session(tmp_path, monkeypatch):
+    pid_path, part = tmp_path / "pid", tmp_path / "part.py"
+    part.write_text(SLEEPER.format(path=str(pid_path)))
+    monkeypatch.setattr(gpu, "__file__", str(part))
+    start = time.monotonic()
+    outcome = gpu.run_part("tests-job -", gpu.Part(1.0, 0), "cpu", str(tmp_path))
+    assert outcome["failed"].startswith("took more than 1 s; it printed nothing")
+    wait_until(lambda: not psutil.pid_exists(int(pid_path.read_text())), timeout_s=10)
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        (
+            "E   RuntimeError: NCCL error\nFAILED tests/gpu/test_x.py - RuntimeError: NCCL error\n1 failed\n"
+            "subprocess.CalledProcessError: Command '[...]' returned non-zero exit status 1.",
+            "FAILED tests/gpu/test_x.py - RuntimeError: NCCL error",
+        ),
+        (
+            "error: the model does not fit\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
+            "subprocess.CalledProcessError: Command '[...]' returned non-zero exit status 1.",
+            "error: the model does not fit",
+        ),
+        ("starts\nends", "ends"),
+    ],
+)
+def test_a_part_fails_by_the_error_of_its_test_or_its_run(log, error):
+    assert gpu.last_error(log) == error
+
+
 def is_selected(test, names):
     """What `pytest -k` says of the expressions here."""
     words = names.split(" and ")
@@ -98,6 +177,20 @@ def test_the_bench_runs_without_a_gpu_what_failed_and_nothing_twice(tmp_path):
     assert record["numbers"]["steps"] == 3 and record["numbers"]["mfu"] > 0
     assert "no GPU: the numbers mean nothing" in (tmp_path / "table.md").read_text()
     assert run_bench(tmp_path, budget_s=0) == (0, record)
+
+
+def test_records_of_two_gpus_stand_beside_each_other(tmp_path, monkeypatch):
+    path, outcomes = (
+        tmp_path / "gpu.jsonl",
+        iter([{"summary": "1 passed"}, {"summary": "2 passed"}]),
+    )
+    monkeypatch.setattr(gpu, "run_part", lambda *_: {"numbers": next(outcomes)})
+    for name in ("H100, 80 GiB", "H200, 140 GiB", "H100, 80 GiB"):
+        monkeypatch.setattr(gpu, "gpu_name", lambda name=name: name)
+        gpu.run_parts({"tests-job -": gpu.Part(400, 1)}, "cuda", 500, path)
+    assert gpu.table(read(path)).splitlines() == [
+        "H100, 80 GiB", "tests-job  1 passed", "", "H200, 140 GiB", "tests-job  2 passed"
+    ]  # fmt: skip
 
 
 def test_one_rank_of_four_has_the_savings_and_the_memory_that_the_dry_run_plans(tmp_path):
