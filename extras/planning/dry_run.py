@@ -31,6 +31,7 @@ from asyncrl.job.disk import (
     num_checkpoints,
 )
 from asyncrl.job.inputs import check_model, check_tokenizer, make_tickets, read_task
+from asyncrl.runlog.run_directory import check_is_free
 from asyncrl.trainer.dtype import choose_dtype
 from asyncrl.trainer.families import read_config
 from asyncrl.trainer.optimizer import choose_lr
@@ -85,6 +86,8 @@ def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
         yield from placed
         yield choose_lr(config, shape.num_parameters)[1]
         yield from _check_inputs(config, folder, task, device)
+    if given.run_name and not given.resume:
+        check_is_free(Path(given.runs_dir, given.run_name))
     yield config.freshness()
     yield from _describe_disk(config, shape.num_parameters, gpus, device)
     yield from predicted
@@ -143,8 +146,8 @@ def _check_inputs(config: Config, folder: str, task: Task | None, device: str) -
             make_tickets(config, Cluster(), folder, task)
         if THINKING in str(tokenizer.chat_template) and THINKING not in str(config.task_args):
             yield (
-                f"the chat template of --model has {THINKING}: responses begin with a thought; docs/devices.md, «A "
-                "model that thinks», turns it off"
+                f"the chat template of --model has {THINKING}: responses can begin with a thought; docs/devices.md, "
+                "«A model that thinks», says how to turn that off"
             )
     else:
         unchecked.append(

@@ -3,6 +3,7 @@
 And that a dry run refuses what the run refuses before its engine starts, in the same line.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -15,7 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from qwen3_models import folder_of
 from real_job import ROOT
 from tiny_policy import byte_tokenizer, save_byte_llama, save_tiny_family, save_tiny_model
-from user_files import ENVIRONMENT, TASK, write_jsonl, write_user_code
+from user_files import ENVIRONMENT, TASK, write_jsonl
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.placement import place
@@ -211,19 +212,45 @@ def test_a_dry_run_of_a_name_leaves_the_cache_of_the_hub_as_it_is(tmp_path, monk
 # Inputs that a run refuses
 
 PROBLEMS = [{"prompt": f"a{i:02d} =", "answer": "x"} for i in range(40)]
+ROWS = {
+    "rows.jsonl": PROBLEMS,
+    "bare.jsonl": [{"question": "a11 ="}],
+    "anser.jsonl": [{"prompt": row["prompt"], "anser": "x"} for row in PROBLEMS],
+}
+# A process knows one module of a name.
+CODE = {
+    "dry_task.py": TASK,
+    "dry_game.py": ENVIRONMENT,
+    "dry_score.py": "def score(response, least): ...",
+    "dry_empty.py": "",
+}
 
 
-def line_of_run(words, runs_dir, capsys):
+def save_without_tokenizer(folder):
+    save_tiny_family("llama", folder)
+    for path in Path(folder).glob("tokenizer*"):
+        path.unlink()
+
+
+MODELS = {
+    "gemma2": lambda folder: save_tiny_family("gemma2", folder),
+    "llama": save_byte_llama,
+    "no_end": save_tiny_model,
+    "no_tokenizer": save_without_tokenizer,
+    "no_config": os.mkdir,
+}
+
+
+def line_of_run(words, capsys):
     """What a leader ends with before it starts anything, on a machine without a GPU."""
     try:
-        config = parse_config([*words, "--runs-dir", str(runs_dir)])
+        config = parse_config(words)
     except SystemExit:
         return capsys.readouterr().err
     with ExitStack() as on_end, pytest.raises(ValueError) as caught:
         surroundings = place(config, 0, 2, 1), torch.device("cpu"), None, on_end, None, None
         with start_node(Rank(config, Cluster(), *surroundings), worker_main=None):
             pass
-    assert not runs_dir.exists()
     return f"error: {caught.value}\n"
 
 
@@ -233,18 +260,19 @@ def line_of_run(words, runs_dir, capsys):
         ("--task jsonl --data-path none.jsonl", "--data-path FOLDER/none.jsonl does not exist"),
         ("--task jsonl --data-path bare.jsonl", "FOLDER/bare.jsonl, row 0 has no column prompt"),
         ("--task jsonl --data-path anser.jsonl", "row 0: a row without --reward needs .* rename anser to answer$"),
-        ("--task jsonl --data-path rows.jsonl --reward score.py:score", "needs the column least, "),
-        ("--task addition --reward score.py:none", "none"),
+        ("--task jsonl --data-path rows.jsonl --reward dry_score.py:score", "needs the column least, "),
+        ("--task addition --reward dry_empty.py:none", "none"),
         ("--task jsonl --data-path rows.jsonl --max-prompt-tokens 2", "has . tokens, --max-prompt-tokens is 2"),
         ("--task jsonl --data-path rows.jsonl --max-response-tokens 600", "a sequence of tiny may have 512"),
         ("--task reasoning_gym:nope --model llama", "reasoning_gym has no dataset 'nope'"),
         ("--task gsm8k --model llama", "dataset openai/gsm8k cannot be had .*no route to the hub"),
-        ("--task words.py:Double", "its tokenizer or chat template refuses 'What is "),
-        ("--task game.py:Echo", "--model tiny: there is no tiny model for --task environment:.*; give --model smollm2"),
-        ("--model gemma2", "--model FOLDER/gemma2 is a gemma2: vLLM computes other log-probs"),
-        ("--model bare", "--model FOLDER/bare: its folder has no config.json"),
+        ("--task dry_task.py:Double", "its tokenizer or chat template refuses 'What is "),
+        ("--task dry_game.py:Echo", "--model tiny: there is no tiny model for --task environment:"),
+        ("--model gemma2", "--model gemma2 is a gemma2: vLLM computes other log-probs"),
+        ("--model no_config", "--model no_config: its folder has no config.json"),
         ("--model no_tokenizer", "its folder has no tokenizer"),
-        ("--model qwen3", "no token ends a response"),
+        ("--model no_end", "no token ends a response"),
+        ("--run-name taken", "run directory runs/taken exists; give another --run-name"),
         ("--model ./modls/x", "--model ./modls/x: the folder does not exist; give a folder with config.json"),
     ],
 )  # fmt: skip
@@ -252,31 +280,20 @@ def test_a_dry_run_refuses_what_the_run_refuses_in_the_same_line(
     words, line, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "rows.jsonl", PROBLEMS)
-    write_jsonl(tmp_path / "bare.jsonl", [{"question": "a11 ="}])
-    write_jsonl(
-        tmp_path / "anser.jsonl", [{"prompt": row["prompt"], "anser": "x"} for row in PROBLEMS]
-    )
-    (tmp_path / "bare").mkdir()
-    for name, save in (("gemma2", "gemma2"), ("no_tokenizer", "llama")):
-        if name in words:
-            save_tiny_family(save, str(tmp_path / name))
-    for path in Path("no_tokenizer").glob("tokenizer*"):
-        path.unlink()
-    if "qwen3" in words:
-        save_tiny_model(str(tmp_path / "qwen3"))
-    if "llama" in words:
-        save_byte_llama(str(tmp_path / "llama"))
-    codes = {"words": TASK, "game": ENVIRONMENT, "score": "def score(response, least): ..."}
-    for name, source in codes.items():
-        name_here = write_user_code(tmp_path, source).name
-        words = words.replace(f"{name}.py", name_here)
-    words = re.sub(r"--model (\w+)", lambda m: f"--model {tmp_path / m[1]}", words)
-    refused = line_of_run(shlex.split(words), tmp_path / "runs", capsys)
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    for name, rows in ROWS.items():
+        write_jsonl(tmp_path / name, rows)
+    for name, source in CODE.items():
+        (tmp_path / name).write_text(source)
+    model = re.search(r"--model (\w+)", words)
+    if model:
+        MODELS[model[1]](model[1])
+    refused = line_of_run(shlex.split(words), capsys)
     assert re.search(line, refused.replace(str(tmp_path), "FOLDER"), re.M), refused
     with pytest.raises(SystemExit, match="2"):
         parse_config([*shlex.split(words), "--dry-run"])
     assert capsys.readouterr().err == refused
+    assert os.listdir("runs") == ["taken"] and not os.listdir("runs/taken")
 
 
 def test_without_gpus_a_dry_run_checks_and_describes_this_machine(tmp_path, capsys):
